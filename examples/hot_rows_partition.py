@@ -1,0 +1,62 @@
+"""A partition strategy of your own: deal the hot rows out, leave the cold ones in ranges.
+
+In a vocabulary that is sorted by frequency the first rows are in every batch. ``parallel`` gives
+them all to one server; ``balanced`` spreads them, and every other row too. ``HotRows`` deals only
+the hot rows round-robin over the slots, and keeps the long cold tail in contiguous ranges.
+
+Use it by its dotted path, with this folder on PYTHONPATH::
+
+    ZENPS_SYNC_PARTITION=hot_rows_partition:HotRows zenps launch ... python train.py
+
+or install it as an entry point of the group ``zenps.partition``, and use the entry point's name.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from zenps.keyspace import SLOTS
+from zenps.strategies import KeySpace, Partition, PartitionStrategy, even_bounds
+
+HOT_SHARE = 1 / 16
+
+
+class HotRows(PartitionStrategy):
+    """Deals the first sixteenth of the rows (at least one a slot) like cards; cuts the rest evenly."""
+
+    name: ClassVar[str] = "hot-rows"
+
+    def partition(self, space: KeySpace) -> Partition:
+        hot_per_slot = int(space.granules * HOT_SHARE) // SLOTS
+        if space.granules >= SLOTS:
+            hot_per_slot = max(hot_per_slot, 1)
+        permutation = DealHotRows(space.granules, hot_per_slot)
+        return Partition(permutation, permutation.bounds)
+
+
+class DealHotRows:
+    """The permutation behind it: slot s holds hot rows s, s + 4096, ... and then its range of cold ones."""
+
+    def __init__(self, size: int, hot_per_slot: int) -> None:
+        self.size = size
+        self.hot_per_slot = hot_per_slot
+        self.hot = hot_per_slot * SLOTS
+        self.cold_bounds = even_bounds(size - self.hot)
+        self.bounds = self.cold_bounds + torch.arange(SLOTS + 1) * hot_per_slot
+
+    def forward(self, index: Tensor) -> Tensor:
+        hot_position = self.bounds[index % SLOTS] + index // SLOTS
+        cold = index - self.hot
+        cold_slot = torch.searchsorted(self.cold_bounds, cold, right=True) - 1
+        cold_position = cold + (cold_slot + 1) * self.hot_per_slot
+        return torch.where(index < self.hot, hot_position, cold_position)
+
+    def inverse(self, position: Tensor) -> Tensor:
+        slot = torch.searchsorted(self.bounds, position, right=True) - 1
+        place = position - self.bounds[slot]
+        hot_index = place * SLOTS + slot
+        cold_index = self.hot + position - (slot + 1) * self.hot_per_slot
+        return torch.where(place < self.hot_per_slot, hot_index, cold_index)

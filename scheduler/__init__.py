@@ -1,0 +1,1 @@
+"""The role that owns membership, epochs and the ring."""

@@ -1,0 +1,143 @@
+"""The scheduler process: one ROUTER around :mod:`scheduler.membership`. It sees no tensors."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket as net
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import zmq
+from prometheus_client import CollectorRegistry
+
+from zenps import log, metrics
+from zenps.config import Config
+from zenps.errors import PeerLostError, ProtocolError
+from zenps.metrics import SchedulerMetrics
+from zenps.settings import parse_address
+from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
+from zenps.wire.messages import BarrierReply, Departed, NodeStatus, Status, ToScheduler
+from zenps.wire.sockets import Socket, bind_router, context
+
+from .membership import Membership, Send
+
+__all__ = ["serve"]
+
+logger = logging.getLogger("zenps.scheduler")
+
+TICK_SECONDS = 0.1
+
+
+def serve(config: Config, on_ready: Callable[[str], None]) -> None:
+    """Runs the scheduler until the job ends.
+
+    Args:
+        config: ``cluster.scheduler`` says where to listen.
+        on_ready: called once with the address, ``host:port``, when nodes can register.
+
+    Raises:
+        PeerLostError: the job failed; the message says why.
+        ConfigError: the address cannot be bound.
+    """
+    registry = CollectorRegistry()
+    exporter = metrics.serve(registry, config.metrics.host, config.metrics.port)
+    try:
+        with context() as ctx:
+            host, port = _listen_on(config.cluster.scheduler)
+            socket, address = bind_router(ctx, host, port, MAX_ENVELOPE_BYTES)
+            service = _Service(config, socket, address.removeprefix("tcp://"), exporter.address, registry)
+            on_ready(service.address)
+            logger.info("listening on %s", service.address)
+            service.run()
+    finally:
+        exporter.close()
+
+
+def _listen_on(address: str) -> tuple[str, int]:
+    return parse_address(address) if address else ("127.0.0.1", 0)
+
+
+class _Service:
+    def __init__(
+        self, config: Config, socket: Socket, address: str, metrics_address: str, registry: CollectorRegistry
+    ) -> None:
+        self.address = address
+        self._config = config
+        self._socket = socket
+        self._metrics_address = metrics_address
+        self._metrics = SchedulerMetrics(registry)
+        self._decoder: Decoder[ToScheduler] = Decoder(config.cluster.job, ToScheduler)
+        settings = msgspec.structs.asdict(config.sync)
+        self._membership = Membership(config.cluster.job, config.cluster, settings, time.monotonic())
+
+    def run(self) -> None:
+        failed_at = None
+        while self._membership.state != "stopped":
+            if self._socket.poll(int(1000 * TICK_SECONDS)):
+                self._receive()
+            now = time.monotonic()
+            self._send(self._membership.on_tick(now))
+            self._show_gauges()
+            if self._membership.state == "failed":
+                # Nodes that come or ask in the meantime are told why; all leave within a lease.
+                failed_at = failed_at or now
+                everyone_left = not self._membership.live("worker") + self._membership.live("server")
+                if everyone_left or now > failed_at + self._config.cluster.lease_seconds:
+                    raise PeerLostError(self._membership.failure)
+
+    def _receive(self) -> None:
+        while self._socket.poll(0):
+            frames = self._socket.recv_multipart()
+            peer = frames[0]
+            try:
+                if len(frames) != 2:
+                    raise ProtocolError("envelope", f"{len(frames)} frames, expected 2")
+                message = self._decoder.decode(frames[1])
+            except ProtocolError as error:
+                self._metrics.protocol_errors.labels(reason=error.reason).inc()
+                log.once(logger, peer, "dropped a message of peer %s: %s", peer.hex(), error)
+                continue
+            state = self._membership.state
+            self._send(self._membership.on_message(peer, message, time.monotonic()))
+            if self._membership.state != state:
+                logger.info("%s", self._membership.state)
+
+    def _send(self, sends: Sequence[Send]) -> None:
+        for send in sends:
+            message = send.message
+            match message:
+                case Status():
+                    message = msgspec.structs.replace(message, nodes=(self._own_status(), *message.nodes))
+                case BarrierReply(error=error):
+                    self._metrics.barriers.labels(outcome="failed" if error else "completed").inc()
+                case Departed(member=member, lost=True, reason=reason):
+                    if log.once(logger, reason, "%s", reason):
+                        self._metrics.lost_nodes.labels(role=member.role).inc()
+            try:
+                self._socket.send_multipart([send.peer, encode(self._config.cluster.job, message)])
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                logger.debug("peer %s cannot be reached", send.peer.hex())
+
+    def _own_status(self) -> NodeStatus:
+        return NodeStatus(
+            role="scheduler",
+            rank=0,
+            host=net.gethostname(),
+            pid=os.getpid(),
+            address=self.address,
+            metrics=self._metrics_address,
+            epoch=self._membership.epoch,
+            state="present",
+            slots=0,
+            silent_seconds=0.0,
+            load={},
+        )
+
+    def _show_gauges(self) -> None:
+        for role in ("worker", "server"):
+            self._metrics.live_nodes.labels(role=role).set(self._membership.live(role))
+        self._metrics.epoch.set(self._membership.epoch)

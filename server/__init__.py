@@ -1,0 +1,1 @@
+"""The role that owns slots and sums what the workers push."""

@@ -1,0 +1,247 @@
+"""The rounds as a server sees them: admission, completeness, repetition. No socket, no clock.
+
+A round is one chunk of one tensor in one step. It opens with the first push, and is aggregated
+once all ranks have pushed. Its result is kept until the next step's is ready: that is when every
+rank has shown that it received it.
+
+Memory: pushes held and results kept count against a byte budget. Over it, pushes that would open a
+round are dropped with ``Busy``, oldest results are forgotten, and pushes for rounds that are already
+open still come in, so that what is open can always finish. When a round finishes, the one refused
+first is given its place and its ranks are asked to push again (``Resume``).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from zenps.errors import ProtocolError
+from zenps.wire.messages import Busy, Failure, FailureKind, FromServer, Push, Result, Resume
+
+__all__ = ["Aggregate", "Held", "Key", "Reply", "Rounds"]
+
+# What an open round costs beside its tensors; it bounds how many empty ones a budget allows.
+ROUND_BYTES = 1024
+
+
+class Key(NamedTuple):
+    """What identifies a round on one server."""
+
+    tensor: str
+    step: int
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A push that waits for the others. ``payload`` is opaque here."""
+
+    peer: bytes
+    push: Push
+    payload: object
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregate:
+    """An action: sum these pushes, in rank order, and hand the result to :meth:`Rounds.finish`."""
+
+    key: Key
+    pushes: Sequence[Held]
+    waited_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An action: send ``message`` with ``frames`` to each of ``peers``."""
+
+    peers: Sequence[bytes]
+    message: FromServer
+    frames: Sequence[memoryview] = ()
+
+
+@dataclass(slots=True)
+class _Round:
+    opened: float
+    reserved_bytes: int
+    held: dict[int, Held] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What was answered for a finished round: given again to a rank that asks again."""
+
+    step: int
+    message: Result | Failure
+    frames: Sequence[memoryview]
+    size_bytes: int
+
+
+class Rounds:
+    """All rounds of one server.
+
+    Args:
+        budget_bytes: what may be held before new rounds are refused.
+        deadline_seconds: how long an open round waits for its last push.
+    """
+
+    def __init__(self, budget_bytes: int, deadline_seconds: float) -> None:
+        self.budget_bytes = budget_bytes
+        self._deadline_seconds = deadline_seconds
+        self._epoch = 0
+        self._ranks: frozenset[int] = frozenset()
+        self._departed: dict[int, str] = {}
+        self._open: dict[Key, _Round] = {}
+        self._refused: OrderedDict[Key, dict[bytes, int]] = OrderedDict()
+        self._outcomes: OrderedDict[tuple[str, int], _Outcome] = OrderedDict()
+        self.held_bytes = 0
+        self.duplicates = 0
+
+    @property
+    def open_rounds(self) -> int:
+        """Rounds that wait for pushes or for aggregation."""
+        return len(self._open)
+
+    def set_view(self, epoch: int, ranks: Iterable[int]) -> None:
+        """The workers that every round of this epoch waits for."""
+        self._epoch, self._ranks = epoch, frozenset(ranks)
+
+    # ── events ──────────────────────────────────────────────────────────────────────────────────
+
+    def on_push(self, held: Held, now: float) -> list[Aggregate | Reply]:
+        """A push whose frames have been checked.
+
+        Raises:
+            ProtocolError: it comes from no rank of this epoch.
+        """
+        push = held.push
+        if push.epoch != self._epoch or push.rank not in self._ranks:
+            raise ProtocolError("unexpected", f"push of rank {push.rank} for epoch {push.epoch}")
+        key = Key(push.tensor, push.step, push.chunk)
+        outcome = self._outcomes.get((key.tensor, key.chunk))
+        if outcome is not None and push.step <= outcome.step:
+            return self._repeat(outcome, held)
+        round_ = self._open.get(key)
+        if round_ is None:
+            if not self._make_room(ROUND_BYTES + held.size_bytes * len(self._ranks)):
+                return self._refuse(key, held)
+            round_ = self._open_round(key, held.size_bytes, now)
+        if push.rank in round_.held:
+            self.duplicates += 1
+            return []
+        round_.held[push.rank] = held
+        if len(round_.held) == len(self._ranks):
+            return self._complete(key, round_, now)
+        absent = self._departed.keys() - round_.held.keys()
+        if absent:
+            return self._fail(key, "lost", self._departed[min(absent)], now)
+        return []
+
+    def finish(
+        self, key: Key, result: Result, frames: Sequence[memoryview], now: float
+    ) -> list[Aggregate | Reply]:
+        """The aggregation of ``key`` is done: answers all ranks, and lets refused rounds in."""
+        size = sum(frame.nbytes for frame in frames)
+        return self._close(key, _Outcome(key.step, result, frames, size), now)
+
+    def on_departed(self, rank: int, reason: str, now: float) -> list[Aggregate | Reply]:
+        """A worker is gone: rounds that need its push fail, now and later."""
+        if rank not in self._ranks:
+            return []
+        self._departed[rank] = reason
+        actions: list[Aggregate | Reply] = []
+        for key, round_ in list(self._open.items()):
+            if round_.held and rank not in round_.held:
+                actions += self._fail(key, "lost", reason, now)
+        return actions
+
+    def on_tick(self, now: float) -> list[Aggregate | Reply]:
+        """Time passed: rounds may have reached their deadline."""
+        actions: list[Aggregate | Reply] = []
+        for key, round_ in list(self._open.items()):
+            if now - round_.opened > self._deadline_seconds:
+                missing = sorted(self._ranks - round_.held.keys())
+                reason = f"no push within {self._deadline_seconds:g} s from rank(s) {_join(missing)}"
+                actions += self._fail(key, "deadline", reason, now)
+        return actions
+
+    # ── transitions ─────────────────────────────────────────────────────────────────────────────
+
+    def _open_round(self, key: Key, size_bytes: int, now: float) -> _Round:
+        reserved = ROUND_BYTES + size_bytes * len(self._ranks)
+        self.held_bytes += reserved
+        round_ = self._open[key] = _Round(now, reserved)
+        return round_
+
+    def _complete(self, key: Key, round_: _Round, now: float) -> list[Aggregate | Reply]:
+        pushes = [round_.held[rank] for rank in sorted(round_.held)]
+        if len({_signature(held.push) for held in pushes}) > 1:
+            each = "; ".join(f"rank {h.push.rank} pushed {_describe(h.push)}" for h in pushes)
+            return self._fail(key, "mismatch", f"ranks disagree: {each}", now)
+        return [Aggregate(key, pushes, now - round_.opened)]
+
+    def _fail(self, key: Key, kind: FailureKind, reason: str, now: float) -> list[Aggregate | Reply]:
+        text = f"tensor {key.tensor!r}, step {key.step}: {reason}"
+        message = Failure(key.tensor, key.step, key.chunk, kind, text)
+        return self._close(key, _Outcome(key.step, message, (), ROUND_BYTES), now)
+
+    def _close(self, key: Key, outcome: _Outcome, now: float) -> list[Aggregate | Reply]:
+        round_ = self._open.pop(key)
+        self.held_bytes += outcome.size_bytes - round_.reserved_bytes
+        place = (key.tensor, key.chunk)
+        self._forget(place)
+        self._outcomes[place] = outcome
+        peers = [held.peer for held in round_.held.values()]
+        return [Reply(peers, outcome.message, outcome.frames), *self._readmit(now)]
+
+    def _repeat(self, outcome: _Outcome, held: Held) -> list[Aggregate | Reply]:
+        self.duplicates += 1
+        if outcome.step != held.push.step:
+            return []
+        return [Reply([held.peer], outcome.message, outcome.frames)]
+
+    # ── the byte budget ─────────────────────────────────────────────────────────────────────────
+
+    def _make_room(self, size_bytes: int) -> bool:
+        """Whether a round of this size may open. One always may: then it can finish."""
+        while self._outcomes and self.held_bytes + size_bytes > self.budget_bytes:
+            self._forget(next(iter(self._outcomes)))
+        return not self._open or self.held_bytes + size_bytes <= self.budget_bytes
+
+    def _forget(self, place: tuple[str, int]) -> None:
+        outcome = self._outcomes.pop(place, None)
+        if outcome is not None:
+            self.held_bytes -= outcome.size_bytes
+
+    def _refuse(self, key: Key, held: Held) -> list[Aggregate | Reply]:
+        self._refused.setdefault(key, {})[held.peer] = held.size_bytes
+        return [Reply([held.peer], Busy(*key))]
+
+    def _readmit(self, now: float) -> list[Aggregate | Reply]:
+        """Opens refused rounds that fit now, oldest first, and asks their ranks to push again."""
+        actions: list[Aggregate | Reply] = []
+        while self._refused:
+            key, peers = next(iter(self._refused.items()))
+            size = max(peers.values())
+            if not self._make_room(ROUND_BYTES + size * len(self._ranks)):
+                break
+            del self._refused[key]
+            if key not in self._open:
+                self._open_round(key, size, now)
+            actions.append(Reply(list(peers), Resume(*key)))
+        return actions
+
+
+def _signature(push: Push) -> tuple[object, ...]:
+    return push.kind, push.dtype, push.shape, push.average, push.chunks, push.span, push.columns
+
+
+def _describe(push: Push) -> str:
+    average = "averaged" if push.average else "summed"
+    return f"{push.kind} {push.dtype} {push.shape}, {average}, in {push.chunks} chunk(s)"
+
+
+def _join(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,195 @@
+"""The server process: sockets around :mod:`server.rounds` and :mod:`server.aggregation`.
+
+One thread receives, sums and sends. To use more cores, run more servers: slots move to them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import zmq
+from prometheus_client import CollectorRegistry
+
+from zenps import log, metrics
+from zenps.buffers import BufferPool
+from zenps.config import Config
+from zenps.errors import PeerLostError, ProtocolError
+from zenps.kernels.cpu import CpuKernels
+from zenps.metrics import ServerMetrics
+from zenps.wire.frames import Decoder, encode
+from zenps.wire.link import SchedulerLink, new_register
+from zenps.wire.messages import Busy, Departed, Failure, Member, Push, Stop, View
+from zenps.wire.sockets import Socket, bind_router, context, find_host, send_frames
+
+from .aggregation import Aggregator, Payload, read_payload
+from .rounds import Aggregate, Held, Reply, Rounds
+
+__all__ = ["serve"]
+
+logger = logging.getLogger("zenps.server")
+
+TICK_SECONDS = 0.5
+
+
+def serve(config: Config) -> None:
+    """Runs a server until the job ends.
+
+    Raises:
+        DeadlineError: the cluster did not gather in time.
+        PeerLostError: a node was lost, and the job with it.
+        UsageError: the cluster is already complete.
+    """
+    registry = CollectorRegistry()
+    exporter = metrics.serve(registry, config.metrics.host, config.metrics.port)
+    try:
+        with context() as ctx:
+            _Service(config, ctx, ServerMetrics(registry)).run(exporter.address)
+    finally:
+        exporter.close()
+
+
+class _Service:
+    def __init__(self, config: Config, ctx: zmq.Context[Socket], counters: ServerMetrics) -> None:
+        cluster = config.cluster
+        self._config = config
+        self._metrics = counters
+        host = cluster.host or find_host(cluster.scheduler)
+        self._socket, self._address = bind_router(ctx, host, cluster.server_port, cluster.max_message_bytes)
+        self._link = SchedulerLink(ctx, cluster, "server")
+        self._decoder: Decoder[Push] = Decoder(cluster.job, Push)
+        self._rounds = Rounds(cluster.server_budget_bytes, cluster.deadline_seconds)
+        pool = BufferPool(keep_bytes=cluster.server_budget_bytes // 4)
+        self._aggregator = Aggregator(CpuKernels(pool), pool)
+        self._epoch = 0
+        self._lost: Member | None = None
+        self._load = dict.fromkeys(("rounds", "received_bytes", "sent_bytes", "busy_seconds"), 0.0)
+        counters.budget_bytes.set(cluster.server_budget_bytes)
+
+    def run(self, metrics_address: str) -> None:
+        register = new_register("server", None, self._address, metrics_address, {})
+        self._on_view(self._link.join(register))
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._link.socket, zmq.POLLIN)
+        next_tick = 0.0
+        while True:
+            now = time.monotonic()
+            self._link.beat_if_due(now, self._epoch, self._load)
+            if now >= next_tick:
+                self._execute(self._rounds.on_tick(now))
+                self._show_gauges()
+                next_tick = now + TICK_SECONDS
+            wait_seconds = min(next_tick - now, self._link.seconds_to_beat(now))
+            ready = dict(poller.poll(int(1000 * max(wait_seconds, 0)) + 1))
+            if self._link.socket in ready and self._on_scheduler():
+                self._link.leave()
+                break
+            if self._socket in ready:
+                self._receive()
+        if self._lost is not None:
+            raise PeerLostError(f"the job has failed: {self._lost} is gone")
+
+    # ── the scheduler ───────────────────────────────────────────────────────────────────────────
+
+    def _on_scheduler(self) -> bool:
+        """Handles what the scheduler sent; True when this server should end."""
+        for message in self._link.receive():
+            match message:
+                case View():
+                    self._on_view(message)
+                case Departed(member=member, lost=lost, reason=reason):
+                    logger.warning("%s", reason) if lost else logger.debug("%s", reason)
+                    if lost or member.role == "server":
+                        self._lost = member
+                        return True
+                    self._execute(self._rounds.on_departed(member.rank, reason, time.monotonic()))
+                case Stop():
+                    return True
+        return False
+
+    def _on_view(self, view: View) -> None:
+        self._epoch = view.epoch
+        self._rounds.set_view(view.epoch, [worker.rank for worker in view.workers])
+        log.setup(self._config.log, "server", view.rank)
+        slots = int((np.frombuffer(view.owners, dtype="<u2") == view.rank).sum())
+        self._metrics.slots.set(slots)
+        self._metrics.epoch.set(view.epoch)
+        self._link.beat(time.monotonic(), self._epoch, self._load)
+        logger.info("epoch %d: %d slots, listening on %s", view.epoch, slots, self._address)
+
+    # ── workers ─────────────────────────────────────────────────────────────────────────────────
+
+    def _receive(self) -> None:
+        frames = self._socket.recv_multipart(copy=False)
+        peer = frames[0].bytes
+        size = sum(len(frame.buffer) for frame in frames[1:])
+        try:
+            if len(frames) < 2:
+                raise ProtocolError("envelope", "no envelope")
+            push = self._decoder.decode(frames[1].buffer)
+            payload = read_payload(push, [frame.buffer for frame in frames[2:]])
+            actions = self._rounds.on_push(Held(peer, push, payload, size), time.monotonic())
+        except ProtocolError as error:
+            self._metrics.protocol_errors.labels(reason=error.reason).inc()
+            log.once(logger, peer, "dropped a message of peer %s: %s", peer.hex(), error)
+            return
+        self._metrics.received_bytes.inc(size)
+        self._load["received_bytes"] += size
+        self._execute(actions)
+
+    def _execute(self, actions: Sequence[Aggregate | Reply]) -> None:
+        todo = list(actions)
+        while todo:
+            match todo.pop(0):
+                case Aggregate() as round_:
+                    todo += self._aggregate(round_)
+                case Reply() as reply:
+                    self._reply(reply)
+
+    def _aggregate(self, round_: Aggregate) -> list[Aggregate | Reply]:
+        begin = time.monotonic()
+        pushes = []
+        for held in round_.pushes:
+            assert isinstance(held.payload, Payload)
+            pushes.append((held.push, held.payload))
+        result, frames = self._aggregator.aggregate(pushes)
+        end = time.monotonic()
+        self._metrics.round_wait_duration.observe(round_.waited_seconds)
+        self._metrics.aggregation_duration.observe(end - begin)
+        self._metrics.rounds.labels(outcome="aggregated").inc()
+        self._load["rounds"] += 1
+        self._load["busy_seconds"] += end - begin
+        return self._rounds.finish(round_.key, result, frames, end)
+
+    def _reply(self, reply: Reply) -> None:
+        match reply.message:
+            case Failure(reason=reason):
+                self._metrics.rounds.labels(outcome="failed").inc()
+                logger.warning("%s", reason)
+            case Busy():
+                self._metrics.refused_pushes.inc()
+        envelope = encode(self._config.cluster.job, reply.message)
+        size = len(envelope) + sum(frame.nbytes for frame in reply.frames)
+        for peer in reply.peers:
+            try:
+                send_frames(self._socket, [peer, envelope], reply.frames)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                # The worker's connection is gone. Its lease says whether the worker is.
+                logger.debug("peer %s cannot be reached", peer.hex())
+                continue
+            self._metrics.sent_bytes.inc(size)
+            self._load["sent_bytes"] += size
+
+    def _show_gauges(self) -> None:
+        self._metrics.held_bytes.set(self._rounds.held_bytes)
+        self._metrics.open_rounds.set(self._rounds.open_rounds)
+        unreported = self._rounds.duplicates - self._duplicates_shown
+        self._metrics.duplicate_pushes.inc(unreported)
+        self._duplicates_shown += unreported
+
+    _duplicates_shown = 0

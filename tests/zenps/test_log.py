@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from zenps import log
+from zenps.settings import LogConfig
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(log, "_seen", set())
+    logger = logging.getLogger("zenps")
+    before = (logger.handlers[:], logger.level, logger.propagate)
+    yield
+    logger.handlers[:], logger.level, logger.propagate = before
+
+
+def test_text(capsys: pytest.CaptureFixture[str]) -> None:
+    log.setup(LogConfig(), "worker", 3)
+    logging.getLogger("zenps.worker.session").warning("lost %s", "server 1")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"\d\d:\d\d:\d\d warning worker 3: lost server 1\n", err)
+
+
+def test_without_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    log.setup(LogConfig(), "scheduler").info("ready")
+    assert capsys.readouterr().err.endswith(" info scheduler: ready\n")
+
+
+def test_second_setup_replaces_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    log.setup(LogConfig(), "worker")
+    log.setup(LogConfig(), "worker", 1).info("ready")
+    assert capsys.readouterr().err.count("ready") == 1
+
+
+def test_level(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = log.setup(LogConfig(level="warning"), "server", 0)
+    logger.info("not this")
+    logger.warning("but this")
+    err = capsys.readouterr().err
+    assert "but this" in err
+    assert "not this" not in err
+
+
+def test_a_message_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = log.setup(LogConfig(), "server", 0)
+    logger.warning("peer %s", "x\r\n12:00:00 error server 0: forged\x1b[31m")
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert r"x\x0d\x0a12:00:00" in err
+    assert "\x1b" not in err
+
+
+def test_traceback_follows_the_message(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = log.setup(LogConfig(), "server", 0)
+    try:
+        raise OSError("no route")
+    except OSError:
+        logger.exception("cannot listen")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].endswith("error server 0: cannot listen")
+    assert lines[-1] == "OSError: no route"
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = log.setup(LogConfig(format="json"), "server", 2)
+    logger.warning("peer\n%s", "π")
+    try:
+        raise OSError("no route")
+    except OSError:
+        logger.exception("cannot listen")
+    first, second = (json.loads(line) for line in capsys.readouterr().err.splitlines())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", first.pop("time"))
+    assert first == {"level": "warning", "role": "server", "rank": 2, "logger": "zenps", "message": "peer\nπ"}
+    assert second["traceback"].endswith("OSError: no route")
+
+
+def test_other_loggers_are_left_alone() -> None:
+    before = (logging.root.handlers[:], logging.root.level)
+    log.setup(LogConfig(level="debug"), "worker", 0)
+    assert (logging.root.handlers, logging.root.level) == before
+
+
+def test_once_per_key(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = log.setup(LogConfig(), "server", 0)
+    assert log.once(logger, ("peer a", "version"), "refused %s", "a")
+    assert not log.once(logger, ("peer a", "version"), "refused %s", "a again")
+    assert log.once(logger, ("peer b", "version"), "refused %s", "b", level=logging.ERROR)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" ", 1)[1] for line in lines] == [
+        "warning server 0: refused a",
+        "error server 0: refused b",
+    ]
+
+
+def test_once_is_bounded_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = log.setup(LogConfig(), "server", 0)
+    logged = [log.once(logger, key, "peer %d", key) for key in range(log.ONCE_KEYS + 100)]
+    assert sum(logged) == log.ONCE_KEYS
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == log.ONCE_KEYS + 1
+    assert lines[-1].endswith("1024 different peers or causes were logged; further ones are only counted")
+    assert len(log._seen) == log.ONCE_KEYS + 1

@@ -1,0 +1,45 @@
+"""The role inside the training process: tensors in, synchronised tensors out."""
+
+from .api import (
+    barrier,
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    poll,
+    push_pull,
+    push_pull_async,
+    rank,
+    shutdown,
+    size,
+    stats,
+    synchronize,
+)
+from .broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from .communicator import Pending, Stats
+from .ddp import CommHookState, comm_hook
+from .optimizer import DistributedOptimizer
+
+__all__ = [
+    "CommHookState",
+    "DistributedOptimizer",
+    "Pending",
+    "Stats",
+    "barrier",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "comm_hook",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "poll",
+    "push_pull",
+    "push_pull_async",
+    "rank",
+    "shutdown",
+    "size",
+    "stats",
+    "synchronize",
+]

@@ -1,0 +1,52 @@
+"""``python train.py`` without a cluster: size 1, nothing is sent, results are as in a cluster of one."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from zenps.buffers import BufferPool
+from zenps.kernels.cpu import CpuKernels
+
+from .communicator import Communicator, Pending, Stats
+from .compaction import as_sparse, as_table
+
+__all__ = ["Alone"]
+
+
+class _Ready(Pending):
+    def __init__(self, name: str, result: Tensor) -> None:
+        self.name = name
+        self._result = result
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> Tensor:
+        return self._result
+
+
+class Alone(Communicator):
+    """A world of one worker."""
+
+    rank = local_rank = 0
+    size = local_size = 1
+    bucket_bytes = 1
+
+    def __init__(self) -> None:
+        self.stats = Stats()
+        self._kernels = CpuKernels(BufferPool(keep_bytes=1 << 28))
+
+    def push_pull_async(
+        self, tensor: Tensor, name: str, *, average: bool, contributes: bool = True
+    ) -> Pending:
+        """A copy of a dense tensor; a sparse one coalesced, duplicates added in order of occurrence."""
+        if not tensor.is_sparse:
+            return _Ready(name, tensor.detach().clone())
+        rows, values = self._kernels.compact(*as_table(tensor))
+        return _Ready(name, as_sparse(rows, values, tensor.shape, tensor.sparse_dim()))
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def close(self) -> None:
+        """Nothing to leave."""

@@ -1,0 +1,177 @@
+"""The public functions. Names are BytePS's where they mean the same."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from zenps import config as settings
+from zenps import log
+from zenps.errors import UsageError
+
+from .alone import Alone
+from .cluster import Cluster
+from .communicator import Communicator, Pending, Stats, check_name
+from .compaction import check_tensor
+
+__all__ = [
+    "barrier",
+    "communicator",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "poll",
+    "push_pull",
+    "push_pull_async",
+    "rank",
+    "shutdown",
+    "size",
+    "stats",
+    "synchronize",
+]
+
+_communicator: Communicator | None = None
+_changing = threading.Lock()
+
+
+def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
+    """Joins the cluster and waits until it is complete; without ``cluster.scheduler``, a world of one.
+
+    Settings come from ``sets`` (``"section.field=value"``), the environment and the file ``config``
+    (default ``zenps.toml``), in this order; torchrun's ``RANK`` is honoured.
+
+    Raises:
+        ConfigError: a setting is wrong, or several workers were started without a scheduler.
+        DeadlineError: the cluster was not complete within ``cluster.rendezvous_seconds``.
+        MismatchError: this worker's ``[sync]`` settings are not the scheduler's.
+        UsageError: called twice, or the rank is taken.
+    """
+    global _communicator
+    with _changing:
+        if _communicator is not None:
+            raise UsageError("zenps.init() was called before; call zenps.shutdown() first")
+        loaded = settings.load(sets=sets, file=Path(config) if config is not None else None)
+        settings.require_cluster(loaded)
+        log.setup(loaded.config.log, "worker")
+        if not loaded.config.cluster.scheduler:
+            settings.check_partition(loaded.config)
+            _communicator = Alone()
+            return
+        local = settings.local_rank_from_environment(os.environ) if "LOCAL_RANK" in os.environ else None
+        _communicator = Cluster(loaded.config, settings.rank_from_environment(os.environ), local)
+
+
+def shutdown() -> None:
+    """Leaves the cluster. What is in flight fails; a call after the first does nothing."""
+    global _communicator
+    with _changing:
+        if _communicator is not None:
+            _communicator.close()
+            _communicator = None
+
+
+# A script that ends without shutdown() leaves all the same, so that others need not wait for its lease.
+atexit.register(shutdown)
+
+
+def is_initialized() -> bool:
+    """Whether :func:`init` was called, and :func:`shutdown` was not since."""
+    return _communicator is not None
+
+
+def communicator() -> Communicator:
+    """The one that :func:`init` made.
+
+    Raises:
+        UsageError: before :func:`init` or after :func:`shutdown`.
+    """
+    if _communicator is None:
+        raise UsageError("not initialised; call zenps.init() first")
+    return _communicator
+
+
+def rank() -> int:
+    """This worker's rank, from 0."""
+    return communicator().rank
+
+
+def size() -> int:
+    """The number of workers."""
+    return communicator().size
+
+
+def local_rank() -> int:
+    """This worker's rank among those on its machine."""
+    return communicator().local_rank
+
+
+def local_size() -> int:
+    """The number of workers on this machine."""
+    return communicator().local_size
+
+
+def stats() -> Stats:
+    """What this worker has synchronised so far: bytes, seconds, imbalance."""
+    return communicator().stats
+
+
+def barrier() -> None:
+    """Waits until every worker is here.
+
+    Raises:
+        DeadlineError: a worker did not come within ``cluster.deadline_seconds``; it is named.
+        PeerLostError: a node was lost meanwhile.
+    """
+    communicator().barrier()
+
+
+def push_pull_async(tensor: Tensor, name: str, average: bool = True) -> Pending:
+    """Begins to sum ``tensor`` over all ranks; the result comes from :func:`synchronize`.
+
+    Args:
+        tensor: on the CPU, of float16, bfloat16, float32, float64 or int64. Strided of any shape, or
+            sparse COO, coalesced or not. It may be changed once this returns.
+        name: the same on all ranks, and in flight once at a time.
+        average: divide by the number of ranks, after summing in float32 or wider.
+
+    Raises:
+        TensorError: the tensor cannot be synchronised; nothing was sent.
+        UsageError: ``name`` is in flight already.
+    """
+    world = communicator()
+    check_name(name)
+    check_tensor(tensor, average)
+    return world.push_pull_async(tensor, name, average=average)
+
+
+def push_pull(tensor: Tensor, name: str, average: bool = True) -> Tensor:
+    """The sum, or average, of ``tensor`` over all ranks; ranks are added in order 0, 1, ….
+
+    Arguments and errors are those of :func:`push_pull_async`.
+
+    Returns:
+        A new tensor. Dense in, dense out; sparse in, coalesced sparse out, with every row that any
+        rank pushed, even where the sum is zero.
+
+    Raises:
+        DeadlineError: a rank or server did not answer in time.
+        MismatchError: ranks pushed different shapes, dtypes or kinds under ``name``.
+        PeerLostError: a node is gone.
+    """
+    return push_pull_async(tensor, name, average).wait()
+
+
+def poll(handle: Pending) -> bool:
+    """Whether :func:`synchronize` would return at once."""
+    return handle.done()
+
+
+def synchronize(handle: Pending) -> Tensor:
+    """Waits for the result of :func:`push_pull_async`; errors are those of :func:`push_pull`."""
+    return handle.wait()

@@ -1,0 +1,162 @@
+"""From one rank to all: parameters, optimizer state, plain objects.
+
+A broadcast is a round to which only the root contributes: its bytes come back unchanged, whatever
+their dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgpack
+import torch
+from torch import Tensor
+
+from zenps.errors import TensorError, UsageError
+
+from .api import communicator
+from .communicator import Pending
+
+__all__ = ["broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
+
+Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+# dtypes that an optimizer's state may have, by the name that travels.
+_DTYPES = {
+    str(dtype): dtype
+    for dtype in (
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    )
+}
+_TENSOR = "__tensor__"
+_TUPLE = "__tuple__"
+
+
+def broadcast_parameters(parameters: Named, root_rank: int = 0) -> None:
+    """Overwrites every rank's tensors with the root's, in place and bit for bit.
+
+    Args:
+        parameters: a ``state_dict()`` or named tensors, the same names and shapes on all ranks; any
+            dtype, strided, on any device.
+        root_rank: whose values all get.
+
+    Raises:
+        TensorError: something else than a strided tensor.
+        UsageError: no such rank.
+        MismatchError: ranks have different shapes under a name.
+    """
+    named = dict(parameters.items() if isinstance(parameters, Mapping) else parameters)
+    pending = [(tensor, _begin(tensor, f"broadcast/{name}", root_rank)) for name, tensor in named.items()]
+    with torch.no_grad():
+        for tensor, handle in pending:
+            tensor.copy_(handle.wait().reshape(-1).view(tensor.dtype).view(tensor.shape))
+
+
+def broadcast_object(value: Any, root_rank: int = 0, name: str = "object") -> Any:
+    """The root's ``value`` on every rank.
+
+    Args:
+        value: plain data: None, bool, int, float, str, bytes, and lists and dicts of them. Tuples
+            arrive as lists. Not read on other ranks.
+        root_rank: whose value all get.
+        name: tells apart broadcasts that run at once.
+
+    Raises:
+        UsageError: no such rank, or a value that is not plain data: nothing is pickled.
+    """
+    data = b""
+    if communicator().rank == root_rank:
+        try:
+            data = msgpack.packb(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise UsageError(
+                f"cannot broadcast {type(value).__name__}: {error}; expected plain data"
+            ) from None
+    length = torch.tensor([len(data)])
+    _wait_into(length, f"broadcast/{name}/length", root_rank)
+    packed = torch.zeros(int(length), dtype=torch.uint8)
+    if data:
+        packed = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    _wait_into(packed, f"broadcast/{name}/data", root_rank)
+    return msgpack.unpackb(packed.numpy().tobytes(), strict_map_key=False)
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
+    """Makes every rank's optimizer equal to the root's: hyperparameters and state.
+
+    Args:
+        optimizer: over the same parameters on all ranks. Its state may be empty on any of them.
+        root_rank: whose state all get.
+
+    Raises:
+        UsageError: no such rank, or the state holds something that is neither tensor nor plain data.
+    """
+    tensors: list[Tensor] = []
+    skeleton = None
+    if communicator().rank == root_rank:
+        skeleton = _take_apart(optimizer.state_dict(), tensors)
+    skeleton, described = broadcast_object(
+        [skeleton, [[str(t.dtype), list(t.shape)] for t in tensors]], root_rank, "optimizer"
+    )
+    if communicator().rank != root_rank:
+        tensors = [torch.empty(shape, dtype=_DTYPES[dtype]) for dtype, shape in described]
+    broadcast_parameters(((f"optimizer/{i}", tensor) for i, tensor in enumerate(tensors)), root_rank)
+    if communicator().rank != root_rank:
+        optimizer.load_state_dict(_put_together(skeleton, tensors))
+
+
+def _begin(tensor: Tensor, name: str, root_rank: int) -> Pending:
+    world = communicator()
+    if not 0 <= root_rank < world.size:
+        raise UsageError(f"root_rank {root_rank}: expected 0 to {world.size - 1}")
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+        raise TensorError(f"{name}: expected a strided tensor, got {type(tensor).__name__}")
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    raw = flat.view(*tensor.shape, tensor.element_size())
+    return world.push_pull_async(raw, name, average=False, contributes=world.rank == root_rank)
+
+
+def _wait_into(tensor: Tensor, name: str, root_rank: int) -> None:
+    tensor.copy_(_begin(tensor, name, root_rank).wait().reshape(-1).view(tensor.dtype).view(tensor.shape))
+
+
+def _take_apart(value: Any, tensors: list[Tensor]) -> Any:
+    """``value`` as plain data, with its tensors moved into ``tensors``."""
+    match value:
+        case Tensor():
+            tensors.append(value)
+            return {_TENSOR: len(tensors) - 1}
+        case dict():
+            return {key: _take_apart(item, tensors) for key, item in value.items()}
+        case tuple():
+            return {_TUPLE: [_take_apart(item, tensors) for item in value]}
+        case list():
+            return [_take_apart(item, tensors) for item in value]
+        case _:
+            return value
+
+
+def _put_together(value: Any, tensors: list[Tensor]) -> Any:
+    match value:
+        case {"__tensor__": int(index)}:
+            return tensors[index]
+        case {"__tuple__": list(items)}:
+            return tuple(_put_together(item, tensors) for item in items)
+        case dict():
+            return {key: _put_together(item, tensors) for key, item in value.items()}
+        case list():
+            return [_put_together(item, tensors) for item in value]
+        case _:
+            return value

@@ -1,0 +1,62 @@
+"""Small dense gradients, fused into buckets that are pushed as one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+__all__ = ["Bucket", "fuse"]
+
+
+class Bucket:
+    """Some dense parameters of one dtype; its tensor is their gradients, end to end.
+
+    After them comes one element for each parameter that says whether this rank has a gradient for it,
+    so that a parameter that no rank used keeps ``grad = None`` and its optimizer leaves it alone.
+    """
+
+    def __init__(self, name: str, parameters: Sequence[Parameter]) -> None:
+        self.name = name
+        self.parameters = parameters
+        self.waiting_for = set(parameters)
+        """Parameters whose gradient this step has not yet brought."""
+
+    def fused(self) -> Tensor:
+        """The gradients as they are now, ``[n + len(parameters)]``; zeros where there is none."""
+        dtype = self.parameters[0].dtype
+        flat = torch.zeros(sum(p.numel() for p in self.parameters) + len(self.parameters), dtype=dtype)
+        begin = 0
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                flat[begin : begin + parameter.numel()].view(parameter.shape).copy_(parameter.grad)
+                flat[index - len(self.parameters)] = 1
+            begin += parameter.numel()
+        return flat
+
+    def spread(self, flat: Tensor) -> None:
+        """Makes the pulled tensor the parameters' gradients; they share its memory."""
+        present = flat[-len(self.parameters) :].tolist()
+        begin = 0
+        for index, parameter in enumerate(self.parameters):
+            piece = flat[begin : begin + parameter.numel()].view(parameter.shape)
+            parameter.grad = piece if present[index] else None
+            begin += parameter.numel()
+        self.waiting_for = set(self.parameters)
+
+
+def fuse(prefix: str, parameters: Iterable[Parameter], limit_bytes: int) -> list[Bucket]:
+    """Buckets of at most ``limit_bytes``, or of one parameter, in the order given, by dtype."""
+    groups: list[list[Parameter]] = []
+    open_groups: dict[torch.dtype, tuple[list[Parameter], int]] = {}
+    for parameter in parameters:
+        size = parameter.numel() * parameter.dtype.itemsize
+        group, used = open_groups.get(parameter.dtype, ([], limit_bytes))
+        if used + size > limit_bytes:
+            group, used = [], 0
+            groups.append(group)
+        group.append(parameter)
+        open_groups[parameter.dtype] = (group, used + size)
+    return [Bucket(f"{prefix}/{index}", group) for index, group in enumerate(groups)]

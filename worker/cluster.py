@@ -1,0 +1,218 @@
+"""A worker among others: cuts tensors into rounds, by the layout that all ranks share."""
+
+from __future__ import annotations
+
+import socket as net
+import threading
+import time
+
+import msgspec
+import numpy as np
+from prometheus_client import CollectorRegistry
+from torch import Tensor
+
+from zenps import metrics
+from zenps.buffers import BufferPool
+from zenps.config import Config
+from zenps.errors import UsageError
+from zenps.kernels.cpu import CpuKernels
+from zenps.layout import Layout, LayoutCache
+from zenps.metrics import WorkerMetrics
+from zenps.strategies.centralized import Centralized
+from zenps.strategies.parallel import Parallel
+from zenps.strategies.registry import strategy
+from zenps.wire.link import new_register
+from zenps.wire.messages import Push
+from zenps.wire.tensors import dtype_name
+
+from .communicator import Communicator, Pending, Stats
+from .compaction import DENSE_GRANULE, DenseTransfer, SparseTransfer, Transfer, table_shape
+from .exchange import PATIENCE_SECONDS, Outgoing, Round
+from .handle import Handle, Progress, Recorder
+from .session import Session
+
+__all__ = ["Cluster"]
+
+# A dense tensor below this goes to one server whole: more messages would cost more than they save.
+SPLIT_FROM_BYTES = 64 * 1024
+
+# Unused buffers that a worker keeps: the gradients and results of a step, to be used again in the next.
+POOL_BYTES = 1 << 30
+
+
+class Cluster(Communicator):
+    """Joins the cluster that ``config`` names.
+
+    Args:
+        config: all settings; ``[sync]`` must equal the scheduler's.
+        rank: the rank to ask for, or None for any.
+        local_rank: the rank on this machine, or None to count by host name.
+
+    Raises:
+        DeadlineError, MismatchError, UsageError: as :meth:`SchedulerLink.join`.
+        ConfigError: the partition strategy cannot be made.
+    """
+
+    def __init__(self, config: Config, rank: int | None, local_rank: int | None) -> None:
+        self._config = config
+        chosen = strategy(config.sync.partition)
+        registry = CollectorRegistry()
+        self._metrics = WorkerMetrics(registry)
+        self._exporter = metrics.serve(registry, config.metrics.host, config.metrics.port)
+        try:
+            settings = msgspec.structs.asdict(config.sync)
+            register = new_register("worker", rank, "", self._exporter.address, settings)
+            self._session = Session(config, register, self._metrics)
+        except BaseException:
+            self._exporter.close()
+            raise
+        view = self._session.view
+        self._metrics.epoch.set(view.epoch)
+        self.stats = Stats(partition=config.sync.partition)
+        self.bucket_bytes = config.sync.bucket_bytes
+        self.rank, self.size = view.rank, len(view.workers)
+        here = [worker.rank for worker in view.workers if worker.host == net.gethostname()]
+        self.local_size = len(here)
+        self.local_rank = here.index(self.rank) if local_rank is None else local_rank
+
+        self._pool = BufferPool(POOL_BYTES)
+        self._kernels = CpuKernels(self._pool)
+        owners = np.frombuffer(view.owners, dtype="<u2").astype(np.uint16)
+        self._servers = [server.rank for server in view.servers]
+        self._sparse, self._dense, self._whole = (
+            LayoutCache(kind, config.sync.seed, owners, self._servers, config.sync.table_bytes)
+            for kind in (chosen, chosen if chosen.per_tensor else Parallel(), Centralized())
+        )
+        self._latest: dict[str, Progress] = {}
+        self._recording = threading.Lock()
+        self._submitting = threading.Lock()
+
+    def push_pull_async(
+        self, tensor: Tensor, name: str, *, average: bool, contributes: bool = True
+    ) -> Pending:
+        """Compacts on this thread, hands the pushes to the I/O thread, and returns."""
+        begin = time.perf_counter()
+        with self._submitting:
+            previous = self._latest.get(name)
+            if previous is not None and not previous.ended.is_set():
+                raise UsageError(f"tensor {name!r} is in flight; wait for its handle before pushing it again")
+            progress = Progress(previous.step + 1 if previous else 0)
+            self._latest[name] = progress
+        try:
+            transfer = self._prepare(tensor, name, previous, contributes)
+        except BaseException:
+            self._take_back(name, previous)
+            raise
+        compacted = time.perf_counter() - begin
+        timeout_seconds = self._config.cluster.deadline_seconds + 2 * PATIENCE_SECONDS
+        record = self._recorder(transfer, progress, compacted)
+        handle = Handle(name, progress, transfer, timeout_seconds, record)
+        round_ = Round(name, progress.step, self._pushes(name, progress.step, transfer, average))
+        self._session.submit(round_, handle)
+        return handle
+
+    def barrier(self) -> None:
+        """As :meth:`Session.barrier`."""
+        self._session.barrier()
+
+    def close(self) -> None:
+        """Leaves the cluster and frees the metrics port."""
+        self._session.close()
+        self._exporter.close()
+
+    def _take_back(self, name: str, previous: Progress | None) -> None:
+        """The round was refused before anything was sent: the name is free again."""
+        with self._submitting:
+            if previous is None:
+                del self._latest[name]
+            else:
+                self._latest[name] = previous
+
+    def _prepare(self, tensor: Tensor, name: str, previous: Progress | None, contributes: bool) -> Transfer:
+        sync = self._config.sync
+        if tensor.is_sparse:
+            rows, columns = table_shape(tensor)
+            granule = 1 if columns > 1 else sync.granule
+            layout = self._sparse.get(name, max(rows, 1), granule)
+            row_bytes = columns * tensor.dtype.itemsize + 8
+            # All ranks pulled the same union last time, so all cut it alike this time.
+            expected = (previous.pulled_rows if previous else 0) * row_bytes
+            chunks = self._count_chunks(layout, row_bytes, expected)
+            return SparseTransfer(tensor, layout, chunks, sync.codec, self._kernels)
+        size_bytes = tensor.numel() * tensor.dtype.itemsize
+        layouts = self._dense if size_bytes >= SPLIT_FROM_BYTES else self._whole
+        layout = layouts.get(name, max(tensor.numel(), 1), DENSE_GRANULE)
+        chunks = self._count_chunks(layout, tensor.dtype.itemsize, size_bytes)
+        return DenseTransfer(tensor, layout, chunks, self._pool, contributes)
+
+    def _count_chunks(self, layout: Layout, row_bytes: int, expected_bytes: int) -> int:
+        """Chunks per server: none above ``sync.chunk_bytes`` as expected, nor above a message at worst."""
+        widest = max(np.diff(layout.server_bounds).tolist())
+        # Half a message for the values leaves room for positions, bitmaps and envelopes.
+        at_least = -(-widest * row_bytes // (self._config.cluster.max_message_bytes // 2))
+        per_server = expected_bytes * widest // layout.size
+        return max(1, at_least, -(-per_server // self._config.sync.chunk_bytes))
+
+    def _pushes(self, name: str, step: int, transfer: Transfer, average: bool) -> list[Outgoing]:
+        shape, dtype = tuple(transfer.shape), dtype_name(transfer.dtype)
+        return [
+            Outgoing(
+                part.server,
+                Push(
+                    epoch=self._session.view.epoch,
+                    rank=self.rank,
+                    tensor=name,
+                    step=step,
+                    chunk=part.chunk,
+                    chunks=transfer.chunks,
+                    kind=transfer.kind,
+                    dtype=dtype,
+                    shape=shape,
+                    span=part.span,
+                    columns=transfer.columns,
+                    rows=part.rows,
+                    codec=part.codec,
+                    average=average,
+                ),
+                part.frames,
+            )
+            for part in transfer.parts
+        ]
+
+    def _recorder(self, transfer: Transfer, progress: Progress, compacted: float) -> Recorder:
+        """Counts the round when it is done. Keeps numbers of ``transfer`` only, none of its memory."""
+        rows = dict.fromkeys(self._servers, 0)
+        for part in transfer.parts:
+            rows[part.server] += part.rows
+        busiest, mean = max(rows.values()), sum(rows.values()) / len(rows)
+        given, pushed_bytes, dense_bytes = transfer.rows_given, transfer.pushed_bytes, transfer.dense_bytes
+
+        def record(took: float, waited: float, worked: float) -> None:
+            counters, stats = self._metrics, self.stats
+            with self._recording:
+                stats.rounds += 1
+                stats.pushed_bytes += pushed_bytes
+                stats.pulled_bytes += progress.pulled_bytes
+                stats.dense_bytes += dense_bytes
+                stats.wait_seconds += waited
+                stats.work_seconds += compacted + worked
+                stats.busiest_rows += busiest
+                stats.mean_rows += mean
+                self._session.load = {
+                    "rounds": stats.rounds,
+                    "pushed_bytes": stats.pushed_bytes,
+                    "pulled_bytes": stats.pulled_bytes,
+                    "wait_seconds": stats.wait_seconds,
+                }
+            counters.rounds.labels(outcome="completed").inc()
+            counters.dense_bytes.inc(dense_bytes)
+            counters.push_pull_duration.observe(compacted + took)
+            counters.wait_duration.observe(waited)
+            counters.compaction_duration.observe(compacted)
+            counters.scatter_duration.observe(worked)
+            if given:
+                counters.compaction_ratio.set(mean * len(rows) / given)
+            if mean:
+                counters.partition_imbalance.set(busiest / mean)
+
+        return record

@@ -1,0 +1,89 @@
+"""What the public functions speak to: a cluster, or this process alone."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import msgspec
+from torch import Tensor
+
+from zenps.errors import UsageError
+
+__all__ = ["Communicator", "Pending", "Stats", "check_name"]
+
+
+class Stats(msgspec.Struct, kw_only=True):
+    """What this worker has synchronised since :func:`zenps.init`. Read-only for callers."""
+
+    partition: str = "none"
+    """The strategy in use; ``none`` without a cluster."""
+    rounds: int = 0
+    pushed_bytes: int = 0
+    """Positions and values pushed."""
+    pulled_bytes: int = 0
+    """Positions and values pulled."""
+    dense_bytes: int = 0
+    """What pushing and pulling the same tensors whole would have moved."""
+    wait_seconds: float = 0.0
+    """Spent waiting for servers, on the threads that asked for results."""
+    work_seconds: float = 0.0
+    """Spent on compaction before, and on scatter after."""
+    busiest_rows: int = 0
+    """Rows pushed to the busiest server, summed over rounds."""
+    mean_rows: float = 0.0
+    """Rows pushed to each server on average, summed over rounds."""
+
+    @property
+    def imbalance(self) -> float:
+        """Busiest server over mean, weighted by rows; 1 is perfect, the number of servers the worst."""
+        return self.busiest_rows / self.mean_rows if self.mean_rows else 1.0
+
+
+class Pending(ABC):
+    """A result to come; what the asynchronous calls return."""
+
+    name: str
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether :meth:`wait` would not wait for the network any more."""
+
+    @abstractmethod
+    def wait(self) -> Tensor:
+        """The result; raises what went wrong. May be called again, and from any thread."""
+
+
+class Communicator(ABC):
+    """One worker's place among all: identity, rounds and barriers."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    stats: Stats
+    bucket_bytes: int
+    """Up to where small dense gradients are fused."""
+
+    @abstractmethod
+    def push_pull_async(
+        self, tensor: Tensor, name: str, *, average: bool, contributes: bool = True
+    ) -> Pending:
+        """Begins a round of a checked tensor; one that does not contribute only gets the others' sum."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Waits for all workers."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leaves. The communicator cannot be used afterwards."""
+
+
+def check_name(name: str) -> None:
+    """Refuses a tensor name that could not travel.
+
+    Raises:
+        UsageError: not a string of 1 to 1024 characters.
+    """
+    if not isinstance(name, str) or not 1 <= len(name) <= 1024:
+        raise UsageError(f"tensor name {name!r:.60}: expected a string of 1 to 1024 characters")

@@ -1,0 +1,73 @@
+"""``DistributedDataParallel`` over ZenPS: one communication hook.
+
+DDP hands a hook one bucket for each sparse parameter (its gradient uncoalesced and not yet divided)
+and fused buckets of the dense ones. The hook returns a future of the averaged gradient.
+"""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from .api import push_pull_async
+from .communicator import Pending
+
+__all__ = ["CommHookState", "comm_hook"]
+
+_prefixes = itertools.count()
+
+
+@dataclass(slots=True)
+class CommHookState:
+    """The first argument of ``register_comm_hook``; one for each wrapped model.
+
+    Models are told apart by the order in which their states are made, which must be that of all ranks.
+    """
+
+    dense_group: dist.ProcessGroup | None = None
+    """Averages the dense buckets, by allreduce; None sends them over ZenPS too."""
+
+    _prefix: str = field(default_factory=lambda: f"ddp{next(_prefixes)}")
+    # DDP waits for a hook's futures in C++, so somebody else has to finish them. One thread, because
+    # results come in the order of the buckets.
+    _finisher: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="zenps-ddp")
+    )
+
+
+_default = CommHookState()
+
+
+def comm_hook(state: CommHookState | None, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Averages a bucket over all ranks: ``ddp.register_comm_hook(CommHookState(), zps.comm_hook)``.
+
+    Args:
+        state: ``None`` for one model whose buckets all go over ZenPS.
+        bucket: sparse, ``[rows, columns…]`` COO; or dense, ``[n]``; of any dtype of ``push_pull``.
+    """
+    state = state or _default
+    gradient = bucket.buffer()
+    if not gradient.is_sparse and state.dense_group is not None:
+        gradient.div_(dist.get_world_size(state.dense_group))
+        work = dist.all_reduce(gradient, group=state.dense_group, async_op=True)
+        return work.get_future().then(lambda reduced: reduced.value()[0])
+    # DDP rebuilds its dense buckets after the first step: the size keeps old and new ones apart.
+    kind = "sparse" if gradient.is_sparse else f"dense{gradient.numel()}"
+    name = f"{state._prefix}/{kind}/{bucket.index()}"
+    handle = push_pull_async(gradient, name)
+    result: Future[Tensor] = Future()
+    state._finisher.submit(_finish, handle, result)
+    return result
+
+
+def _finish(handle: Pending, result: Future[Tensor]) -> None:
+    try:
+        result.set_result(handle.wait())
+    # Whatever it is, it belongs to the thread that waits for the gradient.
+    except Exception as error:
+        result.set_exception(error)

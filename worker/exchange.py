@@ -1,0 +1,146 @@
+"""The rounds as a worker sees them: what is in flight, and how each ends. No socket, no clock.
+
+A round ends in one of three ways: every part answered, one part failed, or its deadline passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from zenps.errors import DeadlineError, MismatchError, PeerLostError, ZenPSError
+from zenps.wire.messages import Busy, Failure, FromServer, Member, Push, Result, Resume
+
+__all__ = ["Deliver", "Exchange", "Fail", "Outgoing", "Round", "SendPush"]
+
+# A server's own deadline comes first, because its error names the ranks that are missing.
+PATIENCE_SECONDS = 5.0
+
+_FAILURES: dict[str, type[ZenPSError]] = {
+    "mismatch": MismatchError,
+    "deadline": DeadlineError,
+    "lost": PeerLostError,
+}
+
+Frames = Sequence[memoryview]
+
+
+class Outgoing(NamedTuple):
+    """One push, and the server it is for."""
+
+    server: int
+    push: Push
+    frames: Frames
+
+
+@dataclass(slots=True)
+class Round:
+    """One tensor's pushes of one step, until each is answered."""
+
+    tensor: str
+    step: int
+    outgoing: Sequence[Outgoing]
+    unanswered: dict[tuple[int, int], Outgoing] = field(init=False)
+    """By server and chunk. Pushes are kept whole: a server may ask for one again."""
+    deadline: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.unanswered = {(out.server, out.push.chunk): out for out in self.outgoing}
+
+
+@dataclass(frozen=True, slots=True)
+class SendPush:
+    """An action: send this push; ``again`` if a server was busy when it came first."""
+
+    outgoing: Outgoing
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """An action: hand one answer to whoever waits for the round."""
+
+    round: Round
+    server: int
+    result: Result
+    frames: Frames
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """An action: tell whoever waits for the round that it will not be answered."""
+
+    round: Round
+    error: ZenPSError
+
+
+Action = SendPush | Deliver | Fail
+
+
+class Exchange:
+    """All rounds that this worker has in flight.
+
+    Args:
+        deadline_seconds: how long a round may take.
+        servers: for error messages.
+    """
+
+    def __init__(self, deadline_seconds: float, servers: Iterable[Member]) -> None:
+        self._deadline_seconds = deadline_seconds
+        self._servers = {member.rank: member for member in servers}
+        self._rounds: dict[tuple[str, int], Round] = {}
+        self.failure: ZenPSError | None = None
+        """Why no round can succeed any more."""
+
+    def __len__(self) -> int:
+        return len(self._rounds)
+
+    def submit(self, round_: Round, now: float) -> list[Action]:
+        """A round begins: pushes everything at once."""
+        if self.failure is not None:
+            return [Fail(round_, self.failure)]
+        round_.deadline = now + self._deadline_seconds + PATIENCE_SECONDS
+        self._rounds[round_.tensor, round_.step] = round_
+        return [SendPush(outgoing) for outgoing in round_.outgoing]
+
+    def on_reply(self, server: int, message: FromServer, frames: Frames) -> list[Action]:
+        """A server answered. What belongs to no round in flight is a late repetition, and ignored."""
+        round_ = self._rounds.get((message.tensor, message.step))
+        outgoing = round_ and round_.unanswered.get((server, message.chunk))
+        if round_ is None or outgoing is None:
+            return []
+        match message:
+            case Result():
+                del round_.unanswered[server, message.chunk]
+                if not round_.unanswered:
+                    del self._rounds[round_.tensor, round_.step]
+                return [Deliver(round_, server, message, frames, last=not round_.unanswered)]
+            case Failure(kind=kind, reason=reason):
+                return [self._fail(round_, _FAILURES[kind](reason))]
+            case Busy():
+                return []
+            case Resume():
+                return [SendPush(outgoing, again=True)]
+
+    def on_lost(self, error: ZenPSError) -> list[Action]:
+        """Nothing can succeed any more: fails what is in flight, and all that comes."""
+        self.failure = self.failure or error
+        return [self._fail(round_, error) for round_ in list(self._rounds.values())]
+
+    def on_tick(self, now: float) -> list[Action]:
+        """Time passed: rounds may have reached their deadline."""
+        actions: list[Action] = []
+        for round_ in list(self._rounds.values()):
+            if now > round_.deadline:
+                silent = sorted({server for server, _ in round_.unanswered})
+                names = ", ".join(str(self._servers[server]) for server in silent)
+                reason = f"no answer within {self._deadline_seconds:g} s from {names}"
+                error = DeadlineError(f"tensor {round_.tensor!r}, step {round_.step}: {reason}")
+                actions.append(self._fail(round_, error))
+        return actions
+
+    def _fail(self, round_: Round, error: ZenPSError) -> Fail:
+        del self._rounds[round_.tensor, round_.step]
+        return Fail(round_, error)

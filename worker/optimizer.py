@@ -1,0 +1,260 @@
+"""``DistributedOptimizer``: gradients are averaged over all ranks before each step."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zenps.errors import MismatchError, UsageError
+
+from .alone import Alone
+from .api import communicator, push_pull_async
+from .broadcast import broadcast_object
+from .buckets import Bucket, fuse
+from .communicator import Pending
+
+__all__ = ["DistributedOptimizer"]
+
+_prefixes = itertools.count()
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Wraps any optimizer. ``step()`` first waits for the averages of all gradients.
+
+    A gradient is pushed as soon as backward has accumulated it, while backward goes on. Sparse ones
+    travel each by itself, dense ones fused into buckets of ``sync.bucket_bytes``. Which parameter is
+    sparse is agreed in the first step that uses it, so until then its push waits for ``step()``.
+
+    All ranks construct it at the same point: names are compared. Several in one process are told apart
+    by the order in which they are made.
+
+    Args:
+        optimizer: over the local parameters; everything but gradients stays its own.
+        named_parameters: ``model.named_parameters()``, or at least those that ``optimizer`` has;
+            without it, parameters are named by their position.
+        average: divide by the number of ranks; otherwise gradients are summed.
+        backward_passes_per_step: how often backward runs before ``step()``. Their gradients add up, as
+            without ZenPS, and are pushed after the last one.
+
+    Raises:
+        UsageError: before ``zenps.init()``; a parameter without a name, or two with one.
+        MismatchError: ranks have different parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, Parameter]] | None = None,
+        *,
+        average: bool = True,
+        backward_passes_per_step: int = 1,
+    ) -> None:
+        # Not super().__init__: the state is the wrapped optimizer's, reached by __getattr__.
+        if backward_passes_per_step < 1:
+            raise UsageError(f"backward_passes_per_step = {backward_passes_per_step}: expected at least 1")
+        self._inner = optimizer
+        self._average = average
+        self._passes_per_step = backward_passes_per_step
+        self._skip = False
+        self._prefix = f"optimizer{next(_prefixes)}"
+        self._parameters = self._agree_on_names(_name(optimizer, named_parameters))
+        self._names = {parameter: name for name, parameter in self._parameters.items()}
+        self._passes = dict.fromkeys(self._names, 0)
+        self._unknown = list(self._names)
+        self._sparse: set[Parameter] = set()
+        self._buckets: dict[Parameter, Bucket] = {}
+        self._in_flight: dict[Parameter | Bucket, Pending] = {}
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._on_gradient) for parameter in self._names
+        ]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_inner"], name)
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self._inner!r})"
+
+    # ── the optimizer's interface ───────────────────────────────────────────────────────────────
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Synchronises, unless :meth:`skip_synchronize` says it was done, and steps.
+
+        ``closure`` is evaluated once, before: optimizers that evaluate it again are not supported.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        if not self._skip:
+            self.synchronize()
+        self._inner.step()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the wrapped optimizer's.
+
+        Raises:
+            UsageError: between backward and ``step()``, when it would throw away pushed gradients.
+        """
+        if self._in_flight:
+            raise UsageError("zero_grad() while gradients are in flight; call step() or synchronize() first")
+        self._inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's."""
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Into the wrapped optimizer."""
+        self._inner.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: ranks agreed on the parameters when this was made."""
+        raise UsageError("parameters cannot be added; add them to the optimizer before wrapping it")
+
+    # ── synchronisation ─────────────────────────────────────────────────────────────────────────
+
+    def synchronize(self) -> None:
+        """Replaces every gradient by its average over all ranks.
+
+        ``step()`` does this; call it yourself to clip or inspect gradients, and then step inside
+        :meth:`skip_synchronize`. Errors are those of :func:`zenps.push_pull`.
+        """
+        if isinstance(communicator(), Alone):
+            return
+        self._passes = dict.fromkeys(self._passes, 0)
+        if self._unknown:
+            self._agree_on_kinds()
+        for parameter in self._sparse - self._in_flight.keys():
+            self._push_sparse(parameter)
+        for bucket in dict.fromkeys(self._buckets.values()):
+            if bucket not in self._in_flight:
+                self._push_bucket(bucket)
+        in_flight, self._in_flight = self._in_flight, {}
+        for owner, handle in in_flight.items():
+            result = handle.wait()
+            if isinstance(owner, Bucket):
+                owner.spread(result)
+            else:
+                owner.grad = result if result._nnz() else None
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Inside, ``step()`` only steps: ``synchronize()`` was called before."""
+        self._skip = True
+        try:
+            yield
+        finally:
+            self._skip = False
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        """Runs inside backward, whenever a parameter's gradient was accumulated."""
+        assert isinstance(parameter, Parameter)
+        if isinstance(communicator(), Alone):
+            return
+        self._passes[parameter] += 1
+        if self._passes[parameter] > self._passes_per_step:
+            raise UsageError(
+                f"gradient of {self._names[parameter]!r} was computed {self._passes[parameter]} times since the "
+                f"last step(), expected {self._passes_per_step}; set backward_passes_per_step"
+            )
+        if self._passes[parameter] < self._passes_per_step:
+            return
+        if parameter in self._sparse:
+            self._push_sparse(parameter)
+        elif parameter in self._buckets:
+            bucket = self._buckets[parameter]
+            bucket.waiting_for.discard(parameter)
+            if not bucket.waiting_for:
+                self._push_bucket(bucket)
+
+    def _push_sparse(self, parameter: Parameter) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = _without_rows(parameter)
+        elif not gradient.is_sparse:
+            raise self._changed_kind(parameter, "sparse", "dense")
+        name = f"{self._prefix}/{self._names[parameter]}"
+        self._in_flight[parameter] = push_pull_async(gradient, name, self._average)
+
+    def _push_bucket(self, bucket: Bucket) -> None:
+        for parameter in bucket.parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise self._changed_kind(parameter, "dense", "sparse")
+        self._in_flight[bucket] = push_pull_async(bucket.fused(), bucket.name, self._average)
+
+    def _changed_kind(self, parameter: Parameter, agreed: str, now: str) -> MismatchError:
+        name = self._names[parameter]
+        return MismatchError(
+            f"gradient of {name!r} on rank {communicator().rank}: {now}, but ranks agreed that it is {agreed}"
+        )
+
+    # ── agreements between ranks ────────────────────────────────────────────────────────────────
+
+    def _agree_on_names(self, own: dict[str, Parameter]) -> dict[str, Parameter]:
+        """The parameters in rank 0's order: ranks may have been given them in different ones."""
+        names = broadcast_object(list(own), name=f"{self._prefix}/names")
+        if set(names) != own.keys():
+            differing = ", ".join(sorted(set(names) ^ own.keys()))
+            raise MismatchError(
+                f"rank {communicator().rank} and rank 0 have different parameters: one alone has {differing}"
+            )
+        return {name: own[name] for name in names}
+
+    def _agree_on_kinds(self) -> None:
+        """Asks all ranks how they see the gradients that were never seen before, and fuses the dense."""
+        seen = torch.zeros((len(self._unknown), 2), dtype=torch.int64)
+        for index, parameter in enumerate(self._unknown):
+            if parameter.grad is not None:
+                seen[index, int(parameter.grad.is_sparse)] = 1
+        counts = push_pull_async(seen, f"{self._prefix}/kinds", average=False).wait().tolist()
+        unknown, dense = [], []
+        for parameter, (as_dense, as_sparse) in zip(self._unknown, counts, strict=True):
+            if as_dense and as_sparse:
+                raise MismatchError(
+                    f"gradient of {self._names[parameter]!r}: dense on {as_dense} rank(s), "
+                    f"sparse on {as_sparse}; use the same sparse=… everywhere"
+                )
+            if as_sparse:
+                self._sparse.add(parameter)
+            elif as_dense:
+                dense.append(parameter)
+            else:
+                unknown.append(parameter)
+        self._unknown = unknown
+        # Backward computes the last layers' gradients first, so buckets are filled from the end.
+        generation = len(self._buckets)
+        for bucket in fuse(
+            f"{self._prefix}/bucket{generation}", reversed(dense), communicator().bucket_bytes
+        ):
+            self._buckets |= dict.fromkeys(bucket.parameters, bucket)
+
+
+def _name(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Parameter]] | None
+) -> dict[str, Parameter]:
+    """The optimizer's parameters that need gradients, by name."""
+    own = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if named is None:
+        return {f"parameter{index}": parameter for index, parameter in enumerate(own)}
+    wanted = set(own)
+    pairs = [(name, parameter) for name, parameter in named if parameter in wanted]
+    if len(dict(pairs)) < len(pairs):
+        raise UsageError("two parameters have one name in named_parameters; give each its own")
+    missing = len(wanted - {parameter for _, parameter in pairs})
+    if missing:
+        raise UsageError(f"{missing} parameter(s) of the optimizer are not in named_parameters")
+    return dict(pairs)
+
+
+def _without_rows(parameter: Parameter) -> Tensor:
+    """The gradient of an embedding that this rank did not use: sparse by rows, with none."""
+    indices = torch.empty((1, 0), dtype=torch.int64)
+    values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype)
+    return torch.sparse_coo_tensor(indices, values, parameter.shape)

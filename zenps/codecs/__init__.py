@@ -1,0 +1,1 @@
+"""Codecs: how a set of positions becomes bytes."""

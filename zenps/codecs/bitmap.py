@@ -1,0 +1,37 @@
+"""One bit for each position of the chunk: Zen's hash bitmap (OSDI'25 §3.3).
+
+Zen looks the meaning of a bit up in a table of all indices; here a bit *is* a permuted position.
+Its size does not depend on the number of rows, so it wins once more than one in 32 is present.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zenps.codecs.base import Codec, Positions
+from zenps.errors import ProtocolError
+
+__all__ = ["Bitmap"]
+
+
+class Bitmap(Codec):
+    """``⌈span / 8⌉`` bytes, least significant bit first, unused bits zero."""
+
+    name = "bitmap"
+
+    def encoded_bytes(self, rows: int, span: int) -> int:
+        return (span + 7) // 8
+
+    def encode(self, positions: Positions, span: int) -> NDArray[np.uint8]:
+        present = np.zeros(span, dtype=np.bool_)
+        present[positions] = True
+        return np.packbits(present, bitorder="little")
+
+    def decode(self, data: memoryview, rows: int, span: int) -> Positions:
+        if data.nbytes != self.encoded_bytes(rows, span):
+            raise ProtocolError("payload", f"bitmap: {data.nbytes} bytes for a span of {span}")
+        positions = np.flatnonzero(np.unpackbits(np.frombuffer(data, dtype=np.uint8), bitorder="little"))
+        if len(positions) != rows or (rows and positions[-1] >= span):
+            raise ProtocolError("payload", f"bitmap: {len(positions)} bits set for {rows} rows of {span}")
+        return positions

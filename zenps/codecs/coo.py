@@ -1,0 +1,35 @@
+"""Positions as plain integers: best below one row in 32 (``bitmap`` above)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zenps.codecs.base import Codec, Positions
+from zenps.errors import ProtocolError
+
+__all__ = ["Coo"]
+
+
+class Coo(Codec):
+    """Little-endian int32, or int64 in a chunk of more than 2³¹ positions."""
+
+    name = "coo"
+
+    def encoded_bytes(self, rows: int, span: int) -> int:
+        return rows * _item(span).itemsize
+
+    def encode(self, positions: Positions, span: int) -> NDArray[np.uint8]:
+        return positions.astype(_item(span)).view(np.uint8)
+
+    def decode(self, data: memoryview, rows: int, span: int) -> Positions:
+        if data.nbytes != self.encoded_bytes(rows, span):
+            raise ProtocolError("payload", f"coo: {data.nbytes} bytes for {rows} rows of {span}")
+        positions = np.frombuffer(data, dtype=_item(span)).astype(np.int64)
+        if rows and not (0 <= positions[0] and positions[-1] < span and (np.diff(positions) > 0).all()):
+            raise ProtocolError("payload", f"coo: positions do not increase within [0, {span})")
+        return positions
+
+
+def _item(span: int) -> np.dtype[np.signedinteger]:
+    return np.dtype("<i4") if span <= 1 << 31 else np.dtype("<i8")

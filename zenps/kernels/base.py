@@ -1,0 +1,72 @@
+"""The three inner loops of the data path, behind one interface.
+
+Everything else on the path moves bytes. A backend (torch and NumPy here; CUDA; a compiled one)
+implements these three and passes ``tests/zenps/kernels/test_conformance.py``. All of them add in
+a defined order, so that results are the same bits on every run.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["ACCUMULATE", "Kernels", "Rows"]
+
+ACCUMULATE = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+    torch.int64: torch.int64,
+    torch.uint8: torch.uint8,
+}
+"""The dtype in which gradients of each dtype are summed; its keys are the supported dtypes."""
+
+Rows = tuple[Tensor, Tensor]
+"""Keys ``[n]`` int64 and their values ``[n, columns]``."""
+
+
+class Kernels(ABC):
+    """Compaction, aggregation and scatter of rows. Stateless but for pooled buffers."""
+
+    @abstractmethod
+    def compact(self, positions: Tensor, values: Tensor) -> Rows:
+        """Sums duplicates and sorts: any rows in, sorted unique positions out.
+
+        Args:
+            positions: ``[n]`` int64, in any order, with duplicates.
+            values: ``[n, columns]`` of a dtype in :data:`ACCUMULATE`, contiguous.
+
+        Returns:
+            Sorted unique positions ``[u]`` and values ``[u, columns]`` of the input's dtype.
+            Duplicates are added in order of occurrence, in the accumulating dtype.
+        """
+
+    @abstractmethod
+    def aggregate(self, parts: Sequence[Rows], divisor: int) -> Rows:
+        """The union of several sets of rows, summed in the order of ``parts``.
+
+        Args:
+            parts: for each rank, in rank order, sorted unique positions ``[n_r]`` int64 and values
+                ``[n_r, columns]``, one dtype for all.
+            divisor: what each sum is divided by, before it is rounded to the values' dtype.
+
+        Returns:
+            Sorted unique positions ``[u]`` and sums ``[u, columns]``. A row that one part alone
+            holds keeps its bits, -0.0 and NaN payloads included, when ``divisor`` is 1.
+        """
+
+    @abstractmethod
+    def scatter(self, parts: Sequence[Rows]) -> Rows:
+        """Sorts disjoint sets of rows into one.
+
+        Args:
+            parts: unsorted keys ``[n_p]`` int64, unique over all parts, and values
+                ``[n_p, columns]``.
+
+        Returns:
+            All keys ``[n]``, sorted, with their values ``[n, columns]``.
+        """

@@ -1,0 +1,196 @@
+"""What each role counts, and the HTTP endpoint where Prometheus reads it.
+
+Names and units follow https://prometheus.io/docs/practices/naming/: base units, ``_total`` on counters.
+Labels are closed sets; a label per tensor, step or peer would make a series each. One object per process,
+on a registry that the caller gives.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Final, Literal
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, start_http_server
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from zenps.errors import ConfigError, ProtocolError
+
+__all__ = ["Exporter", "SchedulerMetrics", "ServerMetrics", "WorkerMetrics", "serve"]
+
+DURATION_BUCKETS: Final = tuple(round(1e-4 * 10 ** (step / 3), 6) for step in range(16))
+"""100 µs to 10 s in seconds, three to a decade; the client's own begin at 5 ms, above most rounds."""
+
+
+class _RoleMetrics:
+    """What all roles have in common."""
+
+    def __init__(self, registry: CollectorRegistry, role: Literal["worker", "server", "scheduler"]) -> None:
+        self._registry = registry
+        build = Info("zenps_build", "Version and role of this process.", registry=registry)
+        build.info({"version": importlib.metadata.version("zenps"), "role": role})
+        self.protocol_errors = self._counter(
+            "zenps_protocol_errors_total",
+            "Messages that were refused as malformed.",
+            reason=ProtocolError.REASONS,
+        )
+        self.epoch = self._gauge("zenps_epoch", "Version number of membership and ring as known here.")
+
+    def _counter(self, name: str, documentation: str, **labels: tuple[str, ...]) -> Counter:
+        """A counter with at most one label, whose values are given so that each series starts at 0."""
+        counter = Counter(name, documentation, tuple(labels), registry=self._registry)
+        for label, values in labels.items():
+            for value in values:
+                counter.labels(**{label: value})
+        return counter
+
+    def _gauge(self, name: str, documentation: str) -> Gauge:
+        return Gauge(name, documentation, registry=self._registry)
+
+    def _duration(self, name: str, documentation: str) -> Histogram:
+        return Histogram(name, documentation, registry=self._registry, buckets=DURATION_BUCKETS)
+
+
+class WorkerMetrics(_RoleMetrics):
+    """What a worker counts. Bytes are those of whole messages as sent and received."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry, "worker")
+        self.push_bytes = self._counter("zenps_push_bytes_total", "Bytes pushed to servers.")
+        self.pull_bytes = self._counter("zenps_pull_bytes_total", "Bytes pulled from servers.")
+        self.dense_bytes = self._counter(
+            "zenps_dense_bytes_total",
+            "Bytes, pushed and pulled, that dense synchronisation of the same tensors would have moved.",
+        )
+        self.rounds = self._counter(
+            "zenps_rounds_total", "Rounds by how they ended.", outcome=("completed", "failed")
+        )
+        self.push_pull_duration = self._duration(
+            "zenps_push_pull_duration_seconds", "A round as the caller sees it, from call to result."
+        )
+        self.wait_duration = self._duration(
+            "zenps_wait_duration_seconds", "Part of a round that was spent waiting for replies."
+        )
+        self.compaction_duration = self._duration(
+            "zenps_compaction_duration_seconds", "Making sorted, unique rows per server of a gradient."
+        )
+        self.scatter_duration = self._duration(
+            "zenps_scatter_duration_seconds", "Putting pulled rows into the result."
+        )
+        self.compaction_ratio = self._gauge(
+            "zenps_compaction_ratio", "Rows after compaction over rows before, in the latest round."
+        )
+        self.partition_imbalance = self._gauge(
+            "zenps_partition_imbalance_ratio",
+            "Rows pushed in the latest round to the busiest server over the mean of all servers.",
+        )
+        self.refused_pushes = self._counter(
+            "zenps_refused_pushes_total", "Pushes that a server refused as busy and that were sent again."
+        )
+
+
+class ServerMetrics(_RoleMetrics):
+    """What a server counts. Bytes are those of whole messages as sent and received."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry, "server")
+        self.received_bytes = self._counter("zenps_server_received_bytes_total", "Bytes pushed by workers.")
+        self.sent_bytes = self._counter("zenps_server_sent_bytes_total", "Bytes pulled by workers.")
+        self.rounds = self._counter(
+            "zenps_server_rounds_total",
+            "Rounds of a chunk by how they ended.",
+            outcome=("aggregated", "failed"),
+        )
+        self.aggregation_duration = self._duration(
+            "zenps_aggregation_duration_seconds", "Summing the pushes of one round of a chunk."
+        )
+        self.round_wait_duration = self._duration(
+            "zenps_round_wait_duration_seconds", "From the first push of a round to the last."
+        )
+        self.held_bytes = self._gauge("zenps_held_bytes", "Bytes held now, of zenps_budget_bytes.")
+        self.budget_bytes = self._gauge("zenps_budget_bytes", "Bytes above which pushes are refused.")
+        self.open_rounds = self._gauge("zenps_open_rounds", "Rounds that wait for pushes.")
+        self.duplicate_pushes = self._counter(
+            "zenps_duplicate_pushes_total", "Pushes that had been received before."
+        )
+        self.refused_pushes = self._counter(
+            "zenps_refused_pushes_total", "Pushes refused because the byte budget was used up."
+        )
+        self.slots = self._gauge("zenps_slots", "Slots that this server owns.")
+
+
+class SchedulerMetrics(_RoleMetrics):
+    """What the scheduler counts."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry, "scheduler")
+        roles = ("worker", "server")
+        self.live_nodes = Gauge("zenps_live_nodes", "Nodes with a valid lease.", ["role"], registry=registry)
+        for role in roles:
+            self.live_nodes.labels(role=role)
+        self.lost_nodes = self._counter(
+            "zenps_lost_nodes_total", "Nodes whose lease ran out before they left.", role=roles
+        )
+        self.barriers = self._counter(
+            "zenps_barriers_total", "Barriers by how they ended.", outcome=("completed", "failed")
+        )
+
+
+class Exporter:
+    """A running ``/metrics`` endpoint; ``address`` is its ``host:port``, empty where it is off."""
+
+    def __init__(self, server: WSGIServer | None = None, thread: threading.Thread | None = None) -> None:
+        self._server = server
+        self._thread = thread
+        self.address = ""
+        if server is not None:
+            host, port = server.server_address[:2]
+            self.address = f"[{host!s}]:{port}" if ":" in str(host) else f"{host!s}:{port}"
+
+    def close(self) -> None:
+        """Stop serving and free the port; calling it again does nothing."""
+        if self._server is not None and self._thread is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+            self._server = None
+
+
+class _WithoutCreated(Collector):
+    """``registry`` without its ``_created`` series, which double the output and which no rule here reads.
+
+    The client's own switch is for the whole process, where the training script may export its own metrics.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
+
+    def restricted_registry(self, names: list[str]) -> object:
+        """What the client asks of a registry for ``/metrics?name[]=…``."""
+        return self._registry.restricted_registry(names)
+
+
+def serve(registry: CollectorRegistry, host: str, port: int) -> Exporter:
+    """Serve ``registry`` over HTTP at ``host``; port 0: any free one, -1: not at all.
+
+    Raises :class:`ConfigError` where the address cannot be listened on.
+    """
+    if port == -1:
+        return Exporter()
+    try:
+        return Exporter(*start_http_server(port, addr=host, registry=_WithoutCreated(registry)))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError("metrics.host", host, f"an address of this machine ({reason})") from error
+        raise ConfigError("metrics.port", port, f"a free port, 0 for any, -1 for none ({reason})") from error

@@ -1,0 +1,258 @@
+"""The settings: one frozen tree, :class:`Config`, and how one value is checked.
+
+Descriptions, bounds and defaults stand at the fields, so that ``zenps config``, error messages and
+documentation cannot disagree with what is checked. :mod:`zenps.config` reads the tree from its sources.
+
+A field whose name ends in ``_bytes`` also takes a string such as ``"8MiB"``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, Final, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from zenps.errors import ConfigError
+
+__all__ = [
+    "FIELDS",
+    "PARTITIONS",
+    "ClusterConfig",
+    "Config",
+    "LogConfig",
+    "MetricsConfig",
+    "SyncConfig",
+    "checked",
+    "format_bytes",
+    "parse_address",
+]
+
+PARTITIONS: Final = ("balanced", "centralized", "parallel")
+"""Names of the built-in partition strategies, known here without importing them (they need torch)."""
+
+KIB: Final = 1 << 10
+MIB: Final = 1 << 20
+GIB: Final = 1 << 30
+TIB: Final = 1 << 40
+_UNITS: Final = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
+# Longer waits are as good as none, and milliseconds of this still fit a C int, as poll() needs.
+WEEK_SECONDS: Final = 7 * 24 * 3600
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who takes part, where they meet, and how long they wait for one another."""
+
+    scheduler: Annotated[
+        str, Meta(description="'host:port' of the scheduler; empty: no cluster, one worker alone")
+    ] = ""
+    job: Annotated[
+        str,
+        Meta(description="name of the job; nodes of another job are refused", min_length=1, max_length=64),
+    ] = "default"
+    workers: Annotated[int, Meta(description="number of workers: the world size", ge=1, le=4096)] = 1
+    servers: Annotated[int, Meta(description="number of servers", ge=1, le=1024)] = 1
+    host: Annotated[
+        str,
+        Meta(
+            description="address under which others reach this node; empty: that of the scheduler's route",
+            max_length=255,
+        ),
+    ] = ""
+    server_port: Annotated[
+        int, Meta(description="port that a server listens on; 0: any free port", ge=0, le=65535)
+    ] = 0
+    lease_seconds: Annotated[
+        float, Meta(description="a node that is silent for this long is lost", gt=0, le=WEEK_SECONDS)
+    ] = 10.0
+    rendezvous_seconds: Annotated[
+        float, Meta(description="how long all nodes have to arrive", gt=0, le=WEEK_SECONDS)
+    ] = 120.0
+    deadline_seconds: Annotated[
+        float,
+        Meta(description="how long a push or a barrier waits for the other ranks", gt=0, le=WEEK_SECONDS),
+    ] = 300.0
+    server_budget_bytes: Annotated[
+        int, Meta(description="what a server holds at most before it refuses pushes as busy", ge=MIB, le=TIB)
+    ] = 4 * GIB
+    max_message_bytes: Annotated[
+        int, Meta(description="a larger message is refused unread", ge=64 * KIB, le=2 * GIB)
+    ] = 256 * MIB
+
+
+class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How gradients travel."""
+
+    partition: Annotated[
+        str,
+        Meta(
+            description=f"which slot owns a row: {', '.join(PARTITIONS)}, an entry point of zenps.partition, "
+            "or a dotted path to a strategy"
+        ),
+    ] = "balanced"
+    codec: Annotated[
+        Literal["auto", "coo", "bitmap"],
+        Meta(description="how positions travel; auto: the smaller per chunk"),
+    ] = "auto"
+    chunk_bytes: Annotated[
+        int,
+        Meta(description="size of the pieces in which a tensor is pushed and pulled", ge=4 * KIB, le=GIB),
+    ] = 8 * MIB
+    bucket_bytes: Annotated[
+        int, Meta(description="dense gradients are fused up to this size", ge=KIB, le=GIB)
+    ] = 4 * MIB
+    granule: Annotated[
+        int,
+        Meta(description="elements that move together in a one-column tensor; a power of two", ge=1, le=256),
+    ] = 32
+    table_bytes: Annotated[
+        int,
+        Meta(description="budget of a worker's cached permutation tables; 0: compute anew", ge=0, le=TIB),
+    ] = GIB
+    seed: Annotated[
+        int,
+        Meta(
+            description="key of the permutation and the ring; the same on all nodes", ge=0, le=(1 << 63) - 1
+        ),
+    ] = 0x5A454E
+
+
+class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where this process serves Prometheus."""
+
+    host: Annotated[str, Meta(description="address to serve /metrics on", min_length=1, max_length=255)] = (
+        "127.0.0.1"
+    )
+    port: Annotated[
+        int, Meta(description="port to serve /metrics on; 0: any free port; -1: off", ge=-1, le=65535)
+    ] = 0
+
+
+class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What this process writes to stderr."""
+
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Meta(description="the least severe level that is written"),
+    ] = "info"
+    format: Annotated[
+        Literal["text", "json"], Meta(description="lines for people, or one JSON object a line for programs")
+    ] = "text"
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All settings of one process. Built by :func:`load`, which checks them; direct construction does not."""
+
+    cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
+    sync: SyncConfig = msgspec.field(default_factory=SyncConfig)
+    metrics: MetricsConfig = msgspec.field(default_factory=MetricsConfig)
+    log: LogConfig = msgspec.field(default_factory=LogConfig)
+
+
+class Field(NamedTuple):
+    """What the tree says about one setting."""
+
+    annotated: Any
+    kind: Any
+    meta: Meta
+
+
+def _fields() -> dict[str, Field]:
+    table = {}
+    for section, struct in get_type_hints(Config).items():
+        for name, annotated in get_type_hints(struct, include_extras=True).items():
+            kind, meta = get_args(annotated)
+            table[f"{section}.{name}"] = Field(annotated, kind, meta)
+    return table
+
+
+FIELDS: Final = _fields()
+"""Every setting, by ``section.field``, in the order of declaration."""
+
+
+def checked(name: str, raw: object, source: str) -> object:
+    """The value of setting ``name`` that ``raw`` stands for; text is read as a number where one is due.
+
+    ``source`` (a variable, an option, a file) is named by the :class:`ConfigError` that a value of the
+    wrong type or out of bounds raises.
+    """
+    try:
+        value = _parse_bytes(raw) if name.endswith("_bytes") and isinstance(raw, str) else raw
+        value = msgspec.convert(value, FIELDS[name].annotated, strict=not isinstance(value, str))
+        return _RULES[name](value) if name in _RULES else value
+    except ValueError:  # msgspec.ValidationError is one
+        raise ConfigError(name, raw, f"{_allowed(name)} (set by {source})") from None
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Split ``host:port``, ``tcp://host:port`` or ``[v6]:port``; :class:`ValueError` for anything else."""
+    match = re.fullmatch(r"(?:tcp://)?(?:\[([0-9A-Fa-f:.]+(?:%\w+)?)\]|([^\s:/\[\]]+)):([0-9]{1,5})", text)
+    if match is None or not 1 <= int(match[3]) <= 65535:
+        raise ValueError(f"{text!r}: expected 'host:port' with a port from 1 to 65535")
+    return match[1] or match[2], int(match[3])
+
+
+def format_bytes(count: float) -> str:
+    """``8388608`` as ``8MiB``; a count that is no multiple of 1024 stays in bytes."""
+    for unit, size in reversed(_UNITS.items()):
+        if count and count % size == 0:
+            return f"{count // size}{unit}"
+    return str(count)
+
+
+def _parse_bytes(text: str) -> object:
+    match = re.fullmatch(r"([0-9]+) *(KiB|MiB|GiB|TiB)", text)
+    return text if match is None else int(match[1]) * _UNITS[match[2]]
+
+
+def _plain_address(value: str) -> str:
+    if not value:
+        return value
+    host, port = parse_address(value)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _power_of_two(value: int) -> int:
+    if value & (value - 1):
+        raise ValueError(value)
+    return value
+
+
+def _partition_name(value: str) -> str:
+    if value not in PARTITIONS and not re.search(r"[.:]", value) and value not in _plugins():
+        raise ValueError(value)
+    return value
+
+
+def _plugins() -> set[str]:
+    return set(importlib.metadata.entry_points(group="zenps.partition").names)
+
+
+_RULES: Final[dict[str, Callable[[Any], object]]] = {
+    "cluster.scheduler": _plain_address,
+    "sync.granule": _power_of_two,
+    "sync.partition": _partition_name,
+}
+
+
+def _allowed(name: str) -> str:
+    kind, meta = FIELDS[name].kind, FIELDS[name].meta
+    if name == "cluster.scheduler":
+        return "'host:port' with a port from 1 to 65535, or '' for no cluster"
+    if name == "sync.partition":
+        names = [*PARTITIONS, *sorted(_plugins() - set(PARTITIONS))]
+        return f"one of {', '.join(names)}, or the dotted path of a strategy"
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    if kind is str:
+        return f"a string of {meta.min_length or 0} to {meta.max_length} characters"
+    show: Callable[[float], str] = format_bytes if name.endswith("_bytes") else str
+    noun = {"sync.granule": "a power of two"}.get(name, "a number" if kind is float else "an integer")
+    assert meta.le is not None, name
+    lower = f"above {meta.gt} and up" if meta.ge is None else f"from {show(meta.ge)}"
+    return f"{noun} {lower} to {show(meta.le)}" + (
+        ", such as 8388608 or '8MiB'" if name.endswith("_bytes") else ""
+    )

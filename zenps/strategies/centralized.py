@@ -1,0 +1,28 @@
+"""All rows of a tensor in one slot: the plain parameter server, and the contrast to ``balanced``."""
+
+from __future__ import annotations
+
+import zlib
+from typing import ClassVar
+
+import torch
+
+from zenps.keyspace import SLOTS, Identity
+from zenps.strategies.base import KeySpace, Partition, PartitionStrategy
+
+__all__ = ["Centralized"]
+
+
+class Centralized(PartitionStrategy):
+    """Puts each tensor whole into the slot that a hash of its name chooses."""
+
+    name: ClassVar[str] = "centralized"
+    per_tensor: ClassVar[bool] = True
+
+    def partition(self, space: KeySpace) -> Partition:
+        """Rows as they are; one slot that owns them all."""
+        # Python's own hash() of a string differs from process to process.
+        slot = zlib.crc32(f"{space.seed}/{space.name}".encode()) % SLOTS
+        bounds = torch.zeros(SLOTS + 1, dtype=torch.int64)
+        bounds[slot + 1 :] = space.granules
+        return Partition(Identity(space.granules), bounds)

@@ -1,0 +1,68 @@
+"""Messages ⇄ envelope frames.
+
+The envelope is MessagePack: ``[protocol version, job, [tag, field, …]]``. Version and job are
+looked at before the rest, so that a stranger is refused for what it is. A tag maps to a type
+through the closed union that the caller accepts; nothing received is ever looked up by name.
+"""
+
+from __future__ import annotations
+
+from types import UnionType
+from typing import Any, Generic, TypeVar
+
+import msgpack
+import msgspec
+
+from zenps.errors import ProtocolError
+
+__all__ = ["MAX_ENVELOPE_BYTES", "PROTOCOL_VERSION", "Decoder", "encode"]
+
+PROTOCOL_VERSION = 1
+
+Message = TypeVar("Message")
+
+# A view of 4096 + 1024 members is about 500 KB; nothing else comes near.
+MAX_ENVELOPE_BYTES = 1 << 20
+
+
+def encode(job: str, message: msgspec.Struct) -> bytes:
+    """The envelope frame of ``message``."""
+    body = msgspec.to_builtins(message, builtin_types=(bytes,))
+    packed: bytes = msgpack.packb([PROTOCOL_VERSION, job, body])
+    return packed
+
+
+class Decoder(Generic[Message]):
+    """Reads the envelopes that one socket accepts."""
+
+    def __init__(self, job: str, accepted: UnionType | type[Message]) -> None:
+        self._job = job
+        self._accepted: Any = accepted
+
+    def decode(self, frame: bytes | memoryview) -> Message:
+        """The message in an envelope frame.
+
+        Raises:
+            ProtocolError: it is not an envelope of this version and job with an accepted message.
+        """
+        size = frame.nbytes if isinstance(frame, memoryview) else len(frame)
+        if size > MAX_ENVELOPE_BYTES:
+            raise ProtocolError("envelope", f"{size} bytes, at most {MAX_ENVELOPE_BYTES} are allowed")
+        try:
+            unpacked = msgpack.unpackb(frame)
+        # msgpack documents that unpackb raises ValueError and subclasses; RecursionError and
+        # TypeError come from hostile nesting and from unhashable map keys.
+        except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+            raise ProtocolError("envelope", f"not MessagePack: {error!r}") from None
+        if not isinstance(unpacked, list) or len(unpacked) != 3:
+            raise ProtocolError("envelope", "expected [version, job, message]")
+        version, job, body = unpacked
+        if version != PROTOCOL_VERSION or isinstance(version, bool):
+            raise ProtocolError("version", f"expected {PROTOCOL_VERSION}, got {version!r:.40}")
+        if job != self._job:
+            raise ProtocolError("job", f"expected {self._job!r}, got {job!r:.40}")
+        try:
+            message: Message = msgspec.convert(body, self._accepted)
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise ProtocolError("envelope", str(error)) from None
+        return message

@@ -1,0 +1,125 @@
+"""A node's side of its conversation with the scheduler: register, then renew the lease."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+
+import zmq
+
+from zenps.errors import DeadlineError, MismatchError, PeerLostError, ProtocolError, UsageError, ZenPSError
+from zenps.settings import ClusterConfig
+from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
+from zenps.wire.messages import (
+    FromScheduler,
+    Heartbeat,
+    Leave,
+    Load,
+    Refused,
+    Register,
+    Role,
+    ToScheduler,
+    View,
+)
+from zenps.wire.sockets import Socket, connect_dealer
+
+__all__ = ["SchedulerLink", "new_register"]
+
+# A node is lost after one lease without a heartbeat; four in that time let three be late.
+BEATS_PER_LEASE = 4
+
+# The scheduler's own rendezvous deadline comes first, because its error names who is missing.
+PATIENCE_SECONDS = 5.0
+
+_REFUSALS: dict[str, type[ZenPSError]] = {
+    "mismatch": MismatchError,
+    "deadline": DeadlineError,
+    "usage": UsageError,
+    "lost": PeerLostError,
+}
+
+
+class SchedulerLink:
+    """One DEALER to the scheduler. Used by one thread at a time.
+
+    Args:
+        ctx: where the socket is opened.
+        cluster: names the scheduler, the job, and the lease.
+        role: the node's role; it becomes part of the routing identity.
+    """
+
+    def __init__(self, ctx: zmq.Context[Socket], cluster: ClusterConfig, role: Role) -> None:
+        self._cluster = cluster
+        self._scheduler = cluster.scheduler.removeprefix("tcp://")
+        identity = f"{role}-{uuid.uuid4().hex}".encode()
+        address = f"tcp://{self._scheduler}"
+        self.socket = connect_dealer(ctx, address, identity, MAX_ENVELOPE_BYTES)
+        self.identity = identity
+        self._decoder: Decoder[FromScheduler] = Decoder(cluster.job, FromScheduler)
+        self._next_beat = 0.0
+
+    def join(self, register: Register) -> View:
+        """Registers and waits for the first view, sending heartbeats meanwhile.
+
+        Raises:
+            DeadlineError: not all nodes came in time (it names them), or the scheduler is silent.
+            MismatchError: this node's ``[sync]`` settings are not the scheduler's.
+            UsageError: the rank is taken, or the cluster is already complete.
+        """
+        self.send(register)
+        until = time.monotonic() + self._cluster.rendezvous_seconds + PATIENCE_SECONDS
+        while (now := time.monotonic()) < until:
+            self.beat_if_due(now, epoch=0, load={})
+            if self.socket.poll(int(1000 * min(until - now, self.seconds_to_beat(now)))):
+                for message in self.receive():
+                    if isinstance(message, View):
+                        return message
+                    if isinstance(message, Refused):
+                        raise _REFUSALS[message.kind](message.reason)
+        raise DeadlineError(
+            f"no answer from the scheduler at {self._scheduler} within "
+            f"{self._cluster.rendezvous_seconds:g} s; is it running, and is cluster.scheduler right?"
+        )
+
+    def send(self, message: ToScheduler) -> None:
+        """Queues a message; ZeroMQ delivers it when the scheduler can be reached."""
+        self.socket.send(encode(self._cluster.job, message))
+
+    def receive(self) -> list[FromScheduler]:
+        """All messages that have arrived. One that cannot be read is skipped: it was not for us."""
+        messages = []
+        while self.socket.poll(0):
+            frames = self.socket.recv_multipart()
+            try:
+                messages.append(self._decoder.decode(frames[0]))
+            except ProtocolError:
+                continue
+        return messages
+
+    def beat_if_due(self, now: float, epoch: int, load: Load) -> None:
+        """Sends a heartbeat when one is due; ``now`` is :func:`time.monotonic`."""
+        if now >= self._next_beat:
+            self.beat(now, epoch, load)
+
+    def beat(self, now: float, epoch: int, load: Load) -> None:
+        """Sends a heartbeat at once, as after a new view."""
+        self._next_beat = now + self._cluster.lease_seconds / BEATS_PER_LEASE
+        self.send(Heartbeat(epoch, load))
+
+    def seconds_to_beat(self, now: float) -> float:
+        """How long a poll may last until the next heartbeat is due."""
+        return max(self._next_beat - now, 0.0)
+
+    def leave(self) -> None:
+        """Says good-bye; the socket's linger lets it arrive."""
+        self.send(Leave())
+
+
+def new_register(
+    role: Role, rank: int | None, address: str, metrics: str, settings: dict[str, str | int | float]
+) -> Register:
+    """This process's registration."""
+    wanted = -1 if rank is None else rank
+    return Register(role, wanted, socket.gethostname(), os.getpid(), address, metrics, settings)

@@ -1,0 +1,249 @@
+"""Every message that crosses the network, by direction. ``docs/protocol.md`` is its prose.
+
+A message is the envelope of a frame list; tensor bytes never go inside one. Fields are sent as an
+array in the order written here: a new field goes last, with a default.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from zenps.codecs.base import CodecName
+
+__all__ = [
+    "Barrier",
+    "BarrierReply",
+    "Busy",
+    "Departed",
+    "Dtype",
+    "Failure",
+    "FailureKind",
+    "FromScheduler",
+    "FromServer",
+    "Heartbeat",
+    "Leave",
+    "Member",
+    "NodeStatus",
+    "Push",
+    "Refused",
+    "Register",
+    "Result",
+    "Resume",
+    "Role",
+    "Status",
+    "StatusRequest",
+    "Stop",
+    "ToScheduler",
+    "ToServer",
+    "View",
+]
+
+Role = Literal["worker", "server"]
+Dtype = Literal["float16", "bfloat16", "float32", "float64", "int64", "uint8"]
+FailureKind = Literal["mismatch", "deadline", "lost"]
+Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
+Name = Annotated[str, Meta(min_length=1, max_length=1024)]
+Text = Annotated[str, Meta(max_length=16384)]
+Load = dict[str, float]
+"""Counters that a node reports with each heartbeat, for ``zenps status``."""
+
+
+class Member(Struct, frozen=True, array_like=True):
+    """One node of the cluster, as every other node knows it."""
+
+    role: Role
+    rank: Rank
+    host: Text
+    pid: Count
+    address: Text
+    """Where workers reach a server's data socket, ``tcp://host:port``; empty for a worker."""
+    metrics: Text
+    """``host:port`` of its Prometheus endpoint; empty if it has none."""
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.rank} (host {self.host}, pid {self.pid})"
+
+
+# ── node → scheduler ────────────────────────────────────────────────────────────────────────────
+
+
+class Register(Struct, frozen=True, array_like=True, tag="register"):
+    """The first message of a worker or server."""
+
+    role: Role
+    rank: Annotated[int, Meta(ge=-1, lt=1 << 16)]
+    """The rank that it wants (torchrun's ``RANK``), or -1 for any."""
+    host: Text
+    pid: Count
+    address: Text
+    metrics: Text
+    settings: dict[str, str | int | float]
+    """A worker's ``[sync]`` section: it must equal the scheduler's, or bits would differ."""
+
+
+class Heartbeat(Struct, frozen=True, array_like=True, tag="heartbeat"):
+    """Renews the lease. ``epoch`` is the newest that the node has applied."""
+
+    epoch: Count
+    load: Load
+
+
+class Barrier(Struct, frozen=True, array_like=True, tag="barrier"):
+    """A worker waits for all others at its ``sequence``-th barrier."""
+
+    sequence: Count
+
+
+class Leave(Struct, frozen=True, array_like=True, tag="leave"):
+    """The node goes, cleanly."""
+
+
+class StatusRequest(Struct, frozen=True, array_like=True, tag="status?"):
+    """From ``zenps status``; needs no registration."""
+
+
+# ── scheduler → node ────────────────────────────────────────────────────────────────────────────
+
+
+class View(Struct, frozen=True, array_like=True, tag="view"):
+    """Membership and ring of one epoch. Servers get it first; workers once all servers have it."""
+
+    epoch: Count
+    rank: Rank
+    """The receiver's own."""
+    workers: tuple[Member, ...]
+    servers: tuple[Member, ...]
+    owners: Annotated[bytes, Meta(min_length=8192, max_length=8192)]
+    """The rank of the server that owns each of the 4096 slots, uint16 little-endian."""
+
+
+class Refused(Struct, frozen=True, array_like=True, tag="refused"):
+    """The node cannot be part of the cluster."""
+
+    kind: Literal["mismatch", "deadline", "usage", "lost"]
+    reason: Text
+
+
+class BarrierReply(Struct, frozen=True, array_like=True, tag="barrier!"):
+    """All workers came to the barrier, or ``error`` says which did not."""
+
+    sequence: Count
+    error: Text
+
+
+class Departed(Struct, frozen=True, array_like=True, tag="departed"):
+    """A member is gone: ``lost`` when its lease ran out, else it left."""
+
+    member: Member
+    lost: bool
+    reason: Text
+
+
+class Stop(Struct, frozen=True, array_like=True, tag="stop"):
+    """To a server: all workers have left; leave too."""
+
+
+class NodeStatus(Struct, frozen=True, array_like=True):
+    """A line of ``zenps status``."""
+
+    role: Literal["scheduler", "worker", "server"]
+    rank: Annotated[int, Meta(ge=-1, lt=1 << 16)]
+    host: Text
+    pid: Count
+    address: Text
+    metrics: Text
+    epoch: Count
+    state: Text
+    slots: Count
+    silent_seconds: float
+    """Since its last message; compare with the lease."""
+    load: Load
+
+
+class Status(Struct, frozen=True, array_like=True, tag="status!"):
+    """The cluster as the scheduler sees it."""
+
+    job: Text
+    state: Text
+    epoch: Count
+    lease_seconds: float
+    settings: dict[str, str | int | float]
+    nodes: tuple[NodeStatus, ...]
+
+
+# ── worker → server ─────────────────────────────────────────────────────────────────────────────
+
+
+class Push(Struct, frozen=True, array_like=True, tag="push"):
+    """One rank's part of one chunk of one round, and the request for its result.
+
+    Frames: envelope, positions (by ``codec``, relative to the chunk), values ``[rows, columns]``.
+    A dense chunk has no positions frame bytes and ``rows`` is ``span``, or 0 from a rank that
+    takes part without contributing.
+    """
+
+    epoch: Count
+    rank: Rank
+    tensor: Name
+    step: Count
+    chunk: Count
+    chunks: Annotated[int, Meta(ge=1, lt=1 << 32)]
+    """How many chunks the worker cuts each server's range into."""
+    kind: Literal["dense", "sparse"]
+    dtype: Dtype
+    shape: tuple[Count, ...]
+    """Of the whole tensor: ranks must agree on it."""
+    span: Count
+    """Positions in this chunk."""
+    columns: Count
+    rows: Count
+    codec: CodecName | Literal["none"]
+    average: bool
+
+
+# ── server → worker ─────────────────────────────────────────────────────────────────────────────
+
+
+class Result(Struct, frozen=True, array_like=True, tag="result"):
+    """The union of all ranks' rows of one chunk, summed in rank order. Frames as for a push."""
+
+    tensor: Name
+    step: Count
+    chunk: Count
+    rows: Count
+    codec: CodecName | Literal["none"]
+
+
+class Failure(Struct, frozen=True, array_like=True, tag="failure"):
+    """The round cannot be answered, now or later."""
+
+    tensor: Name
+    step: Count
+    chunk: Count
+    kind: FailureKind
+    reason: Text
+
+
+class Busy(Struct, frozen=True, array_like=True, tag="busy"):
+    """Over its byte budget, the server dropped the push; it will send ``Resume``."""
+
+    tensor: Name
+    step: Count
+    chunk: Count
+
+
+class Resume(Struct, frozen=True, array_like=True, tag="resume"):
+    """There is room now for the push that got ``Busy``: send it again."""
+
+    tensor: Name
+    step: Count
+    chunk: Count
+
+
+ToScheduler = Register | Heartbeat | Barrier | Leave | StatusRequest
+FromScheduler = View | Refused | BarrierReply | Departed | Stop | Status
+ToServer = Push
+FromServer = Result | Failure | Busy | Resume

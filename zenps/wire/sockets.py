@@ -1,0 +1,137 @@
+"""ZeroMQ sockets with the options that every role needs.
+
+libzmq's defaults lose data (a ROUTER drops what it cannot send), wait forever at exit, and accept
+messages of any size. What is set here, and why, is said beside each option.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket as net
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import zmq
+
+from zenps.errors import ConfigError, ZenPSError
+from zenps.settings import parse_address
+
+__all__ = ["Socket", "bind_router", "connect_dealer", "context", "find_host", "send_frames"]
+
+Socket = zmq.Socket[bytes]
+
+LINGER_MS = 2000
+"""How long a closed socket may go on sending what is queued, a last ``Leave`` or ``Failure``."""
+
+# pyzmq's own threshold: below it, a copy costs less than the reference's bookkeeping.
+COPY_BELOW_BYTES = 64 * 1024
+
+
+@contextlib.contextmanager
+def context() -> Iterator[zmq.Context[Socket]]:
+    """A ZeroMQ context that is closed, with all its sockets, at the end of the block."""
+    ctx: zmq.Context[Socket] = zmq.Context()
+    try:
+        yield ctx
+    finally:
+        ctx.destroy(linger=LINGER_MS)
+
+
+def connect_dealer(ctx: zmq.Context[Socket], address: str, identity: bytes, max_message_bytes: int) -> Socket:
+    """A DEALER that speaks to one ROUTER under ``identity``, across reconnections."""
+    socket = _socket(ctx, zmq.DEALER, max_message_bytes)
+    socket.setsockopt(zmq.ROUTING_ID, identity)
+    socket.connect(address)
+    return socket
+
+
+def bind_router(ctx: zmq.Context[Socket], host: str, port: int, max_message_bytes: int) -> tuple[Socket, str]:
+    """A ROUTER on ``host``, or on all interfaces where ``host`` is a name of another address.
+
+    Returns the socket and its address, ``tcp://host:port`` with the real port.
+
+    Raises:
+        ConfigError: the port is taken, or ``host`` cannot be resolved.
+    """
+    socket = _socket(ctx, zmq.ROUTER, max_message_bytes)
+    # Without it a message to a peer that is gone vanishes; with it, sending raises EHOSTUNREACH.
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    # A peer that reconnects takes its identity over from the dead connection.
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    try:
+        socket.bind(f"tcp://{_bracketed(_bindable(host))}:{port or '*'}")
+    except (zmq.ZMQError, OSError) as error:
+        socket.close()
+        raise ConfigError("address", f"{host}:{port}", f"one that can be bound ({error})") from None
+    bound_port = socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+    return socket, f"tcp://{_bracketed(host)}:{bound_port}"
+
+
+def send_frames(socket: Socket, prefix: Sequence[bytes], frames: Sequence[memoryview]) -> None:
+    """Sends small ``prefix`` frames by copy, then ``frames``, the large ones by reference.
+
+    What is sent by reference must not change until ZeroMQ drops it; pooled memory sees to that.
+    """
+    for index, part in enumerate(prefix):
+        socket.send(part, zmq.SNDMORE if frames or index + 1 < len(prefix) else 0)
+    for index, frame in enumerate(frames):
+        more = zmq.SNDMORE if index + 1 < len(frames) else 0
+        socket.send(frame, more, copy=frame.nbytes < COPY_BELOW_BYTES)
+
+
+def _socket(ctx: zmq.Context[Socket], kind: int, max_message_bytes: int) -> Socket:
+    socket: Socket = ctx.socket(kind)
+    options: dict[int, Any] = {
+        zmq.LINGER: LINGER_MS,
+        zmq.IPV6: 1,
+        # Bounded by the byte budgets of the round protocol, not by a count of messages: a full
+        # queue would block the one thread that also has to read.
+        zmq.SNDHWM: 0,
+        # What one peer may have waiting here unread. Beyond it TCP slows the peer down.
+        zmq.RCVHWM: 64,
+        # A larger message costs its sender the connection.
+        zmq.MAXMSGSIZE: max_message_bytes,
+        zmq.RECONNECT_IVL: 50,
+        zmq.RECONNECT_IVL_MAX: 2000,
+        # Finds a connection whose other end vanished without a FIN.
+        zmq.HEARTBEAT_IVL: 2000,
+        zmq.HEARTBEAT_TIMEOUT: 10000,
+    }
+    for option, value in options.items():
+        socket.setsockopt(option, value)
+    return socket
+
+
+def find_host(scheduler: str) -> str:
+    """This machine's address on the route to the scheduler; nothing is sent.
+
+    Raises:
+        ZenPSError: the scheduler's host cannot be resolved or has no route.
+    """
+    host, port = parse_address(scheduler)
+    try:
+        family, kind, protocol, _, target = net.getaddrinfo(host, port, type=net.SOCK_DGRAM)[0]
+        with net.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ZenPSError(
+            f"no route to the scheduler at {scheduler} ({error}); check cluster.scheduler"
+        ) from None
+
+
+def _bindable(host: str) -> str:
+    """``host`` as a local IP address, or ``*`` if it is an address of something before us (NAT)."""
+    if host in ("", "*", "0.0.0.0", "::"):
+        return "*"
+    family, kind, _, _, target = net.getaddrinfo(host, 0, type=net.SOCK_STREAM)[0]
+    with net.socket(family, kind) as probe:
+        try:
+            probe.bind((target[0], 0))
+        except OSError:
+            return "*"
+    return str(target[0])
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,53 @@
+"""Tensors ⇄ frames: raw little-endian memory, never copied where it need not be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zenps.errors import ProtocolError
+from zenps.wire.messages import Dtype
+
+__all__ = ["DTYPES", "dtype_name", "tensor_bytes", "tensor_from_bytes"]
+
+DTYPES: dict[Dtype, torch.dtype] = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "int64": torch.int64,
+    "uint8": torch.uint8,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> Dtype:
+    """The name of a supported dtype on the wire."""
+    return _DTYPE_NAMES[dtype]
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, uncopied; it keeps the tensor alive."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def tensor_from_bytes(data: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """A CPU tensor on received memory, uncopied where alignment allows.
+
+    Raises:
+        ProtocolError: ``data`` has another size than ``shape`` and ``dtype`` need.
+    """
+    count = math.prod(shape)
+    if data.nbytes != count * dtype.itemsize:
+        raise ProtocolError("payload", f"{data.nbytes} bytes of values for {tuple(shape)} {dtype}")
+    if count == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    array = np.frombuffer(data, dtype=np.uint8)
+    # libzmq hands small messages out of the middle of its receive buffer, at any address.
+    if array.__array_interface__["data"][0] % dtype.itemsize or not array.flags.writeable:
+        array = array.copy()
+    return torch.from_numpy(array).view(dtype).view(tuple(shape))
