@@ -236,7 +236,8 @@ class Membership:
         """The rendezvous deadline passed: everybody learns who is missing."""
         wanted = self._cluster
         missing = []
-        for role, expected in (("worker", wanted.workers), ("server", wanted.servers)):
+        expectations: dict[Role, int] = {"worker": wanted.workers, "server": wanted.servers}
+        for role, expected in expectations.items():
             nodes = self._present(role)
             if len(nodes) == expected:
                 continue
@@ -250,7 +251,8 @@ class Membership:
             unconfirmed = [n for n in self._present("server") if n.epoch < self.epoch]
             missing.append(f"the confirmation of {_names(unconfirmed)}")
         here = _names(self._present()) or "nobody"
-        reason = f"rendezvous: missing after {wanted.rendezvous_seconds:g} s: {' and '.join(missing)}; present: {here}"
+        who = f"{' and '.join(missing)}; present: {here}"
+        reason = f"rendezvous: missing after {wanted.rendezvous_seconds:g} s: {who}"
         return self._fail(Refused("deadline", reason), reason)
 
     # ── barriers and departures ─────────────────────────────────────────────────────────────────

@@ -1,5 +1,7 @@
 """The role inside the training process: tensors in, synchronised tensors out."""
 
+from __future__ import annotations
+
 from .api import (
     barrier,
     init,

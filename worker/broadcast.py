@@ -121,8 +121,10 @@ def _begin(tensor: Tensor, name: str, root_rank: int) -> Pending:
     world = communicator()
     if not 0 <= root_rank < world.size:
         raise UsageError(f"root_rank {root_rank}: expected 0 to {world.size - 1}")
-    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-        raise TensorError(f"{name}: expected a strided tensor, got {type(tensor).__name__}")
+    if not isinstance(tensor, Tensor):
+        raise TensorError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise TensorError(f"{name}: expected a strided tensor, got {tensor.layout}; use .to_dense()")
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     raw = flat.view(*tensor.shape, tensor.element_size())
     return world.push_pull_async(raw, name, average=False, contributes=world.rank == root_rank)

@@ -79,7 +79,7 @@ class Communicator(ABC):
         """Leaves. The communicator cannot be used afterwards."""
 
 
-def check_name(name: str) -> None:
+def check_name(name: object) -> None:
     """Refuses a tensor name that could not travel.
 
     Raises:

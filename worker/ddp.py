@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from .api import push_pull_async
@@ -43,7 +44,7 @@ class CommHookState:
 _default = CommHookState()
 
 
-def comm_hook(state: CommHookState | None, bucket: dist.GradBucket) -> Future[Tensor]:
+def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]:
     """Averages a bucket over all ranks: ``ddp.register_comm_hook(CommHookState(), zps.comm_hook)``.
 
     Args:
@@ -55,7 +56,8 @@ def comm_hook(state: CommHookState | None, bucket: dist.GradBucket) -> Future[Te
     if not gradient.is_sparse and state.dense_group is not None:
         gradient.div_(dist.get_world_size(state.dense_group))
         work = dist.all_reduce(gradient, group=state.dense_group, async_op=True)
-        return work.get_future().then(lambda reduced: reduced.value()[0])
+        averaged: Future[Tensor] = work.get_future().then(lambda reduced: reduced.value()[0])
+        return averaged
     # DDP rebuilds its dense buckets after the first step: the size keeps old and new ones apart.
     kind = "sparse" if gradient.is_sparse else f"dense{gradient.numel()}"
     name = f"{state._prefix}/{kind}/{bucket.index()}"
@@ -68,6 +70,5 @@ def comm_hook(state: CommHookState | None, bucket: dist.GradBucket) -> Future[Te
 def _finish(handle: Pending, result: Future[Tensor]) -> None:
     try:
         result.set_result(handle.wait())
-    # Whatever it is, it belongs to the thread that waits for the gradient.
-    except Exception as error:
-        result.set_exception(error)
+    except Exception as error:  # noqa: BLE001  # it belongs to the thread that waits for the gradient
+        result.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a value

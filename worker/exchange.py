@@ -108,8 +108,10 @@ class Exchange:
     def on_reply(self, server: int, message: FromServer, frames: Frames) -> list[Action]:
         """A server answered. What belongs to no round in flight is a late repetition, and ignored."""
         round_ = self._rounds.get((message.tensor, message.step))
-        outgoing = round_ and round_.unanswered.get((server, message.chunk))
-        if round_ is None or outgoing is None:
+        if round_ is None:
+            return []
+        outgoing = round_.unanswered.get((server, message.chunk))
+        if outgoing is None:
             return []
         match message:
             case Result():

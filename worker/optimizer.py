@@ -71,7 +71,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._buckets: dict[Parameter, Bucket] = {}
         self._in_flight: dict[Parameter | Bucket, Pending] = {}
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._on_gradient) for parameter in self._names
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+            for parameter in self._names
         ]
 
     def __getattr__(self, name: str) -> Any:
@@ -161,8 +162,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._passes[parameter] += 1
         if self._passes[parameter] > self._passes_per_step:
             raise UsageError(
-                f"gradient of {self._names[parameter]!r} was computed {self._passes[parameter]} times since the "
-                f"last step(), expected {self._passes_per_step}; set backward_passes_per_step"
+                f"gradient of {self._names[parameter]!r}: computed {self._passes[parameter]} times since "
+                f"the last step(), expected {self._passes_per_step}; set backward_passes_per_step"
             )
         if self._passes[parameter] < self._passes_per_step:
             return

@@ -7,6 +7,7 @@ a poll on its sockets and on one end of a socket pair that wakes it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket as net
 import threading
@@ -140,10 +141,9 @@ class Session:
             if self._closed:
                 raise UsageError("this worker has left the cluster; call zenps.init() to join again")
             self._commands.put(command)
-        try:
+        # A full pair holds wake-ups enough that the thread has yet to read.
+        with contextlib.suppress(BlockingIOError):
             self._wake_writer.send(b"\0")
-        except BlockingIOError:
-            pass  # the pair is full of wake-ups that the thread has yet to read
 
     # ── the I/O thread ──────────────────────────────────────────────────────────────────────────
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-
 if TYPE_CHECKING:
     from zenps.worker import *  # noqa: F403
 

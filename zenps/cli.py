@@ -1,0 +1,253 @@
+"""The command ``zenps``. A role, and torch with it, is imported only by the subcommand that runs it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import logging
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from zenps import log
+from zenps.config import Config, Loaded, describe, load, require_cluster
+from zenps.errors import ConfigError, ZenPSError
+
+__all__ = ["main"]
+
+EXIT_FAILED = 1
+EXIT_CONFIG = 2
+
+# The status that a shell shows for a process that this signal ended is 128 + its number.
+_SIGNALLED = 128
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``zenps`` with the arguments ``argv`` (default: the process's) and return its exit code.
+
+    0: done. 1: the cluster or a check failed. 2: a setting or an argument was refused, in one line.
+    ``launch`` and ``worker`` otherwise end as the command that they were given.
+    """
+    options, command = _split_command(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    args = parser.parse_args(options)
+    if bool(command) != args.takes_command:
+        args.parser.error("expected -- CMD [ARG ...]" if args.takes_command else "unexpected -- CMD")
+    args.command = command
+    try:
+        return int(args.run(args))
+    except ConfigError as error:
+        _complain(error)
+        return EXIT_CONFIG
+    except ZenPSError as error:
+        _complain(error)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return _SIGNALLED + signal.SIGINT
+    except BrokenPipeError:
+        # The reader of our output is gone. Python flushes stdout once more at exit, which must not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _SIGNALLED + signal.SIGPIPE
+
+
+def _split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """``options -- CMD`` in two. argparse's own treatment of ``--`` differs between Python versions."""
+    arguments = list(argv)
+    if "--" not in arguments:
+        return arguments, []
+    at = arguments.index("--")
+    return arguments[:at], arguments[at + 1 :]
+
+
+def _complain(error: ZenPSError) -> None:
+    print("zenps:", *str(error).splitlines(), file=sys.stderr)
+
+
+# ── arguments ───────────────────────────────────────────────────────────────────────────────────
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="zenps", description="A parameter server for PyTorch that synchronises sparse gradients."
+    )
+    version = importlib.metadata.version("zenps")
+    parser.add_argument("--version", action="version", version=f"zenps {version}")
+    subcommands = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND", required=True)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--config", type=Path, metavar="FILE", help="settings (default: ZENPS_CONFIG, else ./zenps.toml)"
+    )
+    common.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.FIELD=VALUE",
+        help="one setting, above environment and file; may be repeated",
+    )
+
+    def add(
+        name: str, run: Callable[[argparse.Namespace], int], summary: str, command: bool = False
+    ) -> argparse.ArgumentParser:
+        usage = f"zenps {name} [options]" + (" -- CMD [ARG ...]" if command else "")
+        sub = subcommands.add_parser(
+            name, parents=[common], usage=usage, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+        )
+        sub.set_defaults(run=run, parser=sub, takes_command=command)
+        return sub
+
+    launch = add("launch", _launch, "run CMD as the workers of a whole cluster on this machine", command=True)
+    launch.add_argument("--workers", metavar="N", help="number of workers: cluster.workers")
+    launch.add_argument("--servers", metavar="M", help="number of servers: cluster.servers")
+    scheduler = add("scheduler", _scheduler, "run the scheduler, at cluster.scheduler")
+    scheduler.add_argument(
+        "--print-address",
+        type=int,
+        metavar="FD",
+        help="write host:port to this file descriptor when nodes can register",
+    )
+    add("server", _server, "run one server")
+    add("worker", _worker, "run CMD as one worker, with these settings", command=True)
+    status = add("status", _status, "show a live cluster")
+    status.add_argument("--json", action="store_true", help="for programs")
+    status.add_argument(
+        "--timeout-seconds", type=float, default=5.0, metavar="S", help="how long to wait (default: 5)"
+    )
+    config = add("config", _config, "show every setting and where its value came from")
+    config.add_argument("--json", action="store_true", help="for programs; with descriptions")
+    add("doctor", _doctor, "check this machine and the way to the cluster")
+    return parser
+
+
+def _load(args: argparse.Namespace, *more_sets: str) -> Loaded:
+    return load(sets=[*args.set, *more_sets], file=args.config)
+
+
+def _require_scheduler(config: Config) -> None:
+    if not config.cluster.scheduler:
+        raise ConfigError("cluster.scheduler", "", "'host:port' of the scheduler")
+
+
+def _require_command(command: Sequence[str]) -> None:
+    if shutil.which(command[0]) is None:
+        raise ConfigError("CMD", command[0], "a program that can be run, such as: python train.py")
+
+
+def _environment(args: argparse.Namespace, loaded: Loaded) -> dict[str, str]:
+    """Our environment, with the options added in the form in which a child's ``load`` finds them.
+
+    The rest it finds as we did; so precedence, and what ``zenps config`` shows there, stay the same.
+    """
+    environment = dict(os.environ)
+    if args.config is not None:
+        environment["ZENPS_CONFIG"] = str(args.config.resolve())
+    for setting in describe(loaded):
+        if setting.source == "--set":
+            environment["ZENPS_" + setting.name.replace(".", "_").upper()] = str(setting.value)
+    return environment
+
+
+# ── roles ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _serve(role: str, config: Config, serve: Callable[[], None]) -> int:
+    """Runs a role until the job ends, SIGTERM or Ctrl-C; all three close its sockets."""
+    log.setup(config.log, role)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(_SIGNALLED + number))
+    try:
+        serve()
+    except ConfigError:
+        raise
+    except ZenPSError as error:
+        logging.getLogger("zenps").error("%s", error)
+        return EXIT_FAILED
+    return 0
+
+
+def _scheduler(args: argparse.Namespace) -> int:
+    config = _load(args).config
+    from zenps.scheduler import service
+
+    return _serve("scheduler", config, lambda: service.serve(config, _announce(args.print_address)))
+
+
+def _announce(descriptor: int | None) -> Callable[[str], None]:
+    def announce(address: str) -> None:
+        if descriptor is None:
+            return
+        try:
+            os.write(descriptor, f"{address}\n".encode())
+            os.close(descriptor)
+        except OSError as error:
+            raise ConfigError(
+                "--print-address", descriptor, f"an open file descriptor ({error.strerror})"
+            ) from error
+
+    return announce
+
+
+def _server(args: argparse.Namespace) -> int:
+    config = _load(args).config
+    _require_scheduler(config)
+    from zenps.server import service
+
+    return _serve("server", config, lambda: service.serve(config))
+
+
+def _worker(args: argparse.Namespace) -> int:
+    # A dotted sync.partition is left to zenps.init(): only CMD knows the sys.path that it lies on.
+    loaded = _load(args)
+    require_cluster(loaded)
+    _require_command(args.command)
+    os.execvpe(args.command[0], args.command, _environment(args, loaded))
+
+
+def _launch(args: argparse.Namespace) -> int:
+    counts = {"cluster.workers": args.workers, "cluster.servers": args.servers}
+    loaded = _load(args, *(f"{name}={count}" for name, count in counts.items() if count is not None))
+    _require_command(args.command)
+    from zenps.launch import launch
+
+    return launch(loaded.config, args.command, _environment(args, loaded))
+
+
+# ── questions ───────────────────────────────────────────────────────────────────────────────────
+
+
+def _status(args: argparse.Namespace) -> int:
+    config = _load(args).config
+    _require_scheduler(config)
+    from zenps import status, tables
+
+    found = status.fetch(config.cluster, args.timeout_seconds)
+    if args.json:
+        print(status.to_json(found))
+    else:
+        tables.show_status(found)
+    return 0
+
+
+def _config(args: argparse.Namespace) -> int:
+    from zenps import tables
+
+    settings = describe(_load(args))
+    if args.json:
+        print(tables.settings_to_json(settings))
+    else:
+        tables.show_settings(settings)
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    config = _load(args).config
+    from zenps import doctor, tables
+
+    checks = doctor.examine(config)
+    tables.show_checks(checks)
+    return EXIT_FAILED if any(check.verdict == "fail" for check in checks) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

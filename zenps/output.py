@@ -1,0 +1,104 @@
+"""The output of several processes on one terminal: whole lines, each with the name of its process."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from typing import Final
+
+__all__ = ["Lines", "Output"]
+
+# A line this long is cut, so that output without line ends does not fill the memory.
+MAX_LINE_BYTES: Final = 1 << 16
+
+# Erasing and moving would hit the prefix and the lines of others. Colours are let through.
+_CURSOR: Final = re.compile(rb"\x1b\[[0-9;]*[A-HJKSTfsu]")
+_ERASE_LINE: Final = b"\r\x1b[K"
+_SHOW_CURSOR: Final = b"\x1b[?25h"
+_COLOURS: Final = (36, 32, 33, 34, 35, 96, 92, 93, 94, 95)
+
+
+class Output:
+    """stdout and stderr of this process, shared by ``names``.
+
+    Attributes:
+        columns: width left beside the prefix where both are a terminal, else None.
+        is_broken: whoever read stdout or stderr is gone; what comes is dropped.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        self._width = max(map(len, names))
+        self._colour = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(names)}
+        self._coloured = not os.environ.get("NO_COLOR")  # https://no-color.org
+        self._unfinished = b""
+        self.is_broken = False
+        self.columns: int | None = None
+        if sys.stdout.isatty() and sys.stderr.isatty():
+            self.columns = os.get_terminal_size(sys.stdout.fileno()).columns - self._width - len(" | ")
+
+    def line(self, name: str, text: bytes, *, is_stderr: bool) -> None:
+        """Write one line, above an unfinished one."""
+        stream = sys.stderr if is_stderr else sys.stdout
+        whole = self._prefix(name, coloured=self._coloured and stream.isatty()) + text + b"\n"
+        if self._unfinished:
+            self._write(sys.stdout.fileno(), _ERASE_LINE)
+        self._write(stream.fileno(), whole)
+        if self._unfinished:
+            self._write(sys.stdout.fileno(), self._unfinished)
+
+    def unfinished(self, name: str, text: bytes) -> None:
+        """Show a line that is still to change at the bottom of the terminal; empty: take it away."""
+        shown = self._prefix(name, coloured=self._coloured) + text if text else b""
+        if shown != self._unfinished:
+            self._unfinished = shown
+            self._write(sys.stdout.fileno(), _ERASE_LINE + shown)
+
+    def close(self) -> None:
+        """Leave the terminal usable even if the program that hid its cursor was killed."""
+        if self.columns is not None:
+            self._write(sys.stdout.fileno(), _SHOW_CURSOR)
+
+    def _prefix(self, name: str, *, coloured: bool) -> bytes:
+        text = f"{name:<{self._width}} | "
+        return (f"\x1b[{self._colour[name]}m{text}\x1b[0m" if coloured else text).encode()
+
+    def _write(self, fd: int, data: bytes) -> None:
+        try:
+            while data and not self.is_broken:
+                data = data[os.write(fd, data) :]
+        except BrokenPipeError:
+            self.is_broken = True
+
+
+class Lines:
+    """Cuts the bytes of one stream into lines.
+
+    A progress bar rewrites its line after a carriage return. The last state of each line is written;
+    the states before it are shown only where ``is_live``, at the bottom of the terminal.
+    """
+
+    def __init__(self, output: Output, name: str, *, is_stderr: bool, is_live: bool) -> None:
+        self._output = output
+        self._name = name
+        self._is_stderr = is_stderr
+        self._is_live = is_live
+        self._rest = b""
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes; none at the end of the stream, where an unfinished line is written."""
+        *lines, rest = (self._rest + data).split(b"\n")
+        if (rest and not data) or len(rest) > MAX_LINE_BYTES:
+            lines, rest = [*lines, rest], b""
+        if lines and self._is_live:
+            self._output.unfinished(self._name, b"")
+        for line in lines:
+            self._output.line(self._name, _visible(line), is_stderr=self._is_stderr)
+        self._rest = rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]
+        if self._is_live:
+            self._output.unfinished(self._name, _visible(self._rest))
+
+
+def _visible(line: bytes) -> bytes:
+    """What a terminal shows of a line: the part after the last carriage return that something follows."""
+    return _CURSOR.sub(b"", line.rstrip(b"\r").rpartition(b"\r")[2])

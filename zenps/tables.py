@@ -1,0 +1,142 @@
+"""What ``zenps config``, ``status`` and ``doctor`` print for people: tables on stdout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from zenps.config import Setting
+from zenps.doctor import Check
+from zenps.settings import format_bytes
+from zenps.wire.messages import NodeStatus, Status
+
+__all__ = ["settings_to_json", "show_checks", "show_settings", "show_status"]
+
+_STATE_STYLES = {"running": "green", "present": "green", "failed": "bold red", "lost": "bold red"}
+_VERDICT_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def settings_to_json(settings: Sequence[Setting]) -> str:
+    """A list of objects with name, value, source and description."""
+    return msgspec.json.format(msgspec.json.encode([setting._asdict() for setting in settings]).decode())
+
+
+def show_settings(settings: Sequence[Setting]) -> None:
+    """Name, value as TOML writes it, source; and the description where the terminal is wide enough."""
+    console = Console()
+    table = _settings_table(settings, describe=True)
+    if not console.is_terminal or Measurement.get(console, console.options, table).minimum > console.width:
+        table = _settings_table(settings, describe=False)
+    _print(console, table)
+
+
+def _settings_table(settings: Sequence[Setting], describe: bool) -> Table:
+    table = _table("setting", "value", "source", *(["description"] if describe else []))
+    for setting in settings:
+        is_default = setting.source == "default"
+        table.add_row(
+            Text(setting.name),
+            Text(_as_toml(setting)),
+            Text(_printable(setting.source), style="dim" if is_default else "bold"),
+            *([Text(setting.description, style="dim")] if describe else []),
+        )
+    return table
+
+
+def _as_toml(setting: Setting) -> str:
+    value = setting.value
+    if setting.name.endswith("_bytes") and isinstance(value, int):
+        value = text if (text := format_bytes(value)) != str(value) else value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def show_status(status: Status) -> None:
+    """The job's state in one line, then a row for each node."""
+    console = Console()
+    heading = Text.assemble(
+        f"job {_printable(status.job)}  ",
+        (_printable(status.state), _STATE_STYLES.get(status.state, "yellow")),
+        f"  epoch {status.epoch}  lease {status.lease_seconds:g} s",
+    )
+    table = _table("role", "rank", "host", "pid", "address", "state", "epoch", "slots")
+    for column in ("rounds", "in", "out", "time", "silent"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for node in status.nodes:
+        table.add_row(*_node_row(node))
+    _print(console, heading)
+    _print(console, table)
+
+
+def _node_row(node: NodeStatus) -> list[Text]:
+    load = node.load
+    if node.role == "worker":
+        received, sent, spent = "pulled_bytes", "pushed_bytes", ("wait_seconds", "waiting")
+    else:
+        received, sent, spent = "received_bytes", "sent_bytes", ("busy_seconds", "busy")
+    seconds, verb = spent
+    cells = [
+        node.role,
+        str(node.rank) if node.rank >= 0 else "",
+        node.host,
+        str(node.pid),
+        node.address.removeprefix("tcp://"),
+        node.state,
+        str(node.epoch),
+        str(node.slots) if node.role == "server" else "",
+        f"{load['rounds']:.0f}" if "rounds" in load else "",
+        _human_bytes(load[received]) if received in load else "",
+        _human_bytes(load[sent]) if sent in load else "",
+        f"{load[seconds]:.1f} s {verb}" if seconds in load else "",
+        f"{node.silent_seconds:.1f} s",
+    ]
+    styles = {5: _STATE_STYLES.get(node.state, "yellow")}
+    return [Text(_printable(cell), style=styles.get(index, "")) for index, cell in enumerate(cells)]
+
+
+def show_checks(checks: Sequence[Check]) -> None:
+    """A line for each check, and under one that is not ok what to do."""
+    console = Console()
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        verdict = (f"{check.verdict:<5}", _VERDICT_STYLES[check.verdict])
+        _print(console, Text.assemble(verdict, f"{check.name:<{width}}  {_printable(check.found)}"))
+        if check.advice:
+            _print(console, Text(f"{'':<{5 + width}}  → {_printable(check.advice)}"))
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column in columns:
+        wraps = column == "description"
+        table.add_column(column, no_wrap=not wraps, justify="right" if column in _NUMBERS else "left")
+    return table
+
+
+_NUMBERS = frozenset({"rank", "pid", "epoch", "slots"})
+
+
+def _print(console: Console, what: Table | Text) -> None:
+    """Never cut off: a narrow terminal wraps lines itself, and a pipe has no width."""
+    width = max(console.width, Measurement.get(console, console.options.update(width=10_000), what).maximum)
+    console.print(what, width=width if isinstance(what, Text) or not console.is_terminal else None)
+
+
+def _human_bytes(count: float) -> str:
+    for unit in _UNITS[:-1]:
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} {_UNITS[-1]}"
+
+
+def _printable(text: str) -> str:
+    """What a peer calls itself must not steer the terminal."""
+    return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
