@@ -18,6 +18,7 @@ from typing import Literal
 
 import numpy as np
 
+from zenps.errors import listing
 from zenps.ring import rebalance
 from zenps.settings import ClusterConfig
 from zenps.wire.messages import (
@@ -245,7 +246,7 @@ class Membership:
             claimed = {node.rank for node in nodes if node.rank >= 0}
             if role == "worker" and len(claimed) == len(nodes) > 0:
                 absent = sorted(set(range(expected)) - claimed)
-                line += f" (rank {', '.join(map(str, absent))})"
+                line += f" (rank {listing(absent)})"
             missing.append(line)
         if not missing:
             unconfirmed = [n for n in self._present("server") if n.epoch < self.epoch]
@@ -258,6 +259,8 @@ class Membership:
     # ── barriers and departures ─────────────────────────────────────────────────────────────────
 
     def _on_barrier(self, node: _Node, message: Barrier, now: float) -> list[Send]:
+        if node.register.role != "worker" or self.state != "running":
+            return []
         gone = [n for n in self._nodes.values() if n.register.role == "worker" and n.state != "present"]
         if gone:
             error = f"barrier {message.sequence}: {_names(gone)} left before it"
@@ -311,6 +314,7 @@ class Membership:
     def _fail(self, message: FromScheduler, reason: str) -> list[Send]:
         if self.state != "failed":
             self.state, self.failure = "failed", reason
+            self._barriers.clear()
         return [Send(node.peer, message) for node in self._present()]
 
     # ── views of the table ──────────────────────────────────────────────────────────────────────
@@ -327,4 +331,4 @@ class Membership:
 
 
 def _names(nodes: Iterable[_Node]) -> str:
-    return ", ".join(str(node.member) for node in nodes)
+    return listing(node.member for node in nodes)

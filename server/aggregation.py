@@ -24,6 +24,11 @@ class Payload(NamedTuple):
     positions: Tensor | None
     values: Tensor
 
+    @property
+    def size_bytes(self) -> int:
+        """What it takes in memory: positions are larger here than on the wire."""
+        return self.values.nbytes + (0 if self.positions is None else self.positions.nbytes)
+
 
 def read_payload(push: Push, frames: Sequence[memoryview]) -> Payload:
     """The tensors of a push, on the received memory.
@@ -35,6 +40,8 @@ def read_payload(push: Push, frames: Sequence[memoryview]) -> Payload:
         raise ProtocolError("payload", f"{len(frames)} frames after the envelope, expected 2")
     if push.rows > push.span:
         raise ProtocolError("payload", f"{push.rows} rows in a span of {push.span}")
+    if push.average and not DTYPES[push.dtype].is_floating_point:
+        raise ProtocolError("payload", f"an average of {push.dtype}")
     values = tensor_from_bytes(frames[1], DTYPES[push.dtype], (push.rows, push.columns))
     if push.kind == "dense":
         whole_or_nothing = push.rows in (0, push.span)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from zenps.errors import ProtocolError
+from zenps.errors import ProtocolError, listing
 from zenps.wire.messages import Busy, Failure, FailureKind, FromServer, Push, Result, Resume
 
 __all__ = ["Aggregate", "Held", "Key", "Reply", "Rounds"]
@@ -65,7 +65,7 @@ class Reply:
 @dataclass(slots=True)
 class _Round:
     opened: float
-    reserved_bytes: int
+    reserved_bytes: int = 0
     held: dict[int, Held] = field(default_factory=dict)
 
 
@@ -123,21 +123,11 @@ class Rounds:
         outcome = self._outcomes.get((key.tensor, key.chunk))
         if outcome is not None and push.step <= outcome.step:
             return self._repeat(outcome, held)
-        round_ = self._open.get(key)
-        if round_ is None:
-            if not self._make_room(ROUND_BYTES + held.size_bytes * len(self._ranks)):
-                return self._refuse(key, held)
-            round_ = self._open_round(key, held.size_bytes, now)
-        if push.rank in round_.held:
-            self.duplicates += 1
-            return []
-        round_.held[push.rank] = held
-        if len(round_.held) == len(self._ranks):
-            return self._complete(key, round_, now)
-        absent = self._departed.keys() - round_.held.keys()
-        if absent:
-            return self._fail(key, "lost", self._departed[min(absent)], now)
-        return []
+        if key in self._open:
+            return self._hold(key, held, now)
+        if not self._make_room(self._estimate(held.size_bytes)):
+            return self._refuse(key, held)
+        return self._open_round(key, held.size_bytes, now) + self._hold(key, held, now)
 
     def finish(
         self, key: Key, result: Result, frames: Sequence[memoryview], now: float
@@ -163,22 +153,40 @@ class Rounds:
         for key, round_ in list(self._open.items()):
             if now - round_.opened > self._deadline_seconds:
                 missing = sorted(self._ranks - round_.held.keys())
-                reason = f"no push within {self._deadline_seconds:g} s from rank(s) {_join(missing)}"
+                reason = f"no push within {self._deadline_seconds:g} s from rank(s) {listing(missing)}"
                 actions += self._fail(key, "deadline", reason, now)
         return actions
 
     # ── transitions ─────────────────────────────────────────────────────────────────────────────
 
-    def _open_round(self, key: Key, size_bytes: int, now: float) -> _Round:
-        reserved = ROUND_BYTES + size_bytes * len(self._ranks)
-        self.held_bytes += reserved
-        round_ = self._open[key] = _Round(now, reserved)
-        return round_
+    def _open_round(self, key: Key, size_bytes: int, now: float) -> list[Aggregate | Reply]:
+        """Opens a round, and asks the ranks that were refused before it fitted to push again."""
+        round_ = self._open[key] = _Round(now)
+        self._reserve(round_, size_bytes)
+        peers = self._refused.pop(key, {})
+        return [Reply(list(peers), Resume(*key))] if peers else []
+
+    def _hold(self, key: Key, held: Held, now: float) -> list[Aggregate | Reply]:
+        round_ = self._open[key]
+        if held.push.rank in round_.held:
+            self.duplicates += 1
+            return []
+        round_.held[held.push.rank] = held
+        self._reserve(round_, held.size_bytes)
+        if len(round_.held) == len(self._ranks):
+            return self._complete(key, round_, now)
+        absent = self._departed.keys() - round_.held.keys()
+        if absent:
+            return self._fail(key, "lost", self._departed[min(absent)], now)
+        return []
 
     def _complete(self, key: Key, round_: _Round, now: float) -> list[Aggregate | Reply]:
         pushes = [round_.held[rank] for rank in sorted(round_.held)]
-        if len({_signature(held.push) for held in pushes}) > 1:
-            each = "; ".join(f"rank {h.push.rank} pushed {_describe(h.push)}" for h in pushes)
+        alike: dict[tuple[object, ...], list[Push]] = {}
+        for held in pushes:
+            alike.setdefault(_signature(held.push), []).append(held.push)
+        if len(alike) > 1:
+            each = listing((_describe(group) for group in alike.values()), "; ", most=4)
             return self._fail(key, "mismatch", f"ranks disagree: {each}", now)
         return [Aggregate(key, pushes, now - round_.opened)]
 
@@ -204,6 +212,17 @@ class Rounds:
 
     # ── the byte budget ─────────────────────────────────────────────────────────────────────────
 
+    def _estimate(self, push_bytes: int) -> int:
+        """What a round takes if every rank pushes as much."""
+        return ROUND_BYTES + push_bytes * len(self._ranks)
+
+    def _reserve(self, round_: _Round, push_bytes: int) -> None:
+        """Counts a round by its largest push: others may hold less, none holds more."""
+        more = self._estimate(push_bytes) - round_.reserved_bytes
+        if more > 0:
+            round_.reserved_bytes += more
+            self.held_bytes += more
+
     def _make_room(self, size_bytes: int) -> bool:
         """Whether a round of this size may open. One always may: then it can finish."""
         while self._outcomes and self.held_bytes + size_bytes > self.budget_bytes:
@@ -225,12 +244,9 @@ class Rounds:
         while self._refused:
             key, peers = next(iter(self._refused.items()))
             size = max(peers.values())
-            if not self._make_room(ROUND_BYTES + size * len(self._ranks)):
+            if not self._make_room(self._estimate(size)):
                 break
-            del self._refused[key]
-            if key not in self._open:
-                self._open_round(key, size, now)
-            actions.append(Reply(list(peers), Resume(*key)))
+            actions += self._open_round(key, size, now)
         return actions
 
 
@@ -238,10 +254,8 @@ def _signature(push: Push) -> tuple[object, ...]:
     return push.kind, push.dtype, push.shape, push.average, push.chunks, push.span, push.columns
 
 
-def _describe(push: Push) -> str:
+def _describe(alike: Sequence[Push]) -> str:
+    push, ranks = alike[0], listing(push.rank for push in alike)
     average = "averaged" if push.average else "summed"
-    return f"{push.kind} {push.dtype} {push.shape}, {average}, in {push.chunks} chunk(s)"
-
-
-def _join(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
+    chunk = f"in {push.chunks} chunk(s), this one {push.span} × {push.columns}"
+    return f"rank(s) {ranks} pushed {push.kind} {push.dtype} {push.shape}, {average}, {chunk}"

@@ -21,7 +21,7 @@ from zenps.kernels.cpu import CpuKernels
 from zenps.metrics import ServerMetrics
 from zenps.wire.frames import Decoder, encode
 from zenps.wire.link import SchedulerLink, new_register
-from zenps.wire.messages import Busy, Departed, Failure, Member, Push, Stop, View
+from zenps.wire.messages import Busy, Departed, Failure, Push, Refused, Stop, View
 from zenps.wire.sockets import Socket, bind_router, context, find_host, send_frames
 
 from .aggregation import Aggregator, Payload, read_payload
@@ -64,7 +64,7 @@ class _Service:
         pool = BufferPool(keep_bytes=cluster.server_budget_bytes // 4)
         self._aggregator = Aggregator(CpuKernels(pool), pool)
         self._epoch = 0
-        self._lost: Member | None = None
+        self._failure = ""
         self._load = dict.fromkeys(("rounds", "received_bytes", "sent_bytes", "busy_seconds"), 0.0)
         counters.budget_bytes.set(cluster.server_budget_bytes)
 
@@ -89,8 +89,8 @@ class _Service:
                 break
             if self._socket in ready:
                 self._receive()
-        if self._lost is not None:
-            raise PeerLostError(f"the job has failed: {self._lost} is gone")
+        if self._failure:
+            raise PeerLostError(f"the job has failed: {self._failure}")
 
     # ── the scheduler ───────────────────────────────────────────────────────────────────────────
 
@@ -103,9 +103,12 @@ class _Service:
                 case Departed(member=member, lost=lost, reason=reason):
                     logger.warning("%s", reason) if lost else logger.debug("%s", reason)
                     if lost or member.role == "server":
-                        self._lost = member
+                        self._failure = reason
                         return True
                     self._execute(self._rounds.on_departed(member.rank, reason, time.monotonic()))
+                case Refused(reason=reason):
+                    self._failure = reason
+                    return True
                 case Stop():
                     return True
         return False
@@ -131,7 +134,7 @@ class _Service:
                 raise ProtocolError("envelope", "no envelope")
             push = self._decoder.decode(frames[1].buffer)
             payload = read_payload(push, [frame.buffer for frame in frames[2:]])
-            actions = self._rounds.on_push(Held(peer, push, payload, size), time.monotonic())
+            actions = self._rounds.on_push(Held(peer, push, payload, payload.size_bytes), time.monotonic())
         except ProtocolError as error:
             self._metrics.protocol_errors.labels(reason=error.reason).inc()
             log.once(logger, peer, "dropped a message of peer %s: %s", peer.hex(), error)

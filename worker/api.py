@@ -17,7 +17,7 @@ from zenps.errors import UsageError
 from .alone import Alone
 from .cluster import Cluster
 from .communicator import Communicator, Pending, Stats, check_name
-from .compaction import check_tensor
+from .transfer import check_tensor
 
 __all__ = [
     "barrier",

@@ -18,7 +18,7 @@ from zenps.errors import UsageError
 from zenps.kernels.cpu import CpuKernels
 from zenps.layout import Layout, LayoutCache
 from zenps.metrics import WorkerMetrics
-from zenps.strategies.centralized import Centralized
+from zenps.strategies.centralized import home_slot
 from zenps.strategies.parallel import Parallel
 from zenps.strategies.registry import strategy
 from zenps.wire.link import new_register
@@ -26,10 +26,12 @@ from zenps.wire.messages import Push
 from zenps.wire.tensors import dtype_name
 
 from .communicator import Communicator, Pending, Stats
-from .compaction import DENSE_GRANULE, DenseTransfer, SparseTransfer, Transfer, table_shape
+from .compaction import SparseTransfer
+from .dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from .exchange import PATIENCE_SECONDS, Outgoing, Round
 from .handle import Handle, Progress, Recorder
 from .session import Session
+from .transfer import Transfer, table_shape
 
 __all__ = ["Cluster"]
 
@@ -77,11 +79,11 @@ class Cluster(Communicator):
 
         self._pool = BufferPool(POOL_BYTES)
         self._kernels = CpuKernels(self._pool)
-        owners = np.frombuffer(view.owners, dtype="<u2").astype(np.uint16)
+        self._owners = np.frombuffer(view.owners, dtype="<u2").astype(np.uint16)
         self._servers = [server.rank for server in view.servers]
-        self._sparse, self._dense, self._whole = (
-            LayoutCache(kind, config.sync.seed, owners, self._servers, config.sync.table_bytes)
-            for kind in (chosen, chosen if chosen.per_tensor else Parallel(), Centralized())
+        self._sparse, self._dense = (
+            LayoutCache(kind, config.sync.seed, self._owners, self._servers, config.sync.table_bytes)
+            for kind in (chosen, chosen if chosen.per_tensor else Parallel())
         )
         self._latest: dict[str, Progress] = {}
         self._recording = threading.Lock()
@@ -94,7 +96,7 @@ class Cluster(Communicator):
         begin = time.perf_counter()
         with self._submitting:
             previous = self._latest.get(name)
-            if previous is not None and not previous.ended.is_set():
+            if previous is not None and not previous.ended:
                 raise UsageError(f"tensor {name!r} is in flight; wait for its handle before pushing it again")
             progress = Progress(previous.step + 1 if previous else 0)
             self._latest[name] = progress
@@ -106,9 +108,10 @@ class Cluster(Communicator):
         compacted = time.perf_counter() - begin
         timeout_seconds = self._config.cluster.deadline_seconds + 2 * PATIENCE_SECONDS
         record = self._recorder(transfer, progress, compacted)
-        handle = Handle(name, progress, transfer, timeout_seconds, record)
+        wait = self._session.channel.wait
+        handle = Handle(name, progress, transfer, wait, timeout_seconds, record)
         round_ = Round(name, progress.step, self._pushes(name, progress.step, transfer, average))
-        self._session.submit(round_, handle)
+        self._session.channel.submit(round_, handle)
         return handle
 
     def barrier(self) -> None:
@@ -140,8 +143,9 @@ class Cluster(Communicator):
             chunks = self._count_chunks(layout, row_bytes, expected)
             return SparseTransfer(tensor, layout, chunks, sync.codec, self._kernels)
         size_bytes = tensor.numel() * tensor.dtype.itemsize
-        layouts = self._dense if size_bytes >= SPLIT_FROM_BYTES else self._whole
-        layout = layouts.get(name, max(tensor.numel(), 1), DENSE_GRANULE)
+        if size_bytes < SPLIT_FROM_BYTES:
+            return WholeTransfer(tensor, int(self._owners[home_slot(name, sync.seed)]), contributes)
+        layout = self._dense.get(name, tensor.numel(), DENSE_GRANULE)
         chunks = self._count_chunks(layout, tensor.dtype.itemsize, size_bytes)
         return DenseTransfer(tensor, layout, chunks, self._pool, contributes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 
 import msgspec
@@ -10,6 +11,9 @@ from torch import Tensor
 from zenps.errors import UsageError
 
 __all__ = ["Communicator", "Pending", "Stats", "check_name"]
+
+# Half a character: Python's str may hold one, UTF-8 may not.
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Stats(msgspec.Struct, kw_only=True):
@@ -83,7 +87,7 @@ def check_name(name: object) -> None:
     """Refuses a tensor name that could not travel.
 
     Raises:
-        UsageError: not a string of 1 to 1024 characters.
+        UsageError: not a string of 1 to 1024 characters that UTF-8 can write.
     """
-    if not isinstance(name, str) or not 1 <= len(name) <= 1024:
+    if not isinstance(name, str) or not 1 <= len(name) <= 1024 or _SURROGATE.search(name):
         raise UsageError(f"tensor name {name!r:.60}: expected a string of 1 to 1024 characters")

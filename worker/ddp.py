@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import get_type_hints
 
 import torch.distributed as dist
 from torch import Tensor
@@ -65,6 +66,10 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
     result: Future[Tensor] = Future()
     state._finisher.submit(_finish, handle, result)
     return result
+
+
+# DDP compares the annotations of a hook with the classes themselves: they must not stay strings.
+comm_hook.__annotations__ = get_type_hints(comm_hook)
 
 
 def _finish(handle: Pending, result: Future[Tensor]) -> None:

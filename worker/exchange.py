@@ -12,7 +12,7 @@ from typing import NamedTuple
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, ZenPSError
 from zenps.wire.messages import Busy, Failure, FromServer, Member, Push, Result, Resume
 
-__all__ = ["Deliver", "Exchange", "Fail", "Outgoing", "Round", "SendPush"]
+__all__ = ["Action", "Deliver", "Exchange", "Fail", "Outgoing", "Round", "SendPush"]
 
 # A server's own deadline comes first, because its error names the ranks that are missing.
 PATIENCE_SECONDS = 5.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
 
 from torch import Tensor
 
@@ -13,11 +13,14 @@ from zenps.errors import DeadlineError, ZenPSError
 from zenps.wire.messages import Result
 
 from .communicator import Pending
-from .compaction import Transfer
+from .transfer import Transfer
 
 __all__ = ["Handle", "Progress", "Recorder"]
 
 Answer = tuple[int, Result, Sequence[memoryview]]
+
+# How long poll() may take: enough to receive what is there, too little to notice.
+LOOK_SECONDS = 0.001
 
 Recorder = Callable[[float, float, float], None]
 """Called once per round with the seconds that it took, that its caller waited, and worked on it."""
@@ -28,50 +31,57 @@ class Progress:
 
     def __init__(self, step: int) -> None:
         self.step = step
-        self.ended = threading.Event()
+        self.ended = False
         self.pulled_rows = 0
         self.pulled_bytes = 0
 
 
+Wait = Callable[[Callable[[], bool], float], None]
+"""Returns when a condition holds, or at a monotonic time: :meth:`Channel.wait`."""
+
+
 class Handle(Pending):
-    """One tensor in flight. The I/O thread feeds it; :meth:`wait` may be called from any thread.
+    """One tensor in flight. The channel feeds it; :meth:`wait` may be called from any thread.
 
     Args:
         name: of the tensor.
         progress: of this round.
         transfer: turns the answers into the result, on the thread that waits.
-        timeout_seconds: a last resort; the I/O thread's own deadlines come before it.
+        wait: how to wait for answers.
+        timeout_seconds: a last resort; the exchange's own deadlines come before it.
         record: for metrics.
     """
 
     def __init__(
-        self, name: str, progress: Progress, transfer: Transfer, timeout_seconds: float, record: Recorder
+        self,
+        name: str,
+        progress: Progress,
+        transfer: Transfer,
+        wait: Wait,
+        timeout_seconds: float,
+        record: Recorder,
     ) -> None:
         self.name = name
         self._progress = progress
         self._transfer: Transfer | None = transfer
-        self._began = time.perf_counter()
+        self._wait = wait
         self._timeout_seconds = timeout_seconds
         self._record = record
-        self._answers: SimpleQueue[Answer | ZenPSError] = SimpleQueue()
+        self._began = time.perf_counter()
+        self._answers: deque[Answer | ZenPSError] = deque()
         self._finishing = threading.Lock()
         self._outcome: Tensor | ZenPSError | None = None
 
     def __repr__(self) -> str:
-        return f"Handle({self.name!r}, done={self.done()})"
+        return f"Handle({self.name!r}, done={self._progress.ended})"
 
     def done(self) -> bool:
-        """Whether :meth:`wait` would return, or raise, without waiting for the network."""
-        return self._progress.ended.is_set()
+        if not self._progress.ended:
+            # Nobody may be driving: look once what has arrived.
+            self._wait(lambda: self._progress.ended, time.monotonic() + LOOK_SECONDS)
+        return self._progress.ended
 
     def wait(self) -> Tensor:
-        """The result. A second call returns the same tensor, or raises the same error.
-
-        Raises:
-            DeadlineError: a rank or server did not answer in time; it is named.
-            MismatchError: ranks pushed different shapes, dtypes or kinds under this name.
-            PeerLostError: a node is gone.
-        """
         with self._finishing:
             if self._outcome is None:
                 assert self._transfer is not None
@@ -81,42 +91,46 @@ class Handle(Pending):
             raise self._outcome
         return self._outcome
 
-    # ── for the I/O thread ──────────────────────────────────────────────────────────────────────
+    # ── for the channel ─────────────────────────────────────────────────────────────────────────
 
     def deliver(self, answer: Answer, last: bool) -> None:
         """One part was answered."""
         _, result, frames = answer
         self._progress.pulled_rows += result.rows
         self._progress.pulled_bytes += sum(frame.nbytes for frame in frames)
-        self._answers.put(answer)
-        if last:
-            self._progress.ended.set()
+        self._progress.ended = last
+        self._answers.append(answer)
 
     def fail(self, error: ZenPSError) -> None:
         """The round will not be answered."""
-        self._answers.put(error)
-        self._progress.ended.set()
+        self._progress.ended = True
+        self._answers.append(error)
 
     def _finish(self, transfer: Transfer) -> Tensor | ZenPSError:
+        """Absorbs each answer while the next ones travel."""
         waited = worked = 0.0
         until = time.monotonic() + self._timeout_seconds
         for _ in transfer.parts:
             begin = time.perf_counter()
-            try:
-                answer = self._answers.get(timeout=max(until - time.monotonic(), 0.001))
-            except Empty:
+            self._wait(self._has_answer, until)
+            if not self._answers:
                 return DeadlineError(f"tensor {self.name!r}: no answer within {self._timeout_seconds:g} s")
+            answer = self._answers.popleft()
             got = time.perf_counter()
             waited += got - begin
             if isinstance(answer, ZenPSError):
                 return answer
+            server, result, frames = answer
             try:
-                transfer.absorb(answer[0], answer[1].chunk, answer[1], answer[2])
+                transfer.absorb(server, result.chunk, result, frames)
             except ZenPSError as error:
                 return error
             worked += time.perf_counter() - got
         begin = time.perf_counter()
-        result = transfer.finish()
+        result_tensor = transfer.finish()
         ended = time.perf_counter()
         self._record(ended - self._began, waited, worked + ended - begin)
-        return result
+        return result_tensor
+
+    def _has_answer(self) -> bool:
+        return bool(self._answers)

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from zenps import log
 from zenps.config import Config, Loaded, describe, load, require_cluster
 from zenps.errors import ConfigError, ZenPSError
+from zenps.log import setup as setup_log
 
 __all__ = ["main"]
 
@@ -93,7 +93,11 @@ def _parser() -> argparse.ArgumentParser:
     ) -> argparse.ArgumentParser:
         usage = f"zenps {name} [options]" + (" -- CMD [ARG ...]" if command else "")
         sub = subcommands.add_parser(
-            name, parents=[common], usage=usage, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+            name,
+            parents=[common],
+            usage=usage,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
         )
         sub.set_defaults(run=run, parser=sub, takes_command=command)
         return sub
@@ -154,7 +158,7 @@ def _environment(args: argparse.Namespace, loaded: Loaded) -> dict[str, str]:
 
 def _serve(role: str, config: Config, serve: Callable[[], None]) -> int:
     """Runs a role until the job ends, SIGTERM or Ctrl-C; all three close its sockets."""
-    log.setup(config.log, role)
+    setup_log(config.log, role)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(_SIGNALLED + number))
     try:
         serve()
@@ -219,33 +223,35 @@ def _launch(args: argparse.Namespace) -> int:
 def _status(args: argparse.Namespace) -> int:
     config = _load(args).config
     _require_scheduler(config)
-    from zenps import status, tables
+    from zenps.status import fetch, to_json
+    from zenps.tables import show_status
 
-    found = status.fetch(config.cluster, args.timeout_seconds)
+    status = fetch(config.cluster, args.timeout_seconds)
     if args.json:
-        print(status.to_json(found))
+        print(to_json(status))
     else:
-        tables.show_status(found)
+        show_status(status)
     return 0
 
 
 def _config(args: argparse.Namespace) -> int:
-    from zenps import tables
+    from zenps.tables import settings_to_json, show_settings
 
     settings = describe(_load(args))
     if args.json:
-        print(tables.settings_to_json(settings))
+        print(settings_to_json(settings))
     else:
-        tables.show_settings(settings)
+        show_settings(settings)
     return 0
 
 
 def _doctor(args: argparse.Namespace) -> int:
     config = _load(args).config
-    from zenps import doctor, tables
+    from zenps.doctor import examine
+    from zenps.tables import show_checks
 
-    checks = doctor.examine(config)
-    tables.show_checks(checks)
+    checks = examine(config)
+    show_checks(checks)
     return EXIT_FAILED if any(check.verdict == "fail" for check in checks) else 0
 
 

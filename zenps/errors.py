@@ -19,6 +19,8 @@ what was expected, what came, and what to do.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 __all__ = [
     "ConfigError",
     "DeadlineError",
@@ -29,6 +31,7 @@ __all__ = [
     "UnknownKeyError",
     "UsageError",
     "ZenPSError",
+    "listing",
 ]
 
 
@@ -86,3 +89,10 @@ class ProtocolError(ZenPSError, ValueError):
         assert reason in self.REASONS, reason
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
+
+
+def listing(items: Iterable[object], separator: str = ", ", most: int = 16) -> str:
+    """Items for a message that must stay short in a large cluster: the first ones, and how many more."""
+    shown = [str(item) for item in items]
+    more = [f"{len(shown) - most} more"] if len(shown) > most else []
+    return separator.join(shown[:most] + more)

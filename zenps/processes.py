@@ -9,13 +9,13 @@ import subprocess
 import sys
 import termios
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
-
-from zenps import guard
 
 __all__ = ["Guard", "Pipe", "Process"]
 
 TERMINAL_ROWS: Final = 24
+_GUARD: Final = Path(__file__).with_name("guard.py")
 
 
 class Pipe(NamedTuple):
@@ -38,7 +38,7 @@ class Guard:
     def __init__(self) -> None:
         # -I and -S: it needs the standard library alone, and starts in a third of the time.
         self._popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__],
+            [sys.executable, "-I", "-S", _GUARD],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -111,21 +111,25 @@ class Process:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the whole group, if the program has not ended."""
-        # Until it is reaped, below, its number cannot pass to a process that is not ours.
         if self.exit_code is None:
             os.killpg(self._popen.pid, number)
 
     def has_ended(self) -> bool:
         """Whether the program has; then what it left in its group is killed, and ``exit_code`` is set."""
+        if self.exit_code is not None:
+            return True
         pid = self._popen.pid
-        if self.exit_code is None and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG):
-            os.killpg(pid, signal.SIGKILL)
-            self._guard.tell(f"-{pid}")
-            code = self._popen.wait()
-            self.exit_code = 128 - code if code < 0 else code
-        return self.exit_code is not None
+        info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if info is None:
+            return False
+        # Until the leader is reaped, its number cannot pass to a process that is not ours.
+        os.killpg(pid, signal.SIGKILL)
+        self._guard.tell(f"-{pid}")
+        self.exit_code = info.si_status if info.si_code == os.CLD_EXITED else 128 + info.si_status
+        self._popen.wait()
+        return True
 
     def how_it_ended(self) -> str:
-        """``exit code 3``, or ``killed by SIGKILL``."""
+        """``exit code 3``, or ``killed by signal 9 (Killed)``."""
         code = self._popen.returncode
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"

@@ -19,8 +19,15 @@ from zenps.wire.messages import NodeStatus, Status
 
 __all__ = ["settings_to_json", "show_checks", "show_settings", "show_status"]
 
+MAX_COLUMNS = 10_000
+
+DESCRIPTION_COLUMNS = 50
+"""A description that is wrapped to less is hard to read."""
+
 _STATE_STYLES = {"running": "green", "present": "green", "failed": "bold red", "lost": "bold red"}
 _VERDICT_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+_COUNTERS = ("epoch", "slots", "rounds", "in", "out", "time", "silent")
+_NUMBERS = frozenset({"rank", "pid", *_COUNTERS})
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -30,16 +37,19 @@ def settings_to_json(settings: Sequence[Setting]) -> str:
 
 
 def show_settings(settings: Sequence[Setting]) -> None:
-    """Name, value as TOML writes it, source; and the description where the terminal is wide enough."""
+    """Name, value as TOML writes it, source; and the description where the terminal has room for it."""
     console = Console()
-    table = _settings_table(settings, describe=True)
-    if not console.is_terminal or Measurement.get(console, console.options, table).minimum > console.width:
-        table = _settings_table(settings, describe=False)
-    _print(console, table)
+    plain = _settings_table(settings, describe=False)
+    if console.is_terminal and console.width >= _width(plain) + DESCRIPTION_COLUMNS:
+        console.print(_settings_table(settings, describe=True))
+    else:
+        _print(plain)
 
 
 def _settings_table(settings: Sequence[Setting], describe: bool) -> Table:
-    table = _table("setting", "value", "source", *(["description"] if describe else []))
+    table = _table("setting", "value", "source")
+    if describe:
+        table.add_column("description")
     for setting in settings:
         is_default = setting.source == "default"
         table.add_row(
@@ -60,19 +70,16 @@ def _as_toml(setting: Setting) -> str:
 
 def show_status(status: Status) -> None:
     """The job's state in one line, then a row for each node."""
-    console = Console()
     heading = Text.assemble(
         f"job {_printable(status.job)}  ",
         (_printable(status.state), _STATE_STYLES.get(status.state, "yellow")),
         f"  epoch {status.epoch}  lease {status.lease_seconds:g} s",
     )
-    table = _table("role", "rank", "host", "pid", "address", "state", "epoch", "slots")
-    for column in ("rounds", "in", "out", "time", "silent"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = _table("role", "rank", "host", "pid", "address", "state", *_COUNTERS)
     for node in status.nodes:
         table.add_row(*_node_row(node))
-    _print(console, heading)
-    _print(console, table)
+    _print(heading)
+    _print(table)
 
 
 def _node_row(node: NodeStatus) -> list[Text]:
@@ -103,30 +110,29 @@ def _node_row(node: NodeStatus) -> list[Text]:
 
 def show_checks(checks: Sequence[Check]) -> None:
     """A line for each check, and under one that is not ok what to do."""
-    console = Console()
     width = max(len(check.name) for check in checks)
     for check in checks:
         verdict = (f"{check.verdict:<5}", _VERDICT_STYLES[check.verdict])
-        _print(console, Text.assemble(verdict, f"{check.name:<{width}}  {_printable(check.found)}"))
+        _print(Text.assemble(verdict, f"{check.name:<{width}}  {_printable(check.found)}"))
         if check.advice:
-            _print(console, Text(f"{'':<{5 + width}}  → {_printable(check.advice)}"))
+            _print(Text(f"{'':<{5 + width}}  → {_printable(check.advice)}"))
 
 
 def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in columns:
-        wraps = column == "description"
-        table.add_column(column, no_wrap=not wraps, justify="right" if column in _NUMBERS else "left")
+        table.add_column(column, no_wrap=True, justify="right" if column in _NUMBERS else "left")
     return table
 
 
-_NUMBERS = frozenset({"rank", "pid", "epoch", "slots"})
+def _width(what: Table | Text) -> int:
+    console = Console(width=MAX_COLUMNS)
+    return Measurement.get(console, console.options, what).maximum
 
 
-def _print(console: Console, what: Table | Text) -> None:
-    """Never cut off: a narrow terminal wraps lines itself, and a pipe has no width."""
-    width = max(console.width, Measurement.get(console, console.options.update(width=10_000), what).maximum)
-    console.print(what, width=width if isinstance(what, Text) or not console.is_terminal else None)
+def _print(what: Table | Text) -> None:
+    """Nothing is cut off: a pipe has no width, and a narrow terminal wraps lines itself."""
+    Console(width=_width(what)).print(what)
 
 
 def _human_bytes(count: float) -> str:

@@ -56,7 +56,8 @@ class Kernels(ABC):
 
         Returns:
             Sorted unique positions ``[u]`` and sums ``[u, columns]``. A row that one part alone
-            holds keeps its bits, -0.0 and NaN payloads included, when ``divisor`` is 1.
+            holds keeps its bits when ``divisor`` is 1: -0.0 too, and the payload of a NaN where the
+            dtype is summed as itself.
         """
 
     @abstractmethod

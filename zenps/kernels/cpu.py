@@ -121,7 +121,7 @@ def _put_rows(source: Tensor, rows: Indices, out: Tensor) -> None:
 
 def _as_items(table: Tensor) -> NDArray[np.generic]:
     """A contiguous ``[n, columns]`` table as ``n`` opaque items, which NumPy copies as blocks."""
-    array = table.numpy()
-    row_bytes = array.itemsize * array.shape[1]
+    array = table.view(torch.uint8).numpy()  # NumPy has no bfloat16
+    row_bytes = array.shape[1]
     item = f"u{row_bytes}" if row_bytes in (1, 2, 4, 8) else f"V{row_bytes}"
     return array.view(np.dtype(item)).reshape(array.shape[0])

@@ -10,7 +10,7 @@ import torch
 from zenps.keyspace import SLOTS, Identity
 from zenps.strategies.base import KeySpace, Partition, PartitionStrategy
 
-__all__ = ["Centralized"]
+__all__ = ["Centralized", "home_slot"]
 
 
 class Centralized(PartitionStrategy):
@@ -21,8 +21,13 @@ class Centralized(PartitionStrategy):
 
     def partition(self, space: KeySpace) -> Partition:
         """Rows as they are; one slot that owns them all."""
-        # Python's own hash() of a string differs from process to process.
-        slot = zlib.crc32(f"{space.seed}/{space.name}".encode()) % SLOTS
+        slot = home_slot(space.name, space.seed)
         bounds = torch.zeros(SLOTS + 1, dtype=torch.int64)
         bounds[slot + 1 :] = space.granules
         return Partition(Identity(space.granules), bounds)
+
+
+def home_slot(name: str, seed: int) -> int:
+    """The slot that a tensor has to itself, by its name."""
+    # Python's own hash() of a string differs from process to process.
+    return zlib.crc32(f"{seed}/{name}".encode()) % SLOTS

@@ -57,12 +57,17 @@ class Decoder(Generic[Message]):
         if not isinstance(unpacked, list) or len(unpacked) != 3:
             raise ProtocolError("envelope", "expected [version, job, message]")
         version, job, body = unpacked
-        if version != PROTOCOL_VERSION or isinstance(version, bool):
-            raise ProtocolError("version", f"expected {PROTOCOL_VERSION}, got {version!r:.40}")
+        if type(version) is not int or version != PROTOCOL_VERSION:
+            raise ProtocolError("version", f"expected {PROTOCOL_VERSION}, got {_show(version)}")
         if job != self._job:
-            raise ProtocolError("job", f"expected {self._job!r}, got {job!r:.40}")
+            raise ProtocolError("job", f"expected {self._job!r}, got {_show(job)}")
         try:
             message: Message = msgspec.convert(body, self._accepted)
         except (msgspec.ValidationError, RecursionError) as error:
-            raise ProtocolError("envelope", str(error)) from None
+            raise ProtocolError("envelope", f"{error!s:.200}") from None
         return message
+
+
+def _show(value: object) -> str:
+    """A received value, briefly. A container by its type: ``repr`` of a deep one ends in RecursionError."""
+    return f"{value!r:.40}" if isinstance(value, str | int) else type(value).__name__

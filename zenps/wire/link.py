@@ -6,6 +6,7 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Iterator
 
 import zmq
 
@@ -13,6 +14,7 @@ from zenps.errors import DeadlineError, MismatchError, PeerLostError, ProtocolEr
 from zenps.settings import ClusterConfig
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.messages import (
+    Departed,
     FromScheduler,
     Heartbeat,
     Leave,
@@ -67,6 +69,7 @@ class SchedulerLink:
             DeadlineError: not all nodes came in time (it names them), or the scheduler is silent.
             MismatchError: this node's ``[sync]`` settings are not the scheduler's.
             UsageError: the rank is taken, or the cluster is already complete.
+            PeerLostError: a node was lost before all had the first view.
         """
         self.send(register)
         until = time.monotonic() + self._cluster.rendezvous_seconds + PATIENCE_SECONDS
@@ -78,6 +81,8 @@ class SchedulerLink:
                         return message
                     if isinstance(message, Refused):
                         raise _REFUSALS[message.kind](message.reason)
+                    if isinstance(message, Departed):
+                        raise PeerLostError(message.reason)
         raise DeadlineError(
             f"no answer from the scheduler at {self._scheduler} within "
             f"{self._cluster.rendezvous_seconds:g} s; is it running, and is cluster.scheduler right?"
@@ -87,16 +92,18 @@ class SchedulerLink:
         """Queues a message; ZeroMQ delivers it when the scheduler can be reached."""
         self.socket.send(encode(self._cluster.job, message))
 
-    def receive(self) -> list[FromScheduler]:
-        """All messages that have arrived. One that cannot be read is skipped: it was not for us."""
-        messages = []
+    def receive(self) -> Iterator[FromScheduler]:
+        """The messages that have arrived; those that the caller does not take stay for the next call.
+
+        One that cannot be read is skipped: it was not for us.
+        """
         while self.socket.poll(0):
             frames = self.socket.recv_multipart()
             try:
-                messages.append(self._decoder.decode(frames[0]))
+                message = self._decoder.decode(frames[0])
             except ProtocolError:
                 continue
-        return messages
+            yield message
 
     def beat_if_due(self, now: float, epoch: int, load: Load) -> None:
         """Sends a heartbeat when one is due; ``now`` is :func:`time.monotonic`."""

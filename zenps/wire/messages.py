@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 from zenps.codecs.base import CodecName
 
 __all__ = [
+    "MAX_COLUMNS",
     "Barrier",
     "BarrierReply",
     "Busy",
@@ -47,6 +48,10 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Name = Annotated[str, Meta(min_length=1, max_length=1024)]
 Text = Annotated[str, Meta(max_length=16384)]
+Host = Annotated[str, Meta(max_length=255)]
+Address = Annotated[str, Meta(max_length=300)]
+# A row is moved as one NumPy item, and those hold less than 2 GiB; so does a frame.
+MAX_COLUMNS = (1 << 28) - 1
 Load = dict[str, float]
 """Counters that a node reports with each heartbeat, for ``zenps status``."""
 
@@ -56,11 +61,11 @@ class Member(Struct, frozen=True, array_like=True):
 
     role: Role
     rank: Rank
-    host: Text
+    host: Host
     pid: Count
-    address: Text
+    address: Address
     """Where workers reach a server's data socket, ``tcp://host:port``; empty for a worker."""
-    metrics: Text
+    metrics: Address
     """``host:port`` of its Prometheus endpoint; empty if it has none."""
 
     def __str__(self) -> str:
@@ -76,10 +81,10 @@ class Register(Struct, frozen=True, array_like=True, tag="register"):
     role: Role
     rank: Annotated[int, Meta(ge=-1, lt=1 << 16)]
     """The rank that it wants (torchrun's ``RANK``), or -1 for any."""
-    host: Text
+    host: Host
     pid: Count
-    address: Text
-    metrics: Text
+    address: Address
+    metrics: Address
     settings: dict[str, str | int | float]
     """A worker's ``[sync]`` section: it must equal the scheduler's, or bits would differ."""
 
@@ -151,10 +156,10 @@ class NodeStatus(Struct, frozen=True, array_like=True):
 
     role: Literal["scheduler", "worker", "server"]
     rank: Annotated[int, Meta(ge=-1, lt=1 << 16)]
-    host: Text
+    host: Host
     pid: Count
-    address: Text
-    metrics: Text
+    address: Address
+    metrics: Address
     epoch: Count
     state: Text
     slots: Count
@@ -194,11 +199,11 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
     """How many chunks the worker cuts each server's range into."""
     kind: Literal["dense", "sparse"]
     dtype: Dtype
-    shape: tuple[Count, ...]
+    shape: Annotated[tuple[Count, ...], Meta(max_length=64)]
     """Of the whole tensor: ranks must agree on it."""
     span: Count
     """Positions in this chunk."""
-    columns: Count
+    columns: Annotated[int, Meta(ge=0, le=MAX_COLUMNS)]
     rows: Count
     codec: CodecName | Literal["none"]
     average: bool

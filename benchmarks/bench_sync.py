@@ -1,0 +1,126 @@
+"""Synchronising embedding gradients: ZenPS next to PyTorch's own ways on gloo, in one run.
+
+The ways: push_pull under each partition strategy; dense all_reduce; all_reduce of a sparse tensor;
+all_gather and coalesce. A cluster has one strategy, so each strategy is one block, in which ZenPS and
+gloo take turns on the same gradients. Only times of one block are compared.
+
+Of several values for an option, the first is the base: each further value is measured with all other
+options at their first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import track
+from sync_report import Report, describe_machine, evaluate, find_versions, plot, tabulate
+from sync_worker import Block, Case
+
+from zenps.settings import PARTITIONS
+
+HERE = Path(__file__).resolve().parent
+BLOCK_TIMEOUT_SECONDS = 900
+
+SWEEP = {
+    "workers": [4, 2],
+    "rows": [700_001, 500_000],
+    "dim": [48, 32],
+    "ids": [40_000, 4_000],
+    "skew": [5.0, 1.0],
+}
+TABLE_WIDTH = 120
+FULL_STEPS, QUICK_STEPS = 20, 5
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures, prints the tables, writes JSON and plot."""
+    options = parse(arguments)
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    measurements = []
+    plan = [(*point, partition) for point in sweep(options) for partition in options.partitions]
+    for workers, case, partition in track(plan, "Measuring", console=Console(stderr=True), transient=True):
+        servers = options.servers or workers
+        block = run_block(workers, servers, partition, case)
+        measurements.append(evaluate(workers, servers, partition, case, block))
+    report = Report(started, sys.argv, describe_machine(), find_versions(), measurements)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    plot(measurements, options.plot)
+    Console(width=TABLE_WIDTH).print(*tabulate(measurements), sep="\n")
+    print(f"written: {options.json}, {options.plot}")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; what is not given is filled from :data:`SWEEP`, or its first values if quick."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workers", type=int, nargs="+", metavar="N")
+    parser.add_argument("--servers", type=int, metavar="N", help="default: as many as workers")
+    parser.add_argument("--rows", type=int, nargs="+", metavar="N", help="rows of the table")
+    parser.add_argument("--dim", type=int, nargs="+", metavar="N", help="columns of the table")
+    parser.add_argument("--ids", type=int, nargs="+", metavar="N", help="look-ups per worker and step")
+    parser.add_argument(
+        "--skew", type=float, nargs="+", metavar="X", help="ids are rand**X * rows: 1 is uniform, 5 near Zipf"
+    )
+    parser.add_argument("--partitions", nargs="+", default=list(PARTITIONS), metavar="NAME")
+    parser.add_argument("--steps", type=int, metavar="N", help="timed steps of each block")
+    parser.add_argument("--quick", action="store_true", help="by default few steps, and no sweep")
+    parser.add_argument("--json", type=Path, metavar="FILE", default=HERE / "out" / "sync.json")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="default: beside the JSON file, .png")
+    options = parser.parse_args(arguments)
+    for name, values in SWEEP.items():
+        if getattr(options, name) is None:
+            setattr(options, name, values[:1] if options.quick else values)
+    options.steps = options.steps or (QUICK_STEPS if options.quick else FULL_STEPS)
+    options.plot = options.plot or options.json.with_suffix(".png")
+    return options
+
+
+def sweep(options: argparse.Namespace) -> Iterator[tuple[int, Case]]:
+    """Workers and case of each measurement: the base, then one change at a time."""
+    values = {name: getattr(options, name) for name in SWEEP}
+    base = {name: each[0] for name, each in values.items()}
+    for change in [{}, *({name: value} for name, each in values.items() for value in each[1:])]:
+        point = base | change
+        yield point.pop("workers"), Case(**point, steps=options.steps)
+
+
+def run_block(workers: int, servers: int, partition: str, case: Case) -> Block:
+    """One cluster, in which the workers measure ``case``.
+
+    Raises:
+        SystemExit: it failed; the message is its output.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench_sync.") as folder:
+        output = Path(folder, "block.json")
+        launch = [str(Path(sys.executable).with_name("zenps")), "launch"]
+        launch += ["--workers", str(workers), "--servers", str(servers)]
+        launch += ["--set", f"sync.partition={partition}", "--set", "log.level=warning", "--"]
+        worker = [sys.executable, str(HERE / "sync_worker.py"), msgspec.json.encode(case).decode()]
+        done = subprocess.run(
+            [*launch, *worker, str(Path(folder, "gloo")), str(output)],
+            # One thread per process, for cores are few; gloo on the device whose bytes are counted.
+            env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=BLOCK_TIMEOUT_SECONDS,
+            check=False,
+        )
+        if done.returncode:
+            sys.exit(f"{partition}, {workers} workers: exit status {done.returncode}\n{done.stdout}")
+        return msgspec.json.decode(output.read_bytes(), type=Block)
+
+
+if __name__ == "__main__":
+    main()

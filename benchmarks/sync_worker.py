@@ -1,0 +1,257 @@
+"""One worker of ``bench_sync.py``: the same gradients through ZenPS and through gloo, by turns.
+
+Runs under ``zenps launch``. Rank 0 writes a :class:`Block` as JSON. Each timed call starts at a barrier,
+and the time of a step is that of its slowest rank. The ways take turns within every step, so that
+what else the machine does hits all alike.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zenps as zps
+
+__all__ = ["OURS", "Block", "Case", "Timing", "Traffic"]
+
+OURS = "zenps"
+WARM_UP_STEPS = 3
+COUNTED_STEPS = 3
+SMALL_BYTES = 1024
+SMALL_STEPS = 300
+
+# torch 2.13 renamed it. all_gather, with its list of outputs, costs gloo one more copy.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Case(msgspec.Struct, frozen=True):
+    """What every worker synchronises: a fresh embedding gradient in each step."""
+
+    rows: int
+    dim: int
+    ids: int
+    """Look-ups per worker and step, duplicates included."""
+    skew: float
+    """Ids are drawn as ``rand**skew * rows``: 1 is uniform, 5 is close to Zipf."""
+    steps: int
+
+
+class Timing(msgspec.Struct):
+    """One way's steps, each as long as its slowest rank took."""
+
+    p50_seconds: float
+    p95_seconds: float
+
+
+class Traffic(msgspec.Struct):
+    """Means per worker and step, and what all processes together put on the wire."""
+
+    unique_rows: float
+    """Pushed, after duplicates were summed."""
+    union_rows: float
+    """Pulled: every row that any worker pushed."""
+    pushed_bytes: float
+    pulled_bytes: float
+    wire_bytes: dict[str, int]
+    """Per step, by way: the loopback device's counter, headers and acknowledgements included."""
+
+
+class Block(msgspec.Struct):
+    """All ways, measured by turns in one cluster."""
+
+    table: dict[str, Timing]
+    """The case's embedding gradient."""
+    small: dict[str, Timing]
+    """A dense float32 tensor of 1 KB."""
+    traffic: Traffic
+    imbalance: float
+    """Rows pushed to the busiest server over the mean of all, on the worst rank."""
+
+
+class Way(NamedTuple):
+    """``call`` is timed, on what ``prepare`` makes of a gradient."""
+
+    call: Callable[[Tensor], Tensor]
+    prepare: Callable[[Tensor], Tensor] = lambda gradient: gradient
+
+
+def main() -> None:
+    case_json, gloo_store, output = sys.argv[1:]
+    case = msgspec.json.decode(case_json, type=Case)
+    torch.set_num_threads(1)
+    zps.init()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{gloo_store}",
+        rank=zps.rank(),
+        world_size=zps.size(),
+        timeout=timedelta(minutes=2),
+    )
+    block = measure(case)
+    if zps.rank() == 0:
+        Path(output).write_bytes(msgspec.json.encode(block))
+    dist.barrier()
+    dist.destroy_process_group()
+    zps.shutdown()
+
+
+def measure(case: Case) -> Block:
+    """Every way on ``case``, after a check that all give the same sum."""
+    ways = _table_ways(case)
+    check(ways, _gradient(case, 0))
+    timed_steps = WARM_UP_STEPS + case.steps
+    seconds = [_timed_by_turns(ways, _gradient(case, 1 + step)) for step in range(timed_steps)]
+    traffic = _count(ways, [_gradient(case, 1 + timed_steps + step) for step in range(COUNTED_STEPS)])
+    imbalance = float(_over_ranks([zps.stats().imbalance]).max())
+    return Block(_summarise(ways, seconds), _measure_small(), traffic, imbalance)
+
+
+def check(ways: dict[str, Way], gradient: Tensor) -> None:
+    """Raises AssertionError where a way's sum is not ours."""
+    ours = ways[OURS].call(gradient)
+    for name, way in ways.items():
+        theirs = way.call(way.prepare(gradient))
+        if theirs.is_sparse:
+            theirs = theirs.coalesce()
+            assert torch.equal(ours.indices(), theirs.indices()), f"{name}: other rows than ours"
+        else:
+            theirs = theirs.sparse_mask(ours)
+        torch.testing.assert_close(theirs.values(), ours.values())
+
+
+def _gradient(case: Case, step: int) -> Tensor:
+    """What autograd makes of ``nn.Embedding(sparse=True)``: unsorted, with duplicates."""
+    generator = torch.Generator().manual_seed(step * zps.size() + zps.rank())
+    drawn = torch.rand(case.ids, generator=generator, dtype=torch.float64)
+    ids = (drawn**case.skew * case.rows).long()
+    values = torch.randn(case.ids, case.dim, generator=generator)
+    shape = (case.rows, case.dim)
+    return torch.sparse_coo_tensor(ids.unsqueeze(0), values, shape, check_invariants=False)
+
+
+def _table_ways(case: Case) -> dict[str, Way]:
+    dense = torch.empty(case.rows, case.dim)
+
+    def fill(gradient: Tensor) -> Tensor:
+        return dense.zero_().index_add_(0, gradient._indices()[0], gradient._values())
+
+    return {
+        OURS: Way(lambda gradient: zps.push_pull(gradient, "table", average=False)),
+        "gloo dense": Way(_all_reduce, fill),
+        "gloo sparse": Way(_all_reduce, Tensor.clone),
+        "gloo gather": Way(_gather_and_coalesce),
+    }
+
+
+def _all_reduce(tensor: Tensor) -> Tensor:
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def _gather_and_coalesce(gradient: Tensor) -> Tensor:
+    """``all_gather`` of the coalesced gradients, padded to the longest, then their sum."""
+    mine = gradient.coalesce()
+    counts = torch.empty(dist.get_world_size(), dtype=torch.int64)
+    _all_gather(counts, torch.tensor([mine._nnz()]))
+    longest = int(counts.max())
+    indices, values = (
+        _gather_padded(part, longest, counts.tolist()) for part in (mine.indices()[0], mine.values())
+    )
+    union = torch.sparse_coo_tensor(indices.unsqueeze(0), values, gradient.shape, check_invariants=False)
+    return union.coalesce()
+
+
+def _gather_padded(part: Tensor, longest: int, counts: Sequence[int]) -> Tensor:
+    padded = part.new_empty(longest, *part.shape[1:])
+    padded[: len(part)] = part
+    gathered = part.new_empty(len(counts), *padded.shape)
+    _all_gather(gathered.view(-1, *part.shape[1:]), padded)
+    return torch.cat([rank[:count] for rank, count in zip(gathered, counts, strict=True)])
+
+
+def _timed_by_turns(ways: dict[str, Way], gradient: Tensor) -> list[float]:
+    return [_timed(way, gradient) for way in ways.values()]
+
+
+def _timed(way: Way, gradient: Tensor) -> float:
+    """Seconds of one call on this rank. Its result is dropped once the clock has stopped."""
+    prepared = way.prepare(gradient)
+    dist.barrier()
+    begin = time.perf_counter()
+    result = way.call(prepared)
+    seconds = time.perf_counter() - begin
+    del result
+    return seconds
+
+
+def _count(ways: dict[str, Way], gradients: Sequence[Tensor]) -> Traffic:
+    """Rows and bytes of further steps, untimed."""
+    before = msgspec.structs.replace(zps.stats())
+    wire_bytes = [[_wire_bytes(way, gradient) for way in ways.values()] for gradient in gradients]
+    after = zps.stats()
+    by_rank = _over_ranks(
+        [
+            [len(gradient._indices().unique()) for gradient in gradients],
+            [_gather_and_coalesce(gradient)._nnz() for gradient in gradients],
+            [(after.pushed_bytes - before.pushed_bytes) / len(gradients)] * len(gradients),
+            [(after.pulled_bytes - before.pulled_bytes) / len(gradients)] * len(gradients),
+        ]
+    )
+    medians = torch.tensor(wire_bytes).median(dim=0).values.tolist()
+    return Traffic(*by_rank.mean(dim=(0, 2)).tolist(), dict(zip(ways, medians, strict=True)))
+
+
+def _wire_bytes(way: Way, gradient: Tensor) -> int:
+    """What crossed the loopback device during one call on all ranks, headers included."""
+    prepared = way.prepare(gradient)
+    dist.barrier()
+    before = _loopback_bytes()
+    dist.barrier()
+    way.call(prepared)
+    dist.barrier()
+    return _loopback_bytes() - before
+
+
+def _loopback_bytes() -> int:
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    (counters,) = (line.split(":")[1].split() for line in lines if line.strip().startswith("lo:"))
+    return int(counters[0])
+
+
+def _measure_small() -> dict[str, Timing]:
+    """A dense tensor of 1 KB, whose time is all latency."""
+    tensor = torch.ones(SMALL_BYTES // 4)
+    ways = {
+        OURS: Way(lambda given: zps.push_pull(given, "small")),
+        "gloo dense": Way(_all_reduce, Tensor.clone),
+    }
+    seconds = [_timed_by_turns(ways, tensor) for _ in range(WARM_UP_STEPS + SMALL_STEPS)]
+    return _summarise(ways, seconds)
+
+
+def _summarise(ways: dict[str, Way], seconds: list[list[float]]) -> dict[str, Timing]:
+    """Quantiles over steps of the slowest rank's time; ``seconds`` is this rank's, by step and way."""
+    slowest = _over_ranks(seconds).amax(dim=0)[WARM_UP_STEPS:]
+    p50, p95 = slowest.quantile(torch.tensor([0.5, 0.95], dtype=torch.float64), dim=0).tolist()
+    return {name: Timing(p50[at], p95[at]) for at, name in enumerate(ways)}
+
+
+def _over_ranks(numbers: object) -> Tensor:
+    """Each rank's ``numbers``, stacked by rank."""
+    mine = torch.tensor(numbers, dtype=torch.float64)
+    stacked = mine.new_empty(dist.get_world_size(), *mine.shape)
+    _all_gather(stacked.view(-1, *mine.shape[1:]), mine)
+    return stacked
+
+
+if __name__ == "__main__":
+    main()

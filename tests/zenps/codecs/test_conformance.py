@@ -1,0 +1,174 @@
+"""What every codec must do, honest bytes and hostile ones."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zenps.codecs.base import Codec, CodecName, Positions
+from zenps.codecs.registry import CODECS, choose
+from zenps.errors import ProtocolError
+
+LARGEST_ENCODING_BYTES = 1 << 16
+SPANS = st.one_of(
+    st.integers(0, 70),
+    st.integers(0, 3000),
+    st.sampled_from([2**31 - 1, 2**31, 2**31 + 1, 2**40, 2**62]),
+)
+
+every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=str)
+
+
+@st.composite
+def chunks(draw: st.DrawFn) -> tuple[Positions, int]:
+    """Some positions, strictly increasing, and the span that they lie in; often its first and last."""
+    span = draw(SPANS)
+    if not span:
+        return np.empty(0, dtype=np.int64), 0
+    anywhere = st.one_of(st.sampled_from([0, span - 1]), st.integers(0, span - 1))
+    return np.array(sorted(draw(st.sets(anywhere, max_size=60))), dtype=np.int64), span
+
+
+def check_decodes_or_refuses(codec: Codec, data: bytes, rows: int, span: int) -> None:
+    """Either the bytes are the one encoding of what was decoded, or they are refused."""
+    try:
+        positions = codec.decode(memoryview(data), rows, span)
+    except ProtocolError as error:
+        assert error.reason == "payload"
+        return
+    assert positions.dtype == np.int64
+    assert positions.shape == (rows,)
+    numbers = positions.tolist()
+    assert numbers == sorted(set(numbers))
+    assert not numbers or (numbers[0] >= 0 and numbers[-1] < span)
+    assert codec.encode(positions, span).tobytes() == data
+
+
+@every_codec
+@settings(deadline=None, max_examples=150)
+@given(chunk=chunks())
+def test_round_trip(codec: Codec, chunk: tuple[Positions, int]) -> None:
+    positions, span = chunk
+    size = codec.encoded_bytes(len(positions), span)
+    if size > LARGEST_ENCODING_BYTES:
+        return
+    data = codec.encode(positions, span)
+    assert (data.dtype, data.shape) == (np.uint8, (size,))
+    decoded = codec.decode(data.data, len(positions), span)
+    assert decoded.dtype == np.int64
+    assert np.array_equal(decoded, positions)
+    decoded += 1  # the worker shifts them in place
+    assert np.array_equal(codec.decode(data.data, len(positions), span), positions)
+
+
+@every_codec
+@pytest.mark.parametrize("span", [0, 1, 7, 8, 9, 1000])
+def test_none_and_all(codec: Codec, span: int) -> None:
+    for positions in (np.arange(0), np.arange(span)):
+        data = codec.encode(positions, span)
+        assert np.array_equal(codec.decode(data.data, len(positions), span), positions)
+
+
+@every_codec
+@settings(deadline=None, max_examples=200)
+@given(data=st.binary(max_size=64), rows=st.integers(0, 1 << 62), span=SPANS)
+def test_any_bytes(codec: Codec, data: bytes, rows: int, span: int) -> None:
+    check_decodes_or_refuses(codec, data, rows, span)
+
+
+@every_codec
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_bytes_of_the_right_size(codec: Codec, data: st.DataObject) -> None:
+    span = data.draw(SPANS)
+    rows = data.draw(st.integers(0, min(span, 12)))
+    size = codec.encoded_bytes(rows, span)
+    if size <= LARGEST_ENCODING_BYTES:
+        check_decodes_or_refuses(codec, data.draw(st.binary(min_size=size, max_size=size)), rows, span)
+
+
+@every_codec
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_damaged_encodings(codec: Codec, data: st.DataObject) -> None:
+    positions, span = data.draw(chunks())
+    rows = len(positions)
+    if codec.encoded_bytes(rows, span) > LARGEST_ENCODING_BYTES:
+        return
+    encoded = bytearray(codec.encode(positions, span).tobytes())
+    match data.draw(st.sampled_from(["flip", "cut", "grow", "rows", "span", "swap"])):
+        case "flip" if encoded:
+            encoded[data.draw(st.integers(0, len(encoded) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        case "cut" if encoded:
+            encoded.pop()
+        case "grow":
+            encoded.append(data.draw(st.integers(0, 255)))
+        case "rows":
+            rows = max(rows + data.draw(st.integers(-1, 1)), 0)
+        case "span":
+            span = max(span + data.draw(st.integers(-9, 9)), 0)
+        case "swap":
+            half = len(encoded) // 2
+            encoded[:half], encoded[half:] = encoded[half:], encoded[:half]
+    check_decodes_or_refuses(codec, bytes(encoded), rows, span)
+
+
+WRAPPING = [0, 2**63 - 1, -2, 5]
+"""Its differences are positive, modulo 2⁶⁴."""
+
+
+@pytest.mark.parametrize(
+    ("positions", "span"),
+    [
+        ([-1, 3], 10),
+        ([3, 10], 10),
+        ([3, 3], 10),
+        ([4, 3], 10),
+        ([0, 2**31 - 1, -(2**31) + 1, 5], 10),
+        ([-1, 3], 2**40),
+        ([3, 2**40], 2**40),
+        (WRAPPING, 2**40),
+    ],
+)
+def test_coo_refuses_what_does_not_increase_within_the_span(positions: list[int], span: int) -> None:
+    data = np.array(positions, dtype="<i4" if span <= 2**31 else "<i8").tobytes()
+    with pytest.raises(ProtocolError, match="increase"):
+        CODECS["coo"].decode(memoryview(data), len(positions), span)
+
+
+def test_coo_is_little_endian_and_as_narrow_as_it_can() -> None:
+    coo = CODECS["coo"]
+    last = np.array([2**31 - 1])
+    assert coo.encode(last, 2**31).tobytes() == b"\xff\xff\xff\x7f"
+    assert coo.encode(last, 2**31 + 1).tobytes() == b"\xff\xff\xff\x7f\0\0\0\0"
+
+
+def test_bitmap_is_least_significant_bit_first_with_unused_bits_zero() -> None:
+    bitmap = CODECS["bitmap"]
+    assert bitmap.encode(np.array([0, 3, 9]), 10).tobytes() == bytes([0b1001, 0b10])
+    for byte, rows in ((0b100, 1), (0b101, 2)):
+        with pytest.raises(ProtocolError, match="bits set"):
+            bitmap.decode(memoryview(bytes([0, byte])), rows, 10)
+
+
+def test_the_registry_is_what_the_wire_knows() -> None:
+    assert list(CODECS) == list(get_args(CodecName)) == [codec.name for codec in CODECS.values()]
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(0, 1 << 40), st.integers(0, 1 << 40))
+def test_auto_is_the_smallest(rows: int, span: int) -> None:
+    rows = min(rows, span)
+    chosen = choose("auto", rows, span)
+    assert chosen.encoded_bytes(rows, span) == min(c.encoded_bytes(rows, span) for c in CODECS.values())
+    for name in CODECS:
+        assert choose(name, rows, span).name == name
+
+
+def test_auto_changes_at_one_row_in_32() -> None:
+    assert choose("auto", 10, 321).name == "coo"
+    assert choose("auto", 11, 319).name == "bitmap"

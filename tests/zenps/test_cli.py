@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SHOW = "import json; from zenps.config import load, describe; print(json.dumps([*map(list, describe(load()))]))"
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
+    """Exit code 2 and one line, which has ``parts``."""
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("zenps: ")
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.endswith("\n")
+    for part in parts:
+        assert part in done.stderr
+
+
+SUBCOMMANDS = ["launch", "scheduler", "server", "worker", "status", "config", "doctor"]
+
+BAD_SETTINGS = {
+    "misspelt key": ("sync.partitoin=balanced", ["sync.partitoin", "sync.partition"]),
+    "unknown strategy": ("sync.partition=balancd", ["sync.partition", "'balancd'", "centralized"]),
+    "port out of range": ("cluster.server_port=65536", ["cluster.server_port", "'65536'", "65535"]),
+    "scheduler's port out of range": (
+        "cluster.scheduler=h:70000",
+        ["cluster.scheduler", "'h:70000'", "65535"],
+    ),
+    "no value": ("sync.codec", ["--set", "section.field=value"]),
+    "line breaks": ("sync.\nzenps: fine\n=1", ["unknown key"]),
+}
+
+
+@pytest.mark.parametrize(("setting", "parts"), BAD_SETTINGS.values(), ids=BAD_SETTINGS)
+def test_bad_setting_is_refused_in_one_line(zenps: Any, setting: str, parts: list[str]) -> None:
+    assert_refused(zenps("config", "--set", setting), *parts)
+
+
+@pytest.mark.parametrize("subcommand", SUBCOMMANDS)
+def test_every_subcommand_refuses_a_bad_setting(zenps: Any, subcommand: str) -> None:
+    command = ["--", "true"] if subcommand in ("launch", "worker") else []
+    assert_refused(zenps(subcommand, "--set", "log.level=loud", *command), "log.level", "'loud'", "debug, info")
+
+
+def test_missing_file_is_refused(zenps: Any) -> None:
+    assert_refused(zenps("config", "--config", "nowhere.toml"), "nowhere.toml")
+
+
+def test_number_of_workers_is_checked(zenps: Any) -> None:
+    assert_refused(zenps("launch", "--workers", "0", "--", "true"), "cluster.workers", "'0'", "from 1 to 4096")
+
+
+@pytest.mark.parametrize("subcommand", ["launch", "worker"])
+def test_command_that_does_not_exist_is_refused(zenps: Any, subcommand: str) -> None:
+    assert_refused(zenps(subcommand, "--", "no-such-program", "x"), "no-such-program")
+
+
+@pytest.mark.parametrize("subcommand", ["server", "status"])
+def test_scheduler_is_required(zenps: Any, subcommand: str) -> None:
+    assert_refused(zenps(subcommand), "cluster.scheduler", "host:port")
+
+
+@pytest.mark.parametrize("arguments", ["", "launch", "launch --", "config -- true", "config --st", "conf"])
+def test_wrong_usage(zenps: Any, arguments: str) -> None:
+    done = zenps(*arguments.split())
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: zenps")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("module", ["zenps.cli", "zenps.launch", "zenps.status", "zenps.tables"])
+def test_starts_without_torch(module: str) -> None:
+    script = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
+
+
+# ── config ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_config_shows_values_and_sources(zenps: Any, tmp_path: Path) -> None:
+    (tmp_path / "my.toml").write_text("[sync]\nchunk_bytes = '1MiB'\ncodec = 'coo'\n")
+    environment = {"ZENPS_SYNC_CODEC": "bitmap", "ZENPS_METRICS_PORT": "9100"}
+    done = zenps("config", "--config", "my.toml", "--set", "metrics.port=9200", env=environment)
+    assert done.returncode == 0
+    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if "." in line}
+    assert rows["sync.chunk_bytes"] == ['"1MiB"', "my.toml"]
+    assert rows["sync.codec"] == ['"bitmap"', "ZENPS_SYNC_CODEC"]
+    assert rows["metrics.port"] == ["9200", "--set"]
+    assert rows["cluster.workers"] == ["1", "default"]
+
+
+def test_config_json(zenps: Any) -> None:
+    settings = json.loads(zenps("config", "--json", "--set", "sync.granule=64").stdout)
+    (granule,) = (setting for setting in settings if setting["name"] == "sync.granule")
+    assert granule["value"] == 64
+    assert granule["source"] == "--set"
+    assert "power of two" in granule["description"]
+
+
+def test_reader_that_leaves_is_no_error(zenps: Any) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    popen = zenps.start("config", "--json", stdout=writer)
+    os.close(writer)
+    _, err = popen.communicate(timeout=60)
+    assert err == ""
+    assert popen.returncode == 128 + signal.SIGPIPE
+
+
+# ── worker ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_worker_hands_settings_on(zenps: Any, tmp_path: Path) -> None:
+    (tmp_path / "my.toml").write_text("[sync]\ngranule = 64\ncodec = 'coo'\n")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    show = f"cd {elsewhere} && {shlex.join([sys.executable, '-c', SHOW])}"
+    options = ["--config", "my.toml", "--set", "sync.codec=bitmap", "--set", "sync.chunk_bytes=1MiB"]
+    environment = {"ZENPS_SYNC_CODEC": "coo", "ZENPS_LOG_LEVEL": "debug"}
+    done = zenps("worker", *options, "--", "sh", "-c", show, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = {name: (value, source) for name, value, source, _ in json.loads(done.stdout)}
+    assert found["sync.codec"] == ("bitmap", "ZENPS_SYNC_CODEC")
+    assert found["sync.chunk_bytes"] == (1 << 20, "ZENPS_SYNC_CHUNK_BYTES")
+    assert found["sync.granule"] == (64, str(tmp_path / "my.toml"))
+    assert found["log.level"] == ("debug", "ZENPS_LOG_LEVEL")
+    assert found["sync.seed"][1] == "default"
+
+
+def test_worker_ends_as_its_command(zenps: Any) -> None:
+    assert zenps("worker", "--", "sh", "-c", "exit 7").returncode == 7
+
+
+def test_one_of_several_workers_needs_a_scheduler(zenps: Any) -> None:
+    done = zenps("worker", "--", "true", env={"WORLD_SIZE": "2"})
+    assert_refused(done, "cluster.scheduler", "WORLD_SIZE=2")
+
+
+# ── scheduler and server ────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_scheduler_ends_on_a_signal(zenps: Any, number: signal.Signals, code: int) -> None:
+    reader, writer = os.pipe()
+    popen = zenps.start("scheduler", "--print-address", str(writer), pass_fds=(writer,))
+    os.close(writer)
+    with open(reader, encoding="ascii") as stream:
+        host, _, port = stream.read().strip().rpartition(":")
+    with socket.create_connection((host, int(port)), 5):
+        popen.send_signal(number)
+        _, err = popen.communicate(timeout=30)
+    assert popen.returncode == code
+    assert "Traceback" not in err
+
+
+def test_server_ends_on_sigterm(zenps: Any, scheduler: str) -> None:
+    popen = zenps.start("server", "--set", f"cluster.scheduler={scheduler}")
+    status = ("status", "--json", "--set", f"cluster.scheduler={scheduler}")
+    while len(json.loads(zenps(*status).stdout)["nodes"]) < 2:
+        pass
+    popen.terminate()
+    _, err = popen.communicate(timeout=30)
+    assert popen.returncode == 143
+    assert "Traceback" not in err
+
+
+def test_failed_job_is_one_line_and_exit_code_1(zenps: Any) -> None:
+    done = zenps("scheduler", "--set", "cluster.rendezvous_seconds=0.2", "--set", "log.level=error")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "error scheduler: rendezvous: missing" in done.stderr
+
+
+def test_taken_port_is_refused(zenps: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert_refused(zenps("scheduler", "--set", f"cluster.scheduler={address}"), address)
+
+
+def test_descriptor_that_is_not_open_is_refused(zenps: Any) -> None:
+    done = zenps("scheduler", "--print-address", "77")
+    assert_refused(done, "--print-address", "77")

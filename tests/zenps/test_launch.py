@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from zenps import launch as launching
+
+PYTHON = [sys.executable, "-S", "-c"]
+SLEEP = [*PYTHON, "import time; time.sleep(600)"]
+
+
+@pytest.fixture
+def sleepers(zenps: Any) -> Iterator[subprocess.Popen[str]]:
+    """A running cluster of two servers and two workers, one of which has a child, beside a bystander."""
+    script = "echo started; sleep 601 & exec sleep 600"
+    bystander = subprocess.Popen(["sleep", "600"], env=os.environ)
+    popen = zenps.start("launch", "--workers", "2", "--servers", "2", "--", "sh", "-c", script)
+    for _ in range(2):
+        assert "started" in popen.stdout.readline()
+    yield popen
+    assert bystander.poll() is None
+    bystander.kill()
+    bystander.wait()
+
+
+def assert_nothing_is_left(zenps: Any) -> None:
+    assert zenps.processes() == {}
+
+
+# ── the end of the workers ──────────────────────────────────────────────────────────────────────
+
+
+def test_success(zenps: Any) -> None:
+    begin = time.monotonic()
+    done = zenps("launch", "--workers", "2", "--", *PYTHON, "print('done')")
+    assert done.returncode == 0
+    assert sorted(done.stdout.splitlines()) == ["worker 0  | done", "worker 1  | done"]
+    assert "does CMD call zenps.init()?" in done.stderr
+    assert "sending" not in done.stderr
+    assert time.monotonic() - begin < launching.GRACE_SECONDS + 15
+    assert_nothing_is_left(zenps)
+
+
+def test_joined_cluster_ends_by_itself(zenps: Any) -> None:
+    script = "import zenps as zps; zps.init(); print(zps.rank(), zps.size()); zps.shutdown()"
+    done = zenps("launch", "--workers", "2", "--servers", "2", "--", sys.executable, "-c", script)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["worker 0  | 0 2", "worker 1  | 1 2"]
+    assert "scheduler: stopped" in done.stderr
+    assert "launch    | zenps status --set cluster.scheduler=" in done.stderr
+    assert done.stderr.count("launch ") == 1  # it had nothing else to say
+    assert_nothing_is_left(zenps)
+
+
+def test_exit_code_of_the_first_failure_is_passed_on(zenps: Any) -> None:
+    script = "import os, sys, time; time.sleep(600 * (os.environ['RANK'] == '0')); sys.exit(7)"
+    done = zenps("launch", "--workers", "2", "--", *PYTHON, script)
+    assert done.returncode == 7
+    assert "launch    | worker 1 failed: exit code 7; ending the others" in done.stderr
+    assert done.stderr.count("failed") == 1
+    assert_nothing_is_left(zenps)
+
+
+def test_worker_killed_by_a_signal(zenps: Any) -> None:
+    done = zenps("launch", "--workers", "1", "--", *PYTHON, "import os; os.kill(os.getpid(), 11)")
+    assert done.returncode == 128 + signal.SIGSEGV
+    assert "worker 0 failed: killed by signal 11" in done.stderr
+    assert_nothing_is_left(zenps)
+
+
+def test_what_a_worker_leaves_behind_ends_with_it(zenps: Any) -> None:
+    done = zenps("launch", "--", "sh", "-c", "sleep 600 & exit 0")
+    assert done.returncode == 0
+    assert_nothing_is_left(zenps)
+
+
+def test_program_that_cannot_be_started(zenps: Any, tmp_path: Any) -> None:
+    script = tmp_path / "script"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o755)
+    done = zenps("launch", "--", str(script))
+    assert done.returncode == 126
+    assert "worker 0 cannot be started" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert_nothing_is_left(zenps)
+
+
+def test_scheduler_that_fails_at_once(zenps: Any) -> None:
+    done = zenps("launch", "--set", "metrics.host=192.0.2.1", "--", *SLEEP)
+    assert done.returncode == 2
+    assert "scheduler | zenps: metrics.host" in done.stderr
+    assert "scheduler failed: exit code 2" in done.stderr
+    assert_nothing_is_left(zenps)
+
+
+# ── crashes and signals ─────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("role", ["scheduler", "server", "sleep 600"])
+def test_crash_of_any_role_ends_all(zenps: Any, sleepers: Any, role: str) -> None:
+    part = f"zenps.cli {role}" if role.startswith("s") and "sleep" not in role else role
+    victims = [pid for pid, line in zenps.processes().items() if part in line]
+    os.kill(victims[0], signal.SIGKILL)
+    _, err = sleepers.communicate(timeout=60)
+    assert sleepers.returncode == 128 + signal.SIGKILL
+    name = "worker" if "sleep" in role else role
+    assert re.search(rf"launch    \| {name}( \d)? failed: killed by signal 9 \(Killed\)", err)
+    assert err.count("failed") == 1
+    assert_nothing_is_left(zenps)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signal_ends_all(zenps: Any, sleepers: Any, number: signal.Signals) -> None:
+    sleepers.send_signal(number)
+    out, err = sleepers.communicate(timeout=60)
+    assert sleepers.returncode == 128 + number
+    assert "Traceback" not in out + err
+    assert "failed" not in err
+    assert_nothing_is_left(zenps)
+
+
+def test_signal_while_starting(zenps: Any) -> None:
+    popen = zenps.start("launch", "--", *SLEEP)
+    zenps.pid_of("zenps.cli scheduler")
+    popen.send_signal(signal.SIGINT)
+    popen.communicate(timeout=60)
+    assert popen.returncode == 130
+    assert_nothing_is_left(zenps)
+
+
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); signal.pause(); signal.pause()"
+
+
+def test_stubborn_process_is_killed(zenps: Any) -> None:
+    popen = zenps.start("launch", "--", *PYTHON, STUBBORN)
+    assert "up" in popen.stdout.readline()
+    popen.send_signal(signal.SIGTERM)
+    _, err = popen.communicate(timeout=60)
+    assert popen.returncode == 143
+    assert "worker 0: not ended after 5 s; sending SIGKILL" in err
+    assert_nothing_is_left(zenps)
+
+
+def test_second_signal_kills_at_once(zenps: Any) -> None:
+    popen = zenps.start("launch", "--", *PYTHON, STUBBORN)
+    assert "up" in popen.stdout.readline()
+    popen.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert popen.poll() is None
+    begin = time.monotonic()
+    popen.send_signal(signal.SIGINT)
+    popen.communicate(timeout=60)
+    assert time.monotonic() - begin < launching.GRACE_SECONDS - 1
+    assert popen.returncode == 130
+    assert_nothing_is_left(zenps)
+
+
+def test_launch_itself_is_killed(zenps: Any, sleepers: Any) -> None:
+    sleepers.kill()
+    sleepers.wait(timeout=30)
+    until = time.monotonic() + 20
+    while zenps.processes() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert_nothing_is_left(zenps)
+
+
+def test_reader_of_the_output_leaves(zenps: Any) -> None:
+    script = "while True: print('x' * 1000)"
+    popen = zenps.start("launch", "--", *PYTHON, script)
+    popen.stdout.readline()
+    popen.stdout.close()
+    popen.stdout = None
+    popen.communicate(timeout=60)
+    assert popen.returncode == 128 + signal.SIGPIPE
+    assert_nothing_is_left(zenps)
+
+
+# ── output ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_output_is_prefixed_by_stream_and_process(zenps: Any) -> None:
+    script = (
+        "import os, sys\nrank = os.environ['RANK']\n"
+        "print('out', rank)\nprint('err', rank, file=sys.stderr)\n"
+        "print('1%\\r2%\\r3%')\nsys.stdout.write('no end')"
+    )
+    done = zenps("launch", "--workers", "2", "--", *PYTHON, script)
+    for rank in "01":
+        lines = [line for line in done.stdout.splitlines() if line.startswith(f"worker {rank}")]
+        prefix = f"worker {rank}  | "
+        assert lines == [f"{prefix}out {rank}", f"{prefix}3%", f"{prefix}no end"]
+        assert f"{prefix}err {rank}\n" in done.stderr
+    assert "scheduler | " in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+
+
+def on_a_terminal(zenps: Any, script: str, **environment: str) -> str:
+    """What a terminal of 100 columns receives from a launch with two workers."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
+    arguments = ("launch", "--workers", "2", "--", *PYTHON, script)
+    popen = zenps.start(*arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    received = b""
+    try:
+        while data := os.read(ours, 65536):
+            received += data
+    except OSError:  # the other end is closed
+        pass
+    os.close(ours)
+    assert popen.wait(timeout=60) == 0
+    return received.decode()
+
+
+BAR = """
+import os, shutil, sys, time
+if os.environ["RANK"] == "1":
+    time.sleep(0.5)
+    sys.exit(print("terminal:", sys.stdout.isatty()))
+print("terminal:", sys.stdout.isatty(), shutil.get_terminal_size().columns)
+for step in (10, 20):
+    sys.stdout.write(f"\\r\\x1b[2K{step}%")
+    sys.stdout.flush()
+    time.sleep(1)
+print()
+"""
+
+
+def test_progress_of_rank_0_can_be_watched(zenps: Any) -> None:
+    received = on_a_terminal(zenps, BAR)
+    plain = re.sub(r"\x1b\[\d*m", "", received)
+    assert "worker 0  | terminal: True 88\r\n" in plain
+    assert "\r\x1b[Kworker 0  | 10%" in plain
+    # The line of another process goes above the bar, which is drawn again.
+    assert "\r\x1b[Kworker 1  | terminal: False\r\nworker 0  | 10%" in plain
+    assert "worker 0  | 20%\r\n" in plain
+    assert "\x1b[2K" not in received
+    assert re.search(r"\x1b\[\d+mworker 1  \| \x1b\[0mterminal", received)
+
+
+def test_no_color(zenps: Any) -> None:
+    received = on_a_terminal(zenps, "print('x')", NO_COLOR="1")
+    assert "worker 0  | x\r\n" in received
+    assert not re.search(r"\x1b\[\d+m", received)

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zenps.errors import ProtocolError
+from zenps.kernels.base import ACCUMULATE
+from zenps.wire.messages import MAX_COLUMNS, Dtype
+from zenps.wire.tensors import DTYPES, dtype_name, tensor_bytes, tensor_from_bytes
+
+torch.set_num_threads(1)
+
+every_dtype = pytest.mark.parametrize("name", DTYPES)
+SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (7,), (3, 5), (0, 4), (4, 0), (2, 0, 3), (2, 1, 3, 1, 2)]
+
+
+def filled(shape: Sequence[int], name: Dtype) -> torch.Tensor:
+    """Every bit pattern may occur: NaN and the like travel as they are."""
+    size = int(np.prod(shape)) * DTYPES[name].itemsize
+    bits = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(4))
+    return bits.view(DTYPES[name]).view(tuple(shape))
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor_bytes(one).tobytes() == tensor_bytes(other).tobytes()
+
+
+def test_names() -> None:
+    assert set(DTYPES.values()) == set(ACCUMULATE)
+    for name, dtype in DTYPES.items():
+        assert dtype_name(dtype) == name
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_round_trip(name: Dtype, shape: tuple[int, ...]) -> None:
+    tensor = filled(shape, name)
+    data = tensor_bytes(tensor)
+    assert (data.format, data.nbytes, data.contiguous) == ("B", tensor.nbytes, True)
+    for received in (data, memoryview(data.tobytes()), memoryview(bytearray(data))):
+        got = tensor_from_bytes(received, tensor.dtype, shape)
+        assert (got.shape, got.dtype) == (tensor.shape, tensor.dtype)
+        assert same_bits(got, tensor)
+
+
+@every_dtype
+def test_bytes_are_little_endian(name: Dtype) -> None:
+    one = torch.tensor([1]).to(DTYPES[name])
+    as_numpy = {"bfloat16": b"\x80\x3f"}.get(name) or np.array([1], np.dtype(name).newbyteorder("<")).tobytes()
+    assert tensor_bytes(one).tobytes() == as_numpy
+
+
+@every_dtype
+def test_nothing_is_copied(name: Dtype) -> None:
+    tensor = filled((50, 3), name)
+    data = tensor_bytes(tensor)
+    got = tensor_from_bytes(data, tensor.dtype, (150,))
+    assert got.data_ptr() == tensor.data_ptr()
+
+
+@every_dtype
+@pytest.mark.parametrize("offset", range(9))
+def test_misaligned_memory_is_copied(name: Dtype, offset: int) -> None:
+    tensor = filled((5, 3), name)
+    # NumPy's memory is aligned to 16 bytes, a bytearray's need not be.
+    memory = np.zeros(offset + tensor.nbytes, dtype=np.uint8).data
+    memory[offset:] = tensor_bytes(tensor)
+    got = tensor_from_bytes(memory[offset:], tensor.dtype, (5, 3))
+    assert same_bits(got, tensor)
+    assert got.data_ptr() % tensor.dtype.itemsize == 0
+
+
+def test_read_only_memory_is_not_written_to() -> None:
+    data = np.arange(4, dtype=np.float32).tobytes()
+    got = tensor_from_bytes(memoryview(data), torch.float32, (4,))
+    got += 1
+    assert data == np.arange(4, dtype=np.float32).tobytes()
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_another_size_is_refused(name: Dtype, shape: tuple[int, ...]) -> None:
+    size = filled(shape, name).nbytes
+    for wrong in {size + 1, size - 1, size + 8, 2 * size + 2, 0} - {size, -1}:
+        with pytest.raises(ProtocolError, match=f"{wrong} bytes of values") as raised:
+            tensor_from_bytes(memoryview(bytes(wrong)), DTYPES[name], shape)
+        assert raised.value.reason == "payload"
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.binary(max_size=40),
+    st.sampled_from(list(DTYPES.values())),
+    st.integers(0, 1 << 62),
+    st.integers(0, MAX_COLUMNS),
+)
+def test_any_announced_shape(data: bytes, dtype: torch.dtype, rows: int, columns: int) -> None:
+    try:
+        got = tensor_from_bytes(memoryview(data), dtype, (rows, columns))
+    except ProtocolError:
+        return
+    assert got.nbytes == len(data)

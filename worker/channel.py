@@ -1,0 +1,201 @@
+"""The sockets to the servers, driven by whoever waits for a result.
+
+There is no I/O thread on this path. A thread that submits a round sends its pushes itself, which
+only queues them: libzmq's own thread moves the bytes. A thread that waits for an answer polls and
+receives for everybody until its own has come. So a synchronous ``push_pull`` costs no hand-off from
+thread to thread; on a virtual machine each would take 40 to 100 µs.
+
+At any time at most one thread *drives*, that is, touches the sockets and the exchange. Others hand it
+commands and wake it, or sleep until their answer is there or the role is free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket as net
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from zenps import log
+from zenps.errors import ProtocolError, UsageError, ZenPSError
+from zenps.metrics import WorkerMetrics
+from zenps.settings import ClusterConfig
+from zenps.wire.frames import Decoder, encode
+from zenps.wire.messages import FromServer, View
+from zenps.wire.sockets import Socket, connect_dealer, send_frames
+
+from .exchange import Action, Deliver, Exchange, Fail, Round, SendPush
+from .handle import Handle
+
+__all__ = ["Channel"]
+
+logger = logging.getLogger("zenps.worker")
+
+TICK_SECONDS = 0.5
+
+
+class Channel:
+    """All rounds of one worker. Every method may be called from any thread.
+
+    Args:
+        ctx: where the sockets are opened; the caller destroys it after :meth:`close`.
+        cluster: limits and deadlines.
+        view: names the servers.
+        identity: this worker's routing identity.
+        metrics: for bytes, refusals and failures.
+    """
+
+    def __init__(
+        self,
+        ctx: zmq.Context[Socket],
+        cluster: ClusterConfig,
+        view: View,
+        identity: bytes,
+        metrics: WorkerMetrics,
+    ) -> None:
+        self._job = cluster.job
+        self._metrics = metrics
+        self._exchange = Exchange(cluster.deadline_seconds, view.servers)
+        self._decoder: Decoder[FromServer] = Decoder(cluster.job, FromServer)
+        self._handles: dict[int, Handle] = {}
+        self._next_tick = 0.0
+        self._servers = {
+            server.rank: connect_dealer(ctx, server.address, identity, cluster.max_message_bytes)
+            for server in view.servers
+        }
+        self._ranks = {socket: rank for rank, socket in self._servers.items()}
+        self._wake_reader, self._wake_writer = net.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._poller = zmq.Poller()
+        for socket in (self._wake_reader, *self._servers.values()):
+            self._poller.register(socket, zmq.POLLIN)
+
+        self._role = threading.Condition()
+        """Guards the two fields below, and tells sleepers that something ended or the role is free."""
+        self._driving = False
+        self._commands: deque[Callable[[], None]] = deque()
+        self._closed = False
+
+    def submit(self, round_: Round, handle: Handle) -> None:
+        """Pushes a round; its answers go to ``handle``."""
+
+        def push() -> None:
+            self._handles[id(round_)] = handle
+            self._execute(self._exchange.submit(round_, time.monotonic()))
+
+        self._post(push)
+
+    def wait(self, ready: Callable[[], bool], until: float) -> None:
+        """Drives, or sleeps while another thread does, until ``ready()`` or the monotonic time ``until``."""
+        while not ready() and time.monotonic() < until:
+            with self._role:
+                if self._driving:
+                    self._role.wait(max(until - time.monotonic(), 0))
+                    continue
+                self._driving = True
+            try:
+                self._drive(ready, until)
+            finally:
+                self._resign()
+
+    def fail(self, error: ZenPSError) -> None:
+        """Ends every round, and all that are submitted later, with ``error``."""
+        self._post(lambda: self._execute(self._exchange.on_lost(error)))
+
+    def close(self) -> None:
+        """Closes the sockets; what is in flight fails."""
+        self.fail(UsageError("this worker has left the cluster; call zenps.init() to join again"))
+        self._post(self._close_sockets)
+
+    # ── the role of the driver ──────────────────────────────────────────────────────────────────
+
+    def _post(self, command: Callable[[], None]) -> None:
+        """Runs ``command`` in the role: here if it is free, else on the thread that has it."""
+        with self._role:
+            self._commands.append(command)
+            if self._driving:
+                # A full pair holds wake-ups enough that the driver has yet to read.
+                with contextlib.suppress(BlockingIOError):
+                    self._wake_writer.send(b"\0")
+                return
+            self._driving = True
+        self._resign()
+
+    def _resign(self) -> None:
+        """Runs the commands that are left, gives the role up, and tells those who sleep."""
+        while True:
+            with self._role:
+                if not self._commands:
+                    self._driving = False
+                    self._role.notify_all()
+                    return
+            self._run_commands()
+
+    def _run_commands(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+
+    def _drive(self, ready: Callable[[], bool], until: float) -> None:
+        while not ready() and not self._closed:
+            self._run_commands()
+            now = time.monotonic()
+            if now >= until:
+                return
+            if now >= self._next_tick:
+                self._execute(self._exchange.on_tick(now))
+                self._next_tick = now + TICK_SECONDS
+                continue
+            for socket, _ in self._poller.poll(int(1000 * (min(until, self._next_tick) - now)) + 1):
+                if socket == self._wake_reader.fileno():
+                    self._wake_reader.recv(4096)
+                else:
+                    self._receive(socket)
+
+    # ── with the role ───────────────────────────────────────────────────────────────────────────
+
+    def _receive(self, socket: Socket) -> None:
+        rank = self._ranks[socket]
+        frames = [frame.buffer for frame in socket.recv_multipart(copy=False)]
+        try:
+            message = self._decoder.decode(frames[0])
+        except ProtocolError as error:
+            self._metrics.protocol_errors.labels(reason=error.reason).inc()
+            log.once(logger, rank, "dropped a message of server %d: %s", rank, error)
+            return
+        self._metrics.pull_bytes.inc(sum(frame.nbytes for frame in frames))
+        self._execute(self._exchange.on_reply(rank, message, frames[1:]))
+
+    def _execute(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case SendPush(outgoing=out, again=again):
+                    if again:
+                        self._metrics.refused_pushes.inc()
+                    envelope = encode(self._job, out.push)
+                    send_frames(self._servers[out.server], [envelope], out.frames)
+                    self._metrics.push_bytes.inc(len(envelope) + sum(frame.nbytes for frame in out.frames))
+                case Deliver(round=round_, server=server, result=result, frames=frames, last=last):
+                    handle = self._handles.pop(id(round_)) if last else self._handles[id(round_)]
+                    handle.deliver((server, result, frames), last)
+                    self._tell_sleepers()
+                case Fail(round=round_, error=error):
+                    self._metrics.rounds.labels(outcome="failed").inc()
+                    self._handles.pop(id(round_)).fail(error)
+                    self._tell_sleepers()
+
+    def _tell_sleepers(self) -> None:
+        with self._role:
+            self._role.notify_all()
+
+    def _close_sockets(self) -> None:
+        self._closed = True
+        for socket in self._servers.values():
+            socket.close()
+        self._wake_reader.close()
+        self._wake_writer.close()

@@ -1,0 +1,261 @@
+"""A whole cluster on this machine: one scheduler, servers, and workers, from first to last process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket as net
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Final
+
+import msgspec
+
+from zenps.config import Config
+from zenps.environments import environments
+from zenps.errors import DeadlineError
+from zenps.output import Lines, Output
+from zenps.processes import Guard, Pipe, Process
+from zenps.status import fetch
+
+__all__ = ["launch"]
+
+GRACE_SECONDS: Final = 5.0
+"""From SIGTERM to SIGKILL; and how long scheduler and servers have to end after the last worker."""
+
+STATUS_SECONDS: Final = 1.0
+
+_ZENPS: Final = (sys.executable, "-P", "-m", "zenps.cli")
+"""Without -P a random.py in the working directory would be taken for Python's."""
+
+_CANNOT_START: Final = 126  # as a shell has it
+_SIGNALLED: Final = 128
+_HANDLED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def launch(config: Config, command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run ``command`` as every worker of a new cluster; returns when no process of it is left.
+
+    Args:
+        config: ``cluster.workers`` and ``cluster.servers`` say how many. ``cluster.scheduler``, where it
+            is set, must be an address of this machine.
+        command: program and arguments of a worker.
+        environment: of all roles; settings in it must give ``config``.
+
+    Returns:
+        0 when all workers ended with 0. Otherwise the exit code of the process that failed first, or
+        128 + n where signal n ended it or this process; all others are ended then.
+
+    Raises:
+        ConfigError: ``cluster.scheduler`` is not on this machine, or fixed ports run out.
+    """
+    job = _Job(config, command, environments(config, environment))
+    with _signals(job):
+        try:
+            return job.run()
+        finally:
+            job.close()
+
+
+class _Job:
+    """The processes and their pipes, in one thread. Each turn passes output on, then looks who has ended."""
+
+    def __init__(
+        self, config: Config, command: Sequence[str], environment_of: dict[str, dict[str, str]]
+    ) -> None:
+        self._config = config
+        self._command = command
+        self._environment_of = environment_of
+        self._output = Output(["launch", *environment_of])
+        self._selector = selectors.DefaultSelector()
+        self._guard = Guard()
+        self._processes: list[Process] = []
+        self._address = b""
+        self._code: int | None = None  # of the whole job, once it is known
+        self._measures = [signal.SIGTERM, signal.SIGKILL]
+        self._patience_until = float("inf")  # then the next measure is taken
+
+    def run(self) -> int:
+        self._start_scheduler()
+        while not self._address.endswith(b"\n") and self._code is None:
+            self._turn()
+        self._start_others()
+        while any(process.exit_code is None for process in self._processes):
+            self._turn()
+        return self._code or 0
+
+    def close(self) -> None:
+        """Let go of everything; what is left is killed, which is nothing unless :meth:`run` raised."""
+        for process in self._processes:
+            process.signal(signal.SIGKILL)
+        self._guard.close()
+        self._selector.close()
+        self._output.close()
+
+    def wake_by(self, fd: int) -> None:
+        """Look who has ended also when ``fd`` can be read."""
+        self._selector.register(fd, selectors.EVENT_READ, lambda: bool(os.read(fd, 4096)))
+
+    def on_signal(self, number: int) -> None:
+        """Somebody wants an end. At the first time there is grace, at the second none."""
+        self._end(_SIGNALLED + number)
+
+    # ── starting ────────────────────────────────────────────────────────────────────────────────
+
+    def _start_scheduler(self) -> None:
+        reader, writer = os.pipe()
+
+        def read_address() -> bool:
+            data = os.read(reader, 256)
+            self._address += data
+            return bool(data)
+
+        self._selector.register(reader, selectors.EVENT_READ, read_address)
+        try:
+            self._start("scheduler", [*_ZENPS, "scheduler", "--print-address", str(writer)], writer)
+        finally:
+            os.close(writer)
+
+    def _start_others(self) -> None:
+        address = self._address.decode().strip()
+        if self._code is None:
+            self._say(f"zenps status --set cluster.scheduler={address} shows this cluster")
+        for name, environment in self._environment_of.items():
+            # A signal may come between any two.
+            if self._code is None and name != "scheduler":
+                environment["ZENPS_CLUSTER_SCHEDULER"] = address
+                self._start(name, self._command if _is_worker(name) else [*_ZENPS, "server"])
+
+    def _start(self, name: str, command: Sequence[str], inherited_fd: int | None = None) -> None:
+        # One progress bar can be watched: that of rank 0, which gets a terminal where we have one.
+        columns = self._output.columns if name == "worker 0" else None
+        try:
+            process = Process(name, command, self._environment_of[name], self._guard, columns, inherited_fd)
+        except OSError as error:
+            self._say(f"{name} cannot be started: {command[0]}: {error.strerror}")
+            return self._end(_CANNOT_START)
+        self._processes.append(process)
+        for pipe in process.pipes:
+            self._pass_on(
+                pipe, Lines(self._output, name, is_stderr=pipe.is_stderr, is_live=columns is not None)
+            )
+        if self._code is not None:  # a signal came while it started
+            process.signal(signal.SIGTERM)
+
+    def _pass_on(self, pipe: Pipe, lines: Lines) -> None:
+        def read() -> bool:
+            data = pipe.read()
+            lines.feed(data)
+            return bool(data)
+
+        self._selector.register(pipe.fd, selectors.EVENT_READ, read)
+
+    # ── running ─────────────────────────────────────────────────────────────────────────────────
+
+    def _turn(self) -> None:
+        """Wait for output or an end, and deal with it."""
+        self._read(max(self._patience_until - time.monotonic(), 0.0))
+        if self._output.is_broken and self._code is None:
+            self._end(_SIGNALLED + signal.SIGPIPE)
+        ended = [process for process in self._processes if process.exit_code is None and process.has_ended()]
+        if ended:
+            self._read_what_is_there()
+        for process in ended:
+            self._on_end(process)
+        if time.monotonic() >= self._patience_until:
+            left = [process.name for process in self._processes if process.exit_code is None]
+            self._say(
+                f"{', '.join(left)}: not ended after {GRACE_SECONDS:g} s; sending {self._measures[0].name}"
+            )
+            self._take_next_measure()
+
+    def _read(self, wait_seconds: float) -> bool:
+        """Read once from all that have output, after at most ``wait_seconds``; False: nobody has."""
+        ready = self._selector.select(None if wait_seconds == float("inf") else wait_seconds)
+        for key, _ in ready:
+            if not key.data():
+                self._selector.unregister(key.fd)
+                os.close(key.fd)
+        return bool(ready)
+
+    def _read_what_is_there(self) -> None:
+        # A pipe holds 64 KiB and a terminal is read 4 KiB at a time. There is no waiting for the end of
+        # the output: a process that left its group may hold the other end for as long as it likes.
+        for _ in range(16):
+            if not self._read(0.0):
+                break
+
+    # ── ending ──────────────────────────────────────────────────────────────────────────────────
+
+    def _on_end(self, process: Process) -> None:
+        if self._code is not None:
+            return  # as it should
+        workers = [other for other in self._processes if _is_worker(other.name)]
+        if process.exit_code or not self._address:
+            self._say(f"{process.name} failed: {process.how_it_ended()}; ending the others")
+            self._end(process.exit_code or 1)
+        elif len(workers) == self._config.cluster.workers and all(w.exit_code == 0 for w in workers):
+            # The scheduler has seen them leave and tells the servers, unless they never joined.
+            self._code = 0
+            self._patience_until = time.monotonic() + GRACE_SECONDS
+            if self._is_gathering():
+                self._say("not all workers joined the cluster; does CMD call zenps.init()?")
+                self._take_next_measure()
+
+    def _is_gathering(self) -> bool:
+        cluster = msgspec.structs.replace(self._config.cluster, scheduler=self._address.decode().strip())
+        try:
+            return fetch(cluster, STATUS_SECONDS).state == "gathering"
+        except DeadlineError:
+            return False  # it has ended
+
+    def _end(self, code: int) -> None:
+        """The job ends with ``code``, unless that is settled. Runs in the signal handler, too."""
+        if self._code is None:
+            self._code = code
+        self._take_next_measure()
+
+    def _take_next_measure(self) -> None:
+        """SIGTERM first, then SIGKILL, to all that were started and have not ended."""
+        if not self._measures:
+            return
+        measure = self._measures.pop(0)
+        self._patience_until = time.monotonic() + GRACE_SECONDS if self._measures else float("inf")
+        for process in self._processes:
+            process.signal(measure)
+
+    def _say(self, text: str) -> None:
+        self._output.line("launch", text.encode(), is_stderr=True)
+
+
+def _is_worker(name: str) -> bool:
+    return name.startswith("worker")
+
+
+@contextlib.contextmanager
+def _signals(job: _Job) -> Iterator[None]:
+    """Hands signals that ask for an end, and news of ended children, to ``job``."""
+    awake, wake = net.socketpair()
+    wake.setblocking(False)
+    job.wake_by(awake.fileno())
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        job.on_signal(number)
+
+    # nohup has SIGHUP ignored, and means it.
+    handled = [n for n in _HANDLED if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, on_signal) for number in handled}
+    before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+    fd_before = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(fd_before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        awake.close()
+        wake.close()
