@@ -105,13 +105,14 @@ class _Service:
                 logger.info("%s", self._membership.state)
 
     def _send(self, sends: Sequence[Send]) -> None:
+        replies = {m.sequence: m for m in (send.message for send in sends) if isinstance(m, BarrierReply)}
+        for barrier in replies.values():
+            self._metrics.barriers.labels(outcome="failed" if barrier.error else "completed").inc()
         for send in sends:
             message = send.message
             match message:
                 case Status():
                     message = msgspec.structs.replace(message, nodes=(self._own_status(), *message.nodes))
-                case BarrierReply(error=error):
-                    self._metrics.barriers.labels(outcome="failed" if error else "completed").inc()
                 case Departed(member=member, lost=True, reason=reason):
                     if log.once(logger, reason, "%s", reason):
                         self._metrics.lost_nodes.labels(role=member.role).inc()

@@ -88,8 +88,11 @@ class Aggregator:
         if len(parts) == 1 and divisor == 1:
             return parts[0]
         total = self._pool.empty(shape, ACCUMULATE[dtype])
-        total.copy_(parts[0])
-        for part in parts[1:]:
+        if len(parts) == 1:
+            total.copy_(parts[0])
+        else:
+            torch.add(parts[0], parts[1], out=total)
+        for part in parts[2:]:
             total += part
         if divisor != 1:
             total /= divisor

@@ -38,6 +38,9 @@ logger = logging.getLogger("zenps.worker")
 
 TICK_SECONDS = 0.5
 
+# How long close() waits for a driver on another thread to step aside.
+CLOSE_SECONDS = 5.0
+
 
 class Channel:
     """All rounds of one worker. Every method may be called from any thread.
@@ -112,6 +115,7 @@ class Channel:
         """Closes the sockets; what is in flight fails."""
         self.fail(UsageError("this worker has left the cluster; call zenps.init() to join again"))
         self._post(self._close_sockets)
+        self.wait(lambda: self._closed, time.monotonic() + CLOSE_SECONDS)
 
     # ── the role of the driver ──────────────────────────────────────────────────────────────────
 
@@ -120,8 +124,8 @@ class Channel:
         with self._role:
             self._commands.append(command)
             if self._driving:
-                # A full pair holds wake-ups enough that the driver has yet to read.
-                with contextlib.suppress(BlockingIOError):
+                # A full pair holds wake-ups enough; a closed one has a driver that is about to resign.
+                with contextlib.suppress(OSError):
                     self._wake_writer.send(b"\0")
                 return
             self._driving = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket as net
 import threading
 import time
@@ -24,7 +23,8 @@ from .channel import Channel
 
 __all__ = ["Session"]
 
-logger = logging.getLogger("zenps.worker")
+# The lease's thread answers within microseconds; this bounds the wait for one that cannot.
+CLOSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Session:
         """Leaves the cluster; what is in flight fails."""
         self.channel.close()
         self._post(_Leave())
-        self._thread.join()
+        self._thread.join(CLOSE_SECONDS)
         self._ctx.destroy(linger=LINGER_MS)
 
     def _post(self, command: _AwaitBarrier | _Leave) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-SHOW = "import json; from zenps.config import load, describe; print(json.dumps([*map(list, describe(load()))]))"
+SHOW = (
+    "import json; from zenps.config import load, describe; print(json.dumps([*map(list, describe(load()))]))"
+)
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
@@ -48,7 +50,9 @@ def test_bad_setting_is_refused_in_one_line(zenps: Any, setting: str, parts: lis
 @pytest.mark.parametrize("subcommand", SUBCOMMANDS)
 def test_every_subcommand_refuses_a_bad_setting(zenps: Any, subcommand: str) -> None:
     command = ["--", "true"] if subcommand in ("launch", "worker") else []
-    assert_refused(zenps(subcommand, "--set", "log.level=loud", *command), "log.level", "'loud'", "debug, info")
+    assert_refused(
+        zenps(subcommand, "--set", "log.level=loud", *command), "log.level", "'loud'", "debug, info"
+    )
 
 
 def test_missing_file_is_refused(zenps: Any) -> None:
@@ -56,7 +60,9 @@ def test_missing_file_is_refused(zenps: Any) -> None:
 
 
 def test_number_of_workers_is_checked(zenps: Any) -> None:
-    assert_refused(zenps("launch", "--workers", "0", "--", "true"), "cluster.workers", "'0'", "from 1 to 4096")
+    assert_refused(
+        zenps("launch", "--workers", "0", "--", "true"), "cluster.workers", "'0'", "from 1 to 4096"
+    )
 
 
 @pytest.mark.parametrize("subcommand", ["launch", "worker"])

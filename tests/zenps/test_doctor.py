@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import resource
+import socket
+from typing import Any
+
+import pytest
+
+from zenps import doctor
+from zenps.config import load
+from zenps.doctor import Check, examine
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "TIMEOUT_SECONDS", 1.0)
+
+
+def examined(*sets: str) -> dict[str, Check]:
+    return {check.name: check for check in examine(load(sets=sets, environ={}).config)}
+
+
+def test_all_is_well() -> None:
+    checks = examined("cluster.server_budget_bytes=1MiB")
+    assert {check.verdict for check in checks.values()} == {"ok"}
+    assert {"python", "torch", "pyzmq", "msgpack", "cuda", "metrics", "open files"} <= checks.keys()
+
+
+def test_whatever_is_not_ok_comes_with_advice() -> None:
+    checks = examined("cluster.workers=2", "cluster.server_budget_bytes=1TiB", "sync.partition=no.such:Thing")
+    assert checks["scheduler"].verdict == "fail"
+    assert checks["memory"].verdict == "warn"
+    assert checks["sync.partition"].verdict == "warn"
+    assert "no.such:Thing" in checks["sync.partition"].found
+    assert all(check.advice for check in checks.values() if check.verdict != "ok")
+
+
+def test_torch_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "100000")
+    assert examined()["torch threads"].verdict == "warn"
+
+
+def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
+    assert examined("cluster.workers=4", "cluster.scheduler=127.0.0.1:1")["open files"].verdict == "ok"
+    assert examined("cluster.workers=200", "cluster.scheduler=127.0.0.1:1")["open files"].verdict == "fail"
+
+
+def test_container_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_available_bytes", lambda: 1 << 30)
+    assert examined()["memory"].verdict == "warn"
+    assert examined("cluster.server_budget_bytes=1GiB")["memory"].verdict == "ok"
+
+
+def test_taken_ports() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        checks = examined(
+            f"metrics.port={port}", f"cluster.server_port={port}", "cluster.scheduler=127.0.0.1:1"
+        )
+    assert checks["metrics"].verdict == checks["own address"].verdict == "fail"
+    assert examined("metrics.port=-1")["metrics"].found == "off"
+
+
+def test_no_scheduler_listens() -> None:
+    check = examined("cluster.scheduler=127.0.0.1:1")["scheduler"]
+    assert check.verdict == "fail"
+    assert "refused" in check.found
+
+
+def test_name_that_cannot_be_resolved() -> None:
+    assert examined("cluster.scheduler=no-such-host.invalid:7777")["own address"].verdict == "fail"
+
+
+def test_something_else_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        check = examined(f"cluster.scheduler=127.0.0.1:{other.getsockname()[1]}")["scheduler"]
+    assert check.verdict == "fail"
+    assert "no answer" in check.found
+
+
+def test_cluster_that_waits(scheduler: str) -> None:
+    checks = examined(f"cluster.scheduler={scheduler}", "sync.granule=64")
+    assert checks["scheduler"].verdict == "ok"
+    assert "gathering" in checks["scheduler"].found
+    assert checks["nodes"].verdict == "warn"
+    assert "0 of 1 worker(s) and 0 of 1 server(s)" in checks["nodes"].found
+    assert checks["sync settings"].verdict == "fail"
+    assert checks["sync settings"].found == "granule is 64 here and 32 there"
+
+
+def test_exit_code_and_report(zenps: Any) -> None:
+    done = zenps("doctor", "--set", "cluster.scheduler=127.0.0.1:1")
+    assert done.returncode == 1
+    assert "fail scheduler" in done.stdout
+    assert "→ start it with zenps scheduler" in done.stdout
+    assert done.stderr == ""
+    assert zenps("doctor").returncode == 0

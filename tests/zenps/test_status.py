@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from zenps.errors import DeadlineError
+from zenps.settings import ClusterConfig
+from zenps.status import fetch, to_json
+from zenps.tables import show_status
+from zenps.wire.messages import NodeStatus, Status
+
+SERVER = NodeStatus(
+    role="server",
+    rank=1,
+    host="node-1",
+    pid=42,
+    address="tcp://10.0.0.1:7000",
+    metrics="127.0.0.1:9100",
+    epoch=3,
+    state="present",
+    slots=2048,
+    silent_seconds=0.25,
+    load={"rounds": 12.0, "received_bytes": 1536.0, "sent_bytes": 3.0 * 2**30, "busy_seconds": 1.5},
+)
+WORKER = NodeStatus(
+    role="worker",
+    rank=0,
+    host="node-2",
+    pid=43,
+    address="",
+    metrics="",
+    epoch=3,
+    state="lost",
+    slots=0,
+    silent_seconds=11.0,
+    load={"rounds": 6.0, "pushed_bytes": 100.0, "pulled_bytes": 2048.0, "wait_seconds": 0.5},
+)
+
+
+def status(*nodes: NodeStatus) -> Status:
+    return Status("default", "running", 3, 10.0, {"codec": "auto"}, nodes)
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    show_status(status(SERVER, WORKER))
+    heading, header, _, server, worker = capsys.readouterr().out.splitlines()
+    assert heading.split() == "job default running epoch 3 lease 10 s".split()
+    assert header.split() == (
+        "role rank host pid address state epoch slots rounds in out time silent".split()
+    )
+    assert re.split(r"  +", server.strip()) == [
+        *("server", "1", "node-1", "42", "10.0.0.1:7000", "present", "3", "2048", "12"),
+        *("1.5 KiB", "3.0 GiB", "1.5 s busy", "0.2 s"),
+    ]
+    assert re.split(r"  +", worker.strip()) == [
+        *("worker", "0", "node-2", "43", "lost", "3", "6", "2.0 KiB", "100 B", "0.5 s waiting", "11.0 s"),
+    ]
+
+
+def test_hostile_names_and_counters_do_no_harm(capsys: pytest.CaptureFixture[str]) -> None:
+    load = {"rounds": math.nan, "received_bytes": math.inf, "sent_bytes": -1e308, "busy_seconds": 1e300}
+    show_status(status(msgspec.structs.replace(SERVER, host="[red]a\x1b[2J\nb", load=load)))
+    out = capsys.readouterr().out
+    assert r"[red]a\x1b[2J\x0ab" in out
+    assert "\x1b" not in out
+    assert out.count("\n") == 4
+
+
+def test_json_is_json_whatever_a_node_reports() -> None:
+    tree = json.loads(to_json(status(msgspec.structs.replace(SERVER, load={"rounds": math.nan}))))
+    assert tree["nodes"][0]["load"] == {"rounds": None}
+
+
+def test_status_of_a_live_cluster(zenps: Any, scheduler: str) -> None:
+    here = ("--set", f"cluster.scheduler={scheduler}")
+    server = zenps.start("server", *here, stdout=None, stderr=None)
+    script = "import zenps as zps; zps.init(); input(); zps.shutdown()"
+    worker = zenps.start(
+        "worker", *here, "--", sys.executable, "-c", script, stdin=subprocess.PIPE, stdout=None, stderr=None
+    )
+    until = time.monotonic() + 60
+    tree: dict[str, Any] = {"state": ""}
+    while tree["state"] != "running":
+        assert time.monotonic() < until
+        tree = json.loads(zenps("status", "--json", *here).stdout)
+    assert tree["job"] == "default"
+    assert tree["epoch"] == 1
+    assert tree["settings"]["partition"] == "balanced"
+    nodes = {node["role"]: node for node in tree["nodes"]}
+    assert {role: node["rank"] for role, node in nodes.items()} == {"scheduler": 0, "server": 0, "worker": 0}
+    assert (nodes["server"]["pid"], nodes["worker"]["pid"]) == (server.pid, worker.pid)
+    assert nodes["scheduler"]["address"] == scheduler
+    assert nodes["server"]["address"].startswith("tcp://127.0.0.1:")
+    assert nodes["server"]["slots"] == 4096
+    assert all(node["host"] and node["state"] == "present" for node in nodes.values())
+    assert {node["epoch"] for node in nodes.values()} <= {0, 1}
+    table = zenps("status", *here)
+    assert table.returncode == 0
+    assert [line.split()[0] for line in table.stdout.splitlines()[3:]] == ["scheduler", "server", "worker"]
+    worker.communicate("\n", timeout=30)
+    assert server.wait(timeout=30) == 0
+
+
+def test_nobody_there(zenps: Any) -> None:
+    begin = time.monotonic()
+    done = zenps("status", "--set", "cluster.scheduler=127.0.0.1:1", "--timeout-seconds", "0.3")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("zenps: no answer from the scheduler at 127.0.0.1:1 within 0.3 s")
+    assert done.stderr.count("\n") == 1
+    assert time.monotonic() - begin < 20
+
+
+def test_scheduler_of_another_job_does_not_answer(scheduler: str) -> None:
+    with pytest.raises(DeadlineError, match="'other'"):
+        fetch(ClusterConfig(scheduler=scheduler, job="other"), 0.5)
+    assert fetch(ClusterConfig(scheduler=scheduler), 30).state == "gathering"
