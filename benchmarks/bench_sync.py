@@ -90,7 +90,8 @@ def sweep(options: argparse.Namespace) -> Iterator[tuple[int, Case]]:
     """Workers and case of each measurement: the base, then one change at a time."""
     values = {name: getattr(options, name) for name in SWEEP}
     base = {name: each[0] for name, each in values.items()}
-    for change in [{}, *({name: value} for name, each in values.items() for value in each[1:])]:
+    changes = [{name: value} for name, each in values.items() for value in each[1:]]
+    for change in [{}, *changes]:
         point = base | change
         yield point.pop("workers"), Case(**point, steps=options.steps)
 

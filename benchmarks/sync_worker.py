@@ -198,16 +198,19 @@ def _count(ways: dict[str, Way], gradients: Sequence[Tensor]) -> Traffic:
     before = msgspec.structs.replace(zps.stats())
     wire_bytes = [[_wire_bytes(way, gradient) for way in ways.values()] for gradient in gradients]
     after = zps.stats()
-    by_rank = _over_ranks(
-        [
-            [len(gradient._indices().unique()) for gradient in gradients],
-            [_gather_and_coalesce(gradient)._nnz() for gradient in gradients],
-            [(after.pushed_bytes - before.pushed_bytes) / len(gradients)] * len(gradients),
-            [(after.pulled_bytes - before.pulled_bytes) / len(gradients)] * len(gradients),
-        ]
-    )
     medians = torch.tensor(wire_bytes).median(dim=0).values.tolist()
-    return Traffic(*by_rank.mean(dim=(0, 2)).tolist(), dict(zip(ways, medians, strict=True)))
+    steps = len(gradients)
+    return Traffic(
+        unique_rows=_mean_over_ranks(sum(map(_count_unique, gradients)) / steps),
+        union_rows=sum(_gather_and_coalesce(gradient)._nnz() for gradient in gradients) / steps,
+        pushed_bytes=_mean_over_ranks((after.pushed_bytes - before.pushed_bytes) / steps),
+        pulled_bytes=_mean_over_ranks((after.pulled_bytes - before.pulled_bytes) / steps),
+        wire_bytes=dict(zip(ways, medians, strict=True)),
+    )
+
+
+def _count_unique(gradient: Tensor) -> int:
+    return torch.unique(gradient._indices()).numel()
 
 
 def _wire_bytes(way: Way, gradient: Tensor) -> int:
@@ -251,6 +254,10 @@ def _over_ranks(numbers: object) -> Tensor:
     stacked = mine.new_empty(dist.get_world_size(), *mine.shape)
     _all_gather(stacked.view(-1, *mine.shape[1:]), mine)
     return stacked
+
+
+def _mean_over_ranks(number: float) -> float:
+    return float(_over_ranks([number]).mean())
 
 
 if __name__ == "__main__":

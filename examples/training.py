@@ -63,7 +63,7 @@ class TrainingRun:
         self._steps, self._seconds = steps, seconds
         self._unit, self._units_per_step = unit, units_per_step * zps.size()
         self._losses: list[Tensor] = []
-        self.numbers: dict[str, Any] = {}
+        self._numbers: dict[str, Any] = {}
 
     def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yields batches; all ranks stop after the same one, because they look at one loss and one clock."""
@@ -85,7 +85,7 @@ class TrainingRun:
                     self.console.print(progress.get_renderable())
                 if done == 1.0:
                     break
-        self.numbers = _account(before, step, time.perf_counter() - begin, self._unit, self._units_per_step)
+        self._numbers = _account(before, step, time.perf_counter() - begin, self._unit, self._units_per_step)
 
     def record(self, loss: Tensor) -> None:
         """Takes the loss of a step, a scalar, into the average that is shown."""
@@ -93,9 +93,9 @@ class TrainingRun:
 
     def finish(self, report: Path | None, **quality: Any) -> None:
         """Prints the table of what synchronisation cost; writes it and ``quality`` to ``report`` as JSON."""
-        self.console.print(_table(self.numbers, self._unit))
+        self.console.print(_table(self._numbers, self._unit))
         if report is not None and zps.rank() == 0:
-            report.write_text(json.dumps(self.numbers | quality, indent=2) + "\n")
+            report.write_text(json.dumps(self._numbers | quality, indent=2) + "\n")
 
     def _agree(self, seconds: float) -> tuple[float, float]:
         """Mean loss since the last time, and mean time so far, over all ranks."""
@@ -132,7 +132,9 @@ def _account(before: Any, steps: int, seconds: float, unit: str, units_per_step:
 def _table(numbers: dict[str, Any], unit: str) -> Table:
     steps, seconds = numbers["steps"], numbers["seconds"]
     sent_bytes = numbers["pushed_bytes"] + numbers["pulled_bytes"]
-    table = Table(title=f"{numbers['workers']} workers, partition {numbers['partition']}", show_header=False)
+    table = Table(
+        title=f"workers: {numbers['workers']}, partition: {numbers['partition']}", show_header=False
+    )
     table.add_column(style="bold")
     table.add_column(justify="right")
 

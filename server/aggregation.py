@@ -91,7 +91,8 @@ class Aggregator:
         if len(parts) == 1:
             total.copy_(parts[0])
         else:
-            torch.add(parts[0], parts[1], out=total)
+            # Widened first: torch adds in the dtype of what is added, whatever ``out`` is.
+            torch.add(parts[0].to(total.dtype), parts[1], out=total)
         for part in parts[2:]:
             total += part
         if divisor != 1:

@@ -22,7 +22,7 @@ from zenps.wire.messages import Busy, Failure, FailureKind, FromServer, Push, Re
 
 __all__ = ["Aggregate", "Held", "Key", "Reply", "Rounds"]
 
-# What an open round costs beside its tensors; it bounds how many empty ones a budget allows.
+# What a round costs beside its tensors; it bounds how many empty ones a budget allows.
 ROUND_BYTES = 1024
 
 
@@ -133,7 +133,7 @@ class Rounds:
         self, key: Key, result: Result, frames: Sequence[memoryview], now: float
     ) -> list[Aggregate | Reply]:
         """The aggregation of ``key`` is done: answers all ranks, and lets refused rounds in."""
-        size = sum(frame.nbytes for frame in frames)
+        size = ROUND_BYTES + sum(frame.nbytes for frame in frames)
         return self._close(key, _Outcome(key.step, result, frames, size), now)
 
     def on_departed(self, rank: int, reason: str, now: float) -> list[Aggregate | Reply]:

@@ -6,6 +6,7 @@ One thread receives, sums and sends. To use more cores, run more servers: slots 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 
@@ -15,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from zenps import log, metrics
 from zenps.buffers import BufferPool
-from zenps.config import Config
+from zenps.config import Config, rank_from_environment
 from zenps.errors import PeerLostError, ProtocolError
 from zenps.kernels.cpu import CpuKernels
 from zenps.metrics import ServerMetrics
@@ -69,8 +70,18 @@ class _Service:
         counters.budget_bytes.set(cluster.server_budget_bytes)
 
     def run(self, metrics_address: str) -> None:
-        register = new_register("server", None, self._address, metrics_address, {})
+        rank = rank_from_environment(os.environ)
+        register = new_register("server", rank, self._address, metrics_address, {})
         self._on_view(self._link.join(register))
+        try:
+            self._serve_until_told()
+        finally:
+            # However it ends: those who wait for this server should not have to wait for its lease.
+            self._link.leave()
+        if self._failure:
+            raise PeerLostError(f"the job has failed: {self._failure}")
+
+    def _serve_until_told(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._link.socket, zmq.POLLIN)
@@ -85,12 +96,9 @@ class _Service:
             wait_seconds = min(next_tick - now, self._link.seconds_to_beat(now))
             ready = dict(poller.poll(int(1000 * max(wait_seconds, 0)) + 1))
             if self._link.socket in ready and self._on_scheduler():
-                self._link.leave()
-                break
+                return
             if self._socket in ready:
                 self._receive()
-        if self._failure:
-            raise PeerLostError(f"the job has failed: {self._failure}")
 
     # ── the scheduler ───────────────────────────────────────────────────────────────────────────
 

@@ -17,10 +17,10 @@ DOORS = ("__init__", "cli")
 
 # From the ground up; a part imports from its own floor and those below.
 FLOORS = (
-    {"buffers", "errors", "metrics", "keyspace", "ring", "codecs", "kernels"},
+    {"buffers", "errors", "metrics", "keyspace", "ring", "codecs", "kernels", "guard", "output", "processes"},
     {"settings", "config", "log", "strategies"},
     {"wire", "layout"},
-    {*ROLES, "launch"},
+    {*ROLES, "doctor", "environments", "launch", "status", "tables"},
     {*DOORS},
 )
 FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}

@@ -41,6 +41,7 @@ _DTYPES = {
     )
 }
 _TENSOR = "__tensor__"
+_SPARSE = "__sparse__"
 _TUPLE = "__tuple__"
 
 
@@ -137,6 +138,9 @@ def _wait_into(tensor: Tensor, name: str, root_rank: int) -> None:
 def _take_apart(value: Any, tensors: list[Tensor]) -> Any:
     """``value`` as plain data, with its tensors moved into ``tensors``."""
     match value:
+        case Tensor() if value.is_sparse:
+            tensors += value._indices(), value._values()
+            return {_SPARSE: [len(tensors) - 2, list(value.shape), value.is_coalesced()]}
         case Tensor():
             tensors.append(value)
             return {_TENSOR: len(tensors) - 1}
@@ -154,6 +158,11 @@ def _put_together(value: Any, tensors: list[Tensor]) -> Any:
     match value:
         case {"__tensor__": int(index)}:
             return tensors[index]
+        case {"__sparse__": [int(index), list(shape), bool(is_coalesced)]}:
+            indices, values = tensors[index : index + 2]
+            return torch.sparse_coo_tensor(
+                indices, values, shape, is_coalesced=is_coalesced, check_invariants=False
+            )
         case {"__tuple__": list(items)}:
             return tuple(_put_together(item, tensors) for item in items)
         case dict():

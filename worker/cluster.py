@@ -133,6 +133,7 @@ class Cluster(Communicator):
 
     def _prepare(self, tensor: Tensor, name: str, previous: Progress | None, contributes: bool) -> Transfer:
         sync = self._config.sync
+        home = int(self._owners[home_slot(name, sync.seed)])
         if tensor.is_sparse:
             rows, columns = table_shape(tensor)
             granule = 1 if columns > 1 else sync.granule
@@ -141,13 +142,13 @@ class Cluster(Communicator):
             # All ranks pulled the same union last time, so all cut it alike this time.
             expected = (previous.pulled_rows if previous else 0) * row_bytes
             chunks = self._count_chunks(layout, row_bytes, expected)
-            return SparseTransfer(tensor, layout, chunks, sync.codec, self._kernels)
+            return SparseTransfer(tensor, layout, chunks, home, sync.codec, self._kernels)
         size_bytes = tensor.numel() * tensor.dtype.itemsize
         if size_bytes < SPLIT_FROM_BYTES:
-            return WholeTransfer(tensor, int(self._owners[home_slot(name, sync.seed)]), contributes)
+            return WholeTransfer(tensor, home, contributes)
         layout = self._dense.get(name, tensor.numel(), DENSE_GRANULE)
         chunks = self._count_chunks(layout, tensor.dtype.itemsize, size_bytes)
-        return DenseTransfer(tensor, layout, chunks, self._pool, contributes)
+        return DenseTransfer(tensor, layout, chunks, home, self._pool, contributes)
 
     def _count_chunks(self, layout: Layout, row_bytes: int, expected_bytes: int) -> int:
         """Chunks per server: none above ``sync.chunk_bytes`` as expected, nor above a message at worst."""

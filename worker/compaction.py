@@ -50,12 +50,16 @@ class SparseTransfer(Transfer):
         tensor: coalesced or not, on the CPU.
         layout: of the tensor's rows.
         chunks: pieces of each server's range, the same number on all ranks.
+        home: the server whose chunk 0 is pushed even if it is empty: there ranks meet that disagree
+            about the shape, and so about which servers have any of it.
         codec: the setting ``sync.codec``.
     """
 
     kind = "sparse"
 
-    def __init__(self, tensor: Tensor, layout: Layout, chunks: int, codec: str, kernels: Kernels) -> None:
+    def __init__(
+        self, tensor: Tensor, layout: Layout, chunks: int, home: int, codec: str, kernels: Kernels
+    ) -> None:
         self.shape, self.dtype, self.chunks = tensor.shape, tensor.dtype, chunks
         _, self.columns = table_shape(tensor)
         self._layout = layout
@@ -67,7 +71,7 @@ class SparseTransfer(Transfer):
         rows, values = as_table(tensor)
         self.rows_given = len(rows)
         self._positions, self._values = kernels.compact(layout.positions(rows), values)
-        self.parts = self._cut(codec)
+        self.parts = self._cut(codec, home)
 
     def absorb(self, server: int, chunk: int, result: Result, frames: Sequence[memoryview]) -> None:
         start, stop = self._range(server, chunk)
@@ -83,14 +87,14 @@ class SparseTransfer(Transfer):
         self._pulled.clear()
         return as_sparse(rows, values, self.shape, self._sparse_dim)
 
-    def _cut(self, codec: str) -> list[Part]:
+    def _cut(self, codec: str, home: int) -> list[Part]:
         cuts = [cut for run in self._cuts for cut in run]
         at = np.searchsorted(self._positions.numpy(), cuts).reshape(len(self._cuts), -1).tolist()
         parts = []
         for run, server in enumerate(self._layout.servers):
             for chunk in range(self.chunks):
                 start, stop = self._cuts[run][chunk : chunk + 2]
-                if start == stop:
+                if start == stop and (server, chunk) != (home, 0):
                     continue
                 begin, end = at[run][chunk : chunk + 2]
                 chosen = choose(codec, end - begin, stop - start)

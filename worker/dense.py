@@ -37,7 +37,7 @@ class WholeTransfer(Transfer):
     columns = 1
     chunks = 1
 
-    def __init__(self, tensor: Tensor, server: int, contributes: bool = True) -> None:
+    def __init__(self, tensor: Tensor, server: int, contributes: bool) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype
         count = self.rows_given = tensor.numel()
         # A copy, which the caller may outrun by changing the tensor.
@@ -63,6 +63,7 @@ class DenseTransfer(Transfer):
         tensor: on the CPU; not read if ``contributes`` is False.
         layout: of its elements, by granules of :data:`DENSE_GRANULE`.
         chunks: pieces of each server's range.
+        home: the server whose chunk 0 is pushed even if it is empty, as of a sparse tensor.
         contributes: whether this rank's values count, or it only takes part to get the result.
     """
 
@@ -70,7 +71,7 @@ class DenseTransfer(Transfer):
     columns = 1
 
     def __init__(
-        self, tensor: Tensor, layout: Layout, chunks: int, pool: BufferPool, contributes: bool = True
+        self, tensor: Tensor, layout: Layout, chunks: int, home: int, pool: BufferPool, contributes: bool
     ) -> None:
         self.shape, self.dtype, self.chunks = tensor.shape, tensor.dtype, chunks
         self.rows_given = tensor.numel()
@@ -83,7 +84,7 @@ class DenseTransfer(Transfer):
         for run, server in enumerate(layout.servers):
             for chunk in range(chunks):
                 start, stop = self._cuts[run][chunk : chunk + 2]
-                if start == stop:
+                if start == stop and (server, chunk) != (home, 0):
                     continue
                 values = _NOTHING if ordered is None else tensor_bytes(ordered[start:stop])
                 rows = 0 if ordered is None else stop - start

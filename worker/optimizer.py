@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zenps.errors import MismatchError, UsageError
+from zenps.errors import MismatchError, UsageError, listing
 
 from .alone import Alone
 from .api import communicator, push_pull_async
@@ -200,12 +200,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _agree_on_names(self, own: dict[str, Parameter]) -> dict[str, Parameter]:
         """The parameters in rank 0's order: ranks may have been given them in different ones."""
+        world = communicator()
         names = broadcast_object(list(own), name=f"{self._prefix}/names")
-        if set(names) != own.keys():
-            differing = ", ".join(sorted(set(names) ^ own.keys()))
-            raise MismatchError(
-                f"rank {communicator().rank} and rank 0 have different parameters: one alone has {differing}"
-            )
+        differing = set(names) ^ own.keys()
+        others = torch.zeros(world.size, dtype=torch.int64)
+        others[world.rank] = len(differing)
+        others = push_pull_async(others, f"{self._prefix}/differing", average=False).wait()
+        if others.any():
+            ranks = listing(others.nonzero().flatten().tolist())
+            here = f"; rank 0 or this one alone has {listing(sorted(differing))}" if differing else ""
+            raise MismatchError(f"rank(s) {ranks} have other parameters than rank 0{here}")
         return {name: own[name] for name in names}
 
     def _agree_on_kinds(self) -> None:

@@ -1,7 +1,7 @@
 """ZenPS: a parameter server for PyTorch that synchronises sparse gradients.
 
 ``import zenps as zps`` gives the worker's public names. They are fetched on first use (PEP 562), so
-that scheduler and command line, which need no torch, do not load it.
+that the scheduler and the command line, which need no torch, do not load it.
 """
 
 from __future__ import annotations
@@ -10,17 +10,60 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zenps.worker import *  # noqa: F403
+    from zenps.worker import (
+        CommHookState,
+        DistributedOptimizer,
+        Pending,
+        Stats,
+        barrier,
+        broadcast_object,
+        broadcast_optimizer_state,
+        broadcast_parameters,
+        comm_hook,
+        init,
+        is_initialized,
+        local_rank,
+        local_size,
+        poll,
+        push_pull,
+        push_pull_async,
+        rank,
+        shutdown,
+        size,
+        stats,
+        synchronize,
+    )
+
+__all__ = [
+    "CommHookState",
+    "DistributedOptimizer",
+    "Pending",
+    "Stats",
+    "barrier",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "comm_hook",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "poll",
+    "push_pull",
+    "push_pull_async",
+    "rank",
+    "shutdown",
+    "size",
+    "stats",
+    "synchronize",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("_"):
-        raise AttributeError(f"module 'zenps' has no attribute {name!r}")
-    worker = import_module("zenps.worker")
-    if name == "__all__" or name in worker.__all__:
-        return getattr(worker, name)
-    raise AttributeError(f"module 'zenps' has no attribute {name!r}; it has: {', '.join(worker.__all__)}")
+    if name not in __all__:
+        raise AttributeError(f"module 'zenps' has no attribute {name!r}; it has: {', '.join(__all__)}")
+    return getattr(import_module("zenps.worker"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *import_module("zenps.worker").__all__])
+    return sorted([*globals(), *__all__])

@@ -44,7 +44,7 @@ def environments(config: Config, base: Mapping[str, str]) -> dict[str, dict[str,
         role, _, rank = name.partition(" ")
         environment = common | _own_port("metrics.port", config.metrics.port, index)
         if role == "server":
-            environment |= _own_port("cluster.server_port", cluster.server_port, int(rank))
+            environment |= {"RANK": rank} | _own_port("cluster.server_port", cluster.server_port, int(rank))
         elif role == "worker":
             environment |= {
                 # https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables

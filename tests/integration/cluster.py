@@ -30,13 +30,15 @@ from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.messages import FromScheduler, NodeStatus, Status, StatusRequest
 from zenps.wire.sockets import connect_dealer
 
-__all__ = ["Cluster", "Process", "Raised", "attempt"]
+__all__ = ["Cluster", "Process", "Raised", "attempt", "await_file"]
 
 DEADLINE_SECONDS = 60.0
 """How long any wait in a test may take, on a machine that is busy with others."""
 
 _fork_server = mp.get_context("forkserver")
-_fork_server.set_forkserver_preload(["torch", "zenps.worker", "zenps.server.service", "zenps.scheduler.service"])
+_fork_server.set_forkserver_preload(
+    ["torch", "zenps.worker", "zenps.server.service", "zenps.scheduler.service"]
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,14 @@ def attempt(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
     except Exception as error:  # noqa: BLE001 - the caller asserts on it
         return Raised(type(error).__name__, str(error))
+
+
+def await_file(path: Path) -> None:
+    """Waits until another process has made the file."""
+    until = time.monotonic() + DEADLINE_SECONDS
+    while not path.exists():
+        assert time.monotonic() < until, f"nobody has made {path}"
+        time.sleep(0.01)
 
 
 class Process:
@@ -283,6 +293,8 @@ def _work(variables: Mapping[str, str], init: bool, function: Callable[..., Any]
     if not init:
         return function(*args)
     zps.init()
-    value = function(*args)
-    zps.shutdown()
-    return value
+    try:
+        return function(*args)
+    finally:
+        # A script's atexit handler does this; processes of multiprocessing run none.
+        zps.shutdown()

@@ -49,9 +49,7 @@ def _reduce_sparse(tensors: Sequence[Tensor], average: bool) -> Tensor:
     rows = [_divided(totals[index], len(tensors), average).to(first.dtype) for index in indices]
     values = torch.stack(rows) if rows else torch.empty((0, *first._values().shape[1:]), dtype=first.dtype)
     as_tensor = torch.tensor(indices, dtype=torch.int64).reshape(len(indices), first.sparse_dim()).t()
-    return torch.sparse_coo_tensor(
-        as_tensor, values, first.shape, is_coalesced=True, check_invariants=True
-    )
+    return torch.sparse_coo_tensor(as_tensor, values, first.shape, is_coalesced=True, check_invariants=True)
 
 
 def _compacted(tensor: Tensor) -> dict[tuple[int, ...], Tensor]:

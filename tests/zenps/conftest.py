@@ -29,7 +29,7 @@ class Command:
         self.environment |= dict([self._mark.split("=")])
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
-        """``zenps ARGUMENTS``, running; its output can be read from pipes unless ``options`` say otherwise."""
+        """``zenps ARGUMENTS``, running; its output comes through pipes unless ``options`` say otherwise."""
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         environment = self.environment | options.pop("env", {})
         popen = subprocess.Popen(

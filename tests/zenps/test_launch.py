@@ -139,7 +139,13 @@ def test_signal_while_starting(zenps: Any) -> None:
     assert_nothing_is_left(zenps)
 
 
-STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); signal.pause(); signal.pause()"
+STUBBORN = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up")
+while True:
+    signal.pause()
+"""
 
 
 def test_stubborn_process_is_killed(zenps: Any) -> None:

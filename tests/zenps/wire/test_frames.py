@@ -262,7 +262,12 @@ def test_oversized(wrap: type[bytes] | type[memoryview]) -> None:
 
 
 def test_announced_lengths_do_not_allocate() -> None:
-    for header in (b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\x7f\xff\xff\xff"):
+    for header in (
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\xdb\x7f\xff\xff\xff",
+    ):
         assert refusal(Decoder("job", ToScheduler), header) == "envelope"
 
 

@@ -51,7 +51,9 @@ def test_round_trip(name: Dtype, shape: tuple[int, ...]) -> None:
 @every_dtype
 def test_bytes_are_little_endian(name: Dtype) -> None:
     one = torch.tensor([1]).to(DTYPES[name])
-    as_numpy = {"bfloat16": b"\x80\x3f"}.get(name) or np.array([1], np.dtype(name).newbyteorder("<")).tobytes()
+    as_numpy = {"bfloat16": b"\x80\x3f"}.get(name) or np.array(
+        [1], np.dtype(name).newbyteorder("<")
+    ).tobytes()
     assert tensor_bytes(one).tobytes() == as_numpy
 
 

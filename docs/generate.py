@@ -1,0 +1,174 @@
+"""Writes docs/configuration.md and docs/metrics.md from the code: ``python docs/generate.py``.
+
+A test compares the files with what this returns, so that they cannot fall behind.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType, UnionType
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+
+from zenps.metrics import SchedulerMetrics, ServerMetrics, WorkerMetrics
+from zenps.settings import FIELDS, Config, format_bytes
+
+CONFIGURATION = """\
+<!-- Written by docs/generate.py from zenps/settings.py. Do not edit. -->
+# Configuration
+
+All roles read the same settings from the same sources. The first that has a setting decides it:
+
+1. `--set section.field=value` of a `zenps` command, or `zps.init(sets=["section.field=value"])`
+2. the variable `ZENPS_SECTION_FIELD`, such as `ZENPS_SYNC_PARTITION`
+3. BytePS's `DMLC_PS_ROOT_URI` with `DMLC_PS_ROOT_PORT`, `DMLC_NUM_WORKER` and `DMLC_NUM_SERVER`
+4. torchrun's `WORLD_SIZE`
+5. a TOML file: that of `--config` or `zps.init(config=…)`, else that of the variable `ZENPS_CONFIG`, else
+   `./zenps.toml` where it exists
+6. the default
+
+A worker's rank is torchrun's `RANK`, else BytePS's `DMLC_WORKER_ID`, else the scheduler's choice.
+
+`zenps config` prints every value and where it came from. A key that does not exist or a value out of
+bounds is refused with the field, the value and what is allowed; the command then ends with exit code 2.
+A setting whose name ends in `_bytes` also takes a string such as `"8MiB"` (KiB, MiB, GiB, TiB).
+
+The scheduler refuses a worker whose `sync` section is not its own
+([why](decisions/0010-settings-must-equal.md)).
+"""
+
+METRICS = """\
+<!-- Written by docs/generate.py from zenps/metrics.py. Do not edit. -->
+# Metrics
+
+Every process serves Prometheus at `http://HOST:PORT/metrics`, where `metrics.host` and `metrics.port` say
+so ([configuration](configuration.md#metrics)). With the default port, any free one, the port chosen is in
+the `metrics` field of `zenps status --json`. Labels are closed sets.
+"""
+
+
+NO_NAMES: Final[Mapping[Any, str]] = MappingProxyType({})
+
+
+def configuration() -> str:
+    """docs/configuration.md."""
+    lines = [CONFIGURATION]
+    for section, struct in get_type_hints(Config).items():
+        lines += [f"## {section}", "", struct.__doc__, ""]
+        lines += _table(["setting", "default", "type", "meaning"], _settings(section, struct()))
+    return "\n".join(lines)
+
+
+def metrics() -> str:
+    """docs/metrics.md."""
+    roles = {"Worker": WorkerMetrics, "Server": ServerMetrics, "Scheduler": SchedulerMetrics}
+    families = {role: {family.name: family for family in _collect(kind)} for role, kind in roles.items()}
+    common = set.intersection(*map(set, families.values()))
+    sections = {"Every role": [f for name, f in families["Worker"].items() if name in common]}
+    for role, own in families.items():
+        sections[role] = [family for name, family in own.items() if name not in common]
+    lines = [METRICS]
+    for heading, found in sections.items():
+        lines += [f"## {heading}", ""]
+        lines += _table(["metric", "type", "labels", "meaning"], map(_metric, found))
+    return "\n".join(lines)
+
+
+def _number(value: float) -> str:
+    """``4611686018427387903`` as ``2^62 - 1``: what nobody can read in decimals."""
+    exponent = int(value + 1).bit_length() - 1
+    return f"2^{exponent} - 1" if exponent > 16 and value + 1 == 1 << exponent else f"{value:g}"
+
+
+def type_text(
+    annotated: Any, show: Callable[[float], str] = _number, names: Mapping[Any, str] = NO_NAMES
+) -> str:
+    """A type with its bounds, in words: ``int, 1 to 4096``. The protocol's test uses it, too.
+
+    Args:
+        annotated: as it stands at a field of a struct.
+        show: how a bound is written.
+        names: of types that are not spelt out.
+    """
+    if annotated in names:
+        return names[annotated]
+
+    def of(part: Any) -> str:
+        return type_text(part, show, names)
+
+    origin, args = get_origin(annotated), get_args(annotated)
+    if origin is Annotated:
+        return ", ".join(filter(None, [of(args[0]), _bounds(args[1], show)]))
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in args)
+    if origin is tuple:
+        return f"list of {of(args[0])}"
+    if origin is dict:
+        return f"map of {of(args[0])} to {of(args[1])}"
+    if origin in (Union, UnionType):
+        return " or ".join(map(of, args))
+    return "string" if annotated is str else str(annotated.__name__)
+
+
+def _bounds(meta: msgspec.Meta, show: Callable[[float], str]) -> str:
+    if meta.max_length is not None:
+        exact = meta.min_length == meta.max_length
+        return f"length {meta.max_length}" if exact else f"length {meta.min_length or 0} to {meta.max_length}"
+    high = meta.lt - 1 if meta.lt is not None else meta.le
+    if high is None:
+        return ""
+    return f"above {meta.gt}, at most {show(high)}" if meta.ge is None else f"{show(meta.ge)} to {show(high)}"
+
+
+def _settings(section: str, defaults: msgspec.Struct) -> Iterator[list[str]]:
+    for name, field in FIELDS.items():
+        if name.partition(".")[0] != section:
+            continue
+        default = getattr(defaults, name.partition(".")[2])
+        show: Callable[[float], str] = _number
+        if name.endswith("_bytes"):
+            default, show = format_bytes(default), format_bytes
+        kind = type_text(field.annotated, show)
+        yield [f"`{name}`", f"`{json.dumps(default)}`", kind, str(field.meta.description)]
+
+
+def _collect(kind: Callable[[CollectorRegistry], object]) -> list[Metric]:
+    registry = CollectorRegistry()
+    kind(registry)
+    return list(registry.collect())
+
+
+def _metric(family: Metric) -> list[str]:
+    # As Prometheus shows it: the client adds these endings to what a family is called.
+    ending = {"counter": "_total", "info": "_info"}.get(family.type, "")
+    values: dict[str, list[str]] = {}
+    for sample in family.samples:
+        for label, value in sample.labels.items():
+            if label != "le" and family.type != "info" and value not in values.setdefault(label, []):
+                values[label].append(value)
+    labels = "; ".join(f"`{label}`: {', '.join(found)}" for label, found in values.items())
+    if family.type == "info":
+        labels = ", ".join(f"`{label}`" for label in sorted(family.samples[0].labels))
+    return [
+        f"`{family.name}{ending}`",
+        {"info": "gauge"}.get(family.type, family.type),
+        labels,
+        family.documentation,
+    ]
+
+
+def _table(columns: list[str], rows: Iterable[list[str]]) -> list[str]:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return [f"| {' | '.join(cells)} |" for cells in lines] + [""]
+
+
+FILES = {"configuration.md": configuration, "metrics.md": metrics}
+
+if __name__ == "__main__":
+    for file, text in FILES.items():
+        Path(__file__).with_name(file).write_text(text(), encoding="utf-8")

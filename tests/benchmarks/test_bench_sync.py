@@ -1,0 +1,63 @@
+"""The benchmark runs, checks its own results, and reports what it promises."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "bench_sync.py"
+WAYS = {"zenps", "gloo dense", "gloo sparse", "gloo gather"}
+
+
+def bench(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARK), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+
+
+def test_tiny_run_is_measured_and_written(tmp_path: Path) -> None:
+    output = tmp_path / "new" / "tiny.json"
+    case = {"rows": 20_000, "dim": 16, "ids": 2_000, "skew": 5.0, "steps": 2}
+    flags = [text for name, value in case.items() for text in (f"--{name}", str(value))]
+    done = bench(
+        "--workers", "2", "--servers", "1", "--partitions", "balanced", *flags, "--json", str(output)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "speed-up" in done.stdout
+    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+    report = json.loads(output.read_text())
+    assert set(report["machine"]) == {"cpu", "cores", "system"}
+    assert set(report["versions"]) >= {"python", "torch", "pyzmq", "zenps"}
+    (measured,) = report["measurements"]
+    assert (measured["workers"], measured["servers"], measured["partition"]) == (2, 1, "balanced")
+    assert measured["case"] == case
+
+    block = measured["block"]
+    assert set(block["table"]) == set(block["traffic"]["wire_bytes"]) == WAYS
+    for timing in (*block["table"].values(), *block["small"].values()):
+        assert 0 < timing["p50_seconds"] <= timing["p95_seconds"]
+    gloo = {way: timing["p50_seconds"] for way, timing in block["table"].items() if way != "zenps"}
+    assert measured["best_gloo"] == min(gloo, key=gloo.__getitem__)
+    ours = block["table"]["zenps"]["p50_seconds"]
+    assert measured["speedup"] == pytest.approx(min(gloo.values()) / ours)
+    assert block["imbalance"] == 1.0
+
+    # The values alone are 16/17 of the formula.
+    assert 16 / 17 <= measured["pushed_ratio"] <= 1.10
+    assert 16 / 17 <= measured["pulled_ratio"] <= 1.10
+    traffic = block["traffic"]
+    moved = 2 * (traffic["pushed_bytes"] + traffic["pulled_bytes"])
+    assert traffic["wire_bytes"]["zenps"] > moved
+    assert traffic["wire_bytes"]["gloo dense"] > 2 * 4 * 20_000 * 16
+
+
+def test_failed_block_ends_the_run_with_its_output(tmp_path: Path) -> None:
+    output = tmp_path / "failed.json"
+    done = bench("--quick", "--partitions", "nowhere", "--json", str(output))
+    assert done.returncode == 1
+    assert "sync.partition" in done.stderr
+    assert not output.exists()

@@ -1,0 +1,29 @@
+"""docs/configuration.md and docs/metrics.md are what docs/generate.py writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from zenps.settings import FIELDS
+
+
+@pytest.mark.parametrize("file", ["configuration.md", "metrics.md"])
+def test_file_is_what_the_code_says(root: Path, generate: ModuleType, file: str) -> None:
+    written = (root / "docs" / file).read_text("utf-8")
+    assert written == generate.FILES[file](), "run: .venv/bin/python docs/generate.py"
+
+
+def test_every_setting_is_there(generate: ModuleType) -> None:
+    text = generate.configuration()
+    assert [name for name in FIELDS if f"| `{name}` |" not in text] == []
+
+
+def test_metrics_are_named_as_prometheus_sees_them(generate: ModuleType) -> None:
+    text = generate.metrics()
+    assert "| `zenps_push_bytes_total` | counter |  | Bytes pushed to servers. |" in text
+    assert "| `zenps_rounds_total` | counter | `outcome`: completed, failed |" in text
+    assert "| `zenps_build_info` | gauge | `role`, `version` |" in text
+    assert text.count("zenps_epoch") == 1

@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from zenps.buffers import BufferPool
+from zenps.codecs.registry import CODECS
+from zenps.errors import ProtocolError
+from zenps.kernels.base import ACCUMULATE
+from zenps.kernels.cpu import CpuKernels
+from zenps.server.aggregation import Aggregator, Payload, read_payload
+from zenps.wire.messages import Push, Result
+from zenps.wire.tensors import DTYPES, dtype_name, tensor_bytes, tensor_from_bytes
+
+torch.set_num_threads(1)
+
+POOL = BufferPool(keep_bytes=1 << 26)
+AGGREGATOR = Aggregator(CpuKernels(POOL), POOL)
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+SUMMED = [*FLOATS, torch.int64]
+NAN, INF = float("nan"), float("inf")
+Frames = tuple[memoryview, memoryview]
+
+
+def sparse_push(
+    rank: int, positions: Sequence[int], values: Tensor, span: int, codec: str = "coo", average: bool = False
+) -> tuple[Push, Frames]:
+    rows, columns = values.shape
+    dtype = dtype_name(values.dtype)
+    push = Push(1, rank, "t", 5, 2, 4, "sparse", dtype, (span, columns), span, columns, rows, codec, average)  # type: ignore[arg-type]
+    encoded = CODECS[codec].encode(np.array(positions, dtype=np.int64), span)
+    return push, (encoded.data, tensor_bytes(values))
+
+
+def dense_push(rank: int, values: Tensor | None, like: Tensor, average: bool = False) -> tuple[Push, Frames]:
+    span, dtype = len(like), dtype_name(like.dtype)
+    rows = 0 if values is None else span
+    push = Push(1, rank, "t", 5, 2, 4, "dense", dtype, (span,), span, 1, rows, "none", average)
+    return push, (memoryview(b""), memoryview(b"") if values is None else tensor_bytes(values))
+
+
+def aggregate(pushes: Sequence[tuple[Push, Frames]]) -> tuple[Result, Tensor | None, Tensor]:
+    """What a worker reads from the answer: positions (None if dense) and values."""
+    result, frames = AGGREGATOR.aggregate([(push, read_payload(push, frames)) for push, frames in pushes])
+    push = pushes[0][0]
+    assert (result.tensor, result.step, result.chunk) == (push.tensor, push.step, push.chunk)
+    values = tensor_from_bytes(frames[1], DTYPES[push.dtype], (result.rows, push.columns))
+    if result.codec == "none":
+        assert frames[0].nbytes == 0
+        return result, None, values
+    return result, torch.from_numpy(CODECS[result.codec].decode(frames[0], result.rows, push.span)), values
+
+
+def same_bits(got: Tensor, expected: Tensor) -> bool:
+    """But for NaN: an addition makes of it any other."""
+    if (got.shape, got.dtype) != (expected.shape, expected.dtype):
+        return False
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[got.dtype.itemsize]
+    same = got.contiguous().view(bits) == expected.contiguous().view(bits)
+    return bool((same | (got.isnan() & expected.isnan()) if got.is_floating_point() else same).all())
+
+
+def any_values(count: int, columns: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Values whose sum depends on the order, with some special ones among them."""
+    if dtype == torch.int64:
+        return torch.randint(-(2**62), 2**62, (count, columns), generator=generator)
+    scale = 2.0 ** torch.randint(-10, 10, (count, columns), generator=generator)
+    values = (torch.randn(count, columns, generator=generator) * scale).to(dtype)
+    special = torch.tensor([0.0, -0.0, NAN, INF, -INF], dtype=dtype)
+    drawn = torch.randint(0, 40, (count, columns), generator=generator)
+    return torch.where(drawn < 5, special[drawn.clamp(max=4)], values)
+
+
+@settings(deadline=None, max_examples=120)
+@given(
+    seed=st.integers(0, 1 << 30),
+    ranks=st.integers(1, 5),
+    span=st.integers(1, 60),
+    columns=st.sampled_from([0, 1, 2, 3, 48]),
+    dtype=st.sampled_from(SUMMED),
+    codec=st.sampled_from(list(CODECS)),
+    average=st.booleans(),
+)
+def test_sparse_sums_are_those_of_a_loop_over_ranks(
+    seed: int, ranks: int, span: int, columns: int, dtype: torch.dtype, codec: str, average: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    average = average and dtype.is_floating_point
+    pushes, sums = [], dict[int, Tensor]()
+    for rank in range(ranks):
+        present = torch.rand(span, generator=generator) < torch.rand(1, generator=generator)
+        positions = present.nonzero().squeeze(1).tolist()
+        values = any_values(len(positions), columns, dtype, generator)
+        pushes.append(sparse_push(rank, positions, values, span, codec, average))
+        for position, row in zip(positions, values.to(ACCUMULATE[dtype]), strict=True):
+            sums[position] = sums[position] + row if position in sums else row
+    result, positions_got, values_got = aggregate(pushes)
+    assert result.rows == len(sums)
+    assert positions_got is not None
+    assert positions_got.tolist() == sorted(sums)
+    rows = [sums[position] / ranks if average else sums[position] for position in sorted(sums)]
+    expected = torch.stack(rows).to(dtype) if rows else torch.empty(0, columns, dtype=dtype)
+    assert same_bits(values_got, expected)
+
+
+@settings(deadline=None, max_examples=120)
+@given(
+    seed=st.integers(0, 1 << 30),
+    contributes=st.lists(st.booleans(), min_size=1, max_size=5),
+    span=st.integers(1, 300),
+    dtype=st.sampled_from(SUMMED),
+    average=st.booleans(),
+)
+def test_dense_sums_are_those_of_a_loop_over_ranks(
+    seed: int, contributes: list[bool], span: int, dtype: torch.dtype, average: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    average = average and dtype.is_floating_point
+    pushes, total = [], None
+    for rank, present in enumerate(contributes):
+        values = any_values(span, 1, dtype, generator).view(-1)
+        pushes.append(dense_push(rank, values if present else None, values, average))
+        if present:
+            wide = values.to(ACCUMULATE[dtype])
+            total = wide.clone() if total is None else total + wide
+    result, positions, values = aggregate(pushes)
+    assert positions is None
+    if total is None:
+        assert (result.rows, len(values)) == (0, 0)
+        return
+    # An average is over all ranks, also those that only take part.
+    expected = (total / len(contributes) if average else total).to(dtype)
+    assert same_bits(values.view(-1), expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_special_values(dtype: torch.dtype) -> None:
+    one = sparse_push(0, [0, 1, 2, 3], torch.tensor([[-0.0], [2.5], [NAN], [INF]], dtype=dtype), 9)
+    two = sparse_push(1, [1, 2, 3, 8], torch.tensor([[-2.5], [1], [-INF], [-INF]], dtype=dtype), 9)
+    result, positions, values = aggregate([one, two])
+    assert positions is not None
+    assert positions.tolist() == [0, 1, 2, 3, 8]  # 1 cancels to zero, and comes back
+    assert same_bits(values, torch.tensor([[-0.0], [0.0], [NAN], [NAN], [-INF]], dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_narrow_floats_are_summed_wide_and_rounded_once(dtype: torch.dtype, kind: str) -> None:
+    """1 + 2⁻¹² thirty-two times: in the dtype itself, every addition would be lost."""
+    values = [torch.full((2, 1), 1.0 if rank == 0 else 2.0**-12, dtype=dtype) for rank in range(33)]
+    if kind == "dense":
+        pushes = [dense_push(rank, each.view(-1), each.view(-1)) for rank, each in enumerate(values)]
+    else:
+        pushes = [sparse_push(rank, [3, 4], each, 9) for rank, each in enumerate(values)]
+    _, _, got = aggregate(pushes)
+    assert same_bits(got.view(2, 1), torch.full((2, 1), 1 + 32 * 2.0**-12, dtype=dtype))
+    assert float(got.view(-1)[0]) > 1
+
+
+def test_averages_are_rounded_once() -> None:
+    """(65504 + 65504) / 2 overflows float16 unless the division comes before the rounding."""
+    largest = torch.tensor([[65504.0]], dtype=torch.float16)
+    for pushes in (
+        [sparse_push(rank, [0], largest, 1, average=True) for rank in (0, 1)],
+        [dense_push(rank, largest.view(-1), largest.view(-1), average=True) for rank in (0, 1)],
+    ):
+        _, _, values = aggregate(pushes)
+        assert same_bits(values.view(1, 1), largest)
+
+
+def test_the_union_takes_the_smaller_codec() -> None:
+    values = torch.ones(20, 1)
+    few = [sparse_push(rank, range(20), values, 10_000, "bitmap") for rank in (0, 1)]
+    many = [sparse_push(rank, range(20 * rank, 20 * rank + 20), values, 1000, "coo") for rank in (0, 1)]
+    assert aggregate(few)[0].codec == "coo"
+    assert aggregate(many)[0].codec == "bitmap"
+
+
+def test_inputs_are_not_written_to() -> None:
+    values = torch.arange(6.0).view(3, 2)
+    pushes = [sparse_push(rank, [1, 2, 3], values, 9, average=True) for rank in (0, 1, 2)]
+    aggregate(pushes)
+    assert torch.equal(values, torch.arange(6.0).view(3, 2))
+    flat = torch.arange(6.0)
+    aggregate([dense_push(rank, flat, flat, average=True) for rank in (0, 1, 2)])
+    assert torch.equal(flat, torch.arange(6.0))
+
+
+SPARSE, SPARSE_FRAMES = sparse_push(0, [1, 5], torch.ones(2, 3), 8)
+DENSE, DENSE_FRAMES = dense_push(0, torch.ones(8), torch.ones(8))
+EMPTY = memoryview(b"")
+
+
+@pytest.mark.parametrize(
+    ("push", "frames", "message"),
+    [
+        (SPARSE, (), "0 frames"),
+        (SPARSE, SPARSE_FRAMES[:1], "1 frames"),
+        (SPARSE, (*SPARSE_FRAMES, EMPTY), "3 frames"),
+        (SPARSE, (EMPTY, SPARSE_FRAMES[1]), "coo: 0 bytes"),
+        (SPARSE, (SPARSE_FRAMES[0], EMPTY), "0 bytes of values"),
+        (SPARSE, (SPARSE_FRAMES[1], SPARSE_FRAMES[0]), "bytes of values"),
+        (msgspec.structs.replace(SPARSE, rows=3), SPARSE_FRAMES, "bytes of values"),
+        (msgspec.structs.replace(SPARSE, rows=9), SPARSE_FRAMES, "9 rows in a span of 8"),
+        (msgspec.structs.replace(SPARSE, columns=2), SPARSE_FRAMES, "bytes of values"),
+        (msgspec.structs.replace(SPARSE, dtype="float64"), SPARSE_FRAMES, "bytes of values"),
+        (msgspec.structs.replace(SPARSE, span=5), SPARSE_FRAMES, "increase within"),
+        (msgspec.structs.replace(SPARSE, codec="bitmap"), SPARSE_FRAMES, "bitmap: 8 bytes"),
+        (msgspec.structs.replace(SPARSE, codec="none"), SPARSE_FRAMES, "needs a codec"),
+        (msgspec.structs.replace(SPARSE, rows=2**61, columns=0, span=2**61), (EMPTY, EMPTY), "coo: 0 bytes"),
+        (msgspec.structs.replace(SPARSE, kind="dense"), SPARSE_FRAMES, "dense chunk"),
+        (msgspec.structs.replace(SPARSE, dtype="int64", average=True), SPARSE_FRAMES, "average of int64"),
+        (DENSE, (DENSE_FRAMES[1], EMPTY), "bytes of values"),
+        (DENSE, (memoryview(b"\0"), DENSE_FRAMES[1]), "dense chunk"),
+        (msgspec.structs.replace(DENSE, rows=7), (EMPTY, DENSE_FRAMES[1][4:]), "dense chunk"),
+        (msgspec.structs.replace(DENSE, codec="coo"), DENSE_FRAMES, "dense chunk"),
+        (msgspec.structs.replace(DENSE, columns=2, span=4, rows=4), DENSE_FRAMES, "dense chunk"),
+        (msgspec.structs.replace(DENSE, dtype="uint8", average=True), DENSE_FRAMES, "average of uint8"),
+    ],
+)
+def test_frames_that_are_not_as_announced(push: Push, frames: Sequence[memoryview], message: str) -> None:
+    with pytest.raises(ProtocolError, match=message) as raised:
+        read_payload(push, frames)
+    assert raised.value.reason == "payload"
+
+
+DTYPE_NAMES = list(DTYPES)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    kind=st.sampled_from(["dense", "sparse"]),
+    dtype=st.sampled_from(DTYPE_NAMES),
+    codec=st.sampled_from([*CODECS, "none"]),
+    span=st.one_of(st.integers(0, 9), st.integers(0, (1 << 62) - 1)),
+    rows=st.one_of(st.integers(0, 9), st.integers(0, (1 << 62) - 1)),
+    columns=st.one_of(st.integers(0, 3), st.integers(0, (1 << 28) - 1)),
+    average=st.booleans(),
+    frames=st.lists(st.binary(max_size=80), min_size=2, max_size=2),
+    cut=st.booleans(),
+)
+def test_what_is_accepted_can_be_aggregated(
+    kind: str,
+    dtype: str,
+    codec: str,
+    span: int,
+    rows: int,
+    columns: int,
+    average: bool,
+    frames: list[bytes],
+    cut: bool,
+) -> None:
+    """Whatever a hostile push announces: it is refused, or summed with a second one like it."""
+    push = Push(1, 0, "t", 0, 0, 1, kind, dtype, (9,), span, columns, rows, codec, average)  # type: ignore[arg-type]
+    views = [memoryview(frame) for frame in frames]
+    if cut and rows < 10:
+        values_bytes = rows * columns * DTYPES[push.dtype].itemsize
+        views[1] = memoryview(bytes(values_bytes if values_bytes < 10_000 else 0))
+        if push.codec != "none":
+            positions_bytes = CODECS[push.codec].encoded_bytes(rows, span)
+            views[0] = memoryview(bytes(range(positions_bytes)) if positions_bytes < 100 else b"")
+    try:
+        payload = read_payload(push, views)
+    except ProtocolError:
+        return
+    assert isinstance(payload, Payload)
+    result, answer = AGGREGATOR.aggregate([(push, payload), (push, payload)])
+    assert result.rows == rows
+    assert answer[1].nbytes == rows * columns * DTYPES[push.dtype].itemsize
+
+
+def test_a_payload_counts_its_decoded_positions() -> None:
+    assert read_payload(SPARSE, SPARSE_FRAMES).size_bytes == 2 * 8 + 2 * 3 * 4
+    assert read_payload(DENSE, DENSE_FRAMES).size_bytes == 8 * 4
