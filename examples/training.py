@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -67,7 +66,7 @@ class TrainingRun:
 
     def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yields batches; all ranks stop after the same one, because they look at one loss and one clock."""
-        before, begin = copy.copy(zps.stats()), time.perf_counter()
+        before, begin = zps.stats(), time.perf_counter()
         with self._progress() as progress:
             task = progress.add_task("", total=1.0, note="")
             line = 0

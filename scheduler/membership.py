@@ -68,7 +68,7 @@ class _Node:
     @property
     def member(self) -> Member:
         r = self.register
-        return Member(r.role, max(self.rank, 0), r.host, r.pid, r.address, r.metrics)
+        return Member(r.role, max(self.rank, 0), r.host, r.pid, r.address, r.metrics, self.peer)
 
 
 @dataclass(slots=True)

@@ -65,6 +65,7 @@ class _Service:
         pool = BufferPool(keep_bytes=cluster.server_budget_bytes // 4)
         self._aggregator = Aggregator(CpuKernels(pool), pool)
         self._epoch = 0
+        self._peers: dict[int, bytes] = {}
         self._failure = ""
         self._load = dict.fromkeys(("rounds", "received_bytes", "sent_bytes", "busy_seconds"), 0.0)
         counters.budget_bytes.set(cluster.server_budget_bytes)
@@ -123,7 +124,8 @@ class _Service:
 
     def _on_view(self, view: View) -> None:
         self._epoch = view.epoch
-        self._rounds.set_view(view.epoch, [worker.rank for worker in view.workers])
+        self._peers = {worker.rank: worker.identity for worker in view.workers}
+        self._rounds.set_view(view.epoch, self._peers)
         log.setup(self._config.log, "server", view.rank)
         slots = int((np.frombuffer(view.owners, dtype="<u2") == view.rank).sum())
         self._metrics.slots.set(slots)
@@ -141,6 +143,8 @@ class _Service:
             if len(frames) < 2:
                 raise ProtocolError("envelope", "no envelope")
             push = self._decoder.decode(frames[1].buffer)
+            if self._peers.get(push.rank) != peer:
+                raise ProtocolError("unexpected", f"push of rank {push.rank} by another peer")
             payload = read_payload(push, [frame.buffer for frame in frames[2:]])
             actions = self._rounds.on_push(Held(peer, push, payload, payload.size_bytes), time.monotonic())
         except ProtocolError as error:

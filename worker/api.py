@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 from torch import Tensor
 
 from zenps import config as settings
@@ -117,8 +118,8 @@ def local_size() -> int:
 
 
 def stats() -> Stats:
-    """What this worker has synchronised so far: bytes, seconds, imbalance."""
-    return communicator().stats
+    """What this worker has synchronised so far: bytes, seconds, imbalance. A copy."""
+    return msgspec.structs.replace(communicator().stats)
 
 
 def barrier() -> None:

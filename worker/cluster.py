@@ -187,7 +187,8 @@ class Cluster(Communicator):
     def _recorder(self, transfer: Transfer, progress: Progress, compacted: float) -> Recorder:
         """Counts the round when it is done. Keeps numbers of ``transfer`` only, none of its memory."""
         rows = dict.fromkeys(self._servers, 0)
-        for part in transfer.parts:
+        # Dense elements would drown the rows: there are many more, and no strategy misplaces them.
+        for part in transfer.parts if transfer.kind == "sparse" else ():
             rows[part.server] += part.rows
         busiest, mean = max(rows.values()), sum(rows.values()) / len(rows)
         given, pushed_bytes, dense_bytes = transfer.rows_given, transfer.pushed_bytes, transfer.dense_bytes
@@ -215,9 +216,8 @@ class Cluster(Communicator):
             counters.wait_duration.observe(waited)
             counters.compaction_duration.observe(compacted)
             counters.scatter_duration.observe(worked)
-            if given:
-                counters.compaction_ratio.set(mean * len(rows) / given)
             if mean:
+                counters.compaction_ratio.set(mean * len(rows) / given)
                 counters.partition_imbalance.set(busiest / mean)
 
         return record

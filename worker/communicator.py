@@ -17,7 +17,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Stats(msgspec.Struct, kw_only=True):
-    """What this worker has synchronised since :func:`zenps.init`. Read-only for callers."""
+    """What this worker has synchronised since :func:`zenps.init`."""
 
     partition: str = "none"
     """The strategy in use; ``none`` without a cluster."""
@@ -33,9 +33,9 @@ class Stats(msgspec.Struct, kw_only=True):
     work_seconds: float = 0.0
     """Spent on compaction before, and on scatter after."""
     busiest_rows: int = 0
-    """Rows pushed to the busiest server, summed over rounds."""
+    """Sparse rows pushed to the busiest server, summed over rounds."""
     mean_rows: float = 0.0
-    """Rows pushed to each server on average, summed over rounds."""
+    """Sparse rows pushed to each server on average, summed over rounds."""
 
     @property
     def imbalance(self) -> float:

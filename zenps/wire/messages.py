@@ -67,6 +67,8 @@ class Member(Struct, frozen=True, array_like=True):
     """Where workers reach a server's data socket, ``tcp://host:port``; empty for a worker."""
     metrics: Address
     """``host:port`` of its Prometheus endpoint; empty if it has none."""
+    identity: Annotated[bytes, Meta(max_length=255)] = b""
+    """Its routing identity: a server takes a rank's pushes from this peer alone."""
 
     def __str__(self) -> str:
         return f"{self.role} {self.rank} (host {self.host}, pid {self.pid})"

@@ -18,12 +18,14 @@ from zenps.wire.messages import (
     FromServer,
     Heartbeat,
     Leave,
+    Member,
     Push,
     Register,
     Result,
     Stop,
     ToScheduler,
     ToServer,
+    View,
 )
 
 DIRECTIONS: dict[str, UnionType | type[Push]] = {
@@ -65,6 +67,8 @@ def strategy_of(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return st.text(st.characters(codec="utf-8"), min_size=least or 0, max_size=20) | longest
         case inspect.BytesType(min_length=int(least)):
             return st.binary(min_size=1, max_size=9).map(lambda some: (some * least)[:least])
+        case inspect.BytesType(max_length=int(most)):
+            return st.binary(max_size=40) | st.just(b"\xff" * most)
         case inspect.DictType(key_type=key, value_type=value):
             return st.dictionaries(strategy_of(key), strategy_of(value), max_size=4)
         case inspect.VarTupleType(item_type=item):
@@ -259,6 +263,16 @@ def test_oversized(wrap: type[bytes] | type[memoryview]) -> None:
     decoder: Decoder[Heartbeat] = Decoder("job", ToScheduler)
     assert decoder.decode(wrap(fits)) == Heartbeat(1, load)
     assert refusal(decoder, wrap(fits + bytes(60))) == "envelope"
+
+
+def test_a_view_of_the_largest_cluster_fits() -> None:
+    host = "node-0123.rack-17.example.org"
+    workers = tuple(Member("worker", rank, host, 1 << 22, "", f"{host}:65535") for rank in range(4096))
+    address = f"tcp://{host}:65535"
+    servers = tuple(Member("server", rank, host, 1 << 22, address, f"{host}:65535") for rank in range(1024))
+    view = View(1, 4095, workers, servers, bytes(8192))
+    decoder: Decoder[View] = Decoder("job", FromScheduler)
+    assert decoder.decode(encode("job", view)) == view
 
 
 def test_announced_lengths_do_not_allocate() -> None:
