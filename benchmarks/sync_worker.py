@@ -210,7 +210,7 @@ def _count(ways: dict[str, Way], gradients: Sequence[Tensor]) -> Traffic:
 
 
 def _count_unique(gradient: Tensor) -> int:
-    return torch.unique(gradient._indices()).numel()
+    return len(set(gradient._indices()[0].tolist()))
 
 
 def _wire_bytes(way: Way, gradient: Tensor) -> int:

@@ -32,7 +32,8 @@ All roles read the same settings from the same sources. The first that has a set
    `./zenps.toml` where it exists
 6. the default
 
-A worker's rank is torchrun's `RANK`, else BytePS's `DMLC_WORKER_ID`, else the scheduler's choice.
+The rank of a worker or server is torchrun's `RANK`, else BytePS's `DMLC_WORKER_ID`, else the scheduler's
+choice.
 
 `zenps config` prints every value and where it came from. A key that does not exist or a value out of
 bounds is refused with the field, the value and what is allowed; the command then ends with exit code 2.

@@ -238,7 +238,8 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
 def _read_when_written(path: Path, writer: Process) -> str:
     until = time.monotonic() + DEADLINE_SECONDS
     while not path.exists():
-        assert writer.alive and time.monotonic() < until, f"{writer.name} is not ready:\n{writer.log}"
+        assert writer.alive, f"{writer.name} has ended:\n{writer.log}"
+        assert time.monotonic() < until, f"{writer.name} is not ready:\n{writer.log}"
         time.sleep(0.01)
     return path.read_text()
 
@@ -252,7 +253,7 @@ def _main(log: Path, outcome: Path, target: Callable[..., Any], args: Sequence[A
     os.dup2(fd, 2)
     try:
         value = target(*args)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the log says it, and the exit code
         traceback.print_exc()
         sys.stderr.flush()
         raise SystemExit(1) from None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 import urllib.request
+from collections.abc import Callable
 
 from prometheus_client.parser import text_string_to_metric_families
 
-__all__ = ["Samples", "await_sample", "parse", "scrape"]
+__all__ = ["Samples", "await_samples", "parse", "scrape"]
 
 Samples = dict[tuple[str, str], float]
 """By name and the value of the sample's only label, which is "" where there is none."""
@@ -29,12 +30,10 @@ def parse(text: str) -> Samples:
     }
 
 
-def await_sample(address: str, name: str, value: float, seconds: float = 10.0) -> Samples:
-    """All samples, once ``name`` is ``value``: gauges are refreshed twice a second."""
+def await_samples(address: str, condition: Callable[[Samples], bool], seconds: float = 10.0) -> Samples:
+    """All samples, once they fulfil a condition: gauges are refreshed twice a second."""
     until = time.monotonic() + seconds
-    while True:
-        samples = parse(scrape(address))
-        if samples[name, ""] == value:
-            return samples
-        assert time.monotonic() < until, f"{name} is {samples[name, '']}, expected {value}"
+    while not condition(samples := parse(scrape(address))):
+        assert time.monotonic() < until, f"not fulfilled by {samples}"
         time.sleep(0.1)
+    return samples

@@ -10,7 +10,7 @@ from torch import Tensor
 import zenps as zps
 from tests.integration.cluster import Cluster, await_file
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
-from tests.integration.scraping import await_sample, parse, scrape
+from tests.integration.scraping import Samples, await_samples, parse, scrape
 
 MIB = 1 << 20
 TENSORS = 24
@@ -38,6 +38,10 @@ def push_all(done: Path) -> list[list[Tensor]]:
     (done / f"pushed{zps.rank()}").touch()
     await_file(done / "scraped")
     return rounds
+
+
+def is_idle(samples: Samples) -> bool:
+    return samples["zenps_open_rounds", ""] == 0
 
 
 def test_a_budget_of_one_mebibyte(tmp_path: Path) -> None:

@@ -43,9 +43,13 @@ def make_membership(workers: int = 2, servers: int = 2) -> Membership:
     return Membership("job", cluster, SETTINGS, now=0.0)
 
 
-def register(role: Role, rank: int = -1, pid: int = 100, host: str = "box", **settings: str | int) -> Register:
+def register(
+    role: Role, rank: int = -1, pid: int = 100, host: str = "box", **settings: str | int
+) -> Register:
     address = f"tcp://{host}:{pid}" if role == "server" else ""
-    return Register(role, rank, host, pid, address, f"{host}:9", SETTINGS | settings if role == "worker" else {})
+    return Register(
+        role, rank, host, pid, address, f"{host}:9", SETTINGS | settings if role == "worker" else {}
+    )
 
 
 def worker(number: int) -> bytes:
@@ -140,7 +144,9 @@ def test_a_taken_rank() -> None:
     membership = make_membership()
     membership.on_message(worker(0), register("worker", 1, pid=7), 0.0)
     refused = only(membership.on_message(worker(1), register("worker", 1), 0.0), worker(1))
-    assert refused == Refused("usage", "rank 1 is taken by worker 1 (host box, pid 7); give each worker its own")
+    assert refused == Refused(
+        "usage", "rank 1 is taken by worker 1 (host box, pid 7); give each worker its own"
+    )
     assert membership.live("worker") == 1
 
 
@@ -232,7 +238,9 @@ def test_the_rendezvous_deadline_names_a_server_that_does_not_confirm() -> None:
         membership.on_message(peer, Heartbeat(int(peer == server(0)), {}), RENDEZVOUS_SECONDS)
     sends = membership.on_tick(RENDEZVOUS_SECONDS + 1)
     assert len(sends) == 4
-    assert "missing after 60 s: the confirmation of server 1 (host box, pid 51); present" in membership.failure
+    assert (
+        "missing after 60 s: the confirmation of server 1 (host box, pid 51); present" in membership.failure
+    )
 
 
 def test_a_failed_rendezvous_of_many_fits_its_message() -> None:
@@ -474,7 +482,11 @@ class History(RuleBasedStateMachine):
         self.barriers: dict[bytes, set[int]] = {}
         self.viewed: set[bytes] = set()
 
-    @rule(peer=EVENTS, role=st.sampled_from(["worker", "worker", "server"]), rank=st.sampled_from([-1, -1, 0, 1, 2]))
+    @rule(
+        peer=EVENTS,
+        role=st.sampled_from(["worker", "worker", "server"]),
+        rank=st.sampled_from([-1, -1, 0, 1, 2]),
+    )
     def register(self, peer: bytes, role: Role, rank: int) -> None:
         self.message(peer, register(role, rank if role == "worker" else -1))
 
@@ -482,7 +494,9 @@ class History(RuleBasedStateMachine):
     def complete(self, number: int) -> None:
         """What usually happens, so that histories get somewhere."""
         cluster = self.membership._cluster
-        for peer, role in zip(PEERS, ["worker"] * cluster.workers + ["server"] * cluster.servers, strict=False):
+        for peer, role in zip(
+            PEERS, ["worker"] * cluster.workers + ["server"] * cluster.servers, strict=False
+        ):
             self.message(peer, register("worker" if role == "worker" else "server"))
         for peer in PEERS:
             self.message(peer, Heartbeat(number, {}))
@@ -550,7 +564,11 @@ class History(RuleBasedStateMachine):
             ("worker", self.membership._cluster.workers),
             ("server", self.membership._cluster.servers),
         ):
-            ranks = [node.rank for node in nodes if node.role == role and node.state == "present" and node.rank >= 0]
+            ranks = [
+                node.rank
+                for node in nodes
+                if node.role == role and node.state == "present" and node.rank >= 0
+            ]
             assert len(ranks) == len(set(ranks))
             assert all(rank < expected for rank in ranks)
             assert sum(node.role == role and node.state == "present" for node in nodes) <= expected

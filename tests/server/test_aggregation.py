@@ -34,7 +34,7 @@ def sparse_push(
 ) -> tuple[Push, Frames]:
     rows, columns = values.shape
     dtype = dtype_name(values.dtype)
-    push = Push(1, rank, "t", 5, 2, 4, "sparse", dtype, (span, columns), span, columns, rows, codec, average)  # type: ignore[arg-type]
+    push = Push(1, rank, "t", 5, 2, 4, "sparse", dtype, (span, columns), span, columns, rows, codec, average)
     encoded = CODECS[codec].encode(np.array(positions, dtype=np.int64), span)
     return push, (encoded.data, tensor_bytes(values))
 
@@ -144,7 +144,7 @@ def test_dense_sums_are_those_of_a_loop_over_ranks(
 def test_special_values(dtype: torch.dtype) -> None:
     one = sparse_push(0, [0, 1, 2, 3], torch.tensor([[-0.0], [2.5], [NAN], [INF]], dtype=dtype), 9)
     two = sparse_push(1, [1, 2, 3, 8], torch.tensor([[-2.5], [1], [-INF], [-INF]], dtype=dtype), 9)
-    result, positions, values = aggregate([one, two])
+    _, positions, values = aggregate([one, two])
     assert positions is not None
     assert positions.tolist() == [0, 1, 2, 3, 8]  # 1 cancels to zero, and comes back
     assert same_bits(values, torch.tensor([[-0.0], [0.0], [NAN], [NAN], [-INF]], dtype=dtype))
@@ -258,7 +258,7 @@ def test_what_is_accepted_can_be_aggregated(
     cut: bool,
 ) -> None:
     """Whatever a hostile push announces: it is refused, or summed with a second one like it."""
-    push = Push(1, 0, "t", 0, 0, 1, kind, dtype, (9,), span, columns, rows, codec, average)  # type: ignore[arg-type]
+    push = Push(1, 0, "t", 0, 0, 1, kind, dtype, (9,), span, columns, rows, codec, average)
     views = [memoryview(frame) for frame in frames]
     if cut and rows < 10:
         values_bytes = rows * columns * DTYPES[push.dtype].itemsize

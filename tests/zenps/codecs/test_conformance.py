@@ -37,8 +37,7 @@ def check_decodes_or_refuses(codec: Codec, data: bytes, rows: int, span: int) ->
     """Either the bytes are the one encoding of what was decoded, or they are refused."""
     try:
         positions = codec.decode(memoryview(data), rows, span)
-    except ProtocolError as error:
-        assert error.reason == "payload"
+    except ProtocolError:
         return
     assert positions.dtype == np.int64
     assert positions.shape == (rows,)
@@ -136,7 +135,7 @@ WRAPPING = [0, 2**63 - 1, -2, 5]
 )
 def test_coo_refuses_what_does_not_increase_within_the_span(positions: list[int], span: int) -> None:
     data = np.array(positions, dtype="<i4" if span <= 2**31 else "<i8").tobytes()
-    with pytest.raises(ProtocolError, match="increase"):
+    with pytest.raises(ProtocolError, match="payload: coo: positions do not increase"):
         CODECS["coo"].decode(memoryview(data), len(positions), span)
 
 
@@ -151,7 +150,7 @@ def test_bitmap_is_least_significant_bit_first_with_unused_bits_zero() -> None:
     bitmap = CODECS["bitmap"]
     assert bitmap.encode(np.array([0, 3, 9]), 10).tobytes() == bytes([0b1001, 0b10])
     for byte, rows in ((0b100, 1), (0b101, 2)):
-        with pytest.raises(ProtocolError, match="bits set"):
+        with pytest.raises(ProtocolError, match=r"payload: bitmap: \d bits set"):
             bitmap.decode(memoryview(bytes([0, byte])), rows, 10)
 
 

@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from zenps.errors import DeadlineError, MismatchError, PeerLostError, UsageError, ZenPSError
+from zenps.wire.messages import Busy, Failure, FromServer, Member, Push, Result, Resume
+from zenps.worker.exchange import (
+    PATIENCE_SECONDS,
+    Action,
+    Deliver,
+    Exchange,
+    Fail,
+    Outgoing,
+    Round,
+    SendPush,
+)
+
+DEADLINE_SECONDS = 30.0
+PATIENT_SECONDS = DEADLINE_SECONDS + PATIENCE_SECONDS
+FRAMES = (memoryview(b"positions"), memoryview(b"values"))
+Place = tuple[int, int]
+"""A server and a chunk."""
+
+
+def make_exchange(servers: int = 2) -> Exchange:
+    members = [Member("server", rank, "box", 50 + rank, "tcp://box:1", "") for rank in range(servers)]
+    return Exchange(DEADLINE_SECONDS, members)
+
+
+def make_round(tensor: str = "t", step: int = 0, places: Sequence[Place] = ((0, 0), (0, 1), (1, 0))) -> Round:
+    outgoing = []
+    for server, chunk in places:
+        push = Push(1, 0, tensor, step, chunk, 2, "sparse", "float32", (8, 4), 4, 4, 2, "coo", True)
+        outgoing.append(Outgoing(server, push, FRAMES))
+    return Round(tensor, step, outgoing)
+
+
+def result(round_: Round, chunk: int) -> Result:
+    return Result(round_.tensor, round_.step, chunk, 2, "coo")
+
+
+def test_a_round_pushes_everything_at_once_and_ends_with_its_last_answer() -> None:
+    exchange, round_ = make_exchange(), make_round()
+    assert exchange.submit(round_, 0.0) == [SendPush(outgoing) for outgoing in round_.outgoing]
+    for server, chunk, last in [(1, 0, False), (0, 1, False), (0, 0, True)]:
+        assert len(exchange) == 1
+        (deliver,) = exchange.on_reply(server, result(round_, chunk), FRAMES)
+        assert deliver == Deliver(round_, server, result(round_, chunk), FRAMES, last)
+    assert len(exchange) == 0
+    assert exchange.on_tick(1e9) == []
+
+
+@pytest.mark.parametrize(
+    "place", [(0, 0), (2, 0), (0, 2), (1, 1)], ids=["repeated", "other server", "other chunk", "not pushed"]
+)
+@pytest.mark.parametrize("kind", [Result, Failure, Busy, Resume])
+def test_late_and_unexpected_replies_are_ignored(kind: type[FromServer], place: Place) -> None:
+    exchange, round_ = make_exchange(), make_round()
+    exchange.submit(round_, 0.0)
+    exchange.on_reply(0, result(round_, 0), FRAMES)
+    message: FromServer
+    for tensor, step in [("t", 0), ("t", 1), ("other", 0)]:
+        match kind.__name__:
+            case "Result":
+                message = Result(tensor, step, place[1], 2, "coo")
+            case "Failure":
+                message = Failure(tensor, step, place[1], "lost", "gone")
+            case "Busy":
+                message = Busy(tensor, step, place[1])
+            case _:
+                message = Resume(tensor, step, place[1])
+        assert exchange.on_reply(place[0], message, FRAMES) == []
+    assert set(round_.unanswered) == {(0, 1), (1, 0)}
+
+
+def test_a_busy_server_gets_the_same_push_again_when_it_asks() -> None:
+    exchange, round_ = make_exchange(), make_round()
+    exchange.submit(round_, 0.0)
+    assert exchange.on_reply(0, Busy("t", 0, 1), ()) == []
+    assert exchange.on_reply(0, Resume("t", 0, 1), ()) == [SendPush(round_.outgoing[1], again=True)]
+    (deliver,) = exchange.on_reply(0, result(round_, 1), FRAMES)
+    assert isinstance(deliver, Deliver)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"), [("mismatch", MismatchError), ("deadline", DeadlineError), ("lost", PeerLostError)]
+)
+def test_one_failure_ends_the_whole_round(kind: str, error: type[ZenPSError]) -> None:
+    exchange, round_, other = make_exchange(), make_round(), make_round("other")
+    exchange.submit(round_, 0.0)
+    exchange.submit(other, 0.0)
+    exchange.on_reply(0, result(round_, 0), FRAMES)
+    failure = Failure("t", 0, 1, kind, "the reason")
+    (fail,) = exchange.on_reply(0, failure, ())
+    assert isinstance(fail, Fail)
+    assert fail.round is round_
+    assert type(fail.error) is error
+    assert str(fail.error) == "the reason"
+    assert exchange.on_reply(1, result(round_, 0), FRAMES) == []
+    assert exchange.on_reply(0, failure, ()) == []
+    assert len(exchange) == 1
+
+
+def test_a_deadline_names_the_silent_servers() -> None:
+    exchange, round_, later = (
+        make_exchange(3),
+        make_round(places=[(0, 0), (1, 0), (2, 0), (2, 1)]),
+        make_round("b"),
+    )
+    exchange.submit(round_, 0.0)
+    exchange.submit(later, 1.0)
+    exchange.on_reply(1, result(round_, 0), FRAMES)
+    exchange.on_reply(2, result(round_, 0), FRAMES)
+    assert exchange.on_tick(PATIENT_SECONDS) == []
+    (fail,) = exchange.on_tick(PATIENT_SECONDS + 0.5)
+    assert isinstance(fail, Fail)
+    assert fail.round is round_
+    assert isinstance(fail.error, DeadlineError)
+    silent = "server 0 (host box, pid 50), server 2 (host box, pid 52)"
+    assert str(fail.error) == f"tensor 't', step 0: no answer within 30 s from {silent}"
+    assert len(exchange) == 1
+
+
+def test_after_a_loss_everything_fails_with_its_reason() -> None:
+    exchange, rounds = make_exchange(), [make_round("a"), make_round("b")]
+    for round_ in rounds:
+        exchange.submit(round_, 0.0)
+    error = PeerLostError("server 1 is lost")
+    assert exchange.on_lost(error) == [Fail(round_, error) for round_ in rounds]
+    assert exchange.on_lost(UsageError("closed")) == []
+    late = make_round("c")
+    assert exchange.submit(late, 0.0) == [Fail(late, error)]
+    assert (len(exchange), exchange.failure) == (0, error)
+
+
+class Traffic(RuleBasedStateMachine):
+    """Rounds of some tensors against servers that answer, refuse, repeat themselves and fall silent."""
+
+    @initialize(servers=st.integers(1, 3))
+    def begin(self, servers: int) -> None:
+        self.exchange = make_exchange(servers)
+        self.servers = servers
+        self.now = 0.0
+        self.steps = dict.fromkeys("abc", 0)
+        self.flying: dict[str, Round] = {}
+        self.submitted: dict[str, float] = {}
+        self.answered: dict[str, set[Place]] = {}
+        self.ended: list[Round] = []
+        self.lost = False
+
+    @rule(data=st.data(), tensor=st.sampled_from("abc"))
+    def submit(self, data: st.DataObject, tensor: str) -> None:
+        if tensor in self.flying:
+            return
+        places = st.tuples(st.integers(0, self.servers - 1), st.integers(0, 2))
+        round_ = make_round(tensor, self.steps[tensor], sorted(data.draw(st.sets(places, min_size=1))))
+        self.flying[tensor], self.answered[tensor] = round_, set()
+        self.submitted[tensor] = self.now
+        actions = self.exchange.submit(round_, self.now)
+        if self.lost:
+            assert [type(action) for action in actions] == [Fail]
+            self.execute(actions)
+        else:
+            assert actions == [SendPush(outgoing) for outgoing in round_.outgoing]
+
+    @rule(
+        kind=st.sampled_from(["result", "result", "result", "busy", "resume", "failure"]),
+        tensor=st.sampled_from("abc"),
+        server=st.integers(0, 2),
+        chunk=st.integers(0, 2),
+        behind=st.sampled_from([0, 0, 0, 1]),
+    )
+    def reply(self, kind: str, tensor: str, server: int, chunk: int, behind: int) -> None:
+        step = max(self.steps[tensor] - behind, 0)
+        message: FromServer
+        match kind:
+            case "result":
+                message = Result(tensor, step, chunk, 2, "coo")
+            case "busy":
+                message = Busy(tensor, step, chunk)
+            case "resume":
+                message = Resume(tensor, step, chunk)
+            case _:
+                message = Failure(tensor, step, chunk, "lost", "gone")
+        round_, place = self.flying.get(tensor), (server, chunk)
+        actions = self.exchange.on_reply(server, message, FRAMES)
+        waited_for = (
+            round_ is not None
+            and step == round_.step
+            and place in {(out.server, out.push.chunk) for out in round_.outgoing} - self.answered[tensor]
+        )
+        if not waited_for or kind == "busy":
+            assert actions == []
+            return
+        assert round_ is not None
+        if kind == "resume":
+            (again,) = [out for out in round_.outgoing if (out.server, out.push.chunk) == place]
+            assert actions == [SendPush(again, again=True)]
+            return
+        if kind == "result":
+            self.answered[tensor].add(place)
+            last = len(self.answered[tensor]) == len(round_.outgoing)
+            assert actions == [Deliver(round_, server, message, FRAMES, last)]
+        else:
+            assert [type(action) for action in actions] == [Fail]
+        self.execute(actions)
+
+    @rule(seconds=st.sampled_from([0.5, 20.0, PATIENT_SECONDS + 1]))
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        late = [r for name, r in self.flying.items() if self.now > self.submitted[name] + PATIENT_SECONDS]
+        actions = self.exchange.on_tick(self.now)
+        assert [action.round for action in actions if isinstance(action, Fail)] == late
+        self.execute(actions)
+
+    @precondition(lambda self: sum(self.steps.values()) > 4)
+    @rule()
+    def lose(self) -> None:
+        self.lost = True
+        self.execute(self.exchange.on_lost(PeerLostError("gone")))
+        assert self.flying == {}
+
+    def execute(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Fail) or (isinstance(action, Deliver) and action.last):
+                # Every round that was submitted ends once.
+                assert self.flying.pop(action.round.tensor) is action.round
+                assert all(action.round is not ended for ended in self.ended)
+                self.ended.append(action.round)
+                self.steps[action.round.tensor] += 1
+
+    @invariant()
+    def what_is_in_flight_is_known(self) -> None:
+        assert len(self.exchange) == len(self.flying)
+
+    def teardown(self) -> None:
+        if hasattr(self, "exchange"):
+            self.tick(PATIENT_SECONDS + 1)
+            assert len(self.exchange) == 0
+            assert len(self.ended) == sum(self.steps.values())
+
+
+Traffic.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestTraffic = Traffic.TestCase
