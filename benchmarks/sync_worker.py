@@ -195,7 +195,7 @@ def _timed(way: Way, gradient: Tensor) -> float:
 
 def _count(ways: dict[str, Way], gradients: Sequence[Tensor]) -> Traffic:
     """Rows and bytes of further steps, untimed."""
-    before = msgspec.structs.replace(zps.stats())
+    before = zps.stats()
     wire_bytes = [[_wire_bytes(way, gradient) for way in ways.values()] for gradient in gradients]
     after = zps.stats()
     medians = torch.tensor(wire_bytes).median(dim=0).values.tolist()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zenps.codecs.registry import CODECS, choose
-from zenps.errors import ProtocolError
+from zenps.errors import ProtocolError, TensorError
 from zenps.kernels.base import Kernels, Rows
 from zenps.layout import Layout
 from zenps.wire.messages import Result
@@ -24,13 +24,21 @@ __all__ = ["SparseTransfer", "as_sparse", "as_table"]
 
 
 def as_table(tensor: Tensor) -> Rows:
-    """A sparse COO tensor's row numbers ``[nnz]`` int64 and values ``[nnz, columns]``, contiguous."""
+    """A sparse COO tensor's row numbers ``[nnz]`` int64 and values ``[nnz, columns]``, contiguous.
+
+    Raises:
+        TensorError: of several sparse dimensions, an index lies outside its own.
+    """
     _, columns = table_shape(tensor)
     indices, values = tensor._indices(), tensor._values().detach()
     # A sparse tensor of no dimensions has one row, and no index to say so.
     rows = indices[0] if tensor.sparse_dim() else indices.new_zeros(indices.shape[1])
-    for dim in range(1, tensor.sparse_dim()):
-        rows = rows * tensor.shape[dim] + indices[dim]
+    if tensor.sparse_dim() > 1:
+        dims = tuple(tensor.shape[: tensor.sparse_dim()])
+        try:
+            rows = torch.from_numpy(np.ravel_multi_index(tuple(indices.numpy()), dims))
+        except ValueError as error:
+            raise TensorError(f"sparse indices of shape {dims}: {error}; check them against it") from None
     return rows.contiguous(), values.reshape(len(rows), columns).contiguous()
 
 

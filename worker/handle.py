@@ -103,6 +103,8 @@ class Handle(Pending):
 
     def fail(self, error: ZenPSError) -> None:
         """The round will not be answered."""
+        # Ranks may have got different parts of it, and must cut the next round alike.
+        self._progress.pulled_rows = 0
         self._progress.ended = True
         self._answers.append(error)
 

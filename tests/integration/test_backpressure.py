@@ -49,7 +49,7 @@ def test_a_budget_of_one_mebibyte(tmp_path: Path) -> None:
         workers = [cluster.start(push_all, tmp_path, rank=rank) for rank in range(2)]
         for rank in range(2):
             await_file(tmp_path / f"pushed{rank}")
-        by_server = [parse(scrape(node.metrics)) for node in cluster.nodes("server")]
+        by_server = [await_samples(node.metrics, is_idle) for node in cluster.nodes("server")]
         by_worker = [parse(scrape(node.metrics)) for node in cluster.nodes("worker")]
         (tmp_path / "scraped").touch()
         results = [worker.result() for worker in workers]
@@ -66,5 +66,6 @@ def test_a_budget_of_one_mebibyte(tmp_path: Path) -> None:
     assert 0 < again <= refused
     for samples in by_server:
         assert samples["zenps_budget_bytes", ""] == MIB
-        assert samples["zenps_held_bytes", ""] <= MIB
+        # One round may exceed the budget, or what is larger could never finish.
+        assert samples["zenps_held_bytes", ""] <= 4 * MIB
         assert samples["zenps_server_rounds_total", "failed"] == 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
@@ -173,6 +175,8 @@ def push_all() -> dict[str, Any]:
     results["own order"] = declare_in_own_order()
     results["in flight"] = keep_many_in_flight()
     results["overwritten"] = overwrite_after_push()
+    results["threads"] = push_from_threads()
+    results["polled"] = poll_until_done()
     return results
 
 
@@ -217,6 +221,30 @@ def overwrite_after_push() -> list[Tensor]:
     table.values().fill_(NAN)
     vector.fill_(NAN)
     return [handle.wait() for handle in handles]
+
+
+def push_from_threads() -> list[Tensor]:
+    """Four threads with tensors of their own; and two more that wait for one handle."""
+
+    def push(thread: int) -> Tensor:
+        rounds = [torch.full((5,), float(number)) for number in range(30)]
+        return torch.stack([zps.push_pull(tensor, f"thread/{thread}", False) for tensor in rounds])
+
+    with ThreadPoolExecutor(6) as pool:
+        pushed = [pool.submit(push, thread) for thread in range(4)]
+        handle = zps.push_pull_async(torch.ones(3), "two waiters", average=False)
+        waiting = [pool.submit(handle.wait) for _ in range(2)]
+        assert waiting[0].result() is waiting[1].result()
+        return [future.result() for future in pushed]
+
+
+def poll_until_done() -> Tensor:
+    """Polling alone must bring the answer: nobody waits."""
+    handle = zps.push_pull_async(inputs("sparse large", zps.rank(), 0), "polled")
+    until = time.monotonic() + 20
+    while not zps.poll(handle):
+        assert time.monotonic() < until, "polled in vain"
+    return zps.synchronize(handle)
 
 
 # ── in the test process ─────────────────────────────────────────────────────────────────────────
@@ -274,6 +302,18 @@ def test_many_in_flight(outcome: Outcome) -> None:
     wanted = torch.arange(500.0).mul(outcome.size).unsqueeze(1).expand(500, 3)
     for results in outcome.ranks:
         assert_same_bits(results["in flight"], wanted)
+
+
+def test_threads(outcome: Outcome) -> None:
+    wanted = torch.arange(30.0).mul(outcome.size).unsqueeze(1).expand(30, 5)
+    for results in outcome.ranks:
+        for pushed in results["threads"]:
+            assert_same_bits(pushed, wanted)
+
+
+def test_polling(outcome: Outcome) -> None:
+    for results in outcome.ranks:
+        assert_same_bits(results["polled"], expected("sparse large", outcome.size, 0))
 
 
 def test_tensors_may_change_after_the_push(outcome: Outcome) -> None:

@@ -322,6 +322,15 @@ def test_a_worker_that_leaves_is_announced_and_the_last_one_ends_the_job() -> No
     assert membership.state == "stopped"
 
 
+@pytest.mark.parametrize("message", [Heartbeat(1, {"rounds": 9.0}), Barrier(1), Leave(), register("worker")])
+def test_a_node_that_has_left_is_not_heard_again(message: ToScheduler) -> None:
+    membership = running()
+    membership.on_message(worker(0), Leave(), 1.0)
+    before = membership.status(5.0)
+    assert membership.on_message(worker(0), message, 5.0) == []
+    assert membership.status(5.0) == before
+
+
 def test_a_server_that_is_lost_while_draining_does_not_keep_the_job_from_its_end() -> None:
     membership = running(workers=1)
     membership.on_message(worker(0), Leave(), 1.0)
