@@ -83,7 +83,7 @@ class Membership:
     Args:
         job: its name, for :class:`Status`.
         cluster: how many nodes to expect and how long to wait.
-        settings: the scheduler's own ``[sync]`` section, which every worker must share.
+        settings: the scheduler's own :func:`~zenps.settings.shared_settings`.
         now: the time of creation; all other times are on the same clock.
     """
 
@@ -201,7 +201,7 @@ class Membership:
         if role == "worker" and message.settings != self._settings:
             keys = sorted(message.settings.keys() | self._settings.keys())
             differing = [
-                f"sync.{key} is {message.settings.get(key)!r} here and {self._settings.get(key)!r} there"
+                f"{key} is {message.settings.get(key)!r} here and {self._settings.get(key)!r} there"
                 for key in keys
                 if message.settings.get(key) != self._settings.get(key)
             ]

@@ -16,7 +16,7 @@ from zenps import log, metrics
 from zenps.config import Config
 from zenps.errors import PeerLostError, ProtocolError
 from zenps.metrics import SchedulerMetrics
-from zenps.settings import parse_address
+from zenps.settings import parse_address, shared_settings
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.messages import BarrierReply, Departed, NodeStatus, Status, ToScheduler
 from zenps.wire.sockets import Socket, bind_router, context
@@ -69,8 +69,8 @@ class _Service:
         self._metrics_address = metrics_address
         self._metrics = SchedulerMetrics(registry)
         self._decoder: Decoder[ToScheduler] = Decoder(config.cluster.job, ToScheduler)
-        settings = msgspec.structs.asdict(config.sync)
-        self._membership = Membership(config.cluster.job, config.cluster, settings, time.monotonic())
+        shared = shared_settings(config)
+        self._membership = Membership(config.cluster.job, config.cluster, shared, time.monotonic())
 
     def run(self) -> None:
         failed_at = None

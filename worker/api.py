@@ -50,7 +50,7 @@ def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
     Raises:
         ConfigError: a setting is wrong, or several workers were started without a scheduler.
         DeadlineError: the cluster was not complete within ``cluster.rendezvous_seconds``.
-        MismatchError: this worker's ``[sync]`` settings are not the scheduler's.
+        MismatchError: a shared setting is not the scheduler's.
         UsageError: called twice, or the rank is taken.
     """
     global _communicator

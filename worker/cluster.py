@@ -6,7 +6,6 @@ import socket as net
 import threading
 import time
 
-import msgspec
 import numpy as np
 from prometheus_client import CollectorRegistry
 from torch import Tensor
@@ -18,6 +17,7 @@ from zenps.errors import UsageError
 from zenps.kernels.cpu import CpuKernels
 from zenps.layout import Layout, LayoutCache
 from zenps.metrics import WorkerMetrics
+from zenps.settings import shared_settings
 from zenps.strategies.centralized import home_slot
 from zenps.strategies.parallel import Parallel
 from zenps.strategies.registry import strategy
@@ -46,7 +46,7 @@ class Cluster(Communicator):
     """Joins the cluster that ``config`` names.
 
     Args:
-        config: all settings; ``[sync]`` must equal the scheduler's.
+        config: all settings; the shared ones must equal the scheduler's.
         rank: the rank to ask for, or None for any.
         local_rank: the rank on this machine, or None to count by host name.
 
@@ -62,8 +62,8 @@ class Cluster(Communicator):
         self._metrics = WorkerMetrics(registry)
         self._exporter = metrics.serve(registry, config.metrics.host, config.metrics.port)
         try:
-            settings = msgspec.structs.asdict(config.sync)
-            register = new_register("worker", rank, "", self._exporter.address, settings)
+            address, shared = self._exporter.address, shared_settings(config)
+            register = new_register("worker", rank, "", address, shared)
             self._session = Session(config, register, self._metrics)
         except BaseException:
             self._exporter.close()

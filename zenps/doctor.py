@@ -13,7 +13,7 @@ from typing import Final, Literal, NamedTuple
 
 from zenps.config import PARTITIONS, Config, check_partition, local_size_from_environment
 from zenps.errors import ConfigError, DeadlineError, ZenPSError
-from zenps.settings import parse_address
+from zenps.settings import parse_address, shared_settings
 from zenps.status import fetch
 from zenps.wire.messages import Status
 from zenps.wire.sockets import find_host
@@ -200,12 +200,13 @@ def _nodes(config: Config, status: Status) -> Check:
 
 
 def _same_settings(config: Config, status: Status) -> Check:
-    """Workers whose ``[sync]`` section is not the scheduler's are refused."""
+    """Workers whose shared settings are not the scheduler's are refused."""
+    own = shared_settings(config)
     differing = [
-        f"{name} is {getattr(config.sync, name, None)!r} here and {value!r} there"
+        f"{name} is {own.get(name)!r} here and {value!r} there"
         for name, value in status.settings.items()
-        if getattr(config.sync, name, None) != value
+        if own.get(name) != value
     ]
     if differing:
-        return Check("sync settings", "fail", "; ".join(differing), "use one configuration on all nodes")
-    return Check("sync settings", "ok", "as the scheduler's")
+        return Check("shared settings", "fail", "; ".join(differing), "use one configuration on all nodes")
+    return Check("shared settings", "ok", "as the scheduler's")

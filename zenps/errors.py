@@ -10,7 +10,7 @@
     ├── MismatchError     ranks disagree about a tensor or a setting
     ├── DeadlineError     a wait ended; the message names who is missing
     ├── PeerLostError     a node's lease ran out, or it left while others needed it
-    └── ProtocolError     bytes from the network were refused (never raised to user code)
+    └── ProtocolError     bytes from the network were refused
 
 ``ConfigError``, ``UsageError``, ``TensorError`` and ``MismatchError`` are the caller's to mend;
 ``DeadlineError`` and ``PeerLostError`` say that the cluster is not whole. Every message gives

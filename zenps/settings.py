@@ -29,6 +29,7 @@ __all__ = [
     "checked",
     "format_bytes",
     "parse_address",
+    "shared_settings",
 ]
 
 PARTITIONS: Final = ("balanced", "centralized", "parallel")
@@ -114,9 +115,7 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = GIB
     seed: Annotated[
         int,
-        Meta(
-            description="key of the permutation and the ring; the same on all nodes", ge=0, le=(1 << 63) - 1
-        ),
+        Meta(description="key of the permutation; the same on all nodes", ge=0, le=(1 << 63) - 1),
     ] = 0x5A454E
 
 
@@ -193,6 +192,18 @@ def parse_address(text: str) -> tuple[str, int]:
     if match is None or not 1 <= int(match[3]) <= 65535:
         raise ValueError(f"{text!r}: expected 'host:port' with a port from 1 to 65535")
     return match[1] or match[2], int(match[3])
+
+
+def shared_settings(config: Config) -> dict[str, str | int | float]:
+    """The settings that all workers must have alike: they decide how tensors are cut, and into what."""
+    return {
+        "cluster.max_message_bytes": config.cluster.max_message_bytes,
+        "sync.bucket_bytes": config.sync.bucket_bytes,
+        "sync.chunk_bytes": config.sync.chunk_bytes,
+        "sync.granule": config.sync.granule,
+        "sync.partition": config.sync.partition,
+        "sync.seed": config.sync.seed,
+    }
 
 
 def format_bytes(count: float) -> str:

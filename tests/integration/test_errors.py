@@ -56,7 +56,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "index beyond the table": (lambda: zps.push_pull(without_check(10), "x"), "TensorError", "0 to 9"),
     "negative index": (lambda: zps.push_pull(without_check(-1), "x"), "TensorError", "0 to 9"),
-    "index beyond its dimension": (lambda: zps.push_pull(beyond_a_dimension(), "x"), "TensorError", "(70, 90)"),
+    "index beyond its dimension": (
+        lambda: zps.push_pull(beyond_a_dimension(), "x"),
+        "TensorError",
+        "(70, 90)",
+    ),
     "second init": (zps.init, "UsageError", "shutdown()"),
     "empty name": (lambda: zps.push_pull(torch.ones(3), ""), "UsageError", "1 to 1024"),
     "long name": (lambda: zps.push_pull(torch.ones(3), "x" * 1025), "UsageError", "1 to 1024"),
@@ -255,9 +259,9 @@ def test_a_rank_can_be_taken_once() -> None:
 
 def test_settings_that_are_not_the_schedulers() -> None:
     with Cluster(workers=1, servers=1) as cluster:
-        error = cluster.start(join, init=False, settings={"sync.codec": "coo", "sync.seed": 7}).result()
+        error = cluster.start(join, init=False, settings={"sync.granule": 64, "sync.seed": 7}).result()
     assert error.kind == "MismatchError"
-    assert "sync.codec is 'coo' here and 'auto' there" in error.text
+    assert "sync.granule is 64 here and 32 there" in error.text
     assert "sync.seed is 7" in error.text
 
 

@@ -29,7 +29,7 @@ from zenps.wire.messages import (
 )
 
 LEASE_SECONDS, RENDEZVOUS_SECONDS, DEADLINE_SECONDS = 10.0, 60.0, 30.0
-SETTINGS: dict[str, str | int | float] = {"partition": "balanced", "seed": 7}
+SETTINGS: dict[str, str | int | float] = {"sync.partition": "balanced", "sync.seed": 7}
 
 
 def make_membership(workers: int = 2, servers: int = 2) -> Membership:
@@ -44,11 +44,11 @@ def make_membership(workers: int = 2, servers: int = 2) -> Membership:
 
 
 def register(
-    role: Role, rank: int = -1, pid: int = 100, host: str = "box", **settings: str | int
+    role: Role, rank: int = -1, pid: int = 100, host: str = "box", changed: dict[str, str | int] | None = None
 ) -> Register:
     address = f"tcp://{host}:{pid}" if role == "server" else ""
     return Register(
-        role, rank, host, pid, address, f"{host}:9", SETTINGS | settings if role == "worker" else {}
+        role, rank, host, pid, address, f"{host}:9", SETTINGS | (changed or {}) if role == "worker" else {}
     )
 
 
@@ -158,7 +158,7 @@ def test_a_rank_out_of_range(rank: int) -> None:
 
 def test_settings_that_disagree_are_named() -> None:
     membership = make_membership()
-    message = register("worker", partition="parallel", extra=1)
+    message = register("worker", changed={"sync.partition": "parallel", "sync.extra": 1})
     refused = only(membership.on_message(worker(0), message, 0.0), worker(0))
     assert isinstance(refused, Refused)
     assert refused.kind == "mismatch"

@@ -85,8 +85,8 @@ def test_cluster_that_waits(scheduler: str) -> None:
     assert "gathering" in checks["scheduler"].found
     assert checks["nodes"].verdict == "warn"
     assert "0 of 1 worker(s) and 0 of 1 server(s)" in checks["nodes"].found
-    assert checks["sync settings"].verdict == "fail"
-    assert checks["sync settings"].found == "granule is 64 here and 32 there"
+    assert checks["shared settings"].verdict == "fail"
+    assert checks["shared settings"].found == "sync.granule is 64 here and 32 there"
 
 
 def test_exit_code_and_report(zenps: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 
 import zmq
 
+from zenps import log
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, ProtocolError, UsageError, ZenPSError
 from zenps.settings import ClusterConfig
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
@@ -28,6 +30,8 @@ from zenps.wire.messages import (
 from zenps.wire.sockets import Socket, connect_dealer
 
 __all__ = ["SchedulerLink", "new_register"]
+
+logger = logging.getLogger("zenps.link")
 
 # A node is lost after one lease without a heartbeat; four in that time let three be late.
 BEATS_PER_LEASE = 4
@@ -67,7 +71,7 @@ class SchedulerLink:
 
         Raises:
             DeadlineError: not all nodes came in time (it names them), or the scheduler is silent.
-            MismatchError: this node's ``[sync]`` settings are not the scheduler's.
+            MismatchError: a shared setting is not the scheduler's.
             UsageError: the rank is taken, or the cluster is already complete.
             PeerLostError: a node was lost before all had the first view.
         """
@@ -95,13 +99,14 @@ class SchedulerLink:
     def receive(self) -> Iterator[FromScheduler]:
         """The messages that have arrived; those that the caller does not take stay for the next call.
 
-        One that cannot be read is skipped: it was not for us.
+        One that cannot be read is dropped, and logged once.
         """
         while self.socket.poll(0):
             frames = self.socket.recv_multipart()
             try:
                 message = self._decoder.decode(frames[0])
-            except ProtocolError:
+            except ProtocolError as error:
+                log.once(logger, self._scheduler, "dropped a message of the scheduler: %s", error)
                 continue
             yield message
 

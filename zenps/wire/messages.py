@@ -88,7 +88,7 @@ class Register(Struct, frozen=True, array_like=True, tag="register"):
     address: Address
     metrics: Address
     settings: dict[str, str | int | float]
-    """A worker's ``[sync]`` section: it must equal the scheduler's, or bits would differ."""
+    """A worker's shared settings: they must equal the scheduler's, or ranks would cut tensors differently."""
 
 
 class Heartbeat(Struct, frozen=True, array_like=True, tag="heartbeat"):

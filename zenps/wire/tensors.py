@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,8 +45,8 @@ def tensor_from_bytes(data: memoryview, dtype: torch.dtype, shape: Sequence[int]
         raise ProtocolError("payload", f"{data.nbytes} bytes of values for {tuple(shape)} {dtype}")
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype)
-    array = np.frombuffer(data, dtype=np.uint8)
+    tensor = torch.frombuffer(bytearray(data) if data.readonly else data, dtype=dtype)
     # libzmq hands small messages out of the middle of its receive buffer, at any address.
-    if array.__array_interface__["data"][0] % dtype.itemsize or not array.flags.writeable:
-        array = array.copy()
-    return torch.from_numpy(array).view(dtype).view(tuple(shape))
+    if tensor.data_ptr() % dtype.itemsize:
+        tensor = tensor.clone()
+    return tensor.view(tuple(shape))
