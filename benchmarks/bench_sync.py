@@ -30,7 +30,7 @@ from zenps.settings import PARTITIONS
 HERE = Path(__file__).resolve().parent
 BLOCK_TIMEOUT_SECONDS = 900
 
-SWEEP = {
+SWEEP: dict[str, Sequence[float]] = {
     "workers": [4, 2],
     "rows": [700_001, 500_000],
     "dim": [48, 32],
@@ -90,10 +90,9 @@ def sweep(options: argparse.Namespace) -> Iterator[tuple[int, Case]]:
     """Workers and case of each measurement: the base, then one change at a time."""
     values = {name: getattr(options, name) for name in SWEEP}
     base = {name: each[0] for name, each in values.items()}
-    changes = [{name: value} for name, each in values.items() for value in each[1:]]
-    for change in [{}, *changes]:
-        point = base | change
-        yield point.pop("workers"), Case(**point, steps=options.steps)
+    changed = [base | {name: value} for name, each in values.items() for value in each[1:]]
+    for point in [base, *changed]:
+        yield point["workers"], Case(point["rows"], point["dim"], point["ids"], point["skew"], options.steps)
 
 
 def run_block(workers: int, servers: int, partition: str, case: Case) -> Block:

@@ -150,8 +150,7 @@ def plot(measurements: Sequence[Measurement], path: Path) -> None:
     labels = [f"{measured.label}\n{measured.speedup:.2f}×" for measured in measurements]
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
-    axes.set_xscale("log")
     axes.set_xlabel("ms per step, p50 and p95; less is better")
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=len(ways))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

@@ -26,6 +26,7 @@ from zenps.wire.messages import Busy, Departed, Failure, Push, Refused, Stop, Vi
 from zenps.wire.sockets import Socket, bind_router, context, find_host, send_frames
 
 from .aggregation import Aggregator, Payload, read_payload
+from .memory import keep_freed_memory
 from .rounds import Aggregate, Held, Reply, Rounds
 
 __all__ = ["serve"]
@@ -62,7 +63,9 @@ class _Service:
         self._link = SchedulerLink(ctx, cluster, "server")
         self._decoder: Decoder[Push] = Decoder(cluster.job, Push)
         self._rounds = Rounds(cluster.server_budget_bytes, cluster.deadline_seconds)
-        pool = BufferPool(keep_bytes=cluster.server_budget_bytes // 4)
+        keep_bytes = cluster.server_budget_bytes // 4
+        keep_freed_memory(keep_bytes)
+        pool = BufferPool(keep_bytes)
         self._aggregator = Aggregator(CpuKernels(pool), pool)
         self._epoch = 0
         self._peers: dict[int, bytes] = {}

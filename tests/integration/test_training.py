@@ -6,7 +6,7 @@ In float64 the two differ by nothing but the order of sums: a relative 1e-9 afte
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,66 +15,10 @@ from torch import Tensor, nn
 
 import zenps as zps
 from tests.integration.cluster import Cluster, Raised, attempt
+from tests.integration.embedding_model import OPTIMIZERS, Model, assert_same, loss_of, make_model, state_of
 
 STEPS = 5
-BATCH = 6
 RANKS = 2
-
-Optimizers = Callable[["Model"], list[torch.optim.Optimizer]]
-
-
-class Model(nn.Module):
-    """Both kinds of sparse embeddings, dense layers, and two layers that may go unused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(50, 4, sparse=True)
-        self.bag = nn.EmbeddingBag(40, 4, mode="sum", sparse=True)
-        self.hidden = nn.Linear(8, 16)
-        self.rare = nn.Embedding(30, 16, sparse=True)
-        self.extra = nn.Linear(16, 16)
-        self.never = nn.Linear(16, 16)
-        self.out = nn.Linear(16, 1)
-
-    def forward(self, ids: Tensor, use_extra: bool) -> Tensor:
-        both = torch.cat([self.words(ids).sum(1), self.bag(ids % 40)], dim=1)
-        hidden = torch.tanh(self.hidden(both))
-        if use_extra:
-            hidden = hidden + self.extra(hidden) + self.rare(ids[:, 0] % 30)
-        result: Tensor = self.out(hidden)
-        return result
-
-    def sparse(self) -> list[nn.Parameter]:
-        return [self.words.weight, self.bag.weight, self.rare.weight]
-
-    def dense(self) -> list[nn.Parameter]:
-        return [p for p in self.parameters() if all(p is not sparse for sparse in self.sparse())]
-
-
-def make_model() -> Model:
-    torch.manual_seed(7)
-    return Model().double()
-
-
-def loss_of(model: Model, step: int, rank: int, part: int = 0) -> Tensor:
-    """Rank r's loss; rank 0 alone uses ``extra`` and ``rare``, and nobody ``never``."""
-    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + part)
-    # Skewed, so that batches repeat ids and ranks share some.
-    ids = (50 * torch.rand((BATCH, 3), generator=generator) ** 2).long()
-    wanted = torch.randn((BATCH, 1), generator=generator, dtype=torch.float64)
-    return nn.functional.mse_loss(model(ids, use_extra=rank == 0), wanted)
-
-
-OPTIMIZERS: dict[str, Optimizers] = {
-    "sgd": lambda model: [torch.optim.SGD(model.parameters(), lr=0.3)],
-    "momentum": lambda model: [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)],
-    "adagrad": lambda model: [torch.optim.Adagrad(model.parameters(), lr=0.1)],
-    "sparse adam and adam": lambda model: [
-        torch.optim.SparseAdam(model.sparse(), lr=0.05),
-        # A decay would change `never`, if it ever got a gradient.
-        torch.optim.AdamW(model.dense(), lr=0.05, weight_decay=0.1),
-    ],
-}
 
 
 def wrap(
@@ -89,10 +33,6 @@ def wrap(
         mine = [(name, parameter) for name, parameter in named if parameter in own]
         wrapped.append(zps.DistributedOptimizer(optimizer, named_parameters=mine, **options))
     return wrapped
-
-
-def state_of(model: Model) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 # ── on the workers, and what one process does instead ───────────────────────────────────────────
@@ -279,68 +219,6 @@ def misuse() -> dict[str, Any]:
     return outcomes
 
 
-def every_dtype(rank: int) -> dict[str, Tensor]:
-    torch.manual_seed(rank)
-    numbers = torch.randn(6, 5)
-    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
-    dtypes += (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
-    state = {str(dtype): (9 * numbers.abs()).to(dtype) for dtype in dtypes}
-    state["0-dim"] = torch.tensor(rank + 1)
-    state["empty"] = torch.empty(0, 3)
-    state["transposed"] = torch.randn(6, 5).t()
-    state["special"] = torch.tensor([float("nan"), -0.0, float("inf")]) * (1 - 2 * rank)
-    state["large"] = torch.randn(100_003)
-    state["large bool"] = torch.rand(200_001) < 0.5
-    return state
-
-
-def broadcast() -> dict[str, Any]:
-    state = every_dtype(zps.rank())
-    zps.broadcast_parameters(state, root_rank=1)
-    model = make_model() if zps.rank() == 1 else Model().double()
-    zps.broadcast_parameters(model.named_parameters(), root_rank=1)
-    again = every_dtype(zps.rank())
-    zps.broadcast_parameters(again, root_rank=0)
-    return {"from 1": state, "model": state_of(model), "from 0": again}
-
-
-PLAIN = {
-    "text": "Zen ∆",
-    "bytes": b"\0\xff",
-    "numbers": [1, -(2**63), 2**64 - 1, 0.1, float("inf")],
-    "nested": {"none": None, "true": True, "list": [[], {}, [1, [2, [3]]]]},
-    "long": "x" * 100_000,
-    7: "an integer key",
-}
-
-
-def broadcast_objects() -> dict[str, Any]:
-    mine = PLAIN if zps.rank() == 0 else object()
-    return {
-        "plain": zps.broadcast_object(mine),
-        "again": zps.broadcast_object([zps.rank()], root_rank=1),
-        "tuple": zps.broadcast_object((1, 2)),
-        "none": zps.broadcast_object(None),
-    }
-
-
-def broadcast_state(name: str) -> list[dict[str, Any]]:
-    """Rank 1 has trained alone; rank 0, fresh and with other hyperparameters, gets its state."""
-    model = make_model()
-    optimizers = OPTIMIZERS[name](model)
-    if zps.rank() == 1:
-        for step in range(2):
-            loss_of(model, step, 0).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-    else:
-        for optimizer in optimizers:
-            optimizer.param_groups[0]["lr"] = 123.0
-    for optimizer in optimizers:
-        zps.broadcast_optimizer_state(optimizer, root_rank=1)
-    return [optimizer.state_dict() for optimizer in optimizers]
-
-
 def run_all() -> dict[str, Any]:
     results: dict[str, Any] = {f"train {name}": train(name) for name in OPTIMIZERS}
     results["sum"] = sum_instead_of_average()
@@ -349,11 +227,7 @@ def run_all() -> dict[str, Any]:
     results["schedule"] = schedule()
     results["closure"] = use_a_closure()
     results["pushes"] = watch_pushes()
-    results["broadcast"] = broadcast()
-    results["objects"] = broadcast_objects()
     results["misuse"] = misuse()
-    for name in OPTIMIZERS:
-        results[f"state {name}"] = broadcast_state(name)
     return results
 
 
@@ -366,10 +240,6 @@ def results() -> Iterator[list[dict[str, Any]]]:
     settings = {"sync.bucket_bytes": 1024, "cluster.deadline_seconds": 10}
     with Cluster(settings=settings) as cluster:
         yield cluster.run(run_all)
-
-
-def assert_same(state: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    torch.testing.assert_close(state, wanted, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -460,31 +330,3 @@ def test_misuse(results: list[dict[str, Any]], name: str) -> None:
 def test_other_names_are_listed(results: list[dict[str, Any]]) -> None:
     text = results[1]["misuse"]["other names"].text
     assert "bag.weight of rank 0, bag.weight of rank 1" in text
-
-
-@pytest.mark.parametrize("root", [0, 1])
-def test_broadcast_parameters(results: list[dict[str, Any]], root: int) -> None:
-    wanted = every_dtype(root)
-    for outcome in results:
-        got = outcome["broadcast"][f"from {root}"]
-        for name, tensor in wanted.items():
-            assert got[name].dtype == tensor.dtype
-            assert torch.equal(got[name].contiguous().view(-1).view(torch.uint8),
-                               tensor.contiguous().view(-1).view(torch.uint8)), name  # fmt: skip
-        assert_same(outcome["broadcast"]["model"], make_model().state_dict())
-
-
-def test_broadcast_object(results: list[dict[str, Any]]) -> None:
-    for outcome in results:
-        assert outcome["objects"] == {"plain": PLAIN, "again": [1], "tuple": [1, 2], "none": None}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_broadcast_optimizer_state(results: list[dict[str, Any]], name: str) -> None:
-    first, second = (outcome[f"state {name}"] for outcome in results)
-    assert name == "sgd" or any(state["state"] for state in second)
-    for got, wanted in zip(first, second, strict=True):
-        assert got["param_groups"] == wanted["param_groups"]
-        assert got["state"].keys() == wanted["state"].keys()
-        for key, values in wanted["state"].items():
-            torch.testing.assert_close(got["state"][key], values, rtol=0, atol=0)

@@ -31,7 +31,8 @@ class Bitmap(Codec):
     def decode(self, data: memoryview, rows: int, span: int) -> Positions:
         if data.nbytes != self.encoded_bytes(rows, span):
             raise ProtocolError("payload", f"bitmap: {data.nbytes} bytes for a span of {span}")
-        positions = np.flatnonzero(np.unpackbits(np.frombuffer(data, dtype=np.uint8), bitorder="little"))
+        bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8), bitorder="little")
+        positions = np.flatnonzero(bits.view(np.bool_))
         if len(positions) != rows or (rows and positions[-1] >= span):
             raise ProtocolError("payload", f"bitmap: {len(positions)} bits set for {rows} rows of {span}")
         return positions

@@ -1,0 +1,29 @@
+"""Keeps the memory that libzmq frees, so that its pages need not be faulted in again.
+
+libzmq allocates every large message anew. glibc gives blocks of that size back to the kernel when they
+are freed, and a fresh 4 KiB page costs about as much as the sum that goes into it: on loopback with four
+workers, rounds were a fifth faster without that. Not for workers: their process is the user's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+__all__ = ["keep_freed_memory"]
+
+# mallopt(3); the numbers are those of malloc.h.
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+
+# The largest that glibc takes on 64 bits: messages below it come from the heap.
+LARGEST_HEAP_BLOCK_BYTES = 32 << 20
+
+
+def keep_freed_memory(keep_bytes: int) -> None:
+    """Tells glibc to keep up to ``keep_bytes`` of freed heap. Without glibc, does nothing."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:
+        return
+    mallopt(M_MMAP_THRESHOLD, LARGEST_HEAP_BLOCK_BYTES)
+    mallopt(M_TRIM_THRESHOLD, min(keep_bytes, 2**31 - 1))

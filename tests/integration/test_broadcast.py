@@ -1,0 +1,114 @@
+"""Parameters, optimizer state and plain objects from one rank to all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zenps as zps
+from tests.integration.cluster import Cluster
+from tests.integration.embedding_model import OPTIMIZERS, Model, assert_same, loss_of, make_model, state_of
+
+
+def every_dtype(rank: int) -> dict[str, Tensor]:
+    torch.manual_seed(rank)
+    numbers = torch.randn(6, 5)
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
+    dtypes += (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
+    state = {str(dtype): (9 * numbers.abs()).to(dtype) for dtype in dtypes}
+    state["0-dim"] = torch.tensor(rank + 1)
+    state["empty"] = torch.empty(0, 3)
+    state["transposed"] = torch.randn(6, 5).t()
+    state["special"] = torch.tensor([float("nan"), -0.0, float("inf")]) * (1 - 2 * rank)
+    state["large"] = torch.randn(100_003)
+    state["large bool"] = torch.rand(200_001) < 0.5
+    return state
+
+
+def broadcast() -> dict[str, Any]:
+    state = every_dtype(zps.rank())
+    zps.broadcast_parameters(state, root_rank=1)
+    model = make_model() if zps.rank() == 1 else Model().double()
+    zps.broadcast_parameters(model.named_parameters(), root_rank=1)
+    again = every_dtype(zps.rank())
+    zps.broadcast_parameters(again, root_rank=0)
+    return {"from 1": state, "model": state_of(model), "from 0": again}
+
+
+PLAIN = {
+    "text": "Zen ∆",
+    "bytes": b"\0\xff",
+    "numbers": [1, -(2**63), 2**64 - 1, 0.1, float("inf")],
+    "nested": {"none": None, "true": True, "list": [[], {}, [1, [2, [3]]]]},
+    "long": "x" * 100_000,
+    7: "an integer key",
+}
+
+
+def broadcast_objects() -> dict[str, Any]:
+    mine = PLAIN if zps.rank() == 0 else object()
+    return {
+        "plain": zps.broadcast_object(mine),
+        "again": zps.broadcast_object([zps.rank()], root_rank=1),
+        "tuple": zps.broadcast_object((1, 2)),
+        "none": zps.broadcast_object(None),
+    }
+
+
+def broadcast_state(name: str) -> list[dict[str, Any]]:
+    """Rank 1 has trained alone; rank 0, fresh and with other hyperparameters, gets its state."""
+    model = make_model()
+    optimizers = OPTIMIZERS[name](model)
+    if zps.rank() == 1:
+        for step in range(2):
+            loss_of(model, step, 0).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    else:
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = 123.0
+    for optimizer in optimizers:
+        zps.broadcast_optimizer_state(optimizer, root_rank=1)
+    return [optimizer.state_dict() for optimizer in optimizers]
+
+
+def run_all() -> dict[str, Any]:
+    results: dict[str, Any] = {f"state {name}": broadcast_state(name) for name in OPTIMIZERS}
+    return results | {"broadcast": broadcast(), "objects": broadcast_objects()}
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    with Cluster(settings={"cluster.deadline_seconds": 10}) as cluster:
+        return cluster.run(run_all)
+
+
+@pytest.mark.parametrize("root", [0, 1])
+def test_broadcast_parameters(results: list[dict[str, Any]], root: int) -> None:
+    wanted = every_dtype(root)
+    for outcome in results:
+        got = outcome["broadcast"][f"from {root}"]
+        for name, tensor in wanted.items():
+            assert got[name].dtype == tensor.dtype
+            assert torch.equal(got[name].contiguous().view(-1).view(torch.uint8),
+                               tensor.contiguous().view(-1).view(torch.uint8)), name  # fmt: skip
+        assert_same(outcome["broadcast"]["model"], make_model().state_dict())
+
+
+def test_broadcast_object(results: list[dict[str, Any]]) -> None:
+    for outcome in results:
+        assert outcome["objects"] == {"plain": PLAIN, "again": [1], "tuple": [1, 2], "none": None}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_broadcast_optimizer_state(results: list[dict[str, Any]], name: str) -> None:
+    first, second = (outcome[f"state {name}"] for outcome in results)
+    assert name == "sgd" or any(state["state"] for state in second)
+    for got, wanted in zip(first, second, strict=True):
+        assert got["param_groups"] == wanted["param_groups"]
+        assert got["state"].keys() == wanted["state"].keys()
+        for key, values in wanted["state"].items():
+            torch.testing.assert_close(got["state"][key], values, rtol=0, atol=0)

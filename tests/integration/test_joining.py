@@ -1,0 +1,149 @@
+"""Who may join a cluster, under which rank, and what happens without one."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import zenps as zps
+from tests.integration.cluster import Cluster, attempt
+from tests.integration.scripts import run_script
+
+
+def identify() -> tuple[int, int, int, int]:
+    return zps.rank(), zps.size(), zps.local_rank(), zps.local_size()
+
+
+def join() -> Any:
+    return attempt(zps.init)
+
+
+def test_ranks_are_those_of_the_environment() -> None:
+    with Cluster(workers=3, servers=1) as cluster:
+        workers = {
+            rank: cluster.start(identify, rank=rank, environ={"LOCAL_RANK": str(local)})
+            for rank, local in ((2, 1), (0, 2), (1, 0))
+        }
+        assert {rank: worker.result() for rank, worker in workers.items()} == {
+            2: (2, 3, 1, 3),
+            0: (0, 3, 2, 3),
+            1: (1, 3, 0, 3),
+        }
+        cluster.drain()
+
+
+def test_ranks_are_given_where_nobody_asks_and_a_late_worker_is_refused() -> None:
+    with Cluster(workers=2, servers=1) as cluster:
+        workers = [cluster.start(hold_and_identify), cluster.start(hold_and_identify)]
+        cluster.await_state("running")
+        late = cluster.start(join, init=False).result()
+        assert late.kind == "UsageError"
+        assert "complete with 2 worker(s)" in late.text
+        results = sorted(worker.result() for worker in workers)
+        assert results == [(0, 2, 0, 2), (1, 2, 1, 2)]
+
+
+def hold_and_identify() -> tuple[int, int, int, int]:
+    time.sleep(2)
+    zps.barrier()
+    return identify()
+
+
+def test_a_rank_can_be_taken_once() -> None:
+    with Cluster(workers=2, servers=1) as cluster:
+        first = cluster.start(identify, rank=0)
+        while not cluster.nodes("worker"):
+            time.sleep(0.05)
+        second = cluster.start(join, rank=0, init=False).result()
+        assert second.kind == "UsageError"
+        assert "rank 0 is taken by worker 0" in second.text
+        beyond = cluster.start(join, rank=2, init=False).result()
+        assert beyond.kind == "UsageError"
+        assert "0 to 1" in beyond.text
+        other = cluster.start(identify, rank=1)
+        assert (first.result()[0], other.result()[0]) == (0, 1)
+
+
+def test_settings_that_are_not_the_schedulers() -> None:
+    with Cluster(workers=1, servers=1) as cluster:
+        error = cluster.start(join, init=False, settings={"sync.granule": 64, "sync.seed": 7}).result()
+    assert error.kind == "MismatchError"
+    assert "sync.granule is 64 here and 32 there" in error.text
+    assert "sync.seed is 7" in error.text
+
+
+def test_a_partition_that_does_not_exist() -> None:
+    settings = {"sync.partition": "no.such:Strategy"}
+    with Cluster(workers=1, servers=1, settings=settings) as cluster:
+        error = cluster.start(join, init=False).result()
+    assert error.kind == "ConfigError"
+    assert "no.such:Strategy" in error.text
+
+
+def test_rendezvous_names_who_is_missing() -> None:
+    settings = {"cluster.rendezvous_seconds": 4}
+    with Cluster(workers=3, servers=2, settings=settings, lease_seconds=2.0) as cluster:
+        error = cluster.start(join, rank=2, init=False).result()
+        assert error.kind == "DeadlineError"
+        assert "missing after 4 s: 2 of 3 worker(s) (rank 0, 1)" in error.text
+        for process in (*cluster.servers, cluster.scheduler):
+            assert process.wait() != 0
+            assert "2 of 3 worker(s) (rank 0, 1)" in process.log
+
+
+def test_no_scheduler_there() -> None:
+    with Cluster(workers=1, servers=1) as cluster:
+        address = f"127.0.0.1:{unused_port()}"
+        settings = {"cluster.scheduler": address, "cluster.rendezvous_seconds": 0.1}
+        error = cluster.start(join, init=False, settings=settings).result()
+    assert error.kind == "DeadlineError"
+    assert f"no answer from the scheduler at {address}" in error.text
+
+
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# ── alone ───────────────────────────────────────────────────────────────────────────────────────
+
+ALONE = """
+import torch
+import zenps as zps
+
+zps.init()
+model = torch.nn.Embedding(10, 4, sparse=True)
+torch.nn.init.zeros_(model.weight)
+optimizer = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+zps.broadcast_parameters(model.state_dict())
+model(torch.tensor([3, 3, 5])).sum().backward()
+optimizer.step()
+assert model.weight.detach()[[3, 5, 7], 0].tolist() == [-2.0, -1.0, 0.0]
+sparse = torch.sparse_coo_tensor([[3, 1, 3]], [1.0, 2.0, 4.0], (5,))
+summed = zps.push_pull(sparse, "x")
+assert summed.is_coalesced() and summed.indices().tolist() == [[1, 3]] and summed.values().tolist() == [2, 5]
+assert zps.broadcast_object({"a": [1]}) == {"a": [1]}
+zps.barrier()
+print(zps.rank(), zps.size(), zps.local_rank(), zps.local_size())
+zps.shutdown()
+"""
+
+
+def test_a_script_alone_runs_with_size_1(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ALONE)
+    done = run_script(script, {})
+    assert (done.returncode, done.stdout.split()) == (0, ["0", "1", "0", "1"]), done.stderr
+
+
+def test_one_of_several_without_a_scheduler_is_refused() -> None:
+    with Cluster(workers=1, servers=1) as cluster:
+        worker = cluster.start(
+            join, init=False, settings={"cluster.scheduler": ""}, environ={"WORLD_SIZE": "2"}
+        )
+        error = worker.result()
+    assert error.kind == "ConfigError"
+    assert "cluster.scheduler" in error.text

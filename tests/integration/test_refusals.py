@@ -1,0 +1,193 @@
+"""Tensors, names and calls that are refused, and ranks that disagree: an error on every rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zenps as zps
+from tests.integration.cluster import Cluster, Raised, attempt
+
+
+def table(rows: int, columns: int = 4, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Sparse, with one row."""
+    indices = torch.zeros((1, 1), dtype=torch.int64)
+    values = torch.ones((1, columns), dtype=dtype)
+    return torch.sparse_coo_tensor(indices, values, (rows, columns), check_invariants=True)
+
+
+def without_check(index: int) -> Tensor:
+    indices = torch.tensor([[index]])
+    return torch.sparse_coo_tensor(indices, torch.ones(1, 4), (10, 4), check_invariants=False)
+
+
+def beyond_a_dimension() -> Tensor:
+    """As one number the index would be inside: 0 · 90 + 100 < 70 · 90."""
+    indices = torch.tensor([[0], [100]])
+    return torch.sparse_coo_tensor(indices, torch.ones(1), (70, 90), check_invariants=False)
+
+
+# ── refused before anything is sent ─────────────────────────────────────────────────────────────
+
+REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "int32": (lambda: zps.push_pull(torch.ones(3, dtype=torch.int32), "x"), "TensorError", "int32"),
+    "bool": (lambda: zps.push_pull(torch.ones(3, dtype=torch.bool), "x"), "TensorError", "bool"),
+    "uint8": (lambda: zps.push_pull(torch.ones(3, dtype=torch.uint8), "x", False), "TensorError", "uint8"),
+    "complex": (lambda: zps.push_pull(torch.ones(3, dtype=torch.complex64), "x"), "TensorError", "complex64"),
+    "meta": (lambda: zps.push_pull(torch.ones(3, device="meta"), "x"), "TensorError", "meta"),
+    "csr": (lambda: zps.push_pull(torch.eye(3).to_sparse_csr(), "x"), "TensorError", "sparse_csr"),
+    "list": (lambda: zps.push_pull([1.0, 2.0], "x"), "TensorError", "list"),  # type: ignore[arg-type]
+    "average of int64": (
+        lambda: zps.push_pull(torch.ones(3, dtype=torch.int64), "x"),
+        "TensorError",
+        "average=False",
+    ),
+    "index beyond the table": (lambda: zps.push_pull(without_check(10), "x"), "TensorError", "0 to 9"),
+    "negative index": (lambda: zps.push_pull(without_check(-1), "x"), "TensorError", "0 to 9"),
+    "index beyond its dimension": (
+        lambda: zps.push_pull(beyond_a_dimension(), "x"),
+        "TensorError",
+        "(70, 90)",
+    ),
+    "second init": (zps.init, "UsageError", "shutdown()"),
+    "empty name": (lambda: zps.push_pull(torch.ones(3), ""), "UsageError", "1 to 1024"),
+    "long name": (lambda: zps.push_pull(torch.ones(3), "x" * 1025), "UsageError", "1 to 1024"),
+    "name not text": (lambda: zps.push_pull(torch.ones(3), 7), "UsageError", "string"),  # type: ignore[arg-type]
+    "name not Unicode": (lambda: zps.push_pull(torch.ones(3), "\ud800"), "UsageError", "a string"),
+    "no such root": (
+        lambda: zps.broadcast_parameters({"x": torch.ones(3)}, root_rank=2),
+        "UsageError",
+        "0 to 1",
+    ),
+    "sparse broadcast": (lambda: zps.broadcast_parameters({"x": table(3)}), "TensorError", "strided"),
+    "object not plain": (
+        lambda: zps.broadcast_object({"x": object()}, zps.rank()),
+        "UsageError",
+        "plain data",
+    ),
+}
+
+# ── refused by a server, on every rank ──────────────────────────────────────────────────────────
+
+MISMATCHED: dict[str, tuple[tuple[Tensor, bool], tuple[Tensor, bool]]] = {
+    "shape": ((torch.ones(3), True), (torch.ones(4), True)),
+    "transposed": ((torch.ones(2, 3), True), (torch.ones(3, 2), True)),
+    "small and large": ((torch.ones(5), True), (torch.ones(100_003), True)),
+    "empty": ((torch.ones(0), True), (torch.ones(3), True)),
+    "dtype": ((torch.ones(3), True), (torch.ones(3, dtype=torch.float64), True)),
+    "kind": ((torch.ones(500, 4), True), (table(500), True)),
+    # Where a tensor lies depends on its name: in eight of them small and sparse will not always meet.
+    **{f"kind of small {letter}": ((torch.ones(1, 4), True), (table(1), True)) for letter in "abcdefgh"},
+    "average": ((torch.ones(3), True), (torch.ones(3), False)),
+    "rows": ((table(1000), True), (table(1001), True)),
+    "columns": ((table(1000, 4), True), (table(1000, 5), True)),
+    **{f"{rows} rows": ((table(rows), True), (table(rows + 1), True)) for rows in range(1, 6)},
+    "1 row and many": ((table(1), True), (table(50_000), True)),
+    "1 wide row": ((table(1, 20_000), True), (table(2, 20_000), True)),
+    "sparse dtype": ((table(9), True), (table(9, dtype=torch.float64), True)),
+    "element-sparse": ((torch.ones(70).to_sparse(), True), (torch.ones(71).to_sparse(), True)),
+    "sparse dimensions": ((torch.ones(6, 6).to_sparse(), True), (torch.ones(6, 6).to_sparse(1), True)),
+}
+
+
+def collect() -> dict[str, Any]:
+    outcomes: dict[str, Any] = {name: attempt(call) for name, (call, _, _) in REFUSED.items()}
+    outcomes["after"] = zps.push_pull(torch.ones(3), "x")
+    for name, by_rank in MISMATCHED.items():
+        tensor, average = by_rank[zps.rank()]
+        begin = time.monotonic()
+        outcomes[f"mismatched {name}"] = attempt(zps.push_pull, tensor, f"bad {name}", average)
+        outcomes[f"seconds {name}"] = time.monotonic() - begin
+        outcomes[f"again {name}"] = attempt(zps.push_pull, torch.ones(3), f"bad {name}")
+    outcomes |= use_a_name_twice()
+    zps.shutdown()
+    zps.shutdown()
+    outcomes["closed"] = {name: attempt(call) for name, call in CALLS.items()}
+    return outcomes
+
+
+def use_a_name_twice() -> dict[str, Any]:
+    if zps.rank() == 1:
+        zps.barrier()
+        return {"first": zps.push_pull(torch.ones(3), "twice"), "second": None}
+    handle = zps.push_pull_async(torch.ones(3), "twice")
+    ready = zps.poll(handle)
+    second = attempt(zps.push_pull_async, torch.ones(3), "twice")
+    zps.barrier()
+    return {"first": handle.wait(), "second": second, "ready": ready}
+
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "rank": zps.rank,
+    "size": zps.size,
+    "local_rank": zps.local_rank,
+    "local_size": zps.local_size,
+    "stats": zps.stats,
+    "barrier": zps.barrier,
+    "push_pull": lambda: zps.push_pull(torch.ones(3), "x"),
+    "push_pull_async": lambda: zps.push_pull_async(torch.ones(3), "x"),
+    "broadcast_parameters": lambda: zps.broadcast_parameters({"x": torch.ones(3)}),
+    "broadcast_object": lambda: zps.broadcast_object(1),
+    "DistributedOptimizer": lambda: zps.DistributedOptimizer(
+        torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, Any]]:
+    with Cluster(servers=3) as cluster:
+        return cluster.run(collect)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_anything_is_sent(outcomes: list[dict[str, Any]], name: str) -> None:
+    _, kind, text = REFUSED[name]
+    for results in outcomes:
+        assert isinstance(results[name], Raised), results[name]
+        assert results[name].kind == kind
+        assert text in results[name].text
+
+
+def test_a_refused_name_stays_free(outcomes: list[dict[str, Any]]) -> None:
+    assert all(torch.equal(results["after"], torch.ones(3)) for results in outcomes)
+
+
+@pytest.mark.parametrize("name", MISMATCHED)
+def test_mismatch_is_an_error_on_every_rank(outcomes: list[dict[str, Any]], name: str) -> None:
+    for results in outcomes:
+        error = results[f"mismatched {name}"]
+        assert isinstance(error, Raised), error
+        assert error.kind == "MismatchError"
+        assert f"'bad {name}'" in error.text
+        for rank, (tensor, _) in enumerate(MISMATCHED[name]):
+            assert f"{rank} pushed {'sparse' if tensor.is_sparse else 'dense'}" in error.text
+            assert str(tuple(tensor.shape)) in error.text
+            assert str(tensor.dtype).removeprefix("torch.") in error.text
+        assert results[f"seconds {name}"] < 10, "found by a deadline, not by the servers"
+        assert torch.equal(results[f"again {name}"], torch.ones(3))
+
+
+def test_same_name_twice_in_flight(outcomes: list[dict[str, Any]]) -> None:
+    second = outcomes[0]["second"]
+    assert (second.kind, outcomes[0]["ready"]) == ("UsageError", False)
+    assert "'twice' is in flight" in second.text
+    assert all(torch.equal(results["first"], torch.ones(3)) for results in outcomes)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_call_after_shutdown(outcomes: list[dict[str, Any]], name: str) -> None:
+    assert all(results["closed"][name].kind == "UsageError" for results in outcomes)
+    assert all("zenps.init()" in results["closed"][name].text for results in outcomes)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_call_before_init(name: str) -> None:
+    error = attempt(CALLS[name])
+    assert error.kind == "UsageError"
+    assert "zenps.init()" in error.text
