@@ -68,6 +68,7 @@ class Handle(Pending):
         self._timeout_seconds = timeout_seconds
         self._record = record
         self._began = time.perf_counter()
+        self._unanswered = len(transfer.parts)
         self._answers: deque[Answer | ZenPSError] = deque()
         self._finishing = threading.Lock()
         self._outcome: Tensor | ZenPSError | None = None
@@ -112,12 +113,13 @@ class Handle(Pending):
         """Absorbs each answer while the next ones travel."""
         waited = worked = 0.0
         until = time.monotonic() + self._timeout_seconds
-        for _ in transfer.parts:
+        while self._unanswered:
             begin = time.perf_counter()
             self._wait(self._has_answer, until)
             if not self._answers:
                 return DeadlineError(f"tensor {self.name!r}: no answer within {self._timeout_seconds:g} s")
             answer = self._answers.popleft()
+            self._unanswered -= 1
             got = time.perf_counter()
             waited += got - begin
             if isinstance(answer, ZenPSError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket as net
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -45,12 +46,12 @@ class Session:
     Attributes:
         view: membership and ring.
         channel: the way to the servers.
-        load: counters that are reported to the scheduler with every heartbeat.
+        report: gives the counters that go to the scheduler with every heartbeat.
     """
 
     def __init__(self, config: Config, register: Register, metrics: WorkerMetrics) -> None:
         self._cluster = config.cluster
-        self.load: Load = {}
+        self.report: Callable[[], Load] = dict
         self._ctx: zmq.Context[Socket] = zmq.Context()
         try:
             self._link = SchedulerLink(self._ctx, self._cluster, "worker")
@@ -104,7 +105,7 @@ class Session:
         try:
             while not self._on_commands():
                 now = time.monotonic()
-                self._link.beat_if_due(now, self.view.epoch, self.load)
+                self._link.beat_if_due(now, self.view.epoch, self.report)
                 self._sleep(self._link.seconds_to_beat(now))
                 self._on_scheduler()
             self._link.leave()

@@ -19,6 +19,10 @@ from zenps.wire.messages import MAX_COLUMNS, Result
 __all__ = ["Part", "Transfer", "check_tensor", "table_shape"]
 
 
+# uint8 is for broadcasts, which carry any dtype as bytes.
+_SUPPORTED = tuple(dtype for dtype in ACCUMULATE if dtype != torch.uint8)
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """What goes to one server for one chunk: the variable fields of a push, and its frames."""
@@ -80,9 +84,8 @@ def check_tensor(tensor: Tensor, average: bool) -> None:
         raise TensorError(f"layout {tensor.layout}: expected strided or sparse COO; use .to_sparse_coo()")
     if tensor.is_sparse and table_shape(tensor)[1] > MAX_COLUMNS:
         raise TensorError(f"rows of {table_shape(tensor)[1]} elements: expected at most {MAX_COLUMNS}")
-    supported = [dtype for dtype in ACCUMULATE if dtype != torch.uint8]
-    if tensor.dtype not in supported:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in supported)
+    if tensor.dtype not in _SUPPORTED:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _SUPPORTED)
         raise TensorError(f"dtype {tensor.dtype}: expected one of {names}")
     if average and not tensor.dtype.is_floating_point:
         raise TensorError(f"dtype {tensor.dtype} cannot be averaged exactly; pass average=False")

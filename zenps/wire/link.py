@@ -7,7 +7,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import zmq
 
@@ -78,7 +78,7 @@ class SchedulerLink:
         self.send(register)
         until = time.monotonic() + self._cluster.rendezvous_seconds + PATIENCE_SECONDS
         while (now := time.monotonic()) < until:
-            self.beat_if_due(now, epoch=0, load={})
+            self.beat_if_due(now, epoch=0, report=dict)
             if self.socket.poll(int(1000 * min(until - now, self.seconds_to_beat(now)))):
                 for message in self.receive():
                     if isinstance(message, View):
@@ -110,10 +110,10 @@ class SchedulerLink:
                 continue
             yield message
 
-    def beat_if_due(self, now: float, epoch: int, load: Load) -> None:
+    def beat_if_due(self, now: float, epoch: int, report: Callable[[], Load]) -> None:
         """Sends a heartbeat when one is due; ``now`` is :func:`time.monotonic`."""
         if now >= self._next_beat:
-            self.beat(now, epoch, load)
+            self.beat(now, epoch, report())
 
     def beat(self, now: float, epoch: int, load: Load) -> None:
         """Sends a heartbeat at once, as after a new view."""
