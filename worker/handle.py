@@ -117,6 +117,7 @@ class Handle(Pending):
             begin = time.perf_counter()
             self._wait(self._has_answer, until)
             if not self._answers:
+                self._progress.ended = True
                 return DeadlineError(f"tensor {self.name!r}: no answer within {self._timeout_seconds:g} s")
             answer = self._answers.popleft()
             self._unanswered -= 1

@@ -76,7 +76,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_inner"], name)
+        if name == "_inner":  # copy and pickle look at an object before it has any attributes
+            raise AttributeError(name)
+        return getattr(self._inner, name)
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self._inner!r})"

@@ -39,14 +39,21 @@ class ZenPSError(Exception):
     """The root; catch it to catch everything that ZenPS raises on purpose."""
 
 
+# Arguments are kept as they came and made a text when one is asked for: an exception that crosses
+# processes, as from a DataLoader's worker, is made again from its arguments.
+
+
 class ConfigError(ZenPSError, ValueError):
     """A setting was refused. One line: field, value, allowed values."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        super().__init__(f"{field} = {value!r}: expected {allowed}")
+        super().__init__(field, value, allowed)
         self.field = field
         self.value = value
         self.allowed = allowed
+
+    def __str__(self) -> str:
+        return f"{self.field} = {self.value!r}: expected {self.allowed}"
 
 
 class UnknownKeyError(ConfigError):
@@ -54,7 +61,10 @@ class UnknownKeyError(ConfigError):
 
     def __init__(self, field: str, allowed: str) -> None:
         super().__init__(field, None, allowed)
-        self.args = (f"{field}: unknown key; {allowed}",)
+        self.args = (field, allowed)
+
+    def __str__(self) -> str:
+        return f"{self.field}: unknown key; {self.allowed}"
 
 
 class UsageError(ZenPSError, RuntimeError):
@@ -87,8 +97,12 @@ class ProtocolError(ZenPSError, ValueError):
 
     def __init__(self, reason: str, detail: str) -> None:
         assert reason in self.REASONS, reason
-        super().__init__(f"{reason}: {detail}")
+        super().__init__(reason, detail)
         self.reason = reason
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
 
 
 def listing(items: Iterable[object], separator: str = ", ", most: int = 16) -> str:
