@@ -93,7 +93,7 @@ def test_status_of_a_live_cluster(zenps: Any, scheduler: str) -> None:
         tree = json.loads(zenps("status", "--json", *here).stdout)
     assert tree["job"] == "default"
     assert tree["epoch"] == 1
-    assert tree["settings"]["partition"] == "balanced"
+    assert tree["settings"]["sync.partition"] == "balanced"
     nodes = {node["role"]: node for node in tree["nodes"]}
     assert {role: node["rank"] for role, node in nodes.items()} == {"scheduler": 0, "server": 0, "worker": 0}
     assert (nodes["server"]["pid"], nodes["worker"]["pid"]) == (server.pid, worker.pid)
