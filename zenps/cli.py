@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.parser.error("expected -- CMD [ARG ...]" if args.takes_command else "unexpected -- CMD")
     args.command = command
     try:
-        return int(args.run(args))
+        code = int(args.run(args))
+        sys.stdout.flush()  # what is still in the buffer meets a closed pipe here, not at exit
+        return code
     except ConfigError as error:
         _complain(error)
         return EXIT_CONFIG
