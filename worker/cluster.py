@@ -65,7 +65,7 @@ class Cluster(Communicator):
             address, shared = self._exporter.address, shared_settings(config)
             register = new_register("worker", rank, "", address, shared)
             self._session = Session(config, register, self._metrics)
-        except BaseException:
+        except BaseException:  # Ctrl-C while others are waited for, too: a later init() wants the port
             self._exporter.close()
             raise
         view = self._session.view
@@ -104,7 +104,7 @@ class Cluster(Communicator):
             self._latest[name] = progress
         try:
             transfer = self._prepare(tensor, name, previous, contributes)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: a name in flight for ever could not be pushed again
             self._take_back(name, previous)
             raise
         compacted = time.perf_counter() - begin

@@ -57,7 +57,7 @@ class Session:
             self._link = SchedulerLink(self._ctx, self._cluster, "worker")
             self.view: View = self._link.join(register)
             self.channel = Channel(self._ctx, self._cluster, self.view, self._link.identity, metrics)
-        except BaseException:
+        except BaseException:  # Ctrl-C while others are waited for, too: sockets would linger at exit
             self._ctx.destroy(linger=0)
             raise
         log.setup(config.log, "worker", self.view.rank)

@@ -151,7 +151,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
             self._settings["cluster.scheduler"] = self.address
             for number in range(self._server_count):
                 self.servers.append(self._launch(f"server{number}", _serve, self._sets()))
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nothing that was started may be left behind
             self.__exit__()
             raise
         return self

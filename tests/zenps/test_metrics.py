@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
 import socket
 import subprocess
 import urllib.error
@@ -56,17 +54,6 @@ def scrape(address: str, path: str = "/metrics") -> str:
     with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as response:
         text: str = response.read().decode()
     return text
-
-
-@pytest.fixture
-def promtool() -> str:
-    path = shutil.which("promtool")
-    if path is None:
-        reason = "promtool is missing; it comes with Debian's package prometheus"
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(reason)
-    return path
 
 
 def lint(promtool: str, text: str) -> subprocess.CompletedProcess[str]:
