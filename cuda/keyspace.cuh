@@ -1,0 +1,113 @@
+// Rows <-> positions, as zenps/layout.py and zenps/keyspace.py have them; the same numbers, bit for bit.
+//
+// Row i is element i % granule of granule k = i / granule; k goes to p = π(k) and from there, with the whole
+// stretch of slots that it lies in, to its place p + distance; the row's position is place * granule + i % granule.
+#pragma once
+
+#include "common.cuh"
+
+enum : int64 { IDENTITY = 0, FEISTEL = 1, TABLE = 2 };
+
+// int64 words in device memory; zenps.kernels.place.Placement writes them.
+struct Placement {
+    int64 rows;          // of the tensor
+    int64 granule_bits;  // log2 of the rows of a granule
+    int64 granules;      // ceil(rows / granule)
+    int64 kind;
+    int64 left_size, right_size;  // the two halves of the Feistel network
+    int64 keys[4];
+    int64 stretches;               // of slots that move as one
+    const int64* starts;           // where each begins in π's order, and how far it moves
+    const int64* distances;
+    const int64* placed_starts;    // the way back
+    const int64* placed_distances;
+    const int32* places;           // TABLE: the place of each granule, and the granule in each place
+    const int32* granule_at;
+};
+
+// murmur3's finaliser as Feistel._hash uses it, reduced to [0, size).
+__device__ __forceinline__ uint32 keyed_hash(uint32 half, int64 key, int64 size) {
+    uint32 hashed = (half ^ uint32(key)) * 0x85ebca6bu;
+    hashed = (hashed ^ (hashed >> 13)) * 0xc2b2ae35u;
+    return __umulhi(hashed, uint32(size));
+}
+
+__device__ __forceinline__ uint32 add_modulo(uint32 a, uint32 b, int64 size) {
+    const uint32 sum = a + b;  // halves are below 2^31, so that sums fit
+    return sum >= uint32(size) ? sum - uint32(size) : sum;
+}
+
+__device__ __forceinline__ uint32 subtract_modulo(uint32 a, uint32 b, int64 size) {
+    return a >= b ? a - b : a + uint32(size) - b;
+}
+
+struct Halves {
+    uint32 left, right;
+};
+
+__device__ __forceinline__ Halves split(const Placement& at, uint64 value) {
+    const uint32 size = uint32(at.left_size);
+    // A 64-bit division takes several times the instructions of a 32-bit one.
+    const uint32 right = value >> 32 ? uint32(value / size) : uint32(value) / size;
+    return {uint32(value - uint64(right) * size), right};
+}
+
+__device__ __forceinline__ int64 join(const Placement& at, Halves halves) {
+    return int64(halves.right) * at.left_size + halves.left;
+}
+
+// π, by a Feistel network whose outliers walk on until they fall inside.
+__device__ inline int64 permute(const Placement& at, int64 value) {
+    do {
+        Halves half = split(at, uint64(value));
+        for (int round = 0; round < 4; round += 2) {
+            half.left = add_modulo(half.left, keyed_hash(half.right, at.keys[round], at.left_size), at.left_size);
+            half.right = add_modulo(half.right, keyed_hash(half.left, at.keys[round + 1], at.right_size), at.right_size);
+        }
+        value = join(at, half);
+    } while (value >= at.granules);
+    return value;
+}
+
+// π⁻¹.
+__device__ inline int64 unpermute(const Placement& at, int64 value) {
+    do {
+        Halves half = split(at, uint64(value));
+        for (int round = 2; round >= 0; round -= 2) {
+            half.right = subtract_modulo(half.right, keyed_hash(half.left, at.keys[round + 1], at.right_size), at.right_size);
+            half.left = subtract_modulo(half.left, keyed_hash(half.right, at.keys[round], at.left_size), at.left_size);
+        }
+        value = join(at, half);
+    } while (value >= at.granules);
+    return value;
+}
+
+__device__ __forceinline__ int64 move_stretch(const int64* starts, const int64* distances, int64 count, int64 value) {
+    return value + distances[upper_bound(starts, count, value) - 1];
+}
+
+// The place of a granule in [0, granules).
+__device__ inline int64 place_of(const Placement& at, int64 granule) {
+    if (at.kind == TABLE) return at.places[granule];
+    const int64 permuted = at.kind == FEISTEL ? permute(at, granule) : granule;
+    return move_stretch(at.starts, at.distances, at.stretches, permuted);
+}
+
+// The granule in a place of [0, granules).
+__device__ inline int64 granule_in(const Placement& at, int64 place) {
+    if (at.kind == TABLE) return at.granule_at[place];
+    const int64 permuted = move_stretch(at.placed_starts, at.placed_distances, at.stretches, place);
+    return at.kind == FEISTEL ? unpermute(at, permuted) : permuted;
+}
+
+// The position of a row in [0, rows).
+__device__ __forceinline__ int64 position_of(const Placement& at, int64 row) {
+    const int64 place = place_of(at, row >> at.granule_bits);
+    return (place << at.granule_bits) | (row & ((1ll << at.granule_bits) - 1));
+}
+
+// The row at a position; in the last granule it may lie beyond the tensor's last row.
+__device__ __forceinline__ int64 row_at(const Placement& at, int64 position) {
+    const int64 granule = granule_in(at, position >> at.granule_bits);
+    return (granule << at.granule_bits) | (position & ((1ll << at.granule_bits) - 1));
+}
