@@ -8,7 +8,14 @@
 
 enum : int64 { IDENTITY = 0, FEISTEL = 1, TABLE = 2 };
 
-// int64 words in device memory; zenps.kernels.place.Placement writes them.
+// A map that moves stretches of slots as wholes: the one that begins at starts[j] by distances[j].
+struct Move {
+    int64 stretches;
+    const int64* starts;
+    const int64* distances;
+};
+
+// int64 words in device memory; zenps.placement writes them.
 struct Placement {
     int64 rows;          // of the tensor
     int64 granule_bits;  // log2 of the rows of a granule
@@ -16,13 +23,9 @@ struct Placement {
     int64 kind;
     int64 left_size, right_size;  // the two halves of the Feistel network
     int64 keys[4];
-    int64 stretches;               // of slots that move as one
-    const int64* starts;           // where each begins in π's order, and how far it moves
-    const int64* distances;
-    const int64* placed_starts;    // the way back
-    const int64* placed_distances;
-    const int32* places;           // TABLE: the place of each granule, and the granule in each place
-    const int32* granule_at;
+    Move placing, unplacing;      // from π's order to server-major order, and back
+    const int32* places;          // TABLE: the place of each granule,
+    const int32* granule_at;      // and the granule in each place
 };
 
 // murmur3's finaliser as Feistel._hash uses it, reduced to [0, size).
@@ -32,13 +35,15 @@ __device__ __forceinline__ uint32 keyed_hash(uint32 half, int64 key, int64 size)
     return __umulhi(hashed, uint32(size));
 }
 
-__device__ __forceinline__ uint32 add_modulo(uint32 a, uint32 b, int64 size) {
-    const uint32 sum = a + b;  // halves are below 2^31, so that sums fit
-    return sum >= uint32(size) ? sum - uint32(size) : sum;
+// half = (half + hash(other)) mod size. Halves are below 2^31, so that sums fit.
+__device__ __forceinline__ void add_hash(uint32& half, uint32 other, int64 key, int64 size) {
+    half += keyed_hash(other, key, size);
+    if (half >= uint32(size)) half -= uint32(size);
 }
 
-__device__ __forceinline__ uint32 subtract_modulo(uint32 a, uint32 b, int64 size) {
-    return a >= b ? a - b : a + uint32(size) - b;
+__device__ __forceinline__ void subtract_hash(uint32& half, uint32 other, int64 key, int64 size) {
+    const uint32 hashed = keyed_hash(other, key, size);
+    half = half >= hashed ? half - hashed : half + uint32(size) - hashed;
 }
 
 struct Halves {
@@ -61,8 +66,8 @@ __device__ inline int64 permute(const Placement& at, int64 value) {
     do {
         Halves half = split(at, uint64(value));
         for (int round = 0; round < 4; round += 2) {
-            half.left = add_modulo(half.left, keyed_hash(half.right, at.keys[round], at.left_size), at.left_size);
-            half.right = add_modulo(half.right, keyed_hash(half.left, at.keys[round + 1], at.right_size), at.right_size);
+            add_hash(half.left, half.right, at.keys[round], at.left_size);
+            add_hash(half.right, half.left, at.keys[round + 1], at.right_size);
         }
         value = join(at, half);
     } while (value >= at.granules);
@@ -74,29 +79,29 @@ __device__ inline int64 unpermute(const Placement& at, int64 value) {
     do {
         Halves half = split(at, uint64(value));
         for (int round = 2; round >= 0; round -= 2) {
-            half.right = subtract_modulo(half.right, keyed_hash(half.left, at.keys[round + 1], at.right_size), at.right_size);
-            half.left = subtract_modulo(half.left, keyed_hash(half.right, at.keys[round], at.left_size), at.left_size);
+            subtract_hash(half.right, half.left, at.keys[round + 1], at.right_size);
+            subtract_hash(half.left, half.right, at.keys[round], at.left_size);
         }
         value = join(at, half);
     } while (value >= at.granules);
     return value;
 }
 
-__device__ __forceinline__ int64 move_stretch(const int64* starts, const int64* distances, int64 count, int64 value) {
-    return value + distances[upper_bound(starts, count, value) - 1];
+__device__ __forceinline__ int64 apply(const Move& move, int64 value) {
+    return value + move.distances[upper_bound(move.starts, move.stretches, value) - 1];
 }
 
 // The place of a granule in [0, granules).
 __device__ inline int64 place_of(const Placement& at, int64 granule) {
     if (at.kind == TABLE) return at.places[granule];
     const int64 permuted = at.kind == FEISTEL ? permute(at, granule) : granule;
-    return move_stretch(at.starts, at.distances, at.stretches, permuted);
+    return apply(at.placing, permuted);
 }
 
 // The granule in a place of [0, granules).
 __device__ inline int64 granule_in(const Placement& at, int64 place) {
     if (at.kind == TABLE) return at.granule_at[place];
-    const int64 permuted = move_stretch(at.placed_starts, at.placed_distances, at.stretches, place);
+    const int64 permuted = apply(at.unplacing, place);
     return at.kind == FEISTEL ? unpermute(at, permuted) : permuted;
 }
 

@@ -6,7 +6,8 @@
 
 // positions[i] = the position of rows[i]; a row outside the tensor sets *outside and gets position 0.
 template <typename Row, typename Position>
-__global__ void place_rows(const Placement* placement, const Row* rows, int64 count, Position* positions, uint64* outside) {
+__global__ void place_rows(const Placement* placement, const Row* rows, int64 count, Position* positions,
+                           uint64* outside) {
     const int64 i = global_thread();
     if (i >= count) return;
     const int64 row = int64(rows[i]);
@@ -17,7 +18,8 @@ __global__ void place_rows(const Placement* placement, const Row* rows, int64 co
 
 // rows[i] = the row at positions[i]; a position that no row has sets *outside and gets row 0.
 template <typename Position>
-__global__ void unplace_rows(const Placement* placement, const Position* positions, int64 count, int64* rows, uint64* outside) {
+__global__ void unplace_rows(const Placement* placement, const Position* positions, int64 count, int64* rows,
+                             uint64* outside) {
     const int64 i = global_thread();
     if (i >= count) return;
     const int64 position = int64(positions[i]);
@@ -30,7 +32,8 @@ __global__ void unplace_rows(const Placement* placement, const Position* positio
 
 // offsets[i] = how many of the *count sorted positions lie before cuts[i].
 template <typename Position>
-__global__ void find_cuts(const Position* positions, const int64* count, const int64* cuts, int64 cut_count, int64* offsets) {
+__global__ void find_cuts(const Position* positions, const int64* count, const int64* cuts, int64 cut_count,
+                          int64* offsets) {
     const int64 i = global_thread();
     if (i >= cut_count) return;
     offsets[i] = lower_bound(positions, *count, cuts[i]);

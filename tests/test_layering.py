@@ -19,7 +19,7 @@ DOORS = ("__init__", "cli")
 FLOORS = (
     {"buffers", "errors", "metrics", "keyspace", "ring", "codecs", "kernels", "guard", "output", "processes"},
     {"settings", "config", "log", "strategies"},
-    {"wire", "layout"},
+    {"wire", "layout", "placement"},
     {*ROLES, "doctor", "environments", "launch", "status", "tables"},
     {*DOORS},
 )

@@ -39,9 +39,11 @@ class Alone(Communicator):
     def push_pull_async(
         self, tensor: Tensor, name: str, *, average: bool, contributes: bool = True
     ) -> Pending:
-        """A copy of a dense tensor; a sparse one coalesced, duplicates added in order of occurrence."""
+        """A copy of a dense tensor; a sparse one coalesced, on the CPU in order of occurrence."""
         if not tensor.is_sparse:
             return _Ready(name, tensor.detach().clone())
+        if tensor.device.type != "cpu":
+            return _Ready(name, tensor.detach().coalesce())
         rows, values = self._kernels.compact(*as_table(tensor))
         return _Ready(name, as_sparse(rows, values, tensor.shape, tensor.sparse_dim()))
 

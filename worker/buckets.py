@@ -12,7 +12,7 @@ __all__ = ["Bucket", "fuse"]
 
 
 class Bucket:
-    """Some dense parameters of one dtype; its tensor is their gradients, end to end.
+    """Some dense parameters of one dtype and device; its tensor is their gradients, end to end.
 
     After them comes one element for each parameter that says whether this rank has a gradient for it,
     so that a parameter that no rank used keeps ``grad = None`` and its optimizer leaves it alone.
@@ -26,8 +26,9 @@ class Bucket:
 
     def fused(self) -> Tensor:
         """The gradients as they are now, ``[n + len(parameters)]``; zeros where there is none."""
-        dtype = self.parameters[0].dtype
-        flat = torch.zeros(sum(p.numel() for p in self.parameters) + len(self.parameters), dtype=dtype)
+        first = self.parameters[0]
+        length = sum(p.numel() for p in self.parameters) + len(self.parameters)
+        flat = torch.zeros(length, dtype=first.dtype, device=first.device)
         begin = 0
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
@@ -48,15 +49,16 @@ class Bucket:
 
 
 def fuse(prefix: str, parameters: Iterable[Parameter], limit_bytes: int) -> list[Bucket]:
-    """Buckets of at most ``limit_bytes``, or of one parameter, in the order given, by dtype."""
+    """Buckets of at most ``limit_bytes``, or of one parameter, in the order given, by dtype and device."""
     groups: list[list[Parameter]] = []
-    open_groups: dict[torch.dtype, tuple[list[Parameter], int]] = {}
+    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[Parameter], int]] = {}
     for parameter in parameters:
         size = parameter.numel() * parameter.dtype.itemsize
-        group, used = open_groups.get(parameter.dtype, ([], limit_bytes))
+        kind = (parameter.dtype, parameter.device)
+        group, used = open_groups.get(kind, ([], limit_bytes))
         if used + size > limit_bytes:
             group, used = [], 0
             groups.append(group)
         group.append(parameter)
-        open_groups[parameter.dtype] = (group, used + size)
+        open_groups[kind] = (group, used + size)
     return [Bucket(f"{prefix}/{index}", group) for index, group in enumerate(groups)]

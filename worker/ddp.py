@@ -63,7 +63,8 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
     kind = "sparse" if gradient.is_sparse else f"dense{gradient.numel()}"
     name = f"{state._prefix}/{kind}/{bucket.index()}"
     handle = push_pull_async(gradient, name)
-    result: Future[Tensor] = Future()
+    devices = [gradient.device] if gradient.is_cuda else None
+    result: Future[Tensor] = Future(devices=devices)
     state._finisher.submit(_finish, handle, result)
     return result
 

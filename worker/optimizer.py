@@ -262,6 +262,6 @@ def _name(
 
 def _without_rows(parameter: Parameter) -> Tensor:
     """The gradient of an embedding that this rank did not use: sparse by rows, with none."""
-    indices = torch.empty((1, 0), dtype=torch.int64)
-    values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype)
+    indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+    values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)

@@ -36,7 +36,10 @@ class Part:
 
 
 class Transfer(ABC):
-    """One tensor in one round. ``parts`` are pushed; each is answered by one ``absorb``."""
+    """One tensor in one round. ``parts`` are pushed; each is answered by one ``absorb``.
+
+    Where the tensor lies on a GPU, ``parts`` are there only once :meth:`prepared`.
+    """
 
     kind: Literal["dense", "sparse"]
     shape: torch.Size
@@ -56,6 +59,22 @@ class Transfer(ABC):
     def dense_bytes(self) -> int:
         """What pushing and pulling the tensor whole would move."""
         return 2 * self.shape.numel() * self.dtype.itemsize
+
+    def prepared(self) -> bool:
+        """Whether ``parts`` are there; does what can be done towards it without waiting.
+
+        Raises:
+            TensorError: the tensor proved to have rows outside its shape.
+        """
+        return True
+
+    def prepare(self) -> None:
+        """Waits until :meth:`prepared`, whose errors it raises.
+
+        Raises:
+            DeadlineError: the device took too long.
+        """
+        assert self.prepared()
 
     @abstractmethod
     def absorb(self, server: int, chunk: int, result: Result, frames: Sequence[memoryview]) -> None:
@@ -78,8 +97,8 @@ def check_tensor(tensor: Tensor, average: bool) -> None:
     """
     if not isinstance(tensor, Tensor):
         raise TensorError(f"expected a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.device.type != "cpu":
-        raise TensorError(f"device {tensor.device}: expected a CPU tensor; move it with .cpu()")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise TensorError(f"device {tensor.device}: expected cpu or cuda; move it with .cpu()")
     if tensor.layout not in (torch.strided, torch.sparse_coo):
         raise TensorError(f"layout {tensor.layout}: expected strided or sparse COO; use .to_sparse_coo()")
     if tensor.is_sparse and table_shape(tensor)[1] > MAX_COLUMNS:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -25,11 +26,18 @@ SMALLEST_POOLED_BYTES = 64 * 1024
 class BufferPool:
     """Hands out CPU tensors whose memory returns here by itself.
 
-    Safe to use from any thread. At most ``keep_bytes`` of unused memory are kept.
+    Safe to use from any thread.
+
+    Args:
+        keep_bytes: at most so much unused memory is kept.
+        allocate: makes a block of so many bytes; by default from ordinary memory. With another, small
+            tensors come from the pool as well.
     """
 
-    def __init__(self, keep_bytes: int) -> None:
+    def __init__(self, keep_bytes: int, allocate: Callable[[int], NDArray[np.uint8]] | None = None) -> None:
         self.keep_bytes = keep_bytes
+        self._smallest_bytes = SMALLEST_POOLED_BYTES if allocate is None else 1
+        self._allocate = allocate or _ordinary_block
         self._free: dict[int, deque[NDArray[np.uint8]]] = {}
 
     def __repr__(self) -> str:
@@ -43,13 +51,13 @@ class BufferPool:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised contiguous CPU tensor of ``shape`` and ``dtype``."""
         wanted_bytes = math.prod(shape) * dtype.itemsize
-        if wanted_bytes < SMALLEST_POOLED_BYTES:
+        if wanted_bytes < self._smallest_bytes:
             return torch.empty(shape, dtype=dtype)
         size = _size_class(wanted_bytes)
         try:
             block = self._free[size].pop()
         except (KeyError, IndexError):
-            block = np.empty(size, dtype=np.uint8)
+            block = self._allocate(size)
         # torch keeps `lease` alive for as long as the storage lives, so the end of the lease is
         # the end of every tensor, NumPy array and ZeroMQ frame on this memory.
         lease = block[:]
@@ -61,6 +69,10 @@ class BufferPool:
         # takes no lock: operations on a deque are atomic.
         if self.kept_bytes + block.size <= self.keep_bytes:
             self._free.setdefault(block.size, deque()).append(block)
+
+
+def _ordinary_block(size: int) -> NDArray[np.uint8]:
+    return np.empty(size, dtype=np.uint8)
 
 
 def _size_class(size: int) -> int:

@@ -51,6 +51,8 @@ class Layout:
         server_bounds: ``len(servers) + 1`` positions; ``servers[j]`` holds those from
             ``server_bounds[j]`` up to ``server_bounds[j + 1]``, which may be none.
         keeps_order: whether every row is its own position, so that nothing needs to be moved.
+        permutation: π of the granules.
+        placing, unplacing: the moves from π's order to server-major order, and back.
         table_bytes: what the tables take, built or not; 0 where positions are computed.
 
     Raises:
@@ -75,14 +77,14 @@ class Layout:
         self.servers = tuple(servers)
         self.size = granules * granule
         self._granule_bits = granule.bit_length() - 1
-        self._permutation = partition.permutation
-        self._placing, self._unplacing, bounds = _place_slots(partition.bounds, owners, self.servers)
+        self.permutation = partition.permutation
+        self.placing, self.unplacing, bounds = _place_slots(partition.bounds, owners, self.servers)
         self.server_bounds: list[int] = [bound * granule for bound in bounds]
-        in_place = not bool(self._placing.distances.any())
+        in_place = not bool(self.placing.distances.any())
         self.keeps_order = in_place and isinstance(partition.permutation, Identity)
         needed = 2 * 4 * granules
         self.table_bytes = needed if needed <= table_bytes and granules <= 1 << 31 else 0
-        self._tables: _Tables | None = None
+        self._tables: Tables | None = None
         self._tables_lock = threading.Lock()
 
     def positions(self, rows: Tensor) -> Tensor:
@@ -127,7 +129,7 @@ class Layout:
         A dense tensor viewed as ``[granules, granule]`` and indexed with this is in position order.
         The last granule may reach beyond the tensor's last row.
         """
-        tables = self._built_tables()
+        tables = self.tables()
         if tables is not None:
             return tables.granules[start:stop].long()
         return self._compute(torch.arange(start, stop), inverse=True)
@@ -158,7 +160,7 @@ class Layout:
         return mapped.bitwise_left_shift_(self._granule_bits).bitwise_or_(values & (self.granule - 1))
 
     def _map_granules(self, values: Tensor, *, inverse: bool) -> Tensor:
-        tables = self._built_tables()
+        tables = self.tables()
         if tables is None:
             return self._compute(values, inverse=inverse)
         # Measured for 40 000 to 100 000 look-ups in 700 000 entries: index_select then long() is
@@ -167,17 +169,18 @@ class Layout:
 
     def _compute(self, values: Tensor, *, inverse: bool) -> Tensor:
         if inverse:
-            return self._permutation.inverse(self._unplacing.apply(values))
-        return self._placing.apply(self._permutation.forward(values))
+            return self.permutation.inverse(self.unplacing.apply(values))
+        return self.placing.apply(self.permutation.forward(values))
 
-    def _built_tables(self) -> _Tables | None:
+    def tables(self) -> Tables | None:
+        """Place of every granule, granule in every place; None where the budget has no room for them."""
         if self.table_bytes and self._tables is None:
             with self._tables_lock:
                 if self._tables is None:
                     self._tables = self._build_tables()
         return self._tables
 
-    def _build_tables(self) -> _Tables:
+    def _build_tables(self) -> Tables:
         count = self.size // self.granule
         places = torch.full((count,), -1, dtype=torch.int32)
         granules = torch.empty(count, dtype=torch.int32)
@@ -187,8 +190,8 @@ class Layout:
             granules[start : start + _BLOCK] = found
             places.scatter_(0, found, block.int())
         if int(places.min()) < 0:
-            raise ConfigError("sync.partition", self._permutation, "a bijection, but two keys collide")
-        return _Tables(places, granules)
+            raise ConfigError("sync.partition", self.permutation, "a bijection, but two keys collide")
+        return Tables(places, granules)
 
 
 class LayoutCache:
@@ -234,14 +237,14 @@ class LayoutCache:
             return layout
 
 
-class _Tables(NamedTuple):
+class Tables(NamedTuple):
     """int32 ``[granules]`` each: the place of every granule, and the granule in every place."""
 
     places: Tensor
     granules: Tensor
 
 
-class _Shift(NamedTuple):
+class Shift(NamedTuple):
     """A map that moves stretches of [0, n) as wholes: that from ``starts[j]`` on by ``distances[j]``."""
 
     starts: Tensor
@@ -254,7 +257,7 @@ class _Shift(NamedTuple):
 
 def _place_slots(
     bounds: Tensor, owners: NDArray[np.uint16], servers: tuple[int, ...]
-) -> tuple[_Shift, _Shift, list[int]]:
+) -> tuple[Shift, Shift, list[int]]:
     """Lays the slots out server after server, each server's in ascending order.
 
     Returns: the shift from permuted position to place, its inverse, and the servers' bounds, in granules.
@@ -277,11 +280,11 @@ def _place_slots(
     )
 
 
-def _shift(starts: NDArray[np.int64], distances: NDArray[np.int64], lengths: NDArray[np.int64]) -> _Shift:
+def _shift(starts: NDArray[np.int64], distances: NDArray[np.int64], lengths: NDArray[np.int64]) -> Shift:
     """The shift of these slots, without empty ones and with neighbours that move alike made one."""
     kept = np.flatnonzero(lengths)
     kept = kept[np.diff(distances[kept], prepend=distances[kept[0]] - 1) != 0]
-    return _Shift(torch.from_numpy(starts[kept]), torch.from_numpy(distances[kept]))
+    return Shift(torch.from_numpy(starts[kept]), torch.from_numpy(distances[kept]))
 
 
 def _count_granules(rows: int, granule: int) -> int:

@@ -23,6 +23,7 @@ __all__ = [
     "PARTITIONS",
     "ClusterConfig",
     "Config",
+    "CudaConfig",
     "LogConfig",
     "MetricsConfig",
     "SyncConfig",
@@ -119,6 +120,24 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = 0x5A454E
 
 
+class CudaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How gradients on a GPU are compacted; each worker for itself."""
+
+    compaction: Annotated[
+        Literal["sort", "bitmap", "hash"],
+        Meta(description="sort: the same bits on every run; bitmap, hash: duplicates added in any order"),
+    ] = "sort"
+    hash_functions: Annotated[
+        int, Meta(description="hash: places that are tried in the parallel memory (Zen's k)", ge=1, le=8)
+    ] = 3
+    parallel_factor: Annotated[
+        float, Meta(description="hash: parallel memory (Zen's r1), in slots per row", ge=0.125, le=16)
+    ] = 2.0
+    serial_factor: Annotated[
+        float, Meta(description="hash: serial memory (Zen's r2), over parallel memory", ge=0.01, le=1)
+    ] = 0.1
+
+
 class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where this process serves Prometheus."""
 
@@ -147,6 +166,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
     sync: SyncConfig = msgspec.field(default_factory=SyncConfig)
+    cuda: CudaConfig = msgspec.field(default_factory=CudaConfig)
     metrics: MetricsConfig = msgspec.field(default_factory=MetricsConfig)
     log: LogConfig = msgspec.field(default_factory=LogConfig)
 

@@ -78,6 +78,7 @@ def test_precedence(tmp_path: Path, height: int) -> None:
 
 def test_every_field_can_be_set_by_its_variable() -> None:
     other = {"sync.partition": "parallel", "sync.codec": "coo", "log.level": "debug", "log.format": "json"}
+    other |= {"cuda.compaction": "hash", "cuda.serial_factor": "0.5"}
     for name, field in FIELDS.items():
         text = other.get(name) or ("h:1" if field.kind is str else "16777216" if "_bytes" in name else "2")
         variable = "ZENPS_" + name.replace(".", "_").upper()
@@ -118,8 +119,8 @@ class TestFile:
                 "[sync]\npartitoin = 'x'",
                 "sync.partitoin: unknown key; did you mean sync.partition? (sync has: ",
             ),
-            ("[snyc]\n", "snyc: unknown key; did you mean sync? (sections: cluster, sync, metrics, log)"),
-            ("workers = 2", "workers: unknown key; sections: cluster, sync, metrics, log"),
+            ("[snyc]\n", "snyc: unknown key; did you mean sync? (sections: cluster, sync, cuda, metrics, log)"),
+            ("workers = 2", "workers: unknown key; sections: cluster, sync, cuda, metrics, log"),
             ("sync = 3", "sync = 3: expected a table, [sync] (set by zenps.toml)"),
             (
                 "[cluster]\nworkers = true",
@@ -146,7 +147,7 @@ class TestUnknownKeys:
             "sync.partitoin: unknown key; did you mean sync.partition? "
             "(sync has: partition, codec, chunk_bytes, bucket_bytes, granule, table_bytes, seed)"
         )
-        assert refusal(sets=["zzz=x"]) == "zzz: unknown key; sections: cluster, sync, metrics, log"
+        assert refusal(sets=["zzz=x"]) == "zzz: unknown key; sections: cluster, sync, cuda, metrics, log"
 
     def test_in_environment(self) -> None:
         line = refusal(environ={"ZENPS_SYNC_PARTITOIN": "x"})

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from zenps.codecs.base import Codec, Positions
 from zenps.errors import ProtocolError
 
-__all__ = ["Coo"]
+__all__ = ["Coo", "item_dtype"]
 
 
 class Coo(Codec):
@@ -17,15 +17,15 @@ class Coo(Codec):
     name = "coo"
 
     def encoded_bytes(self, rows: int, span: int) -> int:
-        return rows * _item(span).itemsize
+        return rows * item_dtype(span).itemsize
 
     def encode(self, positions: Positions, span: int) -> NDArray[np.uint8]:
-        return positions.astype(_item(span)).view(np.uint8)
+        return positions.astype(item_dtype(span)).view(np.uint8)
 
     def decode(self, data: memoryview, rows: int, span: int) -> Positions:
         if data.nbytes != self.encoded_bytes(rows, span):
             raise ProtocolError("payload", f"coo: {data.nbytes} bytes for {rows} rows of {span}")
-        positions = np.frombuffer(data, dtype=_item(span)).astype(np.int64)
+        positions = np.frombuffer(data, dtype=item_dtype(span)).astype(np.int64)
         # Compared, not subtracted: the difference of two hostile int64 may wrap and look positive.
         increases = (positions[1:] > positions[:-1]).all()
         if rows and not (positions[0] >= 0 and positions[-1] < span and increases):
@@ -33,5 +33,6 @@ class Coo(Codec):
         return positions
 
 
-def _item(span: int) -> np.dtype[np.signedinteger]:
+def item_dtype(span: int) -> np.dtype[np.signedinteger]:
+    """What one position of a chunk of ``span`` is written as."""
     return np.dtype("<i4") if span <= 1 << 31 else np.dtype("<i8")

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from zenps.errors import ConfigError
-
-from .launcher import Launcher
-from .sources import EXPRESSIONS, OPTIONS, digest, folder, source_text
+from zenps.kernels.launcher import Launcher
+from zenps.kernels.sources import EXPRESSIONS, OPTIONS, digest, folder, source_text
 
 __all__ = ["CupyLauncher"]
 

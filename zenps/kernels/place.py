@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .launcher import BLOCK, Launcher, check_on_device, grid_of
-from .sources import position_name
+from zenps.kernels.launcher import BLOCK, Launcher, check_on_device, grid_of
+from zenps.kernels.sources import position_name
 
 __all__ = ["Placement", "find_cuts", "place_rows", "position_dtype", "unplace_rows"]
 

@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Final
 
 import torch
 
-__all__ = ["EXPRESSIONS", "OPTIONS", "digest", "folder", "number_name", "position_name", "source_text"]
+__all__ = [
+    "EXPRESSIONS",
+    "OPTIONS",
+    "digest",
+    "folder",
+    "number_name",
+    "position_name",
+    "source_text",
+    "word_name",
+]
 
 _NUMBERS: Final = {
     torch.float16: "float16",
@@ -47,11 +56,58 @@ def _specialise(pattern: str, *choices: tuple[object, ...]) -> tuple[str, ...]:
 
 _ROWS = _POSITION = tuple(_POSITIONS.values())
 
+_WORDS: Final = {16: "Pack<uint32, 4>", 8: "uint64", 4: "uint32", 2: "uint16", 1: "uint8"}
+
+
+def word_name(word_bytes: int) -> str:
+    """The C++ name of that many opaque bytes, which are moved as one."""
+    return _WORDS[word_bytes]
+
+
+def _packed(pattern: str, dtypes: Iterable[torch.dtype]) -> tuple[str, ...]:
+    """``pattern`` with each dtype's name, and each number of lanes that fits a load of 16 bytes."""
+    return tuple(
+        pattern.format(number_name(dtype), width // dtype.itemsize)
+        for dtype in dtypes
+        for width in _WORDS
+        if width >= dtype.itemsize
+    )
+
+
+_SUMMED_WIDER = (torch.float16, torch.bfloat16)
+
 EXPRESSIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "place": (
         *_specialise("place_rows<{}, {}>", _ROWS, _POSITION),
         *_specialise("unplace_rows<{}>", _POSITION),
         *_specialise("find_cuts<{}>", _POSITION),
+    ),
+    "sort_compact": (
+        *_specialise("find_segments<{}>", _POSITION),
+        *_packed("reduce_runs<{0}, {0}, {1}>", _NUMBERS),
+        *(
+            expression
+            for dtype in _SUMMED_WIDER
+            for expression in _packed(f"reduce_runs<{{}}, {number_name(dtype)}, {{}}>", (torch.float32,))
+        ),
+    "bitmap_compact": (
+        *_specialise("mark_positions<{}>", _POSITION),
+        *_specialise("number_bits<{}>", _POSITION),
+        *_specialise("find_targets<{}>", _POSITION),
+        *_packed("put_first<{}, {}>", (*_SUMMED_WIDER, torch.float32)),
+        *_packed("add_others<{}, {}>", (*_SUMMED_WIDER, torch.float32)),
+        *_packed("round_sums<{}, {}>", _SUMMED_WIDER),
+    ),
+    "bitmap_codec": (
+        *_specialise("encode_bitmap<{}>", _POSITION),
+        "decode_bitmap",
+        *_specialise("encode_coo<{}, {}>", _POSITION, _POSITION),
+        *_specialise("decode_coo<{}>", _POSITION),
+    ),
+    "scatter": (
+        *_specialise("put_rows<{}>", tuple(_WORDS.values())),
+        *_specialise("gather_rows<{}>", tuple(_WORDS.values())),
+    ),
     ),
 }
 """The stem of each source in ``cuda/`` → the name expressions of its kernels."""

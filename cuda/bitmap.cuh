@@ -1,0 +1,62 @@
+// Bitmaps of positions: bit p % 8 of byte p / 8 says whether position p is there (zenps/codecs/bitmap.py).
+//
+// Read in tiles of BITMAP_TILE positions, eight words a thread, in one pass with look-back. Set bits are
+// listed in shared memory before anything is done with them: then consecutive threads have consecutive
+// bits, stores are coalesced, and no lane idles where bits are few.
+#pragma once
+
+#include "packs.cuh"
+#include "scan.cuh"
+
+constexpr int THREADS = 256;  // zenps.kernels.launcher.BLOCK
+constexpr int WORD_BITS = 32;
+constexpr int THREAD_WORDS = 8;
+constexpr int64 TILE_WORDS = THREADS * THREAD_WORDS;
+constexpr int64 BITMAP_TILE = TILE_WORDS * WORD_BITS;  // zenps.kernels.bitmap_codec.BITMAP_TILE
+static_assert(BITMAP_TILE == 1 << 16, "uint16 names a bit of a tile");
+
+constexpr int LISTED = 8192;  // bits that are listed at once: 16 KB, so that four blocks fit sm_75
+
+// The words of this thread in its tile, from a bitmap of `bytes` at an address divisible by 16; zero beyond
+// its end. Returns how many bits are set.
+__device__ inline uint32 read_words(const uint8* bitmap, int64 bytes, int64 tile, uint32 (&words)[THREAD_WORDS]) {
+    using Quad = Pack<uint32, 4>;
+    const int64 first = (tile * TILE_WORDS + threadIdx.x * THREAD_WORDS) * int64(sizeof(uint32));
+    uint32 set = 0;
+    for (int part = 0; part < THREAD_WORDS / 4; ++part) {
+        const int64 at = first + part * int64(sizeof(Quad));
+        Quad quad = {};
+        if (at + int64(sizeof(Quad)) <= bytes) {
+            quad = *reinterpret_cast<const Quad*>(bitmap + at);
+        } else {
+            for (int byte = 0; byte < int(sizeof(Quad)); ++byte)
+                if (at + byte < bytes) quad.lane[byte / 4] |= uint32(bitmap[at + byte]) << (byte % 4 * 8);
+        }
+        for (int lane = 0; lane < 4; ++lane) {
+            words[part * 4 + lane] = quad.lane[lane];
+            set += __popc(quad.lane[lane]);
+        }
+    }
+    return set;
+}
+
+// Calls use(rank, bit) for each of the `total` set bits of a tile, in order: the rank-th of them is bit
+// `bit` of the tile. `rank` is how many are set before this thread's words; those are used up. A whole
+// block takes part, and neighbouring threads are called for neighbouring ranks.
+template <typename Use>
+__device__ inline void for_each_bit(uint32 (&words)[THREAD_WORDS], uint32 rank, uint32 total, Use use) {
+    SHARED_ARRAY(uint16, listed, LISTED);
+    for (uint32 begin = 0; begin < total; begin += LISTED) {
+        const uint32 end = uint32(min_of(begin + LISTED, total));
+        for (int word = 0; word < THREAD_WORDS; ++word) {
+            const uint32 first = (threadIdx.x * THREAD_WORDS + word) * WORD_BITS;
+            for (; words[word] && rank < end; ++rank) {
+                listed[rank - begin] = uint16(first + __ffs(int(words[word])) - 1);
+                words[word] &= words[word] - 1;  // without its lowest bit
+            }
+        }
+        __syncthreads();
+        for (uint32 at = begin + threadIdx.x; at < end; at += THREADS) use(at, listed[at - begin]);
+        __syncthreads();
+    }
+}

@@ -1,0 +1,82 @@
+// The codecs of zenps/codecs, on the device: positions of a chunk ⇄ bytes, the same bytes.
+//
+// Deterministic. What is decoded comes from the network: nothing in it makes a kernel read or write beyond
+// its arrays; *error is set and the rows mean nothing. The way back goes from positions to table rows at
+// once, for nothing else is done with positions there.
+//
+// Floor: encoding a bitmap reads its positions and writes it, with no zeroing and no global atomics; decoding
+// reads the bytes and writes 8 bytes a row.
+#include "bitmap.cuh"
+#include "keyspace.cuh"
+
+// bitmap[w] = the 32 positions from start + 32 w on that are among positions[begin, end), which ascend. One
+// block makes one tile in shared memory from the positions that lie in it.
+template <typename Position>
+__global__ void encode_bitmap(const Position* positions, int64 begin, int64 end, int64 start, int64 words,
+                              uint32* bitmap) {
+    SHARED_ARRAY(uint32, tile_words, TILE_WORDS);
+    SHARED_ARRAY(int64, bounds, 2);
+    const int64 tile_start = start + blockIdx.x * BITMAP_TILE;
+    if (threadIdx.x < 2)
+        bounds[threadIdx.x] = begin + lower_bound(positions + begin, end - begin, tile_start + threadIdx.x * BITMAP_TILE);
+    for (int word = threadIdx.x; word < TILE_WORDS; word += THREADS) tile_words[word] = 0;
+    __syncthreads();
+    for (int64 i = bounds[0] + threadIdx.x; i < bounds[1]; i += THREADS) {
+        const uint32 bit = uint32(positions[i] - tile_start);
+        atomicOr(&tile_words[bit / WORD_BITS], 1u << (bit % WORD_BITS));
+    }
+    __syncthreads();
+    const int64 first = blockIdx.x * TILE_WORDS;
+    for (int64 word = threadIdx.x; word < min_of(TILE_WORDS, words - first); word += THREADS)
+        bitmap[first + word] = tile_words[word];
+}
+
+// The table row at `position`, if it is `valid` and a row has it; else *error is set and the row is 0.
+__device__ inline int64 checked_row(const Placement& placement, int64 position, bool valid, uint64* error) {
+    const int64 row = valid ? row_at(placement, position) : placement.rows;
+    if (row < placement.rows) return row;
+    atomicExch(error, 1ull);
+    return 0;
+}
+
+// table_rows[k] = the row at start + the k-th set bit of the bitmap of `span` positions, which lie all below
+// the placement's size. *error is set where other than `rows` bits are set, or one that is no row's.
+__global__ void decode_bitmap(ScanState* state, const Placement* placement, const uint8* bitmap, int64 rows,
+                              int64 start, int64 span, int64* table_rows, uint64* error) {
+    const int64 tile = take_tile(state);
+    uint32 words[THREAD_WORDS];
+    const uint32 set = read_words(bitmap, ceil_div(span, 8), tile, words);
+    uint32 total;
+    const uint32 rank = block_exclusive_sum<THREADS>(set, total);
+    const int64 before = tiles_before(state, tile, total);
+    if (threadIdx.x == 0 && (tile + 1) * BITMAP_TILE >= span && before + total != rows) atomicExch(error, 1ull);
+    for_each_bit(words, rank, total, [&](uint32 bit_rank, uint32 bit) {
+        const int64 relative = tile * BITMAP_TILE + bit;
+        const int64 row = checked_row(*placement, start + relative, relative < span, error);
+        if (before + bit_rank < rows) table_rows[before + bit_rank] = row;
+    });
+}
+
+// relative[i] = how far the i-th of *count positions lies behind the start of its chunk. starts[0] is not
+// greater than any position.
+template <typename Position, typename Relative>
+__global__ void encode_coo(const Position* positions, const int64* count, const int64* starts, int64 chunks,
+                           Relative* relative) {
+    const int64 i = global_thread();
+    if (i >= *count) return;
+    const int64 position = positions[i];
+    relative[i] = Relative(position - starts[upper_bound(starts, chunks, position) - 1]);
+}
+
+// table_rows[i] = the row at start + relative[i], of positions that lie all below the placement's size.
+// *error is set where they do not increase, lie outside [0, span), or are no row's.
+template <typename Relative>
+__global__ void decode_coo(const Placement* placement, const Relative* relative, int64 rows, int64 start,
+                           int64 span, int64* table_rows, uint64* error) {
+    const int64 i = global_thread();
+    if (i >= rows) return;
+    const int64 position = relative[i], previous = i ? int64(relative[i - 1]) : -1;
+    const bool inside = position >= 0 && position < span;
+    if (position <= previous) atomicExch(error, 1ull);
+    table_rows[i] = checked_row(*placement, start + position, inside, error);
+}

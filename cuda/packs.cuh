@@ -1,0 +1,41 @@
+// Tables of rows, cut into packs of neighbouring columns: a thread works on one pack, so that a warp reads
+// and writes whole sectors, and no kernel knows a row's width. zenps.kernels.packs chooses the pack.
+#pragma once
+
+#include "common.cuh"
+
+struct Cell {
+    int64 row, pack;
+};
+
+// Which row, and which of its `packs`, the index-th pack of a table is.
+__device__ __forceinline__ Cell cell_of(int64 index, int64 packs) {
+    // A 64-bit division takes several times the instructions of a 32-bit one.
+    const int64 row = (index | packs) >> 32 ? index / packs : int64(uint32(index) / uint32(packs));
+    return {row, index - row * packs};
+}
+
+template <typename T, int LANES>
+__device__ __forceinline__ Pack<T, LANES>& pack_at(T* table, int64 index) {
+    return reinterpret_cast<Pack<T, LANES>*>(table)[index];
+}
+
+template <typename T, int LANES>
+__device__ __forceinline__ const Pack<T, LANES>& pack_at(const T* table, int64 index) {
+    return reinterpret_cast<const Pack<T, LANES>*>(table)[index];
+}
+
+template <typename T, int LANES>
+__device__ __forceinline__ Pack<typename Number<T>::Sum, LANES> widen(const Pack<T, LANES>& pack) {
+    Pack<typename Number<T>::Sum, LANES> wide;
+    for (int lane = 0; lane < LANES; ++lane) wide.lane[lane] = Number<T>::widen(pack.lane[lane]);
+    return wide;
+}
+
+// Each sum, rounded once to what is stored.
+template <typename T, int LANES>
+__device__ __forceinline__ Pack<T, LANES> narrow(const Pack<typename Number<T>::Sum, LANES>& sums) {
+    Pack<T, LANES> stored;
+    for (int lane = 0; lane < LANES; ++lane) stored.lane[lane] = Number<T>::narrow(sums.lane[lane]);
+    return stored;
+}

@@ -1,0 +1,130 @@
+"""Compiles a source of ``cuda/`` for the CPU: with g++, unchanged, into a library that ctypes loads."""
+
+from __future__ import annotations
+
+import enum
+import fcntl
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["BUILD", "Sanitizer", "build"]
+
+HERE = Path(__file__).parent
+BUILD = HERE.parents[2] / "build" / "host"
+"""Where libraries are kept; each is named by a hash of everything that went into it."""
+
+COMMON = ("-std=c++17", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", "-Werror")
+KERNEL = (
+    "-include",
+    str(HERE / "cuda_host.h"),
+    "-fno-strict-aliasing",  # kernels read packs of numbers as one word
+    "-ffp-contract=off",  # or sums would differ between CPUs
+    "-ftrivial-auto-var-init=pattern",  # what was never written reads as garbage, each time the same
+    "-Wno-unknown-pragmas",  # unroll
+)
+TIMEOUT_SECONDS = 300
+
+
+class Sanitizer(enum.StrEnum):
+    """What watches the kernels while they run."""
+
+    NONE = "none"
+    THREAD = "thread"
+    """Races, by ThreadSanitizer."""
+    ADDRESS = "address"
+    """Accesses outside tensors and shared arrays, and undefined behaviour such as misaligned loads."""
+
+    @property
+    def kernel_flags(self) -> tuple[str, ...]:
+        match self:
+            case Sanitizer.NONE:
+                return ()
+            case Sanitizer.THREAD:
+                return ("-fsanitize=thread",)
+            case Sanitizer.ADDRESS:
+                return ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+
+    @property
+    def runtime_flags(self) -> tuple[str, ...]:
+        return () if self is Sanitizer.NONE else (f"-DZENPS_{self.name}_SANITIZER",)
+
+
+def build(source: Path, expressions: Sequence[str], sanitizer: Sanitizer) -> Path:
+    """The library of the kernels ``expressions`` of ``source``, compiled unless it is there already.
+
+    Raises:
+        RuntimeError: g++ refused the source; the message is g++'s.
+    """
+    stub = _stub(source, expressions)
+    flags = (*COMMON, *KERNEL, *sanitizer.kernel_flags)
+    inputs = [source, *source.parent.glob("*.cuh"), HERE / "cuda_host.h", HERE / "table.h", HERE / "runtime.cpp"]
+    name = f"{source.stem}-{_digest(stub, flags, inputs)}"
+
+    def compile_kernels(out: Path) -> None:
+        runtime = _runtime(sanitizer)
+        written = out.with_suffix(".cpp")
+        written.write_text(stub, encoding="utf-8")
+        _gxx(*flags, "-shared", f"-I{HERE}", str(written), str(runtime), "-o", str(out))
+        written.unlink()
+
+    return _once(BUILD / f"{name}.so", compile_kernels)
+
+
+def _runtime(sanitizer: Sanitizer) -> Path:
+    """``runtime.cpp`` as an object: not itself under the sanitizer, which would see its switches."""
+    source = HERE / "runtime.cpp"
+    flags = (*COMMON, *sanitizer.runtime_flags)
+    digest = _digest("", flags, [source, HERE / "cuda_host.h", HERE / "table.h"])
+    return _once(BUILD / f"runtime-{digest}.o", lambda out: _gxx(*flags, "-c", str(source), "-o", str(out)))
+
+
+def _stub(source: Path, expressions: Sequence[str]) -> str:
+    kernels = "".join(f"    kernel_of<{expression}>(),\n" for expression in expressions)
+    return (
+        f'#include "{source}"\n#include "table.h"\n'
+        f'extern "C" {{\nextern const HostKernel zenps_kernels[];\n'
+        f"const HostKernel zenps_kernels[] = {{\n{kernels}}};\n}}\n"
+    )
+
+
+def _once(target: Path, make) -> Path:
+    """Makes ``target`` unless it exists; of several processes that want it, one makes it."""
+    if not target.exists():
+        BUILD.mkdir(parents=True, exist_ok=True)
+        with (BUILD / f"{target.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                unfinished = target.with_name(f"{os.getpid()}-{target.name}")
+                make(unfinished)
+                unfinished.rename(target)
+    return target
+
+
+def _gxx(*arguments: str) -> None:
+    done = subprocess.run(
+        [_compiler()[0], *arguments], capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"g++ {' '.join(arguments)}\n{done.stderr}")
+
+
+@functools.cache
+def _compiler() -> tuple[str, str]:
+    """Path and version of g++."""
+    path = shutil.which("g++")
+    if path is None:
+        raise RuntimeError("g++ is missing: the kernels' tests run them on the CPU; install g++ 12 or later")
+    done = subprocess.run([path, "-dumpfullversion"], capture_output=True, text=True, timeout=60, check=True)
+    return path, done.stdout.strip()
+
+
+def _digest(text: str, flags: Sequence[str], files: Sequence[Path]) -> str:
+    hashed = hashlib.sha256("\0".join((*_compiler(), text, *flags)).encode())
+    for path in sorted(files):
+        hashed.update(path.read_bytes())
+    return hashed.hexdigest()[:16]

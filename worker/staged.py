@@ -1,0 +1,308 @@
+"""Tensors on a GPU: compacted there, through pinned memory to the servers, and back.
+
+What such a transfer pushes is known only when the device has got so far, and meanwhile the host does
+something else. So its preparation is written as an iterator of events: each is what to wait for before it
+goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zenps.codecs.base import Codec
+from zenps.codecs.coo import item_dtype
+from zenps.codecs.registry import CODECS, choose
+from zenps.errors import ProtocolError, TensorError
+from zenps.kernels.bitmap_codec import decode_bitmap, decode_coo, encode_bitmap, encode_coo
+from zenps.kernels.place import Placement, find_cuts, place_rows
+from zenps.kernels.rows import DeviceRows
+from zenps.kernels.scatter import merge
+from zenps.kernels.sort_compact import sort_compact
+from zenps.layout import Layout
+from zenps.wire.messages import Result
+from zenps.wire.tensors import tensor_bytes
+
+from .accelerator import Accelerator, Event
+from .compaction import as_sparse
+from .transfer import Part, Transfer, table_shape
+
+__all__ = ["StagedDense", "StagedSparse"]
+
+
+class _Staged(Transfer):
+    """A transfer that is prepared step by step."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._steps = self._prepare()
+        self._event = next(self._steps, None)
+
+    def prepared(self) -> bool:
+        while self._event is not None and self._event.query():
+            self._event = next(self._steps, None)
+        return self._event is None
+
+    def prepare(self) -> None:
+        while not self.prepared():
+            assert self._event is not None
+            self._accelerator.wait_for(self._event)
+
+    @abstractmethod
+    def _prepare(self) -> Iterator[Event]:
+        """Makes ``parts``; yields whenever the device has to get somewhere first."""
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        """A pinned copy, complete at the next event."""
+        copy = self._accelerator.pinned.empty(tuple(tensor.shape), tensor.dtype)
+        return copy.copy_(tensor, non_blocking=True)
+
+
+class StagedSparse(_Staged):
+    """A sparse COO tensor on a GPU; the bytes on the wire are those of ``SparseTransfer``.
+
+    Two events lie between the tensor and its parts: the number of rows must come to the host before it
+    knows how much to copy, and the copy must end before it can be sent.
+
+    Args:
+        tensor: coalesced or not, on the accelerator's device. It must not change before the round is done.
+        layout, placement: of the tensor's rows, as the host and as the device read it.
+        chunks, home, codec: as for ``SparseTransfer``.
+    """
+
+    kind = "sparse"
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        layout: Layout,
+        placement: Placement,
+        chunks: int,
+        home: int,
+        codec: str,
+        accelerator: Accelerator,
+    ) -> None:
+        self.shape, self.dtype, self.chunks = tensor.shape, tensor.dtype, chunks
+        _, self.columns = table_shape(tensor)
+        self.rows_given = tensor._nnz()
+        self._sparse_dim = tensor.sparse_dim()
+        self._indices, self._values = tensor._indices(), tensor._values().detach()
+        self._layout, self._placement = layout, placement
+        self._home, self._codec = home, codec
+        self._cuts = np.array(layout.cuts(chunks), dtype=np.int64)
+        self._pulled: list[tuple[Tensor, Tensor]] = []
+        self._faults: list[Tensor] = []
+        self._held: list[Tensor] = []
+        super().__init__(accelerator)
+
+    # ── out ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _prepare(self) -> Iterator[Event]:
+        gpu = self._accelerator
+        gpu.follow(self._indices, self._values)
+        with gpu.stream():
+            rows, outside = self._compact()
+            relative = self._relative_to_chunks(rows)
+            cuts = self._on_device(self._cuts.ravel())
+            offsets = find_cuts(gpu.launcher, rows.positions, rows.count, cuts)
+            header = self._to_host(torch.cat([outside, offsets]))
+        yield gpu.mark()
+
+        if int(header[0]):
+            raise TensorError(f"indices outside the tensor's shape {tuple(self.shape)}; check the indices")
+        pieces = self._pieces(header[1:].numpy().reshape(self._cuts.shape))
+        total = max(piece.end for piece in pieces)
+        with gpu.stream():
+            values = self._to_host(rows.values[:total])
+            numbers = self._to_host(relative[:total])
+            bitmaps = {
+                piece: self._to_host(self._encode_bitmap(rows, piece))
+                for piece in pieces
+                if piece.codec.name == "bitmap"
+            }
+        yield gpu.mark()
+
+        del self._indices, self._values
+        self.parts = [self._part(piece, numbers, bitmaps.get(piece), values) for piece in pieces]
+
+    def _compact(self) -> tuple[DeviceRows, Tensor]:
+        """Rows by position, and ``[1]`` that is not 0 where an index lies outside the tensor."""
+        launcher = self._accelerator.launcher
+        rows, outside = _flatten(self._indices, tuple(self.shape[: self._sparse_dim]))
+        positions, beyond = place_rows(launcher, self._placement, rows)
+        values = self._values.reshape(len(rows), self.columns).contiguous()
+        return sort_compact(launcher, positions, values), outside | beyond
+
+    def _relative_to_chunks(self, rows: DeviceRows) -> Tensor:
+        """Each position within its chunk, as wide as the widest chunk needs it."""
+        widest = int(np.diff(self._cuts, axis=1).max())
+        dtype = torch.int32 if item_dtype(widest).itemsize == 4 else torch.int64
+        starts = self._on_device(self._cuts[:, :-1].ravel())
+        return encode_coo(self._accelerator.launcher, rows.positions, rows.count, starts, dtype)
+
+    def _pieces(self, offsets: Indices) -> list[_Piece]:
+        """What is sent, given how many rows lie before each cut."""
+        pieces = []
+        for run, server in enumerate(self._layout.servers):
+            for chunk in range(self.chunks):
+                start, stop = self._cuts[run, chunk : chunk + 2].tolist()
+                if start == stop and (server, chunk) != (self._home, 0):
+                    continue
+                begin, end = offsets[run, chunk : chunk + 2].tolist()
+                codec = choose(self._codec, end - begin, stop - start)
+                pieces.append(_Piece(server, chunk, start, stop, begin, end, codec))
+        return pieces
+
+    def _encode_bitmap(self, rows: DeviceRows, piece: _Piece) -> Tensor:
+        span = piece.stop - piece.start
+        launcher = self._accelerator.launcher
+        return encode_bitmap(launcher, rows.positions, piece.begin, piece.end, piece.start, span)
+
+    def _part(self, piece: _Piece, numbers: Tensor, bitmap: Tensor | None, values: Tensor) -> Part:
+        span = piece.stop - piece.start
+        if bitmap is None:
+            own = numbers[piece.begin : piece.end].numpy()
+            encoded = own.astype(item_dtype(span), copy=False).view(np.uint8).data
+        else:
+            encoded = tensor_bytes(bitmap)
+        frames = (encoded, tensor_bytes(values[piece.begin : piece.end]))
+        return Part(piece.server, piece.chunk, span, piece.end - piece.begin, piece.codec.name, frames)
+
+    # ── back ────────────────────────────────────────────────────────────────────────────────────
+
+    def absorb(self, server: int, chunk: int, result: Result, frames: Sequence[memoryview]) -> None:
+        start, stop = self._cuts[self._layout.servers.index(server), chunk : chunk + 2].tolist()
+        span, count = stop - start, result.rows
+        if len(frames) != 2 or result.codec not in CODECS:
+            raise ProtocolError("payload", f"a sparse result with codec {result.codec!r}")
+        expected = (
+            CODECS[result.codec].encoded_bytes(count, span),
+            count * self.columns * self.dtype.itemsize,
+        )
+        got = (frames[0].nbytes, frames[1].nbytes)
+        if got != expected:
+            raise ProtocolError("payload", f"frames of {got} bytes, expected {expected} for {count} rows")
+        gpu = self._accelerator
+        with gpu.stream():
+            encoded, values = (self._to_device(frame) for frame in frames)
+            if result.codec == "bitmap":
+                rows, fault = decode_bitmap(gpu.launcher, self._placement, encoded, count, start, span)
+            else:
+                item = torch.int32 if item_dtype(span).itemsize == 4 else torch.int64
+                rows, fault = decode_coo(gpu.launcher, self._placement, encoded.view(item), start, span)
+        self._pulled.append((rows, values.view(self.dtype).view(count, self.columns)))
+        self._faults.append(fault)
+
+    def finish(self) -> Tensor:
+        """Sparse COO, coalesced, on the device, with every row that any rank pushed."""
+        gpu = self._accelerator
+        with gpu.stream():
+            rows, values = (torch.cat(tensors) for tensors in zip(*self._pulled, strict=True))
+            rows, values = merge(gpu.launcher, rows, values)
+            result = as_sparse(rows, values, self.shape, self._sparse_dim)
+            fault = self._to_host(torch.cat(self._faults).amax(0, keepdim=True))
+        # What came over the network is checked before anyone uses it; and copies from pinned memory end.
+        gpu.wait_for(gpu.mark())
+        self._pulled.clear()
+        self._held.clear()
+        if int(fault):
+            raise ProtocolError("payload", "positions that do not increase, or that no row has")
+        gpu.hand_over(result._indices(), result._values())
+        return result
+
+    def _to_device(self, frame: memoryview) -> Tensor:
+        """uint8 on the device, by way of pinned memory that is held until the round is done."""
+        pinned = self._accelerator.pinned.empty((frame.nbytes,), torch.uint8)
+        pinned.numpy()[:] = np.frombuffer(frame, dtype=np.uint8)
+        self._held.append(pinned)
+        return pinned.to(self._accelerator.device, non_blocking=True)
+
+    def _on_device(self, numbers: Indices) -> Tensor:
+        pinned = self._accelerator.pinned.empty((len(numbers),), torch.int64)
+        pinned.numpy()[:] = numbers
+        self._held.append(pinned)
+        return pinned.to(self._accelerator.device, non_blocking=True)
+
+
+class StagedDense(_Staged):
+    """A strided tensor on a GPU: copied to pinned memory, and from there on as one on the CPU.
+
+    Args:
+        tensor: of any shape; it must not change before the round is done.
+        transfer: makes the transfer of the copy, with results in pinned memory if they are large.
+    """
+
+    kind = "dense"
+    columns = 1
+
+    def __init__(
+        self, tensor: Tensor, transfer: Callable[[Tensor], Transfer], accelerator: Accelerator
+    ) -> None:
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.rows_given = tensor.numel()
+        self._tensor = tensor.detach()
+        self._make = transfer
+        super().__init__(accelerator)
+
+    def _prepare(self) -> Iterator[Event]:
+        gpu = self._accelerator
+        gpu.follow(self._tensor)
+        with gpu.stream():
+            copy = self._to_host(self._tensor)
+        yield gpu.mark()
+        del self._tensor
+        self._inner = self._make(copy)
+        self.parts, self.chunks = self._inner.parts, self._inner.chunks
+
+    def absorb(self, server: int, chunk: int, result: Result, frames: Sequence[memoryview]) -> None:
+        self._inner.absorb(server, chunk, result, frames)
+
+    def finish(self) -> Tensor:
+        """Strided and contiguous, on the device."""
+        gpu = self._accelerator
+        pulled = self._inner.finish()
+        with gpu.stream():
+            result = pulled.to(gpu.device, non_blocking=True)
+        gpu.wait_for(gpu.mark())
+        gpu.hand_over(result)
+        return result
+
+
+Indices = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+
+class _Piece(NamedTuple):
+    """Positions ``start`` to ``stop`` of the tensor, of which rows ``begin`` to ``end`` are pushed."""
+
+    server: int
+    chunk: int
+    start: int
+    stop: int
+    begin: int
+    end: int
+    codec: Codec
+
+
+def _flatten(indices: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Row numbers ``[nnz]`` of sparse indices ``[dims, nnz]``; and ``[1]``, 1 where one lies outside its own.
+
+    A sole dimension is checked by whoever reads the row numbers.
+    """
+    outside = torch.zeros(1, dtype=torch.int64, device=indices.device)
+    if len(dims) == 1:
+        return indices[0].contiguous(), outside
+    rows = torch.zeros(indices.shape[1], dtype=torch.int64, device=indices.device)
+    for index, size, stride in zip(indices, dims, _strides(dims), strict=True):
+        rows += index * stride
+        outside |= ((index < 0) | (index >= size)).any()
+    return rows, outside
+
+
+def _strides(dims: tuple[int, ...]) -> list[int]:
+    return [math.prod(dims[place + 1 :]) for place in range(len(dims))]
