@@ -65,15 +65,6 @@ __device__ void find_pieces(const Placement& at, int64 tile, int64* first_rows) 
     }
 }
 
-// LANES values from a row on; rows beyond the tensor count as zeros.
-template <typename Bits, int LANES>
-__device__ __forceinline__ Pack<Bits, LANES> load_pack(const Bits* dense, int64 row, int64 rows) {
-    if (row + LANES <= rows) return *reinterpret_cast<const Pack<Bits, LANES>*>(dense + row);
-    Pack<Bits, LANES> pack;
-    for (int lane = 0; lane < LANES; ++lane) pack.lane[lane] = row + lane < rows ? dense[row + lane] : Bits(0);
-    return pack;
-}
-
 // Of a thread: its packs, and the non-zeros before each. A warp goes over WARP * PACKS packs in order of
 // position, in PACKS steps of one pack for each lane, so that its loads are coalesced.
 template <typename Bits, int LANES>
@@ -93,13 +84,18 @@ struct Slice {
         return (warp * (WARP * PACKS) + pack * WARP + lane) * LANES;
     }
 
-    // Starts all loads; nothing waits for them yet.
+    // Starts all loads; nothing waits for them yet. Rows beyond the tensor count as zeros.
     __device__ void load(const Pieces& pieces, const Bits* dense, int64 rows) {
+        int cut = PACKS;  // the pack that the tensor's end cuts, where it is this thread's
         #pragma unroll
         for (int pack = 0; pack < PACKS; ++pack) {
             const int64 row = pieces.row_at(pieces.first_position + offset_of(pack));
-            packs[pack] = load_pack<Bits, LANES>(dense, row, rows);
+            packs[pack] = Pack<Bits, LANES>{};
+            if (row + LANES <= rows) packs[pack] = *reinterpret_cast<const Pack<Bits, LANES>*>(dense + row);
+            else if (row < rows) cut = pack;
         }
+        // Apart, for among the loads this branch would keep them from starting together.
+        if (cut < PACKS) load_end(cut, dense, rows);
     }
 
     // Counts the non-zeros of the tile and those before each pack. A whole block takes part.
@@ -142,6 +138,15 @@ struct Slice {
     }
 
 private:
+    __device__ void load_end(int cut, const Bits* dense, int64 rows) {
+        const int64 left = rows % LANES;
+        Pack<Bits, LANES> end = {};
+        for (int lane = 0; lane < left; ++lane) end.lane[lane] = dense[rows - left + lane];
+        #pragma unroll
+        for (int pack = 0; pack < PACKS; ++pack)
+            if (pack == cut) packs[pack] = end;
+    }
+
     __device__ static constexpr int shift_of(int pack) { return pack % PACKS_OF_WORD * 8; }
 
     __device__ static uint32 count_in(const uint32* words, int pack) {

@@ -25,19 +25,19 @@ def place_on(layout: Layout, device: torch.device) -> Placement:
     permutation, granules = layout.permutation, layout.size // layout.granule
     halves, keys = (1, 1), (0, 0, 0, 0)
     tables: tuple[Tensor, ...] = ()
-    match permutation:
-        case Identity():
-            kind = KINDS["identity"]
-        case Feistel():
-            kind = KINDS["feistel"]
-            halves, keys = (permutation.left_size, permutation.right_size), permutation.keys
-        case _:
-            kind = KINDS["table"]
-            built = layout.tables()
-            if built is None:
-                expected = f"at least {8 * granules} for {permutation!r}, which CUDA kernels must look up"
-                raise ConfigError("sync.table_bytes", layout.table_bytes, expected)
-            tables = tuple(built)
+    # Exact types: what a subclass computes is not what the kernel does.
+    if type(permutation) is Identity:
+        kind = KINDS["identity"]
+    elif type(permutation) is Feistel:
+        kind = KINDS["feistel"]
+        halves, keys = (permutation.left_size, permutation.right_size), permutation.keys
+    else:
+        kind = KINDS["table"]
+        built = layout.tables()
+        if built is None:
+            expected = f"at least {8 * granules} for {permutation!r}, which CUDA kernels must look up"
+            raise ConfigError("sync.table_bytes", layout.table_bytes, expected)
+        tables = tuple(built)
     moves = (*layout.placing, *layout.unplacing)
     kept = tuple(tensor.to(device) for tensor in (*moves, *tables))
     pointers = [tensor.data_ptr() for tensor in kept] + [0] * (6 - len(kept))

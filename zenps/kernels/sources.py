@@ -85,11 +85,9 @@ EXPRESSIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "sort_compact": (
         *_specialise("find_segments<{}>", _POSITION),
         *_packed("reduce_runs<{0}, {0}, {1}>", _NUMBERS),
-        *(
-            expression
-            for dtype in _SUMMED_WIDER
-            for expression in _packed(f"reduce_runs<{{}}, {number_name(dtype)}, {{}}>", (torch.float32,))
-        ),
+        *_packed("reduce_runs<{}, float16, {}>", (torch.float32,)),
+        *_packed("reduce_runs<{}, bfloat16, {}>", (torch.float32,)),
+    ),
     "bitmap_compact": (
         *_specialise("mark_positions<{}>", _POSITION),
         *_specialise("number_bits<{}>", _POSITION),
@@ -107,7 +105,6 @@ EXPRESSIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "scatter": (
         *_specialise("put_rows<{}>", tuple(_WORDS.values())),
         *_specialise("gather_rows<{}>", tuple(_WORDS.values())),
-    ),
     ),
 }
 """The stem of each source in ``cuda/`` → the name expressions of its kernels."""

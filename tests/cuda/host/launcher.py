@@ -1,0 +1,140 @@
+"""Launches kernels on CPU tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from tests.cuda.host.build import Sanitizer, build
+from zenps.kernels.launcher import Launcher
+from zenps.kernels.sources import EXPRESSIONS, folder
+
+__all__ = ["SANITIZER", "SIZES", "HostLauncher", "KernelError"]
+
+SANITIZER: Final = Sanitizer(os.environ.get("ZENPS_HOST_SANITIZER", "none"))
+"""What watches the kernels of this process; :mod:`.rerun` sets it where the sanitizer is loaded."""
+
+SIZES: Final = (0, 1, 31, 32, 33, 97, 1025, *(() if SANITIZER is not Sanitizer.NONE else (100_000,)))
+"""Numbers of rows to test a kernel with; only small ones where a sanitizer makes each access slow."""
+
+GUARD_BYTES = 4096
+GUARD = 0xA5
+
+
+class KernelError(Exception):
+    """A kernel was aborted, or wrote where it must not."""
+
+
+class HostLauncher(Launcher):
+    """Runs each kernel to its end before ``launch`` returns.
+
+    Args:
+        seed: of the order in which threads and blocks run; each launch has another.
+        resident: how many blocks run at once.
+        sources: the folder of the sources.
+        expressions: the kernels of each source; those of a source that it lacks are compiled one by one.
+
+    Raises:
+        KernelError: on ``launch``, with the reason and, mostly, block and thread: a deadlock, a wrong mask,
+            a barrier that not all threads reach, too much shared memory, a touched guard zone.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        resident: int = 6,
+        sources: Path | None = None,
+        expressions: Mapping[str, Sequence[str]] = EXPRESSIONS,
+    ) -> None:
+        self.seed = seed
+        self.launches = 0
+        self._resident = resident
+        self._sources = sources or Path(os.environ.get("ZENPS_HOST_SOURCES", folder()))
+        self._expressions = expressions
+        self._guarded: list[tuple[weakref.ref[Tensor], Tensor]] = []
+
+    def launch(
+        self, source: str, expression: str, grid: int, block: int, args: Sequence[Tensor | int]
+    ) -> None:
+        if not grid:
+            return
+        if not 0 < grid < 1 << 31 or not 0 < block <= 1024:
+            raise KernelError(f"{expression}: no GPU has a grid of {grid} blocks of {block} threads")
+        expressions = tuple(self._expressions.get(source, (expression,)))
+        library = _library(self._sources / f"{source}.cu", expressions)
+        kernel = expressions.index(expression)
+        words = _words(expression, library.zenps_parameters(kernel).decode(), args)
+        self.launches += 1
+        with _one_at_a_time:
+            failure = library.zenps_launch(
+                kernel, words, grid, block, self._resident, self.seed * 1_000_003 + self.launches
+            )
+        if failure is not None:
+            raise KernelError(f"{expression}: {failure.decode()}")
+        self._check_guards(expression)
+
+    def guarded(self, tensor: Tensor) -> Tensor:
+        """A copy of ``tensor`` between two zones that every launch is checked to leave alone."""
+        data = tensor.contiguous().view(-1).view(torch.uint8)
+        whole = torch.full((len(data) + 2 * GUARD_BYTES,), GUARD, dtype=torch.uint8)
+        inside = whole[GUARD_BYTES : GUARD_BYTES + len(data)]
+        inside.copy_(data)
+        copy = inside.view(tensor.dtype).view(tensor.shape)
+        self._guarded.append((weakref.ref(copy), whole))
+        return copy
+
+    def _check_guards(self, expression: str) -> None:
+        self._guarded = [(copy, whole) for copy, whole in self._guarded if copy() is not None]
+        for _, whole in self._guarded:
+            for side, zone in (("before", whole[:GUARD_BYTES]), ("behind", whole[-GUARD_BYTES:])):
+                if not bool((zone == GUARD).all()):
+                    raise KernelError(
+                        f"{expression}: wrote {side} a tensor of {len(whole) - 2 * GUARD_BYTES} bytes"
+                    )
+
+
+_one_at_a_time = threading.Lock()
+
+
+@functools.cache
+def _library(source: Path, expressions: tuple[str, ...]) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(build(source, expressions, SANITIZER)))
+    library.zenps_launch.restype = ctypes.c_char_p
+    library.zenps_launch.argtypes = (
+        ctypes.c_uint,
+        ctypes.POINTER(ctypes.c_int64),
+        ctypes.c_uint,
+        ctypes.c_uint,
+        ctypes.c_uint,
+        ctypes.c_uint64,
+    )
+    library.zenps_parameters.restype = ctypes.c_char_p
+    library.zenps_parameters.argtypes = (ctypes.c_uint,)
+    return library
+
+
+def _words(expression: str, parameters: str, args: Sequence[Tensor | int]) -> ctypes.Array[ctypes.c_int64]:
+    """The arguments as eight bytes each; refuses those that a GPU would silently misread."""
+    if len(args) != len(parameters):
+        raise KernelError(f"{expression}: expected {len(parameters)} arguments, got {len(args)}")
+    for place, (parameter, arg) in enumerate(zip(parameters, args, strict=True)):
+        if isinstance(arg, Tensor):
+            fits = parameter == "p" or (parameter != "i" and int(parameter) % arg.element_size() == 0)
+            fits = fits and arg.is_contiguous() and arg.device.type == "cpu"
+        else:
+            # A pointer may be given as its address: 0 where there is none.
+            fits = -(1 << 63) <= arg < 1 << 63
+        if not fits:
+            given = f"{arg.dtype} {tuple(arg.shape)}" if isinstance(arg, Tensor) else arg
+            raise KernelError(f"{expression}: argument {place} ({given}) does not fit a parameter '{parameter}'")
+    words = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
+    return (ctypes.c_int64 * len(words))(*words)

@@ -1,0 +1,112 @@
+"""Rows ⇄ positions as kernels compute them: the numbers of zenps.layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.cuda.host.launcher import SIZES, HostLauncher
+from zenps.errors import ConfigError, TensorError
+from zenps.kernels.place import find_cuts, place_rows, unplace_rows
+from zenps.keyspace import Identity
+from zenps.layout import Layout
+from zenps.placement import place_on
+from zenps.ring import rebalance
+from zenps.strategies import strategy
+from zenps.strategies.base import KeySpace, Partition, even_bounds
+
+CPU = torch.device("cpu")
+LAUNCHER = HostLauncher()
+
+
+class Reversed(Identity):
+    """A permutation of a user's own, which no kernel knows."""
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        return self.size - 1 - index
+
+    inverse = forward
+
+
+def layout_of(name: str, rows: int, granule: int, servers: list[int], table_bytes: int = 0) -> Layout:
+    granules = -(-rows // granule)
+    if name == "reversed":
+        partition = Partition(Reversed(granules), even_bounds(granules))
+    else:
+        partition = strategy(name).partition(KeySpace("weight", granules, 7))
+    return Layout(rows, granule, partition, rebalance(None, servers), servers, table_bytes)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    name=st.sampled_from(["balanced", "parallel", "centralized", "reversed"]),
+    rows=st.sampled_from([1, 2, 3, 31, 33, 1000, 4095, 4097, 100_003, 2**31 - 7, 2**31 + 9, 10**12, 2**61]),
+    granule=st.sampled_from([1, 32, 256]),
+    servers=st.sampled_from([[0], [0, 1], [2, 5, 9], list(range(16))]),
+    dtype=st.sampled_from([torch.int32, torch.int64]),
+    count=st.sampled_from([size for size in SIZES if size <= 1025]),
+    seed=st.integers(0, 1 << 30),
+)
+def test_rows_and_positions_are_those_of_the_layout(
+    name: str, rows: int, granule: int, servers: list[int], dtype: torch.dtype, count: int, seed: int
+) -> None:
+    if name == "reversed":
+        rows = min(rows, 100_003)
+    layout = layout_of(name, rows, granule, servers, table_bytes=1 << 20)
+    placement = place_on(layout, CPU)
+    assert placement.size == layout.size
+    generator = torch.Generator().manual_seed(seed)
+    limit = min(rows, 2**31) if dtype == torch.int32 else rows
+    given_rows = torch.randint(0, limit, (count,), generator=generator)
+    if count:
+        given_rows[0], given_rows[-1] = 0, limit - 1
+    positions, outside = place_rows(LAUNCHER, placement, given_rows.to(dtype))
+    assert positions.dtype == (torch.int32 if layout.size <= 2**31 else torch.int64)
+    assert torch.equal(positions.long(), layout.positions(given_rows))
+    back, no_row = unplace_rows(LAUNCHER, placement, positions)
+    assert torch.equal(back, given_rows)
+    assert not int(outside) and not int(no_row)
+
+
+@pytest.mark.parametrize("row", [-1, 50, 2**40, -(2**63)])
+def test_a_row_outside_the_tensor_is_reported(row: int) -> None:
+    placement = place_on(layout_of("balanced", 50, 1, [0, 1]), CPU)
+    positions, outside = place_rows(LAUNCHER, placement, torch.tensor([0, row, 49]))
+    assert int(outside) == 1
+    assert int(positions[1]) == 0
+
+
+@pytest.mark.parametrize("position", [-1, 64, 2**40, 33])
+def test_a_position_of_no_row_is_reported(position: int) -> None:
+    """33 rows in granules of 32: position 33 lies in the last granule, but has no row."""
+    placement = place_on(layout_of("parallel", 33, 32, [0]), CPU)
+    rows, outside = unplace_rows(LAUNCHER, placement, torch.tensor([0, position, 32]))
+    assert int(outside) == 1
+    assert rows.tolist() == [0, 0, 32]
+
+
+def test_a_permutation_that_no_kernel_knows_needs_its_tables() -> None:
+    with pytest.raises(ConfigError, match=r"sync.table_bytes = 0: expected at least 8000 for Reversed"):
+        place_on(layout_of("reversed", 1000, 1, [0]), CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("count", [0, 1, 700, 1000])
+def test_cuts(dtype: torch.dtype, count: int) -> None:
+    """What lies behind the count is not looked at."""
+    generator = torch.Generator().manual_seed(count)
+    positions = torch.randint(0, 5000, (1000,), generator=generator).unique().to(dtype)
+    count = min(count, len(positions))
+    cuts = torch.tensor([0, 0, 1, 2500, 4999, 5000, 2**40])
+    offsets = find_cuts(LAUNCHER, positions, torch.tensor([count]), cuts)
+    assert offsets.tolist() == np.searchsorted(positions[:count].numpy(), cuts.numpy()).tolist()
+
+
+def test_what_a_kernel_would_misread_is_refused() -> None:
+    placement = place_on(layout_of("balanced", 50, 1, [0, 1]), CPU)
+    for rows in (torch.zeros(3), torch.zeros((3, 2), dtype=torch.int64), torch.arange(6)[::2]):
+        with pytest.raises(TensorError, match="row indices"):
+            place_rows(LAUNCHER, placement, rows)
