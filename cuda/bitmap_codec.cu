@@ -31,9 +31,11 @@ __global__ void encode_bitmap(const Position* positions, int64 begin, int64 end,
         bitmap[first + word] = tile_words[word];
 }
 
-// The table row at `position`, if it is `valid` and a row has it; else *error is set and the row is 0.
-__device__ inline int64 checked_row(const Placement& placement, int64 position, bool valid, uint64* error) {
-    const int64 row = valid ? row_at(placement, position) : placement.rows;
+// The table row at position start + relative, where relative lies in [0, span) and a row is there; else
+// *error is set and the row is 0.
+__device__ inline int64 checked_row(const Placement& placement, int64 start, int64 relative, int64 span, uint64* error) {
+    const bool inside = relative >= 0 && relative < span;
+    const int64 row = inside ? row_at(placement, start + relative) : placement.rows;
     if (row < placement.rows) return row;
     atomicExch(error, 1ull);
     return 0;
@@ -51,8 +53,7 @@ __global__ void decode_bitmap(ScanState* state, const Placement* placement, cons
     const int64 before = tiles_before(state, tile, total);
     if (threadIdx.x == 0 && (tile + 1) * BITMAP_TILE >= span && before + total != rows) atomicExch(error, 1ull);
     for_each_bit(words, rank, total, [&](uint32 bit_rank, uint32 bit) {
-        const int64 relative = tile * BITMAP_TILE + bit;
-        const int64 row = checked_row(*placement, start + relative, relative < span, error);
+        const int64 row = checked_row(*placement, start, tile * BITMAP_TILE + bit, span, error);
         if (before + bit_rank < rows) table_rows[before + bit_rank] = row;
     });
 }
@@ -75,8 +76,7 @@ __global__ void decode_coo(const Placement* placement, const Relative* relative,
                            int64 span, int64* table_rows, uint64* error) {
     const int64 i = global_thread();
     if (i >= rows) return;
-    const int64 position = relative[i], previous = i ? int64(relative[i - 1]) : -1;
-    const bool inside = position >= 0 && position < span;
-    if (position <= previous) atomicExch(error, 1ull);
-    table_rows[i] = checked_row(*placement, start + position, inside, error);
+    const int64 here = relative[i], previous = i ? int64(relative[i - 1]) : -1;
+    if (here <= previous) atomicExch(error, 1ull);
+    table_rows[i] = checked_row(*placement, start, here, span, error);
 }

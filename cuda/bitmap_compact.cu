@@ -1,4 +1,4 @@
-// Compaction by bitmap: for rows that are nearly unique, in tables with less than about 90 positions a row.
+// Compaction by bitmap: for rows that are nearly unique.
 //
 // Pipeline:
 //   mark_positions   sets each position's bit; the row that finds it clear is the position's first
@@ -9,13 +9,14 @@
 //   add_others       adds the other rows to it with atomics
 //   round_sums       only for dtypes that are summed wider: sums → values
 //
-// Which of a position's rows comes first, and in which order others are added, the hardware decides: rows
-// that occur once keep their bits, sums of two have defined bits, sums of more may differ from run to run in
-// their last bits. sort_compact is deterministic, and faster under skew, where atomics to one row queue up.
+// Not deterministic: which of a position's rows comes first, and in which order others are added, the
+// hardware decides. A row that occurs once keeps its bits and a sum of two has defined bits; longer sums may
+// differ from run to run in their last bits. Atomics flush subnormal sums to zero (PTX ISA, `red`).
+// sort_compact is deterministic, and faster under skew, where atomics to one row wait for each other.
 //
-// Floor: rows are read once and unique ones written once, nothing is zeroed but the bitmap; the index adds
-// 25 to 29 bytes a row and 5/8 of a byte a position of the table. Dtypes of 16 bits write, read and round
-// float32 sums besides, 6 bytes more an element.
+// Floor: rows are read once and unique ones written once; nothing is zeroed but the bitmap. The index adds 32
+// to 44 bytes a row, and half a byte for each position of the table. Dtypes of 16 bits write and read float32
+// sums besides, 8 bytes an element.
 #include "bitmap.cuh"
 
 constexpr int ITEMS = 4;  // positions of a thread, all in flight at once

@@ -15,18 +15,20 @@ __global__ void put_rows(const Word* values, const int64* targets, int64 count, 
     const int64 first = int64(blockIdx.x) * (THREADS * ITEMS) + threadIdx.x;
     int64 place[ITEMS];  // in `out`, in words
     Word word[ITEMS];
+    bool all_inside = true;
     for (int item = 0; item < ITEMS; ++item) {
         const int64 i = first + item * THREADS;
         const Cell cell = cell_of(i, words);
-        place[item] = -1;
-        if (cell.row >= count) continue;
-        const int64 target = targets[cell.row];
-        if (target >= 0 && target < out_rows) place[item] = target * words + cell.pack;
-        else atomicExch(outside, 1ull);
-        word[item] = values[i];
+        const bool given = cell.row < count;
+        if (given) word[item] = values[i];
+        const int64 target = given ? targets[cell.row] : 0;
+        const bool inside = target >= 0 && target < out_rows;
+        place[item] = given && inside ? target * words + cell.pack : -1;
+        all_inside &= inside || !given;
     }
     for (int item = 0; item < ITEMS; ++item)
         if (place[item] >= 0) out[place[item]] = word[item];
+    if (!all_inside) atomicExch(outside, 1ull);
 }
 
 // out[i] = values[order[i]], for rows of `words` words.

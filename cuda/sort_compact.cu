@@ -101,7 +101,7 @@ __global__ void reduce_runs(const Row* rows, const int64* order, const int32* se
     const int32 segment_after = end < count ? segments[end] : NONE;
     int32 leading = NONE, trailing = NONE;
     int32 open = NONE;  // the segment that `sum` belongs to
-    Pack<Sum, LANES> sum;
+    Pack<Sum, LANES> sum = {};
     const auto close = [&] {
         if (open == NONE) return;
         if (open == segment_before) {

@@ -5,6 +5,8 @@ Alone, or with two workers and two servers on this machine:
     python examples/lstm_lm.py
     zenps launch --workers 2 --servers 2 -- python examples/lstm_lm.py
 
+With ``--device cuda`` workers on one machine take turns at its GPUs, or share one.
+
 Nearly all parameters are in two tables with a row per word: the words that go in, and the words that
 may come out. A step touches few rows, so both gradients are sparse: the input's are the words of the
 batch; the output's are the next words, and a sample of other words that the model learns to tell them
@@ -126,9 +128,12 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128, help="columns of the tables, units of the LSTM")
     parser.add_argument("--samples", type=int, default=1024, help="sampled words per step")
     parser.add_argument("--lr", type=float, default=0.2, help="learning rate of Adagrad")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the model lies")
     args = parser.parse_args()
 
     zps.init()
+    if args.device == "cuda":
+        torch.set_default_device(f"cuda:{zps.local_rank() % torch.cuda.device_count()}")
     # Ranks draw different samples. They start from the same parameters, because rank 0's are broadcast.
     torch.manual_seed(args.seed + zps.rank())
     run = TrainingRun(args.steps, args.seconds, unit="words", units_per_step=args.batch * WINDOW)

@@ -123,5 +123,5 @@ class CudaAccelerator(Accelerator):
 
 
 def _pinned_block(size: int) -> NDArray[np.uint8]:
-    block: NDArray[np.uint8] = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+    block: NDArray[np.uint8] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
     return block

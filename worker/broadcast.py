@@ -85,9 +85,9 @@ def broadcast_object(value: Any, root_rank: int = 0, name: str = "object") -> An
             raise UsageError(
                 f"cannot broadcast {type(value).__name__}: {error}; expected plain data"
             ) from None
-    length = torch.tensor([len(data)])
+    length = torch.tensor([len(data)], device="cpu")
     _wait_into(length, f"broadcast/{name}/length", root_rank)
-    packed = torch.zeros(int(length), dtype=torch.uint8)
+    packed = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
     if data:
         packed = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     _wait_into(packed, f"broadcast/{name}/data", root_rank)
@@ -112,7 +112,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         [skeleton, [[str(t.dtype), list(t.shape)] for t in tensors]], root_rank, "optimizer"
     )
     if communicator().rank != root_rank:
-        tensors = [torch.empty(shape, dtype=_DTYPES[dtype]) for dtype, shape in described]
+        tensors = [torch.empty(shape, dtype=_DTYPES[dtype], device="cpu") for dtype, shape in described]
     broadcast_parameters(((f"optimizer/{i}", tensor) for i, tensor in enumerate(tensors)), root_rank)
     if communicator().rank != root_rank:
         optimizer.load_state_dict(_put_together(skeleton, tensors))
@@ -161,7 +161,12 @@ def _put_together(value: Any, tensors: list[Tensor]) -> Any:
         case {"__sparse__": [int(index), list(shape), bool(is_coalesced)]}:
             indices, values = tensors[index : index + 2]
             return torch.sparse_coo_tensor(
-                indices, values, shape, is_coalesced=is_coalesced, check_invariants=False
+                indices,
+                values,
+                shape,
+                device=values.device,
+                is_coalesced=is_coalesced,
+                check_invariants=False,
             )
         case {"__tuple__": list(items)}:
             return tuple(_put_together(item, tensors) for item in items)

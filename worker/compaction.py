@@ -46,9 +46,11 @@ def as_sparse(rows: Tensor, values: Tensor, shape: torch.Size, sparse_dim: int) 
     """The inverse of :func:`as_table` for sorted unique ``rows``: a coalesced sparse COO tensor."""
     indices = rows.unsqueeze(0)[:sparse_dim]
     if sparse_dim > 1:
-        indices = torch.from_numpy(np.stack(np.unravel_index(rows.numpy(), tuple(shape[:sparse_dim]))))
+        indices = torch.stack(torch.unravel_index(rows, shape[:sparse_dim]))
     values = values.view(len(rows), *shape[sparse_dim:])
-    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        indices, values, shape, device=values.device, is_coalesced=True, check_invariants=False
+    )
 
 
 class SparseTransfer(Transfer):

@@ -53,7 +53,9 @@ class WholeTransfer(Transfer):
 
     def finish(self) -> Tensor:
         """Strided and contiguous, of the tensor's shape; zeros if no rank contributed."""
-        return torch.zeros(self.shape, dtype=self.dtype) if self._pulled is None else self._pulled
+        if self._pulled is None:
+            return torch.zeros(self.shape, dtype=self.dtype, device="cpu")
+        return self._pulled
 
 
 class DenseTransfer(Transfer):

@@ -205,7 +205,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         world = communicator()
         names = broadcast_object(list(own), name=f"{self._prefix}/names")
         differing = set(names) ^ own.keys()
-        others = torch.zeros(world.size, dtype=torch.int64)
+        others = torch.zeros(world.size, dtype=torch.int64, device="cpu")
         others[world.rank] = len(differing)
         others = push_pull_async(others, f"{self._prefix}/differing", average=False).wait()
         if others.any():
@@ -216,7 +216,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _agree_on_kinds(self) -> None:
         """Asks all ranks how they see the gradients that were never seen before, and fuses the dense."""
-        seen = torch.zeros((len(self._unknown), 2), dtype=torch.int64)
+        seen = torch.zeros((len(self._unknown), 2), dtype=torch.int64, device="cpu")
         for index, parameter in enumerate(self._unknown):
             if parameter.grad is not None:
                 seen[index, int(parameter.grad.is_sparse)] = 1
@@ -264,4 +264,6 @@ def _without_rows(parameter: Parameter) -> Tensor:
     """The gradient of an embedding that this rank did not use: sparse by rows, with none."""
     indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
     values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
-    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        indices, values, parameter.shape, device=parameter.device, check_invariants=False
+    )

@@ -21,11 +21,14 @@ from zenps.codecs.coo import item_dtype
 from zenps.codecs.registry import CODECS, choose
 from zenps.errors import ProtocolError, TensorError
 from zenps.kernels.bitmap_codec import decode_bitmap, decode_coo, encode_bitmap, encode_coo
+from zenps.kernels.bitmap_compact import bitmap_compact
+from zenps.kernels.hash_compact import HashMemory, hash_compact
 from zenps.kernels.place import Placement, find_cuts, place_rows
 from zenps.kernels.rows import DeviceRows
 from zenps.kernels.scatter import merge
 from zenps.kernels.sort_compact import sort_compact
 from zenps.layout import Layout
+from zenps.settings import CudaConfig
 from zenps.wire.messages import Result
 from zenps.wire.tensors import tensor_bytes
 
@@ -74,6 +77,7 @@ class StagedSparse(_Staged):
         tensor: coalesced or not, on the accelerator's device. It must not change before the round is done.
         layout, placement: of the tensor's rows, as the host and as the device read it.
         chunks, home, codec: as for ``SparseTransfer``.
+        settings: how it is compacted.
     """
 
     kind = "sparse"
@@ -86,6 +90,7 @@ class StagedSparse(_Staged):
         chunks: int,
         home: int,
         codec: str,
+        settings: CudaConfig,
         accelerator: Accelerator,
     ) -> None:
         self.shape, self.dtype, self.chunks = tensor.shape, tensor.dtype, chunks
@@ -95,6 +100,7 @@ class StagedSparse(_Staged):
         self._indices, self._values = tensor._indices(), tensor._values().detach()
         self._layout, self._placement = layout, placement
         self._home, self._codec = home, codec
+        self._settings = settings
         self._cuts = np.array(layout.cuts(chunks), dtype=np.int64)
         self._pulled: list[tuple[Tensor, Tensor]] = []
         self._faults: list[Tensor] = []
@@ -104,23 +110,30 @@ class StagedSparse(_Staged):
     # ── out ─────────────────────────────────────────────────────────────────────────────────────
 
     def _prepare(self) -> Iterator[Event]:
-        gpu = self._accelerator
+        gpu, settings = self._accelerator, self._settings
+        memory = HashMemory(settings.hash_functions, settings.parallel_factor, settings.serial_factor)
         gpu.follow(self._indices, self._values)
         with gpu.stream():
-            rows, outside = self._compact()
-            relative = self._relative_to_chunks(rows)
+            positions, values, outside = self._place()
             cuts = self._on_device(self._cuts.ravel())
-            offsets = find_cuts(gpu.launcher, rows.positions, rows.count, cuts)
-            header = self._to_host(torch.cat([outside, offsets]))
-        yield gpu.mark()
+        overflowed = True
+        while overflowed:
+            with gpu.stream():
+                rows, counters = self._compact(positions, values, memory)
+                offsets = find_cuts(gpu.launcher, rows.positions, rows.count, cuts)
+                header = self._to_host(torch.cat([outside, counters, offsets]))
+            yield gpu.mark()
+            if int(header[0]):
+                raise TensorError(f"indices outside the tensor's shape {tuple(self.shape)}; check them")
+            self.hashed_rows = self.hashed_rows + header[1:5].numpy()
+            overflowed = bool(header[4])
+            memory = memory.doubled()
 
-        if int(header[0]):
-            raise TensorError(f"indices outside the tensor's shape {tuple(self.shape)}; check the indices")
-        pieces = self._pieces(header[1:].numpy().reshape(self._cuts.shape))
+        pieces = self._pieces(header[5:].numpy().reshape(self._cuts.shape))
         total = max(piece.end for piece in pieces)
         with gpu.stream():
             values = self._to_host(rows.values[:total])
-            numbers = self._to_host(relative[:total])
+            numbers = self._to_host(self._relative_to_chunks(rows)[:total])
             bitmaps = {
                 piece: self._to_host(self._encode_bitmap(rows, piece))
                 for piece in pieces
@@ -131,13 +144,25 @@ class StagedSparse(_Staged):
         del self._indices, self._values
         self.parts = [self._part(piece, numbers, bitmaps.get(piece), values) for piece in pieces]
 
-    def _compact(self) -> tuple[DeviceRows, Tensor]:
-        """Rows by position, and ``[1]`` that is not 0 where an index lies outside the tensor."""
-        launcher = self._accelerator.launcher
+    def _place(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Positions, values ``[nnz, columns]``, and ``[1]``: not 0 where an index lies outside the tensor."""
         rows, outside = _flatten(self._indices, tuple(self.shape[: self._sparse_dim]))
-        positions, beyond = place_rows(launcher, self._placement, rows)
+        positions, beyond = place_rows(self._accelerator.launcher, self._placement, rows)
         values = self._values.reshape(len(rows), self.columns).contiguous()
-        return sort_compact(launcher, positions, values), outside | beyond
+        return positions, values, outside | beyond
+
+    def _compact(self, positions: Tensor, values: Tensor, memory: HashMemory) -> tuple[DeviceRows, Tensor]:
+        """Rows by position, and the counters of hashing."""
+        launcher, size = self._accelerator.launcher, self._placement.size
+        match self._settings.compaction:
+            case "hash":
+                bounds = self._on_device(np.array(self._layout.server_bounds))
+                return hash_compact(launcher, positions, values, bounds, size, len(positions), memory)
+            case "bitmap":
+                rows = bitmap_compact(launcher, positions, values, size)
+            case "sort":
+                rows = sort_compact(launcher, positions, values)
+        return rows, torch.zeros(4, dtype=torch.int64, device=positions.device)
 
     def _relative_to_chunks(self, rows: DeviceRows) -> Tensor:
         """Each position within its chunk, as wide as the widest chunk needs it."""
@@ -204,7 +229,7 @@ class StagedSparse(_Staged):
         gpu = self._accelerator
         with gpu.stream():
             rows, values = (torch.cat(tensors) for tensors in zip(*self._pulled, strict=True))
-            rows, values = merge(gpu.launcher, rows, values)
+            rows, values = merge(gpu.launcher, rows, values, self._layout.rows_total)
             result = as_sparse(rows, values, self.shape, self._sparse_dim)
             fault = self._to_host(torch.cat(self._faults).amax(0, keepdim=True))
         # What came over the network is checked before anyone uses it; and copies from pinned memory end.

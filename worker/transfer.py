@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from zenps.codecs.base import CodecName
@@ -49,6 +51,8 @@ class Transfer(ABC):
     parts: Sequence[Part]
     rows_given: int
     """Rows before compaction."""
+    hashed_rows: NDArray[np.int64] = np.zeros(4, dtype=np.int64)
+    """Rows that a hash compaction placed at the first try, by another hash, and serially; that overflowed."""
 
     @property
     def pushed_bytes(self) -> int:

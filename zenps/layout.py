@@ -132,7 +132,7 @@ class Layout:
         tables = self.tables()
         if tables is not None:
             return tables.granules[start:stop].long()
-        return self._compute(torch.arange(start, stop), inverse=True)
+        return self._compute(torch.arange(start, stop, device="cpu"), inverse=True)
 
     def cuts(self, chunks: int) -> list[list[int]]:
         """Where each server's run is cut into ``chunks`` nearly equal chunks, at whole granules.
@@ -182,10 +182,10 @@ class Layout:
 
     def _build_tables(self) -> Tables:
         count = self.size // self.granule
-        places = torch.full((count,), -1, dtype=torch.int32)
-        granules = torch.empty(count, dtype=torch.int32)
+        places = torch.full((count,), -1, dtype=torch.int32, device="cpu")
+        granules = torch.empty(count, dtype=torch.int32, device="cpu")
         for start in range(0, count, _BLOCK):
-            block = torch.arange(start, min(start + _BLOCK, count))
+            block = torch.arange(start, min(start + _BLOCK, count), device="cpu")
             found = self._compute(block, inverse=True)
             granules[start : start + _BLOCK] = found
             places.scatter_(0, found, block.int())

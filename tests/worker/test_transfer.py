@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import pytest
 import torch
@@ -13,23 +13,28 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
+from tests.worker.host_accelerator import HostAccelerator
 from zenps.buffers import BufferPool
 from zenps.errors import ProtocolError, TensorError
 from zenps.kernels.cpu import CpuKernels
 from zenps.layout import Layout, LayoutCache
+from zenps.placement import place_on
 from zenps.ring import rebalance
 from zenps.server.aggregation import Aggregator, read_payload
+from zenps.settings import CudaConfig
 from zenps.strategies import strategy
 from zenps.wire.messages import Push, Result
 from zenps.wire.tensors import dtype_name
 from zenps.worker.compaction import SparseTransfer
 from zenps.worker.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
+from zenps.worker.staged import StagedSparse
 from zenps.worker.transfer import Part, Transfer, check_tensor, table_shape
 
 torch.set_num_threads(1)
 
 POOL = BufferPool(keep_bytes=1 << 26)
 KERNELS = CpuKernels(POOL)
+ACCELERATOR = HostAccelerator()
 AGGREGATOR = Aggregator(KERNELS, POOL)
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SUMMED = [*FLOATS, torch.int64]
@@ -47,6 +52,40 @@ def sparse(rows: Sequence[int] | Tensor, values: Tensor, shape: Sequence[int]) -
 def make_layout(name: str, rows: int, granule: int, servers: Sequence[int], table_bytes: int) -> Layout:
     cache = LayoutCache(strategy(name), 7, rebalance(None, servers), servers, table_bytes)
     return cache.get("weight", max(rows, 1), granule)
+
+
+class MakeSparse(Protocol):
+    """Begins the transfer of a sparse tensor."""
+
+    def __call__(self, tensor: Tensor, layout: Layout, chunks: int, home: int, codec: str) -> Transfer: ...
+
+
+def on_the_cpu(tensor: Tensor, layout: Layout, chunks: int, home: int, codec: str) -> Transfer:
+    return SparseTransfer(tensor, layout, chunks, home, codec, KERNELS)
+
+
+def on_a_device(compaction: Literal["sort", "bitmap", "hash"]) -> MakeSparse:
+    def make(tensor: Tensor, layout: Layout, chunks: int, home: int, codec: str) -> Transfer:
+        placement = place_on(layout, ACCELERATOR.device)
+        settings = CudaConfig(compaction=compaction)
+        transfer = StagedSparse(tensor, layout, placement, chunks, home, codec, settings, ACCELERATOR)
+        assert not transfer.prepared()
+        return prepared(transfer)
+
+    return make
+
+
+def prepared(transfer: Transfer) -> Transfer:
+    looks = 0
+    while not transfer.prepared():
+        looks += 1
+        assert looks < 100
+    return transfer
+
+
+# Duplicates are summed in no particular order by "bitmap" and "hash": test_staged.py has them.
+WAYS = {"cpu": on_the_cpu, "device": on_a_device("sort")}
+every_way = pytest.mark.parametrize("make_sparse", WAYS.values(), ids=WAYS)
 
 
 def make_push(transfer: Transfer, part: Part, rank: int, average: bool) -> Push:
@@ -132,6 +171,7 @@ PARTITIONS = ["balanced", "parallel", "centralized"]
 SERVERS = [[0], [0, 1], [2, 5, 9]]
 
 
+@every_way
 @settings(deadline=None, max_examples=150)
 @given(
     shape=st.sampled_from(SPARSE_SHAPES),
@@ -147,6 +187,7 @@ SERVERS = [[0], [0, 1], [2, 5, 9]]
     seed=st.integers(0, 1 << 30),
 )
 def test_sparse(
+    make_sparse: MakeSparse,
     shape: tuple[tuple[int, ...], tuple[int, ...]],
     counts: list[int],
     dtype: torch.dtype,
@@ -167,7 +208,7 @@ def test_sparse(
     layout = make_layout(partition, rows, granule if columns == 1 else 1, servers, table_bytes)
 
     def begin(tensor: Tensor) -> Transfer:
-        return SparseTransfer(tensor, layout, chunks, servers[-1], codec, KERNELS)
+        return make_sparse(tensor, layout, chunks, servers[-1], codec)
 
     results, transfer = synchronize(tensors, begin, average)
     expected = reduce_in_rank_order(tensors, average)
@@ -180,9 +221,10 @@ def test_sparse(
         assert torch.equal(tensor._values().nan_to_num(), values.nan_to_num())
 
 
+@every_way
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("codec", ["auto", "bitmap", "coo"])
-def test_sparse_with_every_row(dtype: torch.dtype, codec: str) -> None:
+def test_sparse_with_every_row(make_sparse: MakeSparse, dtype: torch.dtype, codec: str) -> None:
     """As many rows as there are: all chunks are full."""
     generator = torch.Generator().manual_seed(3)
     tensors = []
@@ -190,10 +232,12 @@ def test_sparse_with_every_row(dtype: torch.dtype, codec: str) -> None:
         rows = torch.cat(
             [torch.randperm(600, generator=generator), torch.randint(0, 600, (400,), generator=generator)]
         )
-        tensors.append(sparse(rows, any_values((1000, 7), dtype, generator), (600, 7)))
+        # So many duplicates are added in another order on a device: sums of whole numbers are exact.
+        values = torch.randint(-9, 9, (1000, 7), generator=generator).to(dtype)
+        tensors.append(sparse(rows, values, (600, 7)))
     layout = make_layout("balanced", 600, 1, [0, 1, 2], 1 << 20)
     results, transfer = synchronize(
-        tensors, lambda tensor: SparseTransfer(tensor, layout, 3, 0, codec, KERNELS), average=False
+        tensors, lambda tensor: make_sparse(tensor, layout, 3, 0, codec), average=False
     )
     assert len(transfer.parts) == 9
     assert transfer.pushed_bytes >= 600 * 7 * dtype.itemsize
@@ -383,7 +427,7 @@ def test_a_position_of_no_row_is_refused() -> None:
     [
         ([1.0], True, "expected a torch.Tensor, got list"),
         (None, True, "got NoneType"),
-        (torch.ones(3, device="meta"), True, r"device meta: expected a CPU tensor; move it with \.cpu\(\)"),
+        (torch.ones(3, device="meta"), True, r"device meta: expected cpu or cuda; move it with \.cpu\(\)"),
         (
             torch.ones(3, dtype=torch.int32),
             False,

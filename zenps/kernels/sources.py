@@ -75,6 +75,7 @@ def _packed(pattern: str, dtypes: Iterable[torch.dtype]) -> tuple[str, ...]:
 
 
 _SUMMED_WIDER = (torch.float16, torch.bfloat16)
+_KEYS = ("uint32", "uint64")  # positions as words that can be compared and swapped
 
 EXPRESSIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "place": (
@@ -105,6 +106,15 @@ EXPRESSIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "scatter": (
         *_specialise("put_rows<{}>", tuple(_WORDS.values())),
         *_specialise("gather_rows<{}>", tuple(_WORDS.values())),
+    ),
+    "scan_compact": _specialise("scan_compact<{}, {}, {}>", ("uint32", "uint16"), _POSITION, (4, 1)),
+    "hash_compact": (
+        *_specialise("claim_rows<{}>", _KEYS),
+        *_specialise("claim_nonzeros<{}, {}>", ("uint32", "uint16"), _KEYS),
+        *_specialise("gather_values<{}, {}>", ("uint32", "uint16"), _KEYS),
+        *_specialise("extract_keys<{}>", _KEYS),
+        "rank_slots",
+        *_specialise("add_rows<{}>", ("float", "float16", "bfloat16")),
     ),
 }
 """The stem of each source in ``cuda/`` → the name expressions of its kernels."""

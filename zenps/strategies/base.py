@@ -89,6 +89,6 @@ class PartitionStrategy(ABC):
 def even_bounds(granules: int) -> Tensor:
     """Bounds of equal slots, int64 ``[SLOTS + 1]``: those where slot(p) = ⌊p·4096/granules⌋."""
     whole, rest = divmod(granules, SLOTS)
-    numbers = torch.arange(SLOTS + 1)
+    numbers = torch.arange(SLOTS + 1, device="cpu")
     # ⌈s·granules/4096⌉, in two parts because s·granules may exceed int64.
     return numbers * whole + (numbers * rest + SLOTS - 1) // SLOTS

@@ -22,7 +22,7 @@ class Centralized(PartitionStrategy):
     def partition(self, space: KeySpace) -> Partition:
         """Rows as they are; one slot that owns them all."""
         slot = home_slot(space.name, space.seed)
-        bounds = torch.zeros(SLOTS + 1, dtype=torch.int64)
+        bounds = torch.zeros(SLOTS + 1, dtype=torch.int64, device="cpu")
         bounds[slot + 1 :] = space.granules
         return Partition(Identity(space.granules), bounds)
 

@@ -9,19 +9,23 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-__all__ = ["BUILD", "Sanitizer", "build"]
+from zenps.kernels.sources import folder
+
+__all__ = ["BUILD", "Sanitizer", "build", "build_runtime"]
 
 HERE = Path(__file__).parent
 BUILD = HERE.parents[2] / "build" / "host"
 """Where libraries are kept; each is named by a hash of everything that went into it."""
 
-COMMON = ("-std=c++17", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", "-Werror")
+COMMON = ("-std=c++17", "-O2", "-g1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror")
 KERNEL = (
     "-include",
     str(HERE / "cuda_host.h"),
+    f"-I{HERE}",
+    f"-I{folder()}",
     "-fno-strict-aliasing",  # kernels read packs of numbers as one word
     "-ffp-contract=off",  # or sums would differ between CPUs
     "-ftrivial-auto-var-init=pattern",  # what was never written reads as garbage, each time the same
@@ -62,25 +66,25 @@ def build(source: Path, expressions: Sequence[str], sanitizer: Sanitizer) -> Pat
     """
     stub = _stub(source, expressions)
     flags = (*COMMON, *KERNEL, *sanitizer.kernel_flags)
-    inputs = [source, *source.parent.glob("*.cuh"), HERE / "cuda_host.h", HERE / "table.h", HERE / "runtime.cpp"]
+    headers = [path for place in {source.parent, folder()} for path in place.glob("*.cuh")]
+    inputs = [source, *headers, HERE / "cuda_host.h", HERE / "table.h"]
     name = f"{source.stem}-{_digest(stub, flags, inputs)}"
 
     def compile_kernels(out: Path) -> None:
-        runtime = _runtime(sanitizer)
         written = out.with_suffix(".cpp")
         written.write_text(stub, encoding="utf-8")
-        _gxx(*flags, "-shared", f"-I{HERE}", str(written), str(runtime), "-o", str(out))
+        _gxx(*flags, str(written), "-o", str(out))
         written.unlink()
 
     return _once(BUILD / f"{name}.so", compile_kernels)
 
 
-def _runtime(sanitizer: Sanitizer) -> Path:
-    """``runtime.cpp`` as an object: not itself under the sanitizer, which would see its switches."""
+def build_runtime(sanitizer: Sanitizer) -> Path:
+    """``runtime.cpp`` as the library that all kernels call; not itself under the sanitizer."""
     source = HERE / "runtime.cpp"
     flags = (*COMMON, *sanitizer.runtime_flags)
     digest = _digest("", flags, [source, HERE / "cuda_host.h", HERE / "table.h"])
-    return _once(BUILD / f"runtime-{digest}.o", lambda out: _gxx(*flags, "-c", str(source), "-o", str(out)))
+    return _once(BUILD / f"runtime-{digest}.so", lambda out: _gxx(*flags, str(source), "-o", str(out)))
 
 
 def _stub(source: Path, expressions: Sequence[str]) -> str:
@@ -92,7 +96,7 @@ def _stub(source: Path, expressions: Sequence[str]) -> str:
     )
 
 
-def _once(target: Path, make) -> Path:
+def _once(target: Path, make: Callable[[Path], None]) -> Path:
     """Makes ``target`` unless it exists; of several processes that want it, one makes it."""
     if not target.exists():
         BUILD.mkdir(parents=True, exist_ok=True)

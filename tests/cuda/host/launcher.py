@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from tests.cuda.host.build import Sanitizer, build
+from tests.cuda.host.build import Sanitizer, build, build_runtime
 from zenps.kernels.launcher import Launcher
 from zenps.kernels.sources import EXPRESSIONS, folder
 
@@ -38,7 +38,7 @@ class HostLauncher(Launcher):
     """Runs each kernel to its end before ``launch`` returns.
 
     Args:
-        seed: of the order in which threads and blocks run; each launch has another.
+        seed: of the order in which threads and blocks run.
         resident: how many blocks run at once.
         sources: the folder of the sources.
         expressions: the kernels of each source; those of a source that it lacks are compiled one by one.
@@ -51,12 +51,11 @@ class HostLauncher(Launcher):
     def __init__(
         self,
         seed: int = 0,
-        resident: int = 6,
+        resident: int = 4,
         sources: Path | None = None,
         expressions: Mapping[str, Sequence[str]] = EXPRESSIONS,
     ) -> None:
-        self.seed = seed
-        self.launches = 0
+        self._seed = seed
         self._resident = resident
         self._sources = sources or Path(os.environ.get("ZENPS_HOST_SOURCES", folder()))
         self._expressions = expressions
@@ -70,14 +69,10 @@ class HostLauncher(Launcher):
         if not 0 < grid < 1 << 31 or not 0 < block <= 1024:
             raise KernelError(f"{expression}: no GPU has a grid of {grid} blocks of {block} threads")
         expressions = tuple(self._expressions.get(source, (expression,)))
-        library = _library(self._sources / f"{source}.cu", expressions)
-        kernel = expressions.index(expression)
-        words = _words(expression, library.zenps_parameters(kernel).decode(), args)
-        self.launches += 1
+        kernel = _kernels(self._sources / f"{source}.cu", expressions)[expression]
+        words = _words(expression, kernel.parameters.decode(), args)
         with _one_at_a_time:
-            failure = library.zenps_launch(
-                kernel, words, grid, block, self._resident, self.seed * 1_000_003 + self.launches
-            )
+            failure = _runtime().zenps_launch(kernel, words, grid, block, self._resident, self._seed)
         if failure is not None:
             raise KernelError(f"{expression}: {failure.decode()}")
         self._check_guards(expression)
@@ -105,21 +100,34 @@ class HostLauncher(Launcher):
 _one_at_a_time = threading.Lock()
 
 
+class _HostKernel(ctypes.Structure):
+    """``table.h``."""
+
+    _fields_ = (("call", ctypes.c_void_p), ("parameters", ctypes.c_char_p))
+
+
 @functools.cache
-def _library(source: Path, expressions: tuple[str, ...]) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(build(source, expressions, SANITIZER)))
-    library.zenps_launch.restype = ctypes.c_char_p
-    library.zenps_launch.argtypes = (
-        ctypes.c_uint,
+def _runtime() -> ctypes.CDLL:
+    # Global: the kernels' libraries find its functions there.
+    runtime = ctypes.CDLL(str(build_runtime(SANITIZER)), mode=ctypes.RTLD_GLOBAL)
+    runtime.zenps_launch.restype = ctypes.c_char_p
+    runtime.zenps_launch.argtypes = (
+        ctypes.POINTER(_HostKernel),
         ctypes.POINTER(ctypes.c_int64),
         ctypes.c_uint,
         ctypes.c_uint,
         ctypes.c_uint,
         ctypes.c_uint64,
     )
-    library.zenps_parameters.restype = ctypes.c_char_p
-    library.zenps_parameters.argtypes = (ctypes.c_uint,)
-    return library
+    return runtime
+
+
+@functools.cache
+def _kernels(source: Path, expressions: tuple[str, ...]) -> dict[str, _HostKernel]:
+    _runtime()
+    library = ctypes.CDLL(str(build(source, expressions, SANITIZER)))
+    table = (_HostKernel * len(expressions)).in_dll(library, "zenps_kernels")
+    return dict(zip(expressions, table, strict=True))
 
 
 def _words(expression: str, parameters: str, args: Sequence[Tensor | int]) -> ctypes.Array[ctypes.c_int64]:

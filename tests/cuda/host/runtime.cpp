@@ -37,7 +37,6 @@ void __tsan_acquire(void* address);
 void __tsan_release(void* address);
 void __asan_poison_memory_region(const volatile void* address, size_t size);
 void __asan_unpoison_memory_region(const volatile void* address, size_t size);
-extern const HostKernel zenps_kernels[];
 }
 
 namespace {
@@ -59,6 +58,7 @@ constexpr size_t GAP_BYTES = 64;  // after each shared array, to be found untouc
 constexpr size_t MAX_ARRAYS = 32;
 constexpr unsigned char POISON = 0xcd;
 constexpr unsigned WARP = 32;
+constexpr size_t MAX_FIBERS = 1280;  // ThreadSanitizer keeps a megabyte for each
 constexpr long MAX_PAUSES = 3'000'000;  // in a row, while no thread passes a barrier or exits
 
 // ---------------------------------------------------------------------------------------------------------
@@ -130,10 +130,14 @@ enum class State { READY, PAUSED, AT_BARRIER, IN_COLLECTIVE, EXITED, TRAPPED };
 
 struct Block;
 
+struct Fiber {
+    char* stack;
+    void* tsan;  // what ThreadSanitizer takes for a thread
+};
+
 struct Lane {
     Context context;
-    char* stack;
-    void* fiber;  // ThreadSanitizer's
+    Fiber fiber;
     Block* block;
     unsigned thread;
     State state;
@@ -156,6 +160,7 @@ struct Block {
     unsigned index;
     std::vector<Lane*> lanes;
     unsigned arrived = 0, exited = 0;
+    char begin = 0;
     char fences[2] = {};  // of block barriers, in turn: who leaves late must not acquire the next one's
     unsigned barriers = 0;
     char warp_fences[1024 / WARP][4] = {};
@@ -175,12 +180,18 @@ struct Launch {
     void* scheduler_fiber = nullptr;
     std::vector<Lane*> ready, paused;
     std::vector<std::unique_ptr<Block>> resident, retired;
-    std::vector<char*> stacks;
     long pauses = 0;
     bool failed = false;
 };
 
+// Kept between launches: ThreadSanitizer takes half a millisecond to make one.
+struct Fibers {
+    std::vector<Fiber> rested, tired;  // before this launch, in this launch
+    size_t made = 0;
+};
+
 Launch* launch;
+Fibers fibers;
 Lane* current;
 char launch_end;
 char message[1024];
@@ -228,6 +239,7 @@ void wait_as(State state) {
 }
 
 void enter() {
+    if constexpr (TSAN) __tsan_acquire(&current->block->begin);
     launch->kernel->call(launch->words);
     if constexpr (TSAN) __tsan_release(&launch_end);
     wait_as(State::EXITED);
@@ -311,6 +323,28 @@ void wake(Lane& lane) {
     launch->ready.push_back(&lane);
 }
 
+Fiber take_fiber() {
+    // One that ran before in this launch is ordered after what it met there, which hides races.
+    std::vector<Fiber>& from = fibers.rested.empty() && (!TSAN || fibers.made >= MAX_FIBERS) ? fibers.tired : fibers.rested;
+    if (!from.empty()) {
+        const Fiber fiber = from.back();
+        from.pop_back();
+        return fiber;
+    }
+    void* stack = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (stack == MAP_FAILED) std::abort();
+    ++fibers.made;
+    return {static_cast<char*>(stack), TSAN ? __tsan_create_fiber(0) : nullptr};
+}
+
+// One that was left in the middle of a kernel.
+void discard(const Fiber& fiber) {
+    if constexpr (TSAN) __tsan_destroy_fiber(fiber.tsan);
+    if constexpr (ASAN) __asan_unpoison_memory_region(fiber.stack, STACK_BYTES);
+    munmap(fiber.stack, STACK_BYTES);
+    --fibers.made;
+}
+
 void start_block(unsigned index) {
     auto block = std::make_unique<Block>();
     block->index = index;
@@ -319,27 +353,18 @@ void start_block(unsigned index) {
         Lane* lane = new Lane();
         lane->block = block.get();
         lane->thread = thread;
-        lane->stack = launch->stacks.back();
-        launch->stacks.pop_back();
+        lane->fiber = take_fiber();
         if constexpr (TSAN) {
-            // A fresh mapping: what another fiber did on this stack is forgotten.
-            mmap(lane->stack, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
             char name[48];
             std::snprintf(name, sizeof name, "block %u thread %u", index, thread);
-            lane->fiber = __tsan_create_fiber(0);
-            __tsan_set_fiber_name(lane->fiber, name);
+            __tsan_set_fiber_name(lane->fiber.tsan, name);
         }
-        prepare(lane->context, lane->stack, enter);
+        prepare(lane->context, lane->fiber.stack, enter);
         block->lanes.push_back(lane);
         wake(*lane);
     }
+    if constexpr (TSAN) __tsan_release(&block->begin);
     launch->resident.push_back(std::move(block));
-}
-
-void end_lane(Lane* lane) {
-    if constexpr (TSAN) __tsan_destroy_fiber(lane->fiber);
-    launch->stacks.push_back(lane->stack);
-    delete lane;
 }
 
 void end_block(Block* block) {
@@ -351,7 +376,10 @@ void end_block(Block* block) {
             fail(block->lanes[0], "a shared array of %zu bytes was written beyond its end",
                  block->arrays[i].end - block->arrays[i].begin);
     }
-    for (Lane* lane : block->lanes) end_lane(lane);
+    for (Lane* lane : block->lanes) {
+        fibers.tired.push_back(lane->fiber);
+        delete lane;
+    }
     const auto is_it = [block](const auto& other) { return other.get() == block; };
     const auto place = std::find_if(launch->resident.begin(), launch->resident.end(), is_it);
     // To ThreadSanitizer, freeing it before the launch ends would race with its own threads.
@@ -479,7 +507,7 @@ void run_grid(unsigned resident) {
         Lane* lane = pick();
         if (!lane) return fail_deadlocked();
         current = lane;
-        if constexpr (TSAN) __tsan_switch_to_fiber(lane->fiber, 1);
+        if constexpr (TSAN) __tsan_switch_to_fiber(lane->fiber.tsan, 1);
         jump(launch->scheduler, lane->context);
         settle(*lane);
     }
@@ -488,29 +516,25 @@ void run_grid(unsigned resident) {
 }  // namespace
 
 // Runs a kernel to its end. Returns why it was aborted, or null. One launch at a time.
-extern "C" const char* zenps_launch(unsigned kernel, void* const* words, unsigned grid, unsigned block,
+extern "C" const char* zenps_launch(const HostKernel* kernel, void* const* words, unsigned grid, unsigned block,
                                     unsigned resident, uint64_t seed) {
     Launch now;
-    now.kernel = &zenps_kernels[kernel];
+    now.kernel = kernel;
     now.words = words;
     now.grid = grid;
     now.block = block;
     now.random = seed * 2 + 1;
     launch = &now;
     for (int i = 0; i < 8; ++i) random_below(1);  // neighbouring seeds part
-    const size_t bytes = size_t(std::min(grid, resident)) * block * STACK_BYTES;
-    void* stacks = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (stacks == MAP_FAILED) return "no memory for the fibers' stacks";
-    for (size_t begin = 0; begin < bytes; begin += STACK_BYTES) now.stacks.push_back(static_cast<char*>(stacks) + begin);
     if constexpr (TSAN) now.scheduler_fiber = __tsan_get_current_fiber();
     run_grid(resident);
     if constexpr (TSAN) __tsan_acquire(&launch_end);
-    if (now.failed)
-        for (const auto& running : now.resident)
-            for (Lane* lane : running->lanes) end_lane(lane);
-    if (ASAN && now.failed) __asan_unpoison_memory_region(stacks, bytes);
-    munmap(stacks, bytes);
+    for (const auto& block : now.resident)
+        for (Lane* lane : block->lanes) {
+            discard(lane->fiber);
+            delete lane;
+        }
+    fibers.rested.insert(fibers.rested.end(), fibers.tired.begin(), fibers.tired.end());
+    fibers.tired.clear();
     return now.failed ? message : nullptr;
 }
-
-extern "C" const char* zenps_parameters(unsigned kernel) { return zenps_kernels[kernel].parameters; }

@@ -1,0 +1,365 @@
+"""Compaction on a GPU: all our ways beside PyTorch's own, on the same gradients, in one run.
+
+Two kinds of gradient: rows of an embedding (ids with duplicates, drawn by Zipf's law) and a dense tensor
+whose zeros are skipped. Each case first says how many bytes it must move at least and, from the bandwidth
+measured at the start, how long that takes; then each way is timed against that floor.
+
+Without a GPU, ``--host`` runs tiny cases with the kernels on the CPU, to see that the script works. Its
+times mean nothing, and it writes no file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from zenps.kernels.bitmap_compact import bitmap_compact
+from zenps.kernels.hash_compact import (
+    HashMemory,
+    hash_compact,
+    hash_compact_dense,
+    hash_compact_until_fits,
+)
+from zenps.kernels.launcher import Launcher
+from zenps.kernels.place import Placement, place_rows
+from zenps.kernels.rows import DeviceRows
+from zenps.kernels.scan_compact import scan_compact
+from zenps.kernels.sort_compact import sort_compact
+from zenps.layout import Layout, LayoutCache
+from zenps.placement import place_on
+from zenps.ring import rebalance
+from zenps.strategies import strategy
+
+RESULTS = Path(__file__).resolve().parent / "results"
+WARM_UPS, REPEATS = 3, 15
+FLUSH_BYTES = 256 << 20  # more than any GPU's L2, so that each repetition reads memory
+DENSE_ELEMENTS = 214_000_000  # DeepFM's embeddings in Zen (OSDI'25, Table 2)
+
+
+class RowsCase(NamedTuple):
+    """Gradient of an embedding: ``ids`` look-ups in a table of ``rows`` × ``dim``."""
+
+    ids: int = 1_000_000
+    dim: int = 64
+    rows: int = 10_000_000
+    zipf: float = 1.0
+    servers: int = 16
+    dtype: str = "float32"
+
+
+class DenseCase(NamedTuple):
+    """A dense tensor of which ``density`` is not zero, in granules of ``granule``."""
+
+    elements: int = DENSE_ELEMENTS
+    density: float = 0.052
+    granule: int = 256
+    servers: int = 16
+    dtype: str = "float32"
+
+
+ROWS_SWEEP: tuple[RowsCase, ...] = (
+    *(RowsCase(zipf=zipf) for zipf in (1.0, 0.0, 0.8, 1.2)),
+    *(RowsCase(dim=dim) for dim in (1, 8, 16, 32, 128, 256)),
+    *(RowsCase(ids=ids) for ids in (10_000, 100_000)),
+    *(RowsCase(rows=rows) for rows in (100_000, 100_000_000)),
+    *(RowsCase(servers=servers) for servers in (2, 128)),
+    *(RowsCase(dtype=dtype) for dtype in ("float16", "bfloat16")),
+)
+DENSE_SWEEP: tuple[DenseCase, ...] = (
+    *(DenseCase(density=density) for density in (0.052, 0.028, 0.01, 0.001, 0.2)),
+    *(DenseCase(granule=granule) for granule in (32, 64, 128)),
+    *(DenseCase(servers=servers) for servers in (2, 128)),
+    DenseCase(dtype="bfloat16"),
+)
+TINY_ROWS = (RowsCase(300, 4, 1000, 1.0, 3), RowsCase(200, 1, 50, 0.0, 2, "bfloat16"))
+TINY_DENSE = (DenseCase(5000, 0.05, 32, 3), DenseCase(3000, 0.2, 256, 2, "bfloat16"))
+
+
+class Result(msgspec.Struct):
+    """One way in one case. Bytes are the floor's, so GB/s says how fast useful bytes went by."""
+
+    kind: str
+    case: dict[str, float | str]
+    way: str
+    p50_ms: float
+    p95_ms: float
+    floor_bytes: int
+    floor_ms: float
+    over_floor: float
+    gb_per_second: float
+    rows_out: int
+
+
+class Report(msgspec.Struct):
+    """What is written to ``results``."""
+
+    started: str
+    command: list[str]
+    device: dict[str, str | float]
+    versions: dict[str, str]
+    results: list[Result]
+
+
+class Bench:
+    """A device, how kernels are launched on it, and its clock."""
+
+    def __init__(self, device: torch.device, launcher: Launcher) -> None:
+        self.device = device
+        self.launcher = launcher
+        on_gpu = device.type == "cuda"
+        self._flush = torch.empty(FLUSH_BYTES if on_gpu else 0, dtype=torch.uint8, device=device)
+        self._warm_ups, self._repeats = (WARM_UPS, REPEATS) if on_gpu else (0, 1)
+        self.bytes_per_second = self._measure_bandwidth(1 << 31 if on_gpu else 1 << 16)
+
+    def milliseconds(self, run: Callable[[], object]) -> list[float]:
+        """How long each repetition took, sorted."""
+        for _ in range(self._warm_ups):
+            run()
+        return sorted(self._time_once(run) for _ in range(self._repeats))
+
+    def _time_once(self, run: Callable[[], object]) -> float:
+        self._flush.zero_()
+        if self.device.type != "cuda":
+            begin = time.perf_counter()
+            run()
+            return (time.perf_counter() - begin) * 1000
+        begins, ends = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begins.record()
+        run()
+        ends.record()
+        ends.synchronize()
+        return float(begins.elapsed_time(ends))
+
+    def _measure_bandwidth(self, size: int) -> float:
+        """The best of reading (a maximum) and of copying, in bytes per second."""
+        source = torch.zeros(size // 4, device=self.device)
+        target = torch.empty_like(source)
+        reading = statistics.median(self.milliseconds(source.amax))
+        copying = statistics.median(self.milliseconds(lambda: target.copy_(source)))
+        return 1000 * max(size / reading, 2 * size / copying)
+
+
+class Plan(NamedTuple):
+    """The ways of one case by name, the bytes that any must move, and how many rows come out."""
+
+    ways: Mapping[str, Callable[[], object]]
+    floor_bytes: int
+    rows_out: int
+
+
+# ── the ways ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rows_ways(bench: Bench, case: RowsCase) -> Plan:
+    """Rows summed and put in position order, and what PyTorch does instead."""
+    dtype, launcher = getattr(torch, case.dtype), bench.launcher
+    ids = zipf_ids(case, bench.device)
+    values = torch.randn(case.ids, case.dim, device=bench.device).to(dtype)
+    layout, placement = placed("rows", case.rows, 1, case.servers, bench.device)
+    bounds = torch.tensor(layout.server_bounds, device=bench.device)
+    size = placement.size
+
+    def positions() -> Tensor:
+        return place_rows(launcher, placement, ids)[0]
+
+    def hashed() -> DeviceRows:
+        compact = partial(hash_compact, launcher, positions(), values, bounds, size)
+        return hash_compact_until_fits(compact, case.ids, HashMemory()).rows
+
+    ours: dict[str, Callable[[], DeviceRows]] = {
+        "sort_compact": lambda: sort_compact(launcher, positions(), values),
+        "bitmap_compact": lambda: bitmap_compact(launcher, positions(), values, size),
+        "hash_compact": hashed,
+    }
+    unique, inverse = positions().long().unique(return_inverse=True)
+    sums = torch.zeros(len(unique), case.dim, dtype=torch.float64, device=bench.device)
+    sums.index_add_(0, inverse, values.double())
+    for way, run in ours.items():
+        check(way, run(), unique, sums)
+    torchs = {
+        "torch: coalesce, index_select by owner": lambda: coalesce_by_owner(ids, values, case),
+        "torch: unique, index_add_": lambda: unique_index_add(ids, values),
+    }
+    row_bytes = case.dim * dtype.itemsize
+    floor_bytes = case.ids * (row_bytes + ids.itemsize) + len(unique) * (row_bytes + 4)
+    return Plan(ours | torchs, floor_bytes, len(unique))
+
+
+def coalesce_by_owner(ids: Tensor, values: Tensor, case: RowsCase) -> list[Tensor]:
+    """What PyTorch offers: sum duplicates, then select each owner's rows."""
+    coalesced = torch.sparse_coo_tensor(
+        ids[None], values, (case.rows, case.dim), check_invariants=False
+    ).coalesce()
+    owners = coalesced.indices()[0] % case.servers
+    rows = [(owners == owner).nonzero().squeeze(1) for owner in range(case.servers)]
+    return [coalesced.values().index_select(0, chosen) for chosen in rows]
+
+
+def unique_index_add(ids: Tensor, values: Tensor) -> Tensor:
+    """The same sums without an owner."""
+    unique, inverse = ids.unique(return_inverse=True)
+    return torch.zeros(len(unique), values.shape[1], dtype=values.dtype, device=values.device).index_add_(
+        0, inverse, values
+    )
+
+
+def dense_ways(bench: Bench, case: DenseCase) -> Plan:
+    """What is not zero, in position order, and what PyTorch does instead."""
+    dtype, launcher = getattr(torch, case.dtype), bench.launcher
+    dense = torch.randn(case.elements, device=bench.device).to(dtype)
+    dense[torch.rand(case.elements, device=bench.device) >= case.density] = 0
+    indices = dense.nonzero().squeeze(1)
+    count = len(indices)
+    layout, placement = placed("dense", case.elements, case.granule, case.servers, bench.device)
+    bounds = torch.tensor(layout.server_bounds, device=bench.device)
+
+    def hashed() -> DeviceRows:
+        compact = partial(hash_compact_dense, launcher, placement, dense, bounds)
+        return hash_compact_until_fits(compact, count, HashMemory()).rows
+
+    ours: dict[str, Callable[[], DeviceRows]] = {
+        "scan_compact": lambda: scan_compact(launcher, placement, dense, count * 5 // 4 + 1),
+        "hash_compact": hashed,
+    }
+    positions, order = place_rows(launcher, placement, indices)[0].long().sort()
+    expected = dense[indices[order]].double()[:, None]
+    for way, run in ours.items():
+        check(way, run(), positions, expected)
+    torchs = {"read once": dense.amax, "torch: nonzero, index_select": lambda: nonzero_values(dense)}
+    floor_bytes = case.elements * dtype.itemsize + count * (dtype.itemsize + 4)
+    return Plan(ours | torchs, floor_bytes, count)
+
+
+def nonzero_values(dense: Tensor) -> tuple[Tensor, Tensor]:
+    """What PyTorch offers: neither partitioned nor permuted."""
+    indices = dense.nonzero().squeeze(1)
+    return indices, dense.index_select(0, indices)
+
+
+def check(way: str, rows: DeviceRows, positions: Tensor, sums: Tensor) -> None:
+    """Refuses to time a way that is wrong."""
+    count = int(rows.count)
+    right = count == len(positions) and torch.equal(rows.positions[:count].long(), positions)
+    got, precision = rows.values[:count].double(), torch.finfo(rows.values.dtype).eps
+    # Sums of 10⁵ terms of size 1 that cancel: the error is of the partial sums, not of the sum.
+    if not right or not torch.allclose(got, sums, rtol=4 * precision, atol=0.01):
+        raise SystemExit(f"{way}: wrong result; {count} rows, expected {len(positions)}")
+
+
+def zipf_ids(case: RowsCase, device: torch.device) -> Tensor:
+    """``[ids]`` int64: row i drawn with a probability ∝ (i + 1) ** -zipf, rows shuffled."""
+    weights = torch.arange(1, case.rows + 1, dtype=torch.float64, device=device).pow_(-case.zipf)
+    cumulative = weights.cumsum(0)
+    drawn = torch.rand(case.ids, dtype=torch.float64, device=device) * cumulative[-1]
+    ranks = torch.searchsorted(cumulative, drawn).clamp_(max=case.rows - 1)
+    return torch.randperm(case.rows, device=device)[ranks]
+
+
+def placed(
+    name: str, rows: int, granule: int, servers: int, device: torch.device
+) -> tuple[Layout, Placement]:
+    """The balanced layout over that many servers, on the host and on the device."""
+    ranks = range(servers)
+    cache = LayoutCache(strategy("balanced"), 7, rebalance(None, ranks), ranks, 0)
+    layout = cache.get(name, rows, granule)
+    return layout, place_on(layout, device)
+
+
+# ── the run ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def measure(bench: Bench, kind: str, case: RowsCase | DenseCase) -> Iterator[Result]:
+    """Times every way of one case."""
+    torch.manual_seed(1)
+    plan = rows_ways(bench, case) if isinstance(case, RowsCase) else dense_ways(bench, case)
+    floor_ms = plan.floor_bytes / bench.bytes_per_second * 1000
+    for way, run in plan.ways.items():
+        times = bench.milliseconds(run)
+        p50, p95 = statistics.median(times), times[math.ceil(0.95 * len(times)) - 1]
+        yield Result(
+            kind, case._asdict(), way, p50, p95, plan.floor_bytes, floor_ms, p50 / floor_ms,
+            plan.floor_bytes / p50 / 1e6, plan.rows_out,
+        )  # fmt: skip
+
+
+def tabulate(results: Sequence[Result]) -> Table:
+    """All results, a section for each case."""
+    table = Table("case", "way", "p50 ms", "p95 ms", "floor ms", "× floor", "GB/s")
+    previous = None
+    for result in results:
+        case = ", ".join(f"{name} {value}" for name, value in result.case.items())
+        if case != previous:
+            table.add_section()
+        numbers = (result.p50_ms, result.p95_ms, result.floor_ms, result.over_floor, result.gb_per_second)
+        table.add_row("" if case == previous else case, result.way, *(f"{number:.3g}" for number in numbers))
+        previous = case
+    return table
+
+
+def describe(bench: Bench) -> dict[str, str | float]:
+    """The device, as far as times depend on it."""
+    properties = torch.cuda.get_device_properties(bench.device)
+    return {
+        "name": properties.name,
+        "multiprocessors": properties.multi_processor_count,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "driver_cuda": str(torch._C._cuda_getDriverVersion()),
+        "bandwidth_gb_per_second": round(bench.bytes_per_second / 1e9, 1),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures, prints the table and, on a GPU, writes JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--host", action="store_true", help="tiny cases on the CPU: does the script work?")
+    parser.add_argument("--json", type=Path, help="default: results/compaction-DEVICE.json")
+    options = parser.parse_args(arguments)
+    if not options.host and not torch.cuda.is_available():
+        print("expected a CUDA device, found none; --host tries the script without one", file=sys.stderr)
+        return 2
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    bench = _host_bench() if options.host else _gpu_bench()
+    cases = (TINY_ROWS, TINY_DENSE) if options.host else (ROWS_SWEEP, DENSE_SWEEP)
+    results = [result for case in cases[0] for result in measure(bench, "rows", case)]
+    results += [result for case in cases[1] for result in measure(bench, "dense", case)]
+    Console(width=150).print(tabulate(results))
+    if not options.host:
+        device = describe(bench)
+        versions = {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
+        name = str(device["name"]).removeprefix("NVIDIA ").lower().replace(" ", "-")
+        path = options.json or RESULTS / f"compaction-{name}.json"
+        report = Report(started, sys.argv, device, versions, results)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+        print(f"written: {path}")
+    return 0
+
+
+def _gpu_bench() -> Bench:
+    from zenps.kernels.cupy import CupyLauncher
+
+    return Bench(torch.device("cuda", torch.cuda.current_device()), CupyLauncher())
+
+
+def _host_bench() -> Bench:
+    from tests.cuda.host.launcher import HostLauncher
+
+    return Bench(torch.device("cpu"), HostLauncher())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+"""What every test of a kernel gets: a launcher, and memory that does not happen to be zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.cuda.host.launcher import HostLauncher
+
+
+@pytest.fixture(scope="session", params=[0, 1], ids="seed{}".format)
+def launcher(request: pytest.FixtureRequest) -> HostLauncher:
+    """Runs kernels on CPU tensors; each test is run under two schedules."""
+    return HostLauncher(seed=request.param)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """``torch.empty`` gives NaN and the greatest integers, so that what no kernel wrote is seen."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,47 @@
+"""A GPU's way through the worker, walked on the CPU: the same kernels, events that take a while."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+from tests.cuda.host.launcher import HostLauncher
+from zenps.buffers import BufferPool
+from zenps.worker.accelerator import Accelerator, Event
+
+__all__ = ["HostAccelerator"]
+
+
+class _Late(Event):
+    """Has happened at the third look."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+
+    def query(self) -> bool:
+        self._looks += 1
+        return self._looks > 2
+
+
+class HostAccelerator(Accelerator):
+    """CPU tensors, treated as a GPU's."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.launcher = HostLauncher()
+        self.pinned = BufferPool(keep_bytes=1 << 26)
+        self.deadline_seconds = 20.0
+
+    def stream(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def follow(self, *inputs: Tensor) -> None:
+        """One thread does everything in order."""
+
+    def mark(self) -> Event:
+        return _Late()
+
+    def hand_over(self, *results: Tensor) -> None:
+        """One thread does everything in order."""

@@ -1,0 +1,70 @@
+"""``torch.set_default_device("cuda")`` is the user's business: what works on the host stays on the host.
+
+"meta" stands in for a GPU: a tensor that lands there by mistake has no data, and any use of it fails.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import zenps as zps
+from tests.integration.reference import assert_same_bits, reduce_in_rank_order
+from tests.worker.test_transfer import (
+    begin_dense,
+    begin_sparse,
+    begin_whole,
+    make_layout,
+    sparse,
+    synchronize,
+)
+from zenps.worker.transfer import Transfer
+
+TENSORS: list[tuple[Callable[[Tensor], Transfer], Tensor]] = [
+    (begin_sparse, sparse([3, 0, 49, 3], torch.randn(4, 3), (50, 3))),
+    (begin_dense, torch.randn(5000)),
+    (begin_whole, torch.randn(200)),
+]
+
+
+@pytest.mark.parametrize(("begin", "tensor"), TENSORS, ids=["sparse", "dense", "whole"])
+def test_transfers(begin: Callable[[Tensor], Transfer], tensor: Tensor) -> None:
+    expected = reduce_in_rank_order([tensor, tensor], average=True)
+    with torch.device("meta"):
+        results, _ = synchronize([tensor, tensor], begin, average=True)
+    for result in results:
+        assert_same_bits(result, expected)
+
+
+def test_layouts_with_and_without_tables() -> None:
+    rows = torch.arange(100)
+    for name, table_bytes in itertools.product(["balanced", "parallel", "centralized"], [0, 1 << 20]):
+        expected = make_layout(name, 100, 1, [0, 1, 2], table_bytes).positions(rows)
+        with torch.device("meta"):
+            layout = make_layout(name, 100, 1, [0, 1, 2], table_bytes)
+            assert torch.equal(layout.positions(rows), expected)
+            assert torch.equal(layout.rows(expected), rows)
+            assert len(layout.granule_order(0, 100)) == 100
+
+
+def test_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZENPS_CLUSTER_SCHEDULER", raising=False)
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    with torch.device("meta"):
+        zps.init()
+        try:
+            assert zps.broadcast_object({"plain": [1, "data"]}) == {"plain": [1, "data"]}
+            zps.broadcast_parameters({"weight": parameter.data})
+            zps.broadcast_optimizer_state(optimizer)
+            distributed = zps.DistributedOptimizer(optimizer, [("weight", parameter)])
+            distributed.step()
+        finally:
+            zps.shutdown()
+    assert parameter.device.type == "cpu"
