@@ -27,7 +27,7 @@ from zenps.metrics import WorkerMetrics
 from zenps.settings import ClusterConfig
 from zenps.wire.frames import Decoder, encode
 from zenps.wire.messages import FromServer, View
-from zenps.wire.sockets import Socket, connect_dealer, send_frames
+from zenps.wire.sockets import Socket, connect_dealer, receive_frames, send_frames
 
 from .exchange import Action, Deliver, Exchange, Fail, Round, SendPush
 from .handle import Handle
@@ -165,7 +165,7 @@ class Channel:
 
     def _receive(self, socket: Socket) -> None:
         rank = self._ranks[socket]
-        frames = [frame.buffer for frame in socket.recv_multipart(copy=False)]
+        frames = receive_frames(socket)
         try:
             message = self._decoder.decode(frames[0])
         except ProtocolError as error:

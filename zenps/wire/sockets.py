@@ -16,7 +16,7 @@ import zmq
 from zenps.errors import ConfigError, ZenPSError
 from zenps.settings import parse_address
 
-__all__ = ["Socket", "bind_router", "connect_dealer", "context", "find_host", "send_frames"]
+__all__ = ["Socket", "bind_router", "connect_dealer", "context", "find_host", "receive_frames", "send_frames"]
 
 Socket = zmq.Socket[bytes]
 
@@ -65,6 +65,18 @@ def bind_router(ctx: zmq.Context[Socket], host: str, port: int, max_message_byte
         raise ConfigError("address", f"{host}:{port}", f"one that can be bound ({error})") from None
     bound_port = socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
     return socket, f"tcp://{_bracketed(host)}:{bound_port}"
+
+
+def receive_frames(socket: Socket) -> list[memoryview]:
+    """The frames of the message that is there, uncopied; each keeps its memory alive."""
+    # recv_multipart would ask the socket anew whether there are more, which costs as much as a frame.
+    frames: list[memoryview] = []
+    more = True
+    while more:
+        frame = socket.recv(copy=False)
+        frames.append(frame.buffer)
+        more = frame.more
+    return frames
 
 
 def send_frames(socket: Socket, prefix: Sequence[bytes], frames: Sequence[memoryview]) -> None:
