@@ -11,7 +11,7 @@ from torch import Tensor
 from zenps.errors import ProtocolError
 from zenps.wire.messages import Dtype
 
-__all__ = ["DTYPES", "dtype_name", "tensor_bytes", "tensor_from_bytes"]
+__all__ = ["DTYPES", "check_size", "dtype_name", "tensor_bytes", "tensor_from_bytes"]
 
 DTYPES: dict[Dtype, torch.dtype] = {
     "float16": torch.float16,
@@ -34,16 +34,24 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
+def check_size(data: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> None:
+    """Refuses what cannot be a tensor of ``shape`` and ``dtype``.
+
+    Raises:
+        ProtocolError: ``data`` has another size.
+    """
+    if data.nbytes != math.prod(shape) * dtype.itemsize:
+        raise ProtocolError("payload", f"{data.nbytes} bytes of values for {tuple(shape)} {dtype}")
+
+
 def tensor_from_bytes(data: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     """A CPU tensor on received memory, uncopied where alignment allows.
 
     Raises:
         ProtocolError: ``data`` has another size than ``shape`` and ``dtype`` need.
     """
-    count = math.prod(shape)
-    if data.nbytes != count * dtype.itemsize:
-        raise ProtocolError("payload", f"{data.nbytes} bytes of values for {tuple(shape)} {dtype}")
-    if count == 0:
+    check_size(data, dtype, shape)
+    if not data.nbytes:
         return torch.empty(tuple(shape), dtype=dtype)
     tensor = torch.frombuffer(bytearray(data) if data.readonly else data, dtype=dtype)
     # libzmq hands small messages out of the middle of its receive buffer, at any address.
