@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from zenps.errors import ProtocolError, listing
 from zenps.wire.messages import Busy, Failure, FailureKind, FromServer, Push, Result, Resume
@@ -34,8 +35,7 @@ class Key(NamedTuple):
     chunk: int
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(Struct, frozen=True):
     """A push that waits for the others. ``payload`` is opaque here."""
 
     peer: bytes
@@ -44,8 +44,7 @@ class Held:
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Aggregate:
+class Aggregate(Struct, frozen=True):
     """An action: sum these pushes, in rank order, and hand the result to :meth:`Rounds.finish`."""
 
     key: Key
@@ -53,8 +52,7 @@ class Aggregate:
     waited_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(Struct, frozen=True):
     """An action: send ``message`` with ``frames`` to each of ``peers``."""
 
     peers: Sequence[bytes]
@@ -62,15 +60,13 @@ class Reply:
     frames: Sequence[memoryview] = ()
 
 
-@dataclass(slots=True)
-class _Round:
+class _Round(Struct):
     opened: float
     reserved_bytes: int = 0
-    held: dict[int, Held] = field(default_factory=dict)
+    held: dict[int, Held] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
+class _Outcome(Struct, frozen=True):
     """What was answered for a finished round: given again to a rank that asks again."""
 
     step: int
