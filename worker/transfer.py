@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from zenps.codecs.base import CodecName
@@ -23,8 +23,7 @@ __all__ = ["Part", "Transfer", "check_tensor", "table_shape"]
 _SUPPORTED = tuple(dtype for dtype in ACCUMULATE if dtype != torch.uint8)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Struct, frozen=True):
     """What goes to one server for one chunk: the variable fields of a push, and its frames."""
 
     server: int
@@ -50,7 +49,7 @@ class Transfer(ABC):
     @property
     def pushed_bytes(self) -> int:
         """Positions and values of all parts."""
-        return sum(frame.nbytes for part in self.parts for frame in part.frames)
+        return sum([frame.nbytes for part in self.parts for frame in part.frames])
 
     @property
     def dense_bytes(self) -> int:
@@ -78,7 +77,7 @@ def check_tensor(tensor: Tensor, average: bool) -> None:
     """
     if not isinstance(tensor, Tensor):
         raise TensorError(f"expected a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise TensorError(f"device {tensor.device}: expected a CPU tensor; move it with .cpu()")
     if tensor.layout not in (torch.strided, torch.sparse_coo):
         raise TensorError(f"layout {tensor.layout}: expected strided or sparse COO; use .to_sparse_coo()")

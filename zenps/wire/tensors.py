@@ -11,7 +11,7 @@ from torch import Tensor
 from zenps.errors import ProtocolError
 from zenps.wire.messages import Dtype
 
-__all__ = ["DTYPES", "check_size", "dtype_name", "tensor_bytes", "tensor_from_bytes"]
+__all__ = ["DTYPES", "check_size", "copied_bytes", "dtype_name", "tensor_bytes", "tensor_from_bytes"]
 
 DTYPES: dict[Dtype, torch.dtype] = {
     "float16": torch.float16,
@@ -32,6 +32,14 @@ def dtype_name(dtype: torch.dtype) -> Dtype:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, uncopied; it keeps the tensor alive."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def copied_bytes(tensor: Tensor) -> bytes:
+    """The elements of any strided CPU tensor, in order."""
+    if tensor.dtype == torch.bfloat16:  # NumPy has none
+        tensor = tensor.detach().view(torch.int16)
+    copied: bytes = tensor.numpy(force=True).tobytes()
+    return copied
 
 
 def check_size(data: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> None:
@@ -57,4 +65,4 @@ def tensor_from_bytes(data: memoryview, dtype: torch.dtype, shape: Sequence[int]
     # libzmq hands small messages out of the middle of its receive buffer, at any address.
     if tensor.data_ptr() % dtype.itemsize:
         tensor = tensor.clone()
-    return tensor.view(tuple(shape))
+    return tensor if len(shape) == 1 else tensor.view(tuple(shape))
