@@ -95,17 +95,16 @@ class _Service:
         next_tick = 0.0
         while True:
             now = time.monotonic()
-            self._link.beat_if_due(now, self._epoch, self._load)
             if now >= next_tick:
+                self._link.beat_if_due(now, self._epoch, self._load)
                 self._execute(self._rounds.on_tick(now))
                 self._show_gauges()
-                next_tick = now + TICK_SECONDS
-            wait_seconds = min(next_tick - now, self._link.seconds_to_beat(now))
-            ready = dict(poller.poll(int(1000 * max(wait_seconds, 0)) + 1))
-            if self._link.socket in ready and self._on_scheduler():
-                return
-            if self._socket in ready:
-                self._receive()
+                next_tick = now + min(TICK_SECONDS, self._link.seconds_to_beat(now))
+            for socket, _ in poller.poll(int(1000 * (next_tick - now)) + 1):
+                if socket is self._socket:
+                    self._receive()
+                elif self._on_scheduler():
+                    return
 
     # ── the scheduler ───────────────────────────────────────────────────────────────────────────
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 
@@ -21,6 +22,11 @@ DTYPES: dict[Dtype, torch.dtype] = {
     "int64": torch.int64,
     "uint8": torch.uint8,
 }
+
+# Smaller messages libzmq hands out of the middle of its receive buffer: at any address, and for as long
+# as one lives, the whole buffer does.
+RECEIVE_BUFFER_BYTES = 8192
+
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -36,10 +42,10 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 def copied_bytes(tensor: Tensor) -> bytes:
     """The elements of any strided CPU tensor, in order."""
-    if tensor.dtype == torch.bfloat16:  # NumPy has none
-        tensor = tensor.detach().view(torch.int16)
-    copied: bytes = tensor.numpy(force=True).tobytes()
-    return copied
+    if not tensor.is_contiguous() or tensor.is_neg():
+        tensor = tensor.detach().resolve_neg().contiguous()
+    # No detour over NumPy: of a small tensor it would be the larger part.
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def check_size(data: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> None:
@@ -53,7 +59,7 @@ def check_size(data: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> No
 
 
 def tensor_from_bytes(data: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """A CPU tensor on received memory, uncopied where alignment allows.
+    """A CPU tensor on received memory, uncopied if it is large and aligned.
 
     Raises:
         ProtocolError: ``data`` has another size than ``shape`` and ``dtype`` need.
@@ -61,8 +67,8 @@ def tensor_from_bytes(data: memoryview, dtype: torch.dtype, shape: Sequence[int]
     check_size(data, dtype, shape)
     if not data.nbytes:
         return torch.empty(tuple(shape), dtype=dtype)
-    tensor = torch.frombuffer(bytearray(data) if data.readonly else data, dtype=dtype)
-    # libzmq hands small messages out of the middle of its receive buffer, at any address.
+    copied = data.readonly or data.nbytes <= RECEIVE_BUFFER_BYTES
+    tensor = torch.frombuffer(bytearray(data) if copied else data, dtype=dtype)
     if tensor.data_ptr() % dtype.itemsize:
         tensor = tensor.clone()
     return tensor if len(shape) == 1 else tensor.view(tuple(shape))
