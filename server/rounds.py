@@ -178,12 +178,8 @@ class Rounds:
 
     def _complete(self, key: Key, round_: _Round, now: float) -> list[Aggregate | Reply]:
         pushes = [round_.held[rank] for rank in sorted(round_.held)]
-        alike: dict[tuple[object, ...], list[Push]] = {}
-        for held in pushes:
-            alike.setdefault(_signature(held.push), []).append(held.push)
-        if len(alike) > 1:
-            each = listing((_describe(group) for group in alike.values()), "; ", most=4)
-            return self._fail(key, "mismatch", f"ranks disagree: {each}", now)
+        if len({_signature(held.push) for held in pushes}) > 1:
+            return self._fail(key, "mismatch", _disagreement([held.push for held in pushes]), now)
         return [Aggregate(key, pushes, now - round_.opened)]
 
     def _fail(self, key: Key, kind: FailureKind, reason: str, now: float) -> list[Aggregate | Reply]:
@@ -248,6 +244,13 @@ class Rounds:
 
 def _signature(push: Push) -> tuple[object, ...]:
     return push.kind, push.dtype, push.shape, push.average, push.chunks, push.span, push.columns
+
+
+def _disagreement(pushes: Sequence[Push]) -> str:
+    alike: dict[tuple[object, ...], list[Push]] = {}
+    for push in pushes:
+        alike.setdefault(_signature(push), []).append(push)
+    return "ranks disagree: " + listing(map(_describe, alike.values()), "; ", most=4)
 
 
 def _describe(alike: Sequence[Push]) -> str:

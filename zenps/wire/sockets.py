@@ -80,15 +80,14 @@ def receive_frames(socket: Socket) -> list[memoryview]:
 
 
 def send_frames(socket: Socket, prefix: Sequence[bytes], frames: Sequence[memoryview]) -> None:
-    """Sends small ``prefix`` frames by copy, then ``frames``, the large ones by reference.
+    """Sends ``prefix``, then ``frames``, each of single bytes: small ones by copy, large ones by reference.
 
     What is sent by reference must not change until ZeroMQ drops it; pooled memory sees to that.
     """
-    for index, part in enumerate(prefix):
-        socket.send(part, zmq.SNDMORE if frames or index + 1 < len(prefix) else 0)
-    for index, frame in enumerate(frames):
-        more = zmq.SNDMORE if index + 1 < len(frames) else 0
-        socket.send(frame, more, copy=frame.nbytes < COPY_BELOW_BYTES)
+    *others, last = (*prefix, *frames)
+    for part in others:
+        socket.send(part, zmq.SNDMORE, copy=len(part) < COPY_BELOW_BYTES)
+    socket.send(last, copy=len(last) < COPY_BELOW_BYTES)
 
 
 def _socket(ctx: zmq.Context[Socket], kind: int, max_message_bytes: int) -> Socket:
