@@ -84,10 +84,11 @@ def send_frames(socket: Socket, prefix: Sequence[bytes], frames: Sequence[memory
 
     What is sent by reference must not change until ZeroMQ drops it; pooled memory sees to that.
     """
-    *others, last = (*prefix, *frames)
-    for part in others:
-        socket.send(part, zmq.SNDMORE, copy=len(part) < COPY_BELOW_BYTES)
-    socket.send(last, copy=len(last) < COPY_BELOW_BYTES)
+    parts: list[bytes | memoryview] = [*prefix, *frames]
+    last = parts.pop()
+    for part in parts:
+        socket.send(part, zmq.SNDMORE, len(part) < COPY_BELOW_BYTES)
+    socket.send(last, 0, len(last) < COPY_BELOW_BYTES)
 
 
 def _socket(ctx: zmq.Context[Socket], kind: int, max_message_bytes: int) -> Socket:
