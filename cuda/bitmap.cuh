@@ -15,11 +15,12 @@ constexpr int64 TILE_WORDS = THREADS * THREAD_WORDS;
 constexpr int64 BITMAP_TILE = TILE_WORDS * WORD_BITS;  // zenps.kernels.bitmap_codec.BITMAP_TILE
 static_assert(BITMAP_TILE == 1 << 16, "uint16 names a bit of a tile");
 
-constexpr int LISTED = 8192;  // bits that are listed at once: 16 KB, so that four blocks fit sm_75
+constexpr int LISTED = 8192;  // bits that are listed at once, in 16 KB
 
 // The words of this thread in its tile, from a bitmap of `bytes` at an address divisible by 16; zero beyond
 // its end. Returns how many bits are set.
-__device__ inline uint32 read_words(const uint8* bitmap, int64 bytes, int64 tile, uint32 (&words)[THREAD_WORDS]) {
+__device__ inline uint32 read_words(const uint8* bitmap, int64 bytes, int64 tile,
+                                    uint32 (&words)[THREAD_WORDS]) {
     using Quad = Pack<uint32, 4>;
     const int64 first = (tile * TILE_WORDS + threadIdx.x * THREAD_WORDS) * int64(sizeof(uint32));
     uint32 set = 0;

@@ -17,8 +17,10 @@ __global__ void encode_bitmap(const Position* positions, int64 begin, int64 end,
     SHARED_ARRAY(uint32, tile_words, TILE_WORDS);
     SHARED_ARRAY(int64, bounds, 2);
     const int64 tile_start = start + blockIdx.x * BITMAP_TILE;
-    if (threadIdx.x < 2)
-        bounds[threadIdx.x] = begin + lower_bound(positions + begin, end - begin, tile_start + threadIdx.x * BITMAP_TILE);
+    if (threadIdx.x < 2) {
+        const int64 bound = tile_start + threadIdx.x * BITMAP_TILE;
+        bounds[threadIdx.x] = begin + lower_bound(positions + begin, end - begin, bound);
+    }
     for (int word = threadIdx.x; word < TILE_WORDS; word += THREADS) tile_words[word] = 0;
     __syncthreads();
     for (int64 i = bounds[0] + threadIdx.x; i < bounds[1]; i += THREADS) {
@@ -33,7 +35,8 @@ __global__ void encode_bitmap(const Position* positions, int64 begin, int64 end,
 
 // The table row at position start + relative, where relative lies in [0, span) and a row is there; else
 // *error is set and the row is 0.
-__device__ inline int64 checked_row(const Placement& placement, int64 start, int64 relative, int64 span, uint64* error) {
+__device__ inline int64 checked_row(const Placement& placement, int64 start, int64 relative, int64 span,
+                                    uint64* error) {
     const bool inside = relative >= 0 && relative < span;
     const int64 row = inside ? row_at(placement, start + relative) : placement.rows;
     if (row < placement.rows) return row;
@@ -51,7 +54,8 @@ __global__ void decode_bitmap(ScanState* state, const Placement* placement, cons
     uint32 total;
     const uint32 rank = block_exclusive_sum<THREADS>(set, total);
     const int64 before = tiles_before(state, tile, total);
-    if (threadIdx.x == 0 && (tile + 1) * BITMAP_TILE >= span && before + total != rows) atomicExch(error, 1ull);
+    const bool last = (tile + 1) * BITMAP_TILE >= span;
+    if (threadIdx.x == 0 && last && before + total != rows) atomicExch(error, 1ull);
     for_each_bit(words, rank, total, [&](uint32 bit_rank, uint32 bit) {
         const int64 row = checked_row(*placement, start, tile * BITMAP_TILE + bit, span, error);
         if (before + bit_rank < rows) table_rows[before + bit_rank] = row;

@@ -23,8 +23,12 @@
 // sums depend on who comes first. The default compactions, sort_compact and scan_compact, are measured against
 // this one.
 //
-// Floor: a row reads its position and its values, one slot or more at random, and adds its values at random;
-// the memory of 2.2 slots for each expected row is written twice and read once.
+// Floor: each row is read once and added once, in L2, to sums that were written once before; a row takes 20
+// bytes of index beside, a slot (2.2 for each expected row) 16. For 10^6 x 64 float32 rows, of which a third is
+// unique, that is 0.64 GB, and 64M atomics, which take longer: L2 does some 10^11 a second, fewer to one row.
+//
+// Source: Wang et al., "Zen: Empowering Distributed Training with Sparsity-driven Data Synchronization",
+// OSDI 2025, §3.2; its hash function is murmur3's finaliser.
 #include "keyspace.cuh"
 #include "packs.cuh"
 #include "scan.cuh"

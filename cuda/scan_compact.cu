@@ -5,11 +5,11 @@
 // output comes out sorted, hence grouped by server, with no sort and no atomics on data.
 //
 // Pipeline of a tile of TILE positions:
-//   ticket, π⁻¹ of its granules   while the values of the tile before are on their way
-//   load                          PACKS loads of a thread at once
-//   count                         prefix sums in the warp and the block
-//   look back                     the first warp, while the others
-//   stage                         (position, value) in shared memory, in order
+//   ticket, π⁻¹ of its granules   while the values of the block's tile before are on their way
+//   load                          all of a thread's PACKS at once
+//   count                         prefix sums in the warps and the block
+//   look back                     the first warp, while the others stage
+//   stage                         offsets and values in shared memory, in order
 //   write                         coalesced
 //
 // Deterministic: the output is a function of the tensor and the layout. Values keep their bits.
@@ -23,14 +23,14 @@
 #include "scan.cuh"
 
 constexpr int THREADS = 256;  // zenps.kernels.launcher.BLOCK
-constexpr int PACKS = 8;      // of a thread
+constexpr int PACKS = 8;      // of a thread; zenps.kernels.scan_compact.PACKS
 constexpr int STAGE = 1024;   // rows that are written at once: an eighth of a tile of packs
 
-// Positions of one tile. zenps.kernels.scan_compact.TILE
+// Positions of one tile.
 template <int LANES>
 constexpr int TILE = THREADS * PACKS * LANES;
 
-// Packs of several lanes are for granules of at least a warp: then few granules make a tile.
+// Granules of one tile at most. Packs of several lanes are for granules of WARP rows and more.
 template <int LANES>
 constexpr int MOST_PIECES = LANES == 1 ? TILE<LANES> : TILE<LANES> / WARP;
 
@@ -119,7 +119,7 @@ struct Slice {
         return total;
     }
 
-    // Puts those of this thread's non-zeros that are among STAGE of the tile's, from `window` on, in order.
+    // Puts the tile's non-zeros from the `window`-th on, STAGE at most, in order; each thread its own.
     __device__ void stage(uint32 window, uint16* offsets, Bits* values) const {
         uint32 step_begin = warps_before - window;  // wraps where it comes before the window
         #pragma unroll
@@ -161,7 +161,7 @@ template <typename Bits, typename Position, int LANES>
 __global__ void __launch_bounds__(THREADS, 3)
 scan_compact(ScanState* state, const Placement* placement, const Bits* dense, int64 capacity,
              Position* positions, Bits* values, int64* count) {
-    SHARED_ARRAY(int64, first_rows, 2 * MOST_PIECES<LANES>);
+    SHARED_ARRAY(int64, first_rows, MOST_PIECES<LANES>);
     SHARED_ARRAY(uint16, offsets, STAGE);
     SHARED_ARRAY(Bits, staged, STAGE);
     SHARED_ARRAY(int64, shared_before, 1);
@@ -169,17 +169,16 @@ scan_compact(ScanState* state, const Placement* placement, const Bits* dense, in
     const int64 tiles = ceil_div(placement->granules << granule_bits, TILE<LANES>);
 
     int64 tile = take_tile(state);
-    int half = 0;  // of first_rows: one for this tile, one for the next
     if (tile < tiles) find_pieces<LANES>(*placement, tile, first_rows);
     __syncthreads();
     while (tile < tiles) {
-        const Pieces pieces{tile * TILE<LANES>, granule_bits, first_rows + half};
+        const Pieces pieces{tile * TILE<LANES>, granule_bits, first_rows};
         Slice<Bits, LANES> slice;
         slice.load(pieces, dense, placement->rows);
 
+        // While these loads are under way. The barriers of take_tile part the two tiles' first_rows.
         const int64 next = take_tile(state);
-        half ^= MOST_PIECES<LANES>;
-        if (next < tiles) find_pieces<LANES>(*placement, next, first_rows + half);
+        if (next < tiles) find_pieces<LANES>(*placement, next, first_rows);
 
         const uint32 total = slice.count();
         if (threadIdx.x < WARP) {

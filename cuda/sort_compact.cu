@@ -68,7 +68,8 @@ struct Batch {
 };
 
 // The sorted rows from `first` on, NONE from `end` on.
-__device__ __forceinline__ Batch read_batch(const int64* order, const int32* segments, int64 first, int64 end) {
+__device__ __forceinline__ Batch read_batch(const int64* order, const int32* segments, int64 first,
+                                            int64 end) {
     Batch batch;
     for (int k = 0; k < BATCH; ++k) {
         const int64 i = first + k;
@@ -117,8 +118,10 @@ __global__ void reduce_runs(const Row* rows, const int64* order, const int32* se
     for (int64 i = begin; i < end; i += BATCH) {
         const Batch batch = next;
         Pack<Row, LANES> row[BATCH];
-        for (int k = 0; k < BATCH; ++k)
-            if (batch.segment[k] != NONE) row[k] = pack_at<Row, LANES>(rows, batch.source[k] * packs + cell.pack);
+        for (int k = 0; k < BATCH; ++k) {
+            if (batch.segment[k] == NONE) continue;
+            row[k] = pack_at<Row, LANES>(rows, batch.source[k] * packs + cell.pack);
+        }
         next = read_batch(order, segments, i + BATCH, end);
         for (int k = 0; k < BATCH; ++k) {
             if (batch.segment[k] == NONE) continue;
@@ -128,7 +131,7 @@ __global__ void reduce_runs(const Row* rows, const int64* order, const int32* se
                 open = batch.segment[k];
                 sum = wide;  // not added to a zero: a lone row keeps its bits, -0.0 too
             } else {
-                for (int lane = 0; lane < LANES; ++lane) sum.lane[lane] += wide.lane[lane];
+                sum = add(sum, wide);
             }
         }
     }

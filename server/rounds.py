@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from zenps.errors import ProtocolError, listing
 from zenps.wire.messages import Busy, Failure, FailureKind, FromServer, Push, Result, Resume
@@ -34,8 +35,7 @@ class Key(NamedTuple):
     chunk: int
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(Struct, frozen=True):
     """A push that waits for the others. ``payload`` is opaque here."""
 
     peer: bytes
@@ -44,8 +44,7 @@ class Held:
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Aggregate:
+class Aggregate(Struct, frozen=True):
     """An action: sum these pushes, in rank order, and hand the result to :meth:`Rounds.finish`."""
 
     key: Key
@@ -53,8 +52,7 @@ class Aggregate:
     waited_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(Struct, frozen=True):
     """An action: send ``message`` with ``frames`` to each of ``peers``."""
 
     peers: Sequence[bytes]
@@ -62,15 +60,13 @@ class Reply:
     frames: Sequence[memoryview] = ()
 
 
-@dataclass(slots=True)
-class _Round:
+class _Round(Struct):
     opened: float
     reserved_bytes: int = 0
-    held: dict[int, Held] = field(default_factory=dict)
+    held: dict[int, Held] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
+class _Outcome(Struct, frozen=True):
     """What was answered for a finished round: given again to a rank that asks again."""
 
     step: int
@@ -182,12 +178,8 @@ class Rounds:
 
     def _complete(self, key: Key, round_: _Round, now: float) -> list[Aggregate | Reply]:
         pushes = [round_.held[rank] for rank in sorted(round_.held)]
-        alike: dict[tuple[object, ...], list[Push]] = {}
-        for held in pushes:
-            alike.setdefault(_signature(held.push), []).append(held.push)
-        if len(alike) > 1:
-            each = listing((_describe(group) for group in alike.values()), "; ", most=4)
-            return self._fail(key, "mismatch", f"ranks disagree: {each}", now)
+        if len({_signature(held.push) for held in pushes}) > 1:
+            return self._fail(key, "mismatch", _disagreement([held.push for held in pushes]), now)
         return [Aggregate(key, pushes, now - round_.opened)]
 
     def _fail(self, key: Key, kind: FailureKind, reason: str, now: float) -> list[Aggregate | Reply]:
@@ -252,6 +244,13 @@ class Rounds:
 
 def _signature(push: Push) -> tuple[object, ...]:
     return push.kind, push.dtype, push.shape, push.average, push.chunks, push.span, push.columns
+
+
+def _disagreement(pushes: Sequence[Push]) -> str:
+    alike: dict[tuple[object, ...], list[Push]] = {}
+    for push in pushes:
+        alike.setdefault(_signature(push), []).append(push)
+    return "ranks disagree: " + listing(map(_describe, alike.values()), "; ", most=4)
 
 
 def _describe(alike: Sequence[Push]) -> str:

@@ -23,8 +23,8 @@ from zenps.kernels.cpu import CpuKernels
 from zenps.metrics import ServerMetrics
 from zenps.wire.frames import Decoder, encode
 from zenps.wire.link import SchedulerLink, new_register
-from zenps.wire.messages import Busy, Departed, Failure, Push, Refused, Stop, View
-from zenps.wire.sockets import Socket, bind_router, context, find_host, send_frames
+from zenps.wire.messages import Busy, Departed, Failure, Load, Push, Refused, Stop, View
+from zenps.wire.sockets import Socket, bind_router, context, find_host, receive_frames, send_frames
 
 from .aggregation import Aggregator, Payload, read_payload
 from .memory import keep_freed_memory
@@ -61,6 +61,7 @@ class _Service:
         cluster = config.cluster
         self._config = config
         self._metrics = counters
+        self._aggregated = counters.rounds.labels(outcome="aggregated")
         host = cluster.host or find_host(cluster.scheduler)
         self._socket, self._address = bind_router(ctx, host, cluster.server_port, cluster.max_message_bytes)
         self._link = SchedulerLink(ctx, cluster, "server")
@@ -73,7 +74,6 @@ class _Service:
         self._epoch = 0
         self._peers: dict[int, bytes] = {}
         self._failure = ""
-        self._load = dict.fromkeys(("rounds", "received_bytes", "sent_bytes", "busy_seconds"), 0.0)
         counters.budget_bytes.set(cluster.server_budget_bytes)
 
     def run(self, metrics_address: str) -> None:
@@ -95,17 +95,16 @@ class _Service:
         next_tick = 0.0
         while True:
             now = time.monotonic()
-            self._link.beat_if_due(now, self._epoch, lambda: self._load)
             if now >= next_tick:
+                self._link.beat_if_due(now, self._epoch, self._load)
                 self._execute(self._rounds.on_tick(now))
                 self._show_gauges()
-                next_tick = now + TICK_SECONDS
-            wait_seconds = min(next_tick - now, self._link.seconds_to_beat(now))
-            ready = dict(poller.poll(int(1000 * max(wait_seconds, 0)) + 1))
-            if self._link.socket in ready and self._on_scheduler():
-                return
-            if self._socket in ready:
-                self._receive()
+                next_tick = now + min(TICK_SECONDS, self._link.seconds_to_beat(now))
+            for socket, _ in poller.poll(int(1000 * (next_tick - now)) + 1):
+                if socket is self._socket:
+                    self._receive()
+                elif self._on_scheduler():
+                    return
 
     # ── the scheduler ───────────────────────────────────────────────────────────────────────────
 
@@ -136,29 +135,27 @@ class _Service:
         slots = int((np.frombuffer(view.owners, dtype="<u2") == view.rank).sum())
         self._metrics.slots.set(slots)
         self._metrics.epoch.set(view.epoch)
-        self._link.beat(time.monotonic(), self._epoch, self._load)
+        self._link.beat(time.monotonic(), self._epoch, self._load())
         logger.info("epoch %d: %d slots, listening on %s", view.epoch, slots, self._address)
 
     # ── workers ─────────────────────────────────────────────────────────────────────────────────
 
     def _receive(self) -> None:
-        frames = self._socket.recv_multipart(copy=False)
-        peer = frames[0].bytes
-        size = sum(len(frame.buffer) for frame in frames[1:])
+        routing, *frames = receive_frames(self._socket)
+        peer = bytes(routing)
         try:
-            if len(frames) < 2:
+            if not frames:
                 raise ProtocolError("envelope", "no envelope")
-            push = self._decoder.decode(frames[1].buffer)
+            push = self._decoder.decode(frames[0])
             if self._peers.get(push.rank) != peer:
                 raise ProtocolError("unexpected", f"push of rank {push.rank} by another peer")
-            payload = read_payload(push, [frame.buffer for frame in frames[2:]])
+            payload = read_payload(push, frames[1:])
             actions = self._rounds.on_push(Held(peer, push, payload, payload.size_bytes), time.monotonic())
         except ProtocolError as error:
             self._metrics.protocol_errors.labels(reason=error.reason).inc()
             log.once(logger, peer, "dropped a message of peer %s: %s", peer.hex(), error)
             return
-        self._metrics.received_bytes.inc(size)
-        self._load["received_bytes"] += size
+        self._metrics.received_bytes.inc(sum([frame.nbytes for frame in frames]))
         self._execute(actions)
 
     def _execute(self, actions: Sequence[Aggregate | Reply]) -> None:
@@ -180,9 +177,7 @@ class _Service:
         end = time.monotonic()
         self._metrics.round_wait_duration.observe(round_.waited_seconds)
         self._metrics.aggregation_duration.observe(end - begin)
-        self._metrics.rounds.labels(outcome="aggregated").inc()
-        self._load["rounds"] += 1
-        self._load["busy_seconds"] += end - begin
+        self._aggregated.inc()
         return self._rounds.finish(round_.key, result, frames, end)
 
     def _reply(self, reply: Reply) -> None:
@@ -204,7 +199,14 @@ class _Service:
                 logger.debug("peer %s cannot be reached", peer.hex())
                 continue
             self._metrics.sent_bytes.inc(size)
-            self._load["sent_bytes"] += size
+
+    def _load(self) -> Load:
+        return {
+            "rounds": self._metrics.aggregation_duration.count,
+            "received_bytes": self._metrics.received_bytes.total,
+            "sent_bytes": self._metrics.sent_bytes.total,
+            "busy_seconds": self._metrics.aggregation_duration.seconds,
+        }
 
     def _show_gauges(self) -> None:
         self._metrics.held_bytes.set(self._rounds.held_bytes)

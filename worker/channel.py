@@ -27,7 +27,7 @@ from zenps.metrics import WorkerMetrics
 from zenps.settings import ClusterConfig
 from zenps.wire.frames import Decoder, encode
 from zenps.wire.messages import FromServer, View
-from zenps.wire.sockets import Socket, connect_dealer, send_frames
+from zenps.wire.sockets import Socket, connect_dealer, receive_frames, send_frames
 
 from .exchange import Action, Deliver, Exchange, Fail, Round, SendPush
 from .handle import Handle
@@ -79,8 +79,11 @@ class Channel:
         for socket in (self._wake_reader, *self._servers.values()):
             self._poller.register(socket, zmq.POLLIN)
 
-        self._role = threading.Condition()
-        """Guards the two fields below, and tells sleepers that something ended or the role is free."""
+        self._role = threading.Lock()
+        """Guards the three fields below."""
+        self._news = threading.Condition(self._role)
+        """Tells sleepers that something ended or the role is free."""
+        self._sleepers = 0
         self._driving = False
         self._commands: deque[Callable[[], None]] = deque()
         self._closed = False
@@ -99,7 +102,12 @@ class Channel:
         while not ready() and time.monotonic() < until:
             with self._role:
                 if self._driving:
-                    self._role.wait(max(until - time.monotonic(), 0))
+                    self._sleepers += 1
+                    try:
+                        # Asked again with the lock: what ended before is not told again.
+                        self._news.wait_for(lambda: ready() or not self._driving, until - time.monotonic())
+                    finally:
+                        self._sleepers -= 1
                     continue
                 self._driving = True
             try:
@@ -122,14 +130,17 @@ class Channel:
     def _post(self, command: Callable[[], None]) -> None:
         """Runs ``command`` in the role: here if it is free, else on the thread that has it."""
         with self._role:
-            self._commands.append(command)
             if self._driving:
+                self._commands.append(command)
                 # A full pair holds wake-ups enough; a closed one has a driver that is about to resign.
                 with contextlib.suppress(OSError):
                     self._wake_writer.send(b"\0")
                 return
             self._driving = True
-        self._resign()
+        try:
+            command()
+        finally:
+            self._resign()
 
     def _resign(self) -> None:
         """Runs the commands that are left, gives the role up, and tells those who sleep."""
@@ -137,7 +148,8 @@ class Channel:
             with self._role:
                 if not self._commands:
                     self._driving = False
-                    self._role.notify_all()
+                    if self._sleepers:
+                        self._news.notify_all()
                     return
             self._run_commands()
 
@@ -156,7 +168,7 @@ class Channel:
                 self._next_tick = now + TICK_SECONDS
                 continue
             for socket, _ in self._poller.poll(int(1000 * (min(until, self._next_tick) - now)) + 1):
-                if socket == self._wake_reader.fileno():
+                if isinstance(socket, int):
                     self._wake_reader.recv(4096)
                 else:
                     self._receive(socket)
@@ -165,14 +177,14 @@ class Channel:
 
     def _receive(self, socket: Socket) -> None:
         rank = self._ranks[socket]
-        frames = [frame.buffer for frame in socket.recv_multipart(copy=False)]
+        frames = receive_frames(socket)
         try:
             message = self._decoder.decode(frames[0])
         except ProtocolError as error:
             self._metrics.protocol_errors.labels(reason=error.reason).inc()
             log.once(logger, rank, "dropped a message of server %d: %s", rank, error)
             return
-        self._metrics.pull_bytes.inc(sum(frame.nbytes for frame in frames))
+        self._metrics.pull_bytes.inc(sum([frame.nbytes for frame in frames]))
         self._execute(self._exchange.on_reply(rank, message, frames[1:]))
 
     def _execute(self, actions: Sequence[Action]) -> None:
@@ -183,7 +195,7 @@ class Channel:
                         self._metrics.refused_pushes.inc()
                     envelope = encode(self._job, out.push)
                     send_frames(self._servers[out.server], [envelope], out.frames)
-                    self._metrics.push_bytes.inc(len(envelope) + sum(frame.nbytes for frame in out.frames))
+                    self._metrics.push_bytes.inc(len(envelope) + sum([frame.nbytes for frame in out.frames]))
                 case Deliver(round=round_, server=server, result=result, frames=frames, last=last):
                     handle = self._handles.pop(id(round_)) if last else self._handles[id(round_)]
                     handle.deliver((server, result, frames), last)
@@ -195,7 +207,8 @@ class Channel:
 
     def _tell_sleepers(self) -> None:
         with self._role:
-            self._role.notify_all()
+            if self._sleepers:
+                self._news.notify_all()
 
     def _close_sockets(self) -> None:
         self._closed = True

@@ -29,7 +29,7 @@ from .communicator import Communicator, Pending, Stats
 from .compaction import SparseTransfer
 from .dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from .exchange import PATIENCE_SECONDS, Outgoing, Round
-from .handle import Handle, Progress, Recorder
+from .handle import Handle, Progress
 from .session import Session
 from .transfer import Transfer, table_shape
 
@@ -87,6 +87,7 @@ class Cluster(Communicator):
             LayoutCache(kind, config.sync.seed, self._owners, self._servers, config.sync.table_bytes)
             for kind in (chosen, chosen if chosen.per_tensor else Parallel())
         )
+        self._timeout_seconds = config.cluster.deadline_seconds + 2 * PATIENCE_SECONDS
         self._latest: dict[str, Progress] = {}
         self._recording = threading.Lock()
         self._submitting = threading.Lock()
@@ -95,7 +96,6 @@ class Cluster(Communicator):
         self, tensor: Tensor, name: str, *, average: bool, contributes: bool = True
     ) -> Pending:
         """Compacts and pushes on this thread; libzmq's own moves the bytes."""
-        begin = time.perf_counter()
         with self._submitting:
             previous = self._latest.get(name)
             if previous is not None and not previous.ended:
@@ -107,11 +107,9 @@ class Cluster(Communicator):
         except BaseException:  # Ctrl-C too: a name in flight for ever could not be pushed again
             self._take_back(name, previous)
             raise
-        compacted = time.perf_counter() - begin
-        timeout_seconds = self._config.cluster.deadline_seconds + 2 * PATIENCE_SECONDS
-        record = self._recorder(transfer, progress, compacted)
+        progress.compacted_seconds = time.perf_counter() - progress.began
         wait = self._session.channel.wait
-        handle = Handle(name, progress, transfer, wait, timeout_seconds, record)
+        handle = Handle(name, progress, transfer, wait, self._timeout_seconds, self._record)
         round_ = Round(name, progress.step, self._pushes(name, progress.step, transfer, average))
         self._session.channel.submit(round_, handle)
         return handle
@@ -195,34 +193,34 @@ class Cluster(Communicator):
             "wait_seconds": stats.wait_seconds,
         }
 
-    def _recorder(self, transfer: Transfer, progress: Progress, compacted: float) -> Recorder:
-        """Counts the round when it is done. Keeps numbers of ``transfer`` only, none of its memory."""
-        rows = dict.fromkeys(self._servers, 0)
-        # Dense elements would drown the rows: there are many more, and no strategy misplaces them.
-        for part in transfer.parts if transfer.kind == "sparse" else ():
-            rows[part.server] += part.rows
-        busiest, mean = max(rows.values()), sum(rows.values()) / len(rows)
-        given, pushed_bytes, dense_bytes = transfer.rows_given, transfer.pushed_bytes, transfer.dense_bytes
-
-        def record(took: float, waited: float, worked: float) -> None:
-            counters, stats = self._metrics, self.stats
-            with self._recording:
-                stats.rounds += 1
-                stats.pushed_bytes += pushed_bytes
-                stats.pulled_bytes += progress.pulled_bytes
-                stats.dense_bytes += dense_bytes
-                stats.wait_seconds += waited
-                stats.work_seconds += compacted + worked
-                stats.busiest_rows += busiest
-                stats.mean_rows += mean
+    def _record(self, transfer: Transfer, progress: Progress, waited: float, worked: float) -> None:
+        """Counts a round that is done."""
+        compacted = progress.compacted_seconds
+        counters, stats = self._metrics, self.stats
+        with self._recording:
+            stats.rounds += 1
+            stats.pushed_bytes += transfer.pushed_bytes
+            stats.pulled_bytes += progress.pulled_bytes
+            stats.dense_bytes += transfer.dense_bytes
+            stats.wait_seconds += waited
+            stats.work_seconds += compacted + worked
             self._completed.inc()
-            counters.dense_bytes.inc(dense_bytes)
-            counters.push_pull_duration.observe(compacted + took)
+            counters.dense_bytes.inc(transfer.dense_bytes)
+            counters.push_pull_duration.observe(time.perf_counter() - progress.began)
             counters.wait_duration.observe(waited)
             counters.compaction_duration.observe(compacted)
             counters.scatter_duration.observe(worked)
-            if mean:
-                counters.compaction_ratio.set(mean * len(rows) / given)
-                counters.partition_imbalance.set(busiest / mean)
+            # Dense elements would drown the rows: there are many more, and no strategy misplaces them.
+            if transfer.kind == "sparse":
+                self._record_balance(transfer)
 
-        return record
+    def _record_balance(self, transfer: Transfer) -> None:
+        rows = dict.fromkeys(self._servers, 0)
+        for part in transfer.parts:
+            rows[part.server] += part.rows
+        busiest, mean = max(rows.values()), sum(rows.values()) / len(rows)
+        self.stats.busiest_rows += busiest
+        self.stats.mean_rows += mean
+        if mean:
+            self._metrics.compaction_ratio.set(mean * len(rows) / transfer.rows_given)
+            self._metrics.partition_imbalance.set(busiest / mean)

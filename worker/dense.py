@@ -11,7 +11,7 @@ from zenps.buffers import BufferPool
 from zenps.errors import ProtocolError
 from zenps.layout import Layout
 from zenps.wire.messages import Result
-from zenps.wire.tensors import tensor_bytes, tensor_from_bytes
+from zenps.wire.tensors import copied_bytes, tensor_bytes, tensor_from_bytes
 
 from .transfer import Part, Transfer
 
@@ -41,7 +41,7 @@ class WholeTransfer(Transfer):
         self.shape, self.dtype = tensor.shape, tensor.dtype
         count = self.rows_given = tensor.numel()
         # A copy, which the caller may outrun by changing the tensor.
-        values = bytes(tensor_bytes(tensor.detach().contiguous())) if contributes else b""
+        values = copied_bytes(tensor) if contributes else b""
         rows = count if contributes else 0
         self.parts = [Part(server, 0, count, rows, "none", (_NOTHING, memoryview(values)))]
         self._pulled: Tensor | None = None

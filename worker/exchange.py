@@ -6,8 +6,9 @@ A round ends in one of three ways: every part answered, one part failed, or its 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, ZenPSError
 from zenps.wire.messages import Busy, Failure, FromServer, Member, Push, Result, Resume
@@ -34,31 +35,28 @@ class Outgoing(NamedTuple):
     frames: Frames
 
 
-@dataclass(slots=True)
-class Round:
+class Round(Struct):
     """One tensor's pushes of one step, until each is answered."""
 
     tensor: str
     step: int
     outgoing: Sequence[Outgoing]
-    unanswered: dict[tuple[int, int], Outgoing] = field(init=False)
+    unanswered: dict[tuple[int, int], Outgoing] = {}
     """By server and chunk. Pushes are kept whole: a server may ask for one again."""
-    deadline: float = field(init=False)
+    deadline: float = 0.0
 
     def __post_init__(self) -> None:
         self.unanswered = {(out.server, out.push.chunk): out for out in self.outgoing}
 
 
-@dataclass(frozen=True, slots=True)
-class SendPush:
+class SendPush(Struct, frozen=True):
     """An action: send this push; ``again`` if a server was busy when it came first."""
 
     outgoing: Outgoing
     again: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(Struct, frozen=True):
     """An action: hand one answer to whoever waits for the round."""
 
     round: Round
@@ -68,8 +66,7 @@ class Deliver:
     last: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(Struct, frozen=True):
     """An action: tell whoever waits for the round that it will not be answered."""
 
     round: Round

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from msgspec import Struct, field
 from torch import Tensor
 
 from zenps.errors import DeadlineError, ZenPSError
@@ -22,19 +23,21 @@ Answer = tuple[int, Result, Sequence[memoryview]]
 # How long poll() may take: enough to receive what is there, too little to notice.
 LOOK_SECONDS = 0.001
 
-Recorder = Callable[[float, float, float], None]
-"""Called once per round with the seconds that it took, that its caller waited, and worked on it."""
 
-
-class Progress:
+class Progress(Struct):
     """What is known of a tensor's latest round. It outlives the handle, and holds no tensor."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.ended = False
-        self.pulled_rows = 0
-        self.pulled_bytes = 0
+    step: int
+    began: float = field(default_factory=time.perf_counter)
+    compacted_seconds: float = 0.0
+    """From there until the tensor was ready to be pushed."""
+    ended: bool = False
+    pulled_rows: int = 0
+    pulled_bytes: int = 0
 
+
+Recorder = Callable[[Transfer, Progress, float, float], None]
+"""Called once per round with the seconds that its caller waited, and worked on the answers."""
 
 Wait = Callable[[Callable[[], bool], float], None]
 """Returns when a condition holds, or at a monotonic time: :meth:`Channel.wait`."""
@@ -67,7 +70,6 @@ class Handle(Pending):
         self._wait = wait
         self._timeout_seconds = timeout_seconds
         self._record = record
-        self._began = time.perf_counter()
         self._unanswered = len(transfer.parts)
         self._answers: deque[Answer | ZenPSError] = deque()
         self._finishing = threading.Lock()
@@ -98,7 +100,7 @@ class Handle(Pending):
         """One part was answered."""
         _, result, frames = answer
         self._progress.pulled_rows += result.rows
-        self._progress.pulled_bytes += sum(frame.nbytes for frame in frames)
+        self._progress.pulled_bytes += sum([frame.nbytes for frame in frames])
         self._progress.ended = last
         self._answers.append(answer)
 
@@ -133,8 +135,7 @@ class Handle(Pending):
             worked += time.perf_counter() - got
         begin = time.perf_counter()
         result_tensor = transfer.finish()
-        ended = time.perf_counter()
-        self._record(ended - self._began, waited, worked + ended - begin)
+        self._record(transfer, self._progress, waited, worked + time.perf_counter() - begin)
         return result_tensor
 
     def _has_answer(self) -> bool:

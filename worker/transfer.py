@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
+from msgspec import Struct
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,8 +25,7 @@ __all__ = ["Part", "Transfer", "check_tensor", "table_shape"]
 _SUPPORTED = tuple(dtype for dtype in ACCUMULATE if dtype != torch.uint8)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Struct, frozen=True):
     """What goes to one server for one chunk: the variable fields of a push, and its frames."""
 
     server: int
@@ -57,7 +56,7 @@ class Transfer(ABC):
     @property
     def pushed_bytes(self) -> int:
         """Positions and values of all parts."""
-        return sum(frame.nbytes for part in self.parts for frame in part.frames)
+        return sum([frame.nbytes for part in self.parts for frame in part.frames])
 
     @property
     def dense_bytes(self) -> int:
@@ -101,7 +100,7 @@ def check_tensor(tensor: Tensor, average: bool) -> None:
     """
     if not isinstance(tensor, Tensor):
         raise TensorError(f"expected a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.device.type not in ("cpu", "cuda"):
+    if not (tensor.is_cpu or tensor.is_cuda):
         raise TensorError(f"device {tensor.device}: expected cpu or cuda; move it with .cpu()")
     if tensor.layout not in (torch.strided, torch.sparse_coo):
         raise TensorError(f"layout {tensor.layout}: expected strided or sparse COO; use .to_sparse_coo()")

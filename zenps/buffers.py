@@ -12,6 +12,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ __all__ = ["BufferPool"]
 
 # Below this malloc answers from its own lists, and pooling would only add overhead.
 SMALLEST_POOLED_BYTES = 64 * 1024
+
+Item = TypeVar("Item", bound=np.generic)
 
 
 class BufferPool:
@@ -52,17 +55,29 @@ class BufferPool:
         """An uninitialised contiguous CPU tensor of ``shape`` and ``dtype``."""
         wanted_bytes = math.prod(shape) * dtype.itemsize
         if wanted_bytes < self._smallest_bytes:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        return self._lease(wanted_bytes)[:wanted_bytes].view(dtype).view(shape)
+
+    def array(self, count: int, dtype: np.dtype[Item]) -> NDArray[Item]:
+        """An uninitialised array of ``count`` items: for small ones, torch alone would cost more."""
+        wanted_bytes = count * dtype.itemsize
+        if wanted_bytes < self._smallest_bytes:
+            return np.empty(count, dtype=dtype)
+        return self._lease(wanted_bytes).numpy()[:wanted_bytes].view(dtype)
+
+    def _lease(self, wanted_bytes: int) -> torch.Tensor:
+        """At least so many bytes, uint8, which return here when nobody refers to them any more."""
         size = _size_class(wanted_bytes)
         try:
             block = self._free[size].pop()
         except (KeyError, IndexError):
             block = self._allocate(size)
         # torch keeps `lease` alive for as long as the storage lives, so the end of the lease is
-        # the end of every tensor, NumPy array and ZeroMQ frame on this memory.
+        # the end of every tensor, NumPy array and ZeroMQ frame on this memory. NumPy would not:
+        # the base of a view of a view is the first array.
         lease = block[:]
         weakref.finalize(lease, self._give_back, block).atexit = False
-        return torch.from_numpy(lease)[:wanted_bytes].view(dtype).view(shape)
+        return torch.from_numpy(lease)
 
     def _give_back(self, block: NDArray[np.uint8]) -> None:
         # Runs wherever the last reference was dropped, a garbage collection included, so it

@@ -112,8 +112,8 @@ def test_what_a_kernel_would_misread_is_refused() -> None:
     launcher, positions = HostLauncher(), torch.arange(3)
     for bad, values, message in [
         (positions.float(), torch.zeros(3, 2), "positions of dtype"),
-        (positions, torch.zeros(3, 2, dtype=torch.float64), "use sort_compact"),
-        (positions, torch.zeros(3, 2, dtype=torch.int64), "use sort_compact"),
+        (positions, torch.zeros(3, 2, dtype=torch.float64), "with sort_compact"),
+        (positions, torch.zeros(3, 2, dtype=torch.int64), "with sort_compact"),
         (positions, torch.zeros(3), "values of shape"),
         (positions, torch.zeros(2, 2), "3 positions on cpu with 2 rows"),
     ]:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.cuda.host.launcher import SANITIZER, SIZES, HostLauncher
 from tests.cuda.host.build import Sanitizer
+from tests.cuda.host.launcher import SANITIZER, SIZES, HostLauncher
 from tests.cuda.test_place import layout_of
 from tests.cuda.test_scan_compact import BITS, DTYPES, dense_of, every_dtype, expected
 from zenps.errors import ConfigError, TensorError
@@ -250,13 +250,17 @@ def test_nothing_beyond_the_capacity_is_written(launcher: HostLauncher) -> None:
 
 @pytest.mark.skipif(SANITIZER is not Sanitizer.NONE, reason="about the distribution of many rows")
 @pytest.mark.parametrize("servers", [1, 16])
-def test_memories_fill_as_in_the_paper(servers: int) -> None:
+@pytest.mark.parametrize(
+    ("stride", "position"), [(1000, torch.int32), (1 << 33, torch.int64)], ids=["int32", "int64"]
+)
+def test_memories_fill_as_in_the_paper(servers: int, stride: int, position: torch.dtype) -> None:
     """With 2 slots a row and 3 hashes, 4.2 % are left where all rows try each hash at once (as Zen counts),
     2.9 % where one row comes after another: ∫ (0.485 x)³ dx. A device is in between."""
-    count, size = 100_000, 1 << 27
-    positions = torch.randperm(size // 1000, generator=torch.Generator().manual_seed(5))[:count].int() * 1000
-    values = values_of(positions, 1, torch.float32)
-    hashed = hashing(HostLauncher(), positions, values, even_bounds(size, servers))(count, DEFAULT)
+    count, places = 100_000, 130_000
+    positions = torch.randperm(places, generator=torch.Generator().manual_seed(5))[:count] * stride
+    positions, values = positions.to(position), torch.ones(count, 1)
+    bounds = even_bounds(places * stride, servers)
+    hashed = hashing(HostLauncher(), positions, values, bounds)(count, DEFAULT)
     assert_rows(hashed, positions, values)
     first, rehashed, serial, _ = (hashed.counters / count).tolist()
     assert 0.74 < first < 0.80
@@ -264,19 +268,45 @@ def test_memories_fill_as_in_the_paper(servers: int) -> None:
     assert 0.025 < serial < 0.046
 
 
-def test_the_memory_is_for_the_rows_and_not_for_the_tensor() -> None:
-    class Recorder(HostLauncher):
-        def launch(self, source, expression, grid, block, args):  # type: ignore[no-untyped-def]
-            if expression.startswith("claim"):
-                self.slots = len(args[2])
-            super().launch(source, expression, grid, block, args)
+class Recorder(HostLauncher):
+    """Keeps what claim_rows was given."""
 
+    claimed: Sequence[Tensor | int]
+
+    def launch(
+        self, source: str, expression: str, grid: int, block: int, args: Sequence[Tensor | int]
+    ) -> None:
+        super().launch(source, expression, grid, block, args)
+        if expression.startswith("claim_rows"):
+            self.claimed = args
+
+    @property
+    def slots(self) -> Tensor:
+        assert isinstance(self.claimed[2], Tensor)
+        return self.claimed[2]
+
+    @property
+    def serial_taken(self) -> Tensor:
+        assert isinstance(self.claimed[7], Tensor)
+        return self.claimed[7]
+
+
+def test_the_memory_is_for_the_rows_and_not_for_the_tensor() -> None:
     launcher, positions = Recorder(), torch.arange(1000, dtype=torch.int32)
     compact = hashing(launcher, positions, values_of(positions, 1, torch.float32), even_bounds(1 << 30, 4))
     compact(1000, DEFAULT)
-    assert launcher.slots == 2000 + 200 + 2 * 4 * 32
+    assert len(launcher.slots) == 2000 + 200 + 2 * 4 * 32
     compact(1000, DEFAULT.doubled())
-    assert launcher.slots == 2 * (2000 + 200) + 2 * 4 * 32
+    assert len(launcher.slots) == 2 * (2000 + 200) + 2 * 4 * 32
+
+
+def test_serial_slots_are_counted_so_that_no_row_walks_past_all_in_vain() -> None:
+    launcher, positions = Recorder(), torch.arange(1025, dtype=torch.int32)
+    compact = hashing(launcher, positions, torch.ones(1025, 1), [0, 500, 2000])
+    compact(1025, TINY)
+    assert launcher.serial_taken.tolist() == [32 + 2 * 500 // 2000, 32 + 2 - 2 * 500 // 2000]
+    hashed = compact(1025, HashMemory(hashes=1, parallel_factor=0.01, serial_factor=300.0))
+    assert launcher.serial_taken.sum() == hashed.counters[2]
 
 
 # ---------------------------------------------------------------------------------------------------------

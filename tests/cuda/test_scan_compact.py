@@ -57,7 +57,9 @@ def check(launcher: HostLauncher, layout: Layout, dense: Tensor) -> None:
 @pytest.mark.parametrize("granule", [1, 32, 256])
 @pytest.mark.parametrize("rows", [size for size in SIZES if size])
 def test_sizes(launcher: HostLauncher, rows: int, granule: int) -> None:
-    check(launcher, layout_of("balanced", rows, granule, [0, 1, 2]), dense_of(rows, 0.05, torch.float32, rows))
+    check(
+        launcher, layout_of("balanced", rows, granule, [0, 1, 2]), dense_of(rows, 0.05, torch.float32, rows)
+    )
 
 
 @every_dtype

@@ -101,6 +101,7 @@ def encode_coo(
     """
     check_on_device("positions", positions, INTEGERS, 1)
     check_on_device("chunk starts", starts, (torch.int64,), 1)
+    assert dtype in INTEGERS, dtype
     relative = torch.empty(len(positions), dtype=dtype, device=positions.device)
     expression = f"encode_coo<{position_name(positions.dtype)}, {position_name(dtype)}>"
     args = (positions, count, starts, len(starts), relative)

@@ -40,11 +40,11 @@ def bitmap_compact(launcher: Launcher, positions: Tensor, values: Tensor, size: 
         The rows, with capacity n. Sums are made in float32 and rounded once.
 
     Raises:
-        TensorError: another dtype or shape, or too many rows. Of other dtypes :func:`~zenps.kernels.\
-sort_compact.sort_compact` sums rows.
+        TensorError: another dtype or shape, or too many rows. ``sort_compact`` takes other dtypes too.
     """
-    if values.dtype in ACCUMULATE and values.dtype not in VALUES:
-        raise TensorError(f"values of dtype {values.dtype}: no atomics add them; use sort_compact")
+    if values.dtype not in VALUES:
+        expected = "expected float16, bfloat16 or float32; compact other dtypes with sort_compact"
+        raise TensorError(f"values of dtype {values.dtype}: {expected}")
     check_rows(positions, values, VALUES)
     targets, unique, count = _number_rows(launcher, positions, size)
     return DeviceRows(unique, _sum_rows(launcher, values, targets, count), count)

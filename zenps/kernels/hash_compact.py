@@ -39,10 +39,10 @@ MOST_SLOTS = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class HashMemory:
-    """How much memory rows are hashed into, and how hard they try; the defaults are Zen's (OSDI'25 §3.2).
+    """How much memory rows are hashed into, and how often they try; the defaults are Zen's (OSDI'25 §3.2).
 
-    Of as many different rows as there was made room for, about 79 % take their first slot, 17 % another
-    one of ``hashes``, and 4 % a serial slot, which leaves four in five of those free.
+    Of as many different rows as room was made for, 76 to 79 % take their first slot, 3 to 4 % a serial one:
+    less where fewer come at once. That leaves four in five serial slots free.
 
     Attributes:
         hashes: slots of the parallel memory that a row tries.
@@ -219,9 +219,7 @@ class _Table(NamedTuple):
         return word_name(self.slots.itemsize)
 
 
-def _new_table(
-    bounds: Tensor, size: int, dtype: torch.dtype, capacity: int, memory: HashMemory
-) -> _Table:
+def _new_table(bounds: Tensor, size: int, dtype: torch.dtype, capacity: int, memory: HashMemory) -> _Table:
     check_on_device("server bounds", bounds, (torch.int64,), 1)
     servers, device = len(bounds) - 1, bounds.device
     if servers < 1:
@@ -245,7 +243,7 @@ def _new_table(
 
 
 def _share(bounds: Tensor, size: int, slots: int) -> Tensor:
-    """Where each server's share of ``slots`` begins, and where the last one ends; each has LEAST_SLOTS more."""
+    """Where each server's share of ``slots`` begins, each with LEAST_SLOTS more, and where the last ends."""
     # Both below 2**31, so that the product fits; a server's part of the whole need not be exact.
     shift = max(size.bit_length() - 31, 0)
     starts = torch.div((bounds >> shift) * slots, size >> shift, rounding_mode="floor")

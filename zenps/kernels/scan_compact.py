@@ -22,7 +22,7 @@ LANES = 4
 LEAST_GRANULE_OF_PACKS = 32
 
 MOST_BLOCKS = 2048
-"""More than any GPU runs at once (132 multiprocessors of an H200 run 396); each takes tiles until none is left."""
+"""More than any GPU runs at once (an H200 396); each takes tiles until none is left."""
 
 
 def scan_compact(launcher: Launcher, placement: Placement, dense: Tensor, capacity: int) -> DeviceRows:

@@ -75,7 +75,7 @@ def merge(launcher: Launcher, rows: Tensor, values: Tensor, size: int) -> tuple[
     Args:
         rows: int64 ``[u]`` in [0, ``size``), distinct, in any order.
         values: ``[u, columns]`` of any dtype, on the same device.
-        size: the table's rows. Where they fit, row numbers are sorted as int32, in half the time.
+        size: the table's rows. Where they fit, row numbers are sorted as int32, in half the passes.
 
     Returns:
         sorted rows int64 ``[u]``, and their values ``[u, columns]``.

@@ -16,7 +16,7 @@ import zmq
 from zenps.errors import ConfigError, ZenPSError
 from zenps.settings import parse_address
 
-__all__ = ["Socket", "bind_router", "connect_dealer", "context", "find_host", "send_frames"]
+__all__ = ["Socket", "bind_router", "connect_dealer", "context", "find_host", "receive_frames", "send_frames"]
 
 Socket = zmq.Socket[bytes]
 
@@ -67,16 +67,28 @@ def bind_router(ctx: zmq.Context[Socket], host: str, port: int, max_message_byte
     return socket, f"tcp://{_bracketed(host)}:{bound_port}"
 
 
+def receive_frames(socket: Socket) -> list[memoryview]:
+    """The frames of the message that is there, uncopied; each keeps its memory alive."""
+    # recv_multipart would ask the socket anew whether there are more, which costs as much as a frame.
+    frames: list[memoryview] = []
+    more = True
+    while more:
+        frame = socket.recv(copy=False)
+        frames.append(frame.buffer)
+        more = frame.more
+    return frames
+
+
 def send_frames(socket: Socket, prefix: Sequence[bytes], frames: Sequence[memoryview]) -> None:
-    """Sends small ``prefix`` frames by copy, then ``frames``, the large ones by reference.
+    """Sends ``prefix``, then ``frames``, each of single bytes: small ones by copy, large ones by reference.
 
     What is sent by reference must not change until ZeroMQ drops it; pooled memory sees to that.
     """
-    for index, part in enumerate(prefix):
-        socket.send(part, zmq.SNDMORE if frames or index + 1 < len(prefix) else 0)
-    for index, frame in enumerate(frames):
-        more = zmq.SNDMORE if index + 1 < len(frames) else 0
-        socket.send(frame, more, copy=frame.nbytes < COPY_BELOW_BYTES)
+    parts: list[bytes | memoryview] = [*prefix, *frames]
+    last = parts.pop()
+    for part in parts:
+        socket.send(part, zmq.SNDMORE, len(part) < COPY_BELOW_BYTES)
+    socket.send(last, 0, len(last) < COPY_BELOW_BYTES)
 
 
 def _socket(ctx: zmq.Context[Socket], kind: int, max_message_bytes: int) -> Socket:

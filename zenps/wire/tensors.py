@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from zenps.errors import ProtocolError
 from zenps.wire.messages import Dtype
 
-__all__ = ["DTYPES", "dtype_name", "tensor_bytes", "tensor_from_bytes"]
+__all__ = ["DTYPES", "check_size", "copied_bytes", "dtype_name", "tensor_bytes", "tensor_from_bytes"]
 
 DTYPES: dict[Dtype, torch.dtype] = {
     "float16": torch.float16,
@@ -21,6 +22,11 @@ DTYPES: dict[Dtype, torch.dtype] = {
     "int64": torch.int64,
     "uint8": torch.uint8,
 }
+
+# Smaller messages libzmq hands out of the middle of its receive buffer: at any address, and for as long
+# as one lives, the whole buffer does.
+RECEIVE_BUFFER_BYTES = 8192
+
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -34,19 +40,35 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
+def copied_bytes(tensor: Tensor) -> bytes:
+    """The elements of any strided CPU tensor, in order."""
+    if not tensor.is_contiguous() or tensor.is_neg():
+        tensor = tensor.detach().resolve_neg().contiguous()
+    # No detour over NumPy: of a small tensor it would be the larger part.
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def check_size(data: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> None:
+    """Refuses what cannot be a tensor of ``shape`` and ``dtype``.
+
+    Raises:
+        ProtocolError: ``data`` has another size.
+    """
+    if data.nbytes != math.prod(shape) * dtype.itemsize:
+        raise ProtocolError("payload", f"{data.nbytes} bytes of values for {tuple(shape)} {dtype}")
+
+
 def tensor_from_bytes(data: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """A CPU tensor on received memory, uncopied where alignment allows.
+    """A CPU tensor on received memory, uncopied if it is large and aligned.
 
     Raises:
         ProtocolError: ``data`` has another size than ``shape`` and ``dtype`` need.
     """
-    count = math.prod(shape)
-    if data.nbytes != count * dtype.itemsize:
-        raise ProtocolError("payload", f"{data.nbytes} bytes of values for {tuple(shape)} {dtype}")
-    if count == 0:
-        return torch.empty(tuple(shape), dtype=dtype)
-    tensor = torch.frombuffer(bytearray(data) if data.readonly else data, dtype=dtype)
-    # libzmq hands small messages out of the middle of its receive buffer, at any address.
+    check_size(data, dtype, shape)
+    if not data.nbytes:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    copied = data.readonly or data.nbytes <= RECEIVE_BUFFER_BYTES
+    tensor = torch.frombuffer(bytearray(data) if copied else data, dtype=dtype)
     if tensor.data_ptr() % dtype.itemsize:
         tensor = tensor.clone()
-    return tensor.view(tuple(shape))
+    return tensor if len(shape) == 1 else tensor.view(tuple(shape))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from zenps.kernels.sources import folder
 
-__all__ = ["BUILD", "Sanitizer", "build", "build_runtime"]
+__all__ = ["BUILD", "Sanitizer", "build", "build_runtime", "digest_of", "once"]
 
 HERE = Path(__file__).parent
 BUILD = HERE.parents[2] / "build" / "host"
@@ -68,7 +68,7 @@ def build(source: Path, expressions: Sequence[str], sanitizer: Sanitizer) -> Pat
     flags = (*COMMON, *KERNEL, *sanitizer.kernel_flags)
     headers = [path for place in {source.parent, folder()} for path in place.glob("*.cuh")]
     inputs = [source, *headers, HERE / "cuda_host.h", HERE / "table.h"]
-    name = f"{source.stem}-{_digest(stub, flags, inputs)}"
+    name = f"{source.stem}-{digest_of(stub, (*_compiler(), *flags), inputs)}"
 
     def compile_kernels(out: Path) -> None:
         written = out.with_suffix(".cpp")
@@ -76,15 +76,15 @@ def build(source: Path, expressions: Sequence[str], sanitizer: Sanitizer) -> Pat
         _gxx(*flags, str(written), "-o", str(out))
         written.unlink()
 
-    return _once(BUILD / f"{name}.so", compile_kernels)
+    return once(BUILD / f"{name}.so", compile_kernels)
 
 
 def build_runtime(sanitizer: Sanitizer) -> Path:
     """``runtime.cpp`` as the library that all kernels call; not itself under the sanitizer."""
     source = HERE / "runtime.cpp"
     flags = (*COMMON, *sanitizer.runtime_flags)
-    digest = _digest("", flags, [source, HERE / "cuda_host.h", HERE / "table.h"])
-    return _once(BUILD / f"runtime-{digest}.so", lambda out: _gxx(*flags, str(source), "-o", str(out)))
+    digest = digest_of("", (*_compiler(), *flags), [source, HERE / "cuda_host.h", HERE / "table.h"])
+    return once(BUILD / f"runtime-{digest}.so", lambda out: _gxx(*flags, str(source), "-o", str(out)))
 
 
 def _stub(source: Path, expressions: Sequence[str]) -> str:
@@ -96,7 +96,7 @@ def _stub(source: Path, expressions: Sequence[str]) -> str:
     )
 
 
-def _once(target: Path, make: Callable[[Path], None]) -> Path:
+def once(target: Path, make: Callable[[Path], None]) -> Path:
     """Makes ``target`` unless it exists; of several processes that want it, one makes it."""
     if not target.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
@@ -127,8 +127,9 @@ def _compiler() -> tuple[str, str]:
     return path, done.stdout.strip()
 
 
-def _digest(text: str, flags: Sequence[str], files: Sequence[Path]) -> str:
-    hashed = hashlib.sha256("\0".join((*_compiler(), text, *flags)).encode())
+def digest_of(text: str, flags: Sequence[str], files: Sequence[Path]) -> str:
+    """Names what a compiler makes of files, of flags, and of a text that says the rest."""
+    hashed = hashlib.sha256("\0".join((text, *flags)).encode())
     for path in sorted(files):
         hashed.update(path.read_bytes())
     return hashed.hexdigest()[:16]

@@ -283,6 +283,11 @@ def test_announced_lengths_do_not_allocate() -> None:
         b"\xdb\x7f\xff\xff\xff",
     ):
         assert refusal(Decoder("job", ToScheduler), header) == "envelope"
+        assert refusal(Decoder("job", ToScheduler), b"\x93" + header) == "envelope"
+        register = b"\x93\x01\xa3job\x98\xa8register\xa6worker\x00\xa1h\x01\xa0\xa0"
+        assert refusal(Decoder("job", ToScheduler), register + header) == "envelope"
+        view = b"\x93\x01\xa3job\x96\xa4view\x01\x00"
+        assert refusal(Decoder("job", FromScheduler), view + header) == "envelope"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from zenps.errors import ProtocolError
 from zenps.kernels.base import ACCUMULATE
 from zenps.wire.messages import MAX_COLUMNS, Dtype
-from zenps.wire.tensors import DTYPES, dtype_name, tensor_bytes, tensor_from_bytes
+from zenps.wire.tensors import DTYPES, copied_bytes, dtype_name, tensor_bytes, tensor_from_bytes
 
 torch.set_num_threads(1)
 
@@ -58,21 +58,43 @@ def test_bytes_are_little_endian(name: Dtype) -> None:
 
 
 @every_dtype
-def test_nothing_is_copied(name: Dtype) -> None:
-    tensor = filled((50, 3), name)
-    data = tensor_bytes(tensor)
-    got = tensor_from_bytes(data, tensor.dtype, (150,))
+def test_large_memory_is_not_copied(name: Dtype) -> None:
+    tensor = filled((3000, 3), name)
+    got = tensor_from_bytes(tensor_bytes(tensor), tensor.dtype, (9000,))
     assert got.data_ptr() == tensor.data_ptr()
 
 
 @every_dtype
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_copy_is_in_order_and_of_its_own(name: Dtype, shape: tuple[int, ...]) -> None:
+    tensor = filled(shape, name)
+    backwards = tensor.permute(list(reversed(range(tensor.dim()))))
+    expected = [
+        tensor_bytes(each.clone(memory_format=torch.contiguous_format)).tobytes()
+        for each in (tensor, backwards)
+    ]
+    got = [copied_bytes(each) for each in (tensor, backwards)]
+    tensor.zero_()
+    assert got == expected
+
+
+def test_a_copy_of_what_needs_a_gradient_or_is_negated_by_a_flag() -> None:
+    needs = torch.ones(3, requires_grad=True)
+    flagged = torch.tensor([1 + 2j, 3 + 4j]).conj().imag
+    assert flagged.is_neg()
+    assert copied_bytes(needs) == np.ones(3, np.float32).tobytes()
+    assert copied_bytes(flagged) == np.array([-2, -4], np.float32).tobytes()
+
+
+@every_dtype
+@pytest.mark.parametrize("rows", [5, 5000])
 @pytest.mark.parametrize("offset", range(9))
-def test_misaligned_memory_is_copied(name: Dtype, offset: int) -> None:
-    tensor = filled((5, 3), name)
+def test_misaligned_memory_is_copied(name: Dtype, offset: int, rows: int) -> None:
+    tensor = filled((rows, 3), name)
     # NumPy's memory is aligned to 16 bytes, a bytearray's need not be.
     memory = np.zeros(offset + tensor.nbytes, dtype=np.uint8).data
     memory[offset:] = tensor_bytes(tensor)
-    got = tensor_from_bytes(memory[offset:], tensor.dtype, (5, 3))
+    got = tensor_from_bytes(memory[offset:], tensor.dtype, (rows, 3))
     assert same_bits(got, tensor)
     assert got.data_ptr() % tensor.dtype.itemsize == 0
 
