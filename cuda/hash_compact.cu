@@ -4,31 +4,27 @@
 // the slots that a few hashes of its position name, and a serial one for rows that find all of them taken.
 //
 // Pipeline:
-//   claim_rows       rows, duplicates too → the slot of each
-//   claim_nonzeros   or: what is not zero in a dense tensor
-//   extract_keys     claimed slots → positions, in order of slots, in one pass by look-back
-//   (torch.sort)     → positions as they go over the wire
-//   rank_slots, add_rows   the rows of each position summed, with atomics
-//   gather_values    or: the dense tensor's values
+//   claim_rows       a slot for each position; of a dense tensor, for those of its non-zeros: claim_nonzeros
+//   extract_keys     slots → positions, in one pass by look-back
+//   torch.sort       → positions in order, as they are sent
+//   rank_slots       where each slot's position is among them
+//   add_rows         sums the rows of each position with atomics; of a dense tensor, gather_values
 //
 // What the paper leaves to chance is settled here. A slot is claimed by compare-and-swap, not by writing and
-// reading again: no row is overwritten. Serial slots are found by linear probing, not handed out by a counter,
-// which would give duplicates two slots. A slot is empty while it holds what no position is, so that position
-// 0 is like any other. The partition is the layout's, not that of a hash of its own: it cannot disagree with
-// the server. A serial memory that is full is counted, for the caller to start again with more.
+// reading again: no row is overwritten. Serial slots are found by linear probing, not handed out by a
+// counter, which would give duplicates two. A slot is empty while it holds what no position is, so that
+// position 0 is like any other. The partition is the layout's, not that of a hash of its own: it cannot
+// disagree with the server. A serial memory that is full is counted, for the caller to start again with more.
 //
 // A slot never empties, so all rows of a position walk past the same taken slots to the same one.
 //
-// Not deterministic: the positions are, but slots, the number of first tries and rehashes, and the last bits of
-// sums depend on who comes first. The default compactions, sort_compact and scan_compact, are measured against
-// this one.
+// Not deterministic: the same positions come out, but slots, counters and the last bits of sums depend on who
+// comes first. The default compactions, sort_compact and scan_compact, are measured against this one.
 //
-// Floor: each row is read once and added once, in L2, to sums that were written once before; a row takes 20
-// bytes of index beside, a slot (2.2 for each expected row) 16. For 10^6 x 64 float32 rows, of which a third is
-// unique, that is 0.64 GB, and 64M atomics, which take longer: L2 does some 10^11 a second, fewer to one row.
+// Floor: values are read once and their sums written twice, as -0.0 first; the index adds 20 bytes a row and
+// 16 a slot, of which there are 2.2 for each expected row. Beside the bytes count the atomics: one a value.
 //
-// Source: Wang et al., "Zen: Empowering Distributed Training with Sparsity-driven Data Synchronization",
-// OSDI 2025, §3.2; its hash function is murmur3's finaliser.
+// Source: Zen, OSDI 2025, §3.2 (https://www.usenix.org/conference/osdi25/presentation/wang-zhuang).
 #include "keyspace.cuh"
 #include "packs.cuh"
 #include "scan.cuh"
@@ -73,7 +69,7 @@ struct Table {
     int64 hashes;
     uint32* serial_taken;  // of each partition: how many serial slots are
 
-    // Finds the slot of a position, which becomes its own if it has none yet.
+    // Finds the slot of a position, or makes one its own. A thread works alone.
     __device__ Claim claim(Key position) const {
         const int64 partition = upper_bound(bounds + 1, servers - 1, int64(position));
         const int64* cut = cuts + 2 * partition;
@@ -93,6 +89,7 @@ private:
         return held == EMPTY<Key> ? atomicCAS(slots + slot, EMPTY<Key>, position) : held;
     }
 
+    // Linear probing from a last hash on.
     __device__ Claim claim_serial(Key position, int64 begin, int64 end, uint32* taken) const {
         const int64 size = end - begin;
         int64 slot = begin + hash_of(position, hashes, size);
@@ -128,8 +125,9 @@ __device__ void add_tallies(const Tally& tally, uint64* counters) {
 // row_slots[i] = the slot of positions[i], or NO_SLOT; counters[outcome] += how many rows met it. One thread
 // for each row.
 template <typename Key>
-__global__ void claim_rows(const Key* positions, int64 rows, Key* slots, const int64* cuts, const int64* bounds,
-                           int64 servers, int64 hashes, uint32* serial_taken, int32* row_slots, uint64* counters) {
+__global__ void claim_rows(const Key* positions, int64 rows, Key* slots, const int64* cuts,
+                           const int64* bounds, int64 servers, int64 hashes, uint32* serial_taken,
+                           int32* row_slots, uint64* counters) {
     const Table<Key> table{slots, cuts, bounds, servers, hashes, serial_taken};
     const int64 row = global_thread();
     Tally tally = {};
@@ -189,11 +187,12 @@ __global__ void gather_values(const Placement* placement, const Bits* dense, con
 // ---------------------------------------------------------------------------------------------------------
 // From slots to sorted rows
 
-constexpr int SLOT_ITEMS = 16;                           // slots of a thread, all in flight at once
+constexpr int SLOT_ITEMS = 16;                            // slots of a thread, all in flight at once
 constexpr int64 SLOT_TILE = SLOT_ITEMS * int64(THREADS);  // zenps.kernels.hash_compact.SLOT_TILE
 
 // keys[i] = what the i-th claimed slot holds and key_slots[i] = its number, for i below `capacity`; *count =
-// how many there are. `key_slots` is null where nobody asks. A warp goes over WARP * SLOT_ITEMS slots in order.
+// how many there are. `key_slots` is null where nobody asks. A whole block takes part; each warp goes over
+// WARP * SLOT_ITEMS slots in order.
 template <typename Key>
 __global__ void extract_keys(ScanState* state, const Key* slots, int64 slot_count, int64 capacity, Key* keys,
                              int32* key_slots, int64* count) {
@@ -238,11 +237,11 @@ __global__ void rank_slots(const int64* order, const int32* key_slots, const int
     if (rank < min_of(*count, capacity)) slot_ranks[key_slots[order[rank]]] = int32(rank);
 }
 
-constexpr int SUM_ITEMS = 4;                           // elements of a thread, all in flight at once
+constexpr int SUM_ITEMS = 4;                            // elements of a thread, all in flight at once
 constexpr int64 SUM_TILE = SUM_ITEMS * int64(THREADS);  // zenps.kernels.hash_compact.SUM_TILE
 
-// Adds each row to the sums of its position, unless there was no room for all. Neighbouring threads add
-// neighbouring columns: L2 takes the atomics of a sector together.
+// Adds each row to the sums of its position, which hold neutral() at first, unless there was no room for all
+// positions. Neighbouring threads add neighbouring columns: L2 takes the atomics of a sector together.
 template <typename T>
 __global__ void add_rows(const T* values, const int32* row_slots, const int32* slot_ranks, int64 rows,
                          int64 columns, const int64* count, int64 capacity, float* sums) {

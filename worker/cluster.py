@@ -5,41 +5,31 @@ from __future__ import annotations
 import socket as net
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from zenps import metrics
-from zenps.buffers import BufferPool
 from zenps.config import Config
-from zenps.errors import UsageError
-from zenps.kernels.cpu import CpuKernels
-from zenps.layout import Layout, LayoutCache
-from zenps.metrics import WorkerMetrics
+from zenps.errors import UsageError, ZenPSError
+from zenps.metrics import HASH_OUTCOMES, WorkerMetrics
 from zenps.settings import shared_settings
-from zenps.strategies.centralized import home_slot
-from zenps.strategies.parallel import Parallel
 from zenps.strategies.registry import strategy
 from zenps.wire.link import new_register
 from zenps.wire.messages import Load, Push
 from zenps.wire.tensors import dtype_name
 
 from .communicator import Communicator, Pending, Stats
-from .compaction import SparseTransfer
-from .dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from .exchange import PATIENCE_SECONDS, Outgoing, Round
 from .handle import Handle, Progress
 from .session import Session
-from .transfer import Transfer, table_shape
+from .staging import Staging
+from .transfer import Transfer
+from .transfers import Transfers
 
 __all__ = ["Cluster"]
-
-# A dense tensor below this goes to one server whole: more messages would cost more than they save.
-SPLIT_FROM_BYTES = 64 * 1024
-
-# Unused buffers that a worker keeps: the gradients and results of a step, to be used again in the next.
-POOL_BYTES = 1 << 30
 
 
 class Cluster(Communicator):
@@ -57,7 +47,7 @@ class Cluster(Communicator):
 
     def __init__(self, config: Config, rank: int | None, local_rank: int | None) -> None:
         self._config = config
-        chosen = strategy(config.sync.partition)
+        strategy(config.sync.partition)  # refuses a wrong one before anybody is told of this worker
         registry = CollectorRegistry()
         self._metrics = WorkerMetrics(registry)
         self._exporter = metrics.serve(registry, config.metrics.host, config.metrics.port)
@@ -79,14 +69,10 @@ class Cluster(Communicator):
         self.local_size = len(here)
         self.local_rank = here.index(self.rank) if local_rank is None else local_rank
 
-        self._pool = BufferPool(POOL_BYTES)
-        self._kernels = CpuKernels(self._pool)
-        self._owners = np.frombuffer(view.owners, dtype="<u2").astype(np.uint16)
+        owners = np.frombuffer(view.owners, dtype="<u2").astype(np.uint16)
         self._servers = [server.rank for server in view.servers]
-        self._sparse, self._dense = (
-            LayoutCache(kind, config.sync.seed, self._owners, self._servers, config.sync.table_bytes)
-            for kind in (chosen, chosen if chosen.per_tensor else Parallel())
-        )
+        self._transfers = Transfers(config, owners, self._servers)
+        self._staging = Staging()
         self._timeout_seconds = config.cluster.deadline_seconds + 2 * PATIENCE_SECONDS
         self._latest: dict[str, Progress] = {}
         self._recording = threading.Lock()
@@ -95,7 +81,10 @@ class Cluster(Communicator):
     def push_pull_async(
         self, tensor: Tensor, name: str, *, average: bool, contributes: bool = True
     ) -> Pending:
-        """Compacts and pushes on this thread; libzmq's own moves the bytes."""
+        """Compacts and pushes on this thread; libzmq's own moves the bytes.
+
+        What lies on a GPU is pushed later, when the GPU has got so far and this worker is called again.
+        """
         with self._submitting:
             previous = self._latest.get(name)
             if previous is not None and not previous.ended:
@@ -103,15 +92,23 @@ class Cluster(Communicator):
             progress = Progress(previous.step + 1 if previous else 0)
             self._latest[name] = progress
         try:
-            transfer = self._prepare(tensor, name, previous, contributes)
+            expected_rows = previous.pulled_rows if previous else 0
+            transfer = self._transfers.begin(tensor, name, expected_rows, contributes)
         except BaseException:  # Ctrl-C too: a name in flight for ever could not be pushed again
             self._take_back(name, previous)
             raise
-        progress.compacted_seconds = time.perf_counter() - progress.began
-        wait = self._session.channel.wait
-        handle = Handle(name, progress, transfer, wait, self._timeout_seconds, self._record)
-        round_ = Round(name, progress.step, self._pushes(name, progress.step, transfer, average))
-        self._session.channel.submit(round_, handle)
+        handle = Handle(name, progress, transfer, self._wait, self._timeout_seconds, self._record)
+
+        def push() -> None:
+            progress.compacted_seconds = time.perf_counter() - progress.began
+            round_ = Round(name, progress.step, self._pushes(name, progress.step, transfer, average))
+            self._session.channel.submit(round_, handle)
+
+        def fail(error: ZenPSError) -> None:
+            self._take_back(name, previous)
+            handle.fail(error)
+
+        self._staging.add(transfer, push, fail)
         return handle
 
     def barrier(self) -> None:
@@ -123,6 +120,11 @@ class Cluster(Communicator):
         self._session.close()
         self._exporter.close()
 
+    def _wait(self, ready: Callable[[], bool], until: float) -> None:
+        """What other ranks wait for is pushed before this one waits itself."""
+        self._staging.advance(until)
+        self._session.channel.wait(ready, until)
+
     def _take_back(self, name: str, previous: Progress | None) -> None:
         """The round was refused before anything was sent: the name is free again."""
         with self._submitting:
@@ -130,33 +132,6 @@ class Cluster(Communicator):
                 del self._latest[name]
             else:
                 self._latest[name] = previous
-
-    def _prepare(self, tensor: Tensor, name: str, previous: Progress | None, contributes: bool) -> Transfer:
-        sync = self._config.sync
-        home = int(self._owners[home_slot(name, sync.seed)])
-        if tensor.is_sparse:
-            rows, columns = table_shape(tensor)
-            granule = 1 if columns > 1 else sync.granule
-            layout = self._sparse.get(name, max(rows, 1), granule)
-            row_bytes = columns * tensor.dtype.itemsize + 8
-            # All ranks pulled the same union last time, so all cut it alike this time.
-            expected = (previous.pulled_rows if previous else 0) * row_bytes
-            chunks = self._count_chunks(layout, row_bytes, expected)
-            return SparseTransfer(tensor, layout, chunks, home, sync.codec, self._kernels)
-        size_bytes = tensor.numel() * tensor.dtype.itemsize
-        if size_bytes < SPLIT_FROM_BYTES:
-            return WholeTransfer(tensor, home, contributes)
-        layout = self._dense.get(name, tensor.numel(), DENSE_GRANULE)
-        chunks = self._count_chunks(layout, tensor.dtype.itemsize, size_bytes)
-        return DenseTransfer(tensor, layout, chunks, home, self._pool, contributes)
-
-    def _count_chunks(self, layout: Layout, row_bytes: int, expected_bytes: int) -> int:
-        """Chunks per server: none above ``sync.chunk_bytes`` as expected, nor above a message at worst."""
-        widest = max(np.diff(layout.server_bounds).tolist())
-        # Half a message for the values leaves room for positions, bitmaps and envelopes.
-        at_least = -(-widest * row_bytes // (self._config.cluster.max_message_bytes // 2))
-        per_server = expected_bytes * widest // layout.size
-        return max(1, at_least, -(-per_server // self._config.sync.chunk_bytes))
 
     def _pushes(self, name: str, step: int, transfer: Transfer, average: bool) -> list[Outgoing]:
         shape, dtype = tuple(transfer.shape), dtype_name(transfer.dtype)
@@ -213,6 +188,9 @@ class Cluster(Communicator):
             # Dense elements would drown the rows: there are many more, and no strategy misplaces them.
             if transfer.kind == "sparse":
                 self._record_balance(transfer)
+            if transfer.hashed_rows.any():
+                for outcome, rows in zip(HASH_OUTCOMES, transfer.hashed_rows.tolist(), strict=True):
+                    counters.hashed_rows.labels(outcome=outcome).inc(rows)
 
     def _record_balance(self, transfer: Transfer) -> None:
         rows = dict.fromkeys(self._servers, 0)

@@ -70,7 +70,6 @@ class Handle(Pending):
         self._wait = wait
         self._timeout_seconds = timeout_seconds
         self._record = record
-        self._unanswered = len(transfer.parts)
         self._answers: deque[Answer | ZenPSError] = deque()
         self._finishing = threading.Lock()
         self._outcome: Tensor | ZenPSError | None = None
@@ -101,28 +100,27 @@ class Handle(Pending):
         _, result, frames = answer
         self._progress.pulled_rows += result.rows
         self._progress.pulled_bytes += sum([frame.nbytes for frame in frames])
-        self._progress.ended = last
         self._answers.append(answer)
+        self._progress.ended = last
 
     def fail(self, error: ZenPSError) -> None:
         """The round will not be answered."""
         # Ranks may have got different parts of it, and must cut the next round alike.
         self._progress.pulled_rows = 0
-        self._progress.ended = True
         self._answers.append(error)
+        self._progress.ended = True
 
     def _finish(self, transfer: Transfer) -> Tensor | ZenPSError:
         """Absorbs each answer while the next ones travel."""
         waited = worked = 0.0
         until = time.monotonic() + self._timeout_seconds
-        while self._unanswered:
+        while self._answers or not self._progress.ended:
             begin = time.perf_counter()
             self._wait(self._has_answer, until)
             if not self._answers:
                 self._progress.ended = True
                 return DeadlineError(f"tensor {self.name!r}: no answer within {self._timeout_seconds:g} s")
             answer = self._answers.popleft()
-            self._unanswered -= 1
             got = time.perf_counter()
             waited += got - begin
             if isinstance(answer, ZenPSError):
@@ -134,7 +132,10 @@ class Handle(Pending):
                 return error
             worked += time.perf_counter() - got
         begin = time.perf_counter()
-        result_tensor = transfer.finish()
+        try:
+            result_tensor = transfer.finish()
+        except ZenPSError as error:
+            return error
         self._record(transfer, self._progress, waited, worked + time.perf_counter() - begin)
         return result_tensor
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket as net
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import zmq
 
@@ -97,7 +98,10 @@ class Session:
 
     def _post(self, command: _AwaitBarrier | _Leave) -> None:
         self._commands.put(command)
-        self._wake_writer.send(b"\0")
+        try:
+            self._wake_writer.send(b"\0")
+        except OSError:  # closed: the thread has ended, and may have looked for commands before this one
+            self._fail_commands()
 
     # ── the lease's thread ──────────────────────────────────────────────────────────────────────
 
@@ -118,6 +122,16 @@ class Session:
             self._link.socket.close()
             self._wake_reader.close()
             self._wake_writer.close()
+            self._fail_commands()
+
+    def _fail_commands(self) -> None:
+        """Nobody will see to what callers have handed over."""
+        assert self._failure is not None
+        with contextlib.suppress(Empty):
+            while True:
+                command = self._commands.get_nowait()
+                if isinstance(command, _AwaitBarrier):
+                    command.reached.set_exception(self._failure)
 
     def _sleep(self, seconds: float) -> None:
         poller = zmq.Poller()

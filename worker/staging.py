@@ -36,9 +36,15 @@ class Staging:
         self._lock = threading.Lock()
 
     def add(self, transfer: Transfer, begin: Callable[[], None], fail: Callable[[ZenPSError], None]) -> None:
-        """Calls ``begin`` once ``transfer`` is prepared, or ``fail`` if it cannot be."""
+        """Calls ``begin`` once ``transfer`` is prepared, or ``fail`` if it cannot be.
+
+        One that is prepared already, as any on the CPU is, overtakes the queue.
+        """
+        waiting = _Waiting(transfer, begin, fail)
+        if _begin_if_prepared(waiting):
+            return
         with self._lock:
-            self._queue.append(_Waiting(transfer, begin, fail))
+            self._queue.append(waiting)
             self._begin_prepared()
 
     def advance(self, until: float) -> None:
@@ -51,14 +57,17 @@ class Staging:
             time.sleep(LOOK_SECONDS)
 
     def _begin_prepared(self) -> None:
-        while self._queue:
-            transfer, begin, fail = self._queue[0]
-            try:
-                if not transfer.prepared():
-                    return
-            except ZenPSError as error:
-                self._queue.popleft()
-                fail(error)
-            else:
-                self._queue.popleft()
-                begin()
+        while self._queue and _begin_if_prepared(self._queue[0]):
+            self._queue.popleft()
+
+
+def _begin_if_prepared(waiting: _Waiting) -> bool:
+    """Whether it has begun, or failed."""
+    try:
+        if not waiting.transfer.prepared():
+            return False
+    except ZenPSError as error:
+        waiting.fail(error)
+    else:
+        waiting.begin()
+    return True

@@ -80,6 +80,10 @@ class Durations(Collector):
     describe = collect
 
 
+HASH_OUTCOMES: Final = ("first_try", "rehashed", "serial", "overflowed")
+"""In the order of the kernel's counters (:class:`zenps.kernels.hash_compact.Hashed`)."""
+
+
 class _RoleMetrics:
     """What all roles have in common."""
 
@@ -147,6 +151,12 @@ class WorkerMetrics(_RoleMetrics):
         )
         self.refused_pushes = self._counter(
             "zenps_refused_pushes_total", "Pushes that a server refused as busy and that were sent again."
+        )
+        self.hashed_rows = self._counter(
+            "zenps_hashed_rows_total",
+            "Rows that hash compaction on a GPU placed by the first or another hash, or serially; or that "
+            "overflowed, so that it began again with twice the memory.",
+            outcome=HASH_OUTCOMES,
         )
 
 

@@ -75,15 +75,23 @@ def test_the_archived_table_names_these_kernels() -> None:
     assert named == {source: set(expressions) for source, expressions in EXPRESSIONS.items()}, renew
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="a second opinion, where the CUDA toolkit is installed")
+@pytest.mark.skipif(
+    shutil.which("nvcc") is None, reason="a second opinion, where the CUDA toolkit is installed"
+)
 @pytest.mark.parametrize("source", EXPRESSIONS)
-def test_nvcc_compiles_them_too(source: str, tmp_path: Path) -> None:
+def test_nvcc_compiles_them_too(source: str) -> None:
     wanted = "".join(f"    (const void*){expression},\n" for expression in EXPRESSIONS[source])
-    stub = tmp_path / f"{source}.cu"
-    stub.write_text(f'#include "{folder() / source}.cu"\nconst void* wanted[] = {{\n{wanted}}};\n')
-    cubin = stub.with_suffix(".cubin")
-    command = ["nvcc", *OPTIONS, "-cubin", "-arch=sm_90", "-Werror", "all-warnings", str(stub), "-o", str(cubin)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    code = cubin.read_bytes()
+    stub = f'#include "{folder() / source}.cu"\nconst void* wanted[] = {{\n{wanted}}};\n'
+    inputs = [folder() / f"{source}.cu", *folder().glob("*.cuh")]
+
+    def compile_to(out: Path) -> None:
+        written = out.with_suffix(".cu")
+        written.write_text(stub, encoding="utf-8")
+        flags = (*OPTIONS, "-cubin", "-arch=sm_90", "-Werror", "all-warnings")
+        command = ["nvcc", *flags, str(written), "-o", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        written.unlink()
+        assert done.returncode == 0, done.stderr
+
+    code = once(BUILD / f"{source}-nvcc-{digest_of(stub, OPTIONS, inputs)}.cubin", compile_to).read_bytes()
     assert all(expression.partition("<")[0].encode() in code for expression in EXPRESSIONS[source])

@@ -118,7 +118,9 @@ def test_votes(samples: HostLauncher, numbers: list[int]) -> None:
         warp = given[thread // WARP * WARP :][:WARP]
         block = given[thread // 64 * 64 :][:64]
         odd, odd_of_block = warp & 1, block & 1
-        lanes = [sum(1 << lane for lane in range(WARP) if mask[lane]) for mask in (odd, warp == given[thread])]
+        lanes = [
+            sum(1 << lane for lane in range(WARP) if mask[lane]) for mask in (odd, warp == given[thread])
+        ]
         assert row == [
             lanes[0],
             int(odd.any()),
@@ -257,7 +259,9 @@ def test_planted_overrun() -> None:
 
 @planted
 def test_planted_misalignment() -> None:
-    samples_launcher().launch("samples", "misalign", 1, 1, [torch.zeros(8, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)])
+    samples_launcher().launch(
+        "samples", "misalign", 1, 1, [torch.zeros(8, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)]
+    )
 
 
 RIGHT = "barriers or shuffles or votes or halves or atomic or look_back or schedules or guard"

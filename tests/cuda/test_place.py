@@ -68,7 +68,8 @@ def test_rows_and_positions_are_those_of_the_layout(
     assert torch.equal(positions.long(), layout.positions(given_rows))
     back, no_row = unplace_rows(LAUNCHER, placement, positions)
     assert torch.equal(back, given_rows)
-    assert not int(outside) and not int(no_row)
+    assert not int(outside)
+    assert not int(no_row)
 
 
 @pytest.mark.parametrize("row", [-1, 50, 2**40, -(2**63)])

@@ -130,3 +130,16 @@ def test_a_script_that_crashes_takes_its_leave(tmp_path: Path) -> None:
         push, _ = survivor.result()
         assert push.kind == "PeerLostError"
         assert "left the job" in push.text
+
+
+def act_after_the_lease_has_ended() -> Any:
+    """As where the thread ends between a command and the byte that wakes it."""
+    session = zps.worker.api.communicator()._session
+    session.close()
+    return attempt(zps.barrier)
+
+
+def test_nobody_waits_for_a_thread_that_has_ended() -> None:
+    with Cluster(workers=1) as cluster:
+        (barrier,) = cluster.run(act_after_the_lease_has_ended)
+    assert barrier == Raised("UsageError", "this worker has left the cluster")

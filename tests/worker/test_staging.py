@@ -56,6 +56,14 @@ def test_transfers_begin_in_order() -> None:
     assert begun == [0, 1, 2]
 
 
+def test_what_is_prepared_overtakes_what_is_not() -> None:
+    staging, begun, transfer = Staging(), list[int](), Slow()
+    staging.add(Slow(), lambda: begun.append(0), never)
+    transfer.ready = True
+    staging.add(transfer, lambda: begun.append(1), never)
+    assert begun == [1]
+
+
 def test_a_transfer_that_fails_does_not_hold_up_the_next() -> None:
     staging, begun, failed = Staging(), list[int](), list[ZenPSError]()
     error = TensorError("indices outside")

@@ -119,7 +119,10 @@ class TestFile:
                 "[sync]\npartitoin = 'x'",
                 "sync.partitoin: unknown key; did you mean sync.partition? (sync has: ",
             ),
-            ("[snyc]\n", "snyc: unknown key; did you mean sync? (sections: cluster, sync, cuda, metrics, log)"),
+            (
+                "[snyc]\n",
+                "snyc: unknown key; did you mean sync? (sections: cluster, sync, cuda, metrics, log)",
+            ),
             ("workers = 2", "workers: unknown key; sections: cluster, sync, cuda, metrics, log"),
             ("sync = 3", "sync = 3: expected a table, [sync] (set by zenps.toml)"),
             (

@@ -31,6 +31,7 @@ NAMES: dict[Role, set[str]] = {
         "zenps_compaction_ratio",
         "zenps_partition_imbalance_ratio",
         "zenps_refused_pushes_total",
+        "zenps_hashed_rows_total",
     },
     ServerMetrics: COMMON
     | {

@@ -143,6 +143,8 @@ def _words(expression: str, parameters: str, args: Sequence[Tensor | int]) -> ct
             fits = -(1 << 63) <= arg < 1 << 63
         if not fits:
             given = f"{arg.dtype} {tuple(arg.shape)}" if isinstance(arg, Tensor) else arg
-            raise KernelError(f"{expression}: argument {place} ({given}) does not fit a parameter '{parameter}'")
+            raise KernelError(
+                f"{expression}: argument {place} ({given}) does not fit a parameter '{parameter}'"
+            )
     words = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
     return (ctypes.c_int64 * len(words))(*words)

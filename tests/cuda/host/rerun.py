@@ -111,7 +111,9 @@ def _library(name: str) -> str:
     )
     path = Path(done.stdout.strip()).resolve()
     if not path.is_file():
-        raise RuntimeError(f"{name} is missing: expected it beside g++; install the libraries of its sanitizers")
+        raise RuntimeError(
+            f"{name} is missing: expected it beside g++; install the libraries of its sanitizers"
+        )
     return str(path)
 
 

@@ -1,0 +1,105 @@
+"""Training whose gradients go a GPU's way, on the CPU: kernels and staging in real clusters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import zenps as zps
+from tests.integration import test_training
+from tests.integration.cluster import Cluster, Raised, attempt
+from tests.integration.embedding_model import OPTIMIZERS, assert_same
+from tests.worker.host_accelerator import HostAccelerator
+from zenps.worker.accelerator import Accelerator
+from zenps.worker.transfers import Transfers
+
+RANKS = 2
+
+
+def pretend_that_the_cpu_is_a_gpu() -> None:
+    """In this process, from here on."""
+    accelerator = HostAccelerator()
+
+    def always(transfers: Transfers, device: torch.device) -> Accelerator:
+        return accelerator
+
+    Transfers._accelerator = always  # type: ignore[method-assign]
+
+
+def train(name: str) -> dict[str, Tensor]:
+    pretend_that_the_cpu_is_a_gpu()
+    return test_training.train(name)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_is_that_of_one_process(name: str) -> None:
+    with Cluster(RANKS, settings={"metrics.port": 0}) as cluster:
+        results = cluster.run(train, name)
+    expected = test_training.train_in_one_process(name)
+    for result in results:
+        assert_same(result, expected)
+
+
+def hash_rows() -> tuple[Tensor, float]:
+    pretend_that_the_cpu_is_a_gpu()
+    rows = torch.arange(1000).repeat(2)
+    gradient = torch.sparse_coo_tensor(rows[None], torch.ones(2000, 4), (1000, 4))
+    result = zps.push_pull(gradient, "weight", average=False)
+    metrics = zps.worker.api.communicator()._metrics
+    return result.to_dense(), metrics.hashed_rows.labels(outcome="overflowed")._value.get()
+
+
+def test_hash_compaction_loses_nothing_and_is_counted() -> None:
+    settings = {"cuda.compaction": "hash", "cuda.parallel_factor": 0.125, "cuda.serial_factor": 0.01}
+    with Cluster(RANKS, settings=settings) as cluster:
+        for result, overflowed in cluster.run(hash_rows):
+            assert torch.equal(result, torch.full((1000, 4), 4.0))
+            assert overflowed > 0
+
+
+def push_what_is_outside_first() -> tuple[object, Tensor, list[float]]:
+    pretend_that_the_cpu_is_a_gpu()
+    wrong = torch.sparse_coo_tensor([[50]], torch.ones(1, 3), (50, 3), check_invariants=False)
+    right = torch.sparse_coo_tensor([[zps.rank(), 49]], torch.ones(2, 3), (50, 3))
+    refused = attempt(zps.push_pull, wrong, "weight")
+    handles = [zps.push_pull_async(torch.full((size,), float(zps.rank())), f"{size}") for size in (3, 50_000)]
+    return (
+        refused,
+        zps.push_pull(right, "weight").to_dense(),
+        [handle.wait().mean().item() for handle in handles],
+    )
+
+
+def test_a_refused_tensor_can_be_corrected_and_pushed_in_the_same_step() -> None:
+    with Cluster(RANKS) as cluster:
+        for refused, result, means in cluster.run(push_what_is_outside_first):
+            assert isinstance(refused, Raised)
+            assert refused.kind == "TensorError"
+            assert "outside the tensor's shape (50, 3)" in refused.text
+            assert result[:, 0].nonzero().flatten().tolist() == [0, 1, 49]
+            assert means == [0.5, 0.5]
+
+
+def push_many() -> list[bool]:
+    """More tensors in flight than the device has prepared, polled and awaited out of order."""
+    pretend_that_the_cpu_is_a_gpu()
+    gradients = [
+        torch.sparse_coo_tensor([[zps.rank(), 7]], torch.full((2, 3), float(index)), (50, 3))
+        for index in range(20)
+    ]
+    handles = [
+        zps.push_pull_async(gradient, f"{index}", average=False) for index, gradient in enumerate(gradients)
+    ]
+    right = []
+    for index in reversed(range(20)):
+        while not zps.poll(handles[index]):
+            pass
+        right.append(bool((handles[index].wait().to_dense()[7] == 2 * index).all()))
+    return right
+
+
+def test_many_in_flight() -> None:
+    with Cluster(RANKS) as cluster:
+        for right in cluster.run(push_many):
+            assert right == [True] * 20
