@@ -99,7 +99,7 @@ class CudaAccelerator(Accelerator):
         self.launcher = CupyLauncher()
         self.pinned = BufferPool(keep_bytes, allocate=_pinned_block)
         self.deadline_seconds = deadline_seconds
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def stream(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
@@ -111,7 +111,7 @@ class CudaAccelerator(Accelerator):
             tensor.record_stream(self._stream)
 
     def mark(self) -> Event:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 

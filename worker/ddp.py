@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import get_type_hints
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
@@ -63,7 +64,7 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
     kind = "sparse" if gradient.is_sparse else f"dense{gradient.numel()}"
     name = f"{state._prefix}/{kind}/{bucket.index()}"
     handle = push_pull_async(gradient, name)
-    devices = [gradient.device] if gradient.is_cuda else None
+    devices: list[int | str | torch.device] | None = [gradient.device] if gradient.is_cuda else None
     result: Future[Tensor] = Future(devices=devices)
     state._finisher.submit(_finish, handle, result)
     return result

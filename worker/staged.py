@@ -116,8 +116,7 @@ class StagedSparse(_Staged):
         with gpu.stream():
             positions, values, outside = self._place()
             cuts = self._on_device(self._cuts.ravel())
-        overflowed = True
-        while overflowed:
+        while True:
             with gpu.stream():
                 rows, counters = self._compact(positions, values, memory)
                 offsets = find_cuts(gpu.launcher, rows.positions, rows.count, cuts)
@@ -126,7 +125,8 @@ class StagedSparse(_Staged):
             if int(header[0]):
                 raise TensorError(f"indices outside the tensor's shape {tuple(self.shape)}; check them")
             self.hashed_rows = self.hashed_rows + header[1:5].numpy()
-            overflowed = bool(header[4])
+            if not int(header[4]):
+                break
             memory = memory.doubled()
 
         pieces = self._pieces(header[5:].numpy().reshape(self._cuts.shape))
@@ -154,14 +154,14 @@ class StagedSparse(_Staged):
     def _compact(self, positions: Tensor, values: Tensor, memory: HashMemory) -> tuple[DeviceRows, Tensor]:
         """Rows by position, and the counters of hashing."""
         launcher, size = self._accelerator.launcher, self._placement.size
-        match self._settings.compaction:
-            case "hash":
-                bounds = self._on_device(np.array(self._layout.server_bounds))
-                return hash_compact(launcher, positions, values, bounds, size, len(positions), memory)
-            case "bitmap":
-                rows = bitmap_compact(launcher, positions, values, size)
-            case "sort":
-                rows = sort_compact(launcher, positions, values)
+        if self._settings.compaction == "hash":
+            bounds = self._on_device(np.array(self._layout.server_bounds))
+            hashed = hash_compact(launcher, positions, values, bounds, size, len(positions), memory)
+            return hashed.rows, hashed.counters
+        if self._settings.compaction == "bitmap":
+            rows = bitmap_compact(launcher, positions, values, size)
+        else:
+            rows = sort_compact(launcher, positions, values)
         return rows, torch.zeros(4, dtype=torch.int64, device=positions.device)
 
     def _relative_to_chunks(self, rows: DeviceRows) -> Tensor:

@@ -23,7 +23,8 @@ def place_on(layout: Layout, device: torch.device) -> Placement:
         ConfigError: another permutation, and no room for its tables in ``sync.table_bytes``.
     """
     permutation, granules = layout.permutation, layout.size // layout.granule
-    halves, keys = (1, 1), (0, 0, 0, 0)
+    halves: tuple[int, ...] = (1, 1)
+    keys: tuple[int, ...] = (0, 0, 0, 0)
     tables: tuple[Tensor, ...] = ()
     # Exact types: what a subclass computes is not what the kernel does.
     if type(permutation) is Identity:

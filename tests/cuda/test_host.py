@@ -18,9 +18,9 @@ SAMPLES = Path(__file__).parent / "host" / "samples"
 WARP = 32
 
 FAULTS = {
-    "DIFFERENT_COLLECTIVES": "but lane .* calls",
-    "EXITED_LANE": "but lane 5 has exited",
-    "MISSING_LANE": "but lane 16 does not exist",
+    "DIFFERENT_COLLECTIVES": r"but thread \d+ calls",
+    "EXITED_LANE": "of which 0x20 have exited",
+    "MISSING_LANE": "of which 0xffff0000 have exited or never were",
     "LEAVES_ITSELF_OUT": "which leaves itself out",
     "EXITED_THREAD": "barrier of (a|the) block",
     "DIFFERENT_BARRIERS": "another kind of barrier",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
 
 __all__ = ["DeviceRows"]
 
 
-class DeviceRows(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class DeviceRows:
     """What a compaction on a device makes: sorted unique positions and their summed rows.
 
     Attributes:

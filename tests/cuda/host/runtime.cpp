@@ -150,6 +150,13 @@ struct Lane {
     char* fence;
 };
 
+struct Warp {
+    unsigned waiting = 0;  // lanes in a collective
+    unsigned exited = 0;   // or beyond the block's end
+    char fences[4] = {};   // of __syncwarp, in turn
+    unsigned fenced = 0;
+};
+
 struct Array {
     const void* declaration;
     size_t begin, end;
@@ -160,11 +167,11 @@ struct Block {
     unsigned index;
     std::vector<Lane*> lanes;
     unsigned arrived = 0, exited = 0;
+    HostBarrier barrier;  // that they have arrived at
     char begin = 0;
     char fences[2] = {};  // of block barriers, in turn: who leaves late must not acquire the next one's
     unsigned barriers = 0;
-    char warp_fences[1024 / WARP][4] = {};
-    unsigned warp_barriers[1024 / WARP] = {};
+    Warp warps[1024 / WARP];
     Array arrays[MAX_ARRAYS];
     unsigned array_count = 0;
     size_t shared_bytes = 0, arena_bytes = 0;
@@ -211,6 +218,10 @@ const char* name_of(HostCollective kind) {
     return NAMES[int(kind)];
 }
 
+Warp& warp_of(const Lane& lane) { return lane.block->warps[lane.thread / WARP]; }
+
+Lane* peer_of(const Lane& lane, unsigned number) { return lane.block->lanes[lane.thread / WARP * WARP + number]; }
+
 // Scheduler only.
 [[gnu::format(printf, 2, 3)]] void fail(const Lane* lane, const char* format, ...) {
     if (launch->failed) return;
@@ -247,14 +258,12 @@ void enter() {
 }
 
 char* warp_fence(const Lane& lane) {
-    const unsigned warp = lane.thread / WARP;
-    for (unsigned other = 0; other < WARP; ++other) {
-        const unsigned thread = warp * WARP + other;
-        if (!(lane.mask >> other & 1) || thread >= launch->block) continue;
-        const Lane& peer = *lane.block->lanes[thread];
-        if (peer.state == State::IN_COLLECTIVE && peer.mask == lane.mask) return peer.fence;
+    Warp& warp = warp_of(lane);
+    for (unsigned others = warp.waiting & lane.mask; others; others &= others - 1) {
+        const Lane& peer = *peer_of(lane, __ffs(int(others)) - 1);
+        if (peer.mask == lane.mask) return peer.fence;
     }
-    return &lane.block->warp_fences[warp][lane.block->warp_barriers[warp]++ % 4];
+    return &warp.fences[warp.fenced++ % 4];
 }
 
 }  // namespace
@@ -363,6 +372,7 @@ void start_block(unsigned index) {
         block->lanes.push_back(lane);
         wake(*lane);
     }
+    if (launch->block % WARP) block->warps[launch->block / WARP].exited = ~0u << launch->block % WARP;
     if constexpr (TSAN) __tsan_release(&block->begin);
     launch->resident.push_back(std::move(block));
 }
@@ -390,9 +400,8 @@ void end_block(Block* block) {
 void settle_barrier(Lane& lane) {
     Block& block = *lane.block;
     if (block.exited) return fail(&lane, "waits at a barrier of a block of which %u threads have exited", block.exited);
-    for (const Lane* other : block.lanes)
-        if (other->state == State::AT_BARRIER && other->barrier != lane.barrier)
-            return fail(&lane, "waits at another kind of barrier than thread %u", other->thread);
+    if (block.arrived == 0) block.barrier = lane.barrier;
+    if (lane.barrier != block.barrier) return fail(&lane, "waits at another kind of barrier than others of the block");
     if (++block.arrived < launch->block) return;
     unsigned count = 0;
     for (const Lane* other : block.lanes) count += unsigned(other->word);
@@ -408,56 +417,59 @@ void settle_barrier(Lane& lane) {
     }
 }
 
-HostWord collective_result(const Lane& lane, Lane* const* warp) {
-    if (lane.collective >= HostCollective::SHUFFLE32 && lane.collective <= HostCollective::SHUFFLE64) {
+HostWord collective_result(const Lane& lane) {
+    if (lane.collective == HostCollective::SHUFFLE32 || lane.collective == HostCollective::SHUFFLE64) {
         // What a lane outside the mask holds is undefined.
-        return lane.mask >> lane.source & 1 ? warp[lane.source]->word : 0xcdcdcdcdcdcdcdcdull;
+        return lane.mask >> lane.source & 1 ? peer_of(lane, lane.source)->word : 0xcdcdcdcdcdcdcdcdull;
     }
-    const bool is_match = lane.collective >= HostCollective::MATCH32;
-    HostWord lanes = 0;
-    for (unsigned other = 0; other < WARP; ++other)
-        if (lane.mask >> other & 1 && (is_match ? warp[other]->word == lane.word : warp[other]->word != 0))
-            lanes |= 1ull << other;
-    return lanes;
+    const bool is_match = lane.collective == HostCollective::MATCH32 || lane.collective == HostCollective::MATCH64;
+    HostWord found = 0;
+    for (unsigned others = lane.mask; others; others &= others - 1) {
+        const unsigned number = unsigned(__ffs(int(others))) - 1;
+        const HostWord word = peer_of(lane, number)->word;
+        if (is_match ? word == lane.word : word != 0) found |= 1ull << number;
+    }
+    return found;
 }
 
 void settle_collective(Lane& lane) {
-    const unsigned first = lane.thread / WARP * WARP;
-    if (!(lane.mask >> (lane.thread - first) & 1))
-        return fail(&lane, "calls %s with mask %#x, which leaves itself out", name_of(lane.collective), lane.mask);
-    Lane* warp[WARP] = {};
-    bool complete = true;
-    for (unsigned other = 0; other < WARP; ++other) {
-        if (!(lane.mask >> other & 1)) continue;
-        Lane* peer = first + other < launch->block ? lane.block->lanes[first + other] : nullptr;
-        if (!peer || peer->state == State::EXITED)
-            return fail(&lane, "calls %s with mask %#x, but lane %u %s", name_of(lane.collective), lane.mask, other,
-                        peer ? "has exited" : "does not exist");
-        warp[other] = peer;
-        const bool is_here = peer->state == State::IN_COLLECTIVE && peer->mask == lane.mask;
-        if (is_here && peer->collective != lane.collective)
-            return fail(&lane, "calls %s with mask %#x, but lane %u calls %s", name_of(lane.collective), lane.mask,
-                        other, name_of(peer->collective));
-        complete = complete && is_here;
+    Warp& warp = warp_of(lane);
+    const unsigned self = 1u << lane.thread % WARP;
+    const char* name = name_of(lane.collective);
+    if (!(lane.mask & self)) return fail(&lane, "calls %s with mask %#x, which leaves itself out", name, lane.mask);
+    if (lane.mask & warp.exited)
+        return fail(&lane, "calls %s with mask %#x, of which %#x have exited or never were", name, lane.mask,
+                    lane.mask & warp.exited);
+    warp.waiting |= self;
+    if (lane.mask & ~warp.waiting) return;
+    Lane* peers[WARP];
+    unsigned count = 0;
+    for (unsigned others = lane.mask; others; others &= others - 1) {
+        Lane* peer = peer_of(lane, unsigned(__ffs(int(others))) - 1);
+        if (peer->mask != lane.mask) return;  // it waits for others first
+        if (peer->collective != lane.collective)
+            return fail(&lane, "calls %s with mask %#x, but thread %u calls %s", name, lane.mask, peer->thread,
+                        name_of(peer->collective));
+        peers[count++] = peer;
     }
-    if (!complete) return;
-    for (Lane* peer : warp)
-        if (peer) peer->result = collective_result(*peer, warp);
-    for (Lane* peer : warp)
-        if (peer) wake(*peer);
+    for (unsigned i = 0; i < count; ++i) peers[i]->result = collective_result(*peers[i]);
+    for (unsigned i = 0; i < count; ++i) wake(*peers[i]);
+    warp.waiting &= ~lane.mask;
 }
 
 void settle_exit(Lane& lane) {
     Block& block = *lane.block;
+    Warp& warp = warp_of(lane);
+    const unsigned self = 1u << lane.thread % WARP;
     launch->pauses = 0;
+    warp.exited |= self;
     ++block.exited;
     if (block.arrived) return fail(&lane, "exits while %u threads wait at a barrier of the block", block.arrived);
-    const unsigned first = lane.thread / WARP * WARP;
-    for (unsigned thread = first; thread < std::min(first + WARP, launch->block); ++thread) {
-        const Lane& peer = *block.lanes[thread];
-        if (peer.state == State::IN_COLLECTIVE && peer.mask >> (lane.thread - first) & 1)
-            return fail(&peer, "calls %s with mask %#x, but lane %u has exited", name_of(peer.collective), peer.mask,
-                        lane.thread - first);
+    for (unsigned others = warp.waiting; others; others &= others - 1) {
+        const Lane& peer = *peer_of(lane, unsigned(__ffs(int(others))) - 1);
+        if (peer.mask & self)
+            return fail(&peer, "calls %s with mask %#x, of which %#x have exited or never were",
+                        name_of(peer.collective), peer.mask, self);
     }
     if (block.exited == launch->block) end_block(&block);
 }
