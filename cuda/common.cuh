@@ -49,6 +49,8 @@ __device__ inline uint16 float_to_half(float value) {
     return bits;
 }
 
+__device__ inline float add(float a, float b) { return a + b; }
+
 #else
 
 #define SHARED_ARRAY(type, name, count) __shared__ type name[count]
@@ -83,6 +85,13 @@ __device__ __forceinline__ uint16 float_to_half(float value) {
     uint16 bits;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
     return bits;
+}
+
+// CuPy compiles with -ftz=true, which would make a + b flush subnormals to zero: the CPU does not.
+__device__ __forceinline__ float add(float a, float b) {
+    float sum;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
+    return sum;
 }
 
 #endif
@@ -123,6 +132,11 @@ struct Number<bfloat16> {
         return {uint16((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
     }
 };
+
+__device__ __forceinline__ double add(double a, double b) { return a + b; }
+
+// Wraps, as torch does; the overflow of signed numbers is undefined.
+__device__ __forceinline__ int64 add(int64 a, int64 b) { return int64(uint64(a) + uint64(b)); }
 
 // The number that leaves every other as it is when added: -0.0, for 0.0 would turn -0.0 into 0.0.
 template <typename Sum>

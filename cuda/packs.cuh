@@ -40,13 +40,6 @@ __device__ __forceinline__ Pack<T, LANES> narrow(const Pack<typename Number<T>::
     return stored;
 }
 
-__device__ __forceinline__ float add(float a, float b) { return a + b; }
-
-__device__ __forceinline__ double add(double a, double b) { return a + b; }
-
-// Wraps, as torch does; the overflow of signed numbers is undefined.
-__device__ __forceinline__ int64 add(int64 a, int64 b) { return int64(uint64(a) + uint64(b)); }
-
 template <typename Sum, int LANES>
 __device__ __forceinline__ Pack<Sum, LANES> add(Pack<Sum, LANES> sums, const Pack<Sum, LANES>& others) {
     for (int lane = 0; lane < LANES; ++lane) sums.lane[lane] = add(sums.lane[lane], others.lane[lane]);

@@ -1,0 +1,107 @@
+"""No wrapper waits for the device: none uses an operation whose result the host must know to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.cuda.host.launcher import HostLauncher
+from zenps.kernels import bitmap_codec, place, scatter
+from zenps.kernels.bitmap_compact import bitmap_compact
+from zenps.kernels.hash_compact import HashMemory, hash_compact, hash_compact_dense
+from zenps.kernels.place import Placement
+from zenps.kernels.scan_compact import scan_compact
+from zenps.kernels.sort_compact import sort_compact
+from zenps.layout import LayoutCache
+from zenps.placement import place_on
+from zenps.ring import rebalance
+from zenps.strategies import strategy
+
+WAITING = {
+    "_local_scalar_dense", "nonzero", "nonzero_numpy", "_unique", "_unique2", "unique_consecutive",
+    "unique_dim", "masked_select", "equal", "is_nonzero", "_assert_async", "repeat_interleave",
+}  # fmt: skip
+"""Of ATen: what copies a number or a size from the device. Copies to the host are seen by their device."""
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses them; the launcher's own reading of tensors is not an operation."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        masked = name in ("index", "index_put", "index_put_") and any(
+            isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        if name in WAITING or masked:
+            raise AssertionError(f"{name} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+def placement_of(rows: int, granule: int) -> Placement:
+    cache = LayoutCache(strategy("balanced"), 7, rebalance(None, [0, 1]), [0, 1], 0)
+    return place_on(cache.get("weight", rows, granule), torch.device("cpu"))
+
+
+PLACEMENT, ELEMENTS = placement_of(1000, 1), placement_of(1000, 32)
+ROWS = torch.randint(0, 1000, (300,), generator=torch.Generator().manual_seed(1))
+POSITIONS = ROWS.int()
+VALUES = torch.ones(300, 4)
+DENSE = torch.where(torch.arange(1000) % 7 == 0, 1.0, 0.0)
+COUNT = torch.tensor([300])
+BOUNDS = torch.tensor([0, 500, 1000])
+ELEMENT_BOUNDS = torch.tensor([0, 512, ELEMENTS.size])
+
+WRAPPERS: dict[str, Callable[[HostLauncher], object]] = {
+    "place_rows": lambda launcher: place.place_rows(launcher, PLACEMENT, ROWS),
+    "unplace_rows": lambda launcher: place.unplace_rows(launcher, PLACEMENT, POSITIONS),
+    "find_cuts": lambda launcher: place.find_cuts(launcher, POSITIONS.sort()[0], COUNT, BOUNDS),
+    "sort_compact": lambda launcher: sort_compact(launcher, POSITIONS, VALUES),
+    "bitmap_compact": lambda launcher: bitmap_compact(launcher, POSITIONS, VALUES, 1000),
+    "hash_compact": lambda launcher: hash_compact(
+        launcher, POSITIONS, VALUES, BOUNDS, 1000, 300, HashMemory()
+    ),
+    "hash_compact_dense": lambda launcher: hash_compact_dense(
+        launcher, ELEMENTS, DENSE, ELEMENT_BOUNDS, 300, HashMemory()
+    ),
+    "scan_compact": lambda launcher: scan_compact(launcher, ELEMENTS, DENSE, 300),
+    "encode_bitmap": lambda launcher: bitmap_codec.encode_bitmap(
+        launcher, torch.arange(300, dtype=torch.int32), 0, 300, 0, 1000
+    ),
+    "decode_bitmap": lambda launcher: bitmap_codec.decode_bitmap(
+        launcher, PLACEMENT, torch.full((125,), 255, dtype=torch.uint8), 1000, 0, 1000
+    ),
+    "encode_coo": lambda launcher: bitmap_codec.encode_coo(
+        launcher, POSITIONS, COUNT, BOUNDS[:2], torch.int32
+    ),
+    "decode_coo": lambda launcher: bitmap_codec.decode_coo(
+        launcher, PLACEMENT, torch.arange(300, dtype=torch.int32), 0, 1000
+    ),
+    "put_rows": lambda launcher: scatter.put_rows(launcher, VALUES, torch.arange(300), torch.zeros(300, 4)),
+    "gather_rows": lambda launcher: scatter.gather_rows(launcher, VALUES, torch.arange(300)),
+    "merge": lambda launcher: scatter.merge(launcher, torch.arange(300), VALUES, 1000),
+}
+
+
+@pytest.mark.parametrize("run", WRAPPERS.values(), ids=WRAPPERS)
+def test_no_wrapper_waits(launcher: HostLauncher, run: Callable[[HostLauncher], object]) -> None:
+    with NoWaiting():
+        run(launcher)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda: int(COUNT), lambda: POSITIONS.unique(), lambda: DENSE.nonzero(), lambda: DENSE[DENSE > 0],
+        lambda: bool(COUNT == 1),
+    ],
+)  # fmt: skip
+def test_a_wait_is_noticed(wait: Callable[[], object]) -> None:
+    with NoWaiting(), pytest.raises(AssertionError, match="waits for the device"):
+        wait()
