@@ -58,7 +58,7 @@ def samples(request: pytest.FixtureRequest) -> HostLauncher:
 
 
 def samples_launcher(seed: int = 0) -> HostLauncher:
-    return HostLauncher(seed=seed, sources=SAMPLES, expressions={"samples": KERNELS})
+    return HostLauncher(seed=seed, folder=SAMPLES, expressions={"samples": KERNELS})
 
 
 def longs(*shape: int) -> Tensor:
@@ -220,7 +220,7 @@ def test_no_blocks_are_no_launch() -> None:
 def test_a_source_that_does_not_compile(tmp_path: Path) -> None:
     (tmp_path / "bare.cu").write_text("__global__ void bare(long long* out) { __shared__ int x; *out = x; }")
     with pytest.raises(RuntimeError, match="__shared__"):
-        HostLauncher(sources=tmp_path, expressions={}).launch("bare", "bare", 1, 32, [longs(1)])
+        HostLauncher(folder=tmp_path, expressions={}).launch("bare", "bare", 1, 32, [longs(1)])
 
 
 # ---------------------------------------------------------------------------------------------------------

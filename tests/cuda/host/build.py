@@ -14,7 +14,7 @@ from pathlib import Path
 
 from zenps.kernels.sources import folder
 
-__all__ = ["BUILD", "Sanitizer", "build", "build_runtime", "digest_of", "once"]
+__all__ = ["BUILD", "Sanitizer", "build", "build_runtime", "digest_of", "once", "sources"]
 
 HERE = Path(__file__).parent
 BUILD = HERE.parents[2] / "build" / "host"
@@ -25,7 +25,6 @@ KERNEL = (
     "-include",
     str(HERE / "cuda_host.h"),
     f"-I{HERE}",
-    f"-I{folder()}",
     "-fno-strict-aliasing",  # kernels read packs of numbers as one word
     "-ffp-contract=off",  # or sums would differ between CPUs
     "-ftrivial-auto-var-init=pattern",  # what was never written reads as garbage, each time the same
@@ -58,6 +57,11 @@ class Sanitizer(enum.StrEnum):
         return () if self is Sanitizer.NONE else (f"-DZENPS_{self.name}_SANITIZER",)
 
 
+def sources() -> Path:
+    """The folder of the sources: ``cuda/``, or what :mod:`.rerun` puts in its place."""
+    return Path(os.environ.get("ZENPS_HOST_SOURCES", folder()))
+
+
 def build(source: Path, expressions: Sequence[str], sanitizer: Sanitizer) -> Path:
     """The library of the kernels ``expressions`` of ``source``, compiled unless it is there already.
 
@@ -65,9 +69,8 @@ def build(source: Path, expressions: Sequence[str], sanitizer: Sanitizer) -> Pat
         RuntimeError: g++ refused the source; the message is g++'s.
     """
     stub = _stub(source, expressions)
-    flags = (*COMMON, *KERNEL, *sanitizer.kernel_flags)
-    headers = [path for place in {source.parent, folder()} for path in place.glob("*.cuh")]
-    inputs = [source, *headers, HERE / "cuda_host.h", HERE / "table.h"]
+    flags = (*COMMON, *KERNEL, f"-I{sources()}", *sanitizer.kernel_flags)
+    inputs = [source, *sources().glob("*.cuh"), HERE / "cuda_host.h", HERE / "table.h"]
     name = f"{source.stem}-{digest_of(stub, (*_compiler(), *flags), inputs)}"
 
     def compile_kernels(out: Path) -> None:

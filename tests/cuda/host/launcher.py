@@ -14,9 +14,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from tests.cuda.host.build import Sanitizer, build, build_runtime
+from tests.cuda.host.build import Sanitizer, build, build_runtime, sources
 from zenps.kernels.launcher import Launcher
-from zenps.kernels.sources import EXPRESSIONS, folder
+from zenps.kernels.sources import EXPRESSIONS
 
 __all__ = ["SANITIZER", "SIZES", "HostLauncher", "KernelError"]
 
@@ -40,8 +40,8 @@ class HostLauncher(Launcher):
     Args:
         seed: of the order in which threads and blocks run.
         resident: how many blocks run at once.
-        sources: the folder of the sources.
-        expressions: the kernels of each source; those of a source that it lacks are compiled one by one.
+        folder: where the sources lie; by default ``cuda/``, or what stands for it in a rerun.
+        expressions: the kernels of each source, to be compiled together; others are compiled one by one.
 
     Raises:
         KernelError: on ``launch``, with the reason and, mostly, block and thread: a deadlock, a wrong mask,
@@ -52,12 +52,12 @@ class HostLauncher(Launcher):
         self,
         seed: int = 0,
         resident: int = 4,
-        sources: Path | None = None,
+        folder: Path | None = None,
         expressions: Mapping[str, Sequence[str]] = EXPRESSIONS,
     ) -> None:
         self._seed = seed
         self._resident = resident
-        self._sources = sources or Path(os.environ.get("ZENPS_HOST_SOURCES", folder()))
+        self._folder = folder or sources()
         self._expressions = expressions
         self._guarded: list[tuple[weakref.ref[Tensor], Tensor]] = []
 
@@ -69,7 +69,7 @@ class HostLauncher(Launcher):
         if not 0 < grid < 1 << 31 or not 0 < block <= 1024:
             raise KernelError(f"{expression}: no GPU has a grid of {grid} blocks of {block} threads")
         expressions = tuple(self._expressions.get(source, (expression,)))
-        kernel = _kernels(self._sources / f"{source}.cu", expressions)[expression]
+        kernel = _kernels(self._folder / f"{source}.cu", expressions)[expression]
         words = _words(expression, kernel.parameters.decode(), args)
         with _one_at_a_time:
             failure = _runtime().zenps_launch(kernel, words, grid, block, self._resident, self._seed)

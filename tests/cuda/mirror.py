@@ -1,0 +1,79 @@
+"""Runs the kernels' tests on a GPU: each launch takes its CPU tensors there, and back.
+
+``ZENPS_TEST_GPU=1`` makes :class:`HostLauncher` launch like this. So the suite that proves the kernels on the
+CPU is, unchanged, the suite that proves them on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from zenps.kernels.launcher import Launcher
+
+__all__ = ["ON_A_GPU", "Mirror"]
+
+ON_A_GPU: Final = os.environ.get("ZENPS_TEST_GPU", "0") == "1"
+
+# Words of struct Placement (cuda/keyspace.cuh): of each pointer, what it points to and where its length is.
+PLACEMENT_WORDS = 18
+POINTERS = {
+    11: (torch.int64, 10),
+    12: (torch.int64, 10),
+    14: (torch.int64, 13),
+    15: (torch.int64, 13),
+    16: (torch.int32, 2),
+    17: (torch.int32, 2),
+}
+
+
+class Mirror(Launcher):
+    """A launcher of CPU tensors.
+
+    Args:
+        launcher: of tensors on ``device``.
+        synchronize: waits for ``device``.
+    """
+
+    def __init__(self, launcher: Launcher, device: torch.device, synchronize: Callable[[], None]) -> None:
+        self._launcher = launcher
+        self._device = device
+        self._synchronize = synchronize
+
+    def launch(
+        self, source: str, expression: str, grid: int, block: int, args: Sequence[Tensor | int]
+    ) -> None:
+        kept: list[Tensor] = []
+        # One copy for each tensor: a kernel may be given one twice.
+        copies = {id(arg): self._copy(arg, kept) for arg in args if isinstance(arg, Tensor)}
+        mirrored = [copies[id(arg)] if isinstance(arg, Tensor) else arg for arg in args]
+        self._launcher.launch(source, expression, grid, block, mirrored)
+        self._synchronize()
+        for arg in args:
+            if isinstance(arg, Tensor) and not _is_placement(arg):
+                arg.copy_(copies[id(arg)])
+
+    def _copy(self, tensor: Tensor, kept: list[Tensor]) -> Tensor:
+        if not _is_placement(tensor):
+            return tensor.to(self._device, copy=True)
+        words = tensor.tolist()
+        for place, (dtype, length) in POINTERS.items():
+            if words[place]:
+                kept.append(_at(words[place], dtype, words[length]).to(self._device, copy=True))
+                words[place] = kept[-1].data_ptr()
+        return torch.tensor(words, device=self._device)
+
+
+def _is_placement(tensor: Tensor) -> bool:
+    # What a look-back starts from may have as many words, but is zero.
+    return tensor.dtype == torch.int64 and tensor.numel() == PLACEMENT_WORDS and bool(tensor[0])
+
+
+def _at(address: int, dtype: torch.dtype, length: int) -> Tensor:
+    memory = (ctypes.c_uint8 * (length * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype)

@@ -1,0 +1,34 @@
+"""The way to a GPU and back that the kernels' tests take there, walked on the CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.cuda.host.launcher import HostLauncher
+from tests.cuda.mirror import Mirror
+from tests.cuda.test_place import layout_of
+from zenps.kernels.place import place_rows, unplace_rows
+from zenps.kernels.sort_compact import sort_compact
+from zenps.placement import place_on
+
+CPU = torch.device("cpu")
+MIRROR = Mirror(HostLauncher(), CPU, lambda: None)
+
+
+def test_placements_go_along_with_what_they_point_to() -> None:
+    rows = torch.arange(1000)
+    for name, table_bytes in (("balanced", 0), ("parallel", 0), ("reversed", 1 << 20)):
+        layout = layout_of(name, 1000, 1, [0, 1, 2], table_bytes)
+        placement = place_on(layout, CPU)
+        positions, outside = place_rows(MIRROR, placement, rows)
+        assert torch.equal(positions.long(), layout.positions(rows))
+        assert torch.equal(unplace_rows(MIRROR, placement, positions)[0], rows)
+        assert not int(outside)
+
+
+def test_results_come_back() -> None:
+    positions, values = torch.tensor([5, 3, 5], dtype=torch.int32), torch.tensor([[1.0], [2.0], [3.0]])
+    rows = sort_compact(MIRROR, positions, values)
+    assert int(rows.count) == 2
+    assert rows.positions[:2].tolist() == [3, 5]
+    assert rows.values[:2].tolist() == [[2.0], [4.0]]

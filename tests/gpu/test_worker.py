@@ -1,0 +1,129 @@
+"""The worker on a real GPU: streams, pinned memory, and training."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.integration.reference import assert_same_bits, reduce_in_rank_order
+from tests.worker.test_transfer import make_layout, sparse, synchronize
+from zenps.placement import place_on
+from zenps.settings import CudaConfig
+from zenps.worker.accelerator import CudaAccelerator
+from zenps.worker.dense import DENSE_GRANULE, DenseTransfer
+from zenps.worker.staged import StagedDense, StagedSparse
+from zenps.worker.transfer import Transfer
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DEADLINE_SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def accelerator() -> CudaAccelerator:
+    return CudaAccelerator(torch.device("cuda", 0), 1 << 30, DEADLINE_SECONDS)
+
+
+@pytest.fixture
+def _no_device_wide_wait() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def whole_numbers(rows: int, dim: int, nnz: int, seed: int) -> Tensor:
+    """A gradient on the CPU whose sums are exact in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = (torch.rand(nnz, generator=generator) ** 4 * rows).long()
+    return sparse(ids, torch.randint(-8, 8, (nnz, dim), generator=generator).float(), (rows, dim))
+
+
+def prepared(transfer: Transfer, accelerator: CudaAccelerator) -> Transfer:
+    for _ in range(3):
+        if not transfer.prepared():
+            accelerator.wait_for(accelerator.mark())
+    assert transfer.prepared()
+    return transfer
+
+
+@pytest.mark.parametrize("compaction", ["sort", "bitmap", "hash"])
+def test_rounds_of_many_sizes_reuse_memory_and_stay_right(
+    accelerator: CudaAccelerator, compaction: str
+) -> None:
+    layout = make_layout("balanced", 100_000, 1, [0, 1, 2], 0)
+    placement = place_on(layout, accelerator.device)
+    settings = CudaConfig(compaction=compaction)  # type: ignore[arg-type]
+
+    def begin(tensor: Tensor) -> Transfer:
+        staged = StagedSparse(tensor.cuda(), layout, placement, 2, 0, "auto", settings, accelerator)
+        return prepared(staged, accelerator)
+
+    for seed, nnz in enumerate((0, 1, 60_000, 33, 200_000, 5, 120_000, 60_000)):
+        tensors = [whole_numbers(100_000, 32, nnz, 2 * seed + rank) for rank in range(2)]
+        results, _ = synchronize(tensors, begin, average=False)
+        for result in results:
+            assert result.is_cuda
+            assert_same_bits(result.cpu(), reduce_in_rank_order(tensors, average=False))
+
+
+@pytest.mark.usefixtures("_no_device_wide_wait")
+def test_a_gradient_is_compacted_without_waiting(accelerator: CudaAccelerator) -> None:
+    layout = make_layout("balanced", 100_000, 1, [0, 1, 2], 0)
+    torch.cuda.set_sync_debug_mode("default")
+    placement = place_on(layout, accelerator.device)
+    tensor = whole_numbers(100_000, 32, 50_000, 1).cuda()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    transfer = StagedSparse(tensor, layout, placement, 2, 0, "auto", CudaConfig(), accelerator)
+    prepared(transfer, accelerator)
+    assert sum(part.rows for part in transfer.parts) > 0
+
+
+def test_the_callers_stream_goes_first(accelerator: CudaAccelerator) -> None:
+    """What is compacted is what the gradient is once all work before it is done."""
+    layout = make_layout("balanced", 1000, 1, [0, 1], 0)
+    placement = place_on(layout, accelerator.device)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(200_000_000)
+        values = torch.zeros(1000, 4, device="cuda").add_(3)
+        tensor = sparse(torch.arange(1000), values.cpu(), (1000, 4)).cuda() * 2
+        transfer = StagedSparse(tensor, layout, placement, 1, 0, "coo", CudaConfig(), accelerator)
+    prepared(transfer, accelerator)
+    for part in transfer.parts:
+        assert (torch.frombuffer(bytearray(part.frames[1]), dtype=torch.float32) == 6).all()
+
+
+def test_dense(accelerator: CudaAccelerator) -> None:
+    tensors = [torch.randn(70_000), torch.randn(70_000)]
+    layout = make_layout("balanced", 70_000, DENSE_GRANULE, [0, 1], 0)
+
+    def begin(tensor: Tensor) -> Transfer:
+        def make(copy: Tensor) -> Transfer:
+            return DenseTransfer(copy, layout, 2, 0, accelerator.pinned, True)
+
+        return prepared(StagedDense(tensor.cuda(), make, accelerator), accelerator)
+
+    results, _ = synchronize(tensors, begin, average=True)
+    for result in results:
+        assert result.is_cuda
+        assert_same_bits(result.cpu(), reduce_in_rank_order(tensors, average=True))
+
+
+def test_two_workers_train_on_one_gpu(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    launch = [sys.executable, "-m", "zenps", "launch", "--workers", "2", "--servers", "2", "--"]
+    script = [sys.executable, str(EXAMPLES / "lstm_lm.py"), "--device", "cuda", "--steps", "60"]
+    done = subprocess.run(
+        [*launch, *script, "--report", str(report)], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    before, after = json.loads(report.read_text())["held_out_loss"]
+    assert after < 0.8 * before
