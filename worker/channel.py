@@ -79,8 +79,8 @@ class Channel:
         for socket in (self._wake_reader, *self._servers.values()):
             self._poller.register(socket, zmq.POLLIN)
 
-        self._role = threading.Lock()
-        """Guards the three fields below."""
+        self._role = threading.RLock()
+        """Guards the fields below. A handler of signals may come here on a thread that has it already."""
         self._news = threading.Condition(self._role)
         """Tells sleepers that something ended or the role is free."""
         self._sleepers = 0
