@@ -1,8 +1,8 @@
 PYTHON    ?= python3
 PARTITION ?= balanced
-BIN       := .venv/bin
+BIN       ?= .venv/bin
 
-.PHONY: demo test check bench
+.PHONY: demo test check bench test-gpu bench-gpu
 
 demo: .venv/installed
 	$(BIN)/zenps launch --workers 2 --servers 2 --set sync.partition=$(PARTITION) -- $(BIN)/python examples/lstm_lm.py
@@ -20,6 +20,21 @@ check: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/bench_sync.py --quick
+
+# The two below need a CUDA device. `make test-gpu BIN=…` takes another environment than .venv.
+GPU_TESTS := tests/cuda tests/worker/test_transfer.py tests/worker/test_staged.py
+SANITIZE   = compute-sanitizer --error-exitcode 66 --target-processes all
+
+test-gpu:
+	ZENPS_TEST_GPU=1 $(BIN)/python -m pytest $(GPU_TESTS) tests/gpu
+	@# Unpooled memory, so that each tensor's end is an allocation's end.
+	ZENPS_TEST_GPU=1 ZENPS_TEST_SMALL=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+		$(SANITIZE) --tool memcheck $(BIN)/python -m pytest tests/cuda -k "not compile and not plants and not host"
+	ZENPS_TEST_GPU=1 ZENPS_TEST_SMALL=1 \
+		$(SANITIZE) --tool racecheck $(BIN)/python -m pytest tests/cuda -k "not compile and not plants and not host"
+
+bench-gpu:
+	$(BIN)/python benchmarks/bench_compaction.py
 
 .venv: .venv/installed
 

@@ -136,13 +136,16 @@ def push_pull_async(tensor: Tensor, name: str, average: bool = True) -> Pending:
     """Begins to sum ``tensor`` over all ranks; the result comes from :func:`synchronize`.
 
     Args:
-        tensor: on the CPU, of float16, bfloat16, float32, float64 or int64. Strided of any shape, or
-            sparse COO, coalesced or not. It may be changed once this returns.
+        tensor: on the CPU or a CUDA device, of float16, bfloat16, float32, float64 or int64. Strided of any
+            shape, or sparse COO, coalesced or not. On the CPU it may be changed once this returns, on a
+            CUDA device once its result is there.
         name: the same on all ranks, and in flight once at a time.
         average: divide by the number of ranks, after summing in float32 or wider.
 
     Raises:
-        TensorError: the tensor cannot be synchronised; nothing was sent.
+        TensorError: the tensor cannot be synchronised; nothing was sent. That the indices of one on a CUDA
+            device lie outside its shape is raised by :func:`synchronize`.
+        ConfigError: the tensor is on a CUDA device, and CuPy is not installed.
         UsageError: ``name`` is in flight already.
     """
     world = communicator()
@@ -157,7 +160,7 @@ def push_pull(tensor: Tensor, name: str, average: bool = True) -> Tensor:
     Arguments and errors are those of :func:`push_pull_async`.
 
     Returns:
-        A new tensor. Dense in, dense out; sparse in, coalesced sparse out, with every row that any
+        A new tensor, on the same device. Dense in, dense out; sparse in, coalesced sparse out, with every row that any
         rank pushed, even where the sum is zero.
 
     Raises:

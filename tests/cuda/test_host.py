@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cuda.host.build import Sanitizer
+from tests.cuda.host.build import SAMPLES, Sanitizer
 from tests.cuda.host.launcher import SANITIZER, HostLauncher, KernelError
 from tests.cuda.host.rerun import Rerun
 from zenps.kernels.launcher import scan_state
 
-SAMPLES = Path(__file__).parent / "host" / "samples"
 WARP = 32
 
 FAULTS = {

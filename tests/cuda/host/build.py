@@ -14,9 +14,12 @@ from pathlib import Path
 
 from zenps.kernels.sources import folder
 
-__all__ = ["BUILD", "Sanitizer", "build", "build_runtime", "digest_of", "once", "sources"]
+__all__ = ["BUILD", "SAMPLES", "Sanitizer", "build", "build_runtime", "digest_of", "once", "source_folder"]
 
 HERE = Path(__file__).parent
+SAMPLES = HERE / "samples"
+"""Kernels that try the runtime and the headers."""
+
 BUILD = HERE.parents[2] / "build" / "host"
 """Where libraries are kept; each is named by a hash of everything that went into it."""
 
@@ -57,7 +60,7 @@ class Sanitizer(enum.StrEnum):
         return () if self is Sanitizer.NONE else (f"-DZENPS_{self.name}_SANITIZER",)
 
 
-def sources() -> Path:
+def source_folder() -> Path:
     """The folder of the sources: ``cuda/``, or what :mod:`.rerun` puts in its place."""
     return Path(os.environ.get("ZENPS_HOST_SOURCES", folder()))
 
@@ -69,8 +72,8 @@ def build(source: Path, expressions: Sequence[str], sanitizer: Sanitizer) -> Pat
         RuntimeError: g++ refused the source; the message is g++'s.
     """
     stub = _stub(source, expressions)
-    flags = (*COMMON, *KERNEL, f"-I{sources()}", *sanitizer.kernel_flags)
-    inputs = [source, *sources().glob("*.cuh"), HERE / "cuda_host.h", HERE / "table.h"]
+    flags = (*COMMON, *KERNEL, f"-I{source_folder()}", *sanitizer.kernel_flags)
+    inputs = [source, *source_folder().glob("*.cuh"), HERE / "cuda_host.h", HERE / "table.h"]
     name = f"{source.stem}-{digest_of(stub, (*_compiler(), *flags), inputs)}"
 
     def compile_kernels(out: Path) -> None:

@@ -14,9 +14,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from tests.cuda.host.build import Sanitizer, build, build_runtime, sources
+from tests.cuda.host.build import Sanitizer, build, build_runtime, source_folder
+from zenps.kernels import sources
 from zenps.kernels.launcher import Launcher
-from zenps.kernels.sources import EXPRESSIONS
 
 __all__ = ["SANITIZER", "SIZES", "HostLauncher", "KernelError"]
 
@@ -41,7 +41,8 @@ class HostLauncher(Launcher):
         seed: of the order in which threads and blocks run.
         resident: how many blocks run at once.
         folder: where the sources lie; by default ``cuda/``, or what stands for it in a rerun.
-        expressions: the kernels of each source, to be compiled together; others are compiled one by one.
+        expressions: the kernels of each source, to be compiled together; by default those of ``cuda/``.
+            Others are compiled one by one, which is faster for a source of which one test is run.
 
     Raises:
         KernelError: on ``launch``, with the reason and, mostly, block and thread: a deadlock, a wrong mask,
@@ -53,11 +54,13 @@ class HostLauncher(Launcher):
         seed: int = 0,
         resident: int = 4,
         folder: Path | None = None,
-        expressions: Mapping[str, Sequence[str]] = EXPRESSIONS,
+        expressions: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        self._seed = seed
+        self.seed = seed
         self._resident = resident
-        self._folder = folder or sources()
+        self._folder = folder or source_folder()
+        if expressions is None:
+            expressions = sources.EXPRESSIONS if self._folder == sources.folder() else {}
         self._expressions = expressions
         self._guarded: list[tuple[weakref.ref[Tensor], Tensor]] = []
 
@@ -72,7 +75,7 @@ class HostLauncher(Launcher):
         kernel = _kernels(self._folder / f"{source}.cu", expressions)[expression]
         words = _words(expression, kernel.parameters.decode(), args)
         with _one_at_a_time:
-            failure = _runtime().zenps_launch(kernel, words, grid, block, self._resident, self._seed)
+            failure = _runtime().zenps_launch(kernel, words, grid, block, self._resident, self.seed)
         if failure is not None:
             raise KernelError(f"{expression}: {failure.decode()}")
         self._check_guards(expression)

@@ -1,0 +1,64 @@
+"""The kernels are clean under the sanitizers, and what is planted in them is caught."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cuda.host.build import Sanitizer
+from tests.cuda.host.launcher import SANITIZER
+from tests.cuda.host.rerun import Rerun
+from tests.cuda.plants import PLANTS, TESTS, Plant, sow
+from zenps.kernels.sources import EXPRESSIONS
+
+pytestmark = pytest.mark.skipif(SANITIZER is not Sanitizer.NONE, reason="starts the sanitizers itself")
+
+FAILED = 1
+"""pytest's exit status where a test failed."""
+
+
+@pytest.fixture(scope="module")
+def reruns() -> Iterator[dict[Sanitizer, Rerun]]:
+    """A process for each sanitizer, started when it is asked for."""
+    running: dict[Sanitizer, Rerun] = {}
+    yield running
+    for rerun in running.values():
+        rerun.close()
+
+
+@pytest.fixture
+def rerun(reruns: dict[Sanitizer, Rerun], request: pytest.FixtureRequest) -> Rerun:
+    sanitizer: Sanitizer = request.param
+    if sanitizer not in reruns:
+        reruns[sanitizer] = Rerun(sanitizer)
+    return reruns[sanitizer]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("rerun", [Sanitizer.THREAD, Sanitizer.ADDRESS], indirect=True)
+def test_sanitizers_find_nothing(rerun: Rerun) -> None:
+    files = [str(TESTS / f"test_{name}.py") for name in ("scan", *EXPRESSIONS)]
+    outcome = rerun.run(files, timeout_seconds=580)
+    assert outcome.passed, outcome.output
+
+
+@pytest.mark.parametrize(
+    ("rerun", "plant"),
+    [(plant.caught_by, plant) for plant in PLANTS],
+    ids=[plant.name.replace(" ", "-") for plant in PLANTS],
+    indirect=["rerun"],
+)
+def test_plants_are_caught(rerun: Rerun, plant: Plant) -> None:
+    outcome = rerun.run(plant.arguments, sow(plant))
+    assert "g++ -std" not in outcome.output, outcome.output
+    if plant.caught_by is Sanitizer.NONE:
+        assert outcome.status == FAILED, outcome.output
+    else:
+        assert outcome.reported, outcome.output
+        assert f"{plant.file}:" in outcome.output, "the report does not name the line"
+
+
+def test_plants_that_no_longer_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected 'no such text' once in scan.cuh"):
+        sow(PLANTS[0]._replace(old="no such text"))
