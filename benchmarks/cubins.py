@@ -62,7 +62,9 @@ def compile_source(source: str, expressions: Sequence[str], architecture: str) -
         f"--gpu-architecture={architecture}",
         "--ptxas-options=-v",
     )
-    program = _checked(nvrtc.nvrtcCreateProgram(source_text(source).encode(), f"{source}.cu".encode(), 0, [], []))
+    program = _checked(
+        nvrtc.nvrtcCreateProgram(source_text(source).encode(), f"{source}.cu".encode(), 0, [], [])
+    )
     try:
         for expression in expressions:
             _checked(nvrtc.nvrtcAddNameExpression(program, expression.encode()))
@@ -104,7 +106,11 @@ def read_usages(log: str, expressions: dict[str, str]) -> dict[str, Usage]:
 
 def report() -> dict[str, Any]:
     """The JSON file: lists have one number for each of ``architectures``."""
-    jobs = [(source, EXPRESSIONS[source], architecture) for source in EXPRESSIONS for architecture in ARCHITECTURES]
+    jobs = [
+        (source, EXPRESSIONS[source], architecture)
+        for source in EXPRESSIONS
+        for architecture in ARCHITECTURES
+    ]
     with ThreadPoolExecutor() as pool:
         results = [*pool.map(lambda job: compile_source(*job), jobs)]
     compiled = {

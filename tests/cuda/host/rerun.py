@@ -142,7 +142,9 @@ def _answer(tests: list[str], sources: str | None, output: str) -> NoReturn:
         os.dup2(out.fileno(), 2)
     if sources is not None:
         os.environ["ZENPS_HOST_SOURCES"] = sources
-    status = pytest.main(["-x", "-q", "--capture=sys", "-p", "no:cacheprovider", *tests])
+    status = pytest.main(
+        ["-x", "-q", "--capture=sys", "-p", "no:cacheprovider", "--hypothesis-profile=rerun", *tests]
+    )
     sys.stdout.flush()
     os._exit(status)
 
