@@ -44,7 +44,7 @@ class CupyLauncher(Launcher):
         # A pointer is as wide as the int64 that CuPy makes of an int, so a launch is a list of words.
         words = tuple(arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args)
         # CuPy launches on its own current stream, which is not torch's.
-        stream = self._cupy.cuda.Stream.from_external(torch.cuda.current_stream(device))
+        stream = self._cupy.cuda.Stream.from_external(_TorchStream(torch.cuda.current_stream(device)))
         with self._cupy.cuda.Device(device.index), stream:
             self._module(source).get_function(expression)((grid,), (block,), words)
 
@@ -56,3 +56,14 @@ class CupyLauncher(Launcher):
                 code=source_text(source), options=options, name_expressions=EXPRESSIONS[source]
             )
         return self._modules[source]
+
+
+class _TorchStream:
+    """A stream in the form that CuPy takes; torch's own have it only since 2.13."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Version of this protocol, and ``cudaStream_t``."""
+        return 0, self._stream.cuda_stream
