@@ -22,16 +22,18 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/bench_sync.py --quick
 
 # The two below need a CUDA device. `make test-gpu BIN=…` takes another environment than .venv.
-GPU_TESTS := tests/cuda tests/worker/test_transfer.py tests/worker/test_staged.py
-SANITIZE   = compute-sanitizer --error-exitcode 66 --target-processes all
+KERNELS  := bitmap_codec bitmap_compact hash_compact place scan_compact scatter sort_compact
+ON_GPU    = ZENPS_TEST_GPU=1 PYTEST_ADDOPTS="-p no:xdist"
+SANITIZE  = compute-sanitizer --error-exitcode 66 --target-processes all
+GPU_TESTS = $(KERNELS:%=tests/cuda/test_%.py)
 
 test-gpu:
-	ZENPS_TEST_GPU=1 $(BIN)/python -m pytest $(GPU_TESTS) tests/gpu
-	@# Unpooled memory, so that each tensor's end is an allocation's end.
-	ZENPS_TEST_GPU=1 ZENPS_TEST_SMALL=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-		$(SANITIZE) --tool memcheck $(BIN)/python -m pytest tests/cuda -k "not compile and not plants and not host"
-	ZENPS_TEST_GPU=1 ZENPS_TEST_SMALL=1 \
-		$(SANITIZE) --tool racecheck $(BIN)/python -m pytest tests/cuda -k "not compile and not plants and not host"
+	$(ON_GPU) $(BIN)/python -m pytest $(GPU_TESTS) tests/worker/test_transfer.py tests/worker/test_staged.py
+	$(BIN)/python -m pytest tests/gpu
+	@# Each tensor its own allocation: then its end is memory's end.
+	$(ON_GPU) ZENPS_TEST_SMALL=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+		$(SANITIZE) --tool memcheck $(BIN)/python -m pytest $(GPU_TESTS)
+	$(ON_GPU) ZENPS_TEST_SMALL=1 $(SANITIZE) --tool racecheck $(BIN)/python -m pytest $(GPU_TESTS)
 
 bench-gpu:
 	$(BIN)/python benchmarks/bench_compaction.py

@@ -25,7 +25,8 @@ RESULTS = Path(__file__).parent / "results" / "cubins.json"
 
 COMPILED = re.compile(
     r"Compiling entry function '(?P<kernel>\w+)'.*?"
-    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
+    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+    r"(?P<loads>\d+) bytes spill loads.*?"
     r"Used (?P<registers>\d+) registers(?:[^\n]*?(?P<shared>\d+) bytes smem)?",
     re.DOTALL,
 )
@@ -39,6 +40,30 @@ class Usage(NamedTuple):
     stack_bytes: int
     spilled_bytes: int
     shared_bytes: int
+
+
+# Of one multiprocessor: warps, and KiB of shared memory ("Technical Specifications per Compute Capability",
+# https://docs.nvidia.com/cuda/cuda-c-programming-guide/). All have 65536 registers.
+MULTIPROCESSORS = {
+    "sm_75": (32, 64),
+    "sm_80": (64, 164),
+    "sm_86": (48, 100),
+    "sm_89": (48, 100),
+    "sm_90": (64, 228),
+    "sm_100": (64, 228),
+    "sm_120": (48, 100),
+}
+BLOCK_WARPS = 8  # of zenps.kernels.launcher.BLOCK
+REGISTER_UNIT, SHARED_UNIT, SHARED_RESERVED = 256, 128, 1024
+
+
+def resident_warps(usage: Usage, architecture: str) -> int:
+    """How many warps of such a kernel a multiprocessor runs at once, in blocks of 256 threads."""
+    warps, shared_kib = MULTIPROCESSORS[architecture]
+    registers = -(-usage.registers * 32 // REGISTER_UNIT) * REGISTER_UNIT
+    shared = -(-usage.shared_bytes // SHARED_UNIT) * SHARED_UNIT + SHARED_RESERVED
+    blocks = (warps // BLOCK_WARPS, 65536 // registers // BLOCK_WARPS, shared_kib * 1024 // shared)
+    return min(blocks) * BLOCK_WARPS
 
 
 class Compiled(NamedTuple):
@@ -126,6 +151,12 @@ def report() -> dict[str, Any]:
             source: {
                 expression: {
                     name: [one.kernels[expression]._asdict()[name] for one in each] for name in Usage._fields
+                }
+                | {
+                    "resident_warps": [
+                        resident_warps(one.kernels[expression], architecture)
+                        for one, architecture in zip(each, ARCHITECTURES, strict=True)
+                    ]
                 }
                 for expression in EXPRESSIONS[source]
             }

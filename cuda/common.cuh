@@ -28,11 +28,13 @@ __device__ inline void spin_pause() { host_yield(); }
 
 template <typename Word>
 __device__ inline Word load_relaxed(const Word* address) {
+    host_preempt();
     return __atomic_load_n(address, __ATOMIC_RELAXED);
 }
 
 template <typename Word>
 __device__ inline void store_relaxed(Word* address, Word value) {
+    host_preempt();
     __atomic_store_n(address, value, __ATOMIC_RELAXED);
 }
 

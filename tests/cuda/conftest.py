@@ -24,6 +24,6 @@ def launcher(request: pytest.FixtureRequest) -> HostLauncher:
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> Iterator[None]:
     """``torch.empty`` gives NaN and the greatest integers, so that what no kernel wrote is seen."""
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")

@@ -1,19 +1,20 @@
 """Faults planted in the kernels, each of which the tests must notice.
 
-A plant is an edit of a source's text, applied to a copy: so that it stands beside what it breaks, and a source
-that changed makes it fail, not rot. Each names tests that catch it, as few as will do.
+A plant is an edit of a source's text, applied to a copy: a source that changes under it makes it fail, where
+a planted copy would rot. Each names tests that catch it, as few as will do.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from tests.cuda.host.build import BUILD, Sanitizer
 from zenps.kernels.sources import folder
 
-__all__ = ["PLANTS", "Plant", "sow"]
+__all__ = ["BARRIER", "BARRIER_TESTS", "PLANTS", "Plant", "sow"]
 
 TESTS = Path(__file__).parent
 
@@ -29,135 +30,39 @@ class Plant(NamedTuple):
     old: str
     new: str
     caught_by: Sanitizer
-    tests: tuple[str, ...]
-    """pytest's arguments; files without their folder."""
+    tests: str
+    """The part of ``test_<part>.py``, a colon, and pytest's ``-k``."""
 
     @property
     def arguments(self) -> list[str]:
-        file, *rest = self.tests
-        return [str(TESTS / file), *rest]
+        part, _, keyword = self.tests.partition(": ")
+        return [str(TESTS / f"test_{part}.py"), "-k", keyword]
 
 
-def dropped(name: str, file: str, around: str, *tests: str) -> Plant:
-    """A barrier that is left out. ``around`` are the lines about it, with the barrier as ``…``."""
-    barrier = "__syncthreads();"
-    return Plant(name, file, around.replace("…", barrier), around.replace("…", ""), RACES, tests)
+BARRIER: Final = "__syncthreads();"
+BARRIER_TESTS: Final = {
+    "bitmap.cuh": "bitmap_compact: every_position_of_a_tile",
+    "bitmap_codec.cu": "bitmap_codec: codecs_bytes and 1025",
+    "hash_compact.cu": "hash_compact: dense_sizes and 1025 and float32",
+    "scan.cuh": "scan: test",
+    "scan_compact.cu": "scan_compact: test_sizes and 1025 or several_tiles and 20002 and float32",
+}
+"""For each source that has barriers, tests that miss each of them."""
+
+
+def dropped_barriers() -> Iterator[Plant]:
+    """Each barrier of each source, left out."""
+    for file, tests in BARRIER_TESTS.items():
+        lines = (folder() / file).read_text(encoding="utf-8").splitlines(keepends=True)
+        places = [place for place, line in enumerate(lines) if BARRIER in line]
+        for number, place in enumerate(places, 1):
+            around = "".join(lines[place - 1 : place + 2])
+            name = f"{file} without barrier {number}"
+            yield Plant(name, file, around, around.replace(BARRIER, ""), RACES, tests)
 
 
 PLANTS: Final = (
-    # The barriers, one after the other
-    dropped(
-        "block sum, after the warps' sums",
-        "scan.cuh",
-        "warp_sums[warp] = before + value;\n    …",
-        "test_scan.py",
-        "-k",
-        "block_sums",
-    ),
-    dropped(
-        "block sum, before the next",
-        "scan.cuh",
-        "…\n    return warps_before + before;",
-        "test_scan.py",
-        "-k",
-        "block_sums",
-    ),
-    dropped(
-        "ticket, before it is read",
-        "scan.cuh",
-        "atomicAdd(&state->tickets, 1ull));\n    …",
-        "test_scan.py",
-        "-k",
-        "taken",
-    ),
-    dropped(
-        "ticket, before the next",
-        "scan.cuh",
-        "const int64 taken = *tile;\n    …",
-        "test_scan.py",
-        "-k",
-        "taken",
-    ),
-    dropped(
-        "sum over tiles, before it is read",
-        "scan.cuh",
-        "…\n    const int64 before = *shared_before;",
-        "test_scan.py",
-        "-k",
-        "over_tiles",
-    ),
-    dropped(
-        "sum over tiles, before the next",
-        "scan.cuh",
-        "const int64 before = *shared_before;\n    …",
-        "test_scan.py",
-        "-k",
-        "over_tiles",
-    ),
-    dropped(
-        "listed bits, before they are used",
-        "bitmap.cuh",
-        "…\n        for (uint32 at = begin",
-        "test_bitmap_compact.py",
-        "-k",
-        "every_position_of_a_tile",
-    ),
-    dropped(
-        "listed bits, before the next",
-        "bitmap.cuh",
-        "use(at, listed[at - begin]);\n        …",
-        "test_bitmap_compact.py",
-        "-k",
-        "every_position_of_a_tile",
-    ),
-    dropped(
-        "bitmap's tile, before bits are set",
-        "bitmap_codec.cu",
-        "…\n    for (int64 i = bounds[0]",
-        "test_bitmap_codec.py",
-        "-k",
-        "codecs_bytes and 1025",
-    ),
-    dropped(
-        "bitmap's tile, before it is written",
-        "bitmap_codec.cu",
-        "…\n    const int64 first = blockIdx.x * TILE_WORDS;",
-        "test_bitmap_codec.py",
-        "-k",
-        "codecs_bytes and 1025",
-    ),
-    dropped(
-        "dense scan, before the first pieces are read",
-        "scan_compact.cu",
-        "…\n    while (tile < tiles)",
-        "test_scan_compact.py",
-        "-k",
-        "test_sizes and 1025",
-    ),
-    dropped(
-        "dense scan, before rows are written",
-        "scan_compact.cu",
-        "…\n            const int64 begin = *shared_before",
-        "test_scan_compact.py",
-        "-k",
-        "several_tiles and 20002 and float32",
-    ),
-    dropped(
-        "dense scan, before the next window",
-        "scan_compact.cu",
-        "values[begin + i] = staged[i];\n            }\n            …",
-        "test_scan_compact.py",
-        "-k",
-        "several_tiles and 20002 and float32",
-    ),
-    dropped(
-        "dense claims, before non-zeros are read",
-        "hash_compact.cu",
-        "…\n\n    const Table<Key> table",
-        "test_hash_compact.py",
-        "-k",
-        "dense_sizes and 1025 and float32",
-    ),
+    *dropped_barriers(),
     # Atomics that are none
     Plant(
         "a ticket that two may draw",
@@ -165,7 +70,7 @@ PLANTS: Final = (
         "atomicAdd(&state->tickets, 1ull)",
         "state->tickets++",
         RACES,
-        ("test_scan.py", "-k", "taken"),
+        "scan: taken",
     ),
     Plant(
         "a slot is looked at, then written",
@@ -173,7 +78,7 @@ PLANTS: Final = (
         "return held == EMPTY<Key> ? atomicCAS(slots + slot, EMPTY<Key>, position) : held;",
         "if (held == EMPTY<Key>) slots[slot] = position;\n        return held;",
         RACES,
-        ("test_hash_compact.py", "-k", "test_sizes and 1025"),
+        "hash_compact: test_sizes and 1025",
     ),
     Plant(
         "bits set without an atomic",
@@ -181,7 +86,7 @@ PLANTS: Final = (
         "found[item] = atomicOr(&bitmap[position[item] / WORD_BITS], bit);",
         "bitmap[position[item] / WORD_BITS] |= bit;",
         RACES,
-        ("test_bitmap_compact.py", "-k", "test_sums and 1025 and float32"),
+        "bitmap_compact: test_sums and 1025 and float32",
     ),
     Plant(
         "rows added without an atomic",
@@ -189,7 +94,7 @@ PLANTS: Final = (
         "atomicAdd(&sums[target * columns + cell.pack * LANES + lane], row.lane[lane]);",
         "sums[target * columns + cell.pack * LANES + lane] += row.lane[lane];",
         RACES,
-        ("test_bitmap_compact.py", "-k", "test_sums and 1025 and float32"),
+        "bitmap_compact: test_sums and 1025 and float32",
     ),
     Plant(
         "hashed rows added without an atomic",
@@ -197,7 +102,7 @@ PLANTS: Final = (
         "atomicAdd(&sums[rank[item] * columns + column[item]], value[item]);",
         "sums[rank[item] * columns + column[item]] += value[item];",
         RACES,
-        ("test_hash_compact.py", "-k", "test_sizes and 1025"),
+        "hash_compact: test_sizes and 1025",
     ),
     Plant(
         "a tile's bits set without an atomic",
@@ -205,7 +110,7 @@ PLANTS: Final = (
         "atomicOr(&tile_words[bit / WORD_BITS], 1u << (bit % WORD_BITS));",
         "tile_words[bit / WORD_BITS] |= 1u << (bit % WORD_BITS);",
         RACES,
-        ("test_bitmap_codec.py", "-k", "codecs_bytes and 1025"),
+        "bitmap_codec: codecs_bytes and 1025",
     ),
     Plant(
         "a look-back reads what is not published",
@@ -213,7 +118,7 @@ PLANTS: Final = (
         "word = load_relaxed(&state->status[predecessor]);",
         "word = state->status[predecessor];",
         RACES,
-        ("test_scan.py", "-k", "over_tiles"),
+        "scan: over_tiles",
     ),
     # Wrong bounds
     Plant(
@@ -222,7 +127,7 @@ PLANTS: Final = (
         "if (i >= count) return;\n    const int64 row",
         "if (i > count) return;\n    const int64 row",
         BOUNDS,
-        ("test_place.py", "-k", "of_the_layout"),
+        "place: of_the_layout",
     ),
     Plant(
         "one row too many claims",
@@ -230,7 +135,7 @@ PLANTS: Final = (
         "if (row < rows) {",
         "if (row <= rows) {",
         BOUNDS,
-        ("test_hash_compact.py", "-k", "test_sizes and 1025"),
+        "hash_compact: test_sizes and 1025",
     ),
     Plant(
         "the row before the first",
@@ -238,7 +143,7 @@ PLANTS: Final = (
         "(i == 0 || sorted[i - 1]",
         "(sorted[i - 1]",
         BOUNDS,
-        ("test_sort_compact.py", "-k", "stated_bits and 33 and float32"),
+        "sort_compact: stated_bits and 33 and float32",
     ),
     Plant(
         "the tensor's last pack",
@@ -246,7 +151,7 @@ PLANTS: Final = (
         "if (row + LANES <= rows)",
         "if (row < rows)",
         BOUNDS,
-        ("test_scan_compact.py", "-k", "test_sizes and 1025"),
+        "scan_compact: test_sizes and 1025",
     ),
     Plant(
         "more bits than rows were announced",
@@ -254,7 +159,7 @@ PLANTS: Final = (
         "if (before + bit_rank < rows) ",
         "",
         BOUNDS,
-        ("test_bitmap_codec.py", "-k", "wrong_number_of_rows"),
+        "bitmap_codec: wrong_number_of_rows",
     ),
     Plant(
         "a target one beyond the last row",
@@ -262,7 +167,7 @@ PLANTS: Final = (
         "target < out_rows",
         "target <= out_rows",
         COMPARED,
-        ("test_scatter.py", "-k", "target_outside"),
+        "scatter: target_outside",
     ),
     Plant(
         "a stage with room for one more",
@@ -270,7 +175,7 @@ PLANTS: Final = (
         "if (place < STAGE)",
         "if (place <= STAGE)",
         COMPARED,
-        ("test_scan_compact.py", "-k", "several_tiles and 20002 and float32"),
+        "scan_compact: several_tiles and 20002 and float32",
     ),
     Plant(
         "rows beyond the capacity",
@@ -278,7 +183,7 @@ PLANTS: Final = (
         "held[item] == EMPTY<Key> || i >= capacity",
         "held[item] == EMPTY<Key>",
         BOUNDS,
-        ("test_hash_compact.py", "-k", "more_positions_than_capacity"),
+        "hash_compact: more_positions_than_capacity",
     ),
     # Wrong results
     Plant(
@@ -287,7 +192,7 @@ PLANTS: Final = (
         "int64(atomicAdd(&state->tickets, 1ull))",
         "int64(blockIdx.x)",
         COMPARED,
-        ("test_scan.py", "-k", "over_tiles"),
+        "scan: over_tiles",
     ),
     Plant(
         "a look-back that does not wait",
@@ -295,7 +200,7 @@ PLANTS: Final = (
         "__all_sync(ALL_LANES, word >= TOTAL_READY)",
         "true",
         COMPARED,
-        ("test_scan.py", "-k", "over_tiles"),
+        "scan: over_tiles",
     ),
     Plant(
         "a look-back that counts tiles twice",
@@ -303,7 +208,7 @@ PLANTS: Final = (
         "lane <= nearest ?",
         "lane <= nearest + WARP ?",
         COMPARED,
-        ("test_scan.py", "-k", "over_tiles"),
+        "scan: over_tiles",
     ),
     Plant(
         "position 0 is no position",
@@ -311,7 +216,7 @@ PLANTS: Final = (
         "constexpr Key EMPTY = ~Key(0);",
         "constexpr Key EMPTY = Key(0);",
         COMPARED,
-        ("test_hash_compact.py", "-k", "first_and_last"),
+        "hash_compact: first_and_last",
     ),
     Plant(
         "π does not walk on",
@@ -319,7 +224,7 @@ PLANTS: Final = (
         "} while (value >= at.granules);\n    return value;\n}\n\n// π⁻¹",
         "} while (false);\n    return value;\n}\n\n// π⁻¹",
         COMPARED,
-        ("test_place.py", "-k", "of_the_layout"),
+        "place: of_the_layout",
     ),
     Plant(
         "0.0 where -0.0 changes nothing",
@@ -327,7 +232,7 @@ PLANTS: Final = (
         "return -Sum(0);",
         "return Sum(0);",
         COMPARED,
-        ("test_sort_compact.py", "-k", "lone_row"),
+        "sort_compact: lone_row",
     ),
     Plant(
         "ties are rounded away from zero",
@@ -335,7 +240,7 @@ PLANTS: Final = (
         "0x7fffu + ((bits >> 16) & 1u)",
         "0x8000u",
         COMPARED,
-        ("test_sort_compact.py", "-k", "rounded_once and bfloat16"),
+        "sort_compact: rounded_once and bfloat16",
     ),
     Plant(
         "a segment counted one too far",
@@ -343,7 +248,7 @@ PLANTS: Final = (
         "(2u << lane) - 1",
         "(1u << lane) - 1",
         COMPARED,
-        ("test_sort_compact.py", "-k", "stated_bits and 33 and float32"),
+        "sort_compact: stated_bits and 33 and float32",
     ),
 )
 

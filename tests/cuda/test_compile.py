@@ -55,7 +55,7 @@ def test_spills_are_read_from_what_ptxas_says() -> None:
         "ptxas info    : Compiling entry function '_Z1aPx' for 'sm_90'\n"
         "ptxas info    : Function properties for _Z1aPx\n"
         "ptxas         .     48 bytes stack frame, 44 bytes spill stores, 52 bytes spill loads\n"
-        "ptxas info    : Used 24 registers, used 1 barriers, 48 bytes cumulative stack size, 1024 bytes smem\n"
+        "ptxas info    : Used 24 registers, used 1 barriers, 48 bytes cumulative stack, 1024 bytes smem\n"
         "ptxas info    : Compiling entry function '_Z1bPx' for 'sm_90'\n"
         "ptxas info    : Function properties for _Z1bPx\n"
         "ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
@@ -65,6 +65,16 @@ def test_spills_are_read_from_what_ptxas_says() -> None:
         "a": Usage(registers=24, stack_bytes=48, spilled_bytes=96, shared_bytes=1024),
         "b": Usage(registers=7, stack_bytes=0, spilled_bytes=0, shared_bytes=0),
     }
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared_bytes", "architecture", "warps"),
+    [(32, 0, "sm_90", 64), (90, 0, "sm_90", 16), (32, 0, "sm_75", 32), (32, 48 << 10, "sm_90", 32),
+     (32, 48 << 10, "sm_75", 8), (255, 0, "sm_90", 8)],
+)  # fmt: skip
+def test_occupancy(registers: int, shared_bytes: int, architecture: str, warps: int) -> None:
+    """By NVIDIA's rules: registers go to warps by 256, shared memory to blocks by 128 bytes and 1 KiB more."""
+    assert cubins.resident_warps(Usage(registers, 0, 0, shared_bytes), architecture) == warps
 
 
 def test_the_archived_table_names_these_kernels() -> None:

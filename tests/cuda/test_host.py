@@ -1,4 +1,4 @@
-"""The runtime that the other tests here trust: what it computes, what it refuses, what its sanitizers find."""
+"""The runtime that other tests here trust: what it computes, what it refuses, what its sanitizers find."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ KERNELS = (
 )
 
 
-@pytest.fixture(params=range(3))
+@pytest.fixture(params=range(3 if SANITIZER is Sanitizer.NONE else 1))
 def samples(request: pytest.FixtureRequest) -> HostLauncher:
     return samples_launcher(request.param)
 

@@ -9,8 +9,8 @@ import pytest
 from tests.cuda.host.build import Sanitizer
 from tests.cuda.host.launcher import SANITIZER
 from tests.cuda.host.rerun import Rerun
-from tests.cuda.plants import PLANTS, TESTS, Plant, sow
-from zenps.kernels.sources import EXPRESSIONS
+from tests.cuda.plants import BARRIER, BARRIER_TESTS, PLANTS, TESTS, Plant, sow
+from zenps.kernels.sources import EXPRESSIONS, folder
 
 pytestmark = pytest.mark.skipif(SANITIZER is not Sanitizer.NONE, reason="starts the sanitizers itself")
 
@@ -35,11 +35,10 @@ def rerun(reruns: dict[Sanitizer, Rerun], request: pytest.FixtureRequest) -> Rer
     return reruns[sanitizer]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.parametrize("tested", ["scan", *EXPRESSIONS])
 @pytest.mark.parametrize("rerun", [Sanitizer.THREAD, Sanitizer.ADDRESS], indirect=True)
-def test_sanitizers_find_nothing(rerun: Rerun) -> None:
-    files = [str(TESTS / f"test_{name}.py") for name in ("scan", *EXPRESSIONS)]
-    outcome = rerun.run(files, timeout_seconds=580)
+def test_sanitizers_find_nothing(rerun: Rerun, tested: str) -> None:
+    outcome = rerun.run([str(TESTS / f"test_{tested}.py")])
     assert outcome.passed, outcome.output
 
 
@@ -59,6 +58,11 @@ def test_plants_are_caught(rerun: Rerun, plant: Plant) -> None:
         assert f"{plant.file}:" in outcome.output, "the report does not name the line"
 
 
+def test_every_barrier_is_left_out_once() -> None:
+    having = {path.name for path in folder().glob("*.cu*") if BARRIER in path.read_text(encoding="utf-8")}
+    assert having == set(BARRIER_TESTS)
+
+
 def test_plants_that_no_longer_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected 'no such text' once in scan.cuh"):
+    with pytest.raises(ValueError, match=r"expected 'no such text' once in"):
         sow(PLANTS[0]._replace(old="no such text"))

@@ -88,11 +88,11 @@ def build(source: Path, expressions: Sequence[str], sanitizer: Sanitizer) -> Pat
 
 
 def build_runtime(sanitizer: Sanitizer) -> Path:
-    """``runtime.cpp`` as the library that all kernels call; not itself under the sanitizer."""
-    source = HERE / "runtime.cpp"
-    flags = (*COMMON, *sanitizer.runtime_flags)
-    digest = digest_of("", (*_compiler(), *flags), [source, HERE / "cuda_host.h", HERE / "table.h"])
-    return once(BUILD / f"runtime-{digest}.so", lambda out: _gxx(*flags, str(source), "-o", str(out)))
+    """The library that all kernels call; not itself under ThreadSanitizer, which would see its switches."""
+    sources = [str(path) for path in sorted(HERE.glob("*.cpp"))]
+    flags = (*COMMON, "-Werror", *sanitizer.runtime_flags)
+    digest = digest_of("", (*_compiler(), *flags), [*HERE.glob("*.cpp"), *HERE.glob("*.h")])
+    return once(BUILD / f"runtime-{digest}.so", lambda out: _gxx(*flags, *sources, "-o", str(out)))
 
 
 def _stub(source: Path, expressions: Sequence[str]) -> str:

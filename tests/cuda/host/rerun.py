@@ -30,7 +30,7 @@ REPORTED = 66
 
 LIBRARIES = {Sanitizer.THREAD: "libtsan.so", Sanitizer.ADDRESS: "libasan.so"}
 OPTIONS = {
-    "TSAN_OPTIONS": f"exitcode={REPORTED}:halt_on_error=1:ignore_noninstrumented_modules=1",
+    "TSAN_OPTIONS": f"exitcode={REPORTED}:halt_on_error=1:atexit_sleep_ms=0:ignore_noninstrumented_modules=1",
     "ASAN_OPTIONS": f"exitcode={REPORTED}:detect_leaks=0",
     "UBSAN_OPTIONS": f"exitcode={REPORTED}:print_stacktrace=1",
 }
@@ -118,14 +118,17 @@ def _library(name: str) -> str:
 
 
 def _fixed_addresses() -> list[str]:
-    """What starts a command at fixed addresses: some kernels' random ones are too much for ThreadSanitizer."""
+    """What starts a command at fixed addresses: ThreadSanitizer cannot take every random one."""
     prefix = ["setarch", platform.machine(), "-R"]
     allowed = subprocess.run([*prefix, "true"], capture_output=True, timeout=60, check=False).returncode == 0
     return prefix if allowed else []
 
 
 def _serve() -> None:
-    import tests.cuda.host.launcher  # noqa: F401  # torch, before the forks
+    # What takes seconds, before the forks.
+    import hypothesis.strategies  # noqa: F401
+
+    import tests.cuda.host.launcher  # noqa: F401
 
     for line in sys.stdin:
         request = json.loads(line)
@@ -142,9 +145,9 @@ def _answer(tests: list[str], sources: str | None, output: str) -> NoReturn:
         os.dup2(out.fileno(), 2)
     if sources is not None:
         os.environ["ZENPS_HOST_SOURCES"] = sources
-    status = pytest.main(
-        ["-x", "-q", "--capture=sys", "-p", "no:cacheprovider", "--hypothesis-profile=rerun", *tests]
-    )
+    options = ("-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=rerun")
+    # Reports go to the file that 2 is now; and rewriting hypothesis's asserts takes a second.
+    status = pytest.main([*options, "--capture=sys", "--assert=plain", *tests])
     sys.stdout.flush()
     os._exit(status)
 

@@ -93,7 +93,9 @@ __global__ void overrun(int64* numbers, int64 size, int64 past) {
     if (i < size + past) numbers[i] = i;
 }
 
-__global__ void misalign(const uint8* bytes, uint32* out) { *out = *reinterpret_cast<const uint32*>(bytes + 1); }
+__global__ void misalign(const uint8* bytes, uint32* out) {
+    *out = *reinterpret_cast<const uint32*>(bytes + 1);
+}
 
 enum : int {
     DIFFERENT_COLLECTIVES,
