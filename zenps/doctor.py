@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import resource
@@ -76,11 +77,15 @@ def _torch() -> Iterator[Check]:
         yield Check("torch threads", "warn", found, advice)
     else:
         yield Check("torch threads", "ok", found)
-    if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        yield Check("cuda", "ok", ", ".join(names))
-    else:
+    if not torch.cuda.is_available():
         yield Check("cuda", "ok", "not seen: everything runs on the CPU")
+        return
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    if importlib.util.find_spec("cupy") is None:
+        advice = "pip install 'zenps[cuda]', or gradients on a GPU are refused"
+        yield Check("cuda", "warn", f"{names}, but no CuPy", advice)
+    else:
+        yield Check("cuda", "ok", names)
 
 
 def _partition(config: Config) -> Check:

@@ -73,7 +73,7 @@ def test_spills_are_read_from_what_ptxas_says() -> None:
      (32, 48 << 10, "sm_75", 8), (255, 0, "sm_90", 8)],
 )  # fmt: skip
 def test_occupancy(registers: int, shared_bytes: int, architecture: str, warps: int) -> None:
-    """By NVIDIA's rules: registers go to warps by 256, shared memory to blocks by 128 bytes and 1 KiB more."""
+    """NVIDIA's rules: registers go to warps by 256, shared memory to blocks by 128 bytes, and 1 KiB more."""
     assert cubins.resident_warps(Usage(registers, 0, 0, shared_bytes), architecture) == warps
 
 

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import importlib.util
 import resource
 import socket
 from typing import Any
 
 import pytest
+import torch
 
 from zenps import doctor
 from zenps.config import load
@@ -38,6 +40,18 @@ def test_whatever_is_not_ok_comes_with_advice() -> None:
 def test_torch_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "100000")
     assert examined()["torch threads"].verdict == "warn"
+
+
+def test_a_gpu_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    check = examined()["cuda"]
+    assert (check.verdict, check.found) == ("warn", "GPU 0, GPU 1, but no CuPy")
+    assert "zenps[cuda]" in check.advice
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert examined()["cuda"] == Check("cuda", "ok", "GPU 0, GPU 1")
 
 
 def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
