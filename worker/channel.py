@@ -23,6 +23,7 @@ import zmq
 
 from zenps import log
 from zenps.errors import ProtocolError, UsageError, ZenPSError
+from zenps.keys import Keys, node_name
 from zenps.metrics import WorkerMetrics
 from zenps.settings import ClusterConfig
 from zenps.wire.frames import Decoder, encode
@@ -51,6 +52,7 @@ class Channel:
         view: names the servers.
         identity: this worker's routing identity.
         metrics: for bytes, refusals and failures.
+        keys: this worker's, or None.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Channel:
         view: View,
         identity: bytes,
         metrics: WorkerMetrics,
+        keys: Keys | None = None,
     ) -> None:
         self._job = cluster.job
         self._metrics = metrics
@@ -67,8 +70,11 @@ class Channel:
         self._decoder: Decoder[FromServer] = Decoder(cluster.job, FromServer)
         self._handles: dict[int, Handle] = {}
         self._next_tick = 0.0
+        limit = cluster.max_message_bytes
         self._servers = {
-            server.rank: connect_dealer(ctx, server.address, identity, cluster.max_message_bytes)
+            server.rank: connect_dealer(
+                ctx, server.address, identity, limit, keys, node_name("server", server.rank)
+            )
             for server in view.servers
         }
         self._ranks = {socket: rank for rank, socket in self._servers.items()}
