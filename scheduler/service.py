@@ -60,7 +60,10 @@ def serve(config: Config, on_ready: Callable[[str], None]) -> None:
             service = _Service(config, ctx, keys, exporter.address, SchedulerMetrics(registry))
             on_ready(service.address)
             logger.info("listening on %s", service.address)
-            service.run()
+            try:
+                service.run()
+            finally:
+                service.close()
     finally:
         exporter.close()
 
@@ -109,6 +112,10 @@ class _Service:
                 everyone_left = not self._membership.live("worker") + self._membership.live("server")
                 if everyone_left or now > failed_at + self._config.cluster.lease_seconds:
                     raise PeerLostError(self._membership.failure)
+
+    def close(self) -> None:
+        """Lets go of what must not outlive the sockets."""
+        self._gate.close()
 
     def _receive(self) -> None:
         while self._socket.poll(0):

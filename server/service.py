@@ -92,6 +92,7 @@ class _Service:
         finally:
             # However it ends: those who wait for this server should not have to wait for its lease.
             self._link.leave()
+            self._gate.close()
         if self._failure:
             raise PeerLostError(f"the job has failed: {self._failure}")
 

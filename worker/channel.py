@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from zenps import log
-from zenps.errors import ProtocolError, UsageError, ZenPSError
+from zenps.errors import PeerLostError, ProtocolError, UsageError, ZenPSError
 from zenps.keys import Keys, node_name
 from zenps.metrics import WorkerMetrics
 from zenps.settings import ClusterConfig
@@ -200,7 +200,14 @@ class Channel:
                     if again:
                         self._metrics.refused_pushes.inc()
                     envelope = encode(self._job, out.push)
-                    send_frames(self._servers[out.server], [envelope], out.frames)
+                    try:
+                        send_frames(self._servers[out.server], [envelope], out.frames)
+                    except zmq.Again:
+                        reason = (
+                            f"server {out.server} has refused this worker; see its log and its security.keys"
+                        )
+                        self._execute(self._exchange.on_lost(PeerLostError(reason)))
+                        return
                     self._metrics.push_bytes.inc(len(envelope) + sum([frame.nbytes for frame in out.frames]))
                 case Deliver(round=round_, server=server, result=result, frames=frames, last=last):
                     handle = self._handles.pop(id(round_)) if last else self._handles[id(round_)]

@@ -85,7 +85,7 @@ HASH_OUTCOMES: Final = ("first_try", "rehashed", "serial", "overflowed")
 
 
 Refusal = Literal["unknown_key", "handshake"]
-"""Why a connection came to nothing. libzmq cannot always tell a peer without a key from one that hung up."""
+"""Why a connection came to nothing. libzmq cannot tell a peer without a key from one that hung up."""
 
 
 class _RoleMetrics:
@@ -171,8 +171,7 @@ class _ListenerMetrics(_RoleMetrics):
         super().__init__(registry, role)
         self._refused_connections = self._counter(
             "zenps_refused_connections_total",
-            "Connections by peers whose key is not listed; or by peers without any, who mean another node, or who "
-            "hung up before they had shown one.",
+            "Connections by peers whose key is not listed; or that have none, mean another node, or hang up.",
             reason=get_args(Refusal),
         )
 

@@ -33,7 +33,8 @@ def fetch(cluster: ClusterConfig, timeout_seconds: float, keys: Keys | None = No
         socket = open_dealer(ctx, identity, MAX_ENVELOPE_BYTES, keys)
         handshakes = Handshakes(ctx, socket)
         socket.connect(f"tcp://{cluster.scheduler}")
-        socket.send(encode(cluster.job, StatusRequest()))
+        with contextlib.suppress(zmq.Again):  # refused already: the handshakes say why
+            socket.send(encode(cluster.job, StatusRequest()))
         decoder = Decoder(cluster.job, Status)
         until = time.monotonic() + timeout_seconds
         while (left_seconds := until - time.monotonic()) > 0:
@@ -47,6 +48,7 @@ def fetch(cluster: ClusterConfig, timeout_seconds: float, keys: Keys | None = No
         )
     finally:
         # No linger: a request that could not be delivered by now has nobody waiting for its answer.
+        handshakes.close()
         ctx.destroy(linger=0)
 
 

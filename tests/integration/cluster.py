@@ -122,6 +122,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         settings: ``section.field`` to value, for every process.
         lease_seconds: short, so that tests of failures are.
         keys: directory of ``zenps keygen``, which the cluster is then secured with.
+        server_settings: those that servers have instead.
     """
 
     def __init__(
@@ -131,8 +132,10 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         settings: Mapping[str, object] | None = None,
         lease_seconds: float = 10.0,
         keys: Path | None = None,
+        server_settings: Mapping[str, object] | None = None,
     ) -> None:
         self._keys = keys
+        self._server_settings = server_settings or {}
         self.size = workers
         self._server_count = servers
         self._settings: dict[str, object] = {
@@ -158,6 +161,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
             for number in range(self._server_count):
                 # Servers are given no rank: each takes that of its key.
                 own = [f"security.secret={self._keys}/server-{number}.secret"] if self._keys else []
+                own += [f"{name}={value}" for name, value in self._server_settings.items()]
                 self.servers.append(self._launch(f"server{number}", _serve, [*self._sets(), *own]))
         except BaseException:  # Ctrl-C too: nothing that was started may be left behind
             self.__exit__()

@@ -369,6 +369,27 @@ def test_nodes_without_the_right_keys_are_told_at_once(keys: Path, tmp_path: Pat
         assert refused.text == "this node registers as worker-0, but its key is that of worker-1"
 
 
+def push_twice() -> list[Any]:
+    """Of the first push nobody can say whether the refusal comes before it."""
+    begin = time.monotonic()
+    errors = [attempt(zps.push_pull, torch.ones(3), "t") for _ in range(2)]
+    return [errors[1], time.monotonic() - begin]
+
+
+def test_worker_that_a_server_refuses_does_not_hang(keys: Path, tmp_path: Path) -> None:
+    """Somebody has forgotten to copy the new list to the server's machine."""
+    outdated = tmp_path / "outdated.toml"
+    lines = [line for line in (keys / LIST_NAME).read_text().splitlines() if not line.startswith("worker-0 ")]
+    outdated.write_text("\n".join(lines))
+    settings = {"cluster.deadline_seconds": 1}
+    outdated_too = {"security.keys": outdated}
+    with Cluster(1, 1, settings, keys=keys, server_settings=outdated_too) as cluster:
+        refused, seconds = cluster.start(push_twice, rank=0).result()
+        assert refused.kind == "PeerLostError"
+        assert refused.text.startswith("server 0 has refused this worker")
+        assert seconds < 20
+
+
 def test_secured_worker_does_not_join_an_open_cluster(keys: Path) -> None:
     secured = {"security.keys": keys / LIST_NAME, "security.secret": keys}
     with Cluster(servers=1) as cluster:

@@ -70,7 +70,7 @@ class Handshakes:
 
     def failures(self) -> Iterator[Failure]:
         """How handshakes have failed since the last call."""
-        while self.socket.poll(0):
+        while not self.socket.closed and self.socket.poll(0):
             event = parse_monitor_message(self.socket.recv_multipart())
             if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 yield "unknown_key"
@@ -136,6 +136,11 @@ class Gate:
         if self._keys is not None:
             self._handshakes = Handshakes(self._ctx, router)
             self.sockets.append(self._handshakes.socket)
+
+    def close(self) -> None:
+        """Stops watching. To come before the context is destroyed, or libzmq could wait to report for ever."""
+        if self._handshakes is not None:
+            self._handshakes.close()
 
     def owner(self, frame: memoryview | zmq.Frame) -> str:
         """The name of the node that sent a received frame; "" where there are no keys.

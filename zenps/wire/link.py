@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -84,8 +85,8 @@ class SchedulerLink:
             PeerLostError: a node was lost before all had the first view.
             ConfigError: the scheduler does not take this node's key, or one of the two has none.
         """
-        self.send(register)
         try:
+            self.send(register)
             return self._await_view()
         finally:
             self._handshakes.close()
@@ -110,8 +111,19 @@ class SchedulerLink:
         )
 
     def send(self, message: ToScheduler) -> None:
-        """Queues a message; ZeroMQ delivers it when the scheduler can be reached."""
-        self.socket.send(encode(self._cluster.job, message))
+        """Queues a message; ZeroMQ delivers it when the scheduler can be reached.
+
+        Raises:
+            PeerLostError: the scheduler has refused the connection.
+            ConfigError: it has, while this node joins, and this is why.
+        """
+        try:
+            self.socket.send(encode(self._cluster.job, message))
+        except zmq.Again:
+            self._handshakes.raise_for(self._keys, self._scheduler)
+            raise PeerLostError(
+                f"the scheduler at {self._scheduler} no longer lets this node in; see its log and security.keys"
+            ) from None
 
     def receive(self) -> Iterator[FromScheduler]:
         """The messages that have arrived; those that the caller does not take stay for the next call.
@@ -143,7 +155,8 @@ class SchedulerLink:
 
     def leave(self) -> None:
         """Says good-bye; the socket's linger lets it arrive."""
-        self.send(Leave())
+        with contextlib.suppress(PeerLostError):  # it has said so first
+            self.send(Leave())
 
 
 def new_register(

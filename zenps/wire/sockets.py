@@ -81,6 +81,8 @@ def open_dealer(
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     socket.setsockopt(zmq.ROUTING_ID, identity)
+    # The queue is never full, but it is gone once the peer has refused us: then sending raises zmq.Again.
+    socket.setsockopt(zmq.SNDTIMEO, 0)
     return socket
 
 
