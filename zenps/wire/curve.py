@@ -94,7 +94,7 @@ class Handshakes:
                 file = str(keys.file) if keys else ""
                 allowed = f"{'none' if keys else 'a list'}, as the scheduler at {scheduler} has"
                 raise ConfigError("security.keys", file, f"{allowed}: with or without keys, but all alike")
-            self.hint = " Handshakes failed: is its public key the one that is listed here?" if keys else ""
+            self.hint = " Handshakes failed: are the keys here and there of one job?"
 
     def close(self) -> None:
         """Stops watching; the socket goes on."""
@@ -138,7 +138,7 @@ class Gate:
             self.sockets.append(self._handshakes.socket)
 
     def close(self) -> None:
-        """Stops watching. To come before the context is destroyed, or libzmq could wait to report for ever."""
+        """Stops watching. To come before the context's end, or libzmq could wait to report for ever."""
         if self._handshakes is not None:
             self._handshakes.close()
 

@@ -122,7 +122,7 @@ class SchedulerLink:
         except zmq.Again:
             self._handshakes.raise_for(self._keys, self._scheduler)
             raise PeerLostError(
-                f"the scheduler at {self._scheduler} no longer lets this node in; see its log and security.keys"
+                f"the scheduler at {self._scheduler} no longer lets this node in; see its log and keys"
             ) from None
 
     def receive(self) -> Iterator[FromScheduler]:
