@@ -16,9 +16,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from zenps.errors import listing
+from zenps.keys import node_name
 from zenps.ring import rebalance
 from zenps.settings import ClusterConfig
 from zenps.wire.messages import (
@@ -141,6 +143,11 @@ class Membership:
         """How many nodes of a role are present."""
         return len(self._present(role))
 
+    def name_of(self, peer: bytes) -> str:
+        """``worker-3`` for the peer that registered so; empty for one that did not."""
+        node = self._nodes.get(peer)
+        return node_name(node.register.role, node.rank) if node else ""
+
     def status(self, now: float) -> Status:
         """The cluster as a table."""
         servers = [n.rank for n in self._nodes.values() if n.register.role == "server"]
@@ -217,11 +224,15 @@ class Membership:
                 node.rank = next(free)
 
     def _view(self, receiver: _Node) -> View:
+        workers = self._members("worker")
+        if receiver.register.role == "worker":
+            # Whoever knows a routing identity can take its connection over; a worker needs nobody's.
+            workers = tuple(msgspec.structs.replace(worker, identity=b"") for worker in workers)
         return View(
             epoch=self.epoch,
             rank=receiver.rank,
-            workers=self._members("worker"),
-            servers=self._members("server"),
+            workers=workers,
+            servers=tuple(msgspec.structs.replace(s, identity=b"") for s in self._members("server")),
             owners=self._owners.astype("<u2").tobytes(),
         )
 

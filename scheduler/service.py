@@ -15,10 +15,21 @@ from prometheus_client import CollectorRegistry
 from zenps import log, metrics
 from zenps.config import Config
 from zenps.errors import PeerLostError, ProtocolError
+from zenps.keys import Keys, load_keys, node_name
 from zenps.metrics import SchedulerMetrics
 from zenps.settings import parse_address, shared_settings
+from zenps.wire.curve import Gate, warn_if_open
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
-from zenps.wire.messages import BarrierReply, Departed, NodeStatus, Status, ToScheduler
+from zenps.wire.messages import (
+    BarrierReply,
+    Departed,
+    NodeStatus,
+    Refused,
+    Register,
+    Status,
+    StatusRequest,
+    ToScheduler,
+)
 from zenps.wire.sockets import Socket, bind_router, context
 
 from .membership import Membership, Send
@@ -41,16 +52,18 @@ def serve(config: Config, on_ready: Callable[[str], None]) -> None:
         PeerLostError: the job failed; the message says why.
         ConfigError: the address cannot be bound.
     """
+    keys = load_keys(config.security, "scheduler")
     registry = CollectorRegistry()
     exporter = metrics.serve(registry, config.metrics.host, config.metrics.port)
     try:
         with context() as ctx:
-            host, port = _listen_on(config.cluster.scheduler)
-            socket, address = bind_router(ctx, host, port, MAX_ENVELOPE_BYTES)
-            service = _Service(config, socket, address.removeprefix("tcp://"), exporter.address, registry)
+            service = _Service(config, ctx, keys, exporter.address, SchedulerMetrics(registry))
             on_ready(service.address)
             logger.info("listening on %s", service.address)
-            service.run()
+            try:
+                service.run()
+            finally:
+                service.close()
     finally:
         exporter.close()
 
@@ -61,22 +74,35 @@ def _listen_on(address: str) -> tuple[str, int]:
 
 class _Service:
     def __init__(
-        self, config: Config, socket: Socket, address: str, metrics_address: str, registry: CollectorRegistry
+        self,
+        config: Config,
+        ctx: zmq.Context[Socket],
+        keys: Keys | None,
+        metrics_address: str,
+        counters: SchedulerMetrics,
     ) -> None:
-        self.address = address
+        self._gate = Gate(ctx, keys, counters.count_refusal)
+        host, port = _listen_on(config.cluster.scheduler)
+        self._socket, address = bind_router(ctx, host, port, MAX_ENVELOPE_BYTES, keys)
+        self._gate.watch(self._socket)
+        warn_if_open(keys, address)
+        self.address = address.removeprefix("tcp://")
         self._config = config
-        self._socket = socket
         self._metrics_address = metrics_address
-        self._metrics = SchedulerMetrics(registry)
+        self._metrics = counters
         self._decoder: Decoder[ToScheduler] = Decoder(config.cluster.job, ToScheduler)
         shared = shared_settings(config)
         self._membership = Membership(config.cluster.job, config.cluster, shared, time.monotonic())
 
     def run(self) -> None:
         failed_at = None
+        poller = zmq.Poller()
+        for waiting in (self._socket, *self._gate.sockets):
+            poller.register(waiting, zmq.POLLIN)
         while self._membership.state != "stopped":
-            if self._socket.poll(int(1000 * TICK_SECONDS)):
-                self._receive()
+            poller.poll(int(1000 * TICK_SECONDS))
+            self._gate.attend()
+            self._receive()
             now = time.monotonic()
             self._send(self._membership.on_tick(now))
             self._show_gauges()
@@ -87,14 +113,18 @@ class _Service:
                 if everyone_left or now > failed_at + self._config.cluster.lease_seconds:
                     raise PeerLostError(self._membership.failure)
 
+    def close(self) -> None:
+        """Lets go of what must not outlive the sockets."""
+        self._gate.close()
+
     def _receive(self) -> None:
         while self._socket.poll(0):
-            frames = self._socket.recv_multipart()
-            peer = frames[0]
+            frames = self._socket.recv_multipart(copy=False)
+            peer = frames[0].bytes
             try:
                 if len(frames) != 2:
                     raise ProtocolError("envelope", f"{len(frames)} frames, expected 2")
-                message = self._decoder.decode(frames[1])
+                message = self._attributed(peer, frames[1], self._decoder.decode(frames[1].buffer))
             except ProtocolError as error:
                 self._metrics.protocol_errors.labels(reason=error.reason).inc()
                 log.once(logger, peer, "dropped a message of peer %s: %s", peer.hex(), error)
@@ -103,6 +133,30 @@ class _Service:
             self._send(self._membership.on_message(peer, message, time.monotonic()))
             if self._membership.state != state:
                 logger.info("%s", self._membership.state)
+
+    def _attributed(self, peer: bytes, frame: zmq.Frame, message: ToScheduler) -> ToScheduler:
+        """``message``, if the sender's key may send it; a registration for any rank gets that of the key.
+
+        Raises:
+            ProtocolError: the key is another node's, or has been revoked.
+        """
+        owner = self._gate.owner(frame)
+        if not owner or isinstance(message, StatusRequest):
+            return message
+        if not isinstance(message, Register):
+            registered = self._membership.name_of(peer)
+            if registered not in ("", owner):
+                raise ProtocolError("key", f"a message of {registered} by {owner}")
+            return message
+        role, _, rank = owner.partition("-")
+        if message.rank < 0 and message.role == role:
+            return msgspec.structs.replace(message, rank=int(rank))
+        claimed = node_name(message.role, message.rank if message.rank >= 0 else None)
+        if claimed != owner:
+            reason = f"this node registers as {claimed}, but its key is that of {owner}"
+            self._send([Send(peer, Refused("usage", reason))])
+            raise ProtocolError("key", reason)
+        return message
 
     def _send(self, sends: Sequence[Send]) -> None:
         replies = {m.sequence: m for m in (send.message for send in sends) if isinstance(m, BarrierReply)}

@@ -20,7 +20,9 @@ from zenps.buffers import BufferPool
 from zenps.config import Config, rank_from_environment
 from zenps.errors import PeerLostError, ProtocolError
 from zenps.kernels.cpu import CpuKernels
+from zenps.keys import load_keys, node_name
 from zenps.metrics import ServerMetrics
+from zenps.wire.curve import Gate, warn_if_open
 from zenps.wire.frames import Decoder, encode
 from zenps.wire.link import SchedulerLink, new_register
 from zenps.wire.messages import Busy, Departed, Failure, Load, Push, Refused, Stop, View
@@ -63,8 +65,14 @@ class _Service:
         self._metrics = counters
         self._aggregated = counters.rounds.labels(outcome="aggregated")
         host = cluster.host or find_host(cluster.scheduler)
-        self._socket, self._address = bind_router(ctx, host, cluster.server_port, cluster.max_message_bytes)
-        self._link = SchedulerLink(ctx, cluster, "server")
+        self._rank = rank_from_environment(os.environ)
+        keys = load_keys(config.security, "server", self._rank)
+        self._gate = Gate(ctx, keys, counters.count_refusal)
+        limit = cluster.max_message_bytes
+        self._socket, self._address = bind_router(ctx, host, cluster.server_port, limit, keys)
+        self._gate.watch(self._socket)
+        warn_if_open(keys, self._address)
+        self._link = SchedulerLink(ctx, cluster, "server", keys)
         self._decoder: Decoder[Push] = Decoder(cluster.job, Push)
         self._rounds = Rounds(cluster.server_budget_bytes, cluster.deadline_seconds)
         keep_bytes = cluster.server_budget_bytes // 4
@@ -77,32 +85,36 @@ class _Service:
         counters.budget_bytes.set(cluster.server_budget_bytes)
 
     def run(self, metrics_address: str) -> None:
-        rank = rank_from_environment(os.environ)
-        register = new_register("server", rank, self._address, metrics_address, {})
+        register = new_register("server", self._rank, self._address, metrics_address, {})
         self._on_view(self._link.join(register))
         try:
             self._serve_until_told()
         finally:
             # However it ends: those who wait for this server should not have to wait for its lease.
             self._link.leave()
+            self._gate.close()
         if self._failure:
             raise PeerLostError(f"the job has failed: {self._failure}")
 
     def _serve_until_told(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._link.socket, zmq.POLLIN)
+        for waiting in (self._link.socket, *self._gate.sockets):
+            poller.register(waiting, zmq.POLLIN)
         next_tick = 0.0
         while True:
             now = time.monotonic()
             if now >= next_tick:
                 self._link.beat_if_due(now, self._epoch, self._load)
                 self._execute(self._rounds.on_tick(now))
+                self._gate.attend()
                 self._show_gauges()
                 next_tick = now + min(TICK_SECONDS, self._link.seconds_to_beat(now))
             for socket, _ in poller.poll(int(1000 * (next_tick - now)) + 1):
                 if socket is self._socket:
                     self._receive()
+                elif socket is not self._link.socket:
+                    self._gate.attend()
                 elif self._on_scheduler():
                     return
 
@@ -147,6 +159,7 @@ class _Service:
             if not frames:
                 raise ProtocolError("envelope", "no envelope")
             push = self._decoder.decode(frames[0])
+            self._gate.check(frames[0], node_name("worker", push.rank))
             if self._peers.get(push.rank) != peer:
                 raise ProtocolError("unexpected", f"push of rank {push.rank} by another peer")
             payload = read_payload(push, frames[1:])

@@ -22,7 +22,8 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from zenps import log
-from zenps.errors import ProtocolError, UsageError, ZenPSError
+from zenps.errors import PeerLostError, ProtocolError, UsageError, ZenPSError
+from zenps.keys import Keys, node_name
 from zenps.metrics import WorkerMetrics
 from zenps.settings import ClusterConfig
 from zenps.wire.frames import Decoder, encode
@@ -51,6 +52,7 @@ class Channel:
         view: names the servers.
         identity: this worker's routing identity.
         metrics: for bytes, refusals and failures.
+        keys: this worker's, or None.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Channel:
         view: View,
         identity: bytes,
         metrics: WorkerMetrics,
+        keys: Keys | None = None,
     ) -> None:
         self._job = cluster.job
         self._metrics = metrics
@@ -67,8 +70,11 @@ class Channel:
         self._decoder: Decoder[FromServer] = Decoder(cluster.job, FromServer)
         self._handles: dict[int, Handle] = {}
         self._next_tick = 0.0
+        limit = cluster.max_message_bytes
         self._servers = {
-            server.rank: connect_dealer(ctx, server.address, identity, cluster.max_message_bytes)
+            server.rank: connect_dealer(
+                ctx, server.address, identity, limit, keys, node_name("server", server.rank)
+            )
             for server in view.servers
         }
         self._ranks = {socket: rank for rank, socket in self._servers.items()}
@@ -194,7 +200,14 @@ class Channel:
                     if again:
                         self._metrics.refused_pushes.inc()
                     envelope = encode(self._job, out.push)
-                    send_frames(self._servers[out.server], [envelope], out.frames)
+                    try:
+                        send_frames(self._servers[out.server], [envelope], out.frames)
+                    except zmq.Again:
+                        reason = (
+                            f"server {out.server} has refused this worker; see its log and its security.keys"
+                        )
+                        self._execute(self._exchange.on_lost(PeerLostError(reason)))
+                        return
                     self._metrics.push_bytes.inc(len(envelope) + sum([frame.nbytes for frame in out.frames]))
                 case Deliver(round=round_, server=server, result=result, frames=frames, last=last):
                     handle = self._handles.pop(id(round_)) if last else self._handles[id(round_)]

@@ -16,7 +16,9 @@ import zmq
 from zenps import log
 from zenps.config import Config
 from zenps.errors import DeadlineError, PeerLostError, UsageError, ZenPSError
+from zenps.keys import load_keys
 from zenps.metrics import WorkerMetrics
+from zenps.wire.curve import warn_if_open
 from zenps.wire.link import SchedulerLink
 from zenps.wire.messages import Barrier, BarrierReply, Departed, Load, Refused, Register, View
 from zenps.wire.sockets import LINGER_MS, Socket
@@ -53,11 +55,14 @@ class Session:
     def __init__(self, config: Config, register: Register, metrics: WorkerMetrics) -> None:
         self._cluster = config.cluster
         self.report: Callable[[], Load] = dict
+        keys = load_keys(config.security, "worker", register.rank if register.rank >= 0 else None)
+        warn_if_open(keys, self._cluster.scheduler)
         self._ctx: zmq.Context[Socket] = zmq.Context()
         try:
-            self._link = SchedulerLink(self._ctx, self._cluster, "worker")
+            self._link = SchedulerLink(self._ctx, self._cluster, "worker", keys)
             self.view: View = self._link.join(register)
-            self.channel = Channel(self._ctx, self._cluster, self.view, self._link.identity, metrics)
+            identity = self._link.identity
+            self.channel = Channel(self._ctx, self._cluster, self.view, identity, metrics, keys)
         except BaseException:  # Ctrl-C while others are waited for, too: sockets would linger at exit
             self._ctx.destroy(linger=0)
             raise

@@ -12,8 +12,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from zenps.config import Config, Loaded, describe, load, require_cluster
-from zenps.errors import ConfigError, ZenPSError
+from zenps.config import Config, Loaded, describe, load, rank_from_environment, require_cluster
+from zenps.errors import ConfigError, ZenPSError, listing
+from zenps.keys import LIST_NAME, generate, load_keys
 from zenps.log import setup as setup_log
 
 __all__ = ["main"]
@@ -91,9 +92,13 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     def add(
-        name: str, run: Callable[[argparse.Namespace], int], summary: str, command: bool = False
+        name: str,
+        run: Callable[[argparse.Namespace], int],
+        summary: str,
+        command: bool = False,
+        operand: str = "",
     ) -> argparse.ArgumentParser:
-        usage = f"zenps {name} [options]" + (" -- CMD [ARG ...]" if command else "")
+        usage = f"zenps {name} [options]{operand}" + (" -- CMD [ARG ...]" if command else "")
         sub = subcommands.add_parser(
             name,
             parents=[common],
@@ -105,8 +110,6 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     launch = add("launch", _launch, "run CMD as the workers of a whole cluster on this machine", command=True)
-    launch.add_argument("--workers", metavar="N", help="number of workers: cluster.workers")
-    launch.add_argument("--servers", metavar="M", help="number of servers: cluster.servers")
     scheduler = add("scheduler", _scheduler, "run the scheduler, at cluster.scheduler")
     scheduler.add_argument(
         "--print-address",
@@ -124,11 +127,20 @@ def _parser() -> argparse.ArgumentParser:
     config = add("config", _config, "show every setting and where its value came from")
     config.add_argument("--json", action="store_true", help="for programs; with descriptions")
     add("doctor", _doctor, "check this machine and the way to the cluster")
+    keygen = add(
+        "keygen", _keygen, "make the keys that a directory lacks: who may be which node", operand=" DIR"
+    )
+    keygen.add_argument("directory", type=Path, metavar="DIR", help="made if need be, for its owner alone")
+    for counted in (launch, keygen):
+        counted.add_argument("--workers", metavar="N", help="number of workers: cluster.workers")
+        counted.add_argument("--servers", metavar="M", help="number of servers: cluster.servers")
     return parser
 
 
-def _load(args: argparse.Namespace, *more_sets: str) -> Loaded:
-    return load(sets=[*args.set, *more_sets], file=args.config)
+def _load(args: argparse.Namespace) -> Loaded:
+    counts = {f"cluster.{name}s": getattr(args, f"{name}s", None) for name in ("worker", "server")}
+    more = [f"{name}={count}" for name, count in counts.items() if count is not None]
+    return load(sets=[*args.set, *more], file=args.config)
 
 
 def _require_scheduler(config: Config) -> None:
@@ -207,12 +219,12 @@ def _worker(args: argparse.Namespace) -> int:
     loaded = _load(args)
     require_cluster(loaded)
     _require_command(args.command)
+    load_keys(loaded.config.security, "worker", rank_from_environment())
     os.execvpe(args.command[0], args.command, _environment(args, loaded))
 
 
 def _launch(args: argparse.Namespace) -> int:
-    counts = {"cluster.workers": args.workers, "cluster.servers": args.servers}
-    loaded = _load(args, *(f"{name}={count}" for name, count in counts.items() if count is not None))
+    loaded = _load(args)
     _require_command(args.command)
     from zenps.launch import launch
 
@@ -228,7 +240,7 @@ def _status(args: argparse.Namespace) -> int:
     from zenps.status import fetch, to_json
     from zenps.tables import show_status
 
-    status = fetch(config.cluster, args.timeout_seconds)
+    status = fetch(config.cluster, args.timeout_seconds, load_keys(config.security, "operator"))
     if args.json:
         print(to_json(status))
     else:
@@ -255,6 +267,14 @@ def _doctor(args: argparse.Namespace) -> int:
     checks = examine(config)
     show_checks(checks)
     return EXIT_FAILED if any(check.verdict == "fail" for check in checks) else 0
+
+
+def _keygen(args: argparse.Namespace) -> int:
+    cluster = _load(args).config.cluster
+    made = generate(args.directory, cluster.workers, cluster.servers)
+    print(f"{len(made)} new key(s) in {args.directory}" + (f": {listing(made)}" if made else ""))
+    print(f"every node needs {LIST_NAME} and the .secret of its own name, and should have no other's")
+    return 0
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Final, Literal, NamedTuple
 
 from zenps.config import PARTITIONS, Config, check_partition, local_size_from_environment
 from zenps.errors import ConfigError, DeadlineError, ZenPSError
+from zenps.keys import load_keys
 from zenps.settings import parse_address, shared_settings
 from zenps.status import fetch
 from zenps.wire.messages import Status
@@ -47,6 +48,7 @@ def examine(config: Config) -> list[Check]:
         _files(config),
         _memory(config),
         _metrics_port(config),
+        _keys(config),
         *_cluster(config),
     ]
 
@@ -134,6 +136,16 @@ def _metrics_port(config: Config) -> Check:
     return _bind("metrics", host, port, "stop what listens there, or set metrics.host and metrics.port")
 
 
+def _keys(config: Config) -> Check:
+    try:
+        keys = load_keys(config.security, "operator")
+    except ConfigError as error:
+        return Check("keys", "fail", str(error), "zenps keygen makes keys")
+    if keys is None:
+        return Check("keys", "ok", "none: to be used among machines that trust one another")
+    return Check("keys", "ok", f"that of {keys.name}, one of {len(keys.owners)} in {keys.file}")
+
+
 def _bind(name: str, host: str, port: int, advice: str) -> Check:
     shown = f"{host}, {f'port {port}' if port else 'any free port'}"
     try:
@@ -177,7 +189,10 @@ def _scheduler(config: Config) -> Iterator[Check]:
         yield Check("scheduler", "fail", f"{address}: {error.strerror or error}", advice)
         return
     try:
-        status = fetch(config.cluster, TIMEOUT_SECONDS)
+        status = fetch(config.cluster, TIMEOUT_SECONDS, load_keys(config.security, "operator"))
+    except ConfigError as error:
+        yield Check("scheduler", "fail", str(error), "give both the same security.keys")
+        return
     except DeadlineError as error:
         advice = (
             f"something else may listen there, or the scheduler of another job than {config.cluster.job!r}"

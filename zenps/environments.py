@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import socket as net
 from collections.abc import Mapping
+from pathlib import Path
 
 from zenps.config import Config
 from zenps.errors import ConfigError
+from zenps.keys import load_keys
 from zenps.settings import parse_address
 
 __all__ = ["environments"]
@@ -21,7 +23,7 @@ def environments(config: Config, base: Mapping[str, str]) -> dict[str, dict[str,
         base: what all have; settings in it must give ``config``.
 
     Raises:
-        ConfigError: ``cluster.scheduler`` is not on this machine, or ports run out.
+        ConfigError: ``cluster.scheduler`` is not on this machine, ports run out, or a node has no keys.
     """
     _check_scheduler(config.cluster.scheduler)
     cluster = config.cluster
@@ -38,6 +40,7 @@ def environments(config: Config, base: Mapping[str, str]) -> dict[str, dict[str,
         "ZENPS_CLUSTER_WORKERS": str(cluster.workers),
         "ZENPS_CLUSTER_SERVERS": str(cluster.servers),
     }
+    _check_keys(config)
     master_port = str(_free_port())
     found = {}
     for index, name in enumerate(names):
@@ -57,6 +60,19 @@ def environments(config: Config, base: Mapping[str, str]) -> dict[str, dict[str,
             }
         found[name] = environment
     return found
+
+
+def _check_keys(config: Config) -> None:
+    """What every process will load: better refused here in one line than by each for itself."""
+    security = config.security
+    if security.secret and not Path(security.secret).is_dir():
+        raise ConfigError("security.secret", security.secret, "the directory with the secrets of all nodes")
+    load_keys(security, "scheduler")
+    load_keys(security, "operator")
+    for rank in range(config.cluster.servers):
+        load_keys(security, "server", rank)
+    for rank in range(config.cluster.workers):
+        load_keys(security, "worker", rank)
 
 
 def _own_port(name: str, first: int, index: int) -> dict[str, str]:

@@ -18,6 +18,7 @@ import msgspec
 from zenps.config import Config
 from zenps.environments import environments
 from zenps.errors import DeadlineError
+from zenps.keys import load_keys
 from zenps.output import Lines, Output
 from zenps.processes import Guard, Pipe, Process
 from zenps.status import fetch
@@ -209,7 +210,10 @@ class _Job:
     def _is_gathering(self) -> bool:
         cluster = msgspec.structs.replace(self._config.cluster, scheduler=self._address.decode().strip())
         try:
-            return fetch(cluster, STATUS_SECONDS).state == "gathering"
+            return (
+                fetch(cluster, STATUS_SECONDS, load_keys(self._config.security, "operator")).state
+                == "gathering"
+            )
         except DeadlineError:
             return False  # it has ended
 

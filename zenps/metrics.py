@@ -14,7 +14,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Info, start_http_server
@@ -24,7 +24,7 @@ from prometheus_client.utils import floatToGoString
 
 from zenps.errors import ConfigError, ProtocolError
 
-__all__ = ["Exporter", "SchedulerMetrics", "ServerMetrics", "WorkerMetrics", "serve"]
+__all__ = ["Exporter", "Refusal", "SchedulerMetrics", "ServerMetrics", "WorkerMetrics", "serve"]
 
 DURATION_BUCKETS: Final = tuple(round(1e-4 * 10 ** (step / 3), 6) for step in range(16))
 """100 µs to 10 s in seconds, three to a decade; the client's own begin at 5 ms, above most rounds."""
@@ -82,6 +82,10 @@ class Durations(Collector):
 
 HASH_OUTCOMES: Final = ("first_try", "rehashed", "serial", "overflowed")
 """In the order of the kernel's counters (:class:`zenps.kernels.hash_compact.Hashed`)."""
+
+
+Refusal = Literal["unknown_key", "handshake"]
+"""Why a connection came to nothing. libzmq cannot tell a peer without a key from one that hung up."""
 
 
 class _RoleMetrics:
@@ -160,7 +164,23 @@ class WorkerMetrics(_RoleMetrics):
         )
 
 
-class ServerMetrics(_RoleMetrics):
+class _ListenerMetrics(_RoleMetrics):
+    """What the roles that others connect to have in common."""
+
+    def __init__(self, registry: CollectorRegistry, role: Literal["server", "scheduler"]) -> None:
+        super().__init__(registry, role)
+        self._refused_connections = self._counter(
+            "zenps_refused_connections_total",
+            "Connections by peers whose key is not listed; or that have none, mean another node, or hang up.",
+            reason=get_args(Refusal),
+        )
+
+    def count_refusal(self, reason: Refusal) -> None:
+        """Counts a connection that was refused."""
+        self._refused_connections.labels(reason=reason).inc()
+
+
+class ServerMetrics(_ListenerMetrics):
     """What a server counts. Bytes are those of whole messages as sent and received."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -190,7 +210,7 @@ class ServerMetrics(_RoleMetrics):
         self.slots = self._gauge("zenps_slots", "Slots that this server owns.")
 
 
-class SchedulerMetrics(_RoleMetrics):
+class SchedulerMetrics(_ListenerMetrics):
     """What the scheduler counts."""
 
     def __init__(self, registry: CollectorRegistry) -> None:

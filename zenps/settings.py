@@ -26,6 +26,7 @@ __all__ = [
     "CudaConfig",
     "LogConfig",
     "MetricsConfig",
+    "SecurityConfig",
     "SyncConfig",
     "checked",
     "format_bytes",
@@ -138,6 +139,22 @@ class CudaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = 0.1
 
 
+class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who is let in; with no keys, everybody ([how to set up keys](security.md))."""
+
+    keys: Annotated[
+        str,
+        Meta(description="file of all nodes' public keys, keys.toml; empty: no keys", max_length=4096),
+    ] = ""
+    secret: Annotated[
+        str,
+        Meta(
+            description="file of this node's secret key, or a directory that has it under its own name",
+            max_length=4096,
+        ),
+    ] = ""
+
+
 class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where this process serves Prometheus."""
 
@@ -167,6 +184,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
     sync: SyncConfig = msgspec.field(default_factory=SyncConfig)
     cuda: CudaConfig = msgspec.field(default_factory=CudaConfig)
+    security: SecurityConfig = msgspec.field(default_factory=SecurityConfig)
     metrics: MetricsConfig = msgspec.field(default_factory=MetricsConfig)
     log: LogConfig = msgspec.field(default_factory=LogConfig)
 

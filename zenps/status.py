@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 
@@ -9,45 +10,54 @@ import msgspec
 import zmq
 
 from zenps.errors import DeadlineError, ProtocolError
+from zenps.keys import Keys
 from zenps.settings import ClusterConfig
+from zenps.wire.curve import Handshakes
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.messages import Status, StatusRequest
-from zenps.wire.sockets import Socket, connect_dealer
+from zenps.wire.sockets import Socket, open_dealer
 
 __all__ = ["fetch", "to_json"]
 
 
-def fetch(cluster: ClusterConfig, timeout_seconds: float) -> Status:
-    """The cluster as the scheduler at ``cluster.scheduler`` sees it now.
+def fetch(cluster: ClusterConfig, timeout_seconds: float, keys: Keys | None = None) -> Status:
+    """The cluster as the scheduler at ``cluster.scheduler`` sees it now; any key of the job may ask.
 
     Raises:
+        ConfigError: the scheduler lists no such key, or we have keys and it has none, or the reverse.
         DeadlineError: no answer within ``timeout_seconds``.
     """
     ctx: zmq.Context[Socket] = zmq.Context()
     try:
         identity = f"status-{uuid.uuid4().hex}".encode()
-        socket = connect_dealer(ctx, f"tcp://{cluster.scheduler}", identity, MAX_ENVELOPE_BYTES)
-        socket.send(encode(cluster.job, StatusRequest()))
-        return _receive(socket, Decoder(cluster.job, Status), time.monotonic() + timeout_seconds)
-    except TimeoutError:
+        socket = open_dealer(ctx, identity, MAX_ENVELOPE_BYTES, keys)
+        handshakes = Handshakes(ctx, socket)
+        socket.connect(f"tcp://{cluster.scheduler}")
+        with contextlib.suppress(zmq.Again):  # refused already: the handshakes say why
+            socket.send(encode(cluster.job, StatusRequest()))
+        decoder = Decoder(cluster.job, Status)
+        until = time.monotonic() + timeout_seconds
+        while (left_seconds := until - time.monotonic()) > 0:
+            handshakes.wait(left_seconds)
+            handshakes.raise_for(keys, cluster.scheduler)
+            if (status := _receive(socket, decoder)) is not None:
+                return status
         raise DeadlineError(
             f"no answer from the scheduler at {cluster.scheduler} within {timeout_seconds:g} s; "
-            f"is it running, and is its job {cluster.job!r}?"
-        ) from None
+            f"is it running, and is its job {cluster.job!r}?{handshakes.hint}"
+        )
     finally:
         # No linger: a request that could not be delivered by now has nobody waiting for its answer.
+        handshakes.close()
         ctx.destroy(linger=0)
 
 
-def _receive(socket: Socket, decoder: Decoder[Status], until: float) -> Status:
-    while (left_seconds := until - time.monotonic()) > 0:
-        if socket.poll(int(1000 * left_seconds) + 1):
-            frames = socket.recv_multipart()
-            try:
-                return decoder.decode(frames[0])
-            except ProtocolError:
-                continue  # whatever it is that listens there, it may yet answer
-    raise TimeoutError
+def _receive(socket: Socket, decoder: Decoder[Status]) -> Status | None:
+    while socket.poll(0):
+        frames = socket.recv_multipart()
+        with contextlib.suppress(ProtocolError):  # whatever it is that listens there, it may yet answer
+            return decoder.decode(frames[0])
+    return None
 
 
 def to_json(status: Status) -> str:

@@ -26,6 +26,8 @@ import zmq
 
 import zenps as zps
 from zenps import config
+from zenps.keys import LIST_NAME, Keys, Player, load_keys
+from zenps.settings import SecurityConfig
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.messages import FromScheduler, NodeStatus, Status, StatusRequest
 from zenps.wire.sockets import connect_dealer
@@ -119,6 +121,8 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         workers, servers: how many the scheduler expects.
         settings: ``section.field`` to value, for every process.
         lease_seconds: short, so that tests of failures are.
+        keys: directory of ``zenps keygen``, which the cluster is then secured with.
+        server_settings: those that servers have instead.
     """
 
     def __init__(
@@ -127,7 +131,11 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         servers: int = 2,
         settings: Mapping[str, object] | None = None,
         lease_seconds: float = 10.0,
+        keys: Path | None = None,
+        server_settings: Mapping[str, object] | None = None,
     ) -> None:
+        self._keys = keys
+        self._server_settings = server_settings or {}
         self.size = workers
         self._server_count = servers
         self._settings: dict[str, object] = {
@@ -136,6 +144,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
             "cluster.lease_seconds": lease_seconds,
             "cluster.rendezvous_seconds": DEADLINE_SECONDS / 2,
             "cluster.deadline_seconds": DEADLINE_SECONDS / 2,
+            **({"security.keys": keys / LIST_NAME, "security.secret": keys} if keys else {}),
             **(settings or {}),
         }
         self._processes: list[Process] = []
@@ -150,7 +159,10 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
             self.address = _read_when_written(ready, self.scheduler)
             self._settings["cluster.scheduler"] = self.address
             for number in range(self._server_count):
-                self.servers.append(self._launch(f"server{number}", _serve, self._sets()))
+                # Servers are given no rank: each takes that of its key.
+                own = [f"security.secret={self._keys}/server-{number}.secret"] if self._keys else []
+                own += [f"{name}={value}" for name, value in self._server_settings.items()]
+                self.servers.append(self._launch(f"server{number}", _serve, [*self._sets(), *own]))
         except BaseException:  # Ctrl-C too: nothing that was started may be left behind
             self.__exit__()
             raise
@@ -201,7 +213,9 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
     def status(self) -> Status:
         """What the scheduler answers to a ``StatusRequest``."""
         with zmq.Context() as ctx:
-            socket = connect_dealer(ctx, f"tcp://{self.address}", os.urandom(8), MAX_ENVELOPE_BYTES)
+            socket = connect_dealer(
+                ctx, f"tcp://{self.address}", os.urandom(8), MAX_ENVELOPE_BYTES, self.keys("operator")
+            )
             try:
                 socket.send(encode("default", StatusRequest()))
                 assert socket.poll(int(1000 * DEADLINE_SECONDS)), "no answer to a StatusRequest"
@@ -210,6 +224,13 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
                 socket.close(linger=0)
         assert isinstance(message, Status)
         return message
+
+    def keys(self, role: Player, rank: int | None = None) -> Keys | None:
+        """Those of a node; None where the cluster has none."""
+        if self._keys is None:
+            return None
+        security = SecurityConfig(keys=str(self._keys / LIST_NAME), secret=str(self._keys))
+        return load_keys(security, role, rank)
 
     def nodes(self, role: str) -> list[NodeStatus]:
         """The nodes of a role, by rank."""

@@ -100,6 +100,18 @@ def keep_alive(membership: Membership, now: float, peers: Iterable[bytes]) -> No
 # ── rendezvous ──────────────────────────────────────────────────────────────────────────────────
 
 
+def test_routing_identities_are_told_to_servers_alone() -> None:
+    membership = make_membership()
+    sends = gather(membership)
+    for number in range(2):
+        sends += membership.on_message(server(number), Heartbeat(1, {}), 0.0)
+    views = {send.peer: send.message for send in sends if isinstance(send.message, View)}
+    assert [node.identity for node in views[server(0)].workers] == [worker(0), worker(1)]
+    for view in views.values():
+        assert {node.identity for node in view.servers} == {b""}
+    assert {node.identity for node in views[worker(0)].workers} == {b""}
+
+
 def test_servers_have_the_view_before_workers_get_it() -> None:
     membership = make_membership()
     views = gather(membership)

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from zenps.keys import generate
+
 SHOW = (
     "import json; from zenps.config import load, describe; print(json.dumps([*map(list, describe(load()))]))"
 )
@@ -27,7 +29,7 @@ def assert_refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
         assert part in done.stderr
 
 
-SUBCOMMANDS = ["launch", "scheduler", "server", "worker", "status", "config", "doctor"]
+SUBCOMMANDS = ["launch", "scheduler", "server", "worker", "status", "config", "doctor", "keygen"]
 
 BAD_SETTINGS = {
     "misspelt key": ("sync.partitoin=balanced", ["sync.partitoin", "sync.partition"]),
@@ -49,7 +51,7 @@ def test_bad_setting_is_refused_in_one_line(zenps: Any, setting: str, parts: lis
 
 @pytest.mark.parametrize("subcommand", SUBCOMMANDS)
 def test_every_subcommand_refuses_a_bad_setting(zenps: Any, subcommand: str) -> None:
-    command = ["--", "true"] if subcommand in ("launch", "worker") else []
+    command = ["--", "true"] if subcommand in ("launch", "worker") else ["keys"] * (subcommand == "keygen")
     assert_refused(
         zenps(subcommand, "--set", "log.level=loud", *command), "log.level", "'loud'", "debug, info"
     )
@@ -87,6 +89,43 @@ def test_wrong_usage(zenps: Any, arguments: str) -> None:
 def test_starts_without_torch(module: str) -> None:
     script = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
+
+
+# ── keys ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_keygen_makes_what_lacks(zenps: Any, tmp_path: Path) -> None:
+    done = zenps("keygen", "keys", "--workers", "2", "--servers", "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("5 new key(s) in keys: scheduler, operator, server-0, worker-0, worker-1\n")
+    assert (tmp_path / "keys" / "worker-1.secret").stat().st_mode & 0o777 == 0o600
+    assert zenps("keygen", "keys", "--workers", "2").stdout.startswith("0 new key(s) in keys\n")
+    assert zenps("keygen", "keys", "--workers", "3").stdout.startswith("1 new key(s) in keys: worker-2\n")
+
+
+def test_keygen_refuses_a_directory_of_others(zenps: Any, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    assert_refused(zenps("keygen", "."), "DIR = '.'", "chmod 700")
+
+
+@pytest.mark.parametrize("subcommand", ["launch", "scheduler", "server", "worker", "status"])
+@pytest.mark.parametrize("damage", ["open to others", "missing", "malformed"])
+def test_bad_secret_is_refused_in_one_line(zenps: Any, tmp_path: Path, subcommand: str, damage: str) -> None:
+    generate(tmp_path / "keys", workers=1, servers=1)
+    for secret in (tmp_path / "keys").glob("*.secret"):
+        match damage:
+            case "open to others":
+                secret.chmod(0o644)
+            case "missing":
+                secret.unlink()
+            case "malformed":
+                secret.write_text("secret = 'x'")
+    settings = ["security.keys=keys/keys.toml", "security.secret=keys", "cluster.scheduler=127.0.0.1:1"]
+    sets = [word for setting in settings for word in ("--set", setting)]
+    command = ["--", "true"] if subcommand in ("launch", "worker") else []
+    done = zenps(subcommand, *sets, *command, env={"RANK": "0"})
+    why = {"open to others": "chmod 600", "missing": "No such file", "malformed": "of 40 characters"}
+    assert_refused(done, "security.secret = 'keys/", why[damage])
 
 
 # ── config ──────────────────────────────────────────────────────────────────────────────────────

@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.util
 import resource
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from zenps import doctor
 from zenps.config import load
 from zenps.doctor import Check, examine
+from zenps.keys import generate
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +37,16 @@ def test_whatever_is_not_ok_comes_with_advice() -> None:
     assert checks["sync.partition"].verdict == "warn"
     assert "no.such:Thing" in checks["sync.partition"].found
     assert all(check.advice for check in checks.values() if check.verdict != "ok")
+
+
+def test_keys(tmp_path: Path) -> None:
+    assert examined()["keys"].found.startswith("none")
+    generate(tmp_path / "keys", workers=1, servers=1)
+    secured = (f"security.keys={tmp_path}/keys/keys.toml", f"security.secret={tmp_path}/keys")
+    assert examined(*secured)["keys"].found.startswith("that of operator, one of 4 in ")
+    (tmp_path / "keys/operator.secret").chmod(0o644)
+    check = examined(*secured)["keys"]
+    assert (check.verdict, "chmod 600" in check.found) == ("fail", True)
 
 
 def test_torch_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from zenps.config import load, rank_from_environment
 from zenps.environments import environments
 from zenps.errors import ConfigError
+from zenps.keys import generate
 
 
 def of(*sets: str, **base: str) -> dict[str, dict[str, str]]:
@@ -58,6 +60,17 @@ def test_any_port_and_none_stay(port: str) -> None:
 def test_ports_run_out() -> None:
     with pytest.raises(ConfigError, match=r"metrics\.port = 65534"):
         of("metrics.port=65534", "cluster.workers=2")
+
+
+def test_every_node_needs_its_secret(tmp_path: Path) -> None:
+    generate(tmp_path / "keys", workers=2, servers=1)
+    secured = (f"security.keys={tmp_path}/keys/keys.toml", f"security.secret={tmp_path}/keys")
+    assert len(of("cluster.workers=2", *secured)) == 4
+    with pytest.raises(ConfigError, match=r"worker-2\.secret"):
+        of("cluster.workers=3", *secured)
+    one = f"security.secret={tmp_path}/keys/worker-0.secret"
+    with pytest.raises(ConfigError, match="the directory with the secrets of all nodes"):
+        of(secured[0], one)
 
 
 def test_scheduler_of_this_machine_is_accepted() -> None:

@@ -9,11 +9,13 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from zenps import launch as launching
+from zenps.keys import generate
 
 PYTHON = [sys.executable, "-S", "-c"]
 SLEEP = [*PYTHON, "import time; time.sleep(600)"]
@@ -60,6 +62,30 @@ def test_joined_cluster_ends_by_itself(zenps: Any) -> None:
     assert "launch    | zenps status --set cluster.scheduler=" in done.stderr
     assert done.stderr.count("launch ") == 1  # it had nothing else to say
     assert_nothing_is_left(zenps)
+
+
+def test_secured_cluster_ends_by_itself(zenps: Any, tmp_path: Path) -> None:
+    generate(tmp_path / "keys", workers=2, servers=1)
+    sets = ["--set", "security.keys=keys/keys.toml", "--set", "security.secret=keys"]
+    script = (
+        "import os, subprocess, sys, zenps as zps; zps.init(); zps.barrier()\n"
+        "status = [sys.executable, '-m', 'zenps.cli', 'status']\n"
+        "show = zps.rank() == 0 and subprocess.run(status, capture_output=True, text=True).stdout\n"
+        "if show: print(show.split()[2])\n"
+        "zps.barrier(); zps.shutdown()"
+    )
+    done = zenps("launch", "--workers", "2", "--servers", "1", *sets, "--", sys.executable, "-c", script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["worker 0  | running"]
+    assert "refused" not in done.stderr
+
+
+def test_secured_workers_that_never_join_are_noticed(zenps: Any, tmp_path: Path) -> None:
+    generate(tmp_path / "keys", workers=1, servers=1)
+    sets = ["--set", "security.keys=keys/keys.toml", "--set", "security.secret=keys"]
+    done = zenps("launch", "--workers", "1", *sets, "--", "true")
+    assert done.returncode == 0
+    assert "does CMD call zenps.init()?" in done.stderr
 
 
 def test_exit_code_of_the_first_failure_is_passed_on(zenps: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -13,7 +14,9 @@ import zmq
 
 from zenps import log
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, ProtocolError, UsageError, ZenPSError
+from zenps.keys import Keys
 from zenps.settings import ClusterConfig
+from zenps.wire.curve import Handshakes
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.messages import (
     Departed,
@@ -27,7 +30,7 @@ from zenps.wire.messages import (
     ToScheduler,
     View,
 )
-from zenps.wire.sockets import Socket, connect_dealer
+from zenps.wire.sockets import Socket, open_dealer
 
 __all__ = ["SchedulerLink", "new_register"]
 
@@ -54,14 +57,20 @@ class SchedulerLink:
         ctx: where the socket is opened.
         cluster: names the scheduler, the job, and the lease.
         role: the node's role; it becomes part of the routing identity.
+        keys: the node's, or None.
     """
 
-    def __init__(self, ctx: zmq.Context[Socket], cluster: ClusterConfig, role: Role) -> None:
+    def __init__(
+        self, ctx: zmq.Context[Socket], cluster: ClusterConfig, role: Role, keys: Keys | None = None
+    ) -> None:
         self._cluster = cluster
         self._scheduler = cluster.scheduler.removeprefix("tcp://")
         identity = f"{role}-{uuid.uuid4().hex}".encode()
         address = f"tcp://{self._scheduler}"
-        self.socket = connect_dealer(ctx, address, identity, MAX_ENVELOPE_BYTES)
+        self.socket = open_dealer(ctx, identity, MAX_ENVELOPE_BYTES, keys)
+        self._handshakes = Handshakes(ctx, self.socket)
+        self.socket.connect(address)
+        self._keys = keys
         self.identity = identity
         self._decoder: Decoder[FromScheduler] = Decoder(cluster.job, FromScheduler)
         self._next_beat = 0.0
@@ -74,27 +83,47 @@ class SchedulerLink:
             MismatchError: a shared setting is not the scheduler's.
             UsageError: the rank is taken, or the cluster is already complete.
             PeerLostError: a node was lost before all had the first view.
+            ConfigError: the scheduler does not take this node's key, or one of the two has none.
         """
-        self.send(register)
+        try:
+            self.send(register)
+            return self._await_view()
+        finally:
+            self._handshakes.close()
+
+    def _await_view(self) -> View:
         until = time.monotonic() + self._cluster.rendezvous_seconds + PATIENCE_SECONDS
         while (now := time.monotonic()) < until:
             self.beat_if_due(now, epoch=0, report=dict)
-            if self.socket.poll(int(1000 * min(until - now, self.seconds_to_beat(now)))):
-                for message in self.receive():
-                    if isinstance(message, View):
-                        return message
-                    if isinstance(message, Refused):
-                        raise _REFUSALS[message.kind](message.reason)
-                    if isinstance(message, Departed):
-                        raise PeerLostError(message.reason)
+            self._handshakes.wait(min(until - now, self.seconds_to_beat(now)))
+            self._handshakes.raise_for(self._keys, self._scheduler)
+            for message in self.receive():
+                if isinstance(message, View):
+                    return message
+                if isinstance(message, Refused):
+                    raise _REFUSALS[message.kind](message.reason)
+                if isinstance(message, Departed):
+                    raise PeerLostError(message.reason)
         raise DeadlineError(
             f"no answer from the scheduler at {self._scheduler} within "
             f"{self._cluster.rendezvous_seconds:g} s; is it running, and is cluster.scheduler right?"
+            f"{self._handshakes.hint}"
         )
 
     def send(self, message: ToScheduler) -> None:
-        """Queues a message; ZeroMQ delivers it when the scheduler can be reached."""
-        self.socket.send(encode(self._cluster.job, message))
+        """Queues a message; ZeroMQ delivers it when the scheduler can be reached.
+
+        Raises:
+            PeerLostError: the scheduler has refused the connection.
+            ConfigError: it has, while this node joins, and this is why.
+        """
+        try:
+            self.socket.send(encode(self._cluster.job, message))
+        except zmq.Again:
+            self._handshakes.raise_for(self._keys, self._scheduler)
+            raise PeerLostError(
+                f"the scheduler at {self._scheduler} no longer lets this node in; see its log and keys"
+            ) from None
 
     def receive(self) -> Iterator[FromScheduler]:
         """The messages that have arrived; those that the caller does not take stay for the next call.
@@ -126,7 +155,8 @@ class SchedulerLink:
 
     def leave(self) -> None:
         """Says good-bye; the socket's linger lets it arrive."""
-        self.send(Leave())
+        with contextlib.suppress(PeerLostError):  # it has said so first
+            self.send(Leave())
 
 
 def new_register(

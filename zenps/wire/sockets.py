@@ -14,14 +14,27 @@ from typing import Any
 import zmq
 
 from zenps.errors import ConfigError, ZenPSError
+from zenps.keys import Keys
 from zenps.settings import parse_address
 
-__all__ = ["Socket", "bind_router", "connect_dealer", "context", "find_host", "receive_frames", "send_frames"]
+__all__ = [
+    "ZAP_DOMAIN",
+    "Socket",
+    "bind_router",
+    "connect_dealer",
+    "context",
+    "find_host",
+    "open_dealer",
+    "receive_frames",
+    "send_frames",
+]
 
 Socket = zmq.Socket[bytes]
 
 LINGER_MS = 2000
 """How long a closed socket may go on sending what is queued, a last ``Leave`` or ``Failure``."""
+
+ZAP_DOMAIN = b"zenps"
 
 # pyzmq's own threshold: below it, a copy costs less than the reference's bookkeeping.
 COPY_BELOW_BYTES = 64 * 1024
@@ -37,17 +50,48 @@ def context() -> Iterator[zmq.Context[Socket]]:
         ctx.destroy(linger=LINGER_MS)
 
 
-def connect_dealer(ctx: zmq.Context[Socket], address: str, identity: bytes, max_message_bytes: int) -> Socket:
-    """A DEALER that speaks to one ROUTER under ``identity``, across reconnections."""
-    socket = _socket(ctx, zmq.DEALER, max_message_bytes)
-    socket.setsockopt(zmq.ROUTING_ID, identity)
+def connect_dealer(
+    ctx: zmq.Context[Socket],
+    address: str,
+    identity: bytes,
+    max_message_bytes: int,
+    keys: Keys | None = None,
+    peer: str = "scheduler",
+) -> Socket:
+    """:func:`open_dealer`, connected to ``address``."""
+    socket = open_dealer(ctx, identity, max_message_bytes, keys, peer)
     socket.connect(address)
     return socket
 
 
-def bind_router(ctx: zmq.Context[Socket], host: str, port: int, max_message_bytes: int) -> tuple[Socket, str]:
+def open_dealer(
+    ctx: zmq.Context[Socket],
+    identity: bytes,
+    max_message_bytes: int,
+    keys: Keys | None = None,
+    peer: str = "scheduler",
+) -> Socket:
+    """A DEALER that is to speak to one ROUTER under ``identity``, across reconnections.
+
+    With ``keys`` to nobody but the node of the name ``peer``, and encrypted.
+    """
+    socket = _socket(ctx, zmq.DEALER, max_message_bytes)
+    if keys is not None:
+        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public_of(peer))
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    socket.setsockopt(zmq.ROUTING_ID, identity)
+    # The queue is never full, but it is gone once the peer has refused us: then sending raises zmq.Again.
+    socket.setsockopt(zmq.SNDTIMEO, 0)
+    return socket
+
+
+def bind_router(
+    ctx: zmq.Context[Socket], host: str, port: int, max_message_bytes: int, keys: Keys | None = None
+) -> tuple[Socket, str]:
     """A ROUTER on ``host``, or on all interfaces where ``host`` is a name of another address.
 
+    With ``keys`` every peer needs one, which a :class:`~zenps.wire.curve.Gate` in ``ctx`` has to know.
     Returns the socket and its address, ``tcp://host:port`` with the real port.
 
     Raises:
@@ -58,6 +102,12 @@ def bind_router(ctx: zmq.Context[Socket], host: str, port: int, max_message_byte
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     # A peer that reconnects takes its identity over from the dead connection.
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    if keys is not None:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        # Without a domain libzmq lets every key in while nobody answers for it.
+        socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     try:
         socket.bind(f"tcp://{_bracketed(_bindable(host))}:{port or '*'}")
     except (zmq.ZMQError, OSError) as error:

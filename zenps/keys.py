@@ -1,0 +1,239 @@
+"""Who may play which role: the key files of a job, and how they are made.
+
+CURVE (https://rfc.zeromq.org/spec/26/) gives every node a key pair. One file lists the public keys of
+all nodes by name, and is copied to every machine; each node has its secret key in a file of its own::
+
+    keys.toml           scheduler = "…"           worker-3.secret     secret = "…"
+                        server-0 = "…"
+                        worker-3 = "…"
+                        operator = "…"            for zenps status and zenps doctor
+
+A key is 32 bytes, written in 40 characters of Z85 (https://rfc.zeromq.org/spec/32/).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import struct
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import zmq
+from zmq.utils import z85
+
+from zenps.errors import ConfigError
+from zenps.settings import SecurityConfig
+
+__all__ = ["LIST_NAME", "Keys", "Player", "generate", "load_keys", "node_name", "read_owners"]
+
+LIST_NAME: Final = "keys.toml"
+
+Player = Literal["scheduler", "server", "worker", "operator"]
+
+_NODE_NAME: Final = re.compile(r"scheduler|operator|(?:server|worker)-(?:0|[1-9][0-9]{0,4})")
+_WRITABLE_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
+_OPEN_TO_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
+
+_LIST_HEADER: Final = """\
+# The public keys of one job, written by zenps keygen. Every node needs a copy.
+# A node without a line here is let in nowhere: to revoke a key, remove its line.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """One node's key pair, and the public keys of all others. Keys are Z85 text."""
+
+    file: Path
+    """The list of public keys."""
+    name: str
+    """Whose key pair this is, ``worker-3``."""
+    public: bytes
+    secret: bytes = field(repr=False)
+    owners: Mapping[bytes, str]
+    """Name by public key, as listed when this was read."""
+
+    def public_of(self, name: str) -> bytes:
+        """The public key of another node.
+
+        Raises:
+            ConfigError: none is listed.
+        """
+        for public, owner in self.owners.items():
+            if owner == name:
+                return public
+        raise ConfigError("security.keys", str(self.file), f"a list that has the public key of {name}")
+
+
+def node_name(role: str, rank: int | None) -> str:
+    """The name by which a node's key is listed: ``scheduler``, ``worker-3``."""
+    return role if rank is None else f"{role}-{rank}"
+
+
+def load_keys(security: SecurityConfig, role: Player, rank: int | None = None) -> Keys | None:
+    """The keys that the settings name, checked; None where they name none.
+
+    Args:
+        security: file names. A directory as ``security.secret`` stands for the file in it that
+            ``zenps keygen`` made for this node.
+        role: what this process wants to be. An operator may use any node's key.
+        rank: the rank that it wants, or None for that of its key.
+
+    Raises:
+        ConfigError: a file is missing, malformed or open to others, or the key is another node's.
+    """
+    if not security.keys and not security.secret:
+        return None
+    if not security.keys or not security.secret:
+        missing, given = ("keys", "secret") if security.secret else ("secret", "keys")
+        raise ConfigError(f"security.{missing}", "", f"a file, because security.{given} is set")
+    _require_curve()
+    file, path = Path(security.keys), Path(security.secret)
+    owners = read_owners(file)
+    if path.is_dir():
+        if role in ("server", "worker") and rank is None:
+            allowed = f"the file of this {role}'s secret key; or set RANK, which chooses one of the directory"
+            raise ConfigError("security.secret", str(path), allowed)
+        path /= f"{node_name(role, rank)}.secret"
+    public, secret = _read_pair(path)
+    name = owners.get(public)
+    if name is None:
+        raise ConfigError("security.secret", str(path), f"a key that is listed in {file} (is it revoked?)")
+    plays = name.partition("-")[0] if rank is None else name
+    if role != "operator" and plays != node_name(role, rank):
+        raise ConfigError("security.secret", str(path), f"the key of {node_name(role, rank)}; it is {name}'s")
+    return Keys(file, name, public, secret, owners)
+
+
+def read_owners(file: Path) -> dict[bytes, str]:
+    """Name by public key, from the list that ``zenps keygen`` wrote.
+
+    Raises:
+        ConfigError: it cannot be read, others can write to it, or it is malformed.
+    """
+    owners: dict[bytes, str] = {}
+    for name, text in _read_toml(file, "security.keys", _WRITABLE_BY_OTHERS, "chmod go-w").items():
+        if not _NODE_NAME.fullmatch(name):
+            allowed = f"only names such as scheduler, operator, server-0 and worker-0, not {name!r}"
+            raise ConfigError("security.keys", str(file), allowed)
+        public = _as_key(text)
+        if public is None:
+            raise ConfigError("security.keys", str(file), f"a key of 40 characters (Z85) for {name}")
+        if public in owners:
+            raise ConfigError(
+                "security.keys", str(file), f"a key of its own for {name}, not that of {owners[public]}"
+            )
+        owners[public] = name
+    return owners
+
+
+def _read_pair(path: Path) -> tuple[bytes, bytes]:
+    tree = _read_toml(path, "security.secret", _OPEN_TO_OTHERS, "chmod 600")
+    secret = _as_key(tree.get("secret"))
+    if secret is None or len(tree) != 1:
+        raise ConfigError("security.secret", str(path), 'one line, secret = "…", of 40 characters (Z85)')
+    public: bytes = zmq.curve_public(secret)
+    return public, secret
+
+
+def _read_toml(path: Path, setting: str, forbidden: int, remedy: str) -> dict[str, Any]:
+    """A file of keys; ``forbidden`` are the permissions that would make it worthless."""
+    try:
+        with path.open(encoding="utf-8") as stream:
+            mode = stat.S_IMODE(os.fstat(stream.fileno()).st_mode)
+            if mode & forbidden:
+                raise ConfigError(
+                    setting, str(path), f"a file that is closed to others, not mode {mode:04o}: {remedy}"
+                )
+            return tomllib.loads(stream.read())
+    except OSError as error:
+        raise ConfigError(setting, str(path), f"a readable file ({error.strerror})") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        # Not chained: what the decoder was given may be a secret.
+        raise ConfigError(setting, str(path), f"TOML as zenps keygen writes it: {error}") from None
+
+
+def _as_key(text: object) -> bytes | None:
+    """The key that ``text`` is, or None."""
+    if not isinstance(text, str) or len(text) != 40 or not text.isascii():
+        return None
+    try:
+        z85.decode(text)
+    except (KeyError, struct.error):
+        return None
+    return text.encode()
+
+
+def _require_curve() -> None:
+    if not zmq.has("curve"):
+        raise ConfigError("security.keys", "", "'', because this libzmq was built without CURVE")
+
+
+# ── making keys ─────────────────────────────────────────────────────────────────────────────────
+
+
+def generate(directory: Path, workers: int, servers: int) -> list[str]:
+    """Makes the keys that ``directory`` lacks, and returns their nodes' names.
+
+    The directory gets mode 0700 and each file 0600, whatever the umask. Nothing that exists is
+    overwritten: who is listed keeps the key, and a secret whose node is not listed is an error.
+
+    Raises:
+        ConfigError: the directory is open to others, or a file cannot be made.
+    """
+    _require_curve()
+    file = directory / LIST_NAME
+    made: list[Path] = []
+    try:
+        _make_private(directory)
+        listed = set(read_owners(file).values()) if file.exists() else set()
+        names = ["scheduler", "operator"]
+        names += [
+            node_name(role, rank)
+            for role, n in (("server", servers), ("worker", workers))
+            for rank in range(n)
+        ]
+        new = [name for name in names if name not in listed]
+        text = file.read_text(encoding="utf-8") if listed else _LIST_HEADER
+        text += "" if text.endswith("\n") else "\n"
+        for name in new:
+            public, secret = zmq.curve_keypair()
+            what = f'# Whoever has this file is {name}.\nsecret = "{secret.decode()}"\n'
+            made.append(_create(directory / f"{name}.secret", what))
+            text += f'{name} = "{public.decode()}"\n'
+        if new:
+            made.append(_create(directory / f"{LIST_NAME}.new", text))
+            made[-1].replace(file)  # readers see the old list or the new one, never a part
+        return new
+    except BaseException as error:
+        for path in made:
+            path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            allowed = f"a place for new keys ({error.strerror}: {error.filename}); nothing is overwritten"
+            raise ConfigError("DIR", str(directory), allowed) from error
+        raise
+
+
+def _make_private(directory: Path) -> None:
+    try:
+        directory.mkdir(mode=0o700)
+    except FileExistsError:
+        mode = stat.S_IMODE(directory.stat().st_mode)
+        if not directory.is_dir() or mode & _OPEN_TO_OTHERS:
+            allowed = f"a directory that is closed to others, not mode {mode:04o}: chmod 700"
+            raise ConfigError("DIR", str(directory), allowed) from None
+    else:
+        directory.chmod(0o700)
+
+
+def _create(path: Path, text: str) -> Path:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(fd, "w", encoding="utf-8") as stream:
+        os.fchmod(fd, 0o600)  # the umask may have taken even the owner's permissions
+        stream.write(text)
+    return path

@@ -1,0 +1,243 @@
+"""Who is let in: the ZAP handler beside a ROUTER, and what failed handshakes say.
+
+With CURVE, libzmq asks a handler in the same context about each peer that has proved to have some key
+(ZAP, https://rfc.zeromq.org/spec/27/). Here the thread that owns the ROUTER answers: a thread of its own,
+as in pyzmq's ``ThreadAuthenticator``, would have to be told of every change of the keys.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import socket as net
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Final, Literal
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from zenps import log
+from zenps.errors import ConfigError, ProtocolError
+from zenps.keys import Keys, read_owners
+from zenps.metrics import Refusal
+from zenps.settings import parse_address
+from zenps.wire.sockets import ZAP_DOMAIN, Socket
+
+Failure = Literal["unknown_key", "mechanism", "other"]
+
+__all__ = ["Gate", "Handshakes", "warn_if_open"]
+
+_ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
+_ZAP_VERSION: Final = b"1.0"
+
+_FAILURES: Final = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+
+class Handshakes:
+    """Reports the handshakes of one socket that fail.
+
+    Args:
+        ctx: the socket's.
+        socket: whose; it and this are used by one thread at a time. One that connects must not do so
+            before: where it was refused, libzmq does not try again.
+    """
+
+    def __init__(self, ctx: zmq.Context[Socket], socket: Socket) -> None:
+        self._watched = socket
+        address = f"inproc://handshakes-{uuid.uuid4().hex}"
+        socket.monitor(address, _FAILURES)
+        self.socket: Socket = ctx.socket(zmq.PAIR)
+        # A full queue would block libzmq's I/O thread, and with it every connection.
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(address)
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self.socket, zmq.POLLIN)
+        self.hint = ""
+        """For the message of a wait that has ended: handshakes failed, and libzmq does not say why."""
+
+    def wait(self, seconds: float) -> None:
+        """Until the socket has a message, a handshake has failed, or ``seconds`` have passed."""
+        self._poller.poll(int(1000 * seconds) + 1)
+
+    def failures(self) -> Iterator[Failure]:
+        """How handshakes have failed since the last call."""
+        while not self.socket.closed and self.socket.poll(0):
+            event = parse_monitor_message(self.socket.recv_multipart())
+            if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                yield "unknown_key"
+            elif event["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+                yield "mechanism"
+            else:
+                yield "other"
+
+    def raise_for(self, keys: Keys | None, scheduler: str) -> None:
+        """For a node: ends the wait for a scheduler that will not let it in.
+
+        Raises:
+            ConfigError: one side has keys and the other has none, or ours is not listed there.
+        """
+        for failure in self.failures():
+            if failure == "unknown_key":
+                name = keys.name if keys else ""
+                allowed = f"a key that the scheduler at {scheduler} lists (security.keys there)"
+                raise ConfigError("security.secret", name, allowed)
+            if failure == "mechanism":
+                file = str(keys.file) if keys else ""
+                allowed = f"{'none' if keys else 'a list'}, as the scheduler at {scheduler} has"
+                raise ConfigError("security.keys", file, f"{allowed}: with or without keys, but all alike")
+            self.hint = " Handshakes failed: are the keys here and there of one job?"
+
+    def close(self) -> None:
+        """Stops watching; the socket goes on."""
+        self._watched.disable_monitor()
+        self.socket.close()
+
+
+class Gate:
+    """Lets peers of a ROUTER in by their keys. Without keys, everybody, and nothing else happens.
+
+    To be made before the ROUTER is bound, and used by the thread that owns it.
+
+    Args:
+        ctx: the ROUTER's.
+        keys: this node's, or None. The list is read again whenever its file has changed.
+        count: called for every connection that is refused.
+
+    Attributes:
+        sockets: those to poll; when one can be read, :meth:`attend`.
+    """
+
+    def __init__(self, ctx: zmq.Context[Socket], keys: Keys | None, count: Callable[[Refusal], None]) -> None:
+        self._ctx = ctx
+        self._keys = keys
+        self._count = count
+        self._handshakes: Handshakes | None = None
+        self.sockets: list[Socket] = []
+        if keys is None:
+            return
+        self._owners = keys.owners
+        self._seen = self._fingerprint(keys)
+        self._zap: Socket = ctx.socket(zmq.REP)
+        self._zap.setsockopt(zmq.LINGER, 0)
+        self._zap.bind(_ZAP_ADDRESS)
+        self.sockets.append(self._zap)
+
+    def watch(self, router: Socket) -> None:
+        """Counts the failed handshakes of ``router``, too: those without a key never come to the handler."""
+        if self._keys is not None:
+            self._handshakes = Handshakes(self._ctx, router)
+            self.sockets.append(self._handshakes.socket)
+
+    def close(self) -> None:
+        """Stops watching. To come before the context's end, or libzmq could wait to report for ever."""
+        if self._handshakes is not None:
+            self._handshakes.close()
+
+    def owner(self, frame: memoryview | zmq.Frame) -> str:
+        """The name of the node that sent a received frame; "" where there are no keys.
+
+        Raises:
+            ProtocolError: its key has been revoked.
+        """
+        if self._keys is None:
+            return ""
+        message = frame.obj if isinstance(frame, memoryview) else frame
+        assert isinstance(message, zmq.Frame)
+        name = self._owners.get(str(message.get("User-Id")).encode())
+        if name is None:
+            raise ProtocolError("key", f"its key is no longer listed in {self._keys.file}")
+        return name
+
+    def check(self, frame: memoryview | zmq.Frame, name: str) -> None:
+        """Refuses a frame by anybody but the node ``name``.
+
+        Raises:
+            ProtocolError: another node's key, or a revoked one.
+        """
+        owner = self.owner(frame)
+        if owner and owner != name:
+            raise ProtocolError("key", f"a message of {name} by {owner}")
+
+    def attend(self) -> None:
+        """Answers peers that knock, counts those that failed, and reads the list again if it has changed."""
+        if self._keys is None:
+            return
+        self._read_again(self._keys)
+        while self._zap.poll(0):
+            self._answer(self._keys)
+        for failure in self._handshakes.failures() if self._handshakes else ():
+            if failure != "unknown_key":  # the handler has counted it
+                self._count("handshake")
+                log.once(
+                    _logger,
+                    "handshake",
+                    "refused a connection of a peer that has no key, or means another "
+                    "node, or hung up; further ones are only counted",
+                )
+
+    def _answer(self, keys: Keys) -> None:
+        version, request, domain, address, _, mechanism, *credentials = self._zap.recv_multipart()
+        # Of our own ROUTER alone, and with the ROUTER's domain: anything else is a mistake of ours.
+        assert (version, domain, mechanism) == (_ZAP_VERSION, ZAP_DOMAIN, b"CURVE")
+        public = z85.encode(credentials[0])
+        if public in self._owners:
+            status, user = (b"200", b"OK"), public
+        else:
+            status, user = (b"400", b"unknown key"), b""
+            self._count("unknown_key")
+            where, key = address.decode(errors="replace").removeprefix("::ffff:"), public.decode()
+            log.once(
+                _logger, (where, key), "refused a connection from %s: %s is not in %s", where, key, keys.file
+            )
+        self._zap.send_multipart([_ZAP_VERSION, request, *status, user, b""])
+
+    def _read_again(self, keys: Keys) -> None:
+        seen = self._fingerprint(keys)
+        if seen == self._seen:
+            return
+        self._seen = seen
+        try:
+            self._owners = read_owners(keys.file)
+        except ConfigError as error:
+            _logger.error("the keys stay as they were: %s", error)
+        else:
+            _logger.info("read %s again: %d keys", keys.file, len(self._owners))
+
+    @staticmethod
+    def _fingerprint(keys: Keys) -> tuple[int, ...]:
+        """Changes with the file; a file that is gone is a change, too."""
+        try:
+            found = os.stat(keys.file)
+        except OSError:
+            return ()
+        return found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_size
+
+
+def warn_if_open(keys: Keys | None, address: str) -> None:
+    """Warns where anybody on a network could talk to ``address``, ``host:port``, or listen."""
+    if keys is None and not _is_loopback(parse_address(address)[0]):
+        _logger.warning(
+            "%s is no loopback address, and there are no keys: whoever reaches it can read, change and join "
+            "this job. zenps keygen makes keys; security.keys and security.secret use them",
+            address,
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        found = net.getaddrinfo(host, None, type=net.SOCK_STREAM)
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(target[0]).partition("%")[0]).is_loopback for *_, target in found)
+
+
+_logger = logging.getLogger("zenps.security")
