@@ -20,10 +20,11 @@ from zenps.buffers import BufferPool
 from zenps.config import Config, rank_from_environment
 from zenps.errors import PeerLostError, ProtocolError
 from zenps.kernels.cpu import CpuKernels
+from zenps.lateness import latest
 from zenps.metrics import ServerMetrics
 from zenps.wire.frames import Decoder, encode
 from zenps.wire.link import SchedulerLink, new_register
-from zenps.wire.messages import Busy, Departed, Failure, Load, Push, Refused, Stop, View
+from zenps.wire.messages import Busy, Departed, Failure, Late, Load, Push, Refused, Stop, View
 from zenps.wire.sockets import Socket, bind_router, context, find_host, receive_frames, send_frames
 
 from .aggregation import Aggregator, Payload, read_payload
@@ -66,7 +67,7 @@ class _Service:
         self._socket, self._address = bind_router(ctx, host, cluster.server_port, cluster.max_message_bytes)
         self._link = SchedulerLink(ctx, cluster, "server")
         self._decoder: Decoder[Push] = Decoder(cluster.job, Push)
-        self._rounds = Rounds(cluster.server_budget_bytes, cluster.deadline_seconds)
+        self._rounds = Rounds(cluster.server_budget_bytes, cluster.patience_seconds)
         keep_bytes = cluster.server_budget_bytes // 4
         keep_freed_memory(keep_bytes)
         pool = BufferPool(keep_bytes)
@@ -74,6 +75,7 @@ class _Service:
         self._epoch = 0
         self._peers: dict[int, bytes] = {}
         self._failure = ""
+        counters.late.seconds = self._rounds.late.seconds
         counters.budget_bytes.set(cluster.server_budget_bytes)
 
     def run(self, metrics_address: str) -> None:
@@ -96,7 +98,8 @@ class _Service:
         while True:
             now = time.monotonic()
             if now >= next_tick:
-                self._link.beat_if_due(now, self._epoch, self._load)
+                self._link.beat_if_due(now, self._epoch, self._load, self._late)
+                self._link.check(now)
                 self._execute(self._rounds.on_tick(now))
                 self._show_gauges()
                 next_tick = now + min(TICK_SECONDS, self._link.seconds_to_beat(now))
@@ -207,6 +210,9 @@ class _Service:
             "sent_bytes": self._metrics.sent_bytes.total,
             "busy_seconds": self._metrics.aggregation_duration.seconds,
         }
+
+    def _late(self) -> Late:
+        return tuple(latest(self._rounds.late.seconds))
 
     def _show_gauges(self) -> None:
         self._metrics.held_bytes.set(self._rounds.held_bytes)

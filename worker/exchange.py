@@ -80,7 +80,7 @@ class Exchange:
     """All rounds that this worker has in flight.
 
     Args:
-        deadline_seconds: how long a round may take.
+        deadline_seconds: how long a round may take; may be infinite.
         servers: for error messages.
     """
 

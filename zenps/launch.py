@@ -24,8 +24,11 @@ from zenps.status import fetch
 
 __all__ = ["launch"]
 
-GRACE_SECONDS: Final = 5.0
-"""From SIGTERM to SIGKILL; and how long scheduler and servers have to end after the last worker."""
+GRACE_SECONDS: Final = 4.0
+"""From SIGTERM to SIGKILL; and how long scheduler and servers have to end after the last worker.
+
+So that whatever happens everything has ended within 5 seconds.
+"""
 
 STATUS_SECONDS: Final = 1.0
 
@@ -225,8 +228,10 @@ class _Job:
             return
         measure = self._measures.pop(0)
         self._patience_until = time.monotonic() + GRACE_SECONDS if self._measures else float("inf")
-        for process in self._processes:
+        # Workers first: they should not learn from a server or the scheduler that those have to go.
+        for process in reversed(self._processes):
             process.signal(measure)
+            process.signal(signal.SIGCONT)  # one that is stopped would not see it
 
     def _say(self, text: str) -> None:
         self._output.line("launch", text.encode(), is_stderr=True)
