@@ -20,7 +20,7 @@ __all__ = ["Socket", "bind_router", "connect_dealer", "context", "find_host", "r
 
 Socket = zmq.Socket[bytes]
 
-LINGER_MS = 2000
+LINGER_MS = 1000
 """How long a closed socket may go on sending what is queued, a last ``Leave`` or ``Failure``."""
 
 # pyzmq's own threshold: below it, a copy costs less than the reference's bookkeeping.

@@ -1,0 +1,5 @@
+"""The command ``zenps`` for tests of whole jobs."""
+
+from tests.zenps.conftest import zenps
+
+__all__ = ["zenps"]
