@@ -297,9 +297,10 @@ class Membership:
             error = f"barrier {message.sequence}: {_names(gone)} left before it"
             return [Send(node.peer, BarrierReply(message.sequence, error))]
         barrier = self._barriers.setdefault(message.sequence, _Barrier(now + self._cluster.patience_seconds))
-        self._count_late([node.rank], barrier, now)
+        if node.rank not in barrier.waiting:
+            self._count_late([node.rank], barrier, now)
+            barrier.arrivals.append(now)
         barrier.waiting[node.rank] = node.peer
-        barrier.arrivals.append(now)
         if len(barrier.waiting) < len(self._present("worker")):
             return []
         return self._end_barrier(message.sequence, "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from zenps.lateness import Lateness, stragglers
@@ -38,9 +38,9 @@ class Stragglers:
         self._before: Mapping[int, float] | None = None
         self._named = False
 
-    def report(self, server: bytes, late: Sequence[tuple[int, float]]) -> None:
+    def report(self, server: bytes, late: Mapping[int, float]) -> None:
         """A server says how long its rounds have waited for whom, in all."""
-        self._reports[server] = dict(late)
+        self._reports[server] = late
 
     def seconds(self) -> dict[int, float]:
         """How long others have waited for each rank.

@@ -212,7 +212,7 @@ class _Service:
         }
 
     def _late(self) -> Late:
-        return tuple(latest(self._rounds.late.seconds))
+        return dict(latest(self._rounds.late.seconds))
 
     def _show_gauges(self) -> None:
         self._metrics.held_bytes.set(self._rounds.held_bytes)

@@ -144,16 +144,16 @@ class SchedulerLink:
                 logger.warning("%s has returned", who)
 
     def beat_if_due(
-        self, now: float, epoch: int, report: Callable[[], Load], late: Callable[[], Late] = tuple
+        self, now: float, epoch: int, report: Callable[[], Load], late: Callable[[], Late] = dict
     ) -> None:
         """Sends a heartbeat when one is due; ``now`` is :func:`time.monotonic`."""
         if now >= self._next_beat:
             self.beat(now, epoch, report(), late())
 
-    def beat(self, now: float, epoch: int, load: Load, late: Late = ()) -> None:
+    def beat(self, now: float, epoch: int, load: Load, late: Late | None = None) -> None:
         """Sends a heartbeat at once, as after a new view."""
         self._next_beat = now + self._cluster.lease_seconds / BEATS_PER_LEASE
-        self.send(Heartbeat(epoch, load, late))
+        self.send(Heartbeat(epoch, load, late or {}))
 
     def seconds_to_beat(self, now: float) -> float:
         """How long a poll may last until the next heartbeat is due."""

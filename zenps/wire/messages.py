@@ -56,9 +56,8 @@ Address = Annotated[str, Meta(max_length=300)]
 MAX_COLUMNS = (1 << 28) - 1
 Load = dict[str, float]
 """Counters that a node reports with each heartbeat, for ``zenps status``."""
-Seconds = Annotated[float, Meta(ge=0)]
-Late = Annotated[tuple[tuple[Rank, Seconds], ...], Meta(max_length=MOST_RANKS)]
-"""Ranks, and how long others have waited for each."""
+Late = Annotated[dict[Rank, float], Meta(max_length=MOST_RANKS)]
+"""How many seconds others have waited for each of some ranks."""
 
 
 class Member(Struct, frozen=True, array_like=True):
@@ -101,7 +100,7 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag="heartbeat"):
 
     epoch: Count
     load: Load
-    late: Late = ()
+    late: Late = {}
     """A server's: the workers that its rounds have waited for longest, and how long in all."""
 
 
