@@ -58,6 +58,9 @@ waits for servers:
 rate(zenps_dense_bytes_total[1m]) / (rate(zenps_push_bytes_total[1m]) + rate(zenps_pull_bytes_total[1m]))
 rate(zenps_wait_duration_seconds_sum[1m]) / rate(zenps_push_pull_duration_seconds_sum[1m])
 ```
+
+Which ranks the others wait for, as a share of the time: `rate(zenps_late_seconds_total[1m])` of the scheduler
+([stragglers](operations.md#stragglers)).
 """
 
 
@@ -157,7 +160,10 @@ def _metric(family: Metric) -> list[str]:
         for label, value in sample.labels.items():
             if label != "le" and family.type != "info" and value not in values.setdefault(label, []):
                 values[label].append(value)
-    labels = "; ".join(f"`{label}`: {', '.join(found)}" for label, found in values.items())
+    labels = "; ".join(
+        f"`{label}`" if label == "rank" else f"`{label}`: {', '.join(found)}"
+        for label, found in values.items()
+    )
     if family.type == "info":
         labels = ", ".join(f"`{label}`" for label in sorted(family.samples[0].labels))
     return [

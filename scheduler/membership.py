@@ -29,6 +29,7 @@ from zenps.wire.messages import (
     Departed,
     FromScheduler,
     Heartbeat,
+    HeartbeatReply,
     Leave,
     Load,
     Member,
@@ -42,6 +43,8 @@ from zenps.wire.messages import (
     ToScheduler,
     View,
 )
+
+from .stragglers import Stragglers
 
 __all__ = ["Membership", "Send"]
 
@@ -77,6 +80,7 @@ class _Node:
 class _Barrier:
     deadline: float
     waiting: dict[int, bytes] = field(default_factory=dict)
+    arrivals: list[float] = field(default_factory=list)
 
 
 class Membership:
@@ -101,6 +105,7 @@ class Membership:
         self._nodes: dict[bytes, _Node] = {}
         self._barriers: dict[int, _Barrier] = {}
         self._gather_until = now + cluster.rendezvous_seconds
+        self._stragglers = Stragglers(cluster.workers)
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────
 
@@ -112,6 +117,8 @@ class Membership:
             case Register():
                 return self._on_register(peer, message, now)
         node = self._nodes.get(peer)
+        if node is not None and node.state == "lost" and self.state == "failed":
+            return [Send(peer, self._failed())]  # it was only stopped, and does not know
         if node is None or node.state != "present":
             return []
         node.seen = now
@@ -132,12 +139,31 @@ class Membership:
         if self.state in ("gathering", "confirming") and now > self._gather_until:
             sends += self._give_up()
         for sequence, barrier in list(self._barriers.items()):
+            missing = [n for n in self._present("worker") if n.rank not in barrier.waiting]
+            self._count_late([node.rank for node in missing], barrier, now)
             if now > barrier.deadline:
-                missing = [n for n in self._present("worker") if n.rank not in barrier.waiting]
                 seconds = self._cluster.deadline_seconds
                 reason = f"barrier {sequence}: not reached within {seconds:g} s by {_names(missing)}"
                 sends += self._end_barrier(sequence, reason)
         return sends
+
+    def abort(self, reason: str) -> list[Send]:
+        """The scheduler has to end before the job has: so must everybody."""
+        return self._fail(Refused("lost", reason), reason)
+
+    def late_seconds(self) -> dict[int, float]:
+        """How long others have waited for each worker, by rank."""
+        return self._stragglers.seconds()
+
+    def stragglers(self, now: float) -> list[str]:
+        """A sentence for each worker that has to be named now as the one that the others wait for."""
+        workers = {node.rank: node for node in self._present("worker")}
+        return [
+            f"{workers[late.rank].member} is slow: others waited {late.late_seconds:.1f} s for it "
+            f"in the last {late.window_seconds:.1f} s"
+            for late in self._stragglers.news(now)
+            if late.rank in workers
+        ]
 
     def live(self, role: Role) -> int:
         """How many nodes of a role are present."""
@@ -152,6 +178,7 @@ class Membership:
         """The cluster as a table."""
         servers = [n.rank for n in self._nodes.values() if n.register.role == "server"]
         slots = {rank: int((self._owners == rank).sum()) for rank in servers}
+        late = self.late_seconds()
         nodes = tuple(
             NodeStatus(
                 role=node.register.role,
@@ -165,6 +192,7 @@ class Membership:
                 slots=slots.get(node.rank, 0) if node.register.role == "server" else 0,
                 silent_seconds=round(now - node.seen, 3),
                 load=node.load,
+                late_seconds=round(late.get(node.rank, 0.0), 3) if node.register.role == "worker" else 0.0,
             )
             for node in sorted(self._nodes.values(), key=lambda n: (n.register.role, n.rank))
         )
@@ -192,7 +220,7 @@ class Membership:
     def _refusal(self, message: Register) -> Refused | None:
         role, rank = message.role, message.rank
         if self.state == "failed":
-            return Refused("lost", f"the job has failed: {self.failure}")
+            return self._failed()
         expected = self._cluster.workers if role == "worker" else self._cluster.servers
         if self.state != "gathering" or len(self._present(role)) >= expected:
             return Refused(
@@ -239,10 +267,13 @@ class Membership:
     def _on_heartbeat(self, node: _Node, message: Heartbeat) -> list[Send]:
         node.epoch = min(message.epoch, self.epoch)
         node.load = message.load
+        if node.register.role == "server":
+            self._stragglers.report(node.peer, message.late)
+        reply = Send(node.peer, HeartbeatReply())
         if self.state != "confirming" or any(n.epoch < self.epoch for n in self._present("server")):
-            return []
+            return [reply]
         self.state = "running"
-        return [Send(worker.peer, self._view(worker)) for worker in self._present("worker")]
+        return [reply] + [Send(worker.peer, self._view(worker)) for worker in self._present("worker")]
 
     def _give_up(self) -> list[Send]:
         """The rendezvous deadline passed: everybody learns who is missing."""
@@ -276,11 +307,17 @@ class Membership:
         if gone:
             error = f"barrier {message.sequence}: {_names(gone)} left before it"
             return [Send(node.peer, BarrierReply(message.sequence, error))]
-        barrier = self._barriers.setdefault(message.sequence, _Barrier(now + self._cluster.deadline_seconds))
+        barrier = self._barriers.setdefault(message.sequence, _Barrier(now + self._cluster.patience_seconds))
+        if node.rank not in barrier.waiting:
+            self._count_late([node.rank], barrier, now)
+            barrier.arrivals.append(now)
         barrier.waiting[node.rank] = node.peer
         if len(barrier.waiting) < len(self._present("worker")):
             return []
         return self._end_barrier(message.sequence, "")
+
+    def _count_late(self, ranks: list[int], barrier: _Barrier, now: float) -> None:
+        self._stragglers.barriers.wait(ranks, barrier.arrivals, self._cluster.workers, now)
 
     def _end_barrier(self, sequence: int, error: str) -> list[Send]:
         waiting = self._barriers.pop(sequence).waiting.values()
@@ -327,6 +364,9 @@ class Membership:
             self.state, self.failure = "failed", reason
             self._barriers.clear()
         return [Send(node.peer, message) for node in self._present()]
+
+    def _failed(self) -> Refused:
+        return Refused("lost", f"the job has failed: {self.failure}")
 
     # ── views of the table ──────────────────────────────────────────────────────────────────────
 

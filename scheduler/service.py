@@ -95,6 +95,14 @@ class _Service:
         self._membership = Membership(config.cluster.job, config.cluster, shared, time.monotonic())
 
     def run(self) -> None:
+        try:
+            self._run()
+        except (KeyboardInterrupt, SystemExit):
+            # Told to end, as it would not be by a crash: nobody should wait for its return.
+            self._send(self._membership.abort("the scheduler was told to end"))
+            raise
+
+    def _run(self) -> None:
         failed_at = None
         poller = zmq.Poller()
         for waiting in (self._socket, *self._gate.sockets):
@@ -106,6 +114,8 @@ class _Service:
             now = time.monotonic()
             self._send(self._membership.on_tick(now))
             self._show_gauges()
+            for straggler in self._membership.stragglers(now):
+                logger.warning("%s", straggler)
             if self._membership.state == "failed":
                 # Nodes that come or ask in the meantime are told why; all leave within a lease.
                 failed_at = failed_at or now
@@ -196,3 +206,4 @@ class _Service:
         for role in ("worker", "server"):
             self._metrics.live_nodes.labels(role=role).set(self._membership.live(role))
         self._metrics.epoch.set(self._membership.epoch)
+        self._metrics.late.seconds = self._membership.late_seconds()

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from zenps.errors import ProtocolError, listing
+from zenps.lateness import Lateness
 from zenps.wire.messages import Busy, Failure, FailureKind, FromServer, Push, Result, Resume
 
 __all__ = ["Aggregate", "Held", "Key", "Reply", "Rounds"]
@@ -64,6 +65,8 @@ class _Round(Struct):
     opened: float
     reserved_bytes: int = 0
     held: dict[int, Held] = {}
+    arrivals: list[float] = []
+    """When each of ``held`` came."""
 
 
 class _Outcome(Struct, frozen=True):
@@ -80,7 +83,7 @@ class Rounds:
 
     Args:
         budget_bytes: what may be held before new rounds are refused.
-        deadline_seconds: how long an open round waits for its last push.
+        deadline_seconds: how long an open round waits for its last push; may be infinite.
     """
 
     def __init__(self, budget_bytes: int, deadline_seconds: float) -> None:
@@ -94,6 +97,8 @@ class Rounds:
         self._outcomes: OrderedDict[tuple[str, int], _Outcome] = OrderedDict()
         self.held_bytes = 0
         self.duplicates = 0
+        self.late = Lateness()
+        """How long rounds have waited for which rank."""
 
     @property
     def open_rounds(self) -> int:
@@ -145,6 +150,7 @@ class Rounds:
 
     def on_tick(self, now: float) -> list[Aggregate | Reply]:
         """Time passed: rounds may have reached their deadline."""
+        self._count_late(now)
         actions: list[Aggregate | Reply] = []
         for key, round_ in list(self._open.items()):
             if now - round_.opened > self._deadline_seconds:
@@ -167,7 +173,9 @@ class Rounds:
         if held.push.rank in round_.held:
             self.duplicates += 1
             return []
+        self.late.wait((held.push.rank,), round_.arrivals, len(self._ranks), now)
         round_.held[held.push.rank] = held
+        round_.arrivals.append(now)
         self._reserve(round_, held.size_bytes)
         if len(round_.held) == len(self._ranks):
             return self._complete(key, round_, now)
@@ -201,6 +209,13 @@ class Rounds:
         if outcome.step != held.push.step:
             return []
         return [Reply([held.peer], outcome.message, outcome.frames)]
+
+    def _count_late(self, now: float) -> None:
+        """Counts those that are waited for now. One round will do: its waits overlap those of the others."""
+        for round_ in self._open.values():
+            if 2 * len(round_.held) >= len(self._ranks):
+                missing = self._ranks - round_.held.keys()
+                return self.late.wait(missing, round_.arrivals, len(self._ranks), now)
 
     # ── the byte budget ─────────────────────────────────────────────────────────────────────────
 

@@ -21,11 +21,12 @@ from zenps.config import Config, rank_from_environment
 from zenps.errors import PeerLostError, ProtocolError
 from zenps.kernels.cpu import CpuKernels
 from zenps.keys import load_keys, node_name
+from zenps.lateness import latest
 from zenps.metrics import ServerMetrics
 from zenps.wire.curve import Gate, warn_if_open
 from zenps.wire.frames import Decoder, encode
 from zenps.wire.link import SchedulerLink, new_register
-from zenps.wire.messages import Busy, Departed, Failure, Load, Push, Refused, Stop, View
+from zenps.wire.messages import Busy, Departed, Failure, Late, Load, Push, Refused, Stop, View
 from zenps.wire.sockets import Socket, bind_router, context, find_host, receive_frames, send_frames
 
 from .aggregation import Aggregator, Payload, read_payload
@@ -74,7 +75,7 @@ class _Service:
         warn_if_open(keys, self._address)
         self._link = SchedulerLink(ctx, cluster, "server", keys)
         self._decoder: Decoder[Push] = Decoder(cluster.job, Push)
-        self._rounds = Rounds(cluster.server_budget_bytes, cluster.deadline_seconds)
+        self._rounds = Rounds(cluster.server_budget_bytes, cluster.patience_seconds)
         keep_bytes = cluster.server_budget_bytes // 4
         keep_freed_memory(keep_bytes)
         pool = BufferPool(keep_bytes)
@@ -82,6 +83,7 @@ class _Service:
         self._epoch = 0
         self._peers: dict[int, bytes] = {}
         self._failure = ""
+        counters.late.seconds = self._rounds.late.seconds
         counters.budget_bytes.set(cluster.server_budget_bytes)
 
     def run(self, metrics_address: str) -> None:
@@ -105,7 +107,8 @@ class _Service:
         while True:
             now = time.monotonic()
             if now >= next_tick:
-                self._link.beat_if_due(now, self._epoch, self._load)
+                self._link.beat_if_due(now, self._epoch, self._load, self._late)
+                self._link.check(now)
                 self._execute(self._rounds.on_tick(now))
                 self._gate.attend()
                 self._show_gauges()
@@ -220,6 +223,9 @@ class _Service:
             "sent_bytes": self._metrics.sent_bytes.total,
             "busy_seconds": self._metrics.aggregation_duration.seconds,
         }
+
+    def _late(self) -> Late:
+        return dict(latest(self._rounds.late.seconds))
 
     def _show_gauges(self) -> None:
         self._metrics.held_bytes.set(self._rounds.held_bytes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from zenps.errors import UsageError
 from .alone import Alone
 from .cluster import Cluster
 from .communicator import Communicator, Pending, Stats, check_name
+from .exits import exit_on_sigterm, leave_at_exit, restore_sigterm
 from .transfer import check_tensor
 
 __all__ = [
@@ -45,7 +45,8 @@ def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
     """Joins the cluster and waits until it is complete; without ``cluster.scheduler``, a world of one.
 
     Settings come from ``sets`` (``"section.field=value"``), the environment and the file ``config``
-    (default ``zenps.toml``), in this order; torchrun's ``RANK`` is honoured.
+    (default ``zenps.toml``), in this order; torchrun's ``RANK`` is honoured. Until :func:`shutdown`, SIGTERM
+    ends the process as ``sys.exit(143)`` does, where it had its default action.
 
     Raises:
         ConfigError: a setting is wrong, or several workers were started without a scheduler.
@@ -65,7 +66,12 @@ def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
             _communicator = Alone()
             return
         local = settings.local_rank_from_environment(os.environ) if "LOCAL_RANK" in os.environ else None
-        _communicator = Cluster(loaded.config, settings.rank_from_environment(os.environ), local)
+        exit_on_sigterm()
+        try:
+            _communicator = Cluster(loaded.config, settings.rank_from_environment(os.environ), local)
+        except BaseException:  # SIGTERM meanwhile, too
+            restore_sigterm()
+            raise
 
 
 def shutdown() -> None:
@@ -75,10 +81,10 @@ def shutdown() -> None:
         if _communicator is not None:
             _communicator.close()
             _communicator = None
+            restore_sigterm()
 
 
-# A script that ends without shutdown() leaves all the same, so that others need not wait for its lease.
-atexit.register(shutdown)
+leave_at_exit(shutdown)
 
 
 def is_initialized() -> bool:
@@ -126,7 +132,7 @@ def barrier() -> None:
     """Waits until every worker is here.
 
     Raises:
-        DeadlineError: a worker did not come within ``cluster.deadline_seconds``; it is named.
+        DeadlineError: a worker left, or did not come within ``cluster.deadline_seconds``; it is named.
         PeerLostError: a node was lost meanwhile.
     """
     communicator().barrier()

@@ -40,7 +40,7 @@ logger = logging.getLogger("zenps.worker")
 TICK_SECONDS = 0.5
 
 # How long close() waits for a driver on another thread to step aside.
-CLOSE_SECONDS = 5.0
+CLOSE_SECONDS = 1.0
 
 
 class Channel:
@@ -66,7 +66,7 @@ class Channel:
     ) -> None:
         self._job = cluster.job
         self._metrics = metrics
-        self._exchange = Exchange(cluster.deadline_seconds, view.servers)
+        self._exchange = Exchange(cluster.patience_seconds, view.servers)
         self._decoder: Decoder[FromServer] = Decoder(cluster.job, FromServer)
         self._handles: dict[int, Handle] = {}
         self._next_tick = 0.0
@@ -111,7 +111,8 @@ class Channel:
                     self._sleepers += 1
                     try:
                         # Asked again with the lock: what ended before is not told again.
-                        self._news.wait_for(lambda: ready() or not self._driving, until - time.monotonic())
+                        seconds = min(until - time.monotonic(), threading.TIMEOUT_MAX)
+                        self._news.wait_for(lambda: ready() or not self._driving, seconds)
                     finally:
                         self._sleepers -= 1
                     continue

@@ -73,7 +73,7 @@ class Cluster(Communicator):
         self._servers = [server.rank for server in view.servers]
         self._transfers = Transfers(config, owners, self._servers)
         self._staging = Staging()
-        self._timeout_seconds = config.cluster.deadline_seconds + 2 * PATIENCE_SECONDS
+        self._timeout_seconds = config.cluster.patience_seconds + 2 * PATIENCE_SECONDS
         self._latest: dict[str, Progress] = {}
         self._recording = threading.Lock()
         self._submitting = threading.Lock()

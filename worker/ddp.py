@@ -7,8 +7,10 @@ and fused buckets of the dense ones. The hook returns a future of the averaged g
 from __future__ import annotations
 
 import itertools
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import weakref
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import get_type_hints
 
 import torch
@@ -36,11 +38,35 @@ class CommHookState:
     """Averages the dense buckets, by allreduce; None sends them over ZenPS too."""
 
     _prefix: str = field(default_factory=lambda: f"ddp{next(_prefixes)}")
-    # DDP waits for a hook's futures in C++, so somebody else has to finish them. One thread, because
-    # results come in the order of the buckets.
-    _finisher: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="zenps-ddp")
-    )
+    _finisher: _Finisher = field(default_factory=lambda: _Finisher())
+
+
+class _Finisher:
+    """Waits for results on behalf of DDP, which waits for a hook's futures in C++.
+
+    One thread, because results come in the order of the buckets. A daemon: at exit the interpreter joins
+    other threads, as those of an executor, before this worker leaves and ends what they wait for.
+    """
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[Pending, Future[Tensor]] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, handle: Pending, result: Future[Tensor]) -> None:
+        """``result`` gets what ``handle`` does."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_finish_all, args=(self._queue,), name="zenps-ddp", daemon=True
+            )
+            self._thread.start()
+            weakref.finalize(self, self._queue.put, None)
+        self._queue.put((handle, result))
+
+
+def _finish_all(queue: SimpleQueue[tuple[Pending, Future[Tensor]] | None]) -> None:
+    while (work := queue.get()) is not None:
+        _finish(*work)
+        del work  # a gradient must not be kept until the next one
 
 
 _default = CommHookState()
@@ -66,7 +92,7 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
     handle = push_pull_async(gradient, name)
     devices: list[int | str | torch.device] | None = [gradient.device] if gradient.is_cuda else None
     result: Future[Tensor] = Future(devices=devices)
-    state._finisher.submit(_finish, handle, result)
+    state._finisher.submit(handle, result)
     return result
 
 

@@ -18,6 +18,11 @@ __all__ = ["Action", "Deliver", "Exchange", "Fail", "Outgoing", "Round", "SendPu
 # A server's own deadline comes first, because its error names the ranks that are missing.
 PATIENCE_SECONDS = 5.0
 
+# A connection that was cut and made again may have lost a push or its answer. Nobody notices, where rounds
+# have no deadline; so what stays unanswered is pushed again: after this time, and then ever more seldom,
+# for the reason is nearly always a straggler. To a server a push is the same however often it comes.
+REPEAT_SECONDS = 60.0
+
 _FAILURES: dict[str, type[ZenPSError]] = {
     "mismatch": MismatchError,
     "deadline": DeadlineError,
@@ -44,6 +49,8 @@ class Round(Struct):
     unanswered: dict[tuple[int, int], Outgoing] = {}
     """By server and chunk. Pushes are kept whole: a server may ask for one again."""
     deadline: float = 0.0
+    repeat_at: float = 0.0
+    repeat_seconds: float = REPEAT_SECONDS
 
     def __post_init__(self) -> None:
         self.unanswered = {(out.server, out.push.chunk): out for out in self.outgoing}
@@ -80,7 +87,7 @@ class Exchange:
     """All rounds that this worker has in flight.
 
     Args:
-        deadline_seconds: how long a round may take.
+        deadline_seconds: how long a round may take; may be infinite.
         servers: for error messages.
     """
 
@@ -99,6 +106,7 @@ class Exchange:
         if self.failure is not None:
             return [Fail(round_, self.failure)]
         round_.deadline = now + self._deadline_seconds + PATIENCE_SECONDS
+        round_.repeat_at = now + REPEAT_SECONDS
         self._rounds[round_.tensor, round_.step] = round_
         return [SendPush(outgoing) for outgoing in round_.outgoing]
 
@@ -129,7 +137,7 @@ class Exchange:
         return [self._fail(round_, error) for round_ in list(self._rounds.values())]
 
     def on_tick(self, now: float) -> list[Action]:
-        """Time passed: rounds may have reached their deadline."""
+        """Time passed: rounds may have reached their deadline, or be silent for long."""
         actions: list[Action] = []
         for round_ in list(self._rounds.values()):
             if now > round_.deadline:
@@ -138,6 +146,10 @@ class Exchange:
                 reason = f"no answer within {self._deadline_seconds:g} s from {names}"
                 error = DeadlineError(f"tensor {round_.tensor!r}, step {round_.step}: {reason}")
                 actions.append(self._fail(round_, error))
+            elif now > round_.repeat_at:
+                round_.repeat_seconds *= 2
+                round_.repeat_at = now + round_.repeat_seconds
+                actions += [SendPush(outgoing) for outgoing in round_.unanswered.values()]
         return actions
 
     def _fail(self, round_: Round, error: ZenPSError) -> Fail:

@@ -28,7 +28,7 @@ from .channel import Channel
 __all__ = ["Session"]
 
 # The lease's thread answers within microseconds; this bounds the wait for one that cannot.
-CLOSE_SECONDS = 5.0
+CLOSE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,8 @@ class Session:
         # The scheduler's own deadline comes first, because its error names who is missing.
         seconds = 2 * self._cluster.deadline_seconds
         try:
-            reached.result(timeout=seconds)
+            # Where there is none, the lease's thread ends this wait with whoever is lost.
+            reached.result(timeout=seconds or None)
         except ZenPSError:
             raise
         except TimeoutError:
@@ -117,6 +118,7 @@ class Session:
                 self._link.beat_if_due(now, self.view.epoch, self.report)
                 self._sleep(self._link.seconds_to_beat(now))
                 self._on_scheduler()
+                self._check_scheduler()
             self._link.leave()
             self._fail(UsageError("this worker has left the cluster"))
         except BaseException as error:
@@ -173,6 +175,13 @@ class Session:
                         self._fail(PeerLostError(reason))
                 case Refused(reason=reason):
                     self._fail(PeerLostError(reason))
+
+    def _check_scheduler(self) -> None:
+        if self._failure is None:
+            try:
+                self._link.check(time.monotonic())
+            except PeerLostError as error:
+                self._fail(error)
 
     def _fail(self, error: ZenPSError) -> None:
         self._failure = self._failure or error

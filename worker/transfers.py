@@ -115,7 +115,7 @@ class Transfers:
             return None
         with self._lock:
             if device not in self._accelerators:
-                deadline_seconds = self._config.cluster.deadline_seconds
+                deadline_seconds = self._config.cluster.patience_seconds
                 self._accelerators[device] = CudaAccelerator(device, POOL_BYTES, deadline_seconds)
             return self._accelerators[device]
 

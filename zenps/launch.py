@@ -22,13 +22,20 @@ from zenps.keys import load_keys
 from zenps.output import Lines, Output
 from zenps.processes import Guard, Pipe, Process
 from zenps.status import fetch
+from zenps.wire.messages import Status
 
 __all__ = ["launch"]
 
-GRACE_SECONDS: Final = 5.0
-"""From SIGTERM to SIGKILL; and how long scheduler and servers have to end after the last worker."""
+GRACE_SECONDS: Final = 4.0
+"""From SIGTERM to SIGKILL; and how long scheduler and servers have to end after the last worker.
+
+So that whatever happens everything has ended within 5 seconds.
+"""
 
 STATUS_SECONDS: Final = 1.0
+
+SETTLE_SECONDS: Final = 1.5
+"""How long a worker that has left the cluster has for the rest of its way out."""
 
 _ZENPS: Final = (sys.executable, "-P", "-m", "zenps.cli")
 """Without -P a random.py in the working directory would be taken for Python's."""
@@ -197,25 +204,45 @@ class _Job:
             return  # as it should
         workers = [other for other in self._processes if _is_worker(other.name)]
         if process.exit_code or not self._address:
-            self._say(f"{process.name} failed: {process.how_it_ended()}; ending the others")
-            self._end(process.exit_code or 1)
+            cause = self._cause(process)
+            self._say(f"{cause.name} failed: {cause.how_it_ended()}; ending the others")
+            self._end(cause.exit_code or 1)
         elif len(workers) == self._config.cluster.workers and all(w.exit_code == 0 for w in workers):
             # The scheduler has seen them leave and tells the servers, unless they never joined.
             self._code = 0
             self._patience_until = time.monotonic() + GRACE_SECONDS
-            if self._is_gathering():
+            status = self._status()
+            if status is not None and status.state == "gathering":
                 self._say("not all workers joined the cluster; does CMD call zenps.init()?")
                 self._take_next_measure()
 
-    def _is_gathering(self) -> bool:
+    def _cause(self, failed: Process) -> Process:
+        """The process on which to blame that ``failed`` has.
+
+        A script that ends early leaves the cluster first. The others then fail at once, while it may take
+        its interpreter a second to end: so it is the worker that left first.
+        """
+        status = self._status() if _is_worker(failed.name) else None
+        left = [node for node in status.nodes if node.state == "left"] if status is not None else []
+        if not left:
+            return failed
+        # The last message of a node that left was that it does.
+        first = max(left, key=lambda node: node.silent_seconds)
+        cause = next((p for p in self._processes if p.name == f"{first.role} {first.rank}"), failed)
+        until = time.monotonic() + SETTLE_SECONDS
+        while not cause.has_ended() and self._code is None and time.monotonic() < until:
+            self._read(0.05)
+        return cause if cause.exit_code else failed
+
+    def _status(self) -> Status | None:
+        """How the cluster looks; None where the scheduler has ended or cannot answer."""
+        if not self._address:
+            return None
         cluster = msgspec.structs.replace(self._config.cluster, scheduler=self._address.decode().strip())
         try:
-            return (
-                fetch(cluster, STATUS_SECONDS, load_keys(self._config.security, "operator")).state
-                == "gathering"
-            )
+            return fetch(cluster, STATUS_SECONDS, load_keys(self._config.security, "operator"))
         except DeadlineError:
-            return False  # it has ended
+            return None
 
     def _end(self, code: int) -> None:
         """The job ends with ``code``, unless that is settled. Runs in the signal handler, too."""
@@ -229,8 +256,10 @@ class _Job:
             return
         measure = self._measures.pop(0)
         self._patience_until = time.monotonic() + GRACE_SECONDS if self._measures else float("inf")
-        for process in self._processes:
+        # Workers first: they should not learn from a server or the scheduler that those have to go.
+        for process in reversed(self._processes):
             process.signal(measure)
+            process.signal(signal.SIGCONT)  # one that is stopped would not see it
 
     def _say(self, text: str) -> None:
         self._output.line("launch", text.encode(), is_stderr=True)

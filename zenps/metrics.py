@@ -1,8 +1,8 @@
 """What each role counts, and the HTTP endpoint where Prometheus reads it.
 
 Names and units follow https://prometheus.io/docs/practices/naming/: base units, ``_total`` on counters.
-Labels are closed sets; a label per tensor, step or peer would make a series each. One object per process,
-on a registry that the caller gives.
+Labels are closed sets; a label per tensor, step or peer would make a series each. Ranks are one, but a large
+one: only the latest are shown. One object per process, on a registry that the caller gives.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib.metadata
 import socket
 import threading
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Final, Literal, get_args
 from wsgiref.simple_server import WSGIServer
@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from zenps.errors import ConfigError, ProtocolError
+from zenps.lateness import MOST_RANKS, latest
 
 __all__ = ["Exporter", "Refusal", "SchedulerMetrics", "ServerMetrics", "WorkerMetrics", "serve"]
 
@@ -76,6 +77,24 @@ class Durations(Collector):
         bounds = map(floatToGoString, (*DURATION_BUCKETS, float("inf")))
         buckets = list(zip(bounds, accumulate(self._counts), strict=True))
         yield HistogramMetricFamily(self._name, self._documentation, buckets, self.seconds)
+
+    describe = collect
+
+
+class Late(Collector):
+    """A counter of seconds by rank, of the few ranks that are latest: no series for each of thousands."""
+
+    def __init__(self, documentation: str, registry: CollectorRegistry) -> None:
+        self._documentation = f"{documentation} The {MOST_RANKS} latest ranks."
+        self.seconds: Mapping[int, float] = {0: 0.0}
+        """By rank; whoever counts sets or changes it."""
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily("zenps_late_seconds_total", self._documentation, labels=["rank"])
+        for rank, seconds in latest(self.seconds):
+            family.add_metric([str(rank)], seconds)
+        yield family
 
     describe = collect
 
@@ -208,6 +227,7 @@ class ServerMetrics(_ListenerMetrics):
             "zenps_refused_pushes_total", "Pushes refused because the byte budget was used up."
         )
         self.slots = self._gauge("zenps_slots", "Slots that this server owns.")
+        self.late = Late("How long rounds have waited here for a worker.", registry)
 
 
 class SchedulerMetrics(_ListenerMetrics):
@@ -225,6 +245,7 @@ class SchedulerMetrics(_ListenerMetrics):
         self.barriers = self._counter(
             "zenps_barriers_total", "Barriers by how they ended.", outcome=("completed", "failed")
         )
+        self.late = Late("How long barriers and servers have waited for a worker.", registry)
 
 
 class Exporter:

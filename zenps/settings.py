@@ -9,6 +9,7 @@ A field whose name ends in ``_bytes`` also takes a string such as ``"8MiB"``.
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import re
 from collections.abc import Callable
 from typing import Annotated, Any, Final, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -72,18 +73,32 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         float, Meta(description="a node that is silent for this long is lost", gt=0, le=WEEK_SECONDS)
     ] = 10.0
     rendezvous_seconds: Annotated[
-        float, Meta(description="how long all nodes have to arrive", gt=0, le=WEEK_SECONDS)
+        float,
+        Meta(
+            description="how long all nodes have to arrive, and a lost scheduler to return",
+            gt=0,
+            le=WEEK_SECONDS,
+        ),
     ] = 120.0
     deadline_seconds: Annotated[
         float,
-        Meta(description="how long a push or a barrier waits for the other ranks", gt=0, le=WEEK_SECONDS),
-    ] = 300.0
+        Meta(
+            description="how long a push or a barrier waits for a rank that is alive; 0: as long as it is",
+            ge=0,
+            le=WEEK_SECONDS,
+        ),
+    ] = 0.0
     server_budget_bytes: Annotated[
         int, Meta(description="what a server holds at most before it refuses pushes as busy", ge=MIB, le=TIB)
     ] = 4 * GIB
     max_message_bytes: Annotated[
         int, Meta(description="a larger message is refused unread", ge=64 * KIB, le=2 * GIB)
     ] = 256 * MIB
+
+    @property
+    def patience_seconds(self) -> float:
+        """``deadline_seconds``, or infinity where there is no deadline."""
+        return self.deadline_seconds or math.inf
 
 
 class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

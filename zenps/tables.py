@@ -14,6 +14,7 @@ from rich.text import Text
 
 from zenps.config import Setting
 from zenps.doctor import Check
+from zenps.lateness import stragglers
 from zenps.settings import format_bytes
 from zenps.wire.messages import NodeStatus, Status
 
@@ -24,9 +25,12 @@ MAX_COLUMNS = 10_000
 DESCRIPTION_COLUMNS = 50
 """A description that is wrapped to less is hard to read."""
 
+STRAGGLER_SECONDS = 1.0
+"""A worker that others have waited for less is named as no straggler."""
+
 _STATE_STYLES = {"running": "green", "present": "green", "failed": "bold red", "lost": "bold red"}
 _VERDICT_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-_COUNTERS = ("epoch", "slots", "rounds", "in", "out", "time", "silent")
+_COUNTERS = ("epoch", "slots", "rounds", "in", "out", "time", "late", "silent")
 _NUMBERS = frozenset({"rank", "pid", *_COUNTERS})
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -69,7 +73,7 @@ def _as_toml(setting: Setting) -> str:
 
 
 def show_status(status: Status) -> None:
-    """The job's state in one line, then a row for each node."""
+    """The job's state in one line, a row for each node, and a line for each straggler."""
     heading = Text.assemble(
         f"job {_printable(status.job)}  ",
         (_printable(status.state), _STATE_STYLES.get(status.state, "yellow")),
@@ -80,6 +84,9 @@ def show_status(status: Status) -> None:
         table.add_row(*_node_row(node))
     _print(heading)
     _print(table)
+    late = {node.rank: node.late_seconds for node in status.nodes if node.role == "worker"}
+    for rank in stragglers(late, len(late), STRAGGLER_SECONDS):
+        _print(Text(f"worker {rank} is a straggler: others have waited {late[rank]:.1f} s for it", "yellow"))
 
 
 def _node_row(node: NodeStatus) -> list[Text]:
@@ -102,6 +109,7 @@ def _node_row(node: NodeStatus) -> list[Text]:
         _human_bytes(load[received]) if received in load else "",
         _human_bytes(load[sent]) if sent in load else "",
         f"{load[seconds]:.1f} s {verb}" if seconds in load else "",
+        f"{node.late_seconds:.1f} s" if node.role == "worker" else "",
         f"{node.silent_seconds:.1f} s",
     ]
     styles = {5: _STATE_STYLES.get(node.state, "yellow")}

@@ -24,7 +24,7 @@ DIRECTIONS = {
 }
 PARTS = {"Member": Member, "Node status": NodeStatus}
 # Types of messages.py that the document names, and spells out once.
-NAMED = ("Count", "Rank", "Name", "Text", "Host", "Address", "Load", "Role", "Dtype")
+NAMED = ("Count", "Rank", "Name", "Text", "Host", "Address", "Load", "Late", "Role", "Dtype")
 
 Row = tuple[str, ...]
 

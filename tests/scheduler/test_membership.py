@@ -17,6 +17,7 @@ from zenps.wire.messages import (
     Departed,
     FromScheduler,
     Heartbeat,
+    HeartbeatReply,
     Leave,
     Refused,
     Register,
@@ -32,13 +33,15 @@ LEASE_SECONDS, RENDEZVOUS_SECONDS, DEADLINE_SECONDS = 10.0, 60.0, 30.0
 SETTINGS: dict[str, str | int | float] = {"sync.partition": "balanced", "sync.seed": 7}
 
 
-def make_membership(workers: int = 2, servers: int = 2) -> Membership:
+def make_membership(
+    workers: int = 2, servers: int = 2, deadline_seconds: float = DEADLINE_SECONDS
+) -> Membership:
     cluster = ClusterConfig(
         workers=workers,
         servers=servers,
         lease_seconds=LEASE_SECONDS,
         rendezvous_seconds=RENDEZVOUS_SECONDS,
-        deadline_seconds=DEADLINE_SECONDS,
+        deadline_seconds=deadline_seconds,
     )
     return Membership("job", cluster, SETTINGS, now=0.0)
 
@@ -83,8 +86,8 @@ def gather(membership: Membership, workers: Iterable[int] = (0, 1), servers: int
     return sends
 
 
-def running(workers: int = 2, servers: int = 2) -> Membership:
-    membership = make_membership(workers, servers)
+def running(workers: int = 2, servers: int = 2, deadline_seconds: float = DEADLINE_SECONDS) -> Membership:
+    membership = make_membership(workers, servers, deadline_seconds)
     gather(membership, range(workers), servers)
     for number in range(servers):
         membership.on_message(server(number), Heartbeat(1, {}), 0.0)
@@ -117,10 +120,11 @@ def test_servers_have_the_view_before_workers_get_it() -> None:
     views = gather(membership)
     assert (membership.state, membership.epoch) == ("confirming", 1)
     assert [send.peer for send in views] == [server(0), server(1)]
-    assert membership.on_message(server(0), Heartbeat(1, {}), 1.0) == []
-    assert membership.on_message(server(1), Heartbeat(0, {}), 1.0) == []
-    assert membership.on_message(worker(0), Heartbeat(1, {}), 1.0) == []
-    views += membership.on_message(server(1), Heartbeat(1, {}), 2.0)
+    for peer, epoch in ((server(0), 1), (server(1), 0), (worker(0), 1)):
+        assert only(membership.on_message(peer, Heartbeat(epoch, {}), 1.0), peer) == HeartbeatReply()
+    reply, *more = membership.on_message(server(1), Heartbeat(1, {}), 2.0)
+    assert reply == Send(server(1), HeartbeatReply())
+    views += more
     assert membership.state == "running"
     assert [send.peer for send in views[2:]] == [worker(0), worker(1)]
     owners = rebalance(None, [0, 1]).astype("<u2").tobytes()
@@ -292,7 +296,9 @@ def test_a_lost_node_fails_the_job_and_all_others_learn_its_name(lost: bytes, co
         assert departed.reason == f"{departed.member} is lost: silent for 11.0 s, its lease is 10 s"
         assert departed.reason == membership.failure
         assert lost.decode() == f"{departed.member.role}-{departed.member.rank}"
-    assert to(membership.on_message(lost, Heartbeat(1, {}), 12.0), lost) == []
+    # It was only stopped, and is told what it missed.
+    told = only(membership.on_message(lost, Heartbeat(1, {}), 12.0), lost)
+    assert told == Refused("lost", f"the job has failed: {membership.failure}")
     refused = only(membership.on_message(b"new", register("worker"), 12.0), b"new")
     assert isinstance(refused, Refused)
     assert refused.kind == "lost"
@@ -403,6 +409,38 @@ def test_a_barrier_that_is_not_reached_names_who_is_missing() -> None:
     assert sends == [Send(worker(1), BarrierReply(4, error))]
     assert membership.state == "running"
     assert membership.on_tick(DEADLINE_SECONDS + 2.2) == []
+
+
+def test_without_a_deadline_a_barrier_waits_as_long_as_all_are_alive() -> None:
+    membership = running(deadline_seconds=0)
+    membership.on_message(worker(1), Barrier(1), 0.0)
+    for beat in range(1, 1001):
+        keep_alive(membership, 5.0 * beat, EVERYBODY)
+        assert membership.on_tick(5.0 * beat) == []
+    assert membership.late_seconds() == pytest.approx({0: 5000.0})
+    assert {send.peer for send in membership.on_message(worker(0), Barrier(1), 5000.0)} == {*EVERYBODY[:2]}
+
+
+def test_a_straggler_is_named_with_what_barriers_and_servers_waited() -> None:
+    membership = running()
+    assert membership.stragglers(0.0) == []
+    membership.on_message(worker(0), Barrier(1), 1.0)
+    membership.on_tick(3.0)
+    for number, seconds in ((0, 1.5), (1, 2.0)):
+        membership.on_message(server(number), Heartbeat(1, {}, {1: seconds}), 3.0)
+    (named,) = membership.stragglers(3.0)
+    assert named == "worker 1 (host box, pid 1) is slow: others waited 4.0 s for it in the last 3.0 s"
+    assert {(n.role, n.rank, n.late_seconds) for n in membership.status(3.0).nodes if n.late_seconds} == {
+        ("worker", 1, 4.0)
+    }
+
+
+def test_a_scheduler_that_has_to_end_tells_everybody() -> None:
+    membership = running()
+    sends = membership.abort("the scheduler was told to end")
+    assert {send.peer for send in sends} == {*EVERYBODY}
+    assert {send.message for send in sends} == {Refused("lost", "the scheduler was told to end")}
+    assert membership.state == "failed"
 
 
 def test_a_departure_ends_barriers_now_and_later() -> None:

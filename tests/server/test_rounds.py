@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -324,6 +325,20 @@ def test_a_deadline_names_the_missing_ranks() -> None:
     assert list(reply.peers) == [peer_of(2), peer_of(0)]
     reason = "tensor 'a', step 0: no push within 30 s from rank(s) 1, 3"
     assert reply.message == Failure(*KEY, "deadline", reason)
+
+
+def test_without_a_deadline_a_round_waits_and_counts_for_whom() -> None:
+    rounds = Rounds(1 << 30, math.inf)
+    rounds.set_view(1, range(4))
+    for rank, now in ((2, 10.0), (0, 11.0)):
+        assert rounds.on_push(make_held(rank, KEY), now) == []
+    assert rounds.on_tick(1e6) == []
+    assert rounds.late.seconds == pytest.approx({1: 1e6 - 11, 3: 1e6 - 11})
+    assert rounds.on_push(make_held(3, KEY), 1e6 + 1) == []
+    assert rounds.on_tick(1e6 + 2) == []
+    (aggregate,) = rounds.on_push(make_held(1, KEY), 1e6 + 3)
+    assert isinstance(aggregate, Aggregate)
+    assert rounds.late.seconds == pytest.approx({1: 1e6 - 8, 3: 1e6 - 10})
 
 
 @pytest.mark.parametrize(

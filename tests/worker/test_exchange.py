@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -124,6 +125,15 @@ def test_a_deadline_names_the_silent_servers() -> None:
     silent = "server 0 (host box, pid 50), server 2 (host box, pid 52)"
     assert str(fail.error) == f"tensor 't', step 0: no answer within 30 s from {silent}"
     assert len(exchange) == 1
+
+
+def test_without_a_deadline_what_stays_unanswered_is_pushed_again_ever_more_seldom() -> None:
+    exchange, round_ = Exchange(math.inf, make_exchange()._servers.values()), make_round()
+    first = exchange.submit(round_, 0.0)
+    exchange.on_reply(0, result(round_, 0), FRAMES)
+    again = {now: exchange.on_tick(float(now)) for now in range(1000)}
+    assert [now for now, actions in again.items() if actions] == [61, 182, 423, 904]
+    assert all(actions in ([], first[1:]) for actions in again.values())
 
 
 def test_after_a_loss_everything_fails_with_its_reason() -> None:

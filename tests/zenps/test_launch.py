@@ -180,7 +180,7 @@ def test_stubborn_process_is_killed(zenps: Any) -> None:
     popen.send_signal(signal.SIGTERM)
     _, err = popen.communicate(timeout=60)
     assert popen.returncode == 143
-    assert "worker 0: not ended after 5 s; sending SIGKILL" in err
+    assert "worker 0: not ended after 4 s; sending SIGKILL" in err
     assert_nothing_is_left(zenps)
 
 
@@ -237,8 +237,11 @@ def test_output_is_prefixed_by_stream_and_process(zenps: Any) -> None:
     assert "\x1b" not in done.stdout + done.stderr
 
 
-def on_a_terminal(zenps: Any, script: str, **environment: str) -> str:
-    """What a terminal of 100 columns receives from a launch with two workers."""
+def on_a_terminal(zenps: Any, script: str, cues: dict[bytes, Path] | None = None, **environment: str) -> str:
+    """What a terminal of 100 columns receives from a launch with two workers.
+
+    Once it has received a key of ``cues``, the file is made: the script goes on when the terminal is so far.
+    """
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 100))
     arguments = ("launch", "--workers", "2", "--", *PYTHON, script)
@@ -248,6 +251,9 @@ def on_a_terminal(zenps: Any, script: str, **environment: str) -> str:
     try:
         while data := os.read(ours, 65536):
             received += data
+            for cue, path in (cues or {}).items():
+                if cue in received:
+                    path.touch()
     except OSError:  # the other end is closed
         pass
     os.close(ours)
@@ -257,20 +263,24 @@ def on_a_terminal(zenps: Any, script: str, **environment: str) -> str:
 
 BAR = """
 import os, shutil, sys, time
+def await_file(path):
+    while not os.path.exists(path):
+        time.sleep(0.01)
 if os.environ["RANK"] == "1":
-    time.sleep(0.5)
+    await_file("begun")
     sys.exit(print("terminal:", sys.stdout.isatty()))
 print("terminal:", sys.stdout.isatty(), shutil.get_terminal_size().columns)
-for step in (10, 20):
+for step, path in ((10, "interrupted"), (20, "continued")):
     sys.stdout.write(f"\\r\\x1b[2K{step}%")
     sys.stdout.flush()
-    time.sleep(1)
+    await_file(path)
 print()
 """
 
 
-def test_progress_of_rank_0_can_be_watched(zenps: Any) -> None:
-    received = on_a_terminal(zenps, BAR)
+def test_progress_of_rank_0_can_be_watched(zenps: Any, tmp_path: Path) -> None:
+    cues = {b"10%": "begun", b"terminal: False\r\n": "interrupted", b"20%": "continued"}
+    received = on_a_terminal(zenps, BAR, {cue: tmp_path / name for cue, name in cues.items()})
     plain = re.sub(r"\x1b\[\d*m", "", received)
     assert "worker 0  | terminal: True 88\r\n" in plain
     assert "\r\x1b[Kworker 0  | 10%" in plain

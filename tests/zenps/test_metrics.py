@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from zenps.errors import ConfigError, ProtocolError
+from zenps.lateness import MOST_RANKS
 from zenps.metrics import DURATION_BUCKETS, SchedulerMetrics, ServerMetrics, WorkerMetrics, serve
 
 ROLES = (WorkerMetrics, ServerMetrics, SchedulerMetrics)
@@ -46,8 +47,15 @@ NAMES: dict[Role, set[str]] = {
         "zenps_duplicate_pushes_total",
         "zenps_refused_pushes_total",
         "zenps_slots",
+        "zenps_late_seconds_total",
     },
-    SchedulerMetrics: COMMON | {"zenps_live_nodes", "zenps_lost_nodes_total", "zenps_barriers_total"},
+    SchedulerMetrics: COMMON
+    | {
+        "zenps_live_nodes",
+        "zenps_lost_nodes_total",
+        "zenps_barriers_total",
+        "zenps_late_seconds_total",
+    },
 }
 
 
@@ -96,7 +104,17 @@ def test_labels_are_closed_sets_that_start_at_zero(role: Role) -> None:
     for reason in ProtocolError.REASONS:
         assert registry.get_sample_value("zenps_protocol_errors_total", {"reason": reason}) == 0
     labels = {key for family in registry.collect() for sample in family.samples for key in sample.labels}
-    assert labels <= {"reason", "outcome", "role", "version", "le"}
+    assert labels <= {"reason", "outcome", "role", "version", "le", "rank"}
+
+
+def test_of_thousands_of_ranks_the_latest_have_series() -> None:
+    registry = CollectorRegistry()
+    metrics = SchedulerMetrics(registry)
+    metrics.late.seconds = {rank: float(rank % 1000) for rank in range(4096)}
+    samples = [s for f in registry.collect() for s in f.samples if s.name == "zenps_late_seconds_total"]
+    assert len(samples) == MOST_RANKS
+    assert (samples[0].labels, samples[0].value) == ({"rank": "999"}, 999.0)
+    assert {sample.value for sample in samples} >= {999.0, 998.0, 997.0}
 
 
 def test_build_info_names_the_role() -> None:

@@ -54,15 +54,25 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     heading, header, _, server, worker = capsys.readouterr().out.splitlines()
     assert heading == "job default  running  epoch 3  lease 10 s"
     assert re.sub(" +", " ", header.strip()) == (
-        "role rank host pid address state epoch slots rounds in out time silent"
+        "role rank host pid address state epoch slots rounds in out time late silent"
     )
     assert re.split(r"  +", server.strip()) == [
         *("server", "1", "node-1", "42", "10.0.0.1:7000", "present", "3", "2048", "12"),
         *("1.5 KiB", "3.0 GiB", "1.5 s busy", "0.2 s"),
     ]
     assert re.split(r"  +", worker.strip()) == [
-        *("worker", "0", "node-2", "43", "lost", "3", "6", "2.0 KiB", "100 B", "0.5 s waiting", "11.0 s"),
+        *("worker", "0", "node-2", "43", "lost", "3", "6", "2.0 KiB", "100 B"),
+        *("0.5 s waiting", "0.0 s", "11.0 s"),
     ]
+
+
+def test_table_names_stragglers(capsys: pytest.CaptureFixture[str]) -> None:
+    workers = [msgspec.structs.replace(WORKER, rank=rank, late_seconds=0.2) for rank in range(4)]
+    workers[2] = msgspec.structs.replace(workers[2], late_seconds=12.34)
+    show_status(status(*workers))
+    *_, row, _, named = capsys.readouterr().out.splitlines()
+    assert re.split(r"  +", row.strip())[-2:] == ["12.3 s", "11.0 s"]
+    assert named == "worker 2 is a straggler: others have waited 12.3 s for it"
 
 
 def test_hostile_names_and_counters_do_no_harm(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from zenps.wire.messages import (
     Departed,
     FromScheduler,
     Heartbeat,
+    Late,
     Leave,
     Load,
     Refused,
@@ -74,6 +75,8 @@ class SchedulerLink:
         self.identity = identity
         self._decoder: Decoder[FromScheduler] = Decoder(cluster.job, FromScheduler)
         self._next_beat = 0.0
+        self._heard = time.monotonic()
+        self._is_missed = False
 
     def join(self, register: Register) -> View:
         """Registers and waits for the first view, sending heartbeats meanwhile.
@@ -86,12 +89,17 @@ class SchedulerLink:
             ConfigError: the scheduler does not take this node's key, or one of the two has none.
         """
         try:
-            self.send(register)
-            return self._await_view()
+            return self._await_view(register)
+        except (KeyboardInterrupt, SystemExit):
+            # Somebody else may take the place at once, not only when this lease has run out.
+            self.leave()
+            self.socket.close()
+            raise
         finally:
             self._handshakes.close()
 
-    def _await_view(self) -> View:
+    def _await_view(self, register: Register) -> View:
+        self.send(register)
         until = time.monotonic() + self._cluster.rendezvous_seconds + PATIENCE_SECONDS
         while (now := time.monotonic()) < until:
             self.beat_if_due(now, epoch=0, report=dict)
@@ -137,17 +145,40 @@ class SchedulerLink:
             except ProtocolError as error:
                 log.once(logger, self._scheduler, "dropped a message of the scheduler: %s", error)
                 continue
+            self._heard = time.monotonic()
             yield message
 
-    def beat_if_due(self, now: float, epoch: int, report: Callable[[], Load]) -> None:
+    def check(self, now: float) -> None:
+        """Looks whether the scheduler, which answers every heartbeat, still does.
+
+        It may die and return while rounds go on. But without it nobody learns of other losses.
+
+        Raises:
+            PeerLostError: it has been silent for ``cluster.rendezvous_seconds``, at least a lease.
+        """
+        silent, lease = now - self._heard, self._cluster.lease_seconds
+        most = max(lease, self._cluster.rendezvous_seconds)
+        who = f"the scheduler at {self._scheduler}"
+        if silent > most:
+            raise PeerLostError(f"{who} is lost: silent for {silent:.1f} s (cluster.rendezvous_seconds)")
+        if (is_missed := silent > lease) != self._is_missed:
+            self._is_missed = is_missed
+            if is_missed:
+                logger.warning("%s has been silent for a lease; it has %g s to return", who, most - silent)
+            else:
+                logger.warning("%s has returned", who)
+
+    def beat_if_due(
+        self, now: float, epoch: int, report: Callable[[], Load], late: Callable[[], Late] = dict
+    ) -> None:
         """Sends a heartbeat when one is due; ``now`` is :func:`time.monotonic`."""
         if now >= self._next_beat:
-            self.beat(now, epoch, report())
+            self.beat(now, epoch, report(), late())
 
-    def beat(self, now: float, epoch: int, load: Load) -> None:
+    def beat(self, now: float, epoch: int, load: Load, late: Late | None = None) -> None:
         """Sends a heartbeat at once, as after a new view."""
         self._next_beat = now + self._cluster.lease_seconds / BEATS_PER_LEASE
-        self.send(Heartbeat(epoch, load))
+        self.send(Heartbeat(epoch, load, late or {}))
 
     def seconds_to_beat(self, now: float) -> float:
         """How long a poll may last until the next heartbeat is due."""

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from zenps.codecs.base import CodecName
+from zenps.lateness import MOST_RANKS
 
 __all__ = [
     "MAX_COLUMNS",
@@ -24,6 +25,7 @@ __all__ = [
     "FromScheduler",
     "FromServer",
     "Heartbeat",
+    "HeartbeatReply",
     "Leave",
     "Member",
     "NodeStatus",
@@ -54,6 +56,8 @@ Address = Annotated[str, Meta(max_length=300)]
 MAX_COLUMNS = (1 << 28) - 1
 Load = dict[str, float]
 """Counters that a node reports with each heartbeat, for ``zenps status``."""
+Late = Annotated[dict[Rank, float], Meta(max_length=MOST_RANKS)]
+"""How many seconds others have waited for each of some ranks."""
 
 
 class Member(Struct, frozen=True, array_like=True):
@@ -96,6 +100,8 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag="heartbeat"):
 
     epoch: Count
     load: Load
+    late: Late = {}
+    """A server's: the workers that its rounds have waited for longest, and how long in all."""
 
 
 class Barrier(Struct, frozen=True, array_like=True, tag="barrier"):
@@ -134,6 +140,10 @@ class Refused(Struct, frozen=True, array_like=True, tag="refused"):
     reason: Text
 
 
+class HeartbeatReply(Struct, frozen=True, array_like=True, tag="heartbeat!"):
+    """The scheduler is there, and has heard the node."""
+
+
 class BarrierReply(Struct, frozen=True, array_like=True, tag="barrier!"):
     """All workers came to the barrier, or ``error`` says which did not."""
 
@@ -168,6 +178,8 @@ class NodeStatus(Struct, frozen=True, array_like=True):
     silent_seconds: float
     """Since its last message; compare with the lease."""
     load: Load
+    late_seconds: float = 0.0
+    """How long others have waited for this worker."""
 
 
 class Status(Struct, frozen=True, array_like=True, tag="status!"):
@@ -251,6 +263,6 @@ class Resume(Struct, frozen=True, array_like=True, tag="resume"):
 
 
 ToScheduler = Register | Heartbeat | Barrier | Leave | StatusRequest
-FromScheduler = View | Refused | BarrierReply | Departed | Stop | Status
+FromScheduler = View | Refused | HeartbeatReply | BarrierReply | Departed | Stop | Status
 ToServer = Push
 FromServer = Result | Failure | Busy | Resume

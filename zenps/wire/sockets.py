@@ -31,7 +31,7 @@ __all__ = [
 
 Socket = zmq.Socket[bytes]
 
-LINGER_MS = 2000
+LINGER_MS = 1000
 """How long a closed socket may go on sending what is queued, a last ``Leave`` or ``Failure``."""
 
 ZAP_DOMAIN = b"zenps"

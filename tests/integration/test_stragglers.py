@@ -1,0 +1,100 @@
+"""Slow, not dead: a live worker never times the others out, and is named by status, metrics and log."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zenps as zps
+from tests.integration.cluster import DEADLINE_SECONDS, Cluster, await_file
+from tests.integration.scraping import parse, scrape
+from zenps.status import to_json
+
+LEASE_SECONDS = 3.0
+SLEEP_SECONDS = 4.0
+"""Longer than what is worth a warning, and than the lease."""
+
+NO_DEADLINE = {"cluster.deadline_seconds": 0}
+
+
+def sleep_once(wait: str, done: Path) -> float:
+    """Rank 1 comes late; the seconds that this rank waited. Then all stay until the test has looked."""
+    waits: dict[str, Callable[[], Any]] = {
+        "push": lambda: zps.push_pull(torch.ones(100_003), "x"),
+        "barrier": zps.barrier,
+    }
+    waits[wait]()
+    if zps.rank() == 1:
+        time.sleep(SLEEP_SECONDS)
+    begin = time.monotonic()
+    waits[wait]()
+    waited = time.monotonic() - begin
+    await_file(done)
+    waits[wait]()
+    return waited
+
+
+def await_late(cluster: Cluster, rank: int, seconds: float) -> None:
+    until = time.monotonic() + DEADLINE_SECONDS
+    while not any(node.rank == rank and node.late_seconds >= seconds for node in cluster.nodes("worker")):
+        assert time.monotonic() < until, cluster.status()
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("wait", ["push", "barrier"])
+def test_a_worker_that_sleeps_is_named_and_nothing_fails(wait: str, tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    with Cluster(workers=3, settings=NO_DEADLINE, lease_seconds=LEASE_SECONDS) as cluster:
+        workers = [cluster.start(sleep_once, wait, done, rank=rank) for rank in range(3)]
+        cluster.await_state("running")
+        await_late(cluster, 1, 3.5)
+        tree = json.loads(to_json(cluster.status()))
+        late = {node["rank"]: node["late_seconds"] for node in tree["nodes"] if node["role"] == "worker"}
+        assert late[1] > 3.5
+        assert max(late[0], late[2]) < late[1] / 4
+        addresses = [node["metrics"] for node in tree["nodes"] if node["role"] != "worker"]
+        pages = [parse(scrape(address)) for address in addresses]
+        counted = [page.get(("zenps_late_seconds_total", "1"), 0.0) for page in pages]
+        assert counted[0] > 3.5, "the scheduler's"
+        assert max(counted[1:]) > 3.5 or wait == "barrier"
+        done.touch()
+        waited = [worker.result() for worker in workers]
+        assert min(waited[0], waited[2]) > SLEEP_SECONDS - 0.5
+        cluster.drain()
+        assert f"worker 1 (host {os.uname().nodename}, pid {workers[1].pid}) is slow" in cluster.scheduler.log
+        assert "worker 0 (" not in cluster.scheduler.log
+
+
+def push_until(done: Path) -> int:
+    """How many rounds were done; all stop at the same one."""
+    rounds, stop = 0, False
+    while not stop:
+        finished = zps.push_pull(torch.tensor([float(done.exists())]), "done", average=False)
+        stop = bool(finished.item())
+        rounds += 1
+    return rounds
+
+
+def test_a_worker_that_is_stopped_for_less_than_its_lease_holds_up_but_ends_nobody(tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    with Cluster(workers=2, settings=NO_DEADLINE, lease_seconds=6.0) as cluster:
+        workers = [cluster.start(push_until, done, rank=rank) for rank in range(2)]
+        cluster.await_state("running")
+        time.sleep(0.5)
+        os.kill(workers[1].pid, signal.SIGSTOP)
+        time.sleep(3.5)
+        os.kill(workers[1].pid, signal.SIGCONT)
+        await_late(cluster, 1, 3.0)
+        done.touch()
+        assert len({worker.result() for worker in workers}) == 1
+        cluster.drain()
+        assert "worker 1 (" in cluster.scheduler.log
+        assert "is lost" not in cluster.scheduler.log
