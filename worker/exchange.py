@@ -10,13 +10,16 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from zenps.errors import DeadlineError, MismatchError, PeerLostError, ZenPSError
-from zenps.wire.messages import Busy, Failure, FromServer, Member, Push, Result, Resume
+from zenps.errors import DeadlineError, MismatchError, PeerLostError, ProtocolError, ZenPSError
+from zenps.wire.messages import Busy, Failure, FromServer, Member, Push, Resend, Result, Resume
 
 __all__ = ["Action", "Deliver", "Exchange", "Fail", "Outgoing", "Round", "SendPush"]
 
 # A server's own deadline comes first, because its error names the ranks that are missing.
 PATIENCE_SECONDS = 5.0
+
+# A push is refused as busy hardly more than once, and damaged more than once only by what stays broken.
+MOST_REPETITIONS = 16
 
 _FAILURES: dict[str, type[ZenPSError]] = {
     "mismatch": MismatchError,
@@ -43,6 +46,8 @@ class Round(Struct):
     outgoing: Sequence[Outgoing]
     unanswered: dict[tuple[int, int], Outgoing] = {}
     """By server and chunk. Pushes are kept whole: a server may ask for one again."""
+    repetitions: dict[tuple[int, int], int] = {}
+    """How often a push was sent again; those that never were are not in it."""
     deadline: float = 0.0
 
     def __post_init__(self) -> None:
@@ -107,8 +112,7 @@ class Exchange:
         round_ = self._rounds.get((message.tensor, message.step))
         if round_ is None:
             return []
-        outgoing = round_.unanswered.get((server, message.chunk))
-        if outgoing is None:
+        if (server, message.chunk) not in round_.unanswered:
             return []
         match message:
             case Result():
@@ -121,7 +125,18 @@ class Exchange:
             case Busy():
                 return []
             case Resume():
-                return [SendPush(outgoing, again=True)]
+                return [self._repeat(round_, server, message.chunk, "refused as busy", again=True)]
+            case Resend():
+                return [self._repeat(round_, server, message.chunk, "damaged on its way", again=False)]
+
+    def on_corrupted(self, server: int, message: object) -> list[Action]:
+        """An answer came whose checksum is wrong: the push is repeated, and the server repeats itself."""
+        if not isinstance(message, FromServer):
+            return []
+        round_ = self._rounds.get((message.tensor, message.step))
+        if round_ is None or (server, message.chunk) not in round_.unanswered:
+            return []
+        return [self._repeat(round_, server, message.chunk, "answered with damaged bytes", again=False)]
 
     def on_lost(self, error: ZenPSError) -> list[Action]:
         """Nothing can succeed any more: fails what is in flight, and all that comes."""
@@ -139,6 +154,18 @@ class Exchange:
                 error = DeadlineError(f"tensor {round_.tensor!r}, step {round_.step}: {reason}")
                 actions.append(self._fail(round_, error))
         return actions
+
+    def _repeat(self, round_: Round, server: int, chunk: int, cause: str, *, again: bool) -> Action:
+        place = (server, chunk)
+        count = round_.repetitions[place] = round_.repetitions.get(place, 0) + 1
+        if count > MOST_REPETITIONS:
+            where = f"tensor {round_.tensor!r}, step {round_.step}, chunk {chunk}"
+            reason = (
+                f"{where}: the push to {self._servers[server]} was repeated {MOST_REPETITIONS} times and "
+                f"{cause} again; expected once at most: test memory and network cards of both machines"
+            )
+            return self._fail(round_, ProtocolError("checksum", reason))
+        return SendPush(round_.unanswered[place], again=again)
 
     def _fail(self, round_: Round, error: ZenPSError) -> Fail:
         del self._rounds[round_.tensor, round_.step]

@@ -80,6 +80,8 @@ class Durations(Collector):
     describe = collect
 
 
+CUT_CONNECTIONS: Final = "Connections cut because their peer sent a message without end or did not read."
+
 HASH_OUTCOMES: Final = ("first_try", "rehashed", "serial", "overflowed")
 """In the order of the kernel's counters (:class:`zenps.kernels.hash_compact.Hashed`)."""
 
@@ -188,6 +190,7 @@ class ServerMetrics(_RoleMetrics):
             "zenps_refused_pushes_total", "Pushes refused because the byte budget was used up."
         )
         self.slots = self._gauge("zenps_slots", "Slots that this server owns.")
+        self.cut_connections = self._counter("zenps_cut_connections_total", CUT_CONNECTIONS)
 
 
 class SchedulerMetrics(_RoleMetrics):
@@ -205,6 +208,7 @@ class SchedulerMetrics(_RoleMetrics):
         self.barriers = self._counter(
             "zenps_barriers_total", "Barriers by how they ended.", outcome=("completed", "failed")
         )
+        self.cut_connections = self._counter("zenps_cut_connections_total", CUT_CONNECTIONS)
 
 
 class Exporter:

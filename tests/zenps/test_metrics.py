@@ -46,8 +46,15 @@ NAMES: dict[Role, set[str]] = {
         "zenps_duplicate_pushes_total",
         "zenps_refused_pushes_total",
         "zenps_slots",
+        "zenps_cut_connections_total",
     },
-    SchedulerMetrics: COMMON | {"zenps_live_nodes", "zenps_lost_nodes_total", "zenps_barriers_total"},
+    SchedulerMetrics: COMMON
+    | {
+        "zenps_live_nodes",
+        "zenps_lost_nodes_total",
+        "zenps_barriers_total",
+        "zenps_cut_connections_total",
+    },
 }
 
 
