@@ -31,7 +31,7 @@ logger = logging.getLogger("zenps.scheduler")
 TICK_SECONDS = 0.1
 
 # What one connection may bring without a message becoming complete: no message is near it.
-MOST_UNFINISHED_BYTES = 4 * MAX_ENVELOPE_BYTES
+MOST_UNFINISHED_BYTES = 2 * MAX_ENVELOPE_BYTES
 
 
 def serve(config: Config, on_ready: Callable[[str], None]) -> None:

@@ -52,7 +52,9 @@ def check_span(push: Push, max_message_bytes: int) -> None:
     """
     row_bytes = push.columns * DTYPES[push.dtype].itemsize + (POSITION_BYTES if push.kind == "sparse" else 0)
     if push.span * row_bytes > max_message_bytes:
-        reason = f"a span of {push.span} rows of {row_bytes} bytes, expected {max_message_bytes} bytes at most"
+        reason = (
+            f"a span of {push.span} rows of {row_bytes} bytes, expected {max_message_bytes} bytes at most"
+        )
         raise ProtocolError("payload", reason)
 
 

@@ -90,7 +90,7 @@ class Transfers:
         most_bytes = self._config.cluster.max_message_bytes // 2
         if layout.granule * row_bytes > most_bytes:
             raise TensorError(
-                f"tensor {name!r}: {layout.granule} row(s) of {columns} {tensor.dtype}, which travel together, "
+                f"tensor {name!r}: {layout.granule} row(s) of {columns} {tensor.dtype}, which stay together, "
                 f"need {layout.granule * row_bytes} bytes; expected at most {most_bytes}, half of "
                 f"cluster.max_message_bytes: raise it on all nodes"
             )

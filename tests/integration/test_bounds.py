@@ -132,7 +132,7 @@ class Target(NamedTuple):
 def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Target]]:
     """A cluster that trains while the tests attack it, and at the end has trained right."""
     stop = tmp_path_factory.mktemp("training") / "stop"
-    with Cluster(settings={"cluster.max_message_bytes": 64 * KIB}) as cluster:
+    with Cluster(settings={"cluster.max_message_bytes": 64 * KIB, "sync.chunk_bytes": 64 * KIB}) as cluster:
         workers = [cluster.start(train, stop, rank=rank) for rank in range(2)]
         cluster.await_state("running")
         scheduler, server = cluster.nodes("scheduler")[0], cluster.nodes("server")[0]
@@ -212,7 +212,8 @@ def test_a_visitor_that_never_reads_gets_no_more_answers(training: dict[str, Tar
 
 # ── a worker that pushes and never reads ────────────────────────────────────────────────────────
 
-ELEMENTS = 16_000
+# Whole granules in one chunk, and large enough to be sent by reference.
+ELEMENTS = 157 * 256
 
 
 def push_until_told(sent: Path) -> object:
@@ -264,12 +265,18 @@ def stall(address: str, settings: Sequence[str], stop: threading.Event) -> None:
             with contextlib.suppress(zmq.Again):
                 socket.send_multipart([encode(JOB, push, frames), *frames])
                 step += 1
+            # Slower than the other rank, which waits for these pushes: ahead of it, they would be refused.
+            time.sleep(0.01)
         socket.close(linger=0)
         link.leave()
 
 
 def test_a_worker_that_never_reads_is_dropped_and_named_and_slows_nobody() -> None:
-    settings = {"cluster.server_budget_bytes": MIB, "cluster.max_message_bytes": 64 * KIB}
+    settings = {
+        "cluster.server_budget_bytes": MIB,
+        "cluster.max_message_bytes": 512 * KIB,
+        "sync.chunk_bytes": 512 * KIB,
+    }
     with Cluster(2, 1, settings=settings) as cluster:
         first = cluster.start(push_until_told, cluster._path, rank=0)
         stop = threading.Event()
@@ -308,7 +315,9 @@ def push_wide_rows() -> list[object]:
 
 
 def test_a_row_that_fits_into_no_message_is_refused_at_the_worker() -> None:
-    with Cluster(1, 1, settings={"cluster.max_message_bytes": 64 * KIB}) as cluster:
+    with Cluster(
+        1, 1, settings={"cluster.max_message_bytes": 64 * KIB, "sync.chunk_bytes": 64 * KIB}
+    ) as cluster:
         ((raised, result),) = cluster.run(push_wide_rows)
     assert isinstance(raised, Raised)
     assert raised.kind == "TensorError"

@@ -133,6 +133,8 @@ def _bytes_received(connection: net.socket) -> int:
 
 def _shut_down(connection: net.socket) -> str:
     host, port = connection.getpeername()[:2]
-    # libzmq sees the end of the stream, closes its descriptor and frees what it holds.
+    # libzmq sees the end of the stream, closes its descriptor and frees what it holds. Without a linger the
+    # peer is told so at once, and does not hang at a window that no longer opens.
+    connection.setsockopt(net.SOL_SOCKET, net.SO_LINGER, struct.pack("ii", 1, 0))
     connection.shutdown(net.SHUT_RDWR)
     return f"{host}:{port}"

@@ -20,7 +20,7 @@ import xxhash
 
 from zenps.errors import ProtocolError
 
-__all__ = ["MAX_ENVELOPE_BYTES", "PROTOCOL_VERSION", "CorruptedError", "Decoder", "encode"]
+__all__ = ["MAX_ENVELOPE_BYTES", "PROTOCOL_VERSION", "CorruptedError", "Decoder", "checksum_of", "encode"]
 
 PROTOCOL_VERSION = 2
 
@@ -56,10 +56,10 @@ def encode(job: str, message: msgspec.Struct, frames: Sequence[memoryview] = ())
     if not frames:
         return _encoder.encode((PROTOCOL_VERSION, job, message))
     body = _encoder.encode(message)
-    return _encoder.encode((PROTOCOL_VERSION, job, msgspec.Raw(body), _checksum(body, frames)))
+    return _encoder.encode((PROTOCOL_VERSION, job, msgspec.Raw(body), checksum_of(body, frames)))
 
 
-def _checksum(body: bytes | memoryview, frames: Sequence[memoryview]) -> int:
+def checksum_of(body: bytes | memoryview, frames: Sequence[memoryview]) -> int:
     """XXH3-64 of each part, seeded with that of the part before: a fresh state costs more than 1 KB."""
     total = xxhash.xxh3_64_intdigest(body)
     for frame in frames:
@@ -101,7 +101,7 @@ class Decoder(Generic[Message]):
             message = self._message.decode(body)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise ProtocolError("envelope", f"{error!s:.200}") from None
-        if frames and envelope.checksum != (expected := _checksum(memoryview(body), frames)):
+        if frames and envelope.checksum != (expected := checksum_of(memoryview(body), frames)):
             sizes = [frame.nbytes for frame in frames]
             got = f"{_show(envelope.checksum)} with frames of {sizes} bytes"
             raise CorruptedError(
