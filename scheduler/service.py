@@ -18,6 +18,7 @@ from zenps.errors import PeerLostError, ProtocolError
 from zenps.keys import Keys, load_keys, node_name
 from zenps.metrics import SchedulerMetrics
 from zenps.settings import parse_address, shared_settings
+from zenps.wire.connections import Connections
 from zenps.wire.curve import Gate, warn_if_open
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.messages import (
@@ -30,7 +31,7 @@ from zenps.wire.messages import (
     StatusRequest,
     ToScheduler,
 )
-from zenps.wire.sockets import Socket, bind_router, context
+from zenps.wire.sockets import Socket, bind_router, context, receive_routed
 
 from .membership import Membership, Send
 
@@ -39,6 +40,9 @@ __all__ = ["serve"]
 logger = logging.getLogger("zenps.scheduler")
 
 TICK_SECONDS = 0.1
+
+# What one connection may bring without a message becoming complete: no message is near it.
+MOST_UNFINISHED_BYTES = 2 * MAX_ENVELOPE_BYTES
 
 
 def serve(config: Config, on_ready: Callable[[str], None]) -> None:
@@ -88,6 +92,11 @@ class _Service:
         warn_if_open(keys, address)
         self.address = address.removeprefix("tcp://")
         self._config = config
+        self._connections = Connections(self._socket, MOST_UNFINISHED_BYTES)
+        # By reference, however small: of what is copied nobody can tell when it is gone.
+        self._socket.copy_threshold = 0
+        self._untaken: dict[bytes, zmq.MessageTracker] = {}
+        """The last answer to each peer that asked for the status, while it waits to be sent."""
         self._metrics_address = metrics_address
         self._metrics = counters
         self._decoder: Decoder[ToScheduler] = Decoder(config.cluster.job, ToScheduler)
@@ -113,6 +122,7 @@ class _Service:
             self._receive()
             now = time.monotonic()
             self._send(self._membership.on_tick(now))
+            self._cut_endless()
             self._show_gauges()
             for straggler in self._membership.stragglers(now):
                 logger.warning("%s", straggler)
@@ -129,22 +139,25 @@ class _Service:
 
     def _receive(self) -> None:
         while self._socket.poll(0):
-            frames = self._socket.recv_multipart(copy=False)
-            peer = frames[0].bytes
+            descriptor, frames = receive_routed(self._socket)
+            peer = bytes(frames[0])
+            self._connections.spoke(descriptor)
             try:
                 if len(frames) != 2:
                     raise ProtocolError("envelope", f"{len(frames)} frames, expected 2")
-                message = self._attributed(peer, frames[1], self._decoder.decode(frames[1].buffer))
+                message = self._attributed(peer, frames[1], self._decoder.decode(frames[1]))
             except ProtocolError as error:
                 self._metrics.protocol_errors.labels(reason=error.reason).inc()
                 log.once(logger, peer, "dropped a message of peer %s: %s", peer.hex(), error)
+                continue
+            if isinstance(message, StatusRequest) and self._has_untaken(peer):
                 continue
             state = self._membership.state
             self._send(self._membership.on_message(peer, message, time.monotonic()))
             if self._membership.state != state:
                 logger.info("%s", self._membership.state)
 
-    def _attributed(self, peer: bytes, frame: zmq.Frame, message: ToScheduler) -> ToScheduler:
+    def _attributed(self, peer: bytes, frame: memoryview, message: ToScheduler) -> ToScheduler:
         """``message``, if the sender's key may send it; a registration for any rank gets that of the key.
 
         Raises:
@@ -181,11 +194,36 @@ class _Service:
                     if log.once(logger, reason, "%s", reason):
                         self._metrics.lost_nodes.labels(role=member.role).inc()
             try:
-                self._socket.send_multipart([send.peer, encode(self._config.cluster.job, message)])
+                self._send_one(
+                    send.peer, encode(self._config.cluster.job, message), isinstance(message, Status)
+                )
             except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:
+                if error.errno == zmq.EAGAIN:
+                    log.once(
+                        logger, (send.peer, "full"), "peer %s does not read what it is sent", send.peer.hex()
+                    )
+                elif error.errno != zmq.EHOSTUNREACH:
                     raise
                 logger.debug("peer %s cannot be reached", send.peer.hex())
+
+    def _send_one(self, peer: bytes, envelope: bytes, tracked: bool) -> None:
+        self._socket.send(peer, zmq.SNDMORE | zmq.DONTWAIT)
+        tracker = self._socket.send(envelope, zmq.DONTWAIT, copy=not tracked, track=tracked)
+        if tracker is not None:
+            self._untaken[peer] = tracker
+
+    def _has_untaken(self, peer: bytes) -> bool:
+        """Whether the last status that it asked for still waits for it to read: it gets no other before."""
+        self._untaken = {other: last for other, last in self._untaken.items() if not last.done}
+        if peer not in self._untaken:
+            return False
+        log.once(logger, (peer, "full"), "peer %s asks, but does not read the answers", peer.hex())
+        return True
+
+    def _cut_endless(self) -> None:
+        for address in self._connections.look():
+            self._metrics.cut_connections.inc()
+            log.once(logger, "endless", "cut the connection of %s: it sent a message without end", address)
 
     def _own_status(self) -> NodeStatus:
         return NodeStatus(

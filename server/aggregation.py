@@ -14,10 +14,10 @@ from zenps.codecs.base import Positions
 from zenps.codecs.registry import CODECS, choose
 from zenps.errors import ProtocolError
 from zenps.kernels.base import ACCUMULATE, Kernels, Rows
-from zenps.wire.messages import Dtype, Push, Result
-from zenps.wire.tensors import DTYPES, check_size, tensor_bytes, tensor_from_bytes
+from zenps.wire.messages import POSITION_BYTES, Dtype, Push, Result
+from zenps.wire.tensors import DTYPES, RECEIVE_BUFFER_BYTES, check_size, tensor_bytes, tensor_from_bytes
 
-__all__ = ["Aggregator", "Payload", "read_payload"]
+__all__ = ["Aggregator", "Payload", "check_span", "read_payload"]
 
 Summed = NDArray[Any]
 
@@ -37,8 +37,25 @@ class Payload(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """What it takes in memory: positions are larger here than on the wire."""
-        return self.values.nbytes + (0 if self.positions is None else self.positions.nbytes)
+        """What it takes in memory: positions are larger here than on the wire, and small frames keep more."""
+        tensors = self.values.nbytes + (0 if self.positions is None else self.positions.nbytes)
+        return tensors + RECEIVE_BUFFER_BYTES
+
+
+def check_span(push: Push, max_message_bytes: int) -> None:
+    """Refuses a chunk whose union might not fit into a message.
+
+    All that a round takes here is in proportion to its span, so this bounds it before anything is read.
+
+    Raises:
+        ProtocolError: no worker with the same ``cluster.max_message_bytes`` cuts such chunks.
+    """
+    row_bytes = push.columns * DTYPES[push.dtype].itemsize + (POSITION_BYTES if push.kind == "sparse" else 0)
+    if push.span * row_bytes > max_message_bytes:
+        reason = (
+            f"a span of {push.span} rows of {row_bytes} bytes, expected {max_message_bytes} bytes at most"
+        )
+        raise ProtocolError("payload", reason)
 
 
 def read_payload(push: Push, frames: Sequence[memoryview]) -> Payload:

@@ -12,7 +12,7 @@ first is given its place and its ranks are asked to push again (``Resume``).
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -26,6 +26,9 @@ __all__ = ["Aggregate", "Held", "Key", "Reply", "Rounds"]
 
 # What a round costs beside its tensors; it bounds how many empty ones a budget allows.
 ROUND_BYTES = 1024
+
+# How many rounds of one rank may wait for room at a time; beyond, its pushes are dropped.
+MOST_REFUSED = 65536
 
 
 class Key(NamedTuple):
@@ -94,6 +97,7 @@ class Rounds:
         self._departed: dict[int, str] = {}
         self._open: dict[Key, _Round] = {}
         self._refused: OrderedDict[Key, dict[bytes, int]] = OrderedDict()
+        self._refusals: Counter[bytes] = Counter()
         self._outcomes: OrderedDict[tuple[str, int], _Outcome] = OrderedDict()
         self.held_bytes = 0
         self.duplicates = 0
@@ -115,7 +119,8 @@ class Rounds:
         """A push whose frames have been checked.
 
         Raises:
-            ProtocolError: it comes from no rank of this epoch.
+            ProtocolError: it comes from no rank of this epoch, or from one whose pushes have been refused for
+                too many rounds already.
         """
         push = held.push
         if push.epoch != self._epoch or push.rank not in self._ranks:
@@ -166,6 +171,7 @@ class Rounds:
         round_ = self._open[key] = _Round(now)
         self._reserve(round_, size_bytes)
         peers = self._refused.pop(key, {})
+        self._refusals.subtract(peers.keys())
         return [Reply(list(peers), Resume(*key))] if peers else []
 
     def _hold(self, key: Key, held: Held, now: float) -> list[Aggregate | Reply]:
@@ -242,7 +248,14 @@ class Rounds:
             self.held_bytes -= outcome.size_bytes
 
     def _refuse(self, key: Key, held: Held) -> list[Aggregate | Reply]:
-        self._refused.setdefault(key, {})[held.peer] = held.size_bytes
+        peers = self._refused.get(key, {})
+        if held.peer not in peers:
+            if self._refusals[held.peer] == MOST_REFUSED:
+                reason = f"rank {held.push.rank} has {MOST_REFUSED} refused rounds and asks for another"
+                raise ProtocolError("unexpected", reason)
+            self._refusals[held.peer] += 1
+        peers[held.peer] = held.size_bytes
+        self._refused[key] = peers
         return [Reply([held.peer], Busy(*key))]
 
     def _readmit(self, now: float) -> list[Aggregate | Reply]:

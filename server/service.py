@@ -23,14 +23,16 @@ from zenps.kernels.cpu import CpuKernels
 from zenps.keys import load_keys, node_name
 from zenps.lateness import latest
 from zenps.metrics import ServerMetrics
+from zenps.wire.connections import Connections
 from zenps.wire.curve import Gate, warn_if_open
-from zenps.wire.frames import Decoder, encode
+from zenps.wire.frames import MAX_ENVELOPE_BYTES, CorruptedError, Decoder, encode
 from zenps.wire.link import SchedulerLink, new_register
-from zenps.wire.messages import Busy, Departed, Failure, Late, Load, Push, Refused, Stop, View
-from zenps.wire.sockets import Socket, bind_router, context, find_host, receive_frames, send_frames
+from zenps.wire.messages import Busy, Departed, Failure, Late, Load, Push, Refused, Resend, Stop, View
+from zenps.wire.sockets import Socket, bind_router, context, find_host, receive_routed
 
-from .aggregation import Aggregator, Payload, read_payload
+from .aggregation import Aggregator, Payload, check_span, read_payload
 from .memory import keep_freed_memory
+from .outbox import Outbox, StalledError
 from .rounds import Aggregate, Held, Reply, Rounds
 
 __all__ = ["serve"]
@@ -73,6 +75,11 @@ class _Service:
         self._socket, self._address = bind_router(ctx, host, cluster.server_port, limit, keys)
         self._gate.watch(self._socket)
         warn_if_open(keys, self._address)
+        # Twice, for positions and values, and two envelopes' worth for the rest.
+        self._connections = Connections(self._socket, 2 * (limit + MAX_ENVELOPE_BYTES))
+        # A worker that computes reads nothing, and what it has in flight may be all that the budget let in.
+        self._outbox = Outbox(self._socket, max(cluster.server_budget_bytes, 4 * limit))
+        self._stalled: dict[bytes, str] = {}
         self._link = SchedulerLink(ctx, cluster, "server", keys)
         self._decoder: Decoder[Push] = Decoder(cluster.job, Push)
         self._rounds = Rounds(cluster.server_budget_bytes, cluster.patience_seconds)
@@ -82,6 +89,8 @@ class _Service:
         self._aggregator = Aggregator(CpuKernels(pool), pool)
         self._epoch = 0
         self._peers: dict[int, bytes] = {}
+        self._names: dict[bytes, str] = {}
+        self._descriptors: dict[bytes, int] = {}
         self._failure = ""
         counters.late.seconds = self._rounds.late.seconds
         counters.budget_bytes.set(cluster.server_budget_bytes)
@@ -111,6 +120,7 @@ class _Service:
                 self._link.check(now)
                 self._execute(self._rounds.on_tick(now))
                 self._gate.attend()
+                self._look_at_peers(now)
                 self._show_gauges()
                 next_tick = now + min(TICK_SECONDS, self._link.seconds_to_beat(now))
             for socket, _ in poller.poll(int(1000 * (next_tick - now)) + 1):
@@ -145,6 +155,7 @@ class _Service:
     def _on_view(self, view: View) -> None:
         self._epoch = view.epoch
         self._peers = {worker.rank: worker.identity for worker in view.workers}
+        self._names = {worker.identity: str(worker) for worker in view.workers}
         self._rounds.set_view(view.epoch, self._peers)
         log.setup(self._config.log, "server", view.rank)
         slots = int((np.frombuffer(view.owners, dtype="<u2") == view.rank).sum())
@@ -156,23 +167,40 @@ class _Service:
     # ── workers ─────────────────────────────────────────────────────────────────────────────────
 
     def _receive(self) -> None:
-        routing, *frames = receive_frames(self._socket)
+        descriptor, (routing, *frames) = receive_routed(self._socket)
         peer = bytes(routing)
+        self._connections.spoke(descriptor)
         try:
-            if not frames:
-                raise ProtocolError("envelope", "no envelope")
-            push = self._decoder.decode(frames[0])
-            self._gate.check(frames[0], node_name("worker", push.rank))
-            if self._peers.get(push.rank) != peer:
-                raise ProtocolError("unexpected", f"push of rank {push.rank} by another peer")
-            payload = read_payload(push, frames[1:])
-            actions = self._rounds.on_push(Held(peer, push, payload, payload.size_bytes), time.monotonic())
+            actions = self._on_push(peer, frames)
         except ProtocolError as error:
             self._metrics.protocol_errors.labels(reason=error.reason).inc()
             log.once(logger, peer, "dropped a message of peer %s: %s", peer.hex(), error)
-            return
-        self._metrics.received_bytes.inc(sum([frame.nbytes for frame in frames]))
+            actions = self._ask_again(peer, error) if isinstance(error, CorruptedError) else []
+        else:
+            self._descriptors[peer] = descriptor
+            self._metrics.received_bytes.inc(sum([frame.nbytes for frame in frames]))
         self._execute(actions)
+
+    def _on_push(self, peer: bytes, frames: Sequence[memoryview]) -> list[Aggregate | Reply]:
+        if not frames:
+            raise ProtocolError("envelope", "no envelope")
+        push = self._decoder.decode(frames[0], frames[1:])
+        self._gate.check(frames[0], node_name("worker", push.rank))
+        if self._peers.get(push.rank) != peer:
+            raise ProtocolError("unexpected", f"push of rank {push.rank} by another peer")
+        if peer in self._stalled:
+            raise ProtocolError("unexpected", f"push of rank {push.rank}, which was dropped")
+        check_span(push, self._config.cluster.max_message_bytes)
+        payload = read_payload(push, frames[1:])
+        return self._rounds.on_push(Held(peer, push, payload, payload.size_bytes), time.monotonic())
+
+    def _ask_again(self, peer: bytes, error: CorruptedError) -> list[Aggregate | Reply]:
+        """The rank's own peer repeats a push that was damaged; a stranger gets no answer."""
+        push = error.message
+        assert isinstance(push, Push)
+        if self._peers.get(push.rank) != peer:
+            return []
+        return [Reply([peer], Resend(push.tensor, push.step, push.chunk))]
 
     def _execute(self, actions: Sequence[Aggregate | Reply]) -> None:
         todo = list(actions)
@@ -203,11 +231,16 @@ class _Service:
                 logger.warning("%s", reason)
             case Busy():
                 self._metrics.refused_pushes.inc()
-        envelope = encode(self._config.cluster.job, reply.message)
+        envelope = encode(self._config.cluster.job, reply.message, reply.frames)
         size = len(envelope) + sum(frame.nbytes for frame in reply.frames)
         for peer in reply.peers:
+            if peer in self._stalled:
+                continue
             try:
-                send_frames(self._socket, [peer, envelope], reply.frames)
+                self._outbox.send(peer, envelope, reply.frames)
+            except StalledError as error:
+                self._drop(peer, str(error))
+                continue
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
@@ -215,6 +248,24 @@ class _Service:
                 logger.debug("peer %s cannot be reached", peer.hex())
                 continue
             self._metrics.sent_bytes.inc(size)
+
+    def _drop(self, peer: bytes, reason: str) -> None:
+        """A worker that does not read: what waits for it is freed, and rounds that need it fail."""
+        name = self._names.get(peer, f"peer {peer.hex()}")
+        self._stalled[peer] = f"{name} was dropped by the server at {self._address}: {reason}"
+        logger.warning("%s", self._stalled[peer])
+        self._metrics.cut_connections.inc()
+        self._outbox.forget(peer)
+        self._connections.cut(self._descriptors.pop(peer, -1))
+
+    def _look_at_peers(self, now: float) -> None:
+        """Cuts who sends without end, and tells the rounds of those that were dropped."""
+        for address in self._connections.look():
+            self._metrics.cut_connections.inc()
+            log.once(logger, "endless", "cut the connection of %s: it sent a message without end", address)
+        for rank, peer in self._peers.items():
+            if peer in self._stalled:
+                self._execute(self._rounds.on_departed(rank, self._stalled[peer], now))
 
     def _load(self) -> Load:
         return {

@@ -13,12 +13,15 @@ import msgpack
 import torch
 from torch import Tensor
 
-from zenps.errors import TensorError, UsageError
+from zenps.errors import ProtocolError, TensorError, UsageError
 
 from .api import communicator
 from .communicator import Pending
 
-__all__ = ["broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
+__all__ = ["broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "unpack_object"]
+
+# Of a packed object: its length comes over the network, and memory is taken by it.
+MOST_OBJECT_BYTES = 1 << 31
 
 Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
@@ -75,7 +78,9 @@ def broadcast_object(value: Any, root_rank: int = 0, name: str = "object") -> An
         name: tells apart broadcasts that run at once.
 
     Raises:
-        UsageError: no such rank, or a value that is not plain data: nothing is pickled.
+        UsageError: no such rank, a value that is not plain data (nothing is pickled), or one that takes
+            more than 2 GiB.
+        ProtocolError: what came is no packed object.
     """
     data = b""
     if communicator().rank == root_rank:
@@ -85,13 +90,34 @@ def broadcast_object(value: Any, root_rank: int = 0, name: str = "object") -> An
             raise UsageError(
                 f"cannot broadcast {type(value).__name__}: {error}; expected plain data"
             ) from None
+        if len(data) > MOST_OBJECT_BYTES:
+            raise UsageError(
+                f"an object of {len(data)} bytes: expected at most {MOST_OBJECT_BYTES}; use tensors"
+            )
     length = torch.tensor([len(data)], device="cpu")
     _wait_into(length, f"broadcast/{name}/length", root_rank)
+    if not 0 <= int(length) <= MOST_OBJECT_BYTES:
+        raise ProtocolError(
+            "payload", f"an object of {int(length)} bytes, at most {MOST_OBJECT_BYTES} are allowed"
+        )
     packed = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
     if data:
         packed = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     _wait_into(packed, f"broadcast/{name}/data", root_rank)
-    return msgpack.unpackb(packed.numpy().tobytes(), strict_map_key=False)
+    return unpack_object(packed.numpy().tobytes())
+
+
+def unpack_object(data: bytes) -> Any:
+    """Plain data from its MessagePack form.
+
+    Raises:
+        ProtocolError: it is not that.
+    """
+    try:
+        return msgpack.unpackb(data, strict_map_key=False)
+    # ValueError covers msgpack's own; TypeError comes from keys that cannot be hashed.
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ProtocolError("payload", f"no packed object: {error!s:.200}") from None
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:

@@ -26,7 +26,7 @@ from zenps.errors import PeerLostError, ProtocolError, UsageError, ZenPSError
 from zenps.keys import Keys, node_name
 from zenps.metrics import WorkerMetrics
 from zenps.settings import ClusterConfig
-from zenps.wire.frames import Decoder, encode
+from zenps.wire.frames import CorruptedError, Decoder, encode
 from zenps.wire.messages import FromServer, View
 from zenps.wire.sockets import Socket, connect_dealer, receive_frames, send_frames
 
@@ -186,13 +186,20 @@ class Channel:
         rank = self._ranks[socket]
         frames = receive_frames(socket)
         try:
-            message = self._decoder.decode(frames[0])
+            message = self._decoder.decode(frames[0], frames[1:])
+        except CorruptedError as error:
+            self._refuse(rank, error)
+            self._execute(self._exchange.on_corrupted(rank, error.message))
+            return
         except ProtocolError as error:
-            self._metrics.protocol_errors.labels(reason=error.reason).inc()
-            log.once(logger, rank, "dropped a message of server %d: %s", rank, error)
+            self._refuse(rank, error)
             return
         self._metrics.pull_bytes.inc(sum([frame.nbytes for frame in frames]))
         self._execute(self._exchange.on_reply(rank, message, frames[1:]))
+
+    def _refuse(self, rank: int, error: ProtocolError) -> None:
+        self._metrics.protocol_errors.labels(reason=error.reason).inc()
+        log.once(logger, rank, "dropped a message of server %d: %s", rank, error)
 
     def _execute(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -200,7 +207,7 @@ class Channel:
                 case SendPush(outgoing=out, again=again):
                     if again:
                         self._metrics.refused_pushes.inc()
-                    envelope = encode(self._job, out.push)
+                    envelope = encode(self._job, out.push, out.frames)
                     try:
                         send_frames(self._servers[out.server], [envelope], out.frames)
                     except zmq.Again:

@@ -87,6 +87,8 @@ class SparseTransfer(Transfer):
         start, stop = self._range(server, chunk)
         if len(frames) != 2 or result.codec not in CODECS:
             raise ProtocolError("payload", f"a sparse result with codec {result.codec!r}")
+        if result.rows > stop - start:
+            raise ProtocolError("payload", f"{result.rows} rows in a chunk of {stop - start}")
         positions = torch.from_numpy(CODECS[result.codec].decode(frames[0], result.rows, stop - start))
         values = tensor_from_bytes(frames[1], self.dtype, (result.rows, self.columns))
         self._pulled.append((self._layout.rows(positions.add_(start)), values))

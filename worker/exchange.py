@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from zenps.errors import DeadlineError, MismatchError, PeerLostError, ZenPSError
-from zenps.wire.messages import Busy, Failure, FromServer, Member, Push, Result, Resume
+from zenps.errors import DeadlineError, MismatchError, PeerLostError, ProtocolError, ZenPSError
+from zenps.wire.messages import Busy, Failure, FromServer, Member, Push, Resend, Result, Resume
 
 __all__ = ["Action", "Deliver", "Exchange", "Fail", "Outgoing", "Round", "SendPush"]
 
@@ -22,6 +22,8 @@ PATIENCE_SECONDS = 5.0
 # have no deadline; so what stays unanswered is pushed again: after this time, and then ever more seldom,
 # for the reason is nearly always a straggler. To a server a push is the same however often it comes.
 REPEAT_SECONDS = 60.0
+# A push is refused as busy hardly more than once, and damaged more than once only by what stays broken.
+MOST_REPETITIONS = 16
 
 _FAILURES: dict[str, type[ZenPSError]] = {
     "mismatch": MismatchError,
@@ -48,6 +50,8 @@ class Round(Struct):
     outgoing: Sequence[Outgoing]
     unanswered: dict[tuple[int, int], Outgoing] = {}
     """By server and chunk. Pushes are kept whole: a server may ask for one again."""
+    repetitions: dict[tuple[int, int], int] = {}
+    """How often a push was sent again; those that never were are not in it."""
     deadline: float = 0.0
     repeat_at: float = 0.0
     repeat_seconds: float = REPEAT_SECONDS
@@ -115,8 +119,7 @@ class Exchange:
         round_ = self._rounds.get((message.tensor, message.step))
         if round_ is None:
             return []
-        outgoing = round_.unanswered.get((server, message.chunk))
-        if outgoing is None:
+        if (server, message.chunk) not in round_.unanswered:
             return []
         match message:
             case Result():
@@ -129,7 +132,18 @@ class Exchange:
             case Busy():
                 return []
             case Resume():
-                return [SendPush(outgoing, again=True)]
+                return [self._repeat(round_, server, message.chunk, "refused as busy", again=True)]
+            case Resend():
+                return [self._repeat(round_, server, message.chunk, "damaged on its way", again=False)]
+
+    def on_corrupted(self, server: int, message: object) -> list[Action]:
+        """An answer came whose checksum is wrong: the push is repeated, and the server repeats itself."""
+        if not isinstance(message, FromServer):
+            return []
+        round_ = self._rounds.get((message.tensor, message.step))
+        if round_ is None or (server, message.chunk) not in round_.unanswered:
+            return []
+        return [self._repeat(round_, server, message.chunk, "answered with damaged bytes", again=False)]
 
     def on_lost(self, error: ZenPSError) -> list[Action]:
         """Nothing can succeed any more: fails what is in flight, and all that comes."""
@@ -151,6 +165,18 @@ class Exchange:
                 round_.repeat_at = now + round_.repeat_seconds
                 actions += [SendPush(outgoing) for outgoing in round_.unanswered.values()]
         return actions
+
+    def _repeat(self, round_: Round, server: int, chunk: int, cause: str, *, again: bool) -> Action:
+        place = (server, chunk)
+        count = round_.repetitions[place] = round_.repetitions.get(place, 0) + 1
+        if count > MOST_REPETITIONS:
+            where = f"tensor {round_.tensor!r}, step {round_.step}, chunk {chunk}"
+            reason = (
+                f"{where}: the push to {self._servers[server]} was repeated {MOST_REPETITIONS} times and "
+                f"{cause} again; expected once at most: test memory and network cards of both machines"
+            )
+            return self._fail(round_, ProtocolError("checksum", reason))
+        return SendPush(round_.unanswered[place], again=again)
 
     def _fail(self, round_: Round, error: ZenPSError) -> Fail:
         del self._rounds[round_.tensor, round_.step]

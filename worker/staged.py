@@ -206,6 +206,8 @@ class StagedSparse(_Staged):
         span, count = stop - start, result.rows
         if len(frames) != 2 or result.codec not in CODECS:
             raise ProtocolError("payload", f"a sparse result with codec {result.codec!r}")
+        if count > span:
+            raise ProtocolError("payload", f"{count} rows in a chunk of {span}")
         expected = (
             CODECS[result.codec].encoded_bytes(count, span),
             count * self.columns * self.dtype.itemsize,

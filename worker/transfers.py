@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zenps.buffers import BufferPool
 from zenps.config import Config
+from zenps.errors import TensorError
 from zenps.kernels.cpu import CpuKernels
 from zenps.kernels.place import Placement
 from zenps.layout import Layout, LayoutCache
@@ -20,6 +21,7 @@ from zenps.placement import place_on
 from zenps.strategies.centralized import home_slot
 from zenps.strategies.parallel import Parallel
 from zenps.strategies.registry import strategy
+from zenps.wire.messages import POSITION_BYTES
 
 from .accelerator import Accelerator, CudaAccelerator
 from .compaction import SparseTransfer
@@ -67,7 +69,7 @@ class Transfers:
             contributes: whether a dense tensor's values count.
 
         Raises:
-            TensorError: indices lie outside the tensor.
+            TensorError: indices lie outside the tensor, or a row of it is too large for a message.
             ConfigError: the tensor is on a GPU, and CuPy is not installed.
         """
         home = int(self._owners[home_slot(name, self._config.sync.seed)])
@@ -84,7 +86,14 @@ class Transfers:
         sync = self._config.sync
         rows, columns = table_shape(tensor)
         layout = self._sparse.get(name, max(rows, 1), 1 if columns > 1 else sync.granule)
-        row_bytes = columns * tensor.dtype.itemsize + 8
+        row_bytes = columns * tensor.dtype.itemsize + POSITION_BYTES
+        most_bytes = self._config.cluster.max_message_bytes // 2
+        if layout.granule * row_bytes > most_bytes:
+            raise TensorError(
+                f"tensor {name!r}: {layout.granule} row(s) of {columns} {tensor.dtype}, which stay together, "
+                f"need {layout.granule * row_bytes} bytes; expected at most {most_bytes}, half of "
+                f"cluster.max_message_bytes: raise it on all nodes"
+            )
         chunks = self._count_chunks(layout, row_bytes, expected_rows * row_bytes)
         if gpu is None:
             return SparseTransfer(tensor, layout, chunks, home, sync.codec, self._kernels)

@@ -93,7 +93,7 @@ class ProtocolError(ZenPSError, ValueError):
     ``reason`` is a label of the metric ``zenps_protocol_errors_total`` and one of a closed set.
     """
 
-    REASONS = ("envelope", "version", "job", "payload", "unexpected", "key")
+    REASONS = ("envelope", "version", "job", "checksum", "payload", "unexpected", "key")
 
     def __init__(self, reason: str, detail: str) -> None:
         assert reason in self.REASONS, reason

@@ -81,6 +81,9 @@ class Durations(Collector):
     describe = collect
 
 
+CUT_CONNECTIONS: Final = "Connections cut because their peer sent a message without end or did not read."
+
+
 class Late(Collector):
     """A counter of seconds by rank, of the few ranks that are latest: no series for each of thousands."""
 
@@ -228,6 +231,7 @@ class ServerMetrics(_ListenerMetrics):
         )
         self.slots = self._gauge("zenps_slots", "Slots that this server owns.")
         self.late = Late("How long rounds have waited here for a worker.", registry)
+        self.cut_connections = self._counter("zenps_cut_connections_total", CUT_CONNECTIONS)
 
 
 class SchedulerMetrics(_ListenerMetrics):
@@ -246,6 +250,7 @@ class SchedulerMetrics(_ListenerMetrics):
             "zenps_barriers_total", "Barriers by how they ended.", outcome=("completed", "failed")
         )
         self.late = Late("How long barriers and servers have waited for a worker.", registry)
+        self.cut_connections = self._counter("zenps_cut_connections_total", CUT_CONNECTIONS)
 
 
 class Exporter:

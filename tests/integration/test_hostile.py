@@ -130,7 +130,11 @@ def pushes(draw: st.DrawFn) -> Frames:
         codec=draw(st.sampled_from(["coo", "bitmap", "none"])),
     )
     positions = np.array(draw(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=4)), dtype="<i4")
-    return [encode(JOB, push), positions.tobytes(), draw(blobs)]
+    return with_checksum(push, [positions.tobytes(), draw(blobs)])
+
+
+def with_checksum(push: Push, frames: Frames) -> Frames:
+    return [encode(JOB, push, [memoryview(frame) for frame in frames]), *frames]
 
 
 nested = st.integers(1, 2000).map(lambda depth: [b"\x91" * depth])
@@ -300,7 +304,7 @@ def impersonate(attacker: Attacker) -> None:
     positions = np.array([1, 2, 3], dtype="<i4").tobytes()
     for step in range(0, 500, 5):
         push = msgspec.structs.replace(PUSH, step=step)
-        attacker.send([encode(JOB, push), positions, np.ones((3, 4), dtype="<f4").tobytes()])
+        attacker.send(with_checksum(push, [positions, np.ones((3, 4), dtype="<f4").tobytes()]))
 
 
 def send_oversized(ctx: zmq.Context[zmq.Socket[bytes]], address: str) -> None:

@@ -15,9 +15,9 @@ from zenps.codecs.registry import CODECS
 from zenps.errors import ProtocolError
 from zenps.kernels.base import ACCUMULATE
 from zenps.kernels.cpu import CpuKernels
-from zenps.server.aggregation import Aggregator, Payload, read_payload
+from zenps.server.aggregation import Aggregator, Payload, check_span, read_payload
 from zenps.wire.messages import Push, Result
-from zenps.wire.tensors import DTYPES, dtype_name, tensor_bytes, tensor_from_bytes
+from zenps.wire.tensors import DTYPES, RECEIVE_BUFFER_BYTES, dtype_name, tensor_bytes, tensor_from_bytes
 
 torch.set_num_threads(1)
 
@@ -277,5 +277,29 @@ def test_what_is_accepted_can_be_aggregated(
 
 
 def test_a_payload_counts_its_decoded_positions() -> None:
-    assert read_payload(SPARSE, SPARSE_FRAMES).size_bytes == 2 * 8 + 2 * 3 * 4
-    assert read_payload(DENSE, DENSE_FRAMES).size_bytes == 8 * 4
+    assert read_payload(SPARSE, SPARSE_FRAMES).size_bytes == 2 * 8 + 2 * 3 * 4 + RECEIVE_BUFFER_BYTES
+    assert read_payload(DENSE, DENSE_FRAMES).size_bytes == 8 * 4 + RECEIVE_BUFFER_BYTES
+
+
+@pytest.mark.parametrize(
+    ("kind", "span", "columns", "fits"),
+    [
+        ("sparse", 100, 3, True),
+        ("sparse", 101, 3, False),
+        ("sparse", 250, 0, True),
+        ("sparse", 251, 0, False),
+        ("dense", 500, 1, True),
+        ("dense", 501, 1, False),
+        ("sparse", 2**61, 0, False),
+        ("sparse", 0, 2**28 - 1, True),
+    ],
+)
+def test_a_chunk_whose_union_fits_into_no_message_is_refused(
+    kind: str, span: int, columns: int, fits: bool
+) -> None:
+    push = Push(1, 0, "t", 0, 0, 1, kind, "float32", (span, columns), span, columns, 0, "none", False)
+    if fits:
+        check_span(push, 2000)
+    else:
+        with pytest.raises(ProtocolError, match=f"payload: a span of {span} rows"):
+            check_span(push, 2000)

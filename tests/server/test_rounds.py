@@ -479,3 +479,21 @@ def test_departure_fails_rounds_that_need_the_rank_now_and_later() -> None:
     (reply,) = rounds.on_push(make_held(1, later), 2.0)
     assert reply == Reply([peer_of(1)], Failure(*later, "lost", "tensor 'c', step 0: worker 2 left"))
     assert rounds.on_departed(9, "nobody", 3.0) == []
+
+
+def test_refusals_are_counted_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zenps.server.rounds.MOST_REFUSED", 3)
+    rounds = make_rounds(2, budget_bytes=0)
+    rounds.on_push(make_held(0, Key("open", 0, 0)), 0.0)
+    refused = [Key("waits", 0, chunk) for chunk in range(3)]
+    for key in refused:
+        for _ in range(2):  # again is not more
+            assert rounds.on_push(make_held(0, key), 0.0) == [Reply([peer_of(0)], Busy(*key))]
+    with pytest.raises(ProtocolError, match="unexpected: rank 0 has 3 refused rounds"):
+        rounds.on_push(make_held(0, Key("one more", 0, 0)), 0.0)
+    # The other rank has its own count, and room is made as rounds are let in.
+    assert rounds.on_push(make_held(1, Key("one more", 0, 0)), 0.0) != []
+    (aggregate,) = rounds.on_push(make_held(1, Key("open", 0, 0)), 0.0)
+    assert isinstance(aggregate, Aggregate)
+    rounds.finish(aggregate.key, result_of(aggregate.key), (), 0.0)
+    assert rounds.on_push(make_held(0, Key("one more", 0, 1)), 0.0) != []

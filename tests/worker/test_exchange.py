@@ -8,9 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from zenps.errors import DeadlineError, MismatchError, PeerLostError, UsageError, ZenPSError
-from zenps.wire.messages import Busy, Failure, FromServer, Member, Push, Result, Resume
+from zenps.errors import DeadlineError, MismatchError, PeerLostError, ProtocolError, UsageError, ZenPSError
+from zenps.wire.messages import Busy, Failure, FromServer, Member, Push, Resend, Result, Resume
 from zenps.worker.exchange import (
+    MOST_REPETITIONS,
     PATIENCE_SECONDS,
     Action,
     Deliver,
@@ -257,3 +258,36 @@ class Traffic(RuleBasedStateMachine):
 
 Traffic.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestTraffic = Traffic.TestCase
+
+
+def test_a_damaged_push_and_a_damaged_answer_repeat_the_push() -> None:
+    exchange, round_ = make_exchange(), make_round()
+    exchange.submit(round_, 0.0)
+    again = [SendPush(round_.outgoing[1])]
+    assert exchange.on_reply(0, Resend("t", 0, 1), ()) == again
+    assert exchange.on_corrupted(0, result(round_, 1)) == again
+    (deliver,) = exchange.on_reply(0, result(round_, 1), FRAMES)
+    assert isinstance(deliver, Deliver)
+    # Whatever is answered already, or was never pushed, is not repeated.
+    assert exchange.on_reply(0, Resend("t", 0, 1), ()) == []
+    assert exchange.on_corrupted(0, result(round_, 1)) == []
+    assert exchange.on_corrupted(0, Result("t", 5, 1, 2, "coo")) == []
+    assert exchange.on_corrupted(1, result(round_, 7)) == []
+
+
+@pytest.mark.parametrize("kind", [Resume, Resend])
+def test_one_push_is_not_repeated_for_ever(kind: type[Resume] | type[Resend]) -> None:
+    exchange, round_, other = make_exchange(), make_round(), make_round("other")
+    exchange.submit(round_, 0.0)
+    exchange.submit(other, 0.0)
+    for _ in range(MOST_REPETITIONS):
+        for chunk in (0, 1):
+            (action,) = exchange.on_reply(0, kind("t", 0, chunk), ())
+            assert isinstance(action, SendPush)
+    (fail,) = exchange.on_reply(0, kind("t", 0, 1), ())
+    assert isinstance(fail, Fail)
+    assert isinstance(fail.error, ProtocolError)
+    assert "tensor 't', step 0, chunk 1: the push to server 0 (host box, pid 50) was repeated 16" in str(
+        fail.error
+    )
+    assert len(exchange) == 1

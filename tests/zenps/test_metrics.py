@@ -48,6 +48,7 @@ NAMES: dict[Role, set[str]] = {
         "zenps_refused_pushes_total",
         "zenps_slots",
         "zenps_late_seconds_total",
+        "zenps_cut_connections_total",
     },
     SchedulerMetrics: COMMON
     | {
@@ -55,6 +56,7 @@ NAMES: dict[Role, set[str]] = {
         "zenps_lost_nodes_total",
         "zenps_barriers_total",
         "zenps_late_seconds_total",
+        "zenps_cut_connections_total",
     },
 }
 

@@ -15,6 +15,7 @@ from zenps.lateness import MOST_RANKS
 
 __all__ = [
     "MAX_COLUMNS",
+    "POSITION_BYTES",
     "Barrier",
     "BarrierReply",
     "Busy",
@@ -32,6 +33,7 @@ __all__ = [
     "Push",
     "Refused",
     "Register",
+    "Resend",
     "Result",
     "Resume",
     "Role",
@@ -54,6 +56,8 @@ Host = Annotated[str, Meta(max_length=255)]
 Address = Annotated[str, Meta(max_length=300)]
 # A row is moved as one NumPy item, and those hold less than 2 GiB; so does a frame.
 MAX_COLUMNS = (1 << 28) - 1
+# What a row of a sparse tensor counts for beside its values, when chunks are cut and bounded.
+POSITION_BYTES = 8
 Load = dict[str, float]
 """Counters that a node reports with each heartbeat, for ``zenps status``."""
 Late = Annotated[dict[Rank, float], Meta(max_length=MOST_RANKS)]
@@ -262,7 +266,15 @@ class Resume(Struct, frozen=True, array_like=True, tag="resume"):
     chunk: Count
 
 
+class Resend(Struct, frozen=True, array_like=True, tag="resend"):
+    """The push arrived damaged, and was dropped: send it again."""
+
+    tensor: Name
+    step: Count
+    chunk: Count
+
+
 ToScheduler = Register | Heartbeat | Barrier | Leave | StatusRequest
 FromScheduler = View | Refused | HeartbeatReply | BarrierReply | Departed | Stop | Status
 ToServer = Push
-FromServer = Result | Failure | Busy | Resume
+FromServer = Result | Failure | Busy | Resume | Resend

@@ -18,6 +18,9 @@ from zenps.keys import Keys
 from zenps.settings import parse_address
 
 __all__ = [
+    "COPY_BELOW_BYTES",
+    "MOST_FRAMES",
+    "SEND_AT_MOST_MESSAGES",
     "ZAP_DOMAIN",
     "Socket",
     "bind_router",
@@ -26,6 +29,7 @@ __all__ = [
     "find_host",
     "open_dealer",
     "receive_frames",
+    "receive_routed",
     "send_frames",
 ]
 
@@ -38,6 +42,13 @@ ZAP_DOMAIN = b"zenps"
 
 # pyzmq's own threshold: below it, a copy costs less than the reference's bookkeeping.
 COPY_BELOW_BYTES = 64 * 1024
+
+# Routing identity, envelope, positions, values, and one more to show that there are too many.
+MOST_FRAMES = 5
+
+# What may wait for one peer of a ROUTER. More than any that reads leaves: the largest job's nodes are told
+# of some 5000 departures at once.
+SEND_AT_MOST_MESSAGES = 8192
 
 
 @contextlib.contextmanager
@@ -98,6 +109,7 @@ def bind_router(
         ConfigError: the port is taken, or ``host`` cannot be resolved.
     """
     socket = _socket(ctx, zmq.ROUTER, max_message_bytes)
+    socket.setsockopt(zmq.SNDHWM, SEND_AT_MOST_MESSAGES)
     # Without it a message to a peer that is gone vanishes; with it, sending raises EHOSTUNREACH.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     # A peer that reconnects takes its identity over from the dead connection.
@@ -118,15 +130,34 @@ def bind_router(
 
 
 def receive_frames(socket: Socket) -> list[memoryview]:
-    """The frames of the message that is there, uncopied; each keeps its memory alive."""
+    """The frames of the message that is there, uncopied; each keeps its memory alive.
+
+    Of more than :data:`MOST_FRAMES` the rest is dropped as it is received.
+    """
+    return _receive(socket)[1]
+
+
+def receive_routed(socket: Socket) -> tuple[int, list[memoryview]]:
+    """As :func:`receive_frames` for a ROUTER, and the descriptor of the connection that it came by.
+
+    It is -1 for a peer that speaks an older ZMTP than 3, as no node does.
+    """
+    first, frames = _receive(socket)
+    try:
+        return int(first.get(zmq.SRCFD)), frames
+    except zmq.ZMQError:
+        return -1, frames
+
+
+def _receive(socket: Socket) -> tuple[zmq.Frame, list[memoryview]]:
     # recv_multipart would ask the socket anew whether there are more, which costs as much as a frame.
-    frames: list[memoryview] = []
-    more = True
-    while more:
+    first = frame = socket.recv(copy=False)
+    frames = [frame.buffer]
+    while frame.more:
         frame = socket.recv(copy=False)
-        frames.append(frame.buffer)
-        more = frame.more
-    return frames
+        if len(frames) < MOST_FRAMES:
+            frames.append(frame.buffer)
+    return first, frames
 
 
 def send_frames(socket: Socket, prefix: Sequence[bytes], frames: Sequence[memoryview]) -> None:
@@ -146,8 +177,8 @@ def _socket(ctx: zmq.Context[Socket], kind: int, max_message_bytes: int) -> Sock
     options: dict[int, Any] = {
         zmq.LINGER: LINGER_MS,
         zmq.IPV6: 1,
-        # Bounded by the byte budgets of the round protocol, not by a count of messages: a full
-        # queue would block the one thread that also has to read.
+        # A worker's is bounded by what its caller has in flight, not by a count of messages: a full
+        # queue would block the one thread that also has to read. A ROUTER's is set when it is bound.
         zmq.SNDHWM: 0,
         # What one peer may have waiting here unread. Beyond it TCP slows the peer down.
         zmq.RCVHWM: 64,

@@ -12,7 +12,15 @@ from torch import Tensor
 from zenps.errors import ProtocolError
 from zenps.wire.messages import Dtype
 
-__all__ = ["DTYPES", "check_size", "copied_bytes", "dtype_name", "tensor_bytes", "tensor_from_bytes"]
+__all__ = [
+    "DTYPES",
+    "RECEIVE_BUFFER_BYTES",
+    "check_size",
+    "copied_bytes",
+    "dtype_name",
+    "tensor_bytes",
+    "tensor_from_bytes",
+]
 
 DTYPES: dict[Dtype, torch.dtype] = {
     "float16": torch.float16,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import UnionType
 from typing import Any, get_args
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from zenps.errors import ProtocolError
-from zenps.wire.frames import MAX_ENVELOPE_BYTES, PROTOCOL_VERSION, Decoder, encode
+from zenps.wire.frames import MAX_ENVELOPE_BYTES, PROTOCOL_VERSION, CorruptedError, Decoder, encode
 from zenps.wire.messages import (
     Busy,
     FromScheduler,
@@ -82,9 +83,9 @@ JOBS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
 PUSH = Push(1, 0, "weight", 3, 0, 1, "sparse", "float32", (100, 4), 50, 4, 7, "coo", True)
 
 
-def refusal(decoder: Decoder[Any], frame: bytes | memoryview) -> str:
+def refusal(decoder: Decoder[Any], frame: bytes | memoryview, frames: Sequence[memoryview] = ()) -> str:
     with pytest.raises(ProtocolError) as raised:
-        decoder.decode(frame)
+        decoder.decode(frame, frames)
     assert len(str(raised.value)) < 400
     return raised.value.reason
 
@@ -194,47 +195,46 @@ STOP = ["stop"]
     [
         (b"", "envelope"),
         (b"\xc1", "envelope"),
-        (packed(1, "job", STOP)[:-1], "envelope"),
-        (packed(1, "job", STOP) + b"\0", "envelope"),
-        (packed(1, "job"), "envelope"),
-        (packed(1, "job", STOP, None), "envelope"),
+        (packed(2, "job", STOP)[:-1], "envelope"),
+        (packed(2, "job", STOP) + b"\0", "envelope"),
+        (packed(2, "job"), "envelope"),
         (packed(), "envelope"),
         (msgpack.packb({"version": 1}), "envelope"),
         (msgpack.packb(1), "envelope"),
-        (b"\x93\x01\xa2\xff\xfe\x90", "envelope"),
+        (b"\x93\x02\xa2\xff\xfe\x90", "envelope"),
         (b"\x81\x90\x01", "envelope"),
-        (packed(2, "job", STOP), "version"),
+        (packed(1, "job", STOP), "version"),
         (packed(0, "other", {}), "version"),
         (packed(True, "job", STOP), "version"),
         (packed(1.0, "job", STOP), "version"),
         (packed("1", "job", STOP), "version"),
         (packed(None, "job", STOP), "version"),
         (packed([1], "job", STOP), "version"),
-        (packed(1, "other", STOP), "job"),
-        (packed(1, "other", {"garbage": [1, 2]}), "job"),
-        (packed(1, "JOB", STOP), "job"),
-        (packed(1, b"job", STOP), "job"),
-        (packed(1, None, STOP), "job"),
-        (packed(1, ["job"], STOP), "job"),
-        (packed(1, "x" * 100_000, STOP), "job"),
-        (packed(1, "job", None), "envelope"),
-        (packed(1, "job", []), "envelope"),
-        (packed(1, "job", "stop"), "envelope"),
-        (packed(1, "job", ["stopp"]), "envelope"),
-        (packed(1, "job", ["x" * 100_000]), "envelope"),
-        (packed(1, "job", [STOP]), "envelope"),
-        (packed(1, "job", [0]), "envelope"),
-        (packed(1, "job", {"type": "stop"}), "envelope"),
-        (packed(1, "job", msgpack.ExtType(5, b"stop")), "envelope"),
-        (packed(1, "job", msgpack.Timestamp(1)), "envelope"),
-        (packed(1, "job", ["barrier!", 1]), "envelope"),
-        (packed(1, "job", ["barrier!", -1, ""]), "envelope"),
-        (packed(1, "job", ["barrier!", 1.5, ""]), "envelope"),
-        (packed(1, "job", ["barrier!", True, ""]), "envelope"),
-        (packed(1, "job", ["barrier!", 1, None]), "envelope"),
-        (packed(1, "job", ["barrier!", 1, b""]), "envelope"),
-        (packed(1, "job", ["barrier!", 1, "x" * 20_000]), "envelope"),
-        (packed(1, "job", ["barrier!", 1 << 62, ""]), "envelope"),
+        (packed(2, "other", STOP), "job"),
+        (packed(2, "other", {"garbage": [1, 2]}), "job"),
+        (packed(2, "JOB", STOP), "job"),
+        (packed(2, b"job", STOP), "job"),
+        (packed(2, None, STOP), "job"),
+        (packed(2, ["job"], STOP), "job"),
+        (packed(2, "x" * 100_000, STOP), "job"),
+        (packed(2, "job", None), "envelope"),
+        (packed(2, "job", []), "envelope"),
+        (packed(2, "job", "stop"), "envelope"),
+        (packed(2, "job", ["stopp"]), "envelope"),
+        (packed(2, "job", ["x" * 100_000]), "envelope"),
+        (packed(2, "job", [STOP]), "envelope"),
+        (packed(2, "job", [0]), "envelope"),
+        (packed(2, "job", {"type": "stop"}), "envelope"),
+        (packed(2, "job", msgpack.ExtType(5, b"stop")), "envelope"),
+        (packed(2, "job", msgpack.Timestamp(1)), "envelope"),
+        (packed(2, "job", ["barrier!", 1]), "envelope"),
+        (packed(2, "job", ["barrier!", -1, ""]), "envelope"),
+        (packed(2, "job", ["barrier!", 1.5, ""]), "envelope"),
+        (packed(2, "job", ["barrier!", True, ""]), "envelope"),
+        (packed(2, "job", ["barrier!", 1, None]), "envelope"),
+        (packed(2, "job", ["barrier!", 1, b""]), "envelope"),
+        (packed(2, "job", ["barrier!", 1, "x" * 20_000]), "envelope"),
+        (packed(2, "job", ["barrier!", 1 << 62, ""]), "envelope"),
     ],
 )
 def test_malformed(frame: bytes, reason: str) -> None:
@@ -243,14 +243,14 @@ def test_malformed(frame: bytes, reason: str) -> None:
 
 def test_the_well_formed_neighbour_of_these() -> None:
     decoder: Decoder[Stop] = Decoder("job", FromScheduler)
-    assert decoder.decode(packed(1, "job", STOP)) == Stop()
+    assert decoder.decode(packed(2, "job", STOP)) == Stop()
 
 
 @pytest.mark.parametrize("depth", [100, 900, 990, 1000, 1010, 1020, 1023, 1024, 5000, 500_000])
 @pytest.mark.parametrize(("place", "reason"), [(0, "version"), (1, "job"), (2, "envelope")])
 def test_deep_nesting(depth: int, place: int, reason: str) -> None:
     deep = b"\x91" * depth + b"\x01"
-    envelope = [packed(1)[1:], packed("job")[1:], packed(STOP)[1:]]
+    envelope = [packed(PROTOCOL_VERSION)[1:], packed("job")[1:], packed(STOP)[1:]]
     envelope[place] = deep
     assert refusal(Decoder("job", FromScheduler), b"\x93" + b"".join(envelope)) in (reason, "envelope")
 
@@ -284,9 +284,9 @@ def test_announced_lengths_do_not_allocate() -> None:
     ):
         assert refusal(Decoder("job", ToScheduler), header) == "envelope"
         assert refusal(Decoder("job", ToScheduler), b"\x93" + header) == "envelope"
-        register = b"\x93\x01\xa3job\x98\xa8register\xa6worker\x00\xa1h\x01\xa0\xa0"
+        register = b"\x93\x02\xa3job\x98\xa8register\xa6worker\x00\xa1h\x01\xa0\xa0"
         assert refusal(Decoder("job", ToScheduler), register + header) == "envelope"
-        view = b"\x93\x01\xa3job\x96\xa4view\x01\x00"
+        view = b"\x93\x02\xa3job\x96\xa4view\x01\x00"
         assert refusal(Decoder("job", FromScheduler), view + header) == "envelope"
 
 
@@ -318,9 +318,56 @@ def test_fields_of_a_push_out_of_bounds(field: str, value: object) -> None:
     assert refusal(decoder, encode("job", changed)) == "envelope"
 
 
+FRAMES = [memoryview(b"positions"), memoryview(b"some values")]
+
+
+def test_frames_come_with_a_checksum_of_them_and_the_message() -> None:
+    decoder = Decoder("job", Push)
+    frame = encode("job", PUSH, FRAMES)
+    assert decoder.decode(frame, FRAMES) == PUSH
+    assert len(frame) <= len(encode("job", PUSH)) + 9
+
+
+@pytest.mark.parametrize("flipped", range(len(encode("job", PUSH, FRAMES)) - len(encode("job", PUSH)) + 20))
+def test_one_flipped_bit_is_noticed(flipped: int) -> None:
+    decoder = Decoder("job", Push)
+    frame = encode("job", PUSH, FRAMES)
+    contents = bytearray(b"".join(FRAMES))
+    at = 9 * flipped % len(contents)
+    contents[at] ^= 1 << flipped % 8
+    with pytest.raises(
+        CorruptedError, match=r"^checksum: expected \d+, got \d+ with frames of \[9, 11\] bytes"
+    ):
+        decoder.decode(frame, [memoryview(contents)[:9], memoryview(contents)[9:]])
+
+
+def test_no_bit_of_the_message_can_be_flipped() -> None:
+    decoder = Decoder("job", Push)
+    frame = encode("job", PUSH, FRAMES)
+    for bit in range(8 * len(frame)):
+        damaged = bytearray(frame)
+        damaged[bit // 8] ^= 1 << bit % 8
+        assert refusal(decoder, bytes(damaged), FRAMES) in ProtocolError.REASONS
+
+
+def test_bytes_that_moved_from_frame_to_frame_are_noticed() -> None:
+    decoder = Decoder("job", Push)
+    joined = memoryview(b"".join(FRAMES))
+    with pytest.raises(CorruptedError):
+        decoder.decode(encode("job", PUSH, FRAMES), [joined[:10], joined[10:]])
+
+
+@pytest.mark.parametrize("checksum", [None, -1, "text", [1], 1.5, 1 << 63])
+def test_another_checksum_or_none_is_refused(checksum: object) -> None:
+    body = msgpack.unpackb(encode("job", PUSH))[2]
+    with pytest.raises(CorruptedError) as caught:
+        Decoder("job", Push).decode(packed(PROTOCOL_VERSION, "job", body, checksum), FRAMES)
+    assert caught.value.message == PUSH
+
+
 def test_a_field_that_was_added_later_is_ignored() -> None:
     decoder: Decoder[Busy | Result] = Decoder("job", FromServer)
-    assert decoder.decode(packed(1, "job", ["busy", "t", 1, 2, "new"])) == Busy("t", 1, 2)
+    assert decoder.decode(packed(2, "job", ["busy", "t", 1, 2, "new"])) == Busy("t", 1, 2)
 
 
 def test_settings_are_plain_values() -> None:

@@ -1,0 +1,3 @@
+"""Hostile bytes against every decoder, from a seed: :mod:`tests.fuzz.fuzzer`."""
+
+from __future__ import annotations

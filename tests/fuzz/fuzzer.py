@@ -1,0 +1,170 @@
+"""Throws mutated inputs at every target: ``python -m tests.fuzz.fuzzer --inputs 1000000``.
+
+Seeds are made from the messages of today, so that they stay valid; what once crashed something is kept in
+``tests/fuzz/corpus/`` and is a seed, too. All is drawn from one number, so a run can be repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import random
+import re
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgpack
+import msgspec
+
+from tests.fuzz.targets import FRESH_AFTER, SEEDS, TARGETS, Frames, reseal
+from zenps.errors import ProtocolError
+
+__all__ = ["CORPUS", "HANG_SECONDS", "Report", "fuzz", "kept", "mutate"]
+
+CORPUS = Path(__file__).parent / "corpus"
+HANG_SECONDS = 1.0
+# Lengths, types and numbers that readers have to mind.
+TOKENS = (
+    *(bytes([byte]) for byte in (0, 1, 0x7F, 0x80, 0x90, 0x91, 0xC0, 0xC1, 0xC3, 0xC7, 0xCB, 0xD4, 0xFF)),
+    *(bytes([kind]) + b"\xff\xff\xff\xff" for kind in (0xC6, 0xC9, 0xDB, 0xDD, 0xDF)),
+    *(b"\xcf" + number.to_bytes(8, "big") for number in (2**31, 2**32, 2**48, 2**62 - 1, 2**63, 2**64 - 1)),
+    *(number.to_bytes(4, "little") for number in (0, 2**31 - 1, 2**31, 2**32 - 1)),
+    b"\xd3" + b"\x80" + bytes(7),
+)
+
+
+@dataclass
+class Report:
+    inputs: int = 0
+    seed: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    """By target and reason; ``taken`` where nothing was raised."""
+    crashes: list[str] = field(default_factory=list)
+    slowest_seconds: float = 0.0
+    hangs: int = 0
+    resident_before_bytes: int = 0
+    resident_after_bytes: int = 0
+    seconds: float = 0.0
+
+
+def kept(target: str) -> list[Frames]:
+    """The inputs of the corpus for a target."""
+    return [msgpack.unpackb(path.read_bytes()) for path in sorted((CORPUS / target).glob("*.msgpack"))]
+
+
+def mutate(dice: random.Random, seeds: Sequence[Frames]) -> Frames:
+    """One of the seeds with one to four things changed."""
+    frames = list(dice.choice(seeds))
+    for _ in range(dice.randint(1, 4)):
+        place = dice.randrange(len(frames))
+        data = bytearray(frames[place])
+        at = dice.randint(0, len(data))
+        match dice.randrange(9):
+            case 0 if data:
+                data[at % len(data)] ^= 1 << dice.randrange(8)
+            case 1 if data:
+                data[at % len(data)] = dice.randrange(256)
+            case 2:
+                token = dice.choice(TOKENS)
+                data[at : at + len(token)] = token
+            case 3:
+                data[at:at] = dice.choice(TOKENS)
+            case 4:
+                del data[at : at + dice.choice((1, 1, 2, 4, 8, 64))]
+            case 5:
+                end = at + dice.randint(1, 16)
+                data[at:at] = data[at:end] * dice.choice((1, 2, 100))
+            case 6:
+                other = dice.choice(dice.choice(seeds))
+                data[at:] = other[dice.randint(0, len(other)) :]
+            case 7:
+                frames.insert(place, bytes(data))
+            case 8 if len(frames) > 1:
+                del frames[place]
+                continue
+        frames[place] = bytes(data[:8192])
+    return reseal(frames) if dice.randrange(4) else frames
+
+
+def fuzz(inputs: int, seed: int, targets: Sequence[str] = tuple(TARGETS)) -> Report:
+    """Reports what ``inputs`` mutated inputs do, spread evenly over the targets."""
+    report = Report(seed=seed)
+    began = time.monotonic()
+    for warm in (True, False):
+        # The first part fills pools and caches, which is no growth.
+        count = inputs // 10 if warm else inputs - inputs // 10
+        if not warm:
+            report.resident_before_bytes = _resident_bytes()
+        for name in targets:
+            _fuzz_one(name, count // len(targets), random.Random(f"{seed} {name} {warm}"), report)
+    report.resident_after_bytes = _resident_bytes()
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def _fuzz_one(name: str, count: int, dice: random.Random, report: Report) -> None:
+    seeds = SEEDS[name] + kept(name)
+    for number in range(count):
+        if number % FRESH_AFTER == 0:
+            target = TARGETS[name]()
+        frames = mutate(dice, seeds)
+        begin = time.perf_counter()
+        try:
+            target(frames)
+            report.refused[f"{name}: taken"] += 1
+        except ProtocolError as error:
+            report.refused[f"{name}: {error.reason}"] += 1
+        except Exception:  # noqa: BLE001 - what it looks for
+            report.crashes.append(f"{name}: {_keep(name, frames)}\n{traceback.format_exc()}")
+            target = TARGETS[name]()
+        seconds = time.perf_counter() - begin
+        report.slowest_seconds = max(report.slowest_seconds, seconds)
+        report.hangs += seconds > HANG_SECONDS
+        report.inputs += 1
+
+
+def _keep(name: str, frames: Frames) -> str:
+    """Writes an input that crashed a target to where it can be looked at; a mended one goes to the corpus."""
+    packed = msgpack.packb(frames)
+    path = Path("build/fuzz") / name / f"{hashlib.sha256(packed).hexdigest()[:12]}.msgpack"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(packed)
+    return str(path)
+
+
+def _resident_bytes() -> int:
+    found = re.search(r"^VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+def _lines(report: Report) -> Iterator[str]:
+    yield f"{report.inputs} inputs in {report.seconds:.0f} s, seed {report.seed}"
+    yield f"crashes: {len(report.crashes)}"
+    yield f"hangs: {report.hangs}, the slowest input took {1000 * report.slowest_seconds:.1f} ms"
+    growth = report.resident_after_bytes - report.resident_before_bytes
+    yield f"resident memory: {growth / (1 << 20):+.1f} MiB on {report.resident_before_bytes >> 20} MiB"
+    yield from (f"  {outcome}: {count}" for outcome, count in sorted(report.refused.items()))
+    yield from report.crashes[:10]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--inputs", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    report = fuzz(options.inputs, options.seed)
+    print("\n".join(_lines(report)))
+    if options.json:
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    return 1 if report.crashes or report.hangs else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""Everything that reads received bytes: functions of a list of frames that may only raise ProtocolError."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgpack
+import msgspec
+import numpy as np
+import torch
+
+from zenps.buffers import BufferPool
+from zenps.codecs.registry import CODECS
+from zenps.config import Config
+from zenps.kernels.cpu import CpuKernels
+from zenps.scheduler.membership import Membership
+from zenps.server.aggregation import Aggregator, Payload, check_span, read_payload
+from zenps.server.rounds import Aggregate, Held, Rounds
+from zenps.settings import ClusterConfig, SyncConfig
+from zenps.wire.frames import PROTOCOL_VERSION, Decoder, checksum_of, encode
+from zenps.wire.messages import (
+    Barrier,
+    BarrierReply,
+    Busy,
+    Departed,
+    Failure,
+    FromScheduler,
+    FromServer,
+    Heartbeat,
+    Leave,
+    Member,
+    Push,
+    Refused,
+    Register,
+    Resend,
+    Result,
+    Resume,
+    StatusRequest,
+    Stop,
+    ToScheduler,
+    View,
+)
+from zenps.worker.broadcast import unpack_object
+from zenps.worker.exchange import Deliver, Exchange, Outgoing, Round
+from zenps.worker.transfers import Transfers
+
+__all__ = ["SEEDS", "TARGETS", "reseal"]
+
+Frames = list[bytes]
+JOB = "job"
+SPAN, COLUMNS = 500, 4
+MAX_MESSAGE_BYTES = 1 << 16
+# Rounds and nodes that earlier inputs have left behind are forgotten after so many inputs.
+FRESH_AFTER = 1000
+
+_NODE_DECODER: Decoder[FromScheduler] = Decoder(JOB, FromScheduler)
+MEMBER = Member("worker", 0, "host", 1, "", "", b"peer")
+PUSH = Push(1, 0, "table", 0, 0, 1, "sparse", "float32", (SPAN, COLUMNS), SPAN, COLUMNS, 3, "coo", True)
+
+
+class Scheduler:
+    """A scheduler that gathers two workers and a server."""
+
+    def __init__(self) -> None:
+        self._decoder: Decoder[ToScheduler] = Decoder(JOB, ToScheduler)
+        self._membership = Membership(JOB, ClusterConfig(workers=2), {"seed": 1}, 0.0)
+        self._now = 0.0
+
+    def __call__(self, frames: Frames) -> None:
+        message = self._decoder.decode(frames[0])
+        self._now += 1e-3
+        for send in self._membership.on_message(b"peer%d" % (len(frames[0]) % 4), message, self._now):
+            encode(JOB, send.message)
+        self._membership.on_tick(self._now)
+
+
+class Server:
+    """A server with one worker, whose pushes complete their rounds, and one that they wait for."""
+
+    def __init__(self) -> None:
+        self._decoder: Decoder[Push] = Decoder(JOB, Push)
+        self._rounds = {ranks: Rounds(1 << 20, 30.0) for ranks in (1, 2)}
+        for ranks, rounds in self._rounds.items():
+            rounds.set_view(1, range(ranks))
+        pool = BufferPool(1 << 20)
+        self._aggregator = Aggregator(CpuKernels(pool), pool)
+
+    def __call__(self, frames: Frames) -> None:
+        rest = [memoryview(bytearray(frame)) for frame in frames[1:]]
+        push = self._decoder.decode(frames[0], rest)
+        check_span(push, MAX_MESSAGE_BYTES)
+        payload = read_payload(push, rest)
+        for rounds in self._rounds.values():
+            for action in rounds.on_push(Held(b"peer", push, payload, payload.size_bytes), 0.0):
+                if isinstance(action, Aggregate):
+                    pushes = [(held.push, held.payload) for held in action.pushes]
+                    assert all(isinstance(held, Payload) for _, held in pushes)
+                    result, parts = self._aggregator.aggregate(pushes)  # type: ignore[arg-type]
+                    rounds.finish(action.key, result, parts, 0.0)
+
+
+class Worker:
+    """A worker that has a sparse tensor, a large dense and a small one in flight."""
+
+    def __init__(self) -> None:
+        config = Config(
+            cluster=ClusterConfig(max_message_bytes=MAX_MESSAGE_BYTES), sync=SyncConfig(granule=1)
+        )
+        self._decoder: Decoder[FromServer] = Decoder(JOB, FromServer)
+        transfers = Transfers(config, np.zeros(4096, dtype=np.uint16), [0])
+        indices, values = torch.arange(3).unsqueeze(0), torch.ones(3, COLUMNS)
+        table = torch.sparse_coo_tensor(indices, values, (SPAN, COLUMNS), check_invariants=True)
+        tensors = {"table": table, "vector": torch.ones(20_000), "small": torch.ones(100)}
+        self._begin = {
+            name: partial(transfers.begin, tensor, name, 0, True) for name, tensor in tensors.items()
+        }
+        self._exchange = Exchange(30.0, [Member("server", 0, "host", 1, "", "")])
+        self._transfers = {name: self._submit(name) for name in tensors}
+
+    def _submit(self, name: str) -> Any:
+        transfer = self._begin[name]()
+        pushes = [
+            Outgoing(0, msgspec.structs.replace(PUSH, tensor=name, chunk=part.chunk), part.frames)
+            for part in transfer.parts
+        ]
+        self._exchange.submit(Round(name, 0, pushes), 0.0)
+        return transfer
+
+    def __call__(self, frames: Frames) -> None:
+        rest = [memoryview(bytearray(frame)) for frame in frames[1:]]
+        message = self._decoder.decode(frames[0], rest)
+        actions = self._exchange.on_reply(0, message, rest)
+        ended = any(not isinstance(action, Deliver) or action.last for action in actions)
+        try:
+            for action in actions:
+                if isinstance(action, Deliver):
+                    transfer = self._transfers[message.tensor]
+                    transfer.absorb(action.server, action.result.chunk, action.result, action.frames)
+                    if action.last:
+                        transfer.finish()
+        finally:
+            if ended and not any(key[0] == message.tensor for key in self._exchange._rounds):
+                self._transfers[message.tensor] = self._submit(message.tensor)
+
+
+def _codec(name: str, frames: Frames) -> None:
+    """The first frame is rows and span, which an envelope would bound."""
+    rows, span = struct.unpack("<QQ", frames[0][:16].ljust(16, b"\0"))
+    data = memoryview(frames[1] if len(frames) > 1 else b"")
+    CODECS[name].decode(data, rows % (1 << 62), span % (1 << 62))
+
+
+def _from_scheduler(frames: Frames) -> None:
+    _NODE_DECODER.decode(frames[0])
+
+
+TARGETS: dict[str, Callable[[], Callable[[Frames], None]]] = {
+    "scheduler": Scheduler,
+    "server": Server,
+    "worker": Worker,
+    "node": lambda: _from_scheduler,
+    "coo": lambda: partial(_codec, "coo"),
+    "bitmap": lambda: partial(_codec, "bitmap"),
+    "object": lambda: lambda frames: unpack_object(frames[0]) and None,
+}
+"""By name, what makes a reader."""
+
+
+def _sealed(message: msgspec.Struct, *frames: bytes) -> Frames:
+    return [encode(JOB, message, [memoryview(frame) for frame in frames]), *frames]
+
+
+def reseal(frames: Sequence[bytes]) -> Frames:
+    """The same with a checksum, version and job that are right, as of an attacker who knows them."""
+    try:
+        _, _, body, *_ = msgspec.msgpack.decode(frames[0], type=list[msgspec.Raw])
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return list(frames)
+    rest = list(frames[1:])
+    raw = bytes(body)
+    checksum = checksum_of(raw, [memoryview(frame) for frame in rest]) if rest else None
+    return [msgspec.msgpack.encode((PROTOCOL_VERSION, JOB, msgspec.Raw(raw), checksum)), *rest]
+
+
+def _bitmap(positions: list[int]) -> bytes:
+    return CODECS["bitmap"].encode(np.array(positions), SPAN).tobytes()
+
+
+_POSITIONS, _ROWS = np.array([1, 7, 300], dtype="<i4").tobytes(), np.ones((3, COLUMNS), dtype="<f4").tobytes()
+_DENSE = msgspec.structs.replace(
+    PUSH, tensor="small", kind="dense", shape=(100,), span=100, columns=1, rows=100, codec="none"
+)
+_ELEMENTS = np.ones(100, dtype="<f4").tobytes()
+
+SEEDS: dict[str, list[Frames]] = {
+    "scheduler": [
+        _sealed(Register("worker", -1, "host", 1, "", "", {"seed": 1})),
+        _sealed(Register("server", -1, "host", 1, "tcp://127.0.0.1:1", "", {})),
+        *map(_sealed, (Heartbeat(1, {"rounds": 1.0}), Barrier(1), Leave(), StatusRequest())),
+    ],
+    "node": [
+        *map(_sealed, (View(1, 0, (MEMBER,), (MEMBER,), bytes(8192)), Refused("lost", "gone"))),
+        *map(_sealed, (BarrierReply(1, ""), Departed(MEMBER, True, "gone"), Stop())),
+    ],
+    "server": [
+        _sealed(PUSH, _POSITIONS, _ROWS),
+        _sealed(msgspec.structs.replace(PUSH, codec="bitmap"), _bitmap([1, 7, 300]), _ROWS),
+        _sealed(msgspec.structs.replace(PUSH, rows=0), b"", b""),
+        _sealed(_DENSE, b"", _ELEMENTS),
+        _sealed(msgspec.structs.replace(_DENSE, dtype="float16", span=200, rows=200), b"", _ELEMENTS),
+    ],
+    "worker": [
+        _sealed(Result("table", 0, 0, 3, "coo"), _POSITIONS, _ROWS),
+        _sealed(Result("table", 0, 0, 3, "bitmap"), _bitmap([1, 7, 300]), _ROWS),
+        _sealed(Result("small", 0, 0, 100, "none"), b"", _ELEMENTS),
+        _sealed(Result("vector", 0, 0, 0, "none"), b"", b""),
+        *map(_sealed, (Failure("table", 0, 0, "lost", "gone"), Busy("table", 0, 0))),
+        *map(_sealed, (Resume("table", 0, 0), Resend("small", 0, 0))),
+    ],
+    "coo": [[struct.pack("<QQ", 3, SPAN), _POSITIONS]],
+    "bitmap": [[struct.pack("<QQ", 3, SPAN), _bitmap([1, 7, 300])]],
+    "object": [
+        [msgpack.packb(value)] for value in ({"a": [1, 2.5, None, "text", b"bytes"]}, [{1: True}, []], 7)
+    ],
+}
+"""By target, inputs that it takes."""

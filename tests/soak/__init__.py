@@ -1,0 +1,3 @@
+"""Long training on a real cluster, whose processes must not grow: :mod:`tests.soak.soak`."""
+
+from __future__ import annotations

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import socket as net
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from tests.integration.zmtp import MORE, connected, frame
+from zenps.wire.connections import Connections
+from zenps.wire.sockets import MOST_FRAMES, Socket, bind_router, context, receive_routed
+
+MOST_BYTES = 100_000
+SECONDS = 10.0
+
+
+@pytest.fixture
+def router() -> Iterator[tuple[Socket, str, Connections]]:
+    with context() as ctx:
+        socket, address = bind_router(ctx, "127.0.0.1", 0, 1 << 20)
+        yield socket, address, Connections(socket, MOST_BYTES)
+
+
+def look_until_cut(connections: Connections) -> list[str]:
+    until = time.monotonic() + SECONDS
+    while not (cut := connections.look()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return cut
+
+
+def take(socket: Socket) -> tuple[int, list[memoryview]]:
+    assert socket.poll(int(1000 * SECONDS))
+    return receive_routed(socket)
+
+
+def hung_up(peer: net.socket) -> bool:
+    """Whether the ROUTER's end closes; what it still had sent is read."""
+    try:
+        while peer.recv(100):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_messages_are_assigned_to_connections(router: tuple[Socket, str, Connections]) -> None:
+    socket, address, _ = router
+    with connected(address) as one, connected(address) as other:
+        for peer, data in ((one, b"a"), (other, b"b"), (one, b"c")):
+            peer.sendall(frame(data))
+        by_data = {bytes(frames[-1]): descriptor for descriptor, frames in (take(socket) for _ in range(3))}
+    assert by_data[b"a"] == by_data[b"c"] != by_data[b"b"]
+    assert -1 not in by_data.values()
+
+
+def test_who_sends_whole_messages_stays(router: tuple[Socket, str, Connections]) -> None:
+    socket, address, connections = router
+    with connected(address) as peer:
+        for _ in range(10):
+            peer.sendall(frame(bytes(MOST_BYTES // 2), MORE) + frame(b""))
+            connections.spoke(take(socket)[0])
+            assert connections.look() == []
+
+
+def test_who_does_not_end_a_message_is_cut(router: tuple[Socket, str, Connections]) -> None:
+    socket, address, connections = router
+    with connected(address) as bystander, connected(address) as peer:
+        peer.sendall(frame(bytes(MOST_BYTES), MORE))
+        host, port = peer.getsockname()[:2]
+        assert look_until_cut(connections) == [f"::ffff:{host}:{port}"]
+        assert hung_up(peer)
+        assert connections.look() == []
+        bystander.sendall(frame(b"still here"))
+        assert bytes(take(socket)[1][-1]) == b"still here"
+
+
+def test_the_whole_of_an_unread_queue_is_no_endless_message(router: tuple[Socket, str, Connections]) -> None:
+    socket, address, connections = router
+    with connected(address) as peer:
+        for _ in range(4):
+            peer.sendall(frame(bytes(MOST_BYTES // 2), MORE) + frame(b""))
+        assert socket.poll(int(1000 * SECONDS))
+        time.sleep(0.1)
+        assert connections.look() == []
+
+
+def test_one_connection_can_be_cut(router: tuple[Socket, str, Connections]) -> None:
+    socket, address, connections = router
+    with connected(address) as peer:
+        peer.sendall(frame(b"hello"))
+        descriptor, _ = take(socket)
+        connections.spoke(descriptor)
+        connections.cut(descriptor)
+        connections.cut(descriptor)
+        assert hung_up(peer)
+
+
+def test_more_frames_than_any_message_has_are_dropped(router: tuple[Socket, str, Connections]) -> None:
+    socket, address, _ = router
+    with connected(address) as peer:
+        peer.sendall(frame(b"x", MORE) * 1000 + frame(b"end") + frame(b"next"))
+        assert len(take(socket)[1]) == MOST_FRAMES
+        assert [bytes(part) for part in take(socket)[1][1:]] == [b"next"]
+    assert socket.getsockopt(zmq.RCVMORE) == 0

@@ -1,0 +1,140 @@
+"""Which connections a ROUTER has, and how one is cut that takes memory without end.
+
+libzmq hands over whole messages, counts whole messages against RCVHWM, and bounds single frames. So a
+message that never ends, frame after frame, piles up inside it unseen. What can be seen is how many bytes
+the kernel has received on a connection, and which connections messages came from: what arrived since the
+last message belongs to one that is not complete.
+
+Linux only: elsewhere nothing is watched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket as net
+import struct
+import sys
+from collections.abc import Iterator
+
+import zmq
+from msgspec import Struct
+from zmq.utils.monitor import recv_monitor_message
+
+from zenps.wire.sockets import Socket
+
+__all__ = ["Connections"]
+
+# tcpi_bytes_received in struct tcp_info of linux/tcp.h.
+BYTES_RECEIVED_OFFSET = 128
+TCP_INFO_BYTES = 136
+
+
+class _Connection(Struct):
+    remote: object
+    """Its other end: a descriptor may have been closed and given to another since."""
+    bytes_at_last_message: int
+
+
+class Connections:
+    """The connections of one ROUTER. Used by the thread that has the socket.
+
+    Args:
+        socket: just bound; a connection from before this is watched from its first message on.
+        most_bytes: what one connection may bring without a message becoming complete.
+    """
+
+    def __init__(self, socket: Socket, most_bytes: int) -> None:
+        self._socket = socket
+        self._most_bytes = most_bytes
+        self._known: dict[int, _Connection] = {}
+        self._spoke: set[int] = set()
+        self._messages = 0
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+
+    def spoke(self, descriptor: int) -> None:
+        """A message came from the connection of this descriptor, ``zmq.SRCFD`` of its frames."""
+        self._spoke.add(descriptor)
+        self._messages += 1
+        if descriptor not in self._known and descriptor != -1:
+            self._watch(descriptor)
+
+    def look(self) -> list[str]:
+        """Cuts the connections that brought too much; returns whom they led to, ``host:port``.
+
+        To be called now and then; what arrives between two calls comes on top of ``most_bytes``.
+        """
+        self._read_events()
+        # Messages are taken from all connections in turn: fewer than there are connections prove nothing
+        # about one that did not speak, unless nothing is left to take.
+        if self._socket.poll(0) and self._messages <= len(self._known):
+            return []
+        cut = []
+        for descriptor, known in list(self._known.items()):
+            with _borrowed(descriptor, known.remote) as connection:
+                if connection is None:
+                    del self._known[descriptor]
+                    continue
+                received = _bytes_received(connection)
+                if descriptor in self._spoke:
+                    known.bytes_at_last_message = received
+                elif received - known.bytes_at_last_message > self._most_bytes:
+                    cut.append(_shut_down(connection))
+                    del self._known[descriptor]
+        self._spoke.clear()
+        self._messages = 0
+        return cut
+
+    def cut(self, descriptor: int) -> None:
+        """Cuts the connection of this descriptor: what waits to be sent to it is dropped."""
+        known = self._known.pop(descriptor, None)
+        if known is not None:
+            with _borrowed(descriptor, known.remote) as connection:
+                if connection is not None:
+                    _shut_down(connection)
+
+    def _read_events(self) -> None:
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            descriptor = event["value"]
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                self._known.pop(descriptor, None)
+            else:
+                self._watch(descriptor)
+
+    def _watch(self, descriptor: int) -> None:
+        if sys.platform == "linux":
+            with _borrowed(descriptor, None) as connection:
+                if connection is not None:
+                    # What it has brought so far counts, too.
+                    self._known[descriptor] = _Connection(connection.getpeername(), 0)
+
+
+@contextlib.contextmanager
+def _borrowed(descriptor: int, remote: object) -> Iterator[net.socket | None]:
+    """libzmq's own socket under a descriptor of ours; None if it is gone, or leads elsewhere than thought."""
+    try:
+        connection = net.socket(fileno=os.dup(descriptor))
+    except OSError:
+        yield None
+        return
+    with connection:
+        try:
+            same = connection.getpeername() == remote or remote is None
+        except OSError:
+            same = False
+        yield connection if same else None
+
+
+def _bytes_received(connection: net.socket) -> int:
+    info = connection.getsockopt(net.IPPROTO_TCP, net.TCP_INFO, TCP_INFO_BYTES)
+    return int(struct.unpack_from("=Q", info, BYTES_RECEIVED_OFFSET)[0])
+
+
+def _shut_down(connection: net.socket) -> str:
+    host, port = connection.getpeername()[:2]
+    # libzmq sees the end of the stream, closes its descriptor and frees what it holds. Without a linger the
+    # peer is told so at once, and does not hang at a window that no longer opens.
+    connection.setsockopt(net.SOL_SOCKET, net.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.shutdown(net.SHUT_RDWR)
+    return f"{host}:{port}"
