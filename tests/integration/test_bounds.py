@@ -273,7 +273,7 @@ def stall(address: str, settings: Sequence[str], stop: threading.Event) -> None:
 
 def test_a_worker_that_never_reads_is_dropped_and_named_and_slows_nobody() -> None:
     settings = {
-        "cluster.server_budget_bytes": MIB,
+        "cluster.server_budget_bytes": 32 * MIB,
         "cluster.max_message_bytes": 512 * KIB,
         "sync.chunk_bytes": 512 * KIB,
     }
@@ -288,7 +288,7 @@ def test_a_worker_that_never_reads_is_dropped_and_named_and_slows_nobody() -> No
             server = cluster.nodes("server")[0]
             before = resident_bytes(server.pid)
             (raised, rounds, slowest) = first.result()
-            assert resident_bytes(server.pid) - before < 64 * MIB
+            assert resident_bytes(server.pid) - before < 128 * MIB
             assert cluster.servers[0].log.count("was dropped by the server") >= 1
         finally:
             stop.set()
@@ -297,7 +297,7 @@ def test_a_worker_that_never_reads_is_dropped_and_named_and_slows_nobody() -> No
     assert raised.kind == "PeerLostError"
     assert "worker 1 (host" in raised.text
     assert "it has not taken" in raised.text
-    assert rounds > 16  # what fits into the budget, at least
+    assert rounds > 150  # what fits into the budget, at least
     assert slowest < 5
 
 
