@@ -12,6 +12,7 @@ import torch
 import zenps as zps
 from tests.integration.cluster import Cluster, Process, await_file
 from tests.integration.scraping import Samples, await_samples, parse, scrape
+from zenps.errors import ProtocolError
 
 ROUNDS = 4
 ROWS, COLUMNS, GIVEN = 20_000, 8, 3000
@@ -144,5 +145,5 @@ def test_scheduler_counts_nodes_and_barriers(outcome: Outcome) -> None:
 def test_nobody_saw_a_malformed_message(outcome: Outcome) -> None:
     for page in outcome.pages.values():
         errors = {key: value for key, value in parse(page).items() if key[0] == "zenps_protocol_errors_total"}
-        assert len(errors) == 5
+        assert len(errors) == len(ProtocolError.REASONS)
         assert not any(errors.values())
