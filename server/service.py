@@ -97,12 +97,14 @@ class _Service:
 
     def run(self, metrics_address: str) -> None:
         register = new_register("server", self._rank, self._address, metrics_address, {})
-        self._on_view(self._link.join(register))
         try:
-            self._serve_until_told()
+            self._on_view(self._link.join(register))
+            try:
+                self._serve_until_told()
+            finally:
+                # However it ends: those who wait for this server should not have to wait for its lease.
+                self._link.leave()
         finally:
-            # However it ends: those who wait for this server should not have to wait for its lease.
-            self._link.leave()
             self._gate.close()
         if self._failure:
             raise PeerLostError(f"the job has failed: {self._failure}")

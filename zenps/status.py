@@ -29,27 +29,34 @@ def fetch(cluster: ClusterConfig, timeout_seconds: float, keys: Keys | None = No
     """
     ctx: zmq.Context[Socket] = zmq.Context()
     try:
-        identity = f"status-{uuid.uuid4().hex}".encode()
-        socket = open_dealer(ctx, identity, MAX_ENVELOPE_BYTES, keys)
+        socket = open_dealer(ctx, f"status-{uuid.uuid4().hex}".encode(), MAX_ENVELOPE_BYTES, keys)
         handshakes = Handshakes(ctx, socket)
-        socket.connect(f"tcp://{cluster.scheduler}")
-        with contextlib.suppress(zmq.Again):  # refused already: the handshakes say why
-            socket.send(encode(cluster.job, StatusRequest()))
-        decoder = Decoder(cluster.job, Status)
-        until = time.monotonic() + timeout_seconds
-        while (left_seconds := until - time.monotonic()) > 0:
-            handshakes.wait(left_seconds)
-            handshakes.raise_for(keys, cluster.scheduler)
-            if (status := _receive(socket, decoder)) is not None:
-                return status
-        raise DeadlineError(
-            f"no answer from the scheduler at {cluster.scheduler} within {timeout_seconds:g} s; "
-            f"is it running, and is its job {cluster.job!r}?{handshakes.hint}"
-        )
+        try:
+            socket.connect(f"tcp://{cluster.scheduler}")
+            return _ask(socket, handshakes, cluster, timeout_seconds, keys)
+        finally:
+            handshakes.close()
     finally:
         # No linger: a request that could not be delivered by now has nobody waiting for its answer.
-        handshakes.close()
         ctx.destroy(linger=0)
+
+
+def _ask(
+    socket: Socket, handshakes: Handshakes, cluster: ClusterConfig, timeout_seconds: float, keys: Keys | None
+) -> Status:
+    with contextlib.suppress(zmq.Again):  # refused already: the handshakes say why
+        socket.send(encode(cluster.job, StatusRequest()))
+    decoder = Decoder(cluster.job, Status)
+    until = time.monotonic() + timeout_seconds
+    while (left_seconds := until - time.monotonic()) > 0:
+        handshakes.wait(left_seconds)
+        handshakes.raise_for(keys, cluster.scheduler)
+        if (status := _receive(socket, decoder)) is not None:
+            return status
+    raise DeadlineError(
+        f"no answer from the scheduler at {cluster.scheduler} within {timeout_seconds:g} s; "
+        f"is it running, and is its job {cluster.job!r}?{handshakes.hint}"
+    )
 
 
 def _receive(socket: Socket, decoder: Decoder[Status]) -> Status | None:

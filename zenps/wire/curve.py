@@ -125,7 +125,7 @@ class Gate:
         if keys is None:
             return
         self._owners = keys.owners
-        self._seen = self._fingerprint(keys)
+        self._seen: tuple[int, ...] | None = None  # the list may have changed since the keys were loaded
         self._zap: Socket = ctx.socket(zmq.REP)
         self._zap.setsockopt(zmq.LINGER, 0)
         self._zap.bind(_ZAP_ADDRESS)
@@ -206,11 +206,13 @@ class Gate:
             return
         self._seen = seen
         try:
-            self._owners = read_owners(keys.file)
+            owners = read_owners(keys.file)
         except ConfigError as error:
             _logger.error("the keys stay as they were: %s", error)
-        else:
-            _logger.info("read %s again: %d keys", keys.file, len(self._owners))
+            return
+        if owners != self._owners:
+            _logger.info("%s has changed: %d keys", keys.file, len(owners))
+        self._owners = owners
 
     @staticmethod
     def _fingerprint(keys: Keys) -> tuple[int, ...]:
