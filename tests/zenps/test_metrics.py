@@ -49,6 +49,7 @@ NAMES: dict[Role, set[str]] = {
         "zenps_slots",
         "zenps_late_seconds_total",
         "zenps_cut_connections_total",
+        "zenps_refused_connections_total",
     },
     SchedulerMetrics: COMMON
     | {
@@ -57,6 +58,7 @@ NAMES: dict[Role, set[str]] = {
         "zenps_barriers_total",
         "zenps_late_seconds_total",
         "zenps_cut_connections_total",
+        "zenps_refused_connections_total",
     },
 }
 
