@@ -37,6 +37,7 @@ NAMES: dict[Role, set[str]] = {
     | {
         "zenps_server_received_bytes_total",
         "zenps_server_sent_bytes_total",
+        "zenps_refused_connections_total",
         "zenps_server_rounds_total",
         "zenps_aggregation_duration_seconds",
         "zenps_round_wait_duration_seconds",
@@ -47,7 +48,13 @@ NAMES: dict[Role, set[str]] = {
         "zenps_refused_pushes_total",
         "zenps_slots",
     },
-    SchedulerMetrics: COMMON | {"zenps_live_nodes", "zenps_lost_nodes_total", "zenps_barriers_total"},
+    SchedulerMetrics: COMMON
+    | {
+        "zenps_live_nodes",
+        "zenps_lost_nodes_total",
+        "zenps_barriers_total",
+        "zenps_refused_connections_total",
+    },
 }
 
 
