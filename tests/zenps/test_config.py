@@ -121,7 +121,8 @@ class TestFile:
             ),
             (
                 "[snyc]\n",
-                "snyc: unknown key; did you mean sync? (sections: cluster, sync, cuda, security, metrics, log)",
+                "snyc: unknown key; did you mean sync? "
+                "(sections: cluster, sync, cuda, security, metrics, log)",
             ),
             ("workers = 2", "workers: unknown key; sections: cluster, sync, cuda, security, metrics, log"),
             ("sync = 3", "sync = 3: expected a table, [sync] (set by zenps.toml)"),
