@@ -88,11 +88,11 @@ class _Service:
         self._gate = Gate(ctx, keys, counters.count_refusal)
         host, port = _listen_on(config.cluster.scheduler)
         self._socket, address = bind_router(ctx, host, port, MAX_ENVELOPE_BYTES, keys)
-        self._gate.watch(self._socket)
         warn_if_open(keys, address)
         self.address = address.removeprefix("tcp://")
         self._config = config
         self._connections = Connections(self._socket, MOST_UNFINISHED_BYTES)
+        self._gate.watch(self._connections)
         # By reference, however small: of what is copied nobody can tell when it is gone.
         self._socket.copy_threshold = 0
         self._untaken: dict[bytes, zmq.MessageTracker] = {}

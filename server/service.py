@@ -73,10 +73,10 @@ class _Service:
         self._gate = Gate(ctx, keys, counters.count_refusal)
         limit = cluster.max_message_bytes
         self._socket, self._address = bind_router(ctx, host, cluster.server_port, limit, keys)
-        self._gate.watch(self._socket)
         warn_if_open(keys, self._address)
         # Twice, for positions and values, and two envelopes' worth for the rest.
         self._connections = Connections(self._socket, 2 * (limit + MAX_ENVELOPE_BYTES))
+        self._gate.watch(self._connections)
         # A worker that computes reads nothing, and what it has in flight may be all that the budget let in.
         self._outbox = Outbox(self._socket, max(cluster.server_budget_bytes, 4 * limit))
         self._stalled: dict[bytes, str] = {}

@@ -109,8 +109,8 @@ class Intruder(NamedTuple):
         """Says each message to the scheduler or a server, by a connection of its own."""
         socket = self.open(address, peer)
         for message in messages:
-            frames = [encode("default", message)]
-            socket.send_multipart(frames + [b"", bytes(12)] * isinstance(message, Push))
+            payload = [b"", bytes(12)] * isinstance(message, Push)
+            socket.send_multipart([encode("default", message, [*map(memoryview, payload)]), *payload])
         return socket
 
 

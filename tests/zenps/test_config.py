@@ -121,9 +121,10 @@ class TestFile:
             ),
             (
                 "[snyc]\n",
-                "snyc: unknown key; did you mean sync? (sections: cluster, sync, cuda, metrics, log)",
+                "snyc: unknown key; did you mean sync? "
+                "(sections: cluster, sync, cuda, security, metrics, log)",
             ),
-            ("workers = 2", "workers: unknown key; sections: cluster, sync, cuda, metrics, log"),
+            ("workers = 2", "workers: unknown key; sections: cluster, sync, cuda, security, metrics, log"),
             ("sync = 3", "sync = 3: expected a table, [sync] (set by zenps.toml)"),
             (
                 "[cluster]\nworkers = true",
@@ -150,7 +151,8 @@ class TestUnknownKeys:
             "sync.partitoin: unknown key; did you mean sync.partition? "
             "(sync has: partition, codec, chunk_bytes, bucket_bytes, granule, table_bytes, seed)"
         )
-        assert refusal(sets=["zzz=x"]) == "zzz: unknown key; sections: cluster, sync, cuda, metrics, log"
+        sections = "cluster, sync, cuda, security, metrics, log"
+        assert refusal(sets=["zzz=x"]) == f"zzz: unknown key; sections: {sections}"
 
     def test_in_environment(self) -> None:
         line = refusal(environ={"ZENPS_SYNC_PARTITOIN": "x"})

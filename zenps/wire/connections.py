@@ -15,15 +15,25 @@ import os
 import socket as net
 import struct
 import sys
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 import zmq
 from msgspec import Struct
-from zmq.utils.monitor import recv_monitor_message
+from zmq.utils.monitor import parse_monitor_message
 
 from zenps.wire.sockets import Socket
 
-__all__ = ["Connections"]
+__all__ = ["HANDSHAKE_FAILURES", "Connections", "Event"]
+
+Event = Mapping[str, Any]
+
+HANDSHAKE_FAILURES: Final = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 
 # tcpi_bytes_received in struct tcp_info of linux/tcp.h.
 BYTES_RECEIVED_OFFSET = 128
@@ -50,7 +60,15 @@ class Connections:
         self._known: dict[int, _Connection] = {}
         self._spoke: set[int] = set()
         self._messages = 0
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._failed: list[Event] = []
+        address = f"inproc://connections-{uuid.uuid4().hex}"
+        socket.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES)
+        self.monitor: Socket = socket.context.socket(zmq.PAIR)
+        """Can be read when something happened to a connection."""
+        # A full queue would block libzmq's I/O thread, and with it every connection.
+        self.monitor.setsockopt(zmq.RCVHWM, 0)
+        self.monitor.setsockopt(zmq.LINGER, 0)
+        self.monitor.connect(address)
 
     def spoke(self, descriptor: int) -> None:
         """A message came from the connection of this descriptor, ``zmq.SRCFD`` of its frames."""
@@ -85,6 +103,17 @@ class Connections:
         self._messages = 0
         return cut
 
+    def failed_handshakes(self) -> list[Event]:
+        """Those since the last call, as libzmq reports them. A socket has one monitor, hence here."""
+        self._read_events()
+        failed, self._failed = self._failed, []
+        return failed
+
+    def close(self) -> None:
+        """Stops watching. To come before the context's end, or libzmq could wait to report for ever."""
+        self._socket.disable_monitor()
+        self.monitor.close()
+
     def cut(self, descriptor: int) -> None:
         """Cuts the connection of this descriptor: what waits to be sent to it is dropped."""
         known = self._known.pop(descriptor, None)
@@ -94,13 +123,14 @@ class Connections:
                     _shut_down(connection)
 
     def _read_events(self) -> None:
-        while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)
-            descriptor = event["value"]
+        while self.monitor.poll(0):
+            event = parse_monitor_message(self.monitor.recv_multipart())
             if event["event"] == zmq.EVENT_DISCONNECTED:
-                self._known.pop(descriptor, None)
+                self._known.pop(event["value"], None)
+            elif event["event"] == zmq.EVENT_ACCEPTED:
+                self._watch(event["value"])
             else:
-                self._watch(descriptor)
+                self._failed.append(event)
 
     def _watch(self, descriptor: int) -> None:
         if sys.platform == "linux":

@@ -24,6 +24,7 @@ from zenps.errors import ConfigError, ProtocolError
 from zenps.keys import Keys, read_owners
 from zenps.metrics import Refusal
 from zenps.settings import parse_address
+from zenps.wire.connections import HANDSHAKE_FAILURES, Connections, Event
 from zenps.wire.sockets import ZAP_DOMAIN, Socket
 
 Failure = Literal["unknown_key", "mechanism", "other"]
@@ -32,12 +33,6 @@ __all__ = ["Gate", "Handshakes", "warn_if_open"]
 
 _ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
 _ZAP_VERSION: Final = b"1.0"
-
-_FAILURES: Final = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
 
 
 class Handshakes:
@@ -52,7 +47,7 @@ class Handshakes:
     def __init__(self, ctx: zmq.Context[Socket], socket: Socket) -> None:
         self._watched = socket
         address = f"inproc://handshakes-{uuid.uuid4().hex}"
-        socket.monitor(address, _FAILURES)
+        socket.monitor(address, HANDSHAKE_FAILURES)
         self.socket: Socket = ctx.socket(zmq.PAIR)
         # A full queue would block libzmq's I/O thread, and with it every connection.
         self.socket.setsockopt(zmq.RCVHWM, 0)
@@ -71,13 +66,7 @@ class Handshakes:
     def failures(self) -> Iterator[Failure]:
         """How handshakes have failed since the last call."""
         while not self.socket.closed and self.socket.poll(0):
-            event = parse_monitor_message(self.socket.recv_multipart())
-            if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                yield "unknown_key"
-            elif event["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-                yield "mechanism"
-            else:
-                yield "other"
+            yield _failure(parse_monitor_message(self.socket.recv_multipart()))
 
     def raise_for(self, keys: Keys | None, scheduler: str) -> None:
         """For a node: ends the wait for a scheduler that will not let it in.
@@ -102,6 +91,12 @@ class Handshakes:
         self.socket.close()
 
 
+def _failure(event: Event) -> Failure:
+    if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        return "unknown_key"
+    return "mechanism" if event["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH else "other"
+
+
 class Gate:
     """Lets peers of a ROUTER in by their keys. Without keys, everybody, and nothing else happens.
 
@@ -120,7 +115,7 @@ class Gate:
         self._ctx = ctx
         self._keys = keys
         self._count = count
-        self._handshakes: Handshakes | None = None
+        self._connections: Connections | None = None
         self.sockets: list[Socket] = []
         if keys is None:
             return
@@ -131,16 +126,16 @@ class Gate:
         self._zap.bind(_ZAP_ADDRESS)
         self.sockets.append(self._zap)
 
-    def watch(self, router: Socket) -> None:
-        """Counts the failed handshakes of ``router``, too: those without a key never come to the handler."""
+    def watch(self, connections: Connections) -> None:
+        """Counts the ROUTER's failed handshakes, too: those without a key never come to the handler."""
+        self._connections = connections
         if self._keys is not None:
-            self._handshakes = Handshakes(self._ctx, router)
-            self.sockets.append(self._handshakes.socket)
+            self.sockets.append(connections.monitor)
 
     def close(self) -> None:
-        """Stops watching. To come before the context's end, or libzmq could wait to report for ever."""
-        if self._handshakes is not None:
-            self._handshakes.close()
+        """Stops watching. To come before the context's end."""
+        if self._connections is not None:
+            self._connections.close()
 
     def owner(self, frame: memoryview | zmq.Frame) -> str:
         """The name of the node that sent a received frame; "" where there are no keys.
@@ -169,13 +164,14 @@ class Gate:
 
     def attend(self) -> None:
         """Answers peers that knock, counts those that failed, and reads the list again if it has changed."""
+        failed = self._connections.failed_handshakes() if self._connections else []
         if self._keys is None:
             return
         self._read_again(self._keys)
         while self._zap.poll(0):
             self._answer(self._keys)
-        for failure in self._handshakes.failures() if self._handshakes else ():
-            if failure != "unknown_key":  # the handler has counted it
+        for event in failed:
+            if _failure(event) != "unknown_key":  # the handler has counted it
                 self._count("handshake")
                 log.once(
                     _logger,

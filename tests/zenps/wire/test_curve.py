@@ -14,6 +14,7 @@ from zenps.errors import ConfigError, ProtocolError
 from zenps.keys import LIST_NAME, Keys, Player, generate, load_keys
 from zenps.metrics import Refusal
 from zenps.settings import SecurityConfig
+from zenps.wire.connections import Connections
 from zenps.wire.curve import Gate, Handshakes, warn_if_open
 from zenps.wire.sockets import Socket, bind_router, connect_dealer, context, open_dealer, receive_frames
 
@@ -50,7 +51,7 @@ class Scheduler:
         self._dealers: list[Socket] = []  # one that is dropped would linger
         self.gate = Gate(ctx, keys if with_gate else None, self.refused.append)
         self.router, self.address = bind_router(ctx, "127.0.0.1", 0, 1 << 20, keys)
-        self.gate.watch(self.router)
+        self.gate.watch(Connections(self.router, 1 << 20))
 
     def dealer(self, keys: Keys | None, identity: bytes = b"x", peer: str = "scheduler") -> Socket:
         """A peer that has sent a message."""
