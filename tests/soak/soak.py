@@ -152,7 +152,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    report = soak(options.steps, every_seconds=1.0)
+    report = soak(options.steps, every_seconds=5.0)
     print(f"{report.steps} steps in {report.seconds:.0f} s, {len(report.samples['scheduler'])} samples each")
     for name in report.samples:
         warm = report.warm(name)
@@ -163,7 +163,7 @@ def main() -> int:
             f"threads {first.threads} to {last.threads}"
         )
     if options.json:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=0) + b"\n")
+        options.json.write_bytes(msgspec.json.encode(report) + b"\n")
     print("\n".join(report.faults()) or "nothing grew")
     return 1 if report.faults() else 0
 
