@@ -86,9 +86,10 @@ class Handshakes:
             self.hint = " Handshakes failed: are the keys here and there of one job?"
 
     def close(self) -> None:
-        """Stops watching; the socket goes on."""
-        self._watched.disable_monitor()
-        self.socket.close()
+        """Stops watching; the socket goes on. Calling it again does nothing."""
+        if not self.socket.closed:
+            self._watched.disable_monitor()
+            self.socket.close()
 
 
 def _failure(event: Event) -> Failure:

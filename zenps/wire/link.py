@@ -93,6 +93,7 @@ class SchedulerLink:
         except (KeyboardInterrupt, SystemExit):
             # Somebody else may take the place at once, not only when this lease has run out.
             self.leave()
+            self._handshakes.close()
             self.socket.close()
             raise
         finally:
