@@ -34,7 +34,7 @@ So that whatever happens everything has ended within 5 seconds.
 
 STATUS_SECONDS: Final = 1.0
 
-SETTLE_SECONDS: Final = 1.5
+SETTLE_SECONDS: Final = 3.0
 """How long a worker that has left the cluster has for the rest of its way out."""
 
 _ZENPS: Final = (sys.executable, "-P", "-m", "zenps.cli")
