@@ -106,7 +106,7 @@ def cases() -> list[Case]:
 # The others take minutes, most of which are imports of torch.
 DEFAULT = {
     *(("rendezvous", "ctrl-c"), ("stopped", "sigterm"), ("backward", "kill"), ("ddp", "exception")),
-    *(("push_pull", "return"), ("barrier", "os._exit")),
+    *(("push_pull", "sys.exit"), ("push_pull", "return"), ("barrier", "os._exit")),
 }
 CHOSEN = [case for case in cases() if os.environ.get("ZENPS_TEST_EVERY") or case[:2] in DEFAULT]
 
@@ -118,7 +118,15 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("case", CHOSEN, ids=str)
+# Where the scheduler has ended before launch can ask it who left first: docs/operations.md, "Exit codes".
+RACED = pytest.mark.xfail(strict=False, reason="launch may blame the worker that failed for the cause")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=RACED if case[:2] == ("push_pull", "sys.exit") else ()) for case in CHOSEN],
+    ids=str,
+)
 def test_launch(zenps: Any, train: Path, case: Case) -> None:
     arguments = ("launch", "--workers", "2", "--servers", "1", "--", sys.executable, str(train))
     popen = zenps.start(*arguments, env={"STATE": case.state, "WAY": case.way}, start_new_session=True)
