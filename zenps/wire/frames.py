@@ -22,7 +22,7 @@ from zenps.errors import ProtocolError
 
 __all__ = ["MAX_ENVELOPE_BYTES", "PROTOCOL_VERSION", "CorruptedError", "Decoder", "checksum_of", "encode"]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Message = TypeVar("Message")
 

@@ -20,6 +20,8 @@ __all__ = [
     "BarrierReply",
     "Busy",
     "Departed",
+    "Drain",
+    "DrainReply",
     "Dtype",
     "Failure",
     "FailureKind",
@@ -43,6 +45,8 @@ __all__ = [
     "ToScheduler",
     "ToServer",
     "View",
+    "Wanted",
+    "WhoAreYou",
 ]
 
 Role = Literal["worker", "server"]
@@ -97,6 +101,14 @@ class Register(Struct, frozen=True, array_like=True, tag="register"):
     metrics: Address
     settings: dict[str, str | int | float]
     """A worker's shared settings: they must equal the scheduler's, or ranks would cut tensors differently."""
+    generation: Count = 0
+    """How often torchrun has restarted the workers. A newer generation takes the place of all older ones."""
+    restarts: Count = 0
+    """How often torchrun may still do so."""
+    barriers: Count = 0
+    """How many barriers a worker has passed."""
+    view: View | None = None
+    """The newest that the node has: it was a member before this scheduler began."""
 
 
 class Heartbeat(Struct, frozen=True, array_like=True, tag="heartbeat"):
@@ -106,6 +118,8 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag="heartbeat"):
     load: Load
     late: Late = {}
     """A server's: the workers that its rounds have waited for longest, and how long in all."""
+    wave: Count = 0
+    """A worker's: all rounds that were in flight when it heard of this wave have ended."""
 
 
 class Barrier(Struct, frozen=True, array_like=True, tag="barrier"):
@@ -116,6 +130,12 @@ class Barrier(Struct, frozen=True, array_like=True, tag="barrier"):
 
 class Leave(Struct, frozen=True, array_like=True, tag="leave"):
     """The node goes, cleanly."""
+
+
+class Drain(Struct, frozen=True, array_like=True, tag="drain"):
+    """From ``zenps drain``: a server shall leave. Needs no registration."""
+
+    rank: Rank
 
 
 class StatusRequest(Struct, frozen=True, array_like=True, tag="status?"):
@@ -135,6 +155,12 @@ class View(Struct, frozen=True, array_like=True, tag="view"):
     servers: tuple[Member, ...]
     owners: Annotated[bytes, Meta(min_length=8192, max_length=8192)]
     """The rank of the server that owns each of the 4096 slots, uint16 little-endian."""
+    ring: Count
+    """The epoch since when servers and owners are these. Messages between worker and server name it."""
+
+
+class WhoAreYou(Struct, frozen=True, array_like=True, tag="register?"):
+    """The scheduler does not know the sender, which has to register (again)."""
 
 
 class Refused(Struct, frozen=True, array_like=True, tag="refused"):
@@ -146,6 +172,9 @@ class Refused(Struct, frozen=True, array_like=True, tag="refused"):
 
 class HeartbeatReply(Struct, frozen=True, array_like=True, tag="heartbeat!"):
     """The scheduler is there, and has heard the node."""
+
+    wave: Count = 0
+    """One more than what every worker has reported."""
 
 
 class BarrierReply(Struct, frozen=True, array_like=True, tag="barrier!"):
@@ -164,7 +193,13 @@ class Departed(Struct, frozen=True, array_like=True, tag="departed"):
 
 
 class Stop(Struct, frozen=True, array_like=True, tag="stop"):
-    """To a server: all workers have left; leave too."""
+    """To a server that nobody needs any more: leave."""
+
+
+class DrainReply(Struct, frozen=True, array_like=True, tag="drain!"):
+    """The server has no slots any more, or ``error`` says why it keeps them."""
+
+    error: Text
 
 
 class NodeStatus(Struct, frozen=True, array_like=True):
@@ -209,6 +244,7 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
     """
 
     epoch: Count
+    """Of the ring by which it was cut."""
     rank: Rank
     tensor: Name
     step: Count
@@ -225,6 +261,8 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
     rows: Count
     codec: CodecName | Literal["none"]
     average: bool
+    again: bool = False
+    """Whether the round began under an older ring: others may have ended it, and have to push it again."""
 
 
 # ── server → worker ─────────────────────────────────────────────────────────────────────────────
@@ -233,6 +271,7 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
 class Result(Struct, frozen=True, array_like=True, tag="result"):
     """The union of all ranks' rows of one chunk, summed in rank order. Frames as for a push."""
 
+    epoch: Count
     tensor: Name
     step: Count
     chunk: Count
@@ -243,6 +282,7 @@ class Result(Struct, frozen=True, array_like=True, tag="result"):
 class Failure(Struct, frozen=True, array_like=True, tag="failure"):
     """The round cannot be answered, now or later."""
 
+    epoch: Count
     tensor: Name
     step: Count
     chunk: Count
@@ -253,6 +293,7 @@ class Failure(Struct, frozen=True, array_like=True, tag="failure"):
 class Busy(Struct, frozen=True, array_like=True, tag="busy"):
     """Over its byte budget, the server dropped the push; it will send ``Resume``."""
 
+    epoch: Count
     tensor: Name
     step: Count
     chunk: Count
@@ -261,6 +302,7 @@ class Busy(Struct, frozen=True, array_like=True, tag="busy"):
 class Resume(Struct, frozen=True, array_like=True, tag="resume"):
     """There is room now for the push that got ``Busy``: send it again."""
 
+    epoch: Count
     tensor: Name
     step: Count
     chunk: Count
@@ -269,12 +311,23 @@ class Resume(Struct, frozen=True, array_like=True, tag="resume"):
 class Resend(Struct, frozen=True, array_like=True, tag="resend"):
     """The push arrived damaged, and was dropped: send it again."""
 
+    epoch: Count
     tensor: Name
     step: Count
     chunk: Count
 
 
-ToScheduler = Register | Heartbeat | Barrier | Leave | StatusRequest
-FromScheduler = View | Refused | HeartbeatReply | BarrierReply | Departed | Stop | Status
+class Wanted(Struct, frozen=True, array_like=True, tag="wanted"):
+    """A round that began under an older ring lacks the receiver's pushes. One that has ended it pushes again."""
+
+    epoch: Count
+    tensor: Name
+    step: Count
+
+
+ToScheduler = Register | Heartbeat | Barrier | Leave | StatusRequest | Drain
+FromScheduler = (
+    View | WhoAreYou | Refused | HeartbeatReply | BarrierReply | Departed | Stop | Status | DrainReply
+)
 ToServer = Push
-FromServer = Result | Failure | Busy | Resume | Resend
+FromServer = Result | Failure | Busy | Resume | Resend | Wanted
