@@ -1,25 +1,21 @@
 """Who is in the cluster: the scheduler's decisions, without a socket or a clock.
 
-Events come in as method calls with the time; what is to be sent comes out as a list. A cluster
-goes through these states and never back::
+Events come in as method calls with the time; what is to be sent comes out as a list. The states are those
+of :data:`~scheduler.states.JOB`. Each change of members makes a new view. Servers get it first, and workers
+once all servers have it: then no push reaches a server that does not know the ring it was cut by.
 
-    gathering ── all registered ──▶ confirming ── all servers have the view ──▶ running
-        │                                                                       │    │
-        └── deadline ──▶ failed ◀── a lease ran out ────────────────────────────┘    │
-                                                                                     │
-                     stopped ◀── all servers left ── draining ◀── all workers left ──┘
+A scheduler keeps nothing on disk. One that is started anew asks nodes that it does not know to register
+again, and they tell it the newest view that they have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import math
 from typing import Literal
 
 import msgspec
 import numpy as np
 
-from zenps.errors import listing
 from zenps.keys import node_name
 from zenps.ring import rebalance
 from zenps.settings import ClusterConfig
@@ -27,13 +23,12 @@ from zenps.wire.messages import (
     Barrier,
     BarrierReply,
     Departed,
+    Drain,
+    DrainReply,
     FromScheduler,
     Heartbeat,
     HeartbeatReply,
     Leave,
-    Load,
-    Member,
-    NodeStatus,
     Refused,
     Register,
     Role,
@@ -42,45 +37,27 @@ from zenps.wire.messages import (
     Stop,
     ToScheduler,
     View,
+    WhoAreYou,
 )
 
+from .barriers import Barriers
+from .members import Members, Node, names
+from .registration import Settings, missing_from, refusal
+from .states import JOB, Event, State
 from .stragglers import Stragglers
 
 __all__ = ["Membership", "Send"]
 
-State = Literal["gathering", "confirming", "running", "draining", "stopped", "failed"]
-Settings = dict[str, str | int | float]
+# How much longer than a lease members have to come back to a scheduler that was started anew: ZeroMQ tries
+# to connect every two seconds, and a node beats four times in a lease.
+RETURN_SECONDS = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """An action: send ``message`` to the node (or visitor) with this routing identity."""
 
     peer: bytes
     message: FromScheduler
-
-
-@dataclass(slots=True)
-class _Node:
-    peer: bytes
-    register: Register
-    rank: int
-    seen: float
-    epoch: int = 0
-    state: Literal["present", "left", "lost"] = "present"
-    load: Load = field(default_factory=dict)
-
-    @property
-    def member(self) -> Member:
-        r = self.register
-        return Member(r.role, max(self.rank, 0), r.host, r.pid, r.address, r.metrics, self.peer)
-
-
-@dataclass(slots=True)
-class _Barrier:
-    deadline: float
-    waiting: dict[int, bytes] = field(default_factory=dict)
-    arrivals: list[float] = field(default_factory=list)
 
 
 class Membership:
@@ -101,11 +78,18 @@ class Membership:
         self.failure = ""
         """Why the state is ``failed``."""
         self.epoch = 0
+        self._ring = 0
         self._owners = np.zeros(0, dtype=np.uint16)
-        self._nodes: dict[bytes, _Node] = {}
-        self._barriers: dict[int, _Barrier] = {}
-        self._gather_until = now + cluster.rendezvous_seconds
+        self._members = Members()
+        self._until = now + cluster.rendezvous_seconds
+        """When the state ends if nothing else ends it before."""
+        self._generation = 0
+        self._newest: View | None = None
+        """While members return: the newest view of any."""
+        self._drains: dict[int, bytes] = {}
+        """Who wants to hear when the server of this rank has no slots any more."""
         self._stragglers = Stragglers(cluster.workers)
+        self._barriers = Barriers(cluster.patience_seconds, self._stragglers.barriers)
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────
 
@@ -114,42 +98,46 @@ class Membership:
         match message:
             case StatusRequest():
                 return [Send(peer, self.status(now))]
-            case Register():
-                return self._on_register(peer, message, now)
-        node = self._nodes.get(peer)
-        if node is not None and node.state == "lost" and self.state == "failed":
-            return [Send(peer, self._failed())]  # it was only stopped, and does not know
-        if node is None or node.state != "present":
-            return []
+            case Drain(rank=rank):
+                return self._on_drain(peer, rank, now)
+        node = self._members.get(peer)
+        if node is None:
+            return self._on_stranger(peer, message, now)
+        if node.state in ("lost", "left"):
+            return self._on_gone(node)
         node.seen = now
+        if self.state == "failed" and not isinstance(message, Leave):
+            return self._on_gone(node)
         match message:
             case Heartbeat():
                 return self._on_heartbeat(node, message)
-            case Barrier():
-                return self._on_barrier(node, message, now)
+            case Barrier(sequence=sequence):
+                return self._on_barrier(node, sequence, now)
             case Leave():
-                return self._on_leave(node)
+                return self._on_leave(node, now)
+            case Register():
+                return []
 
     def on_tick(self, now: float) -> list[Send]:
         """Time passed: leases, the rendezvous and barriers may have ended."""
         sends: list[Send] = []
-        for node in self._present():
+        for node in self._members.alive():
             if now - node.seen > self._cluster.lease_seconds:
                 sends += self._on_lost(node, now)
-        if self.state in ("gathering", "confirming") and now > self._gather_until:
-            sends += self._give_up()
-        for sequence, barrier in list(self._barriers.items()):
-            missing = [n for n in self._present("worker") if n.rank not in barrier.waiting]
-            self._count_late([node.rank for node in missing], barrier, now)
-            if now > barrier.deadline:
+        if now > self._until:
+            sends += self._on_deadline(now)
+        workers = {node.rank: node for node in self._members.present("worker")}
+        for sequence in self._barriers.open():
+            late, is_over = self._barriers.missing(sequence, workers, self._cluster.workers, now)
+            if is_over:
+                who = names(workers[rank] for rank in late)
                 seconds = self._cluster.deadline_seconds
-                reason = f"barrier {sequence}: not reached within {seconds:g} s by {_names(missing)}"
-                sends += self._end_barrier(sequence, reason)
+                sends += self._end_barrier(sequence, f"not reached within {seconds:g} s by {who}")
         return sends
 
     def abort(self, reason: str) -> list[Send]:
         """The scheduler has to end before the job has: so must everybody."""
-        return self._fail(Refused("lost", reason), reason)
+        return self._fail("told to end", "lost", reason) if "told to end" in JOB[self.state] else []
 
     def late_seconds(self) -> dict[int, float]:
         """How long others have waited for each worker, by rank."""
@@ -157,7 +145,7 @@ class Membership:
 
     def stragglers(self, now: float) -> list[str]:
         """A sentence for each worker that has to be named now as the one that the others wait for."""
-        workers = {node.rank: node for node in self._present("worker")}
+        workers = {node.rank: node for node in self._members.present("worker")}
         return [
             f"{workers[late.rank].member} is slow: others waited {late.late_seconds:.1f} s for it "
             f"in the last {late.window_seconds:.1f} s"
@@ -167,219 +155,319 @@ class Membership:
 
     def live(self, role: Role) -> int:
         """How many nodes of a role are present."""
-        return len(self._present(role))
+        return len(self._members.present(role))
 
     def name_of(self, peer: bytes) -> str:
         """``worker-3`` for the peer that registered so; empty for one that did not."""
-        node = self._nodes.get(peer)
-        return node_name(node.register.role, node.rank) if node else ""
+        node = self._members.get(peer)
+        return node_name(node.role, node.rank) if node else ""
 
     def status(self, now: float) -> Status:
         """The cluster as a table."""
-        servers = [n.rank for n in self._nodes.values() if n.register.role == "server"]
-        slots = {rank: int((self._owners == rank).sum()) for rank in servers}
-        late = self.late_seconds()
-        nodes = tuple(
-            NodeStatus(
-                role=node.register.role,
-                rank=node.rank,
-                host=node.register.host,
-                pid=node.register.pid,
-                address=node.register.address,
-                metrics=node.register.metrics,
-                epoch=node.epoch,
-                state=node.state,
-                slots=slots.get(node.rank, 0) if node.register.role == "server" else 0,
-                silent_seconds=round(now - node.seen, 3),
-                load=node.load,
-                late_seconds=round(late.get(node.rank, 0.0), 3) if node.register.role == "worker" else 0.0,
-            )
-            for node in sorted(self._nodes.values(), key=lambda n: (n.register.role, n.rank))
-        )
+        nodes = self._members.status(self._owners, self.late_seconds(), now)
         lease = self._cluster.lease_seconds
         return Status(self._job, self.state, self.epoch, lease, self._settings, nodes)
 
-    # ── rendezvous ──────────────────────────────────────────────────────────────────────────────
+    # ── registration ────────────────────────────────────────────────────────────────────────────
+
+    def _on_stranger(self, peer: bytes, message: ToScheduler, now: float) -> list[Send]:
+        match message:
+            case Register():
+                return self._on_register(peer, message, now)
+            case Leave():
+                return []
+        return [Send(peer, WhoAreYou())]
 
     def _on_register(self, peer: bytes, message: Register, now: float) -> list[Send]:
-        if peer in self._nodes:
-            return []
-        refusal = self._refusal(message)
-        if refusal:
-            return [Send(peer, refusal)]
-        self._nodes[peer] = _Node(peer, message, message.rank, seen=now)
-        present = len(self._present("worker")), len(self._present("server"))
-        if present != (self._cluster.workers, self._cluster.servers):
+        if self.state in ("failed", "stopped"):
+            return [Send(peer, Refused("lost", f"the job has failed: {self.failure}"))]
+        if message.role == "worker":
+            if message.generation > self._generation and self.epoch:
+                return self._restart_workers(message.generation, now) + self._on_register(peer, message, now)
+            if message.generation < self._generation:
+                return [Send(peer, Refused("lost", "torchrun has started the workers anew"))]
+        if self.state == "recovering" or (self.state == "gathering" and message.view and not self.epoch):
+            return self._on_return(peer, message, now)
+        if message.view is not None:
+            return [Send(peer, Refused("lost", "it was taken for lost while the scheduler was away"))]
+        refused = refusal(message, self.state, self._members, self._cluster, self._settings)
+        if refused is not None:
+            return [Send(peer, refused)]
+        node = Node(peer, message, message.rank, seen=now)
+        if self.state != "gathering":
+            self._members.add(node)
+            self._members.assign_ranks(message.role)
+            return self._change("members changed", now)
+        self._generation = max(self._generation, message.generation)
+        self._members.add(node)
+        # A job whose workers torchrun has restarted goes on with the servers that it has.
+        servers = 1 if self.epoch else self._cluster.servers
+        if self.live("worker") < self._cluster.workers or self.live("server") < servers:
             return []
         for role in ("worker", "server"):
-            self._assign_ranks(role)
-        self.state, self.epoch = "confirming", 1
-        self._owners = rebalance(None, [node.rank for node in self._present("server")])
-        return [Send(node.peer, self._view(node)) for node in self._present("server")]
+            self._members.assign_ranks(role)
+        return self._change("all registered", now)
 
-    def _refusal(self, message: Register) -> Refused | None:
-        role, rank = message.role, message.rank
-        if self.state == "failed":
-            return self._failed()
-        expected = self._cluster.workers if role == "worker" else self._cluster.servers
-        if self.state != "gathering" or len(self._present(role)) >= expected:
-            return Refused(
-                "usage",
-                f"the cluster is complete with {expected} {role}(s) and {self.state}; "
-                f"raise cluster.{role}s, or wait until this job has ended",
-            )
-        if rank >= expected:
-            return Refused("usage", f"{role} rank {rank}: expected 0 to {expected - 1} (cluster.{role}s)")
-        for node in self._present(role):
-            if rank == node.rank >= 0:
-                return Refused("usage", f"rank {rank} is taken by {node.member}; give each {role} its own")
-        if role == "worker" and message.settings != self._settings:
-            keys = sorted(message.settings.keys() | self._settings.keys())
-            differing = [
-                f"{key} is {message.settings.get(key)!r} here and {self._settings.get(key)!r} there"
-                for key in keys
-                if message.settings.get(key) != self._settings.get(key)
-            ]
-            return Refused("mismatch", f"not the scheduler's settings: {'; '.join(differing)}")
-        return None
+    def _restart_workers(self, generation: int, now: float) -> list[Send]:
+        """torchrun ends all workers and starts them again; what the old ones still say is a stranger's."""
+        self.state = JOB[self.state].get("workers restart", self.state)
+        self._generation = generation
+        self._until = now + self._cluster.rendezvous_seconds
+        for node in self._members:
+            if node.role == "worker":
+                self._members.forget(node)
+        self._stragglers = Stragglers(self._cluster.workers)
+        self._barriers = Barriers(self._cluster.patience_seconds, self._stragglers.barriers)
+        return []
 
-    def _assign_ranks(self, role: Role) -> None:
-        """Wanted ranks as they are; the others in order of registration."""
-        nodes = self._present(role)
-        free = iter(sorted(set(range(len(nodes))) - {node.rank for node in nodes}))
-        for node in nodes:
-            if node.rank < 0:
-                node.rank = next(free)
+    # ── the return of a scheduler ───────────────────────────────────────────────────────────────
 
-    def _view(self, receiver: _Node) -> View:
-        workers = self._members("worker")
-        if receiver.register.role == "worker":
+    def _on_return(self, peer: bytes, message: Register, now: float) -> list[Send]:
+        """A node that was a member before this scheduler began; or, once one is here, perhaps another."""
+        if self.state == "gathering":
+            self._advance("a member returns")
+            self._until = now + self._cluster.lease_seconds + RETURN_SECONDS
+            for node in self._members:  # they are asked again, once members are known
+                self._members.forget(node)
+        if message.view is not None and (self._newest is None or message.view.epoch > self._newest.epoch):
+            self._newest = message.view
+        rank = self._rank_before(message)
+        taken = [node for node in self._members if (node.role, node.rank) == (message.role, rank)]
+        if rank is None or taken:
+            return []
+        epoch = message.view.epoch if message.view else 0
+        self._members.add(Node(peer, message, rank, seen=now, epoch=epoch))
+        self._barriers.passed = max(self._barriers.passed, message.barriers)
+        self._generation = max(self._generation, message.generation)
+        assert self._newest is not None
+        before = len(self._newest.workers) + len(self._newest.servers)
+        return self._recover(now) if len(self._members.present()) == before else []
+
+    def _rank_before(self, message: Register) -> int | None:
+        """A node may have been a member before it heard of that: it is known by host and process."""
+        if message.view is not None:
+            return message.view.rank
+        assert self._newest is not None
+        members = self._newest.workers if message.role == "worker" else self._newest.servers
+        process = (message.host, message.pid, message.address)
+        return next((m.rank for m in members if (m.host, m.pid, m.address) == process), None)
+
+    def _recover(self, now: float) -> list[Send]:
+        """All members are back, or have had the time to be."""
+        view = self._newest
+        assert view is not None
+        self.epoch, self._ring = view.epoch, view.ring
+        self._owners = np.frombuffer(view.owners, dtype="<u2").astype(np.uint16)
+        self._until = math.inf
+        here = {(node.role, node.rank) for node in self._members.present()}
+        missing = [m for m in (*view.workers, *view.servers) if (m.role, m.rank) not in here]
+        for member in missing:
+            if member.role == "worker":
+                reason = f"{member} is lost: it did not return to the scheduler, which was started anew"
+                return self._fail("a worker lost", "lost", reason)
+        if missing or any(node.epoch < view.epoch for node in self._members.present()):
+            return self._change("members changed", now)
+        self._advance("all returned")
+        return []
+
+    # ── views ───────────────────────────────────────────────────────────────────────────────────
+
+    def _change(self, event: Event, now: float) -> list[Send]:
+        """Makes the view of the members that are present now, and tells servers of it."""
+        self._advance(event)
+        if self.epoch:
+            self._until = math.inf
+        self.epoch += 1
+        servers = self._members.present("server")
+        if not servers:
+            self._until = now + self._cluster.rendezvous_seconds
+            return []
+        if event != "a worker left":
+            self._ring = self.epoch
+            before = self._owners if self._owners.size else None
+            self._owners = rebalance(before, [node.rank for node in servers])
+        return [self._show_view(node) for node in servers]
+
+    def _show_view(self, receiver: Node) -> Send:
+        workers = tuple(node.member for node in self._workers())
+        servers = tuple(node.member for node in self._members.present("server"))
+        if receiver.role == "worker":
             # Whoever knows a routing identity can take its connection over; a worker needs nobody's.
             workers = tuple(msgspec.structs.replace(worker, identity=b"") for worker in workers)
-        return View(
+        view = View(
             epoch=self.epoch,
             rank=receiver.rank,
             workers=workers,
-            servers=tuple(msgspec.structs.replace(s, identity=b"") for s in self._members("server")),
+            servers=tuple(msgspec.structs.replace(server, identity=b"") for server in servers),
             owners=self._owners.astype("<u2").tobytes(),
+            ring=self._ring,
+            left=tuple(node.rank for node in self._members.with_state("worker", "left")),
         )
+        return Send(receiver.peer, view)
 
-    def _on_heartbeat(self, node: _Node, message: Heartbeat) -> list[Send]:
-        node.epoch = min(message.epoch, self.epoch)
+    def _workers(self) -> list[Node]:
+        """All that rounds wait for, by rank: one that has left is missed, and not done without."""
+        return sorted(self._members.with_state("worker", "present", "left"), key=lambda node: node.rank)
+
+    def _on_heartbeat(self, node: Node, message: Heartbeat) -> list[Send]:
         node.load = message.load
-        if node.register.role == "server":
+        if node.role == "server":
             self._stragglers.report(node.peer, message.late)
-        reply = Send(node.peer, HeartbeatReply())
-        if self.state != "confirming" or any(n.epoch < self.epoch for n in self._present("server")):
-            return [reply]
-        self.state = "running"
-        return [reply] + [Send(worker.peer, self._view(worker)) for worker in self._present("worker")]
+        is_behind = message.epoch < self.epoch
+        node.epoch, node.wave = min(message.epoch, self.epoch), message.wave
+        wave = 1 + min((worker.wave for worker in self._members.present("worker")), default=0)
+        sends = [Send(node.peer, HeartbeatReply(wave))]
+        if self._is_unneeded(node):
+            return [*sends, Send(node.peer, Stop())]
+        if node.state == "leaving":
+            return sends
+        # A view may be lost with its connection.
+        if is_behind and self.state == ("confirming" if node.role == "server" else "running"):
+            return [*sends, self._show_view(node)]
+        return sends + self._confirm()
 
-    def _give_up(self) -> list[Send]:
-        """The rendezvous deadline passed: everybody learns who is missing."""
-        wanted = self._cluster
-        missing = []
-        expectations: dict[Role, int] = {"worker": wanted.workers, "server": wanted.servers}
-        for role, expected in expectations.items():
-            nodes = self._present(role)
-            if len(nodes) == expected:
-                continue
-            line = f"{expected - len(nodes)} of {expected} {role}(s)"
-            claimed = {node.rank for node in nodes if node.rank >= 0}
-            if role == "worker" and len(claimed) == len(nodes) > 0:
-                absent = sorted(set(range(expected)) - claimed)
-                line += f" (rank {listing(absent)})"
-            missing.append(line)
-        if not missing:
-            unconfirmed = [n for n in self._present("server") if n.epoch < self.epoch]
-            missing.append(f"the confirmation of {_names(unconfirmed)}")
-        here = _names(self._present()) or "nobody"
-        who = f"{' and '.join(missing)}; present: {here}"
-        reason = f"rendezvous: missing after {wanted.rendezvous_seconds:g} s: {who}"
-        return self._fail(Refused("deadline", reason), reason)
+    def _is_unneeded(self, node: Node) -> bool:
+        if self.state == "draining":
+            return node.role == "server" and self._until == math.inf
+        return node.state == "leaving" and self.state == "running"
 
-    # ── barriers and departures ─────────────────────────────────────────────────────────────────
-
-    def _on_barrier(self, node: _Node, message: Barrier, now: float) -> list[Send]:
-        if node.register.role != "worker" or self.state != "running":
+    def _confirm(self) -> list[Send]:
+        """Workers learn of a view, and drained servers may go, once all servers have it."""
+        servers = self._members.present("server")
+        if self.state != "confirming" or not servers or any(n.epoch < self.epoch for n in servers):
             return []
-        gone = [n for n in self._nodes.values() if n.register.role == "worker" and n.state != "present"]
-        if gone:
-            error = f"barrier {message.sequence}: {_names(gone)} left before it"
-            return [Send(node.peer, BarrierReply(message.sequence, error))]
-        barrier = self._barriers.setdefault(message.sequence, _Barrier(now + self._cluster.patience_seconds))
-        if node.rank not in barrier.waiting:
-            self._count_late([node.rank], barrier, now)
-            barrier.arrivals.append(now)
-        barrier.waiting[node.rank] = node.peer
-        if len(barrier.waiting) < len(self._present("worker")):
-            return []
-        return self._end_barrier(message.sequence, "")
+        self._advance("servers confirmed")
+        self._until = math.inf
+        sends = [self._show_view(worker) for worker in self._members.present("worker")]
+        for node in self._members.with_state("server", "leaving"):
+            sends.append(Send(node.peer, Stop()))
+            if node.rank in self._drains:
+                sends.append(Send(self._drains.pop(node.rank), DrainReply("")))
+        return sends
 
-    def _count_late(self, ranks: list[int], barrier: _Barrier, now: float) -> None:
-        self._stragglers.barriers.wait(ranks, barrier.arrivals, self._cluster.workers, now)
+    # ── deadlines, barriers and departures ──────────────────────────────────────────────────────
+
+    def _on_deadline(self, now: float) -> list[Send]:
+        self._until = math.inf
+        if self.state == "recovering":
+            return self._recover(now)
+        if self.state == "draining":
+            return [Send(node.peer, Stop()) for node in self._members.present("server")]
+        missing = missing_from(self._members, self._cluster, self.epoch)
+        here = names(self._members.present()) or "nobody"
+        seconds = self._cluster.rendezvous_seconds
+        reason = f"rendezvous: missing after {seconds:g} s: {missing}; present: {here}"
+        return self._fail("deadline", "deadline", reason)
+
+    def _on_barrier(self, node: Node, sequence: int, now: float) -> list[Send]:
+        if node.role != "worker" or self.state not in ("running", "confirming"):
+            return []
+        gone = self._members.with_state("worker", "left", "lost")
+        if gone and sequence > self._barriers.passed:
+            return [
+                Send(node.peer, BarrierReply(sequence, f"barrier {sequence}: {names(gone)} left before it"))
+            ]
+        world = len(self._members.present("worker"))
+        peers = self._barriers.arrive(sequence, node.rank, node.peer, world, now)
+        return [Send(peer, BarrierReply(sequence, "")) for peer in peers]
 
     def _end_barrier(self, sequence: int, error: str) -> list[Send]:
-        waiting = self._barriers.pop(sequence).waiting.values()
-        return [Send(peer, BarrierReply(sequence, error)) for peer in waiting]
+        reply = BarrierReply(sequence, f"barrier {sequence}: {error}")
+        return [Send(peer, reply) for peer in self._barriers.end(sequence)]
 
-    def _on_leave(self, node: _Node) -> list[Send]:
+    def _on_drain(self, peer: bytes, rank: int, now: float) -> list[Send]:
+        """Somebody wants a server to leave; asked again, the answer is the same."""
+        if any(node.rank == rank for node in self._members.with_state("server", "leaving")):
+            self._drains[rank] = peer
+            return []
+        nodes = {node.rank: node for node in self._members.present("server")}
+        error = ""
+        if self.state not in ("running", "confirming"):
+            error = f"the job is {self.state}; expected running"
+        elif rank not in nodes:
+            error = f"no server {rank} is present; expected one of {sorted(nodes)}"
+        elif len(nodes) == 1:
+            error = f"server {rank} is the only one; start another first"
+        if error:
+            return [Send(peer, DrainReply(error))]
+        nodes[rank].state = "leaving"
+        self._drains[rank] = peer
+        return self._change("members changed", now)
+
+    def _on_leave(self, node: Node, now: float) -> list[Send]:
         if self.state == "gathering":
-            del self._nodes[node.peer]
+            self._members.forget(node)
             return []
-        node.state = "left"
+        was_leaving, node.state = node.state == "leaving", "left"
         if self.state == "draining":
-            if not self._present():
-                self.state = "stopped"
+            return self._end_drained()
+        if was_leaving or self.state in ("failed", "recovering"):
             return []
-        if self.state == "failed":
-            return []
-        if node.register.role == "server" or self.state == "confirming":
-            reason = f"{node.member} left while workers needed it"
-            return self._fail(Departed(node.member, False, reason), reason)
-        sends: list[Send] = []
-        for sequence in list(self._barriers):
-            sends += self._end_barrier(sequence, f"barrier {sequence}: {node.member} left before it")
-        if not self._present("worker"):
-            self.state = "draining"
-            return sends + [Send(server.peer, Stop()) for server in self._present("server")]
         departed = Departed(node.member, False, f"{node.member} left the job")
-        return sends + [Send(other.peer, departed) for other in self._present()]
+        sends = [Send(other.peer, departed) for other in self._members.alive()]
+        if node.role == "server":
+            return sends + self._change("members changed", now)
+        if self.state == "confirming" and self.epoch == 1:
+            reason = f"{node.member} left before the job began"
+            return self._fail("a worker lost", "lost", reason)
+        for sequence in self._barriers.open():
+            sends += self._end_barrier(sequence, f"{node.member} left before it")
+        if not self._members.present("worker"):
+            return sends + self._drain_servers(node, now)
+        return sends + self._change("a worker left", now)
 
-    def _on_lost(self, node: _Node, now: float) -> list[Send]:
+    def _drain_servers(self, last: Node, now: float) -> list[Send]:
+        """The last worker has left. Where torchrun may start workers again, servers wait for them."""
+        self._advance("workers left")
+        if last.register.restarts:
+            self._until = now + self._cluster.lease_seconds
+            return []
+        return [Send(server.peer, Stop()) for server in self._members.alive()]
+
+    def _end_drained(self) -> list[Send]:
+        if not self._members.alive():
+            self._advance("servers left")
+        return []
+
+    def _on_gone(self, node: Node) -> list[Send]:
+        """One that is no member any more, and has not heard of that."""
+        if self.state == "failed":
+            return [Send(node.peer, Refused("lost", f"the job has failed: {self.failure}"))]
+        if node.state == "lost":
+            lease = self._cluster.lease_seconds
+            reason = f"{node.member} was silent for more than its lease of {lease:g} s; start it again"
+            return [Send(node.peer, Refused("lost", reason))]
+        return []
+
+    def _on_lost(self, node: Node, now: float) -> list[Send]:
         if self.state == "gathering":
-            del self._nodes[node.peer]
+            self._members.forget(node)
             return []
-        node.state = "lost"
+        was_leaving, node.state = node.state == "leaving", "lost"
         if self.state == "draining":
-            if not self._present():
-                self.state = "stopped"
-            return []
+            return self._end_drained()
         silent, lease = now - node.seen, self._cluster.lease_seconds
         reason = f"{node.member} is lost: silent for {silent:.1f} s, its lease is {lease:g} s"
-        return self._fail(Departed(node.member, True, reason), reason)
+        if node.role == "worker":
+            reason += f"; its last step was {node.load.get('step', 0):.0f}"
+        sends = [Send(other.peer, Departed(node.member, True, reason)) for other in self._members.alive()]
+        if was_leaving or self.state in ("failed", "recovering"):
+            return sends
+        if node.role == "server":
+            return sends + self._change("members changed", now)
+        if node.register.restarts:
+            workers = self._members.present("worker")
+            sends += [Send(other.peer, Refused("lost", reason)) for other in workers]
+            return sends + self._restart_workers(self._generation + 1, now)
+        return sends + self._fail("a worker lost", "lost", reason)
 
-    def _fail(self, message: FromScheduler, reason: str) -> list[Send]:
-        if self.state != "failed":
-            self.state, self.failure = "failed", reason
-            self._barriers.clear()
-        return [Send(node.peer, message) for node in self._present()]
+    def _fail(self, event: Event, kind: Literal["deadline", "lost"], reason: str) -> list[Send]:
+        self._advance(event)
+        self.failure = reason
+        self._until = math.inf
+        self._barriers.clear()
+        refused = Refused(kind, reason)
+        return [Send(node.peer, refused) for node in self._members.alive()]
 
-    def _failed(self) -> Refused:
-        return Refused("lost", f"the job has failed: {self.failure}")
-
-    # ── views of the table ──────────────────────────────────────────────────────────────────────
-
-    def _present(self, role: Role | None = None) -> list[_Node]:
-        return [
-            n
-            for n in self._nodes.values()
-            if n.state == "present" and (role is None or n.register.role == role)
-        ]
-
-    def _members(self, role: Role) -> tuple[Member, ...]:
-        return tuple(n.member for n in sorted(self._present(role), key=lambda n: n.rank))
-
-
-def _names(nodes: Iterable[_Node]) -> str:
-    return listing(node.member for node in nodes)
+    def _advance(self, event: Event) -> None:
+        self.state = JOB[self.state][event]

@@ -2,7 +2,7 @@
 
 A round is one chunk of one tensor in one step. It opens with the first push, and is aggregated
 once all ranks have pushed. Its result is kept until the next step's is ready: that is when every
-rank has shown that it received it.
+rank has shown that it received it. A new ring ends all rounds, for workers push again by that.
 
 Memory: pushes held and results kept count against a byte budget. Over it, pushes that would open a
 round are dropped with ``Busy``, oldest results are forgotten, and pushes for rounds that are already
@@ -13,14 +13,14 @@ first is given its place and its ranks are asked to push again (``Resume``).
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
-
-from msgspec import Struct
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from zenps.errors import ProtocolError, listing
 from zenps.lateness import Lateness
-from zenps.wire.messages import Busy, Failure, FailureKind, FromServer, Push, Result, Resume
+from zenps.wire.messages import Busy, Failure, FailureKind, Result, Resume, Wanted
+
+from .round import Aggregate, Held, Key, Reply, Round, disagreement
 
 __all__ = ["Aggregate", "Held", "Key", "Reply", "Rounds"]
 
@@ -31,54 +31,7 @@ ROUND_BYTES = 1024
 MOST_REFUSED = 65536
 
 
-class Key(NamedTuple):
-    """What identifies a round on one server."""
-
-    tensor: str
-    step: int
-    chunk: int
-
-
-class Held(Struct, frozen=True):
-    """A push that waits for the others. ``payload`` is opaque here."""
-
-    peer: bytes
-    push: Push
-    payload: object
-    size_bytes: int
-
-
-class Aggregate(Struct, frozen=True):
-    """An action: sum these pushes, in rank order, and hand the result to :meth:`Rounds.finish`."""
-
-    key: Key
-    pushes: Sequence[Held]
-    waited_seconds: float
-
-
-class Reply(Struct, frozen=True):
-    """An action: send ``message`` with ``frames`` to each of ``peers``."""
-
-    peers: Sequence[bytes]
-    message: FromServer
-    frames: Sequence[memoryview] = ()
-
-
-class _Round(Struct):
-    opened: float
-    reserved_bytes: int = 0
-    held: dict[int, Held] = {}
-    arrivals: list[float] = []
-    """When each of ``held`` came."""
-
-
-class _Outcome(Struct, frozen=True):
-    """What was answered for a finished round: given again to a rank that asks again."""
-
-    step: int
-    message: Result | Failure
-    frames: Sequence[memoryview]
-    size_bytes: int
+Actions = list[Aggregate | Reply]
 
 
 class Rounds:
@@ -93,12 +46,13 @@ class Rounds:
         self.budget_bytes = budget_bytes
         self._deadline_seconds = deadline_seconds
         self._epoch = 0
-        self._ranks: frozenset[int] = frozenset()
+        self._peers: dict[int, bytes] = {}
         self._departed: dict[int, str] = {}
-        self._open: dict[Key, _Round] = {}
-        self._refused: OrderedDict[Key, dict[bytes, int]] = OrderedDict()
+        self._refused: OrderedDict[Key, Round] = OrderedDict()
         self._refusals: Counter[bytes] = Counter()
-        self._outcomes: OrderedDict[tuple[str, int], _Outcome] = OrderedDict()
+        self._open: dict[Key, Round] = {}
+        self._ended: OrderedDict[tuple[str, int], Round] = OrderedDict()
+        """The last round of each tensor and chunk that was answered or failed: whoever asks is told again."""
         self.held_bytes = 0
         self.duplicates = 0
         self.late = Lateness()
@@ -109,180 +63,254 @@ class Rounds:
         """Rounds that wait for pushes or for aggregation."""
         return len(self._open)
 
-    def set_view(self, epoch: int, ranks: Iterable[int]) -> None:
-        """The workers that every round of this epoch waits for."""
-        self._epoch, self._ranks = epoch, frozenset(ranks)
-
     # ── events ──────────────────────────────────────────────────────────────────────────────────
 
-    def on_push(self, held: Held, now: float) -> list[Aggregate | Reply]:
+    def on_view(
+        self, ring: int, peers: Mapping[int, bytes], departed: Mapping[int, str], now: float
+    ) -> Actions:
+        """Members have changed.
+
+        Args:
+            ring: the epoch of the ring; of another one no round is left.
+            peers: the routing identities of the workers that every round waits for, by rank.
+            departed: those of them that have left, and how to say so: rounds that need their push fail.
+            now: the time.
+        """
+        gone = self._peers.keys() - peers.keys()
+        self._peers, self._departed = dict(peers), dict(departed)
+        if ring == self._epoch:
+            actions = [action for rank in sorted(gone) for action in self._do_without(rank, now)]
+            return actions + self._fail_without(departed, now)
+        self._epoch = ring
+        for rounds in (self._refused, self._open, self._ended):
+            for round_ in rounds.values():
+                round_.advance("ring changed")
+            rounds.clear()
+        self._refusals.clear()
+        self.held_bytes = 0
+        return []
+
+    def on_push(self, held: Held, now: float) -> Actions:
         """A push whose frames have been checked.
 
         Raises:
-            ProtocolError: it comes from no rank of this epoch, or from one whose pushes have been refused for
-                too many rounds already.
+            ProtocolError: it comes from no rank of this view, was cut by another ring, or comes from a rank
+                whose pushes have been refused for too many rounds already.
         """
         push = held.push
-        if push.epoch != self._epoch or push.rank not in self._ranks:
+        if push.epoch != self._epoch or push.rank not in self._peers:
             raise ProtocolError("unexpected", f"push of rank {push.rank} for epoch {push.epoch}")
         key = Key(push.tensor, push.step, push.chunk)
-        outcome = self._outcomes.get((key.tensor, key.chunk))
-        if outcome is not None and push.step <= outcome.step:
-            return self._repeat(outcome, held)
+        ended = self._ended.get((key.tensor, key.chunk))
+        if ended is not None and push.step <= ended.key.step:
+            return self._repeat(ended, held)
         if key in self._open:
-            return self._hold(key, held, now)
+            return self._hold(self._open[key], held, now)
+        round_ = self._refused.get(key) or Round(key)
         if not self._make_room(self._estimate(held.size_bytes)):
-            return self._refuse(key, held)
-        return self._open_round(key, held.size_bytes, now) + self._hold(key, held, now)
+            return self._refuse(round_, held)
+        return self._open_round(round_, "push", held.size_bytes, now) + self._hold(round_, held, now)
 
-    def finish(
-        self, key: Key, result: Result, frames: Sequence[memoryview], now: float
-    ) -> list[Aggregate | Reply]:
+    def finish(self, key: Key, result: Result, frames: Sequence[memoryview], now: float) -> Actions:
         """The aggregation of ``key`` is done: answers all ranks, and lets refused rounds in."""
-        size = ROUND_BYTES + sum(frame.nbytes for frame in frames)
-        return self._close(key, _Outcome(key.step, result, frames, size), now)
+        return self._close(self._open[key], "summed", result, frames, now)
 
-    def on_departed(self, rank: int, reason: str, now: float) -> list[Aggregate | Reply]:
-        """A worker is gone: rounds that need its push fail, now and later."""
-        if rank not in self._ranks:
-            return []
+    def on_departed(self, rank: int, reason: str, now: float) -> Actions:
+        """A worker cannot be served any more, and stays a member: rounds that need its push fail."""
         self._departed[rank] = reason
-        actions: list[Aggregate | Reply] = []
-        for key, round_ in list(self._open.items()):
-            if round_.held and rank not in round_.held:
-                actions += self._fail(key, "lost", reason, now)
-        return actions
+        return self._fail_without({rank: reason}, now)
 
-    def on_tick(self, now: float) -> list[Aggregate | Reply]:
-        """Time passed: rounds may have reached their deadline."""
+    def on_tick(self, now: float) -> Actions:
+        """Time passed: rounds may have reached their deadline, or wait for ranks that have to be asked."""
         self._count_late(now)
-        actions: list[Aggregate | Reply] = []
-        for key, round_ in list(self._open.items()):
+        actions: Actions = []
+        for round_ in list(self._open.values()):
             if now - round_.opened > self._deadline_seconds:
-                missing = sorted(self._ranks - round_.held.keys())
+                missing = sorted(self._peers.keys() - round_.held.keys())
                 reason = f"no push within {self._deadline_seconds:g} s from rank(s) {listing(missing)}"
-                actions += self._fail(key, "deadline", reason, now)
-        return actions
+                actions += self._fail(round_, "deadline", "deadline", reason, now)
+        return actions + self._ask()
 
     # ── transitions ─────────────────────────────────────────────────────────────────────────────
 
-    def _open_round(self, key: Key, size_bytes: int, now: float) -> list[Aggregate | Reply]:
+    def _open_round(
+        self, round_: Round, event: Literal["push", "room"], size_bytes: int, now: float
+    ) -> Actions:
         """Opens a round, and asks the ranks that were refused before it fitted to push again."""
-        round_ = self._open[key] = _Round(now)
+        self._refused.pop(round_.key, None)
+        self._refusals.subtract(round_.refused.keys())
+        peers, round_.refused = list(round_.refused), {}
+        round_.advance(event)
+        round_.opened = now
+        self._open[round_.key] = round_
         self._reserve(round_, size_bytes)
-        peers = self._refused.pop(key, {})
-        self._refusals.subtract(peers.keys())
-        return [Reply(list(peers), Resume(*key))] if peers else []
+        return [Reply(peers, Resume(self._epoch, *round_.key))] if peers else []
 
-    def _hold(self, key: Key, held: Held, now: float) -> list[Aggregate | Reply]:
-        round_ = self._open[key]
-        if held.push.rank in round_.held:
+    def _hold(self, round_: Round, held: Held, now: float) -> Actions:
+        push = held.push
+        round_.is_again |= push.again
+        if push.rank in round_.held:
             self.duplicates += 1
             return []
-        self.late.wait((held.push.rank,), round_.arrivals, len(self._ranks), now)
-        round_.held[held.push.rank] = held
+        round_.advance("push")
+        self.late.wait((push.rank,), round_.arrivals, len(self._peers), now)
+        round_.held[push.rank] = held
         round_.arrivals.append(now)
         self._reserve(round_, held.size_bytes)
-        if len(round_.held) == len(self._ranks):
-            return self._complete(key, round_, now)
+        return self._complete(round_, now)
+
+    def _complete(self, round_: Round, now: float) -> Actions:
+        """What follows once the last push is in, or a rank that has left will never send it."""
+        if self._peers.keys() <= round_.held.keys():
+            pushes = [round_.held[rank] for rank in sorted(round_.held)]
+            if reason := disagreement([held.push for held in pushes]):
+                return self._fail(round_, "ranks disagree", "mismatch", reason, now)
+            round_.advance("last push")
+            return [Aggregate(round_.key, pushes, now - round_.opened)]
         absent = self._departed.keys() - round_.held.keys()
         if absent:
-            return self._fail(key, "lost", self._departed[min(absent)], now)
+            return self._fail(round_, "rank gone", "lost", self._departed[min(absent)], now)
         return []
 
-    def _complete(self, key: Key, round_: _Round, now: float) -> list[Aggregate | Reply]:
-        pushes = [round_.held[rank] for rank in sorted(round_.held)]
-        if len({_signature(held.push) for held in pushes}) > 1:
-            return self._fail(key, "mismatch", _disagreement([held.push for held in pushes]), now)
-        return [Aggregate(key, pushes, now - round_.opened)]
+    def _fail_without(self, departed: Mapping[int, str], now: float) -> Actions:
+        actions: Actions = []
+        for round_ in list(self._open.values()):
+            absent = departed.keys() - round_.held.keys()
+            if absent and round_.held:
+                actions += self._fail(round_, "rank gone", "lost", departed[min(absent)], now)
+        return actions
 
-    def _fail(self, key: Key, kind: FailureKind, reason: str, now: float) -> list[Aggregate | Reply]:
+    def _do_without(self, rank: int, now: float) -> Actions:
+        """A worker is gone, and the others go on without it.
+
+        Its pushes of open rounds do not count: nobody has been answered yet, and the average is over those
+        that are present. But a round that was begun under an older ring may have been answered there, with
+        what the rank pushed, so it cannot do without.
+        """
+        actions: Actions = []
+        for round_ in list(self._open.values()):
+            if not round_.is_again:
+                round_.held.pop(rank, None)
+                actions += self._complete(round_, now) if round_.held else self._cancel(round_, now)
+            elif rank in round_.held:
+                actions += self._complete(round_, now)
+            else:
+                reason = f"rank {rank} was lost after a server had been, within one round of both"
+                actions += self._fail(round_, "rank gone", "lost", reason, now)
+        return actions
+
+    def _cancel(self, round_: Round, now: float) -> Actions:
+        """Nobody waits for this round any more: the next push opens another."""
+        self._open.pop(round_.key).advance("nobody left")
+        self.held_bytes -= round_.size_bytes
+        return self._readmit(now)
+
+    def _fail(
+        self,
+        round_: Round,
+        event: Literal["ranks disagree", "deadline", "rank gone"],
+        kind: FailureKind,
+        reason: str,
+        now: float,
+    ) -> Actions:
+        key = round_.key
         text = f"tensor {key.tensor!r}, step {key.step}: {reason}"
-        message = Failure(key.tensor, key.step, key.chunk, kind, text)
-        return self._close(key, _Outcome(key.step, message, (), ROUND_BYTES), now)
+        return self._close(round_, event, Failure(self._epoch, *key, kind, text), (), now)
 
-    def _close(self, key: Key, outcome: _Outcome, now: float) -> list[Aggregate | Reply]:
-        round_ = self._open.pop(key)
-        self.held_bytes += outcome.size_bytes - round_.reserved_bytes
-        place = (key.tensor, key.chunk)
-        self._forget(place)
-        self._outcomes[place] = outcome
+    def _close(
+        self,
+        round_: Round,
+        event: Literal["summed", "ranks disagree", "deadline", "rank gone"],
+        message: Result | Failure,
+        frames: Sequence[memoryview],
+        now: float,
+    ) -> Actions:
         peers = [held.peer for held in round_.held.values()]
-        return [Reply(peers, outcome.message, outcome.frames), *self._readmit(now)]
+        del self._open[round_.key]
+        round_.advance(event)
+        round_.held = {}
+        round_.message, round_.frames = message, frames
+        place = (round_.key.tensor, round_.key.chunk)
+        self._forget(place, "next step")
+        self._ended[place] = round_
+        self._resize(round_, ROUND_BYTES + sum(frame.nbytes for frame in frames))
+        return [Reply(peers, message, frames), *self._readmit(now)]
 
-    def _repeat(self, outcome: _Outcome, held: Held) -> list[Aggregate | Reply]:
+    def _repeat(self, ended: Round, held: Held) -> Actions:
         self.duplicates += 1
-        if outcome.step != held.push.step:
+        if ended.key.step != held.push.step:
             return []
-        return [Reply([held.peer], outcome.message, outcome.frames)]
+        ended.advance("push")
+        assert ended.message is not None
+        return [Reply([held.peer], ended.message, ended.frames)]
+
+    def _ask(self) -> Actions:
+        """Asks ranks for what they pushed under an older ring, and may have had an answer to.
+
+        At each tick, for the question may be lost, or come before the view that it belongs to.
+        """
+        asked: dict[tuple[str, int], set[int]] = {}
+        for key, round_ in self._open.items():
+            if round_.is_again:
+                asked.setdefault((key.tensor, key.step), set()).update(
+                    self._peers.keys() - round_.held.keys()
+                )
+        return [
+            Reply([self._peers[rank] for rank in sorted(ranks)], Wanted(self._epoch, *what))
+            for what, ranks in asked.items()
+        ]
 
     def _count_late(self, now: float) -> None:
         """Counts those that are waited for now. One round will do: its waits overlap those of the others."""
         for round_ in self._open.values():
-            if 2 * len(round_.held) >= len(self._ranks):
-                missing = self._ranks - round_.held.keys()
-                return self.late.wait(missing, round_.arrivals, len(self._ranks), now)
+            if 2 * len(round_.held) >= len(self._peers):
+                missing = self._peers.keys() - round_.held.keys()
+                return self.late.wait(missing, round_.arrivals, len(self._peers), now)
 
     # ── the byte budget ─────────────────────────────────────────────────────────────────────────
 
     def _estimate(self, push_bytes: int) -> int:
         """What a round takes if every rank pushes as much."""
-        return ROUND_BYTES + push_bytes * len(self._ranks)
+        return ROUND_BYTES + push_bytes * len(self._peers)
 
-    def _reserve(self, round_: _Round, push_bytes: int) -> None:
+    def _reserve(self, round_: Round, push_bytes: int) -> None:
         """Counts a round by its largest push: others may hold less, none holds more."""
-        more = self._estimate(push_bytes) - round_.reserved_bytes
-        if more > 0:
-            round_.reserved_bytes += more
-            self.held_bytes += more
+        self._resize(round_, max(round_.size_bytes, self._estimate(push_bytes)))
+
+    def _resize(self, round_: Round, size_bytes: int) -> None:
+        self.held_bytes += size_bytes - round_.size_bytes
+        round_.size_bytes = size_bytes
 
     def _make_room(self, size_bytes: int) -> bool:
         """Whether a round of this size may open. One always may: then it can finish."""
-        while self._outcomes and self.held_bytes + size_bytes > self.budget_bytes:
-            self._forget(next(iter(self._outcomes)))
+        while self._ended and self.held_bytes + size_bytes > self.budget_bytes:
+            self._forget(next(iter(self._ended)), "over the budget")
         return not self._open or self.held_bytes + size_bytes <= self.budget_bytes
 
-    def _forget(self, place: tuple[str, int]) -> None:
-        outcome = self._outcomes.pop(place, None)
-        if outcome is not None:
-            self.held_bytes -= outcome.size_bytes
+    def _forget(self, place: tuple[str, int], event: Literal["next step", "over the budget"]) -> None:
+        round_ = self._ended.pop(place, None)
+        if round_ is not None:
+            round_.advance(event)
+            self.held_bytes -= round_.size_bytes
 
-    def _refuse(self, key: Key, held: Held) -> list[Aggregate | Reply]:
-        peers = self._refused.get(key, {})
-        if held.peer not in peers:
+    def _refuse(self, round_: Round, held: Held) -> Actions:
+        if held.peer not in round_.refused:
             if self._refusals[held.peer] == MOST_REFUSED:
                 reason = f"rank {held.push.rank} has {MOST_REFUSED} refused rounds and asks for another"
                 raise ProtocolError("unexpected", reason)
             self._refusals[held.peer] += 1
-        peers[held.peer] = held.size_bytes
-        self._refused[key] = peers
-        return [Reply([held.peer], Busy(*key))]
+        round_.advance("push over the budget")
+        round_.refused[held.peer] = held.size_bytes
+        self._refused[round_.key] = round_
+        return [Reply([held.peer], Busy(self._epoch, *round_.key))]
 
-    def _readmit(self, now: float) -> list[Aggregate | Reply]:
+    def _readmit(self, now: float) -> Actions:
         """Opens refused rounds that fit now, oldest first, and asks their ranks to push again."""
-        actions: list[Aggregate | Reply] = []
+        actions: Actions = []
         while self._refused:
-            key, peers = next(iter(self._refused.items()))
-            size = max(peers.values())
+            round_ = next(iter(self._refused.values()))
+            size = max(round_.refused.values())
             if not self._make_room(self._estimate(size)):
                 break
-            actions += self._open_round(key, size, now)
+            actions += self._open_round(round_, "room", size, now)
         return actions
-
-
-def _signature(push: Push) -> tuple[object, ...]:
-    return push.kind, push.dtype, push.shape, push.average, push.chunks, push.span, push.columns
-
-
-def _disagreement(pushes: Sequence[Push]) -> str:
-    alike: dict[tuple[object, ...], list[Push]] = {}
-    for push in pushes:
-        alike.setdefault(_signature(push), []).append(push)
-    return "ranks disagree: " + listing(map(_describe, alike.values()), "; ", most=4)
-
-
-def _describe(alike: Sequence[Push]) -> str:
-    push, ranks = alike[0], listing(push.rank for push in alike)
-    average = "averaged" if push.average else "summed"
-    chunk = f"in {push.chunks} chunk(s), this one {push.span} × {push.columns}"
-    return f"rank(s) {ranks} pushed {push.kind} {push.dtype} {push.shape}, {average}, {chunk}"

@@ -107,7 +107,7 @@ class _Service:
         finally:
             self._gate.close()
         if self._failure:
-            raise PeerLostError(f"the job has failed: {self._failure}")
+            raise PeerLostError(self._failure)
 
     def _serve_until_told(self) -> None:
         poller = zmq.Poller()
@@ -118,7 +118,8 @@ class _Service:
         while True:
             now = time.monotonic()
             if now >= next_tick:
-                self._link.beat_if_due(now, self._epoch, self._load, self._late)
+                if self._link.is_beat_due(now):
+                    self._link.beat(now, self._epoch, self._load(), self._late())
                 self._link.check(now)
                 self._execute(self._rounds.on_tick(now))
                 self._gate.attend()
@@ -141,12 +142,8 @@ class _Service:
             match message:
                 case View():
                     self._on_view(message)
-                case Departed(member=member, lost=lost, reason=reason):
+                case Departed(lost=lost, reason=reason):
                     logger.warning("%s", reason) if lost else logger.debug("%s", reason)
-                    if lost or member.role == "server":
-                        self._failure = reason
-                        return True
-                    self._execute(self._rounds.on_departed(member.rank, reason, time.monotonic()))
                 case Refused(reason=reason):
                     self._failure = reason
                     return True
@@ -155,10 +152,15 @@ class _Service:
         return False
 
     def _on_view(self, view: View) -> None:
+        if view.epoch < self._epoch:
+            return
         self._epoch = view.epoch
         self._peers = {worker.rank: worker.identity for worker in view.workers}
         self._names = {worker.identity: str(worker) for worker in view.workers}
-        self._rounds.set_view(view.epoch, self._peers)
+        departed = {
+            worker.rank: f"{worker} left the job" for worker in view.workers if worker.rank in view.left
+        }
+        self._execute(self._rounds.on_view(view.ring, self._peers, departed, time.monotonic()))
         log.setup(self._config.log, "server", view.rank)
         slots = int((np.frombuffer(view.owners, dtype="<u2") == view.rank).sum())
         self._metrics.slots.set(slots)
@@ -202,7 +204,7 @@ class _Service:
         assert isinstance(push, Push)
         if self._peers.get(push.rank) != peer:
             return []
-        return [Reply([peer], Resend(push.tensor, push.step, push.chunk))]
+        return [Reply([peer], Resend(push.epoch, push.tensor, push.step, push.chunk))]
 
     def _execute(self, actions: Sequence[Aggregate | Reply]) -> None:
         todo = list(actions)

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import zmq
 
@@ -30,14 +31,18 @@ from zenps.wire.frames import CorruptedError, Decoder, encode
 from zenps.wire.messages import FromServer, View
 from zenps.wire.sockets import Socket, connect_dealer, receive_frames, send_frames
 
-from .exchange import Action, Deliver, Exchange, Fail, Round, SendPush
+from .exchange import Exchange
 from .handle import Handle
+from .round import Action, Deliver, Fail, Outgoing, Round, SendPush
+from .transfer import Sent
 
 __all__ = ["Channel"]
 
 logger = logging.getLogger("zenps.worker")
 
 TICK_SECONDS = 0.5
+
+CutAgain = Callable[[Round], tuple[Sent, Sequence[Outgoing]]]
 
 # How long close() waits for a driver on another thread to step aside.
 CLOSE_SECONDS = 1.0
@@ -49,7 +54,6 @@ class Channel:
     Args:
         ctx: where the sockets are opened; the caller destroys it after :meth:`close`.
         cluster: limits and deadlines.
-        view: names the servers.
         identity: this worker's routing identity.
         metrics: for bytes, refusals and failures.
         keys: this worker's, or None.
@@ -59,31 +63,29 @@ class Channel:
         self,
         ctx: zmq.Context[Socket],
         cluster: ClusterConfig,
-        view: View,
         identity: bytes,
         metrics: WorkerMetrics,
         keys: Keys | None = None,
     ) -> None:
         self._job = cluster.job
         self._metrics = metrics
-        self._exchange = Exchange(cluster.patience_seconds, view.servers)
+        self._exchange = Exchange(cluster.patience_seconds, self._recut)
         self._decoder: Decoder[FromServer] = Decoder(cluster.job, FromServer)
         self._handles: dict[int, Handle] = {}
         self._next_tick = 0.0
-        limit = cluster.max_message_bytes
-        self._servers = {
-            server.rank: connect_dealer(
-                ctx, server.address, identity, limit, keys, node_name("server", server.rank)
-            )
-            for server in view.servers
-        }
-        self._ranks = {socket: rank for rank, socket in self._servers.items()}
+        self._connect = partial(
+            connect_dealer, ctx, identity=identity, max_message_bytes=cluster.max_message_bytes, keys=keys
+        )
+        self._servers: dict[int, tuple[str, Socket]] = {}
+        """Each server's address and the socket to it."""
+        self._ranks: dict[Socket, int] = {}
+        self.cut_again: CutAgain
+        """Cuts a round for the present ring; set before the first one."""
         self._wake_reader, self._wake_writer = net.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         self._poller = zmq.Poller()
-        for socket in (self._wake_reader, *self._servers.values()):
-            self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._wake_reader, zmq.POLLIN)
 
         self._role = threading.RLock()
         """Guards the fields below. A handler of signals may come here on a thread that has it already."""
@@ -102,6 +104,24 @@ class Channel:
             self._execute(self._exchange.submit(round_, time.monotonic()))
 
         self._post(push)
+
+    def on_view(self, view: View) -> None:
+        """Members have changed: connects to new servers, and begins again what the ring concerns."""
+
+        def follow() -> None:
+            self._reconnect({server.rank: server.address for server in view.servers})
+            self._execute(self._exchange.on_view(view.ring, view.servers, time.monotonic()))
+
+        self._post(follow)
+
+    def on_wave(self, wave: int) -> None:
+        """The scheduler has begun a wave."""
+        self._post(lambda: self._exchange.on_wave(wave))
+
+    @property
+    def wave(self) -> int:
+        """The newest wave that has passed here."""
+        return self._exchange.wave
 
     def wait(self, ready: Callable[[], bool], until: float) -> None:
         """Drives, or sleeps while another thread does, until ``ready()`` or the monotonic time ``until``."""
@@ -195,7 +215,31 @@ class Channel:
             self._refuse(rank, error)
             return
         self._metrics.pull_bytes.inc(sum([frame.nbytes for frame in frames]))
-        self._execute(self._exchange.on_reply(rank, message, frames[1:]))
+        self._execute(self._exchange.on_reply(rank, message, frames[1:], time.monotonic()))
+
+    def _reconnect(self, addresses: dict[int, str]) -> None:
+        if self._closed and addresses:
+            return
+        for rank, (address, socket) in list(self._servers.items()):
+            if addresses.get(rank) != address:
+                self._poller.unregister(socket)
+                del self._servers[rank], self._ranks[socket]
+                socket.close(linger=0)
+        for rank, address in addresses.items():
+            if rank not in self._servers:
+                socket = self._connect(address=address, peer=node_name("server", rank))
+                self._servers[rank] = address, socket
+                self._ranks[socket] = rank
+                self._poller.register(socket, zmq.POLLIN)
+
+    def _recut(self, round_: Round) -> Sequence[Outgoing]:
+        sent, outgoing = self.cut_again(round_)
+        round_.sent = sent
+        handle = self._handles.get(id(round_))
+        if handle is not None:  # else it has ended here, and is pushed for others
+            handle.restart(sent)
+        self._metrics.repeated_rounds.labels(cause="unanswered" if handle else "wanted").inc()
+        return outgoing
 
     def _refuse(self, rank: int, error: ProtocolError) -> None:
         self._metrics.protocol_errors.labels(reason=error.reason).inc()
@@ -209,7 +253,7 @@ class Channel:
                         self._metrics.refused_pushes.inc()
                     envelope = encode(self._job, out.push, out.frames)
                     try:
-                        send_frames(self._servers[out.server], [envelope], out.frames)
+                        send_frames(self._servers[out.server][1], [envelope], out.frames)
                     except zmq.Again:
                         reason = (
                             f"server {out.server} has refused this worker; see its log and its security.keys"
@@ -233,7 +277,6 @@ class Channel:
 
     def _close_sockets(self) -> None:
         self._closed = True
-        for socket in self._servers.values():
-            socket.close()
+        self._reconnect({})
         self._wake_reader.close()
         self._wake_writer.close()

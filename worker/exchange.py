@@ -1,29 +1,35 @@
 """The rounds as a worker sees them: what is in flight, and how each ends. No socket, no clock.
 
-A round ends in one of three ways: every part answered, one part failed, or its deadline passed.
+A round is *pushed* until every part of it was answered, one failed, or its deadline passed. Then it is
+*kept*: a server may die with the only answer that another rank needs, and all have to push again. It is
+*settled*, and forgotten, once it is certain that all ranks have ended it:
+
+- an answer to the tensor's next step came, for which every rank had to push, and so to end this one; or
+- three *waves* have passed. The scheduler begins wave w + 1 when all workers have reported w, and a worker
+  reports a wave when all that was in flight as it heard of it has ended. A round that ends here after wave w
+  was in flight, or had ended, on all ranks when they heard of w + 2; they have reported that at w + 3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
-from msgspec import Struct
+from zenps.errors import DeadlineError, MismatchError, PeerLostError, ProtocolError, ZenPSError, listing
+from zenps.wire.messages import Busy, Failure, FromServer, Member, Resend, Result, Resume, Wanted
 
-from zenps.errors import DeadlineError, MismatchError, PeerLostError, ProtocolError, ZenPSError
-from zenps.wire.messages import Busy, Failure, FromServer, Member, Push, Resend, Result, Resume
+from .round import ROUND, Action, Deliver, Fail, Frames, Outgoing, Round, SendPush
 
-__all__ = ["Action", "Deliver", "Exchange", "Fail", "Outgoing", "Round", "SendPush"]
+__all__ = ["PATIENCE_SECONDS", "Exchange"]
 
 # A server's own deadline comes first, because its error names the ranks that are missing.
 PATIENCE_SECONDS = 5.0
 
-# A connection that was cut and made again may have lost a push or its answer. Nobody notices, where rounds
-# have no deadline; so what stays unanswered is pushed again: after this time, and then ever more seldom,
-# for the reason is nearly always a straggler. To a server a push is the same however often it comes.
-REPEAT_SECONDS = 60.0
 # A push is refused as busy hardly more than once, and damaged more than once only by what stays broken.
 MOST_REPETITIONS = 16
+
+WAVES_TO_SETTLE = 3
 
 _FAILURES: dict[str, type[ZenPSError]] = {
     "mismatch": MismatchError,
@@ -31,142 +37,199 @@ _FAILURES: dict[str, type[ZenPSError]] = {
     "lost": PeerLostError,
 }
 
-Frames = Sequence[memoryview]
-
-
-class Outgoing(NamedTuple):
-    """One push, and the server it is for."""
-
-    server: int
-    push: Push
-    frames: Frames
-
-
-class Round(Struct):
-    """One tensor's pushes of one step, until each is answered."""
-
-    tensor: str
-    step: int
-    outgoing: Sequence[Outgoing]
-    unanswered: dict[tuple[int, int], Outgoing] = {}
-    """By server and chunk. Pushes are kept whole: a server may ask for one again."""
-    repetitions: dict[tuple[int, int], int] = {}
-    """How often a push was sent again; those that never were are not in it."""
-    deadline: float = 0.0
-    repeat_at: float = 0.0
-    repeat_seconds: float = REPEAT_SECONDS
-
-    def __post_init__(self) -> None:
-        self.unanswered = {(out.server, out.push.chunk): out for out in self.outgoing}
-
-
-class SendPush(Struct, frozen=True):
-    """An action: send this push; ``again`` if a server was busy when it came first."""
-
-    outgoing: Outgoing
-    again: bool = False
-
-
-class Deliver(Struct, frozen=True):
-    """An action: hand one answer to whoever waits for the round."""
-
-    round: Round
-    server: int
-    result: Result
-    frames: Frames
-    last: bool
-
-
-class Fail(Struct, frozen=True):
-    """An action: tell whoever waits for the round that it will not be answered."""
-
-    round: Round
-    error: ZenPSError
-
-
-Action = SendPush | Deliver | Fail
-
 
 class Exchange:
-    """All rounds that this worker has in flight.
+    """All rounds of this worker that are not settled.
 
     Args:
         deadline_seconds: how long a round may take; may be infinite.
-        servers: for error messages.
+        recut: cuts a round again, for the ring of the last :meth:`on_view`; its answers so far are void.
     """
 
-    def __init__(self, deadline_seconds: float, servers: Iterable[Member]) -> None:
+    def __init__(self, deadline_seconds: float, recut: Callable[[Round], Sequence[Outgoing]]) -> None:
         self._deadline_seconds = deadline_seconds
-        self._servers = {member.rank: member for member in servers}
-        self._rounds: dict[tuple[str, int], Round] = {}
+        self._recut = recut
+        self._epoch = 0
+        self._servers: dict[int, Member] = {}
+        self._in_flight: dict[tuple[str, int], Round] = {}
+        self._kept: dict[tuple[str, int], Round] = {}
         self.failure: ZenPSError | None = None
         """Why no round can succeed any more."""
+        self.wave = 0
+        """The newest wave that has passed here."""
+        self._heard_wave = 0
+        self._before_wave: set[tuple[str, int]] = set()
+        """Rounds that were in flight when the newest wave was heard of, and still are."""
+        self.begun_again = 0
+        """How often a round in flight was cut again."""
+        self.recalled = 0
+        """How often a round that had ended here was pushed again for another rank."""
 
-    def __len__(self) -> int:
-        return len(self._rounds)
+    @property
+    def in_flight(self) -> int:
+        """Rounds whose pushes are not all answered."""
+        return len(self._in_flight)
+
+    @property
+    def kept(self) -> int:
+        """Rounds that have ended here, but perhaps not everywhere."""
+        return len(self._kept)
+
+    # ── events ──────────────────────────────────────────────────────────────────────────────────
+
+    def on_view(self, ring: int, servers: Iterable[Member], now: float) -> list[Action]:
+        """Members have changed. Under a new ring, what is in flight begins again."""
+        self._servers = {member.rank: member for member in servers}
+        if ring == self._epoch:
+            return []
+        self._epoch = ring
+        actions: list[Action] = []
+        for key, round_ in list(self._in_flight.items()):
+            round_.state = ROUND[round_.state]["ring changed"]
+            if round_.state == "pushed":
+                self.begun_again += 1
+                actions += self._cut_again(round_, now)
+            else:
+                self._kept[key] = self._in_flight.pop(key)
+        return actions
 
     def submit(self, round_: Round, now: float) -> list[Action]:
         """A round begins: pushes everything at once."""
         if self.failure is not None:
             return [Fail(round_, self.failure)]
         round_.deadline = now + self._deadline_seconds + PATIENCE_SECONDS
-        round_.repeat_at = now + REPEAT_SECONDS
-        self._rounds[round_.tensor, round_.step] = round_
-        return [SendPush(outgoing) for outgoing in round_.outgoing]
+        self._in_flight[round_.tensor, round_.step] = round_
+        if round_.epoch != self._epoch:  # the ring changed while it was compacted
+            return self._cut_again(round_, now)
+        return self._push(round_, now)
 
-    def on_reply(self, server: int, message: FromServer, frames: Frames) -> list[Action]:
+    def on_reply(self, server: int, message: FromServer, frames: Frames, now: float) -> list[Action]:
         """A server answered. What belongs to no round in flight is a late repetition, and ignored."""
-        round_ = self._rounds.get((message.tensor, message.step))
+        if message.epoch != self._epoch:
+            return []
+        if isinstance(message, Wanted):
+            return self._on_wanted(message, now)
+        round_ = self._in_flight.get((message.tensor, message.step))
         if round_ is None:
             return []
         if (server, message.chunk) not in round_.unanswered:
             return []
         match message:
             case Result():
-                del round_.unanswered[server, message.chunk]
-                if not round_.unanswered:
-                    del self._rounds[round_.tensor, round_.step]
-                return [Deliver(round_, server, message, frames, last=not round_.unanswered)]
+                return self._on_result(round_, server, message, frames)
             case Failure(kind=kind, reason=reason):
-                return [self._fail(round_, _FAILURES[kind](reason))]
+                return self._fail(round_, _FAILURES[kind](reason))
             case Busy():
                 return []
             case Resume():
-                return [self._repeat(round_, server, message.chunk, "refused as busy", again=True)]
+                return self._repeat(round_, server, message.chunk, "refused as busy", again=True)
             case Resend():
-                return [self._repeat(round_, server, message.chunk, "damaged on its way", again=False)]
+                return self._repeat(round_, server, message.chunk, "damaged on its way", again=False)
 
     def on_corrupted(self, server: int, message: object) -> list[Action]:
         """An answer came whose checksum is wrong: the push is repeated, and the server repeats itself."""
-        if not isinstance(message, FromServer):
+        if not isinstance(message, Result) or message.epoch != self._epoch:
             return []
-        round_ = self._rounds.get((message.tensor, message.step))
+        round_ = self._in_flight.get((message.tensor, message.step))
         if round_ is None or (server, message.chunk) not in round_.unanswered:
             return []
-        return [self._repeat(round_, server, message.chunk, "answered with damaged bytes", again=False)]
+        return self._repeat(round_, server, message.chunk, "answered with damaged bytes", again=False)
 
     def on_lost(self, error: ZenPSError) -> list[Action]:
         """Nothing can succeed any more: fails what is in flight, and all that comes."""
         self.failure = self.failure or error
-        return [self._fail(round_, error) for round_ in list(self._rounds.values())]
+        rounds = list(self._in_flight.values())
+        actions = [action for round_ in rounds for action in self._fail(round_, error)]
+        self._kept.clear()
+        return actions
+
+    def on_wave(self, wave: int) -> None:
+        """The scheduler has begun a wave, or says once more that it has."""
+        if wave <= self._heard_wave:
+            return
+        self._heard_wave = wave
+        self._before_wave = {key for key, round_ in self._in_flight.items() if round_.state == "pushed"}
+        if not self._before_wave:
+            self.wave = wave
+        for rounds in (self._kept, self._in_flight):
+            for key, round_ in list(rounds.items()):
+                if round_.state != "pushed" and round_.ended_after + WAVES_TO_SETTLE <= wave:
+                    self._settle(key)
 
     def on_tick(self, now: float) -> list[Action]:
         """Time passed: rounds may have reached their deadline, or be silent for long."""
         actions: list[Action] = []
-        for round_ in list(self._rounds.values()):
+        for round_ in list(self._in_flight.values()):
             if now > round_.deadline:
-                silent = sorted({server for server, _ in round_.unanswered})
-                names = ", ".join(str(self._servers[server]) for server in silent)
+                names = listing(
+                    self._servers[rank] for rank in sorted({rank for rank, _ in round_.unanswered})
+                )
                 reason = f"no answer within {self._deadline_seconds:g} s from {names}"
                 error = DeadlineError(f"tensor {round_.tensor!r}, step {round_.step}: {reason}")
-                actions.append(self._fail(round_, error))
+                actions += self._fail(round_, error)
             elif now > round_.repeat_at:
                 round_.repeat_seconds *= 2
                 round_.repeat_at = now + round_.repeat_seconds
                 actions += [SendPush(outgoing) for outgoing in round_.unanswered.values()]
         return actions
 
-    def _repeat(self, round_: Round, server: int, chunk: int, cause: str, *, again: bool) -> Action:
+    # ── transitions ─────────────────────────────────────────────────────────────────────────────
+
+    def _push(self, round_: Round, now: float) -> list[Action]:
+        round_.unanswered = {(out.server, out.push.chunk): out for out in round_.outgoing}
+        round_.repeat_at = now + round_.repeat_seconds
+        return [SendPush(outgoing) for outgoing in round_.outgoing]
+
+    def _cut_again(self, round_: Round, now: float) -> list[Action]:
+        round_.outgoing = self._recut(round_)
+        round_.epoch = self._epoch
+        round_.repetitions = {}
+        return self._push(round_, now)
+
+    def _on_wanted(self, message: Wanted, now: float) -> list[Action]:
+        """One that has not begun here, or is in flight, will be pushed or has been."""
+        key = message.tensor, message.step
+        round_ = self._kept.pop(key, None)
+        if round_ is None:
+            return []
+        round_.state = ROUND[round_.state]["wanted"]
+        round_.deadline = math.inf
+        self._in_flight[key] = round_
+        self.recalled += 1
+        return self._cut_again(round_, now)
+
+    def _on_result(self, round_: Round, server: int, result: Result, frames: Frames) -> list[Action]:
+        del round_.unanswered[server, result.chunk]
+        step = round_.step - 1
+        while self._settle((round_.tensor, step)):
+            step -= 1
+        is_awaited, last = round_.state == "pushed", not round_.unanswered
+        if last:
+            self._end(round_, "answered")
+        return [Deliver(round_, server, result, frames, last)] if is_awaited else []
+
+    def _settle(self, key: tuple[str, int]) -> bool:
+        """Forgets a round that all ranks have ended; False if there is none."""
+        round_ = self._kept.pop(key, None) or self._in_flight.pop(key, None)
+        if round_ is None:
+            return False
+        round_.state = ROUND[round_.state]["ended everywhere"]
+        return True
+
+    def _end(self, round_: Round, event: Literal["answered", "failed"]) -> None:
+        key = round_.tensor, round_.step
+        del self._in_flight[key]
+        if round_.state == "pushed":
+            round_.ended_after = self._heard_wave
+        round_.state = ROUND[round_.state][event]
+        round_.unanswered = {}
+        self._kept[key] = round_
+        if key in self._before_wave:
+            self._before_wave.discard(key)
+            if not self._before_wave:
+                self.wave = self._heard_wave
+
+    def _repeat(self, round_: Round, server: int, chunk: int, cause: str, *, again: bool) -> list[Action]:
         place = (server, chunk)
         count = round_.repetitions[place] = round_.repetitions.get(place, 0) + 1
         if count > MOST_REPETITIONS:
@@ -176,8 +239,9 @@ class Exchange:
                 f"{cause} again; expected once at most: test memory and network cards of both machines"
             )
             return self._fail(round_, ProtocolError("checksum", reason))
-        return SendPush(round_.unanswered[place], again=again)
+        return [SendPush(round_.unanswered[place], again=again)]
 
-    def _fail(self, round_: Round, error: ZenPSError) -> Fail:
-        del self._rounds[round_.tensor, round_.step]
-        return Fail(round_, error)
+    def _fail(self, round_: Round, error: ZenPSError) -> list[Action]:
+        is_awaited = round_.state == "pushed"
+        self._end(round_, "failed")
+        return [Fail(round_, error)] if is_awaited else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket as net
 import threading
 import time
@@ -20,12 +21,23 @@ from zenps.keys import load_keys
 from zenps.metrics import WorkerMetrics
 from zenps.wire.curve import warn_if_open
 from zenps.wire.link import SchedulerLink
-from zenps.wire.messages import Barrier, BarrierReply, Departed, Load, Refused, Register, View
+from zenps.wire.messages import (
+    Barrier,
+    BarrierReply,
+    Departed,
+    HeartbeatReply,
+    Load,
+    Refused,
+    Register,
+    View,
+)
 from zenps.wire.sockets import LINGER_MS, Socket
 
 from .channel import Channel
 
 __all__ = ["Session"]
+
+logger = logging.getLogger("zenps.worker")
 
 # The lease's thread answers within microseconds; this bounds the wait for one that cannot.
 CLOSE_SECONDS = 1.0
@@ -50,11 +62,13 @@ class Session:
         view: membership and ring.
         channel: the way to the servers.
         report: gives the counters that go to the scheduler with every heartbeat.
+        follow: is called with each later view, before the channel goes by it.
     """
 
     def __init__(self, config: Config, register: Register, metrics: WorkerMetrics) -> None:
         self._cluster = config.cluster
         self.report: Callable[[], Load] = dict
+        self.follow: Callable[[View], None] = lambda _: None
         keys = load_keys(config.security, "worker", register.rank if register.rank >= 0 else None)
         warn_if_open(keys, self._cluster.scheduler)
         self._ctx: zmq.Context[Socket] = zmq.Context()
@@ -62,7 +76,8 @@ class Session:
             self._link = SchedulerLink(self._ctx, self._cluster, "worker", keys)
             self.view: View = self._link.join(register)
             identity = self._link.identity
-            self.channel = Channel(self._ctx, self._cluster, self.view, identity, metrics, keys)
+            self.channel = Channel(self._ctx, self._cluster, identity, metrics, keys)
+            self.channel.on_view(self.view)
         except BaseException:  # Ctrl-C while others are waited for, too: sockets would linger at exit
             self._ctx.destroy(linger=0)
             raise
@@ -115,7 +130,8 @@ class Session:
         try:
             while not self._on_commands():
                 now = time.monotonic()
-                self._link.beat_if_due(now, self.view.epoch, self.report)
+                if self._link.is_beat_due(now):
+                    self._beat(now)
                 self._sleep(self._link.seconds_to_beat(now))
                 self._on_scheduler()
                 self._check_scheduler()
@@ -130,6 +146,11 @@ class Session:
             self._wake_reader.close()
             self._wake_writer.close()
             self._fail_commands()
+
+    def _beat(self, now: float) -> None:
+        self._link.beat(now, self.view.epoch, self.report(), wave=self.channel.wave)
+        for sequence in self._barriers:  # it may have been lost, with its connection or the scheduler
+            self._link.send(Barrier(sequence))
 
     def _fail_commands(self) -> None:
         """Nobody will see to what callers have handed over."""
@@ -169,12 +190,25 @@ class Session:
                     if error:
                         reached.set_exception(DeadlineError(error))
                     else:
+                        self._link.registration.barriers = sequence
                         reached.set_result(None)
-                case Departed(member=member, lost=lost, reason=reason):
-                    if lost or member.role == "server":
-                        self._fail(PeerLostError(reason))
+                case HeartbeatReply(wave=wave):
+                    self.channel.on_wave(wave)
+                case View():
+                    self._on_view(message)
+                case Departed(lost=lost, reason=reason):
+                    logger.warning("%s", reason) if lost else logger.debug("%s", reason)
                 case Refused(reason=reason):
                     self._fail(PeerLostError(reason))
+
+    def _on_view(self, view: View) -> None:
+        if view.epoch <= self.view.epoch:
+            return  # told twice
+        logger.info("epoch %d: %d servers", view.epoch, len(view.servers))
+        self.follow(view)
+        self.view = view
+        self.channel.on_view(view)
+        self._beat(time.monotonic())
 
     def _check_scheduler(self) -> None:
         if self._failure is None:

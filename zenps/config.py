@@ -56,6 +56,7 @@ __all__ = [
     "parse_address",
     "rank_from_environment",
     "require_cluster",
+    "restarts_from_environment",
 ]
 
 RESERVED: Final = frozenset({"ZENPS_CONFIG"})
@@ -170,6 +171,13 @@ def local_rank_from_environment(environ: Mapping[str, str] = os.environ) -> int:
 def local_size_from_environment(environ: Mapping[str, str] = os.environ) -> int:
     """Number of workers on this host (torchrun's ``LOCAL_WORLD_SIZE``); 1 where nobody says."""
     return _integer(environ, "LOCAL_WORLD_SIZE", at_least=1) or 1
+
+
+def restarts_from_environment(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """How often torchrun has started the workers again (``TORCHELASTIC_RESTART_COUNT``), and still may."""
+    count = _integer(environ, "TORCHELASTIC_RESTART_COUNT", at_least=0) or 0
+    most = _integer(environ, "TORCHELASTIC_MAX_RESTARTS", at_least=0) or 0
+    return count, max(most - count, 0)
 
 
 def _integer(environ: Mapping[str, str], variable: str, *, at_least: int) -> int | None:

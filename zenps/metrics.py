@@ -178,6 +178,11 @@ class WorkerMetrics(_RoleMetrics):
         self.refused_pushes = self._counter(
             "zenps_refused_pushes_total", "Pushes that a server refused as busy and that were sent again."
         )
+        self.repeated_rounds = self._counter(
+            "zenps_repeated_rounds_total",
+            "Rounds that were pushed again under a new ring: unanswered here, or wanted by another rank.",
+            cause=("unanswered", "wanted"),
+        )
         self.hashed_rows = self._counter(
             "zenps_hashed_rows_total",
             "Rows that hash compaction on a GPU placed by the first or another hash, or serially; or that "

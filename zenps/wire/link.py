@@ -8,18 +8,19 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
+import msgspec
 import zmq
 
 from zenps import log
+from zenps.config import restarts_from_environment
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, ProtocolError, UsageError, ZenPSError
 from zenps.keys import Keys
 from zenps.settings import ClusterConfig
 from zenps.wire.curve import Handshakes
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.messages import (
-    Departed,
     FromScheduler,
     Heartbeat,
     Late,
@@ -30,7 +31,9 @@ from zenps.wire.messages import (
     Role,
     ToScheduler,
     View,
+    WhoAreYou,
 )
+from zenps.wire.registration import Registration
 from zenps.wire.sockets import Socket, open_dealer
 
 __all__ = ["SchedulerLink", "new_register"]
@@ -77,6 +80,8 @@ class SchedulerLink:
         self._next_beat = 0.0
         self._heard = time.monotonic()
         self._is_missed = False
+        self.registration: Registration
+        """From :meth:`join` on."""
 
     def join(self, register: Register) -> View:
         """Registers and waits for the first view, sending heartbeats meanwhile.
@@ -100,10 +105,12 @@ class SchedulerLink:
             self._handshakes.close()
 
     def _await_view(self, register: Register) -> View:
+        self.registration = Registration(register)
         self.send(register)
         until = time.monotonic() + self._cluster.rendezvous_seconds + PATIENCE_SECONDS
         while (now := time.monotonic()) < until:
-            self.beat_if_due(now, epoch=0, report=dict)
+            if self.is_beat_due(now):
+                self.beat(now, epoch=0, load={})
             self._handshakes.wait(min(until - now, self.seconds_to_beat(now)))
             self._handshakes.raise_for(self._keys, self._scheduler)
             for message in self.receive():
@@ -111,8 +118,6 @@ class SchedulerLink:
                     return message
                 if isinstance(message, Refused):
                     raise _REFUSALS[message.kind](message.reason)
-                if isinstance(message, Departed):
-                    raise PeerLostError(message.reason)
         raise DeadlineError(
             f"no answer from the scheduler at {self._scheduler} within "
             f"{self._cluster.rendezvous_seconds:g} s; is it running, and is cluster.scheduler right?"
@@ -137,7 +142,7 @@ class SchedulerLink:
     def receive(self) -> Iterator[FromScheduler]:
         """The messages that have arrived; those that the caller does not take stay for the next call.
 
-        One that cannot be read is dropped, and logged once.
+        One that cannot be read is dropped, and logged once. A scheduler that does not know this node is told.
         """
         while self.socket.poll(0):
             frames = self.socket.recv_multipart()
@@ -147,6 +152,12 @@ class SchedulerLink:
                 log.once(logger, self._scheduler, "dropped a message of the scheduler: %s", error)
                 continue
             self._heard = time.monotonic()
+            match message:
+                case WhoAreYou():
+                    self.send(self.registration.again())
+                    continue
+                case View():
+                    self.registration.view = message
             yield message
 
     def check(self, now: float) -> None:
@@ -169,17 +180,14 @@ class SchedulerLink:
             else:
                 logger.warning("%s has returned", who)
 
-    def beat_if_due(
-        self, now: float, epoch: int, report: Callable[[], Load], late: Callable[[], Late] = dict
-    ) -> None:
-        """Sends a heartbeat when one is due; ``now`` is :func:`time.monotonic`."""
-        if now >= self._next_beat:
-            self.beat(now, epoch, report(), late())
+    def is_beat_due(self, now: float) -> bool:
+        """Whether it is time for a heartbeat; ``now`` is :func:`time.monotonic`."""
+        return now >= self._next_beat
 
-    def beat(self, now: float, epoch: int, load: Load, late: Late | None = None) -> None:
+    def beat(self, now: float, epoch: int, load: Load, late: Late | None = None, wave: int = 0) -> None:
         """Sends a heartbeat at once, as after a new view."""
         self._next_beat = now + self._cluster.lease_seconds / BEATS_PER_LEASE
-        self.send(Heartbeat(epoch, load, late or {}))
+        self.send(Heartbeat(epoch, load, late or {}, wave))
 
     def seconds_to_beat(self, now: float) -> float:
         """How long a poll may last until the next heartbeat is due."""
@@ -194,6 +202,10 @@ class SchedulerLink:
 def new_register(
     role: Role, rank: int | None, address: str, metrics: str, settings: dict[str, str | int | float]
 ) -> Register:
-    """This process's registration."""
+    """This process's registration. Of a worker that torchrun has started it says how often it has."""
     wanted = -1 if rank is None else rank
-    return Register(role, wanted, socket.gethostname(), os.getpid(), address, metrics, settings)
+    register = Register(role, wanted, socket.gethostname(), os.getpid(), address, metrics, settings)
+    if role == "server":
+        return register
+    generation, restarts = restarts_from_environment(os.environ)
+    return msgspec.structs.replace(register, generation=generation, restarts=restarts)

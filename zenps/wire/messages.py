@@ -157,6 +157,8 @@ class View(Struct, frozen=True, array_like=True, tag="view"):
     """The rank of the server that owns each of the 4096 slots, uint16 little-endian."""
     ring: Count
     """The epoch since when servers and owners are these. Messages between worker and server name it."""
+    left: tuple[Rank, ...] = ()
+    """Those of ``workers`` that have left: rounds that they have not pushed cannot end."""
 
 
 class WhoAreYou(Struct, frozen=True, array_like=True, tag="register?"):
@@ -318,7 +320,7 @@ class Resend(Struct, frozen=True, array_like=True, tag="resend"):
 
 
 class Wanted(Struct, frozen=True, array_like=True, tag="wanted"):
-    """A round that began under an older ring lacks the receiver's pushes. One that has ended it pushes again."""
+    """A round that began under an older ring lacks the receiver's push, who may have ended it there."""
 
     epoch: Count
     tensor: Name

@@ -1,0 +1,64 @@
+"""Who may join, and who is missing: the sentences for people."""
+
+from __future__ import annotations
+
+from zenps.errors import listing
+from zenps.settings import ClusterConfig
+from zenps.wire.messages import Refused, Register, Role
+
+from .members import Members, names
+from .states import State
+
+__all__ = ["Settings", "missing_from", "refusal"]
+
+Settings = dict[str, str | int | float]
+
+
+def refusal(
+    message: Register, state: State, members: Members, cluster: ClusterConfig, settings: Settings
+) -> Refused | None:
+    """Why a node cannot join; None if it can. Servers may join at any time, and beyond their number."""
+    role, rank = message.role, message.rank
+    expected = cluster.workers if role == "worker" else cluster.servers
+    present = members.present(role)
+    is_open = state == "gathering" or (role == "server" and state in ("confirming", "running"))
+    if not is_open or (role == "worker" and len(present) >= expected):
+        return Refused(
+            "usage",
+            f"the cluster is complete with {expected} {role}(s) and {state}; "
+            f"raise cluster.{role}s, or wait until this job has ended",
+        )
+    if role == "worker" and rank >= expected:
+        return Refused("usage", f"{role} rank {rank}: expected 0 to {expected - 1} (cluster.{role}s)")
+    for node in members.alive():
+        if node.role == role and rank == node.rank >= 0:
+            return Refused("usage", f"rank {rank} is taken by {node.member}; give each {role} its own")
+    if role == "worker" and message.settings != settings:
+        keys = sorted(message.settings.keys() | settings.keys())
+        differing = [
+            f"{key} is {message.settings.get(key)!r} here and {settings.get(key)!r} there"
+            for key in keys
+            if message.settings.get(key) != settings.get(key)
+        ]
+        return Refused("mismatch", f"not the scheduler's settings: {'; '.join(differing)}")
+    return None
+
+
+def missing_from(members: Members, cluster: ClusterConfig, epoch: int) -> str:
+    """Who has not come to the rendezvous, or confirmed the first view."""
+    missing = []
+    expectations: dict[Role, int] = {"worker": cluster.workers, "server": cluster.servers}
+    for role, expected in expectations.items():
+        nodes = members.present(role)
+        if len(nodes) >= expected:
+            continue
+        line = f"{expected - len(nodes)} of {expected} {role}(s)"
+        claimed = {node.rank for node in nodes if node.rank >= 0}
+        if role == "worker" and len(claimed) == len(nodes) > 0:
+            absent = sorted(set(range(expected)) - claimed)
+            line += f" (rank {listing(absent)})"
+        missing.append(line)
+    if not missing:
+        unconfirmed = [node for node in members.present("server") if node.epoch < epoch]
+        missing.append(f"the confirmation of {names(unconfirmed)}")
+    return " and ".join(missing)

@@ -1,0 +1,94 @@
+"""What a round is at a worker: one tensor in one step, and the table of its states."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final, Literal, NamedTuple
+
+from msgspec import Struct
+
+from zenps.errors import ZenPSError
+from zenps.transitions import Transitions
+from zenps.wire.messages import Push, Result
+
+__all__ = ["ROUND", "Action", "Deliver", "Fail", "Frames", "Outgoing", "Round", "SendPush"]
+
+State = Literal["pushed", "kept", "recalled", "settled"]
+Event = Literal["answered", "failed", "ring changed", "wanted", "ended everywhere"]
+
+ROUND: Final[Transitions[State, Event]] = {
+    "pushed": {"ring changed": "pushed", "answered": "kept", "failed": "kept"},
+    "kept": {"wanted": "recalled", "ended everywhere": "settled"},
+    "recalled": {
+        "answered": "kept",
+        "failed": "kept",
+        "ring changed": "kept",
+        "ended everywhere": "settled",
+    },
+    "settled": {},
+}
+"""A round at a worker. In ``pushed`` and ``recalled`` it is in flight, and its pushes are repeated."""
+
+# A connection that was cut and made again may have lost a push or its answer. Nobody notices, where rounds
+# have no deadline; so what stays unanswered is pushed again: after this time, and then ever more seldom,
+# for the reason is nearly always a straggler. To a server a push is the same however often it comes.
+REPEAT_SECONDS = 60.0
+Frames = Sequence[memoryview]
+
+
+class Outgoing(NamedTuple):
+    """One push, and the server it is for."""
+
+    server: int
+    push: Push
+    frames: Frames
+
+
+class Round(Struct, eq=False):
+    """One tensor's pushes of one step, from the first push until it is settled."""
+
+    tensor: str
+    step: int
+    epoch: int
+    """Of the ring by which ``outgoing`` was cut."""
+    outgoing: Sequence[Outgoing]
+    sent: object = None
+    """What ``outgoing`` can be cut from again; opaque here."""
+    state: State = "pushed"
+    unanswered: dict[tuple[int, int], Outgoing] = {}
+    """By server and chunk. Pushes are kept whole: a server may ask for one again."""
+    repetitions: dict[tuple[int, int], int] = {}
+    """How often a push was sent again; those that never were are not in it."""
+    deadline: float = math.inf
+    repeat_at: float = 0.0
+    repeat_seconds: float = REPEAT_SECONDS
+    ended_after: int = 0
+    """The wave last heard of when it ended."""
+
+
+class SendPush(Struct, frozen=True):
+    """An action: send this push; ``again`` if a server was busy when it came first."""
+
+    outgoing: Outgoing
+    again: bool = False
+
+
+class Deliver(Struct, frozen=True):
+    """An action: hand one answer to whoever waits for the round."""
+
+    round: Round
+    server: int
+    result: Result
+    frames: Frames
+    last: bool
+
+
+class Fail(Struct, frozen=True):
+    """An action: tell whoever waits for the round that it will not be answered."""
+
+    round: Round
+    error: ZenPSError
+
+
+Action = SendPush | Deliver | Fail

@@ -1,0 +1,31 @@
+"""What a node tells a scheduler about itself: at first, and whenever one that does not know it asks."""
+
+from __future__ import annotations
+
+import msgspec
+
+from zenps.wire.messages import Register, View
+
+__all__ = ["Registration"]
+
+
+class Registration:
+    """A node's side of the scheduler's return; no socket.
+
+    Attributes:
+        view: the newest that the node has; None before the first.
+        barriers: how many barriers it has passed.
+    """
+
+    def __init__(self, register: Register) -> None:
+        self._register = register
+        self.view: View | None = None
+        self.barriers = 0
+
+    def again(self) -> Register:
+        """The registration with what a new scheduler has to learn."""
+        if self.view is None:
+            return self._register
+        return msgspec.structs.replace(
+            self._register, rank=self.view.rank, barriers=self.barriers, view=self.view
+        )
