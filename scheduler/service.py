@@ -24,6 +24,7 @@ from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.messages import (
     BarrierReply,
     Departed,
+    Drain,
     NodeStatus,
     Refused,
     Register,
@@ -165,6 +166,10 @@ class _Service:
         """
         owner = self._gate.owner(frame)
         if not owner or isinstance(message, StatusRequest):
+            return message
+        if isinstance(message, Drain):
+            if owner != "operator":
+                raise ProtocolError("key", f"drain of server {message.rank} by {owner}")
             return message
         if not isinstance(message, Register):
             registered = self._membership.name_of(peer)

@@ -121,9 +121,12 @@ def _parser() -> argparse.ArgumentParser:
     add("worker", _worker, "run CMD as one worker, with these settings", command=True)
     status = add("status", _status, "show a live cluster")
     status.add_argument("--json", action="store_true", help="for programs")
-    status.add_argument(
-        "--timeout-seconds", type=float, default=5.0, metavar="S", help="how long to wait (default: 5)"
-    )
+    drain = add("drain", _drain, "have a server hand its slots to the others, and end", operand=" RANK")
+    drain.add_argument("rank", type=int, metavar="RANK", help="the server's, as zenps status shows it")
+    for asking in (status, drain):
+        asking.add_argument(
+            "--timeout-seconds", type=float, default=5.0, metavar="S", help="how long to wait (default: 5)"
+        )
     config = add("config", _config, "show every setting and where its value came from")
     config.add_argument("--json", action="store_true", help="for programs; with descriptions")
     add("doctor", _doctor, "check this machine and the way to the cluster")
@@ -245,6 +248,18 @@ def _status(args: argparse.Namespace) -> int:
         print(to_json(status))
     else:
         show_status(status)
+    return 0
+
+
+def _drain(args: argparse.Namespace) -> int:
+    config = _load(args).config
+    _require_scheduler(config)
+    from zenps.status import drain
+
+    if not 0 <= args.rank < 1 << 16:
+        raise ConfigError("RANK", args.rank, "a server's rank, 0 to 65535")
+    drain(config.cluster, args.rank, args.timeout_seconds, load_keys(config.security, "operator"))
+    print(f"server {args.rank} has no slots any more and ends")
     return 0
 
 
