@@ -36,7 +36,7 @@ from .handle import Handle
 from .round import Action, Deliver, Fail, Outgoing, Round, SendPush
 from .transfer import Sent
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "CutAgain"]
 
 logger = logging.getLogger("zenps.worker")
 

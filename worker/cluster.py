@@ -18,15 +18,16 @@ from zenps.metrics import HASH_OUTCOMES, WorkerMetrics
 from zenps.settings import shared_settings
 from zenps.strategies.registry import strategy
 from zenps.wire.link import new_register
-from zenps.wire.messages import Load, Push
+from zenps.wire.messages import Load, Push, View
 from zenps.wire.tensors import dtype_name
 
 from .communicator import Communicator, Pending, Stats
-from .exchange import PATIENCE_SECONDS, Outgoing, Round
+from .exchange import PATIENCE_SECONDS
 from .handle import Handle, Progress
+from .round import Outgoing, Round
 from .session import Session
 from .staging import Staging
-from .transfer import Transfer
+from .transfer import Sent, Transfer
 from .transfers import Transfers
 
 __all__ = ["Cluster"]
@@ -59,8 +60,6 @@ class Cluster(Communicator):
             self._exporter.close()
             raise
         view = self._session.view
-        self._session.report = self._load
-        self._metrics.epoch.set(view.epoch)
         self._completed = self._metrics.rounds.labels(outcome="completed")
         self.stats = Stats(partition=config.sync.partition)
         self.bucket_bytes = config.sync.bucket_bytes
@@ -69,14 +68,14 @@ class Cluster(Communicator):
         self.local_size = len(here)
         self.local_rank = here.index(self.rank) if local_rank is None else local_rank
 
-        owners = np.frombuffer(view.owners, dtype="<u2").astype(np.uint16)
-        self._servers = [server.rank for server in view.servers]
-        self._transfers = Transfers(config, owners, self._servers)
+        self._transfers = Transfers(config)
         self._staging = Staging()
         self._timeout_seconds = config.cluster.patience_seconds + 2 * PATIENCE_SECONDS
         self._latest: dict[str, Progress] = {}
         self._recording = threading.Lock()
         self._submitting = threading.Lock()
+        self._last_step = 0
+        self._session.start(self._load, self._follow, self._cut_again)
 
     def push_pull_async(
         self, tensor: Tensor, name: str, *, average: bool, contributes: bool = True
@@ -91,6 +90,7 @@ class Cluster(Communicator):
                 raise UsageError(f"tensor {name!r} is in flight; wait for its handle before pushing it again")
             progress = Progress(previous.step + 1 if previous else 0)
             self._latest[name] = progress
+            self._last_step = max(self._last_step, progress.step)
         try:
             expected_rows = previous.pulled_rows if previous else 0
             transfer = self._transfers.begin(tensor, name, expected_rows, contributes)
@@ -101,8 +101,9 @@ class Cluster(Communicator):
 
         def push() -> None:
             progress.compacted_seconds = time.perf_counter() - progress.began
-            round_ = Round(name, progress.step, self._pushes(name, progress.step, transfer, average))
-            self._session.channel.submit(round_, handle)
+            sent = transfer.sent
+            outgoing = self._pushes(name, progress.step, sent, average)
+            self._session.channel.submit(Round(name, progress.step, sent.cut.epoch, outgoing, sent), handle)
 
         def fail(error: ZenPSError) -> None:
             self._take_back(name, previous)
@@ -133,30 +134,44 @@ class Cluster(Communicator):
             else:
                 self._latest[name] = previous
 
-    def _pushes(self, name: str, step: int, transfer: Transfer, average: bool) -> list[Outgoing]:
-        shape, dtype = tuple(transfer.shape), dtype_name(transfer.dtype)
+    def _follow(self, view: View) -> None:
+        owners = np.frombuffer(view.owners, dtype="<u2").astype(np.uint16)
+        self._transfers.set_ring(view.ring, owners, [server.rank for server in view.servers])
+        self._metrics.epoch.set(view.epoch)
+
+    def _cut_again(self, round_: Round) -> tuple[Sent, list[Outgoing]]:
+        assert isinstance(round_.sent, Sent)
+        sent = self._transfers.recut(round_.tensor, round_.sent)
+        average = round_.outgoing[0].push.average
+        return sent, self._pushes(round_.tensor, round_.step, sent, average, again=True)
+
+    def _pushes(
+        self, name: str, step: int, sent: Sent, average: bool, again: bool = False
+    ) -> list[Outgoing]:
+        shape, dtype = tuple(sent.shape), dtype_name(sent.dtype)
         return [
             Outgoing(
                 part.server,
                 Push(
-                    epoch=self._session.view.epoch,
+                    epoch=sent.cut.epoch,
                     rank=self.rank,
                     tensor=name,
                     step=step,
                     chunk=part.chunk,
-                    chunks=transfer.chunks,
-                    kind=transfer.kind,
+                    chunks=sent.cut.chunks,
+                    kind=sent.kind,
                     dtype=dtype,
                     shape=shape,
                     span=part.span,
-                    columns=transfer.columns,
+                    columns=sent.columns,
                     rows=part.rows,
                     codec=part.codec,
                     average=average,
+                    again=again,
                 ),
                 part.frames,
             )
-            for part in transfer.parts
+            for part in sent.parts
         ]
 
     def _load(self) -> Load:
@@ -166,6 +181,7 @@ class Cluster(Communicator):
             "pushed_bytes": stats.pushed_bytes,
             "pulled_bytes": stats.pulled_bytes,
             "wait_seconds": stats.wait_seconds,
+            "step": self._last_step,
         }
 
     def _record(self, transfer: Transfer, progress: Progress, waited: float, worked: float) -> None:
@@ -193,8 +209,10 @@ class Cluster(Communicator):
                     counters.hashed_rows.labels(outcome=outcome).inc(rows)
 
     def _record_balance(self, transfer: Transfer) -> None:
-        rows = dict.fromkeys(self._servers, 0)
-        for part in transfer.parts:
+        layout = transfer.sent.cut.layout
+        assert layout is not None
+        rows = dict.fromkeys(layout.servers, 0)
+        for part in transfer.sent.parts:
             rows[part.server] += part.rows
         busiest, mean = max(rows.values()), sum(rows.values()) / len(rows)
         self.stats.busiest_rows += busiest

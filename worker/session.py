@@ -33,7 +33,7 @@ from zenps.wire.messages import (
 )
 from zenps.wire.sockets import LINGER_MS, Socket
 
-from .channel import Channel
+from .channel import Channel, CutAgain
 
 __all__ = ["Session"]
 
@@ -61,14 +61,10 @@ class Session:
     Attributes:
         view: membership and ring.
         channel: the way to the servers.
-        report: gives the counters that go to the scheduler with every heartbeat.
-        follow: is called with each later view, before the channel goes by it.
     """
 
     def __init__(self, config: Config, register: Register, metrics: WorkerMetrics) -> None:
         self._cluster = config.cluster
-        self.report: Callable[[], Load] = dict
-        self.follow: Callable[[View], None] = lambda _: None
         keys = load_keys(config.security, "worker", register.rank if register.rank >= 0 else None)
         warn_if_open(keys, self._cluster.scheduler)
         self._ctx: zmq.Context[Socket] = zmq.Context()
@@ -77,7 +73,6 @@ class Session:
             self.view: View = self._link.join(register)
             identity = self._link.identity
             self.channel = Channel(self._ctx, self._cluster, identity, metrics, keys)
-            self.channel.on_view(self.view)
         except BaseException:  # Ctrl-C while others are waited for, too: sockets would linger at exit
             self._ctx.destroy(linger=0)
             raise
@@ -88,6 +83,19 @@ class Session:
         self._barrier_sequence = 0
         self._failure: ZenPSError | None = None
         self._thread = threading.Thread(target=self._keep_lease, name="zenps-lease", daemon=True)
+
+    def start(self, report: Callable[[], Load], follow: Callable[[View], None], cut_again: CutAgain) -> None:
+        """Connects to the servers, and keeps the lease from now on.
+
+        Args:
+            report: gives the counters that go to the scheduler with every heartbeat.
+            follow: is called with each view, the present one first, before the channel goes by it.
+            cut_again: cuts a round by the view that ``follow`` was called with last.
+        """
+        self._report, self._follow = report, follow
+        self.channel.cut_again = cut_again
+        follow(self.view)
+        self.channel.on_view(self.view)
         self._thread.start()
 
     def barrier(self) -> None:
@@ -148,7 +156,7 @@ class Session:
             self._fail_commands()
 
     def _beat(self, now: float) -> None:
-        self._link.beat(now, self.view.epoch, self.report(), wave=self.channel.wave)
+        self._link.beat(now, self.view.epoch, self._report(), wave=self.channel.wave)
         for sequence in self._barriers:  # it may have been lost, with its connection or the scheduler
             self._link.send(Barrier(sequence))
 
@@ -205,7 +213,7 @@ class Session:
         if view.epoch <= self.view.epoch:
             return  # told twice
         logger.info("epoch %d: %d servers", view.epoch, len(view.servers))
-        self.follow(view)
+        self._follow(view)
         self.view = view
         self.channel.on_view(view)
         self._beat(time.monotonic())
