@@ -34,6 +34,9 @@ So that whatever happens everything has ended within 5 seconds.
 
 STATUS_SECONDS: Final = 1.0
 
+MOST_SCHEDULER_DEATHS: Final = 3
+"""One that is killed this often is not the victim of an accident."""
+
 SETTLE_SECONDS: Final = 3.0
 """How long a worker that has left the cluster has for the rest of its way out."""
 
@@ -84,6 +87,7 @@ class _Job:
         self._processes: list[Process] = []
         self._address = b""
         self._code: int | None = None  # of the whole job, once it is known
+        self._deaths = 0  # of schedulers
         self._measures = [signal.SIGTERM, signal.SIGKILL]
         self._patience_until = float("inf")  # then the next measure is taken
 
@@ -130,6 +134,7 @@ class _Job:
 
     def _start_others(self) -> None:
         address = self._address.decode().strip()
+        self._environment_of["scheduler"]["ZENPS_CLUSTER_SCHEDULER"] = address  # should it be started again
         if self._code is None:
             self._say(f"zenps status --set cluster.scheduler={address} shows this cluster")
         for name, environment in self._environment_of.items():
@@ -203,6 +208,8 @@ class _Job:
         if self._code is not None:
             return  # as it should
         workers = [other for other in self._processes if _is_worker(other.name)]
+        if (process.exit_code or 0) > _SIGNALLED and self._survives(process):
+            return
         if process.exit_code or not self._address:
             cause = self._cause(process)
             self._say(f"{cause.name} failed: {cause.how_it_ended()}; ending the others")
@@ -215,6 +222,22 @@ class _Job:
             if status is not None and status.state == "gathering":
                 self._say("not all workers joined the cluster; does CMD call zenps.init()?")
                 self._take_next_measure()
+
+    def _survives(self, killed: Process) -> bool:
+        """Whether the job goes on without it: other servers take its slots; a scheduler is started again."""
+        if _is_worker(killed.name):
+            return False
+        if killed.name == "scheduler":
+            self._deaths += 1
+            if not self._address or self._deaths > MOST_SCHEDULER_DEATHS:
+                return False
+            self._say(f"scheduler ended: {killed.how_it_ended()}; starting it again")
+            self._start("scheduler", [*_ZENPS, "scheduler"])
+            return True
+        others = [p.name for p in self._processes if p.name.startswith("server") and p.exit_code is None]
+        if others:
+            self._say(f"{killed.name} ended: {killed.how_it_ended()}; {', '.join(others)} will take its slots")
+        return bool(others)
 
     def _cause(self, failed: Process) -> Process:
         """The process on which to blame that ``failed`` has.
