@@ -117,6 +117,8 @@ class Rounds:
 
     def on_departed(self, rank: int, reason: str, now: float) -> Actions:
         """A worker cannot be served any more, and stays a member: rounds that need its push fail."""
+        if rank not in self._peers:
+            return []
         self._departed[rank] = reason
         return self._fail_without({rank: reason}, now)
 

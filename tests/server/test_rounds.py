@@ -33,12 +33,12 @@ def peer_of(rank: int) -> bytes:
 
 def make_rounds(ranks: int, budget_bytes: int = 1 << 30) -> Rounds:
     rounds = Rounds(budget_bytes, DEADLINE_SECONDS)
-    rounds.set_view(1, range(ranks))
+    rounds.on_view(1, {rank: peer_of(rank) for rank in range(ranks)}, {}, 0.0)
     return rounds
 
 
 def result_of(key: Key) -> Result:
-    return Result(*key, 2, "coo")
+    return Result(1, *key, 2, "coo")
 
 
 class Cluster(RuleBasedStateMachine):
@@ -124,17 +124,18 @@ class Cluster(RuleBasedStateMachine):
 
     def send(self, held: Held) -> None:
         key, rank = Key(held.push.tensor, held.push.step, held.push.chunk), held.push.rank
-        outcome = self.rounds._outcomes.get((key.tensor, key.chunk))
+        outcome = self.rounds._ended.get((key.tensor, key.chunk))
         actions = self.rounds.on_push(held, self.now)
-        if outcome is not None and outcome.step >= key.step:
+        if outcome is not None and outcome.key.step >= key.step:
             # Failed without this rank. One that is a step behind ends by its own deadline.
-            assert actions == ([Reply([held.peer], outcome.message)] if outcome.step == key.step else [])
+            assert outcome.message is not None
+            assert actions == ([Reply([held.peer], outcome.message)] if outcome.key.step == key.step else [])
             self.end(rank, key)
             return
         self.states[rank, key] = "waiting"
-        if Reply([held.peer], Busy(*key)) in actions:
+        if Reply([held.peer], Busy(1, *key)) in actions:
             self.states[rank, key] = "busy"
-            assert actions == [Reply([held.peer], Busy(*key))]
+            assert actions == [Reply([held.peer], Busy(1, *key))]
             return
         self.opened.setdefault(key, self.now)
         self.held.setdefault(key, {})[rank] = held
@@ -214,12 +215,12 @@ class Cluster(RuleBasedStateMachine):
     @invariant()
     def memory_is_counted_and_bounded(self) -> None:
         rounds, ranks = self.rounds, len(self.ranks)
-        kept = sum(outcome.size_bytes for outcome in rounds._outcomes.values())
-        reserved = sum(round_.reserved_bytes for round_ in rounds._open.values())
+        kept = sum(round_.size_bytes for round_ in rounds._ended.values())
+        reserved = sum(round_.size_bytes for round_ in rounds._open.values())
         assert rounds.held_bytes == kept + reserved
         for key, held in self.held.items():
             assert ROUND_BYTES + sum(each.size_bytes for each in held.values()) <= (
-                rounds._open[key].reserved_bytes
+                rounds._open[key].size_bytes
             )
         # A round opens if it fits, or alone. From there it grows by what later pushes are larger.
         one_round = ROUND_BYTES + ranks * max(self.sizes)
@@ -324,12 +325,12 @@ def test_a_deadline_names_the_missing_ranks() -> None:
     assert isinstance(reply, Reply)
     assert list(reply.peers) == [peer_of(2), peer_of(0)]
     reason = "tensor 'a', step 0: no push within 30 s from rank(s) 1, 3"
-    assert reply.message == Failure(*KEY, "deadline", reason)
+    assert reply.message == Failure(1, *KEY, "deadline", reason)
 
 
 def test_without_a_deadline_a_round_waits_and_counts_for_whom() -> None:
     rounds = Rounds(1 << 30, math.inf)
-    rounds.set_view(1, range(4))
+    rounds.on_view(1, {rank: peer_of(rank) for rank in range(4)}, {}, 0.0)
     for rank, now in ((2, 10.0), (0, 11.0)):
         assert rounds.on_push(make_held(rank, KEY), now) == []
     assert rounds.on_tick(1e6) == []
@@ -417,8 +418,8 @@ def test_back_pressure_lets_the_first_refused_in_first() -> None:
     keys = [Key(name, 0, 0) for name in "abcd"]
     assert rounds.on_push(make_held(0, keys[0], BUSY_SIZE), 0.0) == []
     for key in keys[1:]:
-        assert rounds.on_push(make_held(0, key, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(*key))]
-    assert rounds.on_push(make_held(1, keys[2], BUSY_SIZE), 0.0) == [Reply([peer_of(1)], Busy(*keys[2]))]
+        assert rounds.on_push(make_held(0, key, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *key))]
+    assert rounds.on_push(make_held(1, keys[2], BUSY_SIZE), 0.0) == [Reply([peer_of(1)], Busy(1, *keys[2]))]
     for key, following in zip(keys, [*keys[1:], None], strict=True):
         if key != keys[0] and key != keys[2]:
             assert rounds.on_push(make_held(0, key, BUSY_SIZE), 0.0) == []
@@ -429,7 +430,7 @@ def test_back_pressure_lets_the_first_refused_in_first() -> None:
         assert isinstance(answer, Reply)
         assert isinstance(answer.message, Result)
         peers = [peer_of(0), peer_of(1)] if following == keys[2] else [peer_of(0)]
-        assert resumed == ([Reply(peers, Resume(*following))] if following else [])
+        assert resumed == ([Reply(peers, Resume(1, *following))] if following else [])
 
 
 def test_a_round_that_opens_takes_along_the_ranks_refused_for_it() -> None:
@@ -437,8 +438,8 @@ def test_a_round_that_opens_takes_along_the_ranks_refused_for_it() -> None:
     rounds = make_rounds(2, 10_000)
     other = Key("b", 0, 0)
     rounds.on_push(make_held(0, other, 3000), 0.0)
-    assert rounds.on_push(make_held(0, KEY, 2000), 0.0) == [Reply([peer_of(0)], Busy(*KEY))]
-    assert rounds.on_push(make_held(1, KEY, 10), 0.0) == [Reply([peer_of(0)], Resume(*KEY))]
+    assert rounds.on_push(make_held(0, KEY, 2000), 0.0) == [Reply([peer_of(0)], Busy(1, *KEY))]
+    assert rounds.on_push(make_held(1, KEY, 10), 0.0) == [Reply([peer_of(0)], Resume(1, *KEY))]
     assert isinstance(rounds.on_push(make_held(0, KEY, 2000), 0.0)[0], Aggregate)
 
 
@@ -473,11 +474,11 @@ def test_departure_fails_rounds_that_need_the_rank_now_and_later() -> None:
     rounds.on_push(make_held(0, without), 0.0)
     push_all(rounds, with_it, [0, 2])
     (reply,) = rounds.on_departed(2, "worker 2 left", 1.0)
-    assert reply == Reply([peer_of(0)], Failure(*without, "lost", "tensor 'a', step 0: worker 2 left"))
+    assert reply == Reply([peer_of(0)], Failure(1, *without, "lost", "tensor 'a', step 0: worker 2 left"))
     assert isinstance(rounds.on_push(make_held(1, with_it), 1.0)[0], Aggregate)
     later = Key("c", 0, 0)
     (reply,) = rounds.on_push(make_held(1, later), 2.0)
-    assert reply == Reply([peer_of(1)], Failure(*later, "lost", "tensor 'c', step 0: worker 2 left"))
+    assert reply == Reply([peer_of(1)], Failure(1, *later, "lost", "tensor 'c', step 0: worker 2 left"))
     assert rounds.on_departed(9, "nobody", 3.0) == []
 
 
@@ -488,7 +489,7 @@ def test_refusals_are_counted_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> 
     refused = [Key("waits", 0, chunk) for chunk in range(3)]
     for key in refused:
         for _ in range(2):  # again is not more
-            assert rounds.on_push(make_held(0, key), 0.0) == [Reply([peer_of(0)], Busy(*key))]
+            assert rounds.on_push(make_held(0, key), 0.0) == [Reply([peer_of(0)], Busy(1, *key))]
     with pytest.raises(ProtocolError, match="unexpected: rank 0 has 3 refused rounds"):
         rounds.on_push(make_held(0, Key("one more", 0, 0)), 0.0)
     # The other rank has its own count, and room is made as rounds are let in.
