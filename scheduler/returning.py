@@ -59,9 +59,12 @@ class Return:
 
     def restore_left(self, now: float) -> None:
         """Those that had left before are in the table again: rounds and barriers cannot do without them."""
-        for member in self._view.workers:
-            if member.rank in self._view.left:
-                m, peer = member, str(member).encode()
+        for m in self._view.workers:
+            if m.rank in self._view.left:
+                for node in self._members:
+                    if (node.role, node.rank) == ("worker", m.rank):  # it said that it left, and came again
+                        self._members.forget(node)
+                peer = str(m).encode()
                 register = Register(m.role, m.rank, m.host, m.pid, m.address, m.metrics, {})
                 self._members.add(Node(peer, register, m.rank, seen=now, state="left"))
 

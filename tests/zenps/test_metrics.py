@@ -32,6 +32,7 @@ NAMES: dict[Role, set[str]] = {
         "zenps_compaction_ratio",
         "zenps_partition_imbalance_ratio",
         "zenps_refused_pushes_total",
+        "zenps_repeated_rounds_total",
         "zenps_hashed_rows_total",
     },
     ServerMetrics: COMMON

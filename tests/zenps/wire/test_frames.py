@@ -55,6 +55,8 @@ def strategy_of(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return st.one_of(*map(strategy_of, types))
         case inspect.LiteralType(values=values):
             return st.sampled_from(values)
+        case inspect.NoneType():
+            return st.none()
         case inspect.BoolType():
             return st.booleans()
         case inspect.FloatType():
