@@ -256,14 +256,14 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
             time.sleep(0.05)
 
     def await_epoch(self, epoch: int) -> None:
-        """Waits until all servers and workers have the view of that epoch, or a later one."""
+        """Waits until all nodes have the view of that epoch, or a later one; or no server is left."""
         until = time.monotonic() + DEADLINE_SECONDS
         while True:
             status = self.status()
-            if status.epoch >= epoch:
-                present = [node for node in status.nodes[1:] if node.state == "present"]
-                if status.state != "confirming" or not any(node.role == "server" for node in present):
-                    return
+            present = [node for node in status.nodes[1:] if node.state == "present"]
+            no_server = all(node.role != "server" for node in present)
+            if status.epoch >= epoch and (no_server or all(node.epoch >= epoch for node in present)):
+                return
             assert time.monotonic() < until, f"expected epoch {epoch}: {status}"
             time.sleep(0.02)
 

@@ -180,11 +180,11 @@ def test_a_server_that_is_told_to_end_leaves_nothing_undone(
 ) -> None:
     training = Training(cluster, tmp_path)
     begin = time.monotonic()
-    os.kill(cluster.servers[0].pid, signal.SIGTERM)
+    os.kill(cluster.servers[0].pid, signal.SIGINT)
     cluster.await_epoch(2)
     assert time.monotonic() - begin < LEASE_SECONDS, "it said so"
     training.await_steps(5)
-    for state in training.finish({"server0": -signal.SIGTERM}):
+    for state in training.finish({"server0": 1}):
         _assert_equal(state, undisturbed)
 
 
