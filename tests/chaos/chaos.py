@@ -17,7 +17,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -39,7 +38,7 @@ NOTHING = "nothing"
 
 
 class Pauses(msgspec.Struct):
-    """How long training paused: for each event of a kind, the longest time without a completed step."""
+    """How long training paused: the longest step for each event of a kind, from the event on."""
 
     count: int
     p50_seconds: float
@@ -86,7 +85,7 @@ def chaos(runs: int, counts: Counts, steps: int, lease_seconds: float, seed: int
     calm = _play("calm", steps, lease_seconds, Counts(0, 0, 0, 0), seed, apart=False)
     if calm.faults or len(set(calm.digests)) != 1:
         raise RuntimeError(f"the undisturbed run: faults {calm.faults}, digests {calm.digests}")
-    samples = {NOTHING: [end - begin for begin, end in pairwise(steps_of(calm.directory, 0))]}
+    samples = {NOTHING: [end - begin for begin, end in steps_of(calm.directory, 0)]}
     shutil.rmtree(calm.directory)
     done: Counter[str] = Counter()
     for number in range(runs):
@@ -125,7 +124,9 @@ def _play(name: str, steps: int, lease_seconds: float, counts: Counts, seed: int
     return run
 
 
-def _pauses(done: Sequence[Done], steps: Sequence[float], apart: bool) -> Iterator[tuple[str, float]]:
+def _pauses(
+    done: Sequence[Done], steps: Sequence[tuple[float, float]], apart: bool
+) -> Iterator[tuple[str, float]]:
     """Each event's kind and pause. A server's own kind holds those that the scheduler was there for."""
     absences = [one for one in done if one.act == "scheduler"]
     for one in done:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zenps as zps
 
-__all__ = ["BARRIER_STEPS", "Model", "digest", "give_way", "loss_of", "optimizers_of", "steps_of", "train"]
+__all__ = ["Model", "digest", "give_way", "loss_of", "optimizers_of", "steps_of", "train"]
 
 ROWS = 20_000
 COLUMNS = 32
@@ -25,6 +25,8 @@ IDS = 16
 BARRIER_STEPS = 40
 PAUSE_SECONDS = 0.005
 GATE_SECONDS = 120.0
+
+STEP = struct.Struct("dd")
 
 
 class Model(nn.Module):
@@ -65,7 +67,7 @@ def loss_of(model: Model, step: int, rank: int) -> Tensor:
 
 
 def train(steps: int, directory: Path, barriers: bool) -> tuple[str, float]:
-    """Trains as far as the harness lets it, and notes when each step was complete.
+    """Trains as far as the harness lets it, and notes when each step began and ended.
 
     Returns:
         The digest of all weights and states, and the last loss.
@@ -79,6 +81,7 @@ def train(steps: int, directory: Path, barriers: bool) -> tuple[str, float]:
     notes = os.open(directory / f"{zps.rank()}.steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for step in range(steps):
         _wait_at_gate(directory, step)
+        begun = time.monotonic()
         loss = loss_of(model, step, zps.rank())
         for optimizer in outer:
             optimizer.zero_grad()
@@ -87,17 +90,17 @@ def train(steps: int, directory: Path, barriers: bool) -> tuple[str, float]:
             optimizer.step()
         if barriers and step % BARRIER_STEPS == 0:
             zps.barrier()
-        os.write(notes, struct.pack("d", time.monotonic()))
+        os.write(notes, STEP.pack(begun, time.monotonic()))
         time.sleep(PAUSE_SECONDS)
     os.close(notes)
     return digest(model, inner), float(loss.detach())
 
 
-def steps_of(directory: Path, rank: int) -> list[float]:
-    """When, by the clock ``time.monotonic()`` that all processes share, a rank completed each step."""
+def steps_of(directory: Path, rank: int) -> list[tuple[float, float]]:
+    """When each of a rank's steps began and ended, by the clock of ``time.monotonic()``, which all share."""
     path = directory / f"{rank}.steps"
     data = path.read_bytes() if path.exists() else b""
-    return [seconds for (seconds,) in struct.iter_unpack("d", data[: len(data) // 8 * 8])]
+    return list(STEP.iter_unpack(data[: len(data) // STEP.size * STEP.size]))
 
 
 def give_way(directory: Path, steps: int) -> None:

@@ -19,7 +19,7 @@ from tests.integration.cluster import Process
 
 __all__ = ["Run"]
 
-SLACK_STEPS = 60
+SLACK_STEPS = 30
 """How far the workers may run ahead of the next event: a server that replaces another has to join in time."""
 
 LAST_STEPS = 10
@@ -135,7 +135,7 @@ class Run:
             self._note(f"step {event.step}: SIGKILL of {self._nodes.scheduler.name}")
             self._nodes.scheduler.kill()
             self._away = done
-            self._after(self.dice.uniform(0, 3 * self.lease_seconds), self._nodes.start_scheduler)
+            self._after(self.dice.uniform(0, 2 * self.lease_seconds), self._nodes.start_scheduler)
         else:
             victim = self.dice.choice(self._nodes.unharmed())
             victim.harm = done

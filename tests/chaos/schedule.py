@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Final, Literal, NamedTuple
 
 __all__ = ["HARD", "KILLS", "Act", "Counts", "Done", "Event", "draw"]
@@ -26,6 +25,9 @@ FOLLOWS: Final = 0.3
 FIRST: Final = 0.02
 LAST: Final = 0.85
 """The parts of the steps between which things happen."""
+
+ROOM: Final = 1 / 6
+"""The part of the steps in which nothing else happens, once the scheduler was killed apart."""
 
 
 class Counts(NamedTuple):
@@ -55,12 +57,15 @@ class Done:
     until: float = 0.0
     """When all of it was over, as far as the harness can tell: 0.0 while it is not."""
 
-    def pause_seconds(self, steps: Sequence[float]) -> float:
-        """The longest time without a completed step, from ``since`` to the second step after ``until``."""
-        marks = [self.since, *(seconds for seconds in steps if seconds > self.since)]
-        until = self.until or self.since
-        after = sum(seconds <= until for seconds in marks) + 2
-        return max((end - begin for begin, end in pairwise(marks[:after])), default=0.0)
+    def pause_seconds(self, steps: Sequence[tuple[float, float]]) -> float:
+        """What was left of the step in flight at ``since``, or a longer one up to the second after ``until``.
+
+        Args:
+            steps: when each began and ended.
+        """
+        left = [(max(begin, self.since), end) for begin, end in steps if end > self.since]
+        over = sum(end <= self.until for _, end in left) + 2
+        return max((end - begin for begin, end in left[:over]), default=0.0)
 
 
 def draw(dice: random.Random, counts: Counts, steps: int, lease_seconds: float, apart: bool) -> list[Event]:
@@ -78,13 +83,17 @@ def draw(dice: random.Random, counts: Counts, steps: int, lease_seconds: float, 
     for act, count in others.items():
         acts += [act] * count
     dice.shuffle(acts)
-    places = sorted(dice.sample(range(int(FIRST * steps) + 1, int(LAST * steps)), len(acts)))
+    room = int(ROOM * steps) if apart and counts.scheduler_kills else 0
+    places = sorted(dice.sample(range(int(FIRST * steps) + 1, int(LAST * steps) - room), len(acts)))
+    if room:
+        at = acts.index("scheduler") + 1
+        places[at:] = [place + room for place in places[at:]]
     events: list[Event] = []
     for step, act in zip(places, acts, strict=True):
         after_scheduler = bool(events) and events[-1].act == "scheduler"
         follows = bool(events) and (after_scheduler or (act != "scheduler" and dice.random() < FOLLOWS))
         if follows and not (apart and after_scheduler):
-            events.append(Event(events[-1].step, dice.uniform(0, 2 * lease_seconds), act))
+            events.append(Event(events[-1].step, dice.uniform(0, 1.5 * lease_seconds), act))
         else:
             # Some milliseconds more, so that it comes at any point of a step.
             events.append(Event(step, dice.uniform(0, 0.03), act))
