@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from zenps.lateness import Lateness
+from zenps.wire.messages import LAST_BARRIER
 
 __all__ = ["Barriers"]
 
@@ -43,7 +44,8 @@ class Barriers:
         barrier.waiting[rank] = peer
         if len(barrier.waiting) < world:
             return []
-        self.passed = sequence
+        if sequence != LAST_BARRIER:
+            self.passed = sequence
         return self.end(sequence)
 
     def end(self, sequence: int) -> list[bytes]:

@@ -236,7 +236,8 @@ class _Job:
             return True
         others = [p.name for p in self._processes if p.name.startswith("server") and p.exit_code is None]
         if others:
-            self._say(f"{killed.name} ended: {killed.how_it_ended()}; {', '.join(others)} will take its slots")
+            how = killed.how_it_ended()
+            self._say(f"{killed.name} ended: {how}; {', '.join(others)} will take its slots")
         return bool(others)
 
     def _cause(self, failed: Process) -> Process:
