@@ -97,11 +97,12 @@ class Aggregator:
         if push.kind == "dense":
             parts = [payload.values for _, payload in pushes if payload.values.nbytes]
             frames = (_NOTHING, self._sum_dense(parts, push.dtype, divisor) if parts else _NOTHING)
-            return Result(push.tensor, push.step, push.chunk, push.span if parts else 0, "none"), frames
+            rows = push.span if parts else 0
+            return Result(push.epoch, push.tensor, push.step, push.chunk, rows, "none"), frames
         positions, values = self._kernels.aggregate([_rows(*pushed) for pushed in pushes], divisor)
         codec = choose("auto", len(positions), push.span)
         encoded = codec.encode(positions.numpy(), push.span)
-        result = Result(push.tensor, push.step, push.chunk, len(positions), codec.name)
+        result = Result(push.epoch, push.tensor, push.step, push.chunk, len(positions), codec.name)
         return result, (encoded.data, tensor_bytes(values))
 
     # NaN and infinities travel as they are.
