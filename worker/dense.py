@@ -29,17 +29,17 @@ class WholeTransfer(Transfer):
 
     Args:
         tensor: on the CPU; not read if ``contributes`` is False.
-        server: its rank.
+        cut: to the server ``home``.
         contributes: whether this rank's values count, or it only takes part to get the result.
     """
 
-    def __init__(self, tensor: Tensor, server: int, contributes: bool) -> None:
+    def __init__(self, tensor: Tensor, cut: Cut, contributes: bool) -> None:
         count = self.rows_given = tensor.numel()
         # A copy, which the caller may outrun by changing the tensor.
         values = copied_bytes(tensor) if contributes else b""
         rows = count if contributes else 0
-        parts = [Part(server, 0, count, rows, "none", (_NOTHING, memoryview(values)))]
-        self.restart(Sent("dense", tensor.shape, tensor.dtype, 1, 0, Cut(None, 1, server), parts))
+        parts = [Part(cut.home, 0, count, rows, "none", (_NOTHING, memoryview(values)))]
+        self.restart(Sent("dense", tensor.shape, tensor.dtype, 1, 0, cut, parts))
 
     def restart(self, sent: Sent) -> None:
         self.sent = sent

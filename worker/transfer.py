@@ -49,11 +49,13 @@ class Cut(NamedTuple):
         chunks: pieces of each server's range, the same number on all ranks.
         home: the server whose chunk 0 is pushed even if it is empty: there ranks meet that disagree
             about the shape, and so about which servers have any of it.
+        epoch: the ring's. A push names it, so that no server takes it for a part of another cut.
     """
 
     layout: Layout | None
     chunks: int
     home: int
+    epoch: int = 0
 
     def pieces(self) -> dict[tuple[int, int], Piece]:
         """What is pushed, by server and chunk. In this order they cover all positions without a gap."""

@@ -46,22 +46,31 @@ class Transfers:
 
     Args:
         config: all settings.
-        owners, servers: the ring and the servers' ranks.
     """
 
-    def __init__(self, config: Config, owners: NDArray[np.uint16], servers: Sequence[int]) -> None:
+    def __init__(self, config: Config) -> None:
         self._config = config
+        self._ring: _Ring
+        self._epoch = 0
         self._pool = BufferPool(POOL_BYTES)
         self._kernels = CpuKernels(self._pool)
         self._accelerators: dict[torch.device, Accelerator] = {}
         # A placement lives as long as its layout, and so as long as whatever was cut by it.
         self._placements: WeakKeyDictionary[Layout, dict[torch.device, Placement]] = WeakKeyDictionary()
         self._lock = threading.Lock()
-        self.set_ring(owners, servers)
 
-    def set_ring(self, owners: NDArray[np.uint16], servers: Sequence[int]) -> None:
-        """Whatever begins from now on is cut for this ring; what has begun stays as it is."""
-        self._ring = _Ring(self._config, owners, servers)
+    def set_ring(self, epoch: int, owners: NDArray[np.uint16], servers: Sequence[int]) -> None:
+        """Whatever begins from now on is cut for this ring; what has begun stays as it is.
+
+        Has to be called before anything begins. The ring that is there already is left as it is.
+
+        Args:
+            epoch: the ring's.
+            owners, servers: who owns each slot, and the servers' ranks.
+        """
+        if epoch != self._epoch:
+            self._ring = _Ring(self._config, epoch, owners, servers)
+            self._epoch = epoch
 
     def begin(self, tensor: Tensor, name: str, expected_rows: int, contributes: bool) -> Transfer:
         """The transfer of ``tensor``; for one on the CPU, compacted on this thread.
@@ -126,7 +135,7 @@ class Transfers:
 
 def _begin_dense(cut: Cut, pool: BufferPool, contributes: bool, tensor: Tensor) -> Transfer:
     if cut.layout is None:
-        return WholeTransfer(tensor, cut.home, contributes)
+        return WholeTransfer(tensor, cut, contributes)
     return DenseTransfer(tensor, cut, pool, contributes)
 
 
@@ -134,11 +143,15 @@ class _Ring:
     """How tensors are cut under one ring. Never changes, but for layouts that it makes on first use.
 
     Args:
-        config, owners, servers: as for :class:`Transfers`.
+        config: all settings.
+        epoch, owners, servers: as for :meth:`Transfers.set_ring`.
     """
 
-    def __init__(self, config: Config, owners: NDArray[np.uint16], servers: Sequence[int]) -> None:
+    def __init__(
+        self, config: Config, epoch: int, owners: NDArray[np.uint16], servers: Sequence[int]
+    ) -> None:
         self._config = config
+        self._epoch = epoch
         self._owners = owners
         chosen = strategy(config.sync.partition)
         self._sparse, self._dense = (
@@ -162,15 +175,16 @@ class _Ring:
                 f"cluster.max_message_bytes: raise it on all nodes"
             )
         chunks = self._count_chunks(layout, row_bytes, expected_rows * row_bytes)
-        return Cut(layout, chunks, self._home(name))
+        return Cut(layout, chunks, self._home(name), self._epoch)
 
     def cut_dense(self, name: str, count: int, dtype: torch.dtype) -> Cut:
         """Of ``count`` elements."""
         size_bytes = count * dtype.itemsize
         if size_bytes < SPLIT_FROM_BYTES:
-            return Cut(None, 1, self._home(name))
+            return Cut(None, 1, self._home(name), self._epoch)
         layout = self._dense.get(name, count, DENSE_GRANULE)
-        return Cut(layout, self._count_chunks(layout, dtype.itemsize, size_bytes), self._home(name))
+        chunks = self._count_chunks(layout, dtype.itemsize, size_bytes)
+        return Cut(layout, chunks, self._home(name), self._epoch)
 
     def _home(self, name: str) -> int:
         return int(self._owners[home_slot(name, self._config.sync.seed)])

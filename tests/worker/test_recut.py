@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -132,7 +132,7 @@ def test_dense(
 def test_whole(shape: tuple[int, ...], contributes: bool) -> None:
     tensor = torch.randn(shape)
     cuts = [Cut(None, 1, home) for home in (3, 0, 5)]
-    check_all(cuts, "auto", lambda cut: WholeTransfer(tensor, cut.home, contributes))
+    check_all(cuts, "auto", lambda cut: WholeTransfer(tensor, cut, contributes))
 
 
 def test_the_home_of_the_new_ring_is_pushed_even_if_it_has_nothing() -> None:
@@ -153,12 +153,17 @@ TENSORS = {
 every_kind = pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS)
 
 
-def make_ring(servers: Sequence[int]) -> tuple[Any, Sequence[int]]:
-    return rebalance(None, servers), servers
+epochs = itertools.count(1)
+
+
+def set_ring(transfers: Transfers, servers: Sequence[int]) -> None:
+    transfers.set_ring(next(epochs), rebalance(None, servers), servers)
 
 
 def make_transfers(servers: Sequence[int]) -> Transfers:
-    return Transfers(Config(sync=SyncConfig(chunk_bytes=64 * 1024)), *make_ring(servers))
+    transfers = Transfers(Config(sync=SyncConfig(chunk_bytes=64 * 1024)))
+    set_ring(transfers, servers)
+    return transfers
 
 
 @every_kind
@@ -175,7 +180,7 @@ def test_a_new_ring_cuts_again_as_it_begins(tensor: Tensor) -> None:
     expected_rows = 40_000
     sent = transfers.begin(tensor, "weight", expected_rows, True).sent
     for servers in ([1, 2, 3], [3], [3, 4, 5, 6, 7]):
-        transfers.set_ring(*make_ring(servers))
+        set_ring(transfers, servers)
         sent = transfers.recut("weight", sent)
         assert sent == transfers.begin(tensor, "weight", expected_rows, True).sent
         assert {part.server for part in sent.parts} <= set(servers)
@@ -190,7 +195,7 @@ def test_a_tensor_keeps_its_ring_while_the_next_is_set() -> None:
     def swap() -> None:
         while not stop.is_set():
             for servers in ([2, 3], [0, 1]):
-                transfers.set_ring(*make_ring(servers))
+                set_ring(transfers, servers)
 
     thread = threading.Thread(target=swap)
     thread.start()
@@ -232,13 +237,14 @@ def begin_dense(contributes: bool) -> Callable[[Tensor], Transfer]:
 
 
 def begin_whole(contributes: bool) -> Callable[[Tensor], Transfer]:
-    return lambda tensor: WholeTransfer(tensor, 2, contributes)
+    return lambda tensor: WholeTransfer(tensor, Cut(None, 1, 2), contributes)
 
 
 def begin_sparse(make: MakeSparse) -> Callable[[Tensor], Transfer]:
-    layout, chunks, home = a_cut(1, OLD)
+    cut = a_cut(1, OLD)
+    layout = cut.layout
     assert layout is not None
-    return lambda tensor: make(tensor, layout, chunks, home, "auto")
+    return lambda tensor: make(tensor, layout, cut.chunks, cut.home, "auto")
 
 
 SPARSE, DENSE, WHOLE = a_cut(1, NEW), a_cut(DENSE_GRANULE, NEW), Cut(None, 1, 0)
@@ -296,7 +302,7 @@ def test_a_new_ring_reaches_what_is_on_a_device(tensor: Tensor, monkeypatch: pyt
     assert not transfer.prepared()
     assert prepared(transfer).sent == on_the_host.sent
     absorb_all(transfer, aggregate([transfer], average=False)[:1])
-    transfers.set_ring(*make_ring([1, 2, 3]))
+    set_ring(transfers, [1, 2, 3])
     transfer.restart(transfers.recut("weight", transfer.sent))
     absorb_all(transfer, aggregate([transfer], average=False))
     assert_same_bits(transfer.finish(), tensor.coalesce() if tensor.is_sparse else tensor)

@@ -147,7 +147,7 @@ def test_dense(shape: Sequence[int]) -> None:
 
     def make(copy: Tensor) -> Transfer:
         if copy.numel() < 1000:
-            return WholeTransfer(copy, 0, True)
+            return WholeTransfer(copy, Cut(None, 1, 0), True)
         return DenseTransfer(copy, Cut(layout, 2, 0), ACCELERATOR.pinned, True)
 
     results, _ = synchronize(tensors, lambda tensor: prepared(StagedDense(tensor, make, ACCELERATOR)), True)
@@ -166,7 +166,7 @@ def test_a_device_that_hangs_is_an_error() -> None:
 
     hung = Hung()
     hung.deadline_seconds = 0.05
-    transfer = StagedDense(torch.ones(3), lambda copy: WholeTransfer(copy, 0, True), hung)
+    transfer = StagedDense(torch.ones(3), lambda copy: WholeTransfer(copy, Cut(None, 1, 0), True), hung)
     assert not transfer.prepared()
     with pytest.raises(DeadlineError, match=r"cpu did not finish its work within 0.05 s"):
         hung.wait_for(hung.mark())

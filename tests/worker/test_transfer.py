@@ -290,7 +290,7 @@ def test_dense(
     def begin(tensor: Tensor) -> Transfer:
         contributing = next(taking_part)
         if partition == "whole":
-            return WholeTransfer(tensor, servers[-1], contributing)
+            return WholeTransfer(tensor, Cut(None, 1, servers[-1]), contributing)
         layout = make_layout(partition, tensor.numel(), DENSE_GRANULE, servers, 1 << 20)
         return DenseTransfer(tensor, Cut(layout, chunks, servers[-1]), POOL, contributing)
 
@@ -326,7 +326,7 @@ def begin_dense(tensor: Tensor) -> Transfer:
 
 
 def begin_whole(tensor: Tensor) -> Transfer:
-    return WholeTransfer(tensor, 0, True)
+    return WholeTransfer(tensor, Cut(None, 1, 0), True)
 
 
 @pytest.mark.parametrize(
