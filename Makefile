@@ -2,7 +2,7 @@ PYTHON    ?= python3
 PARTITION ?= balanced
 BIN       ?= .venv/bin
 
-.PHONY: demo test check bench fuzz soak test-gpu bench-gpu
+.PHONY: demo test check bench fuzz soak chaos test-gpu bench-gpu
 
 demo: .venv/installed
 	$(BIN)/zenps launch --workers 2 --servers 2 --set sync.partition=$(PARTITION) -- $(BIN)/python examples/lstm_lm.py
@@ -23,12 +23,16 @@ bench: .venv/installed
 
 INPUTS ?= 1000000
 STEPS  ?= 20000
+RUNS   ?= 20
 
 fuzz: .venv/installed
 	$(BIN)/python -m tests.fuzz.fuzzer --inputs $(INPUTS) --json benchmarks/results/fuzz.json
 
 soak: .venv/installed
 	$(BIN)/python -m tests.soak.soak --steps $(STEPS) --json benchmarks/results/soak.json
+
+chaos: .venv/installed
+	$(BIN)/python -m tests.chaos.chaos --runs $(RUNS) --json benchmarks/results/chaos.json
 
 # The two below need a CUDA device. `make test-gpu BIN=…` takes another environment than .venv.
 KERNELS  := bitmap_codec bitmap_compact hash_compact place scan_compact scatter sort_compact

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from zenps.lateness import Lateness
-from zenps.wire.messages import BarrierReply
+from zenps.wire.messages import LAST_BARRIER, BarrierReply
 
 from .actions import Send
 from .members import Members, Node, names
@@ -51,7 +51,8 @@ class Barriers:
         barrier.waiting[node.rank] = node.peer
         if len(barrier.waiting) < world:
             return []
-        self.passed = sequence
+        if sequence != LAST_BARRIER:
+            self.passed = sequence
         return self._answer(sequence, "")
 
     def on_tick(self, now: float) -> list[Send]:

@@ -50,5 +50,5 @@ class Alone(Communicator):
     def barrier(self) -> None:
         """Nobody to wait for."""
 
-    def close(self) -> None:
+    def close(self, *, together: bool = False) -> None:
         """Nothing to leave."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,16 +76,25 @@ def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
 
 
 def shutdown() -> None:
-    """Leaves the cluster. What is in flight fails; a call after the first does nothing."""
+    """Leaves the cluster. What is in flight fails; a call after the first does nothing.
+
+    Waits up to two seconds for the other workers to call this: only then is everybody past the point where
+    the loss of a server could make this one's last gradients needed again. At the end of an interpreter that
+    has not called it, it is called without that wait.
+    """
+    _leave(together=sys.exception() is None)  # in the `finally` of a script that fails, nobody is waited for
+
+
+def _leave(*, together: bool = False) -> None:
     global _communicator
     with _changing:
         if _communicator is not None:
-            _communicator.close()
+            _communicator.close(together=together)
             _communicator = None
             restore_sigterm()
 
 
-leave_at_exit(shutdown)
+leave_at_exit(_leave)
 
 
 def is_initialized() -> bool:

@@ -116,9 +116,9 @@ class Cluster(Communicator):
         """As :meth:`Session.barrier`."""
         self._session.barrier()
 
-    def close(self) -> None:
-        """Leaves the cluster and frees the metrics port."""
-        self._session.close()
+    def close(self, *, together: bool = False) -> None:
+        """As :meth:`Session.close`, and frees the metrics port."""
+        self._session.close(together=together)
         self._exporter.close()
 
     def _wait(self, ready: Callable[[], bool], until: float) -> None:
@@ -145,9 +145,7 @@ class Cluster(Communicator):
         average = round_.outgoing[0].push.average
         return sent, self._pushes(round_.tensor, round_.step, sent, average, again=True)
 
-    def _pushes(
-        self, name: str, step: int, sent: Sent, average: bool, again: bool = False
-    ) -> list[Outgoing]:
+    def _pushes(self, name: str, step: int, sent: Sent, average: bool, again: bool = False) -> list[Outgoing]:
         shape, dtype = tuple(sent.shape), dtype_name(sent.dtype)
         return [
             Outgoing(

@@ -79,8 +79,8 @@ class Communicator(ABC):
         """Waits for all workers."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Leaves. The communicator cannot be used afterwards."""
+    def close(self, *, together: bool = False) -> None:
+        """Leaves, perhaps after a moment's wait for the others. It cannot be used afterwards."""
 
 
 def check_name(name: object) -> None:

@@ -5,22 +5,23 @@ Runs on the thread that calls ``push_pull`` and on the one that waits for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from zenps.codecs.registry import CODECS, choose
 from zenps.errors import ProtocolError, TensorError
 from zenps.kernels.base import Kernels, Rows
-from zenps.layout import Layout
 from zenps.wire.messages import Result
 from zenps.wire.tensors import tensor_bytes, tensor_from_bytes
 
-from .transfer import Part, Transfer, table_shape
+from .transfer import Cut, Part, Sent, Transfer, table_shape
 
-__all__ = ["SparseTransfer", "as_sparse", "as_table"]
+__all__ = ["SparseTransfer", "as_sparse", "as_table", "cut_rows", "row_numbers"]
 
 
 def as_table(tensor: Tensor) -> Rows:
@@ -53,68 +54,94 @@ def as_sparse(rows: Tensor, values: Tensor, shape: torch.Size, sparse_dim: int) 
     )
 
 
+def row_numbers(indices: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The row numbers ``[nnz]`` of sparse indices, on whichever device they lie, without waiting for it.
+
+    Args:
+        indices: int64 ``[len(dims), nnz]``.
+        dims: the sparse dimensions.
+
+    Returns:
+        int64 ``[nnz]``, contiguous; and int64 ``[1]``, 1 where an index lies outside its own dimension. A
+        sole dimension is checked by whoever reads the row numbers.
+    """
+    outside = torch.zeros(1, dtype=torch.int64, device=indices.device)
+    if len(dims) == 1:
+        return indices[0].contiguous(), outside
+    rows = torch.zeros(indices.shape[1], dtype=torch.int64, device=indices.device)
+    for place, (index, size) in enumerate(zip(indices, dims, strict=True)):
+        rows += index * math.prod(dims[place + 1 :])
+        outside |= ((index < 0) | (index >= size)).any()
+    return rows, outside
+
+
+def cut_rows(
+    cut: Cut, positions: NDArray[np.int64], values: memoryview, row_bytes: int, codec: str
+) -> list[Part]:
+    """The parts of a sparse tensor.
+
+    Args:
+        positions: ``[n]``, strictly increasing.
+        values: the rows at these positions, ``row_bytes`` each. The parts' frames are pieces of it.
+        codec: the setting ``sync.codec``.
+    """
+    pieces = cut.pieces().values()
+    ends = np.searchsorted(positions, [piece.stop for piece in pieces]).tolist()
+    parts, begin = [], 0
+    for piece, end in zip(pieces, ends, strict=True):
+        chosen = choose(codec, end - begin, piece.span)
+        encoded = chosen.encode(positions[begin:end] - piece.start, piece.span)
+        frames = (encoded.data, values[begin * row_bytes : end * row_bytes])
+        parts.append(Part(piece.server, piece.chunk, piece.span, end - begin, chosen.name, frames))
+        begin = end
+    return parts
+
+
 class SparseTransfer(Transfer):
     """A sparse COO tensor: compacted rows out, the coalesced union back.
 
     Args:
         tensor: coalesced or not, on the CPU.
-        layout: of the tensor's rows.
-        chunks: pieces of each server's range, the same number on all ranks.
-        home: the server whose chunk 0 is pushed even if it is empty: there ranks meet that disagree
-            about the shape, and so about which servers have any of it.
+        cut: how its rows are cut.
         codec: the setting ``sync.codec``.
+        expected_rows: what ``cut`` was made by.
+
+    Raises:
+        TensorError: indices lie outside the tensor.
     """
 
-    kind = "sparse"
-
     def __init__(
-        self, tensor: Tensor, layout: Layout, chunks: int, home: int, codec: str, kernels: Kernels
+        self, tensor: Tensor, cut: Cut, codec: str, kernels: Kernels, expected_rows: int = 0
     ) -> None:
-        self.shape, self.dtype, self.chunks = tensor.shape, tensor.dtype, chunks
-        _, self.columns = table_shape(tensor)
-        self._layout = layout
         self._kernels = kernels
-        self._cuts = layout.cuts(chunks)
+        self._sparse_dim = tensor.sparse_dim()
         self._pulled: list[Rows] = []
 
-        self._sparse_dim = tensor.sparse_dim()
+        assert cut.layout is not None
         rows, values = as_table(tensor)
-        self.rows_given = len(rows)
-        self._positions, self._values = kernels.compact(layout.positions(rows), values)
-        self.parts = self._cut(codec, home)
+        self.rows_given, columns = values.shape
+        positions, values = kernels.compact(cut.layout.positions(rows), values)
+        row_bytes = columns * tensor.dtype.itemsize
+        parts = cut_rows(cut, positions.numpy(), tensor_bytes(values), row_bytes, codec)
+        self.restart(Sent("sparse", tensor.shape, tensor.dtype, columns, expected_rows, cut, parts))
+
+    def restart(self, sent: Sent) -> None:
+        assert sent.cut.layout is not None
+        self.sent, self._layout, self._pieces = sent, sent.cut.layout, sent.cut.pieces()
+        self._pulled.clear()
 
     def absorb(self, server: int, chunk: int, result: Result, frames: Sequence[memoryview]) -> None:
-        start, stop = self._range(server, chunk)
+        piece = self._pieces[server, chunk]
         if len(frames) != 2 or result.codec not in CODECS:
             raise ProtocolError("payload", f"a sparse result with codec {result.codec!r}")
-        if result.rows > stop - start:
-            raise ProtocolError("payload", f"{result.rows} rows in a chunk of {stop - start}")
-        positions = torch.from_numpy(CODECS[result.codec].decode(frames[0], result.rows, stop - start))
+        if result.rows > piece.span:
+            raise ProtocolError("payload", f"{result.rows} rows in a chunk of {piece.span}")
+        positions = torch.from_numpy(CODECS[result.codec].decode(frames[0], result.rows, piece.span))
         values = tensor_from_bytes(frames[1], self.dtype, (result.rows, self.columns))
-        self._pulled.append((self._layout.rows(positions.add_(start)), values))
+        self._pulled.append((self._layout.rows(positions.add_(piece.start)), values))
 
     def finish(self) -> Tensor:
         """Sparse COO, coalesced, with every row that any rank pushed."""
         rows, values = self._kernels.scatter(self._pulled)
         self._pulled.clear()
         return as_sparse(rows, values, self.shape, self._sparse_dim)
-
-    def _cut(self, codec: str, home: int) -> list[Part]:
-        cuts = [cut for run in self._cuts for cut in run]
-        at = np.searchsorted(self._positions.numpy(), cuts).reshape(len(self._cuts), -1).tolist()
-        parts = []
-        for run, server in enumerate(self._layout.servers):
-            for chunk in range(self.chunks):
-                start, stop = self._cuts[run][chunk : chunk + 2]
-                if start == stop and (server, chunk) != (home, 0):
-                    continue
-                begin, end = at[run][chunk : chunk + 2]
-                chosen = choose(codec, end - begin, stop - start)
-                encoded = chosen.encode(self._positions[begin:end].numpy() - start, stop - start)
-                frames = (encoded.data, tensor_bytes(self._values[begin:end]))
-                parts.append(Part(server, chunk, stop - start, end - begin, chosen.name, frames))
-        return parts
-
-    def _range(self, server: int, chunk: int) -> tuple[int, int]:
-        run = self._cuts[self._layout.servers.index(server)]
-        return run[chunk], run[chunk + 1]

@@ -13,9 +13,9 @@ from zenps.layout import Layout
 from zenps.wire.messages import Result
 from zenps.wire.tensors import copied_bytes, tensor_bytes, tensor_from_bytes
 
-from .transfer import Part, Transfer
+from .transfer import Cut, Part, Sent, Transfer
 
-__all__ = ["DENSE_GRANULE", "DenseTransfer", "WholeTransfer"]
+__all__ = ["DENSE_GRANULE", "DenseTransfer", "WholeTransfer", "cut_values", "granule_order"]
 
 # Elements of a dense tensor that stay together: 1 KiB of float32 is copied as fast as one run, and
 # a bucket of 4 MiB still fills all 4096 slots.
@@ -29,21 +29,20 @@ class WholeTransfer(Transfer):
 
     Args:
         tensor: on the CPU; not read if ``contributes`` is False.
-        server: its rank.
+        cut: to the server ``home``.
         contributes: whether this rank's values count, or it only takes part to get the result.
     """
 
-    kind = "dense"
-    columns = 1
-    chunks = 1
-
-    def __init__(self, tensor: Tensor, server: int, contributes: bool) -> None:
-        self.shape, self.dtype = tensor.shape, tensor.dtype
+    def __init__(self, tensor: Tensor, cut: Cut, contributes: bool) -> None:
         count = self.rows_given = tensor.numel()
         # A copy, which the caller may outrun by changing the tensor.
         values = copied_bytes(tensor) if contributes else b""
         rows = count if contributes else 0
-        self.parts = [Part(server, 0, count, rows, "none", (_NOTHING, memoryview(values)))]
+        parts = [Part(cut.home, 0, count, rows, "none", (_NOTHING, memoryview(values)))]
+        self.restart(Sent("dense", tensor.shape, tensor.dtype, 1, 0, cut, parts))
+
+    def restart(self, sent: Sent) -> None:
+        self.sent = sent
         self._pulled: Tensor | None = None
 
     def absorb(self, server: int, chunk: int, result: Result, frames: Sequence[memoryview]) -> None:
@@ -63,39 +62,29 @@ class DenseTransfer(Transfer):
 
     Args:
         tensor: on the CPU; not read if ``contributes`` is False.
-        layout: of its elements, by granules of :data:`DENSE_GRANULE`.
-        chunks: pieces of each server's range.
-        home: the server whose chunk 0 is pushed even if it is empty, as of a sparse tensor.
+        cut: how its elements are cut, by granules of :data:`DENSE_GRANULE`.
+        pool: for the frames and the result.
         contributes: whether this rank's values count, or it only takes part to get the result.
     """
 
-    kind = "dense"
-    columns = 1
-
-    def __init__(
-        self, tensor: Tensor, layout: Layout, chunks: int, home: int, pool: BufferPool, contributes: bool
-    ) -> None:
-        self.shape, self.dtype, self.chunks = tensor.shape, tensor.dtype, chunks
+    def __init__(self, tensor: Tensor, cut: Cut, pool: BufferPool, contributes: bool) -> None:
+        assert cut.layout is not None
         self.rows_given = tensor.numel()
-        self._layout = layout
         self._pool = pool
-        self._cuts = layout.cuts(chunks)
-        self._pulled = pool.empty((layout.size,), tensor.dtype)
-        ordered = self._in_position_order(tensor) if contributes else None
-        self.parts = []
-        for run, server in enumerate(layout.servers):
-            for chunk in range(chunks):
-                start, stop = self._cuts[run][chunk : chunk + 2]
-                if start == stop and (server, chunk) != (home, 0):
-                    continue
-                values = _NOTHING if ordered is None else tensor_bytes(ordered[start:stop])
-                rows = 0 if ordered is None else stop - start
-                self.parts.append(Part(server, chunk, stop - start, rows, "none", (_NOTHING, values)))
+        # The result of any ring: each has an answer for every position.
+        self._pulled = pool.empty((cut.layout.size,), tensor.dtype)
+        values = tensor_bytes(_in_position_order(tensor, cut.layout, pool)) if contributes else None
+        parts = cut_values(cut, values, tensor.dtype.itemsize)
+        self.restart(Sent("dense", tensor.shape, tensor.dtype, 1, 0, cut, parts))
+
+    def restart(self, sent: Sent) -> None:
+        assert sent.cut.layout is not None
+        self.sent, self._layout, self._pieces = sent, sent.cut.layout, sent.cut.pieces()
 
     def absorb(self, server: int, chunk: int, result: Result, frames: Sequence[memoryview]) -> None:
-        run = self._cuts[self._layout.servers.index(server)]
-        target = self._pulled[run[chunk] : run[chunk + 1]]
-        _check_dense(result, frames, len(target))
+        piece = self._pieces[server, chunk]
+        _check_dense(result, frames, piece.span)
+        target = self._pulled[piece.start : piece.stop]
         if result.rows:
             target.copy_(tensor_from_bytes(frames[1], self.dtype, (result.rows,)))
         else:
@@ -106,26 +95,44 @@ class DenseTransfer(Transfer):
         result = self._pulled
         if not self._layout.keeps_order:
             result = self._pool.empty((self._layout.size,), self.dtype)
-            granules = self._granules()
-            result.view(-1, DENSE_GRANULE)[granules] = self._pulled.view(-1, DENSE_GRANULE)
+            result.view(-1, DENSE_GRANULE)[granule_order(self._layout)] = self._pulled.view(-1, DENSE_GRANULE)
         return result[: self.shape.numel()].view(self.shape)
 
-    def _in_position_order(self, tensor: Tensor) -> Tensor:
-        """A copy, which the caller may outrun by changing the tensor, padded to whole granules."""
-        count = tensor.numel()
-        padded = self._pool.empty((self._layout.size,), self.dtype)
-        padded[:count].view(self.shape).copy_(tensor.detach())
-        padded[count:].zero_()
-        if self._layout.keeps_order:
-            return padded
-        ordered = self._pool.empty((self._layout.size,), self.dtype)
-        torch.index_select(
-            padded.view(-1, DENSE_GRANULE), 0, self._granules(), out=ordered.view(-1, DENSE_GRANULE)
-        )
-        return ordered
 
-    def _granules(self) -> Tensor:
-        return self._layout.granule_order(0, self._layout.size // DENSE_GRANULE)
+def cut_values(cut: Cut, values: memoryview | None, item_bytes: int) -> list[Part]:
+    """The parts of a dense tensor.
+
+    Args:
+        values: the elements in order of position, ``item_bytes`` each, padded to whole granules; the
+            parts' frames are pieces of it. None from a rank that does not contribute.
+    """
+    parts = []
+    for piece in cut.pieces().values():
+        if values is None:
+            rows, frame = 0, _NOTHING
+        else:
+            rows, frame = piece.span, values[piece.start * item_bytes : piece.stop * item_bytes]
+        parts.append(Part(piece.server, piece.chunk, piece.span, rows, "none", (_NOTHING, frame)))
+    return parts
+
+
+def granule_order(layout: Layout) -> Tensor:
+    """All granules of a dense tensor in order of position: int64."""
+    return layout.granule_order(0, layout.size // DENSE_GRANULE)
+
+
+def _in_position_order(tensor: Tensor, layout: Layout, pool: BufferPool) -> Tensor:
+    """A copy, which the caller may outrun by changing the tensor, padded to whole granules."""
+    count = tensor.numel()
+    padded = pool.empty((layout.size,), tensor.dtype)
+    padded[:count].view(tensor.shape).copy_(tensor.detach())
+    padded[count:].zero_()
+    if layout.keeps_order:
+        return padded
+    ordered = pool.empty((layout.size,), tensor.dtype)
+    out = ordered.view(-1, DENSE_GRANULE)
+    torch.index_select(padded.view(-1, DENSE_GRANULE), 0, granule_order(layout), out=out)
+    return ordered
 
 
 def _check_dense(result: Result, frames: Sequence[memoryview], span: int) -> None:

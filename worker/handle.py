@@ -14,7 +14,7 @@ from zenps.errors import DeadlineError, ZenPSError
 from zenps.wire.messages import Result
 
 from .communicator import Pending
-from .transfer import Transfer
+from .transfer import Sent, Transfer
 
 __all__ = ["Handle", "Progress", "Recorder"]
 
@@ -70,7 +70,7 @@ class Handle(Pending):
         self._wait = wait
         self._timeout_seconds = timeout_seconds
         self._record = record
-        self._answers: deque[Answer | ZenPSError] = deque()
+        self._answers: deque[Answer | Sent | ZenPSError] = deque()
         self._finishing = threading.Lock()
         self._outcome: Tensor | ZenPSError | None = None
 
@@ -103,6 +103,14 @@ class Handle(Pending):
         self._answers.append(answer)
         self._progress.ended = last
 
+    def restart(self, sent: Sent) -> None:
+        """The ring has changed, and the round begins again as ``sent``. Not once it has ended."""
+        self._progress.pulled_rows = self._progress.pulled_bytes = 0
+        # The transfer belongs to the thread that waits, which may be absorbing an old answer just now: that
+        # thread restarts it, before it takes the next. The queue is replaced, for if it were emptied even for
+        # a moment, a thread that has been told of an answer would find none, and take that for the deadline.
+        self._answers = deque([sent])
+
     def fail(self, error: ZenPSError) -> None:
         """The round will not be answered."""
         # Ranks may have got different parts of it, and must cut the next round alike.
@@ -125,9 +133,13 @@ class Handle(Pending):
             waited += got - begin
             if isinstance(answer, ZenPSError):
                 return answer
-            server, result, frames = answer
             try:
-                transfer.absorb(server, result.chunk, result, frames)
+                if isinstance(answer, Sent):
+                    transfer.restart(answer)
+                    until = time.monotonic() + self._timeout_seconds
+                else:
+                    server, result, frames = answer
+                    transfer.absorb(server, result.chunk, result, frames)
             except ZenPSError as error:
                 return error
             worked += time.perf_counter() - got

@@ -22,6 +22,7 @@ from zenps.metrics import WorkerMetrics
 from zenps.wire.curve import warn_if_open
 from zenps.wire.link import SchedulerLink
 from zenps.wire.messages import (
+    LAST_BARRIER,
     Barrier,
     BarrierReply,
     Departed,
@@ -38,6 +39,9 @@ from .channel import Channel, CutAgain
 __all__ = ["Session"]
 
 logger = logging.getLogger("zenps.worker")
+
+# Workers that have trained together end together, but for what the last of them writes to disk.
+TOGETHER_SECONDS = 2.0
 
 # The lease's thread answers within microseconds; this bounds the wait for one that cannot.
 CLOSE_SECONDS = 1.0
@@ -118,8 +122,17 @@ class Session:
         except TimeoutError:
             raise DeadlineError(f"barrier: no answer from the scheduler within {seconds:g} s") from None
 
-    def close(self) -> None:
-        """Leaves the cluster; what is in flight fails."""
+    def close(self, *, together: bool) -> None:
+        """Leaves the cluster; what is in flight fails.
+
+        ``together`` first waits a little for all workers to come to this: a server may die with answers that
+        only they lack, and one that has left cannot push again.
+        """
+        if together and self._failure is None:
+            reached: Future[None] = Future()
+            self._post(_AwaitBarrier(LAST_BARRIER, reached))
+            with contextlib.suppress(ZenPSError, TimeoutError):
+                reached.result(TOGETHER_SECONDS)
         self.channel.close()
         self._post(_Leave())
         self._thread.join(CLOSE_SECONDS)
@@ -198,7 +211,8 @@ class Session:
                     if error:
                         reached.set_exception(DeadlineError(error))
                     else:
-                        self._link.registration.barriers = sequence
+                        if sequence != LAST_BARRIER:
+                            self._link.registration.barriers = sequence
                         reached.set_result(None)
                 case HeartbeatReply(wave=wave):
                     self.channel.on_wave(wave)

@@ -7,13 +7,13 @@ goes on.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from zenps.codecs.base import Codec
@@ -33,8 +33,8 @@ from zenps.wire.messages import Result
 from zenps.wire.tensors import tensor_bytes
 
 from .accelerator import Accelerator, Event
-from .compaction import as_sparse
-from .transfer import Part, Transfer, table_shape
+from .compaction import as_sparse, row_numbers
+from .transfer import Cut, Part, Piece, Sent, Transfer, table_shape
 
 __all__ = ["StagedDense", "StagedSparse"]
 
@@ -75,37 +75,39 @@ class StagedSparse(_Staged):
 
     Args:
         tensor: coalesced or not, on the accelerator's device. It must not change before the round is done.
-        layout, placement: of the tensor's rows, as the host and as the device read it.
-        chunks, home, codec: as for ``SparseTransfer``.
+        cut, codec, expected_rows: as for ``SparseTransfer``.
         settings: how it is compacted.
+        place: a layout as the device reads it.
     """
-
-    kind = "sparse"
 
     def __init__(
         self,
         tensor: Tensor,
-        layout: Layout,
-        placement: Placement,
-        chunks: int,
-        home: int,
+        cut: Cut,
         codec: str,
         settings: CudaConfig,
+        place: Callable[[Layout], Placement],
         accelerator: Accelerator,
+        expected_rows: int = 0,
     ) -> None:
-        self.shape, self.dtype, self.chunks = tensor.shape, tensor.dtype, chunks
-        _, self.columns = table_shape(tensor)
         self.rows_given = tensor._nnz()
         self._sparse_dim = tensor.sparse_dim()
         self._indices, self._values = tensor._indices(), tensor._values().detach()
-        self._layout, self._placement = layout, placement
-        self._home, self._codec = home, codec
-        self._settings = settings
-        self._cuts = np.array(layout.cuts(chunks), dtype=np.int64)
+        self._codec, self._settings, self._place_on_device = codec, settings, place
         self._pulled: list[tuple[Tensor, Tensor]] = []
         self._faults: list[Tensor] = []
         self._held: list[Tensor] = []
+        _, columns = table_shape(tensor)
+        self.restart(Sent("sparse", tensor.shape, tensor.dtype, columns, expected_rows, cut, ()))
         super().__init__(accelerator)
+
+    def restart(self, sent: Sent) -> None:
+        assert sent.cut.layout is not None
+        self._layout, self._placement = sent.cut.layout, self._place_on_device(sent.cut.layout)
+        self.sent, self._pieces = sent, sent.cut.pieces()
+        # What is held stays: copies from it may still be under way.
+        self._pulled.clear()
+        self._faults.clear()
 
     # ── out ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -115,11 +117,12 @@ class StagedSparse(_Staged):
         gpu.follow(self._indices, self._values)
         with gpu.stream():
             positions, values, outside = self._place()
-            cuts = self._on_device(self._cuts.ravel())
+            starts = self._on_device([piece.start for piece in self._pieces.values()])
+            stops = self._on_device([piece.stop for piece in self._pieces.values()])
         while True:
             with gpu.stream():
                 rows, counters = self._compact(positions, values, memory)
-                offsets = find_cuts(gpu.launcher, rows.positions, rows.count, cuts)
+                offsets = find_cuts(gpu.launcher, rows.positions, rows.count, stops)
                 header = self._to_host(torch.cat([outside, counters, offsets]))
             yield gpu.mark()
             if int(header[0]):
@@ -129,24 +132,25 @@ class StagedSparse(_Staged):
                 break
             memory = memory.doubled()
 
-        pieces = self._pieces(header[5:].numpy().reshape(self._cuts.shape))
-        total = max(piece.end for piece in pieces)
+        runs = self._runs(header[5:].tolist())
+        total = runs[-1].end
         with gpu.stream():
             values = self._to_host(rows.values[:total])
-            numbers = self._to_host(self._relative_to_chunks(rows)[:total])
+            numbers = self._to_host(self._relative_to_chunks(rows, starts)[:total])
             bitmaps = {
-                piece: self._to_host(self._encode_bitmap(rows, piece))
-                for piece in pieces
-                if piece.codec.name == "bitmap"
+                run: self._to_host(self._encode_bitmap(rows, run))
+                for run in runs
+                if run.codec.name == "bitmap"
             }
         yield gpu.mark()
 
         del self._indices, self._values
-        self.parts = [self._part(piece, numbers, bitmaps.get(piece), values) for piece in pieces]
+        parts = [self._part(run, numbers, bitmaps.get(run), values) for run in runs]
+        self.sent = structs.replace(self.sent, parts=parts)
 
     def _place(self) -> tuple[Tensor, Tensor, Tensor]:
         """Positions, values ``[nnz, columns]``, and ``[1]``: not 0 where an index lies outside the tensor."""
-        rows, outside = _flatten(self._indices, tuple(self.shape[: self._sparse_dim]))
+        rows, outside = row_numbers(self._indices, tuple(self.shape[: self._sparse_dim]))
         positions, beyond = place_rows(self._accelerator.launcher, self._placement, rows)
         values = self._values.reshape(len(rows), self.columns).contiguous()
         return positions, values, outside | beyond
@@ -155,7 +159,7 @@ class StagedSparse(_Staged):
         """Rows by position, and the counters of hashing."""
         launcher, size = self._accelerator.launcher, self._placement.size
         if self._settings.compaction == "hash":
-            bounds = self._on_device(np.array(self._layout.server_bounds))
+            bounds = self._on_device(self._layout.server_bounds)
             hashed = hash_compact(launcher, positions, values, bounds, size, len(positions), memory)
             return hashed.rows, hashed.counters
         if self._settings.compaction == "bitmap":
@@ -164,46 +168,39 @@ class StagedSparse(_Staged):
             rows = sort_compact(launcher, positions, values)
         return rows, torch.zeros(4, dtype=torch.int64, device=positions.device)
 
-    def _relative_to_chunks(self, rows: DeviceRows) -> Tensor:
+    def _relative_to_chunks(self, rows: DeviceRows, starts: Tensor) -> Tensor:
         """Each position within its chunk, as wide as the widest chunk needs it."""
-        widest = int(np.diff(self._cuts, axis=1).max())
+        widest = max(piece.span for piece in self._pieces.values())
         dtype = torch.int32 if item_dtype(widest).itemsize == 4 else torch.int64
-        starts = self._on_device(self._cuts[:, :-1].ravel())
         return encode_coo(self._accelerator.launcher, rows.positions, rows.count, starts, dtype)
 
-    def _pieces(self, offsets: Indices) -> list[_Piece]:
-        """What is sent, given how many rows lie before each cut."""
-        pieces = []
-        for run, server in enumerate(self._layout.servers):
-            for chunk in range(self.chunks):
-                start, stop = self._cuts[run, chunk : chunk + 2].tolist()
-                if start == stop and (server, chunk) != (self._home, 0):
-                    continue
-                begin, end = offsets[run, chunk : chunk + 2].tolist()
-                codec = choose(self._codec, end - begin, stop - start)
-                pieces.append(_Piece(server, chunk, start, stop, begin, end, codec))
-        return pieces
+    def _runs(self, ends: Sequence[int]) -> list[_Run]:
+        """The rows of each piece, given how many rows lie before its end."""
+        begins = (0, *ends[:-1])
+        return [
+            _Run(piece, begin, end, choose(self._codec, end - begin, piece.span))
+            for piece, begin, end in zip(self._pieces.values(), begins, ends, strict=True)
+        ]
 
-    def _encode_bitmap(self, rows: DeviceRows, piece: _Piece) -> Tensor:
-        span = piece.stop - piece.start
-        launcher = self._accelerator.launcher
-        return encode_bitmap(launcher, rows.positions, piece.begin, piece.end, piece.start, span)
+    def _encode_bitmap(self, rows: DeviceRows, run: _Run) -> Tensor:
+        launcher, piece = self._accelerator.launcher, run.piece
+        return encode_bitmap(launcher, rows.positions, run.begin, run.end, piece.start, piece.span)
 
-    def _part(self, piece: _Piece, numbers: Tensor, bitmap: Tensor | None, values: Tensor) -> Part:
-        span = piece.stop - piece.start
+    def _part(self, run: _Run, numbers: Tensor, bitmap: Tensor | None, values: Tensor) -> Part:
+        piece = run.piece
         if bitmap is None:
-            own = numbers[piece.begin : piece.end].numpy()
-            encoded = own.astype(item_dtype(span), copy=False).view(np.uint8).data
+            own = numbers[run.begin : run.end].numpy()
+            encoded = own.astype(item_dtype(piece.span), copy=False).view(np.uint8).data
         else:
             encoded = tensor_bytes(bitmap)
-        frames = (encoded, tensor_bytes(values[piece.begin : piece.end]))
-        return Part(piece.server, piece.chunk, span, piece.end - piece.begin, piece.codec.name, frames)
+        frames = (encoded, tensor_bytes(values[run.begin : run.end]))
+        return Part(piece.server, piece.chunk, piece.span, run.end - run.begin, run.codec.name, frames)
 
     # ── back ────────────────────────────────────────────────────────────────────────────────────
 
     def absorb(self, server: int, chunk: int, result: Result, frames: Sequence[memoryview]) -> None:
-        start, stop = self._cuts[self._layout.servers.index(server), chunk : chunk + 2].tolist()
-        span, count = stop - start, result.rows
+        piece = self._pieces[server, chunk]
+        start, span, count = piece.start, piece.span, result.rows
         if len(frames) != 2 or result.codec not in CODECS:
             raise ProtocolError("payload", f"a sparse result with codec {result.codec!r}")
         if count > span:
@@ -250,11 +247,20 @@ class StagedSparse(_Staged):
         self._held.append(pinned)
         return pinned.to(self._accelerator.device, non_blocking=True)
 
-    def _on_device(self, numbers: Indices) -> Tensor:
+    def _on_device(self, numbers: Sequence[int]) -> Tensor:
         pinned = self._accelerator.pinned.empty((len(numbers),), torch.int64)
         pinned.numpy()[:] = numbers
         self._held.append(pinned)
         return pinned.to(self._accelerator.device, non_blocking=True)
+
+
+class _Run(NamedTuple):
+    """Rows ``begin`` to ``end``, which are those of ``piece``."""
+
+    piece: Piece
+    begin: int
+    end: int
+    codec: Codec
 
 
 class StagedDense(_Staged):
@@ -265,13 +271,9 @@ class StagedDense(_Staged):
         transfer: makes the transfer of the copy, with results in pinned memory if they are large.
     """
 
-    kind = "dense"
-    columns = 1
-
     def __init__(
         self, tensor: Tensor, transfer: Callable[[Tensor], Transfer], accelerator: Accelerator
     ) -> None:
-        self.shape, self.dtype = tensor.shape, tensor.dtype
         self.rows_given = tensor.numel()
         self._tensor = tensor.detach()
         self._make = transfer
@@ -285,7 +287,11 @@ class StagedDense(_Staged):
         yield gpu.mark()
         del self._tensor
         self._inner = self._make(copy)
-        self.parts, self.chunks = self._inner.parts, self._inner.chunks
+        self.sent = self._inner.sent
+
+    def restart(self, sent: Sent) -> None:
+        self._inner.restart(sent)
+        self.sent = sent
 
     def absorb(self, server: int, chunk: int, result: Result, frames: Sequence[memoryview]) -> None:
         self._inner.absorb(server, chunk, result, frames)
@@ -299,37 +305,3 @@ class StagedDense(_Staged):
         gpu.wait_for(gpu.mark())
         gpu.hand_over(result)
         return result
-
-
-Indices = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-
-
-class _Piece(NamedTuple):
-    """Positions ``start`` to ``stop`` of the tensor, of which rows ``begin`` to ``end`` are pushed."""
-
-    server: int
-    chunk: int
-    start: int
-    stop: int
-    begin: int
-    end: int
-    codec: Codec
-
-
-def _flatten(indices: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Row numbers ``[nnz]`` of sparse indices ``[dims, nnz]``; and ``[1]``, 1 where one lies outside its own.
-
-    A sole dimension is checked by whoever reads the row numbers.
-    """
-    outside = torch.zeros(1, dtype=torch.int64, device=indices.device)
-    if len(dims) == 1:
-        return indices[0].contiguous(), outside
-    rows = torch.zeros(indices.shape[1], dtype=torch.int64, device=indices.device)
-    for index, size, stride in zip(indices, dims, _strides(dims), strict=True):
-        rows += index * stride
-        outside |= ((index < 0) | (index >= size)).any()
-    return rows, outside
-
-
-def _strides(dims: tuple[int, ...]) -> list[int]:
-    return [math.prod(dims[place + 1 :]) for place in range(len(dims))]

@@ -1,11 +1,12 @@
-"""What a transfer is: one tensor's way to the servers and back, in one round."""
+"""What a transfer is: one tensor's way to the servers and back, in one round; and how a ring cuts it."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -16,13 +17,55 @@ from torch import Tensor
 from zenps.codecs.base import CodecName
 from zenps.errors import TensorError
 from zenps.kernels.base import ACCUMULATE
+from zenps.layout import Layout
 from zenps.wire.messages import MAX_COLUMNS, Result
 
-__all__ = ["Part", "Transfer", "check_tensor", "table_shape"]
+__all__ = ["Cut", "Part", "Piece", "Sent", "Transfer", "check_tensor", "table_shape"]
 
 
 # uint8 is for broadcasts, which carry any dtype as bytes.
 _SUPPORTED = tuple(dtype for dtype in ACCUMULATE if dtype != torch.uint8)
+
+
+class Piece(NamedTuple):
+    """One server's chunk: the positions from ``start`` up to ``stop``."""
+
+    server: int
+    chunk: int
+    start: int
+    stop: int
+
+    @property
+    def span(self) -> int:
+        """How many positions it has."""
+        return self.stop - self.start
+
+
+class Cut(NamedTuple):
+    """How a ring cuts a tensor.
+
+    Attributes:
+        layout: of its rows or elements; None where the tensor goes whole to ``home``.
+        chunks: pieces of each server's range, the same number on all ranks.
+        home: the server whose chunk 0 is pushed even if it is empty: there ranks meet that disagree
+            about the shape, and so about which servers have any of it.
+        epoch: the ring's. A push names it, so that no server takes it for a part of another cut.
+    """
+
+    layout: Layout | None
+    chunks: int
+    home: int
+    epoch: int = 0
+
+    def pieces(self) -> dict[tuple[int, int], Piece]:
+        """What is pushed, by server and chunk. In this order they cover all positions without a gap."""
+        assert self.layout is not None
+        pieces = {}
+        for server, cuts in zip(self.layout.servers, self.layout.cuts(self.chunks), strict=True):
+            for chunk, (start, stop) in enumerate(pairwise(cuts)):
+                if start < stop or (server, chunk) == (self.home, 0):
+                    pieces[server, chunk] = Piece(server, chunk, start, stop)
+        return pieces
 
 
 class Part(Struct, frozen=True):
@@ -36,22 +79,61 @@ class Part(Struct, frozen=True):
     frames: tuple[memoryview, memoryview]
 
 
-class Transfer(ABC):
-    """One tensor in one round. ``parts`` are pushed; each is answered by one ``absorb``.
+class Sent(Struct, frozen=True):
+    """What a rank pushes of one tensor in one round: enough to push it again under another ring.
 
-    Where the tensor lies on a GPU, ``parts`` are there only once :meth:`prepared`.
+    It keeps alive the frames and the layout; neither the tensor nor any result.
     """
 
     kind: Literal["dense", "sparse"]
     shape: torch.Size
+    """Of the whole tensor."""
     dtype: torch.dtype
     columns: int
-    chunks: int
+    """Elements of a row; 1 of a dense tensor."""
+    expected_rows: int
+    """How many rows all ranks together pushed last time, by which a sparse tensor is cut; else 0."""
+    cut: Cut
     parts: Sequence[Part]
+
+
+class Transfer(ABC):
+    """One tensor in one round. ``parts`` are pushed; each is answered by one ``absorb``.
+
+    Where the tensor lies on a GPU, ``sent``, and all that is read from it, is there only once
+    :meth:`prepared`.
+    """
+
+    sent: Sent
+    """What is pushed under the present ring."""
     rows_given: int
     """Rows before compaction."""
     hashed_rows: NDArray[np.int64] = np.zeros(4, dtype=np.int64)
     """Rows that a hash compaction placed at the first try, by another hash, and serially; that overflowed."""
+
+    @property
+    def kind(self) -> Literal["dense", "sparse"]:
+        return self.sent.kind
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.sent.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.sent.dtype
+
+    @property
+    def columns(self) -> int:
+        return self.sent.columns
+
+    @property
+    def chunks(self) -> int:
+        return self.sent.cut.chunks
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        return self.sent.parts
 
     @property
     def pushed_bytes(self) -> int:
@@ -85,6 +167,19 @@ class Transfer(ABC):
 
         Raises:
             ProtocolError: the frames are not what ``result`` announces, or no position of ours.
+        """
+
+    @abstractmethod
+    def restart(self, sent: Sent) -> None:
+        """The ring has changed before all answers were there: forgets those that were absorbed.
+
+        Only once :meth:`prepared`, and not after :meth:`finish`.
+
+        Args:
+            sent: what :attr:`sent` was, cut for the new ring. Answers from now on are to its parts.
+
+        Raises:
+            ConfigError: a device cannot compute the new layout.
         """
 
     @abstractmethod

@@ -1,10 +1,11 @@
-"""Which way a tensor takes: by its kind, its size and its device."""
+"""Which way a tensor takes: by its kind, its size and its device; and how the present ring cuts it."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -26,8 +27,9 @@ from zenps.wire.messages import POSITION_BYTES
 from .accelerator import Accelerator, CudaAccelerator
 from .compaction import SparseTransfer
 from .dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
+from .recut import recut
 from .staged import StagedDense, StagedSparse
-from .transfer import Transfer, table_shape
+from .transfer import Cut, Sent, Transfer, table_shape
 
 __all__ = ["Transfers"]
 
@@ -40,26 +42,35 @@ POOL_BYTES = 1 << 30
 
 
 class Transfers:
-    """Makes transfers under one epoch's ring.
+    """Makes transfers, and cuts them again when the ring changes. Every method may be called from any thread.
 
     Args:
         config: all settings.
-        owners, servers: the ring and the servers' ranks.
     """
 
-    def __init__(self, config: Config, owners: NDArray[np.uint16], servers: Sequence[int]) -> None:
+    def __init__(self, config: Config) -> None:
         self._config = config
-        self._owners = owners
+        self._ring: _Ring
+        self._epoch = 0
         self._pool = BufferPool(POOL_BYTES)
         self._kernels = CpuKernels(self._pool)
-        chosen = strategy(config.sync.partition)
-        self._sparse, self._dense = (
-            LayoutCache(kind, config.sync.seed, owners, servers, config.sync.table_bytes)
-            for kind in (chosen, chosen if chosen.per_tensor else Parallel())
-        )
         self._accelerators: dict[torch.device, Accelerator] = {}
-        self._placements: dict[tuple[Layout, torch.device], Placement] = {}
+        # A placement lives as long as its layout, and so as long as whatever was cut by it.
+        self._placements: WeakKeyDictionary[Layout, dict[torch.device, Placement]] = WeakKeyDictionary()
         self._lock = threading.Lock()
+
+    def set_ring(self, epoch: int, owners: NDArray[np.uint16], servers: Sequence[int]) -> None:
+        """Whatever begins from now on is cut for this ring; what has begun stays as it is.
+
+        Has to be called before anything begins. The ring that is there already is left as it is.
+
+        Args:
+            epoch: the ring's.
+            owners, servers: who owns each slot, and the servers' ranks.
+        """
+        if epoch != self._epoch:
+            self._ring = _Ring(self._config, epoch, owners, servers)
+            self._epoch = epoch
 
     def begin(self, tensor: Tensor, name: str, expected_rows: int, contributes: bool) -> Transfer:
         """The transfer of ``tensor``; for one on the CPU, compacted on this thread.
@@ -72,51 +83,35 @@ class Transfers:
             TensorError: indices lie outside the tensor, or a row of it is too large for a message.
             ConfigError: the tensor is on a GPU, and CuPy is not installed.
         """
-        home = int(self._owners[home_slot(name, self._config.sync.seed)])
         gpu = self._accelerator(tensor.device)
         if tensor.is_sparse:
-            return self._begin_sparse(tensor, name, expected_rows, home, gpu)
+            return self._begin_sparse(tensor, name, expected_rows, gpu)
+        cut = self._ring.cut_dense(name, tensor.numel(), tensor.dtype)
         if gpu is None:
-            return self._begin_dense(self._pool, name, home, contributes, tensor)
-        return StagedDense(tensor, partial(self._begin_dense, gpu.pinned, name, home, contributes), gpu)
+            return _begin_dense(cut, self._pool, contributes, tensor)
+        return StagedDense(tensor, partial(_begin_dense, cut, gpu.pinned, contributes), gpu)
+
+    def recut(self, name: str, sent: Sent) -> Sent:
+        """What the tensor ``name`` pushes under the present ring: ``sent`` itself if it was cut by that."""
+        ring = self._ring
+        if sent.cut.layout is None or sent.kind == "dense":
+            cut = ring.cut_dense(name, sent.shape.numel(), sent.dtype)
+        else:
+            rows = sent.cut.layout.rows_total
+            cut = ring.cut_sparse(name, rows, sent.columns, sent.dtype, sent.expected_rows)
+        # Layouts are equal only to themselves, and a ring makes each but once.
+        return sent if cut == sent.cut else recut(sent, cut, self._config.sync.codec)
 
     def _begin_sparse(
-        self, tensor: Tensor, name: str, expected_rows: int, home: int, gpu: Accelerator | None
+        self, tensor: Tensor, name: str, expected_rows: int, gpu: Accelerator | None
     ) -> Transfer:
-        sync = self._config.sync
+        codec = self._config.sync.codec
         rows, columns = table_shape(tensor)
-        layout = self._sparse.get(name, max(rows, 1), 1 if columns > 1 else sync.granule)
-        row_bytes = columns * tensor.dtype.itemsize + POSITION_BYTES
-        most_bytes = self._config.cluster.max_message_bytes // 2
-        if layout.granule * row_bytes > most_bytes:
-            raise TensorError(
-                f"tensor {name!r}: {layout.granule} row(s) of {columns} {tensor.dtype}, which stay together, "
-                f"need {layout.granule * row_bytes} bytes; expected at most {most_bytes}, half of "
-                f"cluster.max_message_bytes: raise it on all nodes"
-            )
-        chunks = self._count_chunks(layout, row_bytes, expected_rows * row_bytes)
+        cut = self._ring.cut_sparse(name, max(rows, 1), columns, tensor.dtype, expected_rows)
         if gpu is None:
-            return SparseTransfer(tensor, layout, chunks, home, sync.codec, self._kernels)
-        placement = self._placement(layout, gpu.device)
-        return StagedSparse(tensor, layout, placement, chunks, home, sync.codec, self._config.cuda, gpu)
-
-    def _begin_dense(
-        self, pool: BufferPool, name: str, home: int, contributes: bool, tensor: Tensor
-    ) -> Transfer:
-        size_bytes = tensor.numel() * tensor.dtype.itemsize
-        if size_bytes < SPLIT_FROM_BYTES:
-            return WholeTransfer(tensor, home, contributes)
-        layout = self._dense.get(name, tensor.numel(), DENSE_GRANULE)
-        chunks = self._count_chunks(layout, tensor.dtype.itemsize, size_bytes)
-        return DenseTransfer(tensor, layout, chunks, home, pool, contributes)
-
-    def _count_chunks(self, layout: Layout, row_bytes: int, expected_bytes: int) -> int:
-        """Chunks per server: none above ``sync.chunk_bytes`` as expected, nor above a message at worst."""
-        widest = max(np.diff(layout.server_bounds).tolist())
-        # Half a message for the values leaves room for positions, bitmaps and envelopes.
-        at_least = -(-widest * row_bytes // (self._config.cluster.max_message_bytes // 2))
-        per_server = expected_bytes * widest // layout.size
-        return max(1, at_least, -(-per_server // self._config.sync.chunk_bytes))
+            return SparseTransfer(tensor, cut, codec, self._kernels, expected_rows)
+        place = partial(self._placement, gpu)
+        return StagedSparse(tensor, cut, codec, self._config.cuda, place, gpu, expected_rows)
 
     def _accelerator(self, device: torch.device) -> Accelerator | None:
         """None for the CPU."""
@@ -128,8 +123,76 @@ class Transfers:
                 self._accelerators[device] = CudaAccelerator(device, POOL_BYTES, deadline_seconds)
             return self._accelerators[device]
 
-    def _placement(self, layout: Layout, device: torch.device) -> Placement:
+    def _placement(self, gpu: Accelerator, layout: Layout) -> Placement:
         with self._lock:
-            if (layout, device) not in self._placements:
-                self._placements[layout, device] = place_on(layout, device)
-            return self._placements[layout, device]
+            placements = self._placements.setdefault(layout, {})
+            if gpu.device not in placements:
+                # Memory of the stream that reads it: once freed, it is not used again before that is done.
+                with gpu.stream():
+                    placements[gpu.device] = place_on(layout, gpu.device)
+            return placements[gpu.device]
+
+
+def _begin_dense(cut: Cut, pool: BufferPool, contributes: bool, tensor: Tensor) -> Transfer:
+    if cut.layout is None:
+        return WholeTransfer(tensor, cut, contributes)
+    return DenseTransfer(tensor, cut, pool, contributes)
+
+
+class _Ring:
+    """How tensors are cut under one ring. Never changes, but for layouts that it makes on first use.
+
+    Args:
+        config: all settings.
+        epoch, owners, servers: as for :meth:`Transfers.set_ring`.
+    """
+
+    def __init__(
+        self, config: Config, epoch: int, owners: NDArray[np.uint16], servers: Sequence[int]
+    ) -> None:
+        self._config = config
+        self._epoch = epoch
+        self._owners = owners
+        chosen = strategy(config.sync.partition)
+        self._sparse, self._dense = (
+            LayoutCache(kind, config.sync.seed, owners, servers, config.sync.table_bytes)
+            for kind in (chosen, chosen if chosen.per_tensor else Parallel())
+        )
+
+    def cut_sparse(self, name: str, rows: int, columns: int, dtype: torch.dtype, expected_rows: int) -> Cut:
+        """Of ``rows`` rows, at least 1.
+
+        Raises:
+            TensorError: a row is too large for a message.
+        """
+        layout = self._sparse.get(name, rows, 1 if columns > 1 else self._config.sync.granule)
+        row_bytes = columns * dtype.itemsize + POSITION_BYTES
+        most_bytes = self._config.cluster.max_message_bytes // 2
+        if layout.granule * row_bytes > most_bytes:
+            raise TensorError(
+                f"tensor {name!r}: {layout.granule} row(s) of {columns} {dtype}, which stay together, "
+                f"need {layout.granule * row_bytes} bytes; expected at most {most_bytes}, half of "
+                f"cluster.max_message_bytes: raise it on all nodes"
+            )
+        chunks = self._count_chunks(layout, row_bytes, expected_rows * row_bytes)
+        return Cut(layout, chunks, self._home(name), self._epoch)
+
+    def cut_dense(self, name: str, count: int, dtype: torch.dtype) -> Cut:
+        """Of ``count`` elements."""
+        size_bytes = count * dtype.itemsize
+        if size_bytes < SPLIT_FROM_BYTES:
+            return Cut(None, 1, self._home(name), self._epoch)
+        layout = self._dense.get(name, count, DENSE_GRANULE)
+        chunks = self._count_chunks(layout, dtype.itemsize, size_bytes)
+        return Cut(layout, chunks, self._home(name), self._epoch)
+
+    def _home(self, name: str) -> int:
+        return int(self._owners[home_slot(name, self._config.sync.seed)])
+
+    def _count_chunks(self, layout: Layout, row_bytes: int, expected_bytes: int) -> int:
+        """Chunks per server: none above ``sync.chunk_bytes`` as expected, nor above a message at worst."""
+        widest = max(np.diff(layout.server_bounds).tolist())
+        # Half a message for the values leaves room for positions, bitmaps and envelopes.
+        at_least = -(-widest * row_bytes // (self._config.cluster.max_message_bytes // 2))
+        per_server = expected_bytes * widest // layout.size
+        return max(1, at_least, -(-per_server // self._config.sync.chunk_bytes))

@@ -234,9 +234,13 @@ class _Job:
             self._say(f"scheduler ended: {killed.how_it_ended()}; starting it again")
             self._start("scheduler", [*_ZENPS, "scheduler"])
             return True
+        status = self._status()
+        if status is None or status.state == "gathering":
+            return False
         others = [p.name for p in self._processes if p.name.startswith("server") and p.exit_code is None]
         if others:
-            self._say(f"{killed.name} ended: {killed.how_it_ended()}; {', '.join(others)} will take its slots")
+            how = killed.how_it_ended()
+            self._say(f"{killed.name} ended: {how}; {', '.join(others)} will take its slots")
         return bool(others)
 
     def _cause(self, failed: Process) -> Process:

@@ -26,6 +26,7 @@ from zenps.wire.messages import (
     BarrierReply,
     Busy,
     Departed,
+    Drain,
     Failure,
     FromScheduler,
     FromServer,
@@ -42,9 +43,12 @@ from zenps.wire.messages import (
     Stop,
     ToScheduler,
     View,
+    Wanted,
+    WhoAreYou,
 )
 from zenps.worker.broadcast import unpack_object
-from zenps.worker.exchange import Deliver, Exchange, Outgoing, Round
+from zenps.worker.exchange import Exchange
+from zenps.worker.round import Deliver, Outgoing, Round
 from zenps.worker.transfers import Transfers
 
 __all__ = ["SEEDS", "TARGETS", "reseal"]
@@ -84,7 +88,7 @@ class Server:
         self._decoder: Decoder[Push] = Decoder(JOB, Push)
         self._rounds = {ranks: Rounds(1 << 20, 30.0) for ranks in (1, 2)}
         for ranks, rounds in self._rounds.items():
-            rounds.set_view(1, range(ranks))
+            rounds.on_view(1, dict.fromkeys(range(ranks), b"peer"), {}, 0.0)
         pool = BufferPool(1 << 20)
         self._aggregator = Aggregator(CpuKernels(pool), pool)
 
@@ -110,15 +114,20 @@ class Worker:
             cluster=ClusterConfig(max_message_bytes=MAX_MESSAGE_BYTES), sync=SyncConfig(granule=1)
         )
         self._decoder: Decoder[FromServer] = Decoder(JOB, FromServer)
-        transfers = Transfers(config, np.zeros(4096, dtype=np.uint16), [0])
+        transfers = Transfers(config)
+        transfers.set_ring(1, np.zeros(4096, dtype=np.uint16), [0])
         indices, values = torch.arange(3).unsqueeze(0), torch.ones(3, COLUMNS)
         table = torch.sparse_coo_tensor(indices, values, (SPAN, COLUMNS), check_invariants=True)
         tensors = {"table": table, "vector": torch.ones(20_000), "small": torch.ones(100)}
         self._begin = {
             name: partial(transfers.begin, tensor, name, 0, True) for name, tensor in tensors.items()
         }
-        self._exchange = Exchange(30.0, [Member("server", 0, "host", 1, "", "")])
-        self._transfers = {name: self._submit(name) for name in tensors}
+        self._begin_all()
+
+    def _begin_all(self) -> None:
+        self._exchange = Exchange(30.0, lambda round_: round_.outgoing)
+        self._exchange.on_view(1, [Member("server", 0, "host", 1, "", "")], 0.0)
+        self._transfers = {name: self._submit(name) for name in self._begin}
 
     def _submit(self, name: str) -> Any:
         transfer = self._begin[name]()
@@ -126,13 +135,13 @@ class Worker:
             Outgoing(0, msgspec.structs.replace(PUSH, tensor=name, chunk=part.chunk), part.frames)
             for part in transfer.parts
         ]
-        self._exchange.submit(Round(name, 0, pushes), 0.0)
+        self._exchange.submit(Round(name, 0, 1, pushes), 0.0)
         return transfer
 
     def __call__(self, frames: Frames) -> None:
         rest = [memoryview(bytearray(frame)) for frame in frames[1:]]
         message = self._decoder.decode(frames[0], rest)
-        actions = self._exchange.on_reply(0, message, rest)
+        actions = self._exchange.on_reply(0, message, rest, 0.0)
         ended = any(not isinstance(action, Deliver) or action.last for action in actions)
         try:
             for action in actions:
@@ -142,8 +151,8 @@ class Worker:
                     if action.last:
                         transfer.finish()
         finally:
-            if ended and not any(key[0] == message.tensor for key in self._exchange._rounds):
-                self._transfers[message.tensor] = self._submit(message.tensor)
+            if ended and self._exchange.kept:
+                self._begin_all()
 
 
 def _codec(name: str, frames: Frames) -> None:
@@ -195,14 +204,17 @@ _DENSE = msgspec.structs.replace(
 )
 _ELEMENTS = np.ones(100, dtype="<f4").tobytes()
 
+VIEW = View(1, 0, (MEMBER,), (MEMBER,), bytes(8192), 1)
+
 SEEDS: dict[str, list[Frames]] = {
     "scheduler": [
         _sealed(Register("worker", -1, "host", 1, "", "", {"seed": 1})),
         _sealed(Register("server", -1, "host", 1, "tcp://127.0.0.1:1", "", {})),
         *map(_sealed, (Heartbeat(1, {"rounds": 1.0}), Barrier(1), Leave(), StatusRequest())),
+        *map(_sealed, (Drain(0), Register("server", 0, "host", 1, "tcp://127.0.0.1:1", "", {}, view=VIEW))),
     ],
     "node": [
-        *map(_sealed, (View(1, 0, (MEMBER,), (MEMBER,), bytes(8192)), Refused("lost", "gone"))),
+        *map(_sealed, (VIEW, Refused("lost", "gone"), WhoAreYou())),
         *map(_sealed, (BarrierReply(1, ""), Departed(MEMBER, True, "gone"), Stop())),
     ],
     "server": [
@@ -213,12 +225,12 @@ SEEDS: dict[str, list[Frames]] = {
         _sealed(msgspec.structs.replace(_DENSE, dtype="float16", span=200, rows=200), b"", _ELEMENTS),
     ],
     "worker": [
-        _sealed(Result("table", 0, 0, 3, "coo"), _POSITIONS, _ROWS),
-        _sealed(Result("table", 0, 0, 3, "bitmap"), _bitmap([1, 7, 300]), _ROWS),
-        _sealed(Result("small", 0, 0, 100, "none"), b"", _ELEMENTS),
-        _sealed(Result("vector", 0, 0, 0, "none"), b"", b""),
-        *map(_sealed, (Failure("table", 0, 0, "lost", "gone"), Busy("table", 0, 0))),
-        *map(_sealed, (Resume("table", 0, 0), Resend("small", 0, 0))),
+        _sealed(Result(1, "table", 0, 0, 3, "coo"), _POSITIONS, _ROWS),
+        _sealed(Result(1, "table", 0, 0, 3, "bitmap"), _bitmap([1, 7, 300]), _ROWS),
+        _sealed(Result(1, "small", 0, 0, 100, "none"), b"", _ELEMENTS),
+        _sealed(Result(1, "vector", 0, 0, 0, "none"), b"", b""),
+        *map(_sealed, (Failure(1, "table", 0, 0, "lost", "gone"), Busy(1, "table", 0, 0))),
+        *map(_sealed, (Resume(1, "table", 0, 0), Resend(1, "small", 0, 0), Wanted(1, "table", 0))),
     ],
     "coo": [[struct.pack("<QQ", 3, SPAN), _POSITIONS]],
     "bitmap": [[struct.pack("<QQ", 3, SPAN), _bitmap([1, 7, 300])]],

@@ -19,7 +19,7 @@ from zenps.settings import CudaConfig
 from zenps.worker.accelerator import CudaAccelerator
 from zenps.worker.dense import DENSE_GRANULE, DenseTransfer
 from zenps.worker.staged import StagedDense, StagedSparse
-from zenps.worker.transfer import Transfer
+from zenps.worker.transfer import Cut, Transfer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -63,7 +63,9 @@ def test_rounds_of_many_sizes_reuse_memory_and_stay_right(
     settings = CudaConfig(compaction=compaction)  # type: ignore[arg-type]
 
     def begin(tensor: Tensor) -> Transfer:
-        staged = StagedSparse(tensor.cuda(), layout, placement, 2, 0, "auto", settings, accelerator)
+        staged = StagedSparse(
+            tensor.cuda(), Cut(layout, 2, 0), "auto", settings, lambda _: placement, accelerator
+        )
         return prepared(staged, accelerator)
 
     for seed, nnz in enumerate((0, 1, 60_000, 33, 200_000, 5, 120_000, 60_000)):
@@ -82,7 +84,7 @@ def test_a_gradient_is_compacted_without_waiting(accelerator: CudaAccelerator) -
     tensor = whole_numbers(100_000, 32, 50_000, 1).cuda()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
-    transfer = StagedSparse(tensor, layout, placement, 2, 0, "auto", CudaConfig(), accelerator)
+    transfer = StagedSparse(tensor, Cut(layout, 2, 0), "auto", CudaConfig(), lambda _: placement, accelerator)
     prepared(transfer, accelerator)
     assert sum(part.rows for part in transfer.parts) > 0
 
@@ -95,7 +97,9 @@ def test_the_callers_stream_goes_first(accelerator: CudaAccelerator) -> None:
         torch.cuda._sleep(200_000_000)
         values = torch.zeros(1000, 4, device="cuda").add_(3)
         tensor = sparse(torch.arange(1000), values.cpu(), (1000, 4)).cuda() * 2
-        transfer = StagedSparse(tensor, layout, placement, 1, 0, "coo", CudaConfig(), accelerator)
+        transfer = StagedSparse(
+            tensor, Cut(layout, 1, 0), "coo", CudaConfig(), lambda _: placement, accelerator
+        )
     prepared(transfer, accelerator)
     for part in transfer.parts:
         assert (torch.frombuffer(bytearray(part.frames[1]), dtype=torch.float32) == 6).all()
@@ -107,7 +111,7 @@ def test_dense(accelerator: CudaAccelerator) -> None:
 
     def begin(tensor: Tensor) -> Transfer:
         def make(copy: Tensor) -> Transfer:
-            return DenseTransfer(copy, layout, 2, 0, accelerator.pinned, True)
+            return DenseTransfer(copy, Cut(layout, 2, 0), accelerator.pinned, True)
 
         return prepared(StagedDense(tensor.cuda(), make, accelerator), accelerator)
 

@@ -158,11 +158,8 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
             self.scheduler = self._launch("scheduler", _schedule, self._sets(), ready)
             self.address = _read_when_written(ready, self.scheduler)
             self._settings["cluster.scheduler"] = self.address
-            for number in range(self._server_count):
-                # Servers are given no rank: each takes that of its key.
-                own = [f"security.secret={self._keys}/server-{number}.secret"] if self._keys else []
-                own += [f"{name}={value}" for name, value in self._server_settings.items()]
-                self.servers.append(self._launch(f"server{number}", _serve, [*self._sets(), *own]))
+            for _ in range(self._server_count):
+                self.add_server()
         except BaseException:  # Ctrl-C too: nothing that was started may be left behind
             self.__exit__()
             raise
@@ -176,6 +173,21 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
             for process in self._processes:
                 print(f"──── {process.name}\n{process.log}", file=sys.stderr)
         self._directory.cleanup()
+
+    def add_server(self) -> Process:
+        """One more server; it is given no rank, but takes that of its key."""
+        number = len(self.servers)
+        own = [f"security.secret={self._keys}/server-{number}.secret"] if self._keys else []
+        own += [f"{name}={value}" for name, value in self._server_settings.items()]
+        server = self._launch(f"server{number}", _serve, [*self._sets(), *own])
+        self.servers.append(server)
+        return server
+
+    def restart_scheduler(self) -> None:
+        """Another scheduler at the same address; the one before has ended."""
+        ready = self._path / f"address{len(self._processes)}"
+        self.scheduler = self._launch(f"scheduler{len(self._processes)}", _schedule, self._sets(), ready)
+        _read_when_written(ready, self.scheduler)
 
     def start(
         self,
@@ -242,6 +254,18 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         while (now := self.status().state) != state:
             assert time.monotonic() < until, f"the cluster is {now}, expected {state}"
             time.sleep(0.05)
+
+    def await_epoch(self, epoch: int) -> None:
+        """Waits until all nodes have the view of that epoch, or a later one; or no server is left."""
+        until = time.monotonic() + DEADLINE_SECONDS
+        while True:
+            status = self.status()
+            present = [node for node in status.nodes[1:] if node.state == "present"]
+            no_server = all(node.role != "server" for node in present)
+            if status.epoch >= epoch and (no_server or all(node.epoch >= epoch for node in present)):
+                return
+            assert time.monotonic() < until, f"expected epoch {epoch}: {status}"
+            time.sleep(0.02)
 
     @property
     def _path(self) -> Path:

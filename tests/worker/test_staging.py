@@ -25,6 +25,9 @@ class Slow(Transfer):
     def absorb(self, *_: object) -> None:
         raise AssertionError
 
+    def restart(self, *_: object) -> None:
+        raise AssertionError
+
     def finish(self) -> None:  # type: ignore[override]
         raise AssertionError
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from torch import Tensor
 
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
@@ -17,6 +18,7 @@ from tests.worker.host_accelerator import HostAccelerator
 from zenps.buffers import BufferPool
 from zenps.errors import ProtocolError, TensorError
 from zenps.kernels.cpu import CpuKernels
+from zenps.kernels.place import Placement
 from zenps.layout import Layout, LayoutCache
 from zenps.placement import place_on
 from zenps.ring import rebalance
@@ -28,7 +30,7 @@ from zenps.wire.tensors import dtype_name
 from zenps.worker.compaction import SparseTransfer
 from zenps.worker.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from zenps.worker.staged import StagedSparse
-from zenps.worker.transfer import Part, Transfer, check_tensor, table_shape
+from zenps.worker.transfer import Cut, Part, Transfer, check_tensor, table_shape
 
 torch.set_num_threads(1)
 
@@ -54,6 +56,10 @@ def make_layout(name: str, rows: int, granule: int, servers: Sequence[int], tabl
     return cache.get("weight", max(rows, 1), granule)
 
 
+def on_the_device(layout: Layout) -> Placement:
+    return place_on(layout, ACCELERATOR.device)
+
+
 class MakeSparse(Protocol):
     """Begins the transfer of a sparse tensor."""
 
@@ -61,14 +67,13 @@ class MakeSparse(Protocol):
 
 
 def on_the_cpu(tensor: Tensor, layout: Layout, chunks: int, home: int, codec: str) -> Transfer:
-    return SparseTransfer(tensor, layout, chunks, home, codec, KERNELS)
+    return SparseTransfer(tensor, Cut(layout, chunks, home), codec, KERNELS)
 
 
 def on_a_device(compaction: Literal["sort", "bitmap", "hash"]) -> MakeSparse:
     def make(tensor: Tensor, layout: Layout, chunks: int, home: int, codec: str) -> Transfer:
-        placement = place_on(layout, ACCELERATOR.device)
-        settings = CudaConfig(compaction=compaction)
-        transfer = StagedSparse(tensor, layout, placement, chunks, home, codec, settings, ACCELERATOR)
+        cut, settings = Cut(layout, chunks, home), CudaConfig(compaction=compaction)
+        transfer = StagedSparse(tensor, cut, codec, settings, on_the_device, ACCELERATOR)
         assert not transfer.prepared()
         return prepared(transfer)
 
@@ -285,10 +290,9 @@ def test_dense(
     def begin(tensor: Tensor) -> Transfer:
         contributing = next(taking_part)
         if partition == "whole":
-            return WholeTransfer(tensor, servers[-1], contributing)
+            return WholeTransfer(tensor, Cut(None, 1, servers[-1]), contributing)
         layout = make_layout(partition, tensor.numel(), DENSE_GRANULE, servers, 1 << 20)
-        transfer = DenseTransfer(tensor, layout, chunks, servers[-1], POOL, contributing)
-        return transfer
+        return DenseTransfer(tensor, Cut(layout, chunks, servers[-1]), POOL, contributing)
 
     results, _ = synchronize(tensors, begin, average)
     for result in results:
@@ -313,15 +317,16 @@ def expected_dense(tensors: Sequence[Tensor], contributes: Sequence[bool], avera
 
 
 def begin_sparse(tensor: Tensor) -> Transfer:
-    return SparseTransfer(tensor, make_layout("balanced", 50, 1, [0, 1], 0), 2, 0, "auto", KERNELS)
+    return on_the_cpu(tensor, make_layout("balanced", 50, 1, [0, 1], 0), 2, 0, "auto")
 
 
 def begin_dense(tensor: Tensor) -> Transfer:
-    return DenseTransfer(tensor, make_layout("balanced", 5000, DENSE_GRANULE, [0, 1], 0), 2, 0, POOL, True)
+    cut = Cut(make_layout("balanced", 5000, DENSE_GRANULE, [0, 1], 0), 2, 0)
+    return DenseTransfer(tensor, cut, POOL, True)
 
 
 def begin_whole(tensor: Tensor) -> Transfer:
-    return WholeTransfer(tensor, 0, True)
+    return WholeTransfer(tensor, Cut(None, 1, 0), True)
 
 
 @pytest.mark.parametrize(
@@ -359,9 +364,9 @@ def test_gradients_that_require_gradients() -> None:
 def test_home_is_pushed_even_if_it_has_nothing() -> None:
     """There ranks meet that disagree about the shape, and so about which servers have any of it."""
     layout = make_layout("centralized", 50, 1, [0, 1, 2], 0)
-    (owner,) = (part.server for part in SparseTransfer(rows_of(50), layout, 1, 7, "auto", KERNELS).parts)
+    (owner,) = (part.server for part in on_the_cpu(rows_of(50), layout, 1, 7, "auto").parts)
     for home in {0, 1, 2} - {owner}:
-        parts = SparseTransfer(rows_of(50), layout, 1, home, "auto", KERNELS).parts
+        parts = on_the_cpu(rows_of(50), layout, 1, home, "auto").parts
         assert {(part.server, part.span, part.rows) for part in parts} == {(owner, 50, 2), (home, 0, 0)}
 
 
@@ -380,11 +385,10 @@ NOTHING = memoryview(b"")
 
 def damaged(answer: Answer) -> dict[str, tuple[Result, Sequence[memoryview]]]:
     _, result, frames = answer
-    changed = Result(result.tensor, result.step, result.chunk, result.rows + 1, result.codec)
     other_codec = "coo" if result.codec == "none" else "none"
     return {
-        "rows": (changed, frames),
-        "codec": (Result(result.tensor, result.step, result.chunk, result.rows, other_codec), frames),
+        "rows": (structs.replace(result, rows=result.rows + 1), frames),
+        "codec": (structs.replace(result, codec=other_codec), frames),
         "no frames": (result, ()),
         "one frame": (result, frames[:1]),
         "three frames": (result, (*frames, NOTHING)),
@@ -411,8 +415,8 @@ def test_answers_that_are_not_as_announced(begin: Callable[[Tensor], Transfer], 
 def test_a_position_of_no_row_is_refused() -> None:
     """The last granule is padded: its positions lie in the span, but have no row."""
     layout = make_layout("parallel", 33, 32, [0], 0)
-    transfer = SparseTransfer(sparse([0], torch.ones(1), (33,)), layout, 1, 0, "coo", KERNELS)
-    result = Result("weight", 3, 0, 1, "coo")
+    transfer = on_the_cpu(sparse([0], torch.ones(1), (33,)), layout, 1, 0, "coo")
+    result = Result(1, "weight", 3, 0, 1, "coo")
     values = memoryview(bytes(4))
     transfer.absorb(0, 0, result, (memoryview((32).to_bytes(4, "little")), values))
     with pytest.raises(ProtocolError, match="33"):

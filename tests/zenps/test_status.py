@@ -138,7 +138,7 @@ def test_a_drain_that_cannot_be(zenps: Any, scheduler: str) -> None:
     with pytest.raises(UsageError, match=r"^the job is gathering; expected running$"):
         drain(ClusterConfig(scheduler=scheduler), 0, 30)
     done = zenps("drain", "0", "--set", f"cluster.scheduler={scheduler}")
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "zenps: the job is gathering; expected running\n"
 
 

@@ -14,6 +14,7 @@ from zenps.codecs.base import CodecName
 from zenps.lateness import MOST_RANKS
 
 __all__ = [
+    "LAST_BARRIER",
     "MAX_COLUMNS",
     "POSITION_BYTES",
     "Barrier",
@@ -120,6 +121,10 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag="heartbeat"):
     """A server's: the workers that its rounds have waited for longest, and how long in all."""
     wave: Count = 0
     """A worker's: all rounds that were in flight when it heard of this wave have ended."""
+
+
+LAST_BARRIER = (1 << 62) - 1
+"""The number of the barrier before workers leave: not counted, for one may come to it early."""
 
 
 class Barrier(Struct, frozen=True, array_like=True, tag="barrier"):

@@ -1,0 +1,200 @@
+"""Kills servers and the scheduler while a cluster trains: ``python -m tests.chaos.chaos --runs 20``.
+
+What each worker ends with (all weights, and all that its optimizers remember) must have the bits of a run to
+which nothing happened. Beside it stands what the loss of a worker does, to ZenPS and to gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import platform
+import random
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from tests.chaos.job import steps_of
+from tests.chaos.nodes import SERVERS, WORKERS
+from tests.chaos.run import Run
+from tests.chaos.schedule import HARD, KILLS, Counts, Done, draw
+from tests.chaos.workers import Loss, lose_with_gloo, lose_with_zenps
+
+__all__ = ["LOGS", "Pauses", "Report", "chaos"]
+
+LOGS = Path("build/chaos")
+"""What runs leave behind that went wrong."""
+
+HARD_KILL = "any of the first three"
+AWAY = "any of a server, scheduler away"
+NOTHING = "nothing"
+
+
+class Pauses(msgspec.Struct):
+    """How long training paused: the longest step for each event of a kind, from the event on."""
+
+    count: int
+    p50_seconds: float
+    p95_seconds: float
+    most_seconds: float
+
+
+class Report(msgspec.Struct):
+    seed: int
+    machine: str
+    workers: int
+    servers: int
+    steps: int
+    lease_seconds: float
+    runs: int = 0
+    failed_runs: int = 0
+    mismatching_runs: int = 0
+    kills: dict[str, int] = {}
+    """Of servers, by how."""
+    scheduler_kills: int = 0
+    drains: int = 0
+    joins: int = 0
+    """Beside the servers that took the place of others."""
+    pauses: dict[str, Pauses] = {}
+    """By what happened."""
+    faults: list[str] = []
+    losses: list[Loss] = []
+    """What it does to the others when a worker is killed."""
+    seconds: float = 0.0
+
+    @property
+    def good(self) -> bool:
+        return not (self.failed_runs or self.mismatching_runs)
+
+
+def chaos(runs: int, counts: Counts, steps: int, lease_seconds: float, seed: int) -> Report:
+    """Plays one run to which nothing happens, and ``runs`` that have to end with its bits.
+
+    In every other one the scheduler is killed when all is calm, to see that training does not pause for it.
+    """
+    machine = f"{platform.machine()}, {os.cpu_count()} CPUs, Linux {platform.release()}"
+    report = Report(seed, machine, WORKERS, SERVERS, steps, lease_seconds)
+    began = time.monotonic()
+    calm = _play("calm", steps, lease_seconds, Counts(0, 0, 0, 0), seed, apart=False)
+    if calm.faults or len(set(calm.digests)) != 1:
+        raise RuntimeError(f"the undisturbed run: faults {calm.faults}, digests {calm.digests}")
+    samples = {NOTHING: [end - begin for begin, end in steps_of(calm.directory, 0)]}
+    shutil.rmtree(calm.directory)
+    done: Counter[str] = Counter()
+    for number in range(runs):
+        run = _play(str(number), steps, lease_seconds, counts, seed, apart=number % 2 == 1)
+        done.update(one.act for one in run.done)
+        for kind, seconds in _pauses(run.done, steps_of(run.directory, 0), run.apart):
+            samples.setdefault(kind, []).append(seconds)
+        differs = not run.faults and run.digests != calm.digests
+        report.runs += 1
+        report.failed_runs += bool(run.faults)
+        report.mismatching_runs += differs
+        report.faults += [f"{run.directory}: {fault}" for fault in run.faults]
+        if differs:
+            report.faults.append(f"{run.directory}: digests {run.digests}, expected {calm.digests}")
+        elif not run.faults:
+            shutil.rmtree(run.directory)
+        print(
+            f"run {number}: {len(run.done)} events, {run.faults or 'other bits' * differs or 'good'}",
+            flush=True,
+        )
+    report.kills = {act: done[act] for act in KILLS}
+    report.scheduler_kills, report.drains, report.joins = done["scheduler"], done["drain"], done["join"]
+    report.pauses = _summaries(samples)
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def _play(name: str, steps: int, lease_seconds: float, counts: Counts, seed: int, apart: bool) -> Run:
+    directory = LOGS / f"{seed}-{name}"
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    dice = random.Random(f"{seed} {name}")
+    events = draw(dice, counts, steps, lease_seconds, apart)
+    run = Run(directory.absolute(), steps, lease_seconds, events, dice, apart)
+    run.play()
+    return run
+
+
+def _pauses(
+    done: Sequence[Done], steps: Sequence[tuple[float, float]], apart: bool
+) -> Iterator[tuple[str, float]]:
+    """Each event's kind and pause. A server's own kind holds those that the scheduler was there for."""
+    absences = [one for one in done if one.act == "scheduler"]
+    for one in done:
+        seconds = one.pause_seconds(steps)
+        if one.act == "scheduler":
+            if apart:
+                yield one.act, seconds
+            continue
+        end = max(one.until, one.since) + seconds
+        if any(absence.since < end and one.since < absence.until for absence in absences):
+            yield AWAY, seconds
+            continue
+        yield one.act, seconds
+        if one.act in HARD:
+            yield HARD_KILL, seconds
+
+
+def _summaries(samples: Mapping[str, Sequence[float]]) -> dict[str, Pauses]:
+    order = (*HARD, HARD_KILL, "SIGTERM", "drain", "join", AWAY, "scheduler", NOTHING)
+    summaries = {}
+    for kind in order:
+        if own := sorted(samples.get(kind, ())):
+            p50, p95 = (own[math.ceil(part * len(own)) - 1] for part in (0.5, 0.95))
+            summaries[kind] = Pauses(len(own), p50, p95, own[-1])
+    return summaries
+
+
+def _lines(report: Report) -> Iterator[str]:
+    kills = ", ".join(f"{count} {act.replace(', ', '+')}" for act, count in report.kills.items())
+    yield f"{report.runs} runs of {report.steps} steps in {report.seconds:.0f} s, seed {report.seed}"
+    yield f"servers killed: {sum(report.kills.values())} ({kills})"
+    yield f"servers drained: {report.drains}; joined: {report.joins}"
+    yield f"scheduler killed: {report.scheduler_kills}"
+    yield f"runs that failed: {report.failed_runs}; that ended with other bits: {report.mismatching_runs}"
+    yield f"pauses, with a lease of {report.lease_seconds:g} s:"
+    for kind, own in report.pauses.items():
+        yield (
+            f"  {kind:32} {own.count:5}  p50 {own.p50_seconds:6.3f} s  "
+            f"p95 {own.p95_seconds:6.3f} s  most {own.most_seconds:6.3f} s"
+        )
+    for loss in report.losses:
+        yield from loss.lines
+    yield from report.faults
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--kills", type=int, default=10, help="of servers, in each run")
+    parser.add_argument("--scheduler-kills", type=int, default=1, help="in each run")
+    parser.add_argument("--drains", type=int, default=1, help="in each run")
+    parser.add_argument("--joins", type=int, default=2, help="in each run")
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--lease-seconds", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    # Before the first process is forked: they share few cores, and more threads would fight for them.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    counts = Counts(options.kills, options.scheduler_kills, options.drains, options.joins)
+    report = chaos(options.runs, counts, options.steps, options.lease_seconds, options.seed)
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        report.losses += [lose_with_zenps(number, options.lease_seconds), lose_with_gloo(number)]
+    print("\n".join(_lines(report)))
+    if options.json:
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    return 0 if report.good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

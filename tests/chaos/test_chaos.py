@@ -1,0 +1,87 @@
+"""A short form of ``make chaos``, and that what it looks for would be noticed."""
+
+from __future__ import annotations
+
+import random
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.chaos import chaos as harness
+from tests.chaos.chaos import chaos
+from tests.chaos.job import Model, digest, loss_of, optimizers_of
+from tests.chaos.schedule import KILLS, Counts, Done, draw
+from tests.chaos.workers import lose_with_gloo
+
+
+@pytest.mark.timeout(200)
+def test_weights_keep_their_bits_while_servers_and_the_scheduler_are_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(harness, "LOGS", tmp_path)
+    report = chaos(1, Counts(kills=4, scheduler_kills=1, drains=1, joins=1), 200, lease_seconds=1.5, seed=1)
+    assert report.faults == []
+    assert report.good
+    assert sum(report.kills.values()) == 4
+    assert (report.scheduler_kills, report.drains, report.joins) == (1, 1, 1)
+
+
+def test_gloo_does_not_say_who_is_lost() -> None:
+    loss = lose_with_gloo(signal.SIGKILL)
+    assert [one.rank for one in loss.survivors] == [0, 1]
+    assert not any(one.names_victim for one in loss.survivors)
+
+
+# ── that it would notice ────────────────────────────────────────────────────────────────────────
+
+
+def train_alone(skipped: int | None) -> str:
+    torch.manual_seed(0)
+    model = Model()
+    optimizers = optimizers_of(model)
+    for step in range(3):
+        model.zero_grad()
+        loss_of(model, step, 0).backward()  # type: ignore[no-untyped-call]
+        for number, optimizer in enumerate(optimizers):
+            if (step, number) != (1, skipped):
+                optimizer.step()
+    return digest(model, optimizers)
+
+
+def test_a_gradient_that_is_lost_changes_the_digest() -> None:
+    digests = [train_alone(skipped) for skipped in (None, 0, 1, 2)]
+    assert train_alone(None) == digests[0]
+    assert len(set(digests)) == 4
+
+
+def test_one_bit_of_a_state_changes_the_digest() -> None:
+    model = Model()
+    optimizers = optimizers_of(model)
+    before = digest(model, optimizers)
+    optimizers[0].state[model.words.weight]["sum"].view(torch.int32)[7, 3] ^= 1
+    assert digest(model, optimizers) != before
+
+
+def test_a_pause_is_the_longest_step_up_to_the_second_after_the_event() -> None:
+    steps = [(0.0, 1.0), (1.0, 2.1), (2.2, 5.0), (5.0, 5.1), (5.2, 9.0), (9.0, 20.0)]
+    assert Done("SIGKILL", 0, since=0.9).pause_seconds(steps) == pytest.approx(1.1)
+    assert Done("SIGKILL", 0, since=3.0).pause_seconds(steps) == pytest.approx(2.0), "it was in flight"
+    assert Done("drain", 0, since=2.0, until=5.05).pause_seconds(steps) == pytest.approx(3.8)
+    assert Done("SIGKILL", 0, since=30.0).pause_seconds(steps) == 0
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_events_are_drawn_in_order_and_meet_the_scheduler_s_absence_only_where_they_may(apart: bool) -> None:
+    counts = Counts(kills=10, scheduler_kills=1, drains=1, joins=2)
+    for seed in range(200):
+        events = draw(random.Random(seed), counts, 600, 1.0, apart)
+        assert events == draw(random.Random(seed), counts, 600, 1.0, apart)
+        assert sum(event.act in KILLS for event in events) == 10
+        assert [event.step for event in events] == sorted(event.step for event in events)
+        assert events[0].step > 0
+        assert events[-1].step < 0.85 * 600
+        at = next(index for index, event in enumerate(events) if event.act == "scheduler")
+        for event in events[at + 1 : at + 2]:
+            assert event.step > events[at].step + 99 if apart else event.step == events[at].step

@@ -1,0 +1,221 @@
+"""Servers and schedulers that die, join and leave while a model trains: its weights keep their bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import zenps as zps
+from tests.integration.cluster import DEADLINE_SECONDS, Cluster, Process
+from tests.integration.embedding_model import OPTIMIZERS, loss_of, make_model, state_of
+from zenps.settings import ClusterConfig
+from zenps.status import drain
+
+LEASE_SECONDS = 1.0
+STEPS = 60
+STEP_SECONDS = 0.03
+"""Training would otherwise be over before anything can happen to it."""
+
+State = dict[str, Tensor]
+
+
+def train(path: Path, until: Path | None = None) -> State:
+    """Trains, and says how far it is; after STEPS it goes on with barriers until the file is there."""
+    model = make_model()
+    optimizers = [
+        zps.DistributedOptimizer(optimizer, model.named_parameters())
+        for optimizer in OPTIMIZERS["sparse adam and adam"](model)
+    ]
+    big = torch.zeros(70_000)
+    for step in range(STEPS):
+        loss_of(model, step, zps.rank()).backward()  # type: ignore[no-untyped-call]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        # Large enough to be split over all servers.
+        big += zps.push_pull(torch.full((70_000,), float(step + zps.rank())), "big")
+        _report(path, step)
+        time.sleep(STEP_SECONDS)
+    step = STEPS
+    while until is not None and not _all_have_seen(until):
+        zps.barrier()
+        _report(path, step := step + 1)
+        time.sleep(STEP_SECONDS)
+    return state_of(model) | {"big": big}
+
+
+def _report(path: Path, step: int) -> None:
+    partial = path / f"{zps.rank()}.partial"
+    partial.write_text(str(step))
+    partial.rename(path / f"step{zps.rank()}")
+
+
+def _all_have_seen(file: Path) -> bool:
+    return bool(zps.push_pull(torch.tensor([float(file.exists())]), "seen", average=False) == zps.size())
+
+
+class Training:
+    """Two workers that train on a cluster to which things happen."""
+
+    def __init__(self, cluster: Cluster, path: Path) -> None:
+        self.cluster = cluster
+        self._path = path
+        self._until = path / "until"
+        self.workers = [cluster.start(train, path, self._until, rank=rank) for rank in range(2)]
+        self.await_steps(5)
+
+    def await_steps(self, more: int) -> None:
+        """Waits until both have done so many more."""
+        for rank in range(2):
+            self._await(rank, self._step(rank) + more)
+
+    def finish(self, codes: dict[str, int] | None = None) -> list[State]:
+        """Waits for the end of all; ``codes`` are those of processes that do not end with 0."""
+        self._until.touch()
+        states: list[State] = [worker.result() for worker in self.workers]
+        for process in (*self.cluster.servers, self.cluster.scheduler):
+            expected = (codes or {}).get(process.name, 0)
+            assert process.wait() == expected, f"{process.name}:\n{process.log}"
+        return states
+
+    def _step(self, rank: int) -> int:
+        file = self._path / f"step{rank}"
+        return int(file.read_text()) if file.exists() else -1
+
+    def _await(self, rank: int, step: int) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while self._step(rank) < step:
+            worker = self.workers[rank]
+            assert worker.alive, worker.log
+            assert time.monotonic() < deadline, f"step {self._step(rank)} of {step}:\n{worker.log}"
+            time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> State:
+    """The weights of a run to which nothing happens."""
+    with Cluster() as cluster:
+        first, second = cluster.run(train, tmp_path_factory.mktemp("undisturbed"))
+    _assert_equal(first, second)
+    state: State = first
+    return state
+
+
+def _assert_equal(state: State, expected: State) -> None:
+    assert state.keys() == expected.keys()
+    different = [name for name, tensor in state.items() if not torch.equal(tensor, expected[name])]
+    assert not different
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with Cluster(servers=3, lease_seconds=LEASE_SECONDS) as cluster:
+        yield cluster
+
+
+def stop(process: Process) -> None:
+    os.kill(process.pid, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(
+    ("harm", "code"), [(Process.kill, -signal.SIGKILL), (stop, 1)], ids=["kill -9", "stopped"]
+)
+def test_survivors_take_a_lost_servers_slots(
+    cluster: Cluster, tmp_path: Path, undisturbed: State, harm: Callable[[Process], None], code: int
+) -> None:
+    training = Training(cluster, tmp_path)
+    victim = cluster.servers[1]
+    harm(victim)
+    cluster.await_epoch(2)
+    training.await_steps(5)
+    slots = {node.rank: (node.state, node.slots) for node in cluster.nodes("server")}
+    (lost,) = [rank for rank, (state, _) in slots.items() if state == "lost"]
+    assert slots.pop(lost) == ("lost", 0)
+    assert set(slots.values()) == {("present", 2048)}
+    os.kill(victim.pid, signal.SIGCONT) if victim.alive else None
+    for state in training.finish({victim.name: code}):
+        _assert_equal(state, undisturbed)
+    if code == 1:
+        assert "was silent for more than its lease of 1 s; start it again" in victim.log
+    assert f"server {lost} (host" in cluster.scheduler.log
+
+
+def test_the_last_servers_successor_is_waited_for(tmp_path: Path, undisturbed: State) -> None:
+    with Cluster(servers=1, lease_seconds=LEASE_SECONDS) as cluster:
+        training = Training(cluster, tmp_path)
+        cluster.servers[0].kill()
+        cluster.await_epoch(2)
+        cluster.add_server()
+        training.await_steps(5)
+        for state in training.finish({"server0": -signal.SIGKILL}):
+            _assert_equal(state, undisturbed)
+
+
+def test_servers_join_and_leave_while_a_job_trains(tmp_path: Path, undisturbed: State) -> None:
+    with Cluster(servers=1, lease_seconds=LEASE_SECONDS) as cluster:
+        training = Training(cluster, tmp_path)
+        for count in (2, 3, 4):
+            cluster.add_server()
+            cluster.await_epoch(count)
+            training.await_steps(2)
+        assert [node.slots for node in cluster.nodes("server")] == [1024] * 4
+        address = ClusterConfig(scheduler=cluster.address)
+        for rank in (0, 1, 3):
+            drain(address, rank, DEADLINE_SECONDS)
+            training.await_steps(2)
+        assert [(n.rank, n.slots) for n in cluster.nodes("server") if n.state == "present"] == [(2, 4096)]
+        for state in training.finish():
+            _assert_equal(state, undisturbed)
+
+
+def test_a_server_that_is_told_to_end_leaves_nothing_undone(
+    cluster: Cluster, tmp_path: Path, undisturbed: State
+) -> None:
+    training = Training(cluster, tmp_path)
+    begin = time.monotonic()
+    os.kill(cluster.servers[0].pid, signal.SIGINT)
+    cluster.await_epoch(2)
+    assert time.monotonic() - begin < LEASE_SECONDS, "it said so"
+    training.await_steps(5)
+    for state in training.finish({"server0": 1}):
+        _assert_equal(state, undisturbed)
+
+
+def test_a_job_goes_on_without_its_scheduler_which_returns(
+    cluster: Cluster, tmp_path: Path, undisturbed: State
+) -> None:
+    training = Training(cluster, tmp_path)
+    before = cluster.status()
+    cluster.scheduler.kill()
+    training.await_steps(10)
+    cluster.restart_scheduler()
+    cluster.await_state("running")
+    after = cluster.status()
+    assert after.epoch == before.epoch, "nothing has changed"
+    assert [(n.role, n.rank, n.pid, n.slots) for n in after.nodes[1:]] == [
+        (n.role, n.rank, n.pid, n.slots) for n in before.nodes[1:]
+    ]
+    # Those who train on wait at barriers, which only it can open.
+    training.await_steps(STEPS)
+    for state in training.finish():
+        _assert_equal(state, undisturbed)
+
+
+def test_what_happened_while_the_scheduler_was_away_is_noticed(
+    cluster: Cluster, tmp_path: Path, undisturbed: State
+) -> None:
+    training = Training(cluster, tmp_path)
+    cluster.scheduler.kill()
+    cluster.servers[0].kill()
+    cluster.restart_scheduler()
+    cluster.await_epoch(2)
+    training.await_steps(5)
+    for state in training.finish({"server0": -signal.SIGKILL}):
+        _assert_equal(state, undisturbed)
