@@ -369,7 +369,9 @@ def test_another_checksum_or_none_is_refused(checksum: object) -> None:
 
 def test_a_field_that_was_added_later_is_ignored() -> None:
     decoder: Decoder[Busy | Result] = Decoder("job", FromServer)
-    assert decoder.decode(packed(PROTOCOL_VERSION, "job", ["busy", "t", 1, 2, "new"])) == Busy("t", 1, 2)
+    assert decoder.decode(packed(PROTOCOL_VERSION, "job", ["busy", 9, "t", 1, 2, "new"])) == Busy(
+        9, "t", 1, 2
+    )
 
 
 def test_settings_are_plain_values() -> None:
