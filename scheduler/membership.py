@@ -268,8 +268,9 @@ class Membership:
         missing = self._missing(view)
         for member in view.workers:
             if member.rank in view.left:
-                register = Register(*msgspec.structs.astuple(member)[:6], {})
-                self._members.add(Node(f"{member} left".encode(), register, member.rank, now, state="left"))
+                m = member
+                register = Register(m.role, m.rank, m.host, m.pid, m.address, m.metrics, {})
+                self._members.add(Node(f"{m} left".encode(), register, m.rank, now, state="left"))
         for member in missing:
             if member.role == "worker":
                 reason = f"{member} is lost: it did not return to the scheduler, which was started anew"

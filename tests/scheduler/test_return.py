@@ -1,4 +1,4 @@
-"""A scheduler that is started anew: what it must not take from half of its members."""
+"""A scheduler that is started anew, or left alone: what it must not conclude from who is there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from zenps.ring import SLOTS
 from zenps.scheduler.membership import Membership, Send
 from zenps.settings import ClusterConfig
-from zenps.wire.messages import Heartbeat, HeartbeatReply, Member, Register, View, WhoAreYou
+from zenps.wire.messages import Heartbeat, HeartbeatReply, Leave, Member, Register, View, WhoAreYou
 
 OWNERS = np.zeros(SLOTS, dtype="<u2").tobytes()
 
@@ -47,3 +47,13 @@ def test_no_wave_begins_before_all_workers_are_back() -> None:
     scheduler.on_message(b"w1", register("worker", 1), 0.2)
     scheduler.on_message(b"w1", Heartbeat(5, {}, wave=6), 0.3)
     assert waves(scheduler.on_message(b"w0", Heartbeat(5, {}, wave=7), 0.4)) == [7]
+
+
+def test_the_last_worker_leaves_when_no_server_is_left() -> None:
+    scheduler = Membership("job", ClusterConfig(workers=1, servers=1), {}, now=0.0)
+    scheduler.on_message(b"s", Register("server", -1, "host", 1, "tcp://host:1", "", {}), 0.0)
+    scheduler.on_message(b"w", Register("worker", -1, "host", 2, "", "", {}), 0.0)
+    scheduler.on_message(b"s", Heartbeat(1, {}), 0.1)
+    scheduler.on_message(b"s", Leave(), 0.2)
+    scheduler.on_message(b"w", Leave(), 0.3)
+    assert scheduler.state == "stopped"
