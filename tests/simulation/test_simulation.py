@@ -39,27 +39,6 @@ SCRIPTS = st.builds(
 )
 
 ONCE_FAILED = [
-    # The last worker leaves when no server is left.
-    Script(
-        seed=618,
-        workers=2,
-        servers=2,
-        steps=22,
-        runs_ahead=True,
-        settles=False,
-        slow_seconds=2.0,
-        duplicates=0.02,
-        budget_bytes=1048576,
-        faults=(
-            Fault(at=6.443, kind="stop server", target=39, seconds=6.515),
-            Fault(at=7.72, kind="crash server", target=88, seconds=12.317),
-            Fault(at=12.225, kind="stall server", target=64, seconds=19.169),
-            Fault(at=22.839, kind="stop server", target=84, seconds=20.04),
-            Fault(at=27.068, kind="stop server", target=56, seconds=3.12),
-            Fault(at=28.782, kind="stall server", target=7, seconds=3.926),
-            Fault(at=50.109, kind="start server", target=80, seconds=5.608),
-        ),
-    ),
     # A late push comes when its outcome is forgotten, and the next step has fewer chunks.
     Script(
         seed=882,
