@@ -29,6 +29,7 @@ from zenps.wire.messages import (
     Heartbeat,
     HeartbeatReply,
     Leave,
+    Member,
     Refused,
     Register,
     Role,
@@ -240,8 +241,7 @@ class Membership:
         self._barriers.passed = max(self._barriers.passed, message.barriers)
         self._generation = max(self._generation, message.generation)
         assert self._newest is not None
-        before = len(self._newest.workers) + len(self._newest.servers)
-        return self._recover(now) if len(self._members.present()) == before else []
+        return [] if self._missing(self._newest) else self._recover(now)
 
     def _rank_before(self, message: Register) -> int | None:
         """A node may have been a member before it heard of that: it is known by host and process."""
@@ -252,6 +252,12 @@ class Membership:
         process = (message.host, message.pid, message.address)
         return next((m.rank for m in members if (m.host, m.pid, m.address) == process), None)
 
+    def _missing(self, view: View) -> list[Member]:
+        """The members by ``view`` that have not come back, nor left."""
+        back = [*self._members.present(), *self._members.with_state("worker", "left")]
+        here = {(node.role, node.rank) for node in back} | {("worker", rank) for rank in view.left}
+        return [member for member in (*view.workers, *view.servers) if (member.role, member.rank) not in here]
+
     def _recover(self, now: float) -> list[Send]:
         """All members are back, or have had the time to be."""
         view = self._newest
@@ -259,8 +265,12 @@ class Membership:
         self.epoch, self._ring = view.epoch, view.ring
         self._owners = np.frombuffer(view.owners, dtype="<u2").astype(np.uint16)
         self._until = math.inf
-        here = {(node.role, node.rank) for node in self._members.present()}
-        missing = [m for m in (*view.workers, *view.servers) if (m.role, m.rank) not in here]
+        missing = self._missing(view)
+        for member in view.workers:
+            if member.rank in view.left:
+                m = member
+                register = Register(m.role, m.rank, m.host, m.pid, m.address, m.metrics, {})
+                self._members.add(Node(f"{m} left".encode(), register, m.rank, now, state="left"))
         for member in missing:
             if member.role == "worker":
                 reason = f"{member} is lost: it did not return to the scheduler, which was started anew"
@@ -315,8 +325,7 @@ class Membership:
             self._stragglers.report(node.peer, message.late)
         is_behind = message.epoch < self.epoch
         node.epoch, node.wave = min(message.epoch, self.epoch), message.wave
-        wave = 1 + min((worker.wave for worker in self._members.present("worker")), default=0)
-        sends = [Send(node.peer, HeartbeatReply(wave))]
+        sends = [Send(node.peer, HeartbeatReply(self._next_wave()))]
         if self._is_unneeded(node):
             return [*sends, Send(node.peer, Stop())]
         if node.state == "leaving":
@@ -325,6 +334,12 @@ class Membership:
         if is_behind and self.state == ("confirming" if node.role == "server" else "running"):
             return [*sends, self._show_view(node)]
         return sends + self._confirm()
+
+    def _next_wave(self) -> int:
+        """One more than every worker has reported; none while some have not come back to this scheduler."""
+        if self.state not in ("confirming", "running"):
+            return 0
+        return 1 + min((worker.wave for worker in self._members.present("worker")), default=0)
 
     def _is_unneeded(self, node: Node) -> bool:
         if self.state == "draining":
@@ -352,7 +367,7 @@ class Membership:
         if self.state == "recovering":
             return self._recover(now)
         if self.state == "draining":
-            return [Send(node.peer, Stop()) for node in self._members.present("server")]
+            return self._stop_servers()
         missing = missing_from(self._members, self._cluster, self.epoch)
         here = names(self._members.present()) or "nobody"
         seconds = self._cluster.rendezvous_seconds
@@ -422,7 +437,10 @@ class Membership:
         if last.register.restarts:
             self._until = now + self._cluster.lease_seconds
             return []
-        return [Send(server.peer, Stop()) for server in self._members.alive()]
+        return self._stop_servers()
+
+    def _stop_servers(self) -> list[Send]:
+        return [Send(server.peer, Stop()) for server in self._members.alive()] or self._end_drained()
 
     def _end_drained(self) -> list[Send]:
         if not self._members.alive():
