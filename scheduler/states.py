@@ -34,6 +34,8 @@ JOB: Final[Transitions[State, Event]] = {
     "recovering": {
         "all returned": "running",
         "members changed": "confirming",
+        "workers restart": "gathering",
+        "workers left": "draining",
         "a worker lost": "failed",
         "told to end": "failed",
     },
