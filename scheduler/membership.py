@@ -197,10 +197,11 @@ class Membership:
         node.load, node.wave = message.load, message.wave
         if node.role == "server":
             self._job.stragglers.report(node.peer, message.late)
-        sends = [Send(node.peer, HeartbeatReply(self._next_wave()))]
-        if self.state == "recovering":  # which epoch is the newest is not known yet
-            return sends
+        if self.state == "recovering":  # no wave begins before all workers are heard
+            return [Send(node.peer, HeartbeatReply())]
         node.epoch = min(message.epoch, self.epoch)
+        wave = 1 + min((worker.wave for worker in self._job.members.present("worker")), default=0)
+        sends = [Send(node.peer, HeartbeatReply(wave))]
         if self._is_unneeded(node):
             return [*sends, Send(node.peer, Stop())]
         if node.state == "leaving":
@@ -209,12 +210,6 @@ class Membership:
         if node.epoch < self.epoch and self.state == ("confirming" if node.role == "server" else "running"):
             return [*sends, self._job.show_view(node)]
         return sends + self._job.confirm()
-
-    def _next_wave(self) -> int:
-        """One more than every worker has reported; none while some have not come back to this scheduler."""
-        if self.state not in ("confirming", "running"):
-            return 0
-        return 1 + min((worker.wave for worker in self._job.members.present("worker")), default=0)
 
     def _is_unneeded(self, node: Node) -> bool:
         if self.state == "draining":

@@ -35,6 +35,9 @@ class Return:
         view = message.view
         if view is not None and (self.newest is None or view.epoch > self.newest.epoch):
             self.newest = view
+            for node in self._members:  # one that was stopped, and comes with an old view, is no member
+                if self._rank_before(node.register) != node.rank:
+                    self._members.forget(node)
         rank = self._rank_before(message)
         if rank is None:
             self.generation = max(self.generation, message.generation)
@@ -78,8 +81,6 @@ class Return:
         return [*workers, *self._view.servers]
 
     def _rank_before(self, message: Register) -> int | None:
-        """A node may have been a member before it heard of that: it is known by host and process."""
-        if message.view is not None:
-            return message.view.rank
+        """Its rank in the newest view, in which it is known by host and process: its own may be older, or none."""
         process = (message.role, message.host, message.pid, message.address)
         return next((m.rank for m in self._before() if (m.role, m.host, m.pid, m.address) == process), None)

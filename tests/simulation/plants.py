@@ -8,11 +8,16 @@ from typing import Any
 
 import msgspec
 
+from zenps.scheduler.barriers import Barriers
+from zenps.scheduler.job import Job
+from zenps.scheduler.members import Node
 from zenps.scheduler.membership import Membership, Send
+from zenps.scheduler.registration import Settings
 from zenps.server.round import Aggregate
 from zenps.server.round import Round as ServerRound
 from zenps.server.rounds import Actions, Held, Rounds
-from zenps.wire.messages import BarrierReply, FromServer, Register
+from zenps.settings import ClusterConfig
+from zenps.wire.messages import FromServer, Register
 from zenps.worker.exchange import Exchange
 from zenps.worker.round import Action, Frames, Outgoing, Round
 
@@ -115,12 +120,18 @@ class RefusesWhatIsOlder(Rounds):
         return super().on_push(msgspec.structs.replace(held, push=push), now)
 
 
+class _EagerJob(Job):
+    def change(self, event: Any, now: float) -> list[Send]:
+        sends = super().change(event, now)
+        return [self.show_view(worker) for worker in self.members.present("worker")] + sends
+
+
 class TellsWorkersFirst(Membership):
     """Shows workers a view that servers may not have."""
 
-    def _change(self, event: Any, now: float) -> list[Send]:
-        sends = super()._change(event, now)
-        return [self._show_view(worker) for worker in self._members.present("worker")] + sends
+    def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
+        super().__init__(job, cluster, settings, now)
+        self._job = _EagerJob(cluster, now)
 
 
 class BeginsAnew(Membership):
@@ -130,13 +141,27 @@ class BeginsAnew(Membership):
         return super()._on_register(peer, msgspec.structs.replace(message, view=None), now)
 
 
+class _HastyBarriers(Barriers):
+    def on_barrier(self, node: Node, sequence: int, now: float) -> list[Send]:
+        sends = super().on_barrier(node, sequence, now)
+        waiting = self._open[sequence].waiting if sequence in self._open else {}
+        return sends or (
+            self._answer(sequence, "") if len(waiting) >= len(self._members.present("worker")) - 1 else []
+        )
+
+
+class _HastyJob(Job):
+    def _begin_generation(self, generation: int) -> None:
+        super()._begin_generation(generation)
+        self.barriers = _HastyBarriers(self.members, math.inf, self.stragglers.barriers)
+
+
 class LetsOneThrough(Membership):
     """Ends a barrier when the second to last has come."""
 
-    def _on_barrier(self, node: Any, sequence: int, now: float) -> list[Send]:
-        world = max(1, len(self._members.present("worker")) - 1)
-        peers = self._barriers.arrive(sequence, node.rank, node.peer, world, now)
-        return [Send(peer, BarrierReply(sequence, "")) for peer in peers]
+    def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
+        super().__init__(job, cluster, settings, now)
+        self._job = _HastyJob(cluster, now)
 
 
 PLANTS = [
