@@ -81,6 +81,6 @@ class Return:
         return [*workers, *self._view.servers]
 
     def _rank_before(self, message: Register) -> int | None:
-        """Its rank in the newest view, in which it is known by host and process: its own may be older, or none."""
+        """Its rank in the newest view, by host and process: its own view may be older, or none."""
         process = (message.role, message.host, message.pid, message.address)
         return next((m.rank for m in self._before() if (m.role, m.host, m.pid, m.address) == process), None)

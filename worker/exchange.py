@@ -19,7 +19,7 @@ from typing import Literal
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, ProtocolError, ZenPSError, listing
 from zenps.wire.messages import Busy, Failure, FromServer, Member, Resend, Result, Resume, Wanted
 
-from .round import ROUND, Action, Deliver, Fail, Frames, Outgoing, Round, SendPush
+from .round import REPEAT_SECONDS, ROUND, Action, Deliver, Fail, Frames, Outgoing, Round, SendPush
 
 __all__ = ["PATIENCE_SECONDS", "Exchange"]
 
@@ -192,6 +192,7 @@ class Exchange:
         round_.outgoing = self._recut(round_)
         round_.epoch = self._epoch
         round_.repetitions, round_.given = {}, {}
+        round_.repeat_seconds = REPEAT_SECONDS
 
     def _on_wanted(self, server: int, message: Wanted, now: float) -> list[Action]:
         """Another rank lacks an answer that was given here: the server gets what it has to have for that.

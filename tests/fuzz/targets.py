@@ -230,7 +230,7 @@ SEEDS: dict[str, list[Frames]] = {
         _sealed(Result(1, "small", 0, 0, 100, "none"), b"", _ELEMENTS),
         _sealed(Result(1, "vector", 0, 0, 0, "none"), b"", b""),
         *map(_sealed, (Failure(1, "table", 0, 0, "lost", "gone"), Busy(1, "table", 0, 0))),
-        *map(_sealed, (Resume(1, "table", 0, 0), Resend(1, "small", 0, 0), Wanted(1, "table", 0))),
+        *map(_sealed, (Resume(1, "table", 0, 0), Resend(1, "small", 0, 0), Wanted(1, "table", 0, 0))),
     ],
     "coo": [[struct.pack("<QQ", 3, SPAN), _POSITIONS]],
     "bitmap": [[struct.pack("<QQ", 3, SPAN), _bitmap([1, 7, 300])]],

@@ -78,7 +78,7 @@ VALID: list[msgspec.Struct] = [
     Failure(1, "table", 1, 0, "lost", "gone"),
     Busy(1, "table", 1, 0),
     Resume(1, "table", 1, 0),
-    Wanted(1, "table", 1),
+    Wanted(1, "table", 1, 0),
     Drain(7),
     WhoAreYou(),
 ]
