@@ -29,6 +29,7 @@ from zenps.wire.messages import (
     Barrier,
     BarrierReply,
     Departed,
+    Drain,
     Heartbeat,
     HeartbeatReply,
     Leave,
@@ -228,15 +229,14 @@ def test_the_last_worker_leaves_while_servers_are_waited_for() -> None:
     assert (after.state, {*sent(sends, Stop)}) == ("draining", {server(0), server(1)})
 
 
-def test_a_server_that_was_being_drained_returns_as_one_that_joins() -> None:
+def test_a_server_that_was_being_drained_is_no_member_any_more() -> None:
     nodes = Nodes()
-    nodes.before._job.drains.ask(b"visitor", 0, "running")
-    nodes.hear(nodes.before._job.change("members changed", 1.0))
+    nodes.hear(nodes.before.on_message(b"visitor", Drain(0), 1.0))
     after = make_membership()
-    nodes.come(after, [server(1), server(0), worker(0)])
-    assert after.state == "recovering"
-    nodes.come(after, [worker(1)])
-    assert (after.state, slots(after)) == ("confirming", {0: 2048, 1: 2048})
+    nodes.come(after, [server(0), server(1), worker(0), worker(1)])
+    assert slots(after) == {1: 4096}
+    refused = only(after.on_message(server(0), nodes.again(server(0)), 1.0), server(0))
+    assert refused == Refused("lost", "the scheduler took this node for lost; start it again")
 
 
 def test_a_new_server_has_to_wait_until_members_are_back() -> None:
