@@ -44,6 +44,9 @@ TICK_SECONDS = 0.5
 
 CutAgain = Callable[[Round], tuple[Sent, Sequence[Outgoing]]]
 
+# Enough to receive what is there, too little to notice.
+LOOK_SECONDS = 0.001
+
 # How long close() waits for a driver on another thread to step aside.
 CLOSE_SECONDS = 1.0
 
@@ -141,6 +144,10 @@ class Channel:
                 self._drive(ready, until)
             finally:
                 self._resign()
+
+    def look(self) -> None:
+        """Sees to what has come, should nobody wait just now: another rank may want a round again."""
+        self.wait(lambda: False, time.monotonic() + LOOK_SECONDS)
 
     def fail(self, error: ZenPSError) -> None:
         """Ends every round, and all that are submitted later, with ``error``."""
