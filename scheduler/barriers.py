@@ -42,11 +42,21 @@ class Barriers:
             self._late.wait([rank], barrier.arrivals, world, now)
             barrier.arrivals.append(now)
         barrier.waiting[rank] = peer
-        if len(barrier.waiting) < world:
-            return []
-        if sequence != LAST_BARRIER:
-            self.passed = sequence
-        return self.end(sequence)
+        return self._complete(sequence) if len(barrier.waiting) >= world else []
+
+    def without(self, rank: int, world: int) -> list[tuple[int, list[bytes]]]:
+        """A worker is gone, and the others go on: which barriers that completes, and who waits at them."""
+        complete = []
+        for sequence, barrier in list(self._open.items()):
+            barrier.waiting.pop(rank, None)
+            if len(barrier.waiting) >= world > 0:
+                complete.append((sequence, self._complete(sequence)))
+        return complete
+
+    def begin_anew(self) -> None:
+        """All workers count from 0 again; none waits."""
+        self._open.clear()
+        self.passed = 0
 
     def end(self, sequence: int) -> list[bytes]:
         """Forgets a barrier; returns the peers that waited."""
@@ -66,3 +76,8 @@ class Barriers:
     def clear(self) -> None:
         """Nobody will be answered."""
         self._open.clear()
+
+    def _complete(self, sequence: int) -> list[bytes]:
+        if sequence != LAST_BARRIER:
+            self.passed = sequence
+        return self.end(sequence)

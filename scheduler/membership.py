@@ -20,6 +20,7 @@ from zenps.keys import node_name
 from zenps.ring import rebalance
 from zenps.settings import ClusterConfig
 from zenps.wire.messages import (
+    Admit,
     Barrier,
     BarrierReply,
     Departed,
@@ -86,6 +87,10 @@ class Membership:
         self._generation = 0
         self._newest: View | None = None
         """While members return: the newest view of any."""
+        self._admitted = 0
+        """The epoch in which workers that had waited became members last."""
+        self._asked: set[bytes] = set()
+        """Members that have asked since then for those that wait to be let in."""
         self._drains: dict[int, bytes] = {}
         """Who wants to hear when the server of this rank has no slots any more."""
         self._stragglers = Stragglers(cluster.workers)
@@ -113,6 +118,8 @@ class Membership:
                 return self._on_heartbeat(node, message)
             case Barrier(sequence=sequence):
                 return self._on_barrier(node, sequence, now)
+            case Admit(since=since):
+                return self._on_admit(node, since, now)
             case Leave():
                 return self._on_leave(node, now)
             case Register():
@@ -194,6 +201,11 @@ class Membership:
         if refused is not None:
             return [Send(peer, refused)]
         node = Node(peer, message, message.rank, seen=now)
+        if self.state != "gathering" and message.role == "worker":
+            node.rank = node.rank if node.rank >= 0 else self._members.free_rank("worker")
+            node.state = "waiting"
+            self._members.add(node)
+            return []
         if self.state != "gathering":
             self._members.add(node)
             self._members.assign_ranks(message.role)
@@ -216,6 +228,7 @@ class Membership:
         for node in self._members:
             if node.role == "worker":
                 self._members.forget(node)
+        self._admitted = 0
         self._stragglers = Stragglers(self._cluster.workers)
         self._barriers = Barriers(self._cluster.patience_seconds, self._stragglers.barriers)
         return []
@@ -237,7 +250,6 @@ class Membership:
             return []
         epoch = message.view.epoch if message.view else 0
         self._members.add(Node(peer, message, rank, seen=now, epoch=epoch))
-        self._barriers.passed = max(self._barriers.passed, message.barriers)
         self._generation = max(self._generation, message.generation)
         assert self._newest is not None
         before = len(self._newest.workers) + len(self._newest.servers)
@@ -256,19 +268,28 @@ class Membership:
         """All members are back, or have had the time to be."""
         view = self._newest
         assert view is not None
-        self.epoch, self._ring = view.epoch, view.ring
+        self.epoch, self._ring, self._admitted = view.epoch, view.ring, view.admitted
+        self._barriers.passed = self._barriers_passed()
         self._owners = np.frombuffer(view.owners, dtype="<u2").astype(np.uint16)
         self._until = math.inf
         here = {(node.role, node.rank) for node in self._members.present()}
         missing = [m for m in (*view.workers, *view.servers) if (m.role, m.rank) not in here]
-        for member in missing:
-            if member.role == "worker":
-                reason = f"{member} is lost: it did not return to the scheduler, which was started anew"
-                return self._fail("a worker lost", "lost", reason)
-        if missing or any(node.epoch < view.epoch for node in self._members.present()):
+        lost = [member for member in missing if member.role == "worker"]
+        if lost and not (self._cluster.goes_on and self.live("worker")):
+            reason = f"{lost[0]} is lost: it did not return to the scheduler, which was started anew"
+            return self._fail("a worker lost", "lost", reason)
+        is_behind = any(node.epoch < view.epoch for node in self._members.present())
+        if lost == missing != [] and not is_behind:
+            return self._change("goes on without a worker", now)
+        if missing or is_behind:
             return self._change("members changed", now)
         self._advance("all returned")
         return []
+
+    def _barriers_passed(self) -> int:
+        """How many barriers those have passed that count from the same admission."""
+        registers = [worker.register for worker in self._members.present("worker")]
+        return max((r.barriers for r in registers if r.view and r.view.admitted == self._admitted), default=0)
 
     # ── views ───────────────────────────────────────────────────────────────────────────────────
 
@@ -282,7 +303,7 @@ class Membership:
         if not servers:
             self._until = now + self._cluster.rendezvous_seconds
             return []
-        if event != "a worker left":
+        if event not in ("a worker left", "goes on without a worker"):
             self._ring = self.epoch
             before = self._owners if self._owners.size else None
             self._owners = rebalance(before, [node.rank for node in servers])
@@ -294,6 +315,7 @@ class Membership:
         if receiver.role == "worker":
             # Whoever knows a routing identity can take its connection over; a worker needs nobody's.
             workers = tuple(msgspec.structs.replace(worker, identity=b"") for worker in workers)
+        left = [] if self._cluster.goes_on else self._members.with_state("worker", "left")
         view = View(
             epoch=self.epoch,
             rank=receiver.rank,
@@ -301,25 +323,29 @@ class Membership:
             servers=tuple(msgspec.structs.replace(server, identity=b"") for server in servers),
             owners=self._owners.astype("<u2").tobytes(),
             ring=self._ring,
-            left=tuple(node.rank for node in self._members.with_state("worker", "left")),
+            left=tuple(node.rank for node in left),
+            admitted=self._admitted,
         )
         return Send(receiver.peer, view)
 
     def _workers(self) -> list[Node]:
-        """All that rounds wait for, by rank: one that has left is missed, and not done without."""
-        return sorted(self._members.with_state("worker", "present", "left"), key=lambda node: node.rank)
+        """All that rounds wait for, by rank: one that has left is missed, unless others go on without it."""
+        states = ("present",) if self._cluster.goes_on else ("present", "left")
+        return sorted(self._members.with_state("worker", *states), key=lambda node: node.rank)
 
     def _on_heartbeat(self, node: Node, message: Heartbeat) -> list[Send]:
         node.load = message.load
         if node.role == "server":
             self._stragglers.report(node.peer, message.late)
         is_behind = message.epoch < self.epoch
-        node.epoch, node.wave = min(message.epoch, self.epoch), message.wave
+        node.epoch = min(message.epoch, self.epoch)
+        node.wave = message.wave if node.epoch >= self._admitted else 0
         wave = 1 + min((worker.wave for worker in self._members.present("worker")), default=0)
-        sends = [Send(node.peer, HeartbeatReply(wave))]
+        newcomers = len(self._members.with_state("worker", "waiting"))
+        sends = [Send(node.peer, HeartbeatReply(wave, newcomers))]
         if self._is_unneeded(node):
             return [*sends, Send(node.peer, Stop())]
-        if node.state == "leaving":
+        if node.state in ("leaving", "waiting"):
             return sends
         # A view may be lost with its connection.
         if is_behind and self.state == ("confirming" if node.role == "server" else "running"):
@@ -360,16 +386,49 @@ class Membership:
         return self._fail("deadline", "deadline", reason)
 
     def _on_barrier(self, node: Node, sequence: int, now: float) -> list[Send]:
-        if node.role != "worker" or self.state not in ("running", "confirming"):
+        if node not in self._members.present("worker") or self.state not in ("running", "confirming"):
             return []
         gone = self._members.with_state("worker", "left", "lost")
-        if gone and sequence > self._barriers.passed:
+        if gone and not self._cluster.goes_on and sequence > self._barriers.passed:
             return [
                 Send(node.peer, BarrierReply(sequence, f"barrier {sequence}: {names(gone)} left before it"))
             ]
         world = len(self._members.present("worker"))
         peers = self._barriers.arrive(sequence, node.rank, node.peer, world, now)
         return [Send(peer, BarrierReply(sequence, "")) for peer in peers]
+
+    def _on_admit(self, node: Node, since: int, now: float) -> list[Send]:
+        """A member has come to the end of a step, and waits for those that wait to become members."""
+        if self._cluster.goes_on and since == self._admitted and self.state in ("running", "confirming"):
+            self._asked.add(node.peer)
+        return self._admit(now) if self._all_ask() else []
+
+    def _all_ask(self) -> bool:
+        members = {worker.peer for worker in self._members.present("worker")}
+        return bool(members) and members <= self._asked
+
+    def _admit(self, now: float) -> list[Send]:
+        """Nobody has anything in flight: whoever waits becomes a member, and all begin to count anew.
+
+        That is a view even if nobody waits any more, for the others wait for it.
+        """
+        self._asked.clear()
+        for node in self._members.with_state("worker", "waiting"):
+            node.state = "present"
+        for worker in self._members.present("worker"):
+            worker.wave = 0
+        self._barriers.begin_anew()
+        self._admitted = self.epoch + 1
+        return self._change("newcomers admitted", now)
+
+    def _go_on_without(self, node: Node, now: float) -> list[Send]:
+        """A worker is gone, and others are present: it may have been the only one that they waited for."""
+        if self._all_ask():
+            return self._admit(now)
+        sends = []
+        for sequence, peers in self._barriers.without(node.rank, self.live("worker")):
+            sends += [Send(peer, BarrierReply(sequence, "")) for peer in peers]
+        return sends + self._change("goes on without a worker", now)
 
     def _end_barrier(self, sequence: int, error: str) -> list[Send]:
         reply = BarrierReply(sequence, f"barrier {sequence}: {error}")
@@ -395,7 +454,7 @@ class Membership:
         return self._change("members changed", now)
 
     def _on_leave(self, node: Node, now: float) -> list[Send]:
-        if self.state == "gathering":
+        if self.state == "gathering" or node.state == "waiting":
             self._members.forget(node)
             return []
         was_leaving, node.state = node.state == "leaving", "left"
@@ -410,6 +469,8 @@ class Membership:
         if self.state == "confirming" and self.epoch == 1:
             reason = f"{node.member} left before the job began"
             return self._fail("a worker lost", "lost", reason)
+        if self._cluster.goes_on and self.live("worker"):
+            return sends + self._go_on_without(node, now)
         for sequence in self._barriers.open():
             sends += self._end_barrier(sequence, f"{node.member} left before it")
         if not self._members.present("worker"):
@@ -419,10 +480,14 @@ class Membership:
     def _drain_servers(self, last: Node, now: float) -> list[Send]:
         """The last worker has left. Where torchrun may start workers again, servers wait for them."""
         self._advance("workers left")
+        sends = []
+        for node in self._members.with_state("worker", "waiting"):
+            self._members.forget(node)
+            sends.append(Send(node.peer, Refused("lost", "the job has ended before it was let in")))
         if last.register.restarts:
             self._until = now + self._cluster.lease_seconds
-            return []
-        return [Send(server.peer, Stop()) for server in self._members.alive()]
+            return sends
+        return sends + [Send(server.peer, Stop()) for server in self._members.alive()]
 
     def _end_drained(self) -> list[Send]:
         if not self._members.alive():
@@ -440,7 +505,7 @@ class Membership:
         return []
 
     def _on_lost(self, node: Node, now: float) -> list[Send]:
-        if self.state == "gathering":
+        if self.state == "gathering" or node.state == "waiting":
             self._members.forget(node)
             return []
         was_leaving, node.state = node.state == "leaving", "lost"
@@ -459,6 +524,8 @@ class Membership:
             workers = self._members.present("worker")
             sends += [Send(other.peer, Refused("lost", reason)) for other in workers]
             return sends + self._restart_workers(self._generation + 1, now)
+        if self._cluster.goes_on and self.live("worker"):
+            return sends + self._go_on_without(node, now)
         return sends + self._fail("a worker lost", "lost", reason)
 
     def _fail(self, event: Event, kind: Literal["deadline", "lost"], reason: str) -> list[Send]:
