@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zenps.errors import ProtocolError, TensorError, UsageError
+from zenps.settings import MOST_WORKERS
 
 from .api import communicator
 from .communicator import Pending
@@ -59,6 +60,7 @@ def broadcast_parameters(parameters: Named, root_rank: int = 0) -> None:
     Raises:
         TensorError: something else than a strided tensor.
         UsageError: no such rank.
+        PeerLostError: the root is gone.
         MismatchError: ranks have different shapes under a name.
     """
     named = dict(parameters.items() if isinstance(parameters, Mapping) else parameters)
@@ -80,6 +82,7 @@ def broadcast_object(value: Any, root_rank: int = 0, name: str = "object") -> An
     Raises:
         UsageError: no such rank, a value that is not plain data (nothing is pickled), or one that takes
             more than 2 GiB.
+        PeerLostError: the root is gone.
         ProtocolError: what came is no packed object.
     """
     data = b""
@@ -146,8 +149,10 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
 
 def _begin(tensor: Tensor, name: str, root_rank: int) -> Pending:
     world = communicator()
-    if not 0 <= root_rank < world.size:
-        raise UsageError(f"root_rank {root_rank}: expected 0 to {world.size - 1}")
+    # One that is gone, in a job that goes on without it, is named by the round: here ranks may know or not.
+    most = MOST_WORKERS if world.goes_on else world.size
+    if not 0 <= root_rank < most:
+        raise UsageError(f"root_rank {root_rank}: expected 0 to {most - 1}")
     if not isinstance(tensor, Tensor):
         raise TensorError(f"{name}: expected a tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided:

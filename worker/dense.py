@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zenps.buffers import BufferPool
-from zenps.errors import ProtocolError
+from zenps.errors import PeerLostError, ProtocolError
 from zenps.layout import Layout
 from zenps.wire.messages import Result
 from zenps.wire.tensors import copied_bytes, tensor_bytes, tensor_from_bytes
@@ -39,6 +39,7 @@ class WholeTransfer(Transfer):
         values = copied_bytes(tensor) if contributes else b""
         rows = count if contributes else 0
         parts = [Part(cut.home, 0, count, rows, "none", (_NOTHING, memoryview(values)))]
+        self._contributes = contributes
         self.restart(Sent("dense", tensor.shape, tensor.dtype, 1, 0, cut, parts))
 
     def restart(self, sent: Sent) -> None:
@@ -46,12 +47,12 @@ class WholeTransfer(Transfer):
         self._pulled: Tensor | None = None
 
     def absorb(self, server: int, chunk: int, result: Result, frames: Sequence[memoryview]) -> None:
-        _check_dense(result, frames, self.rows_given)
+        _check_dense(result, frames, self.rows_given, self._contributes)
         if result.rows:
             self._pulled = tensor_from_bytes(frames[1], self.dtype, self.shape)
 
     def finish(self) -> Tensor:
-        """Strided and contiguous, of the tensor's shape; zeros if no rank contributed."""
+        """Strided and contiguous, of the tensor's shape."""
         if self._pulled is None:
             return torch.zeros(self.shape, dtype=self.dtype, device="cpu")
         return self._pulled
@@ -75,6 +76,7 @@ class DenseTransfer(Transfer):
         self._pulled = pool.empty((cut.layout.size,), tensor.dtype)
         values = tensor_bytes(_in_position_order(tensor, cut.layout, pool)) if contributes else None
         parts = cut_values(cut, values, tensor.dtype.itemsize)
+        self._contributes = contributes
         self.restart(Sent("dense", tensor.shape, tensor.dtype, 1, 0, cut, parts))
 
     def restart(self, sent: Sent) -> None:
@@ -83,7 +85,7 @@ class DenseTransfer(Transfer):
 
     def absorb(self, server: int, chunk: int, result: Result, frames: Sequence[memoryview]) -> None:
         piece = self._pieces[server, chunk]
-        _check_dense(result, frames, piece.span)
+        _check_dense(result, frames, piece.span, self._contributes)
         target = self._pulled[piece.start : piece.stop]
         if result.rows:
             target.copy_(tensor_from_bytes(frames[1], self.dtype, (result.rows,)))
@@ -135,6 +137,8 @@ def _in_position_order(tensor: Tensor, layout: Layout, pool: BufferPool) -> Tens
     return ordered
 
 
-def _check_dense(result: Result, frames: Sequence[memoryview], span: int) -> None:
+def _check_dense(result: Result, frames: Sequence[memoryview], span: int, contributes: bool) -> None:
+    if result.rows == 0 < span and not contributes:
+        raise PeerLostError(f"tensor {result.tensor!r}: the rank whose values all should get is gone")
     if len(frames) != 2 or result.codec != "none" or result.rows not in (0, span):
         raise ProtocolError("payload", f"a dense result of {result.rows} rows, expected {span}")
