@@ -338,7 +338,8 @@ class Membership:
         if node.role == "server":
             self._stragglers.report(node.peer, message.late)
         is_behind = message.epoch < self.epoch
-        node.epoch = min(message.epoch, self.epoch)
+        # One that returns knows more than a scheduler that was started anew.
+        node.epoch = message.epoch if self.state == "recovering" else min(message.epoch, self.epoch)
         node.wave = message.wave if node.epoch >= self._admitted else 0
         wave = 1 + min((worker.wave for worker in self._members.present("worker")), default=0)
         newcomers = len(self._members.with_state("worker", "waiting"))

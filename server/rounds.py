@@ -13,7 +13,7 @@ first is given its place and its ranks are asked to push again (``Resume``).
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Literal
 
 from zenps.errors import ProtocolError, listing
@@ -82,8 +82,7 @@ class Rounds:
         self._peers, self._departed = dict(peers), dict(departed)
         if ring == self._epoch:
             self._gone |= gone
-            actions = [action for rank in sorted(gone) for action in self._do_without(rank, now)]
-            return actions + self._fail_without(departed, now)
+            return self._do_without(gone, now) + self._fail_without(departed, now)
         self._epoch = ring
         self._gone.clear()
         for rounds in (self._refused, self._open, self._ended):
@@ -194,16 +193,17 @@ class Rounds:
                 actions += self._fail(round_, "rank gone", "lost", departed[min(absent)], now)
         return actions
 
-    def _do_without(self, rank: int, now: float) -> Actions:
-        """A worker is gone, and the others go on without it.
+    def _do_without(self, gone: Set[int], now: float) -> Actions:
+        """Workers are gone, and the others go on without them.
 
-        Its pushes of open rounds do not count: nobody has been answered yet, and the average is over those
+        Their pushes of open rounds do not count: nobody has been answered yet, and the average is over those
         that are present.
         """
         actions: Actions = []
-        for round_ in list(self._open.values()):
+        for round_ in list(self._open.values()) if gone else ():
             if not round_.is_again:
-                round_.held.pop(rank, None)
+                for rank in gone:
+                    round_.held.pop(rank, None)
             actions += self._complete(round_, now) if round_.held else self._cancel(round_, now)
         return actions
 
