@@ -32,6 +32,8 @@ class Barriers:
         self._open: dict[int, _Barrier] = {}
         self.passed = 0
         """The last one that all workers had come to."""
+        self.ended = False
+        """Whether all have come to that before they leave."""
 
     def arrive(self, sequence: int, rank: int, peer: bytes, world: int, now: float) -> list[bytes]:
         """A worker has come, perhaps not for the first time; returns the peers that may go on."""
@@ -78,6 +80,8 @@ class Barriers:
         self._open.clear()
 
     def _complete(self, sequence: int) -> list[bytes]:
-        if sequence != LAST_BARRIER:
+        if sequence == LAST_BARRIER:
+            self.ended = True
+        else:
             self.passed = sequence
         return self.end(sequence)

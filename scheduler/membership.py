@@ -479,14 +479,20 @@ class Membership:
         return sends + self._change("a worker left", now)
 
     def _drain_servers(self, last: Node, now: float) -> list[Send]:
-        """The last worker has left. Where torchrun may start workers again, servers wait for them."""
+        """The last worker has left. Where torchrun may start workers again, servers wait for them.
+
+        That takes a while if they failed; if all had come to the end, it is hardly to be expected.
+        """
         self._advance("workers left")
         sends = []
         for node in self._members.with_state("worker", "waiting"):
             self._members.forget(node)
             sends.append(Send(node.peer, Refused("lost", "the job has ended before it was let in")))
         if last.register.restarts:
-            self._until = now + self._cluster.lease_seconds
+            cluster = self._cluster
+            self._until = now + (
+                cluster.lease_seconds if self._barriers.ended else cluster.rendezvous_seconds
+            )
             return sends
         return sends + [Send(server.peer, Stop()) for server in self._members.alive()]
 
