@@ -309,6 +309,26 @@ def test_where_a_loss_ends_the_job_a_commit_costs_nothing() -> None:
         assert cluster.run(commit_twice) == [0, 0]
 
 
+def never_commit() -> None:
+    while zps.size() == 2:
+        time.sleep(0.01)
+    time.sleep(8)
+
+
+def test_a_newcomer_that_nobody_lets_in_is_told_why() -> None:
+    with going_on(workers=2) as cluster:
+        worker = cluster.start(never_commit, rank=0)
+        assert cluster.start(die, rank=1).wait() == -signal.SIGKILL
+        cluster.await_epoch(2)
+        error = cluster.start(
+            attempt, zps.init, rank=1, init=False, settings={"cluster.rendezvous_seconds": 0.1}
+        ).result()
+        assert error.kind == "DeadlineError"
+        assert "its workers have to call zenps.TrainingState.commit() after each step" in error.text
+        worker.result()
+        cluster.drain()
+
+
 def push_too_early() -> list[Raised]:
     early = [attempt(zps.push_pull, torch.ones(1), "x"), attempt(zps.barrier)]
     zps.TrainingState()
