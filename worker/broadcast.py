@@ -18,6 +18,7 @@ from zenps.settings import MOST_WORKERS
 
 from .api import communicator
 from .communicator import Pending
+from .dense import RootLostError
 
 __all__ = ["broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "unpack_object"]
 
@@ -65,9 +66,17 @@ def broadcast_parameters(parameters: Named, root_rank: int = 0) -> None:
     """
     named = dict(parameters.items() if isinstance(parameters, Mapping) else parameters)
     pending = [(tensor, _begin(tensor, f"broadcast/{name}", root_rank)) for name, tensor in named.items()]
+    lost: RootLostError | None = None
     with torch.no_grad():
         for tensor, handle in pending:
-            tensor.copy_(handle.wait().reshape(-1).view(tensor.dtype).view(tensor.shape))
+            try:
+                result = handle.wait()
+            except RootLostError as error:  # nothing stays in flight
+                lost = error
+                continue
+            tensor.copy_(result.reshape(-1).view(tensor.dtype).view(tensor.shape))
+    if lost is not None:
+        raise lost
 
 
 def broadcast_object(value: Any, root_rank: int = 0, name: str = "object") -> Any:

@@ -15,13 +15,20 @@ from zenps.wire.tensors import copied_bytes, tensor_bytes, tensor_from_bytes
 
 from .transfer import Cut, Part, Sent, Transfer
 
-__all__ = ["DENSE_GRANULE", "DenseTransfer", "WholeTransfer", "cut_values", "granule_order"]
+__all__ = ["DENSE_GRANULE", "DenseTransfer", "RootLostError", "WholeTransfer", "cut_values", "granule_order"]
 
 # Elements of a dense tensor that stay together: 1 KiB of float32 is copied as fast as one run, and
 # a bucket of 4 MiB still fills all 4096 slots.
 DENSE_GRANULE = 256
 
 _NOTHING = memoryview(b"")
+
+
+class RootLostError(PeerLostError):
+    """The rank whose values all should get is gone. All ranks learn it of the same broadcasts."""
+
+    def __init__(self) -> None:
+        super().__init__("a broadcast's root was lost before it had pushed everything")
 
 
 class WholeTransfer(Transfer):
@@ -47,13 +54,19 @@ class WholeTransfer(Transfer):
         self._pulled: Tensor | None = None
 
     def absorb(self, server: int, chunk: int, result: Result, frames: Sequence[memoryview]) -> None:
-        _check_dense(result, frames, self.rows_given, self._contributes)
+        _check_dense(result, frames, self.rows_given)
         if result.rows:
             self._pulled = tensor_from_bytes(frames[1], self.dtype, self.shape)
 
     def finish(self) -> Tensor:
-        """Strided and contiguous, of the tensor's shape."""
+        """Strided and contiguous, of the tensor's shape.
+
+        Raises:
+            RootLostError: no rank contributed, and this one did not have to.
+        """
         if self._pulled is None:
+            if self.rows_given and not self._contributes:
+                raise RootLostError
             return torch.zeros(self.shape, dtype=self.dtype, device="cpu")
         return self._pulled
 
@@ -82,10 +95,13 @@ class DenseTransfer(Transfer):
     def restart(self, sent: Sent) -> None:
         assert sent.cut.layout is not None
         self.sent, self._layout, self._pieces = sent, sent.cut.layout, sent.cut.pieces()
+        self._is_root_lost = False
 
     def absorb(self, server: int, chunk: int, result: Result, frames: Sequence[memoryview]) -> None:
         piece = self._pieces[server, chunk]
-        _check_dense(result, frames, piece.span, self._contributes)
+        _check_dense(result, frames, piece.span)
+        if result.rows == 0 < piece.span and not self._contributes:
+            self._is_root_lost = True
         target = self._pulled[piece.start : piece.stop]
         if result.rows:
             target.copy_(tensor_from_bytes(frames[1], self.dtype, (result.rows,)))
@@ -93,7 +109,13 @@ class DenseTransfer(Transfer):
             target.zero_()
 
     def finish(self) -> Tensor:
-        """Strided and contiguous, of the tensor's shape."""
+        """Strided and contiguous, of the tensor's shape.
+
+        Raises:
+            RootLostError: to some of it no rank contributed, and this one did not have to.
+        """
+        if self._is_root_lost:
+            raise RootLostError
         result = self._pulled
         if not self._layout.keeps_order:
             result = self._pool.empty((self._layout.size,), self.dtype)
@@ -137,8 +159,6 @@ def _in_position_order(tensor: Tensor, layout: Layout, pool: BufferPool) -> Tens
     return ordered
 
 
-def _check_dense(result: Result, frames: Sequence[memoryview], span: int, contributes: bool) -> None:
-    if result.rows == 0 < span and not contributes:
-        raise PeerLostError(f"tensor {result.tensor!r}: the rank whose values all should get is gone")
+def _check_dense(result: Result, frames: Sequence[memoryview], span: int) -> None:
     if len(frames) != 2 or result.codec != "none" or result.rows not in (0, span):
         raise ProtocolError("payload", f"a dense result of {result.rows} rows, expected {span}")

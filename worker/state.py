@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from zenps.errors import PeerLostError, UsageError
 from .agreement import ask_all
 from .api import communicator, push_pull
 from .broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from .dense import RootLostError
 from .optimizer import DistributedOptimizer
 
 __all__ = ["TrainingState"]
@@ -42,7 +44,7 @@ class TrainingState:
     Raises:
         UsageError: before ``zenps.init()``, or a value that hides a part of this object.
         MismatchError: ranks have other parameters.
-        PeerLostError: the rank that the others are made equal to was lost meanwhile.
+        PeerLostError: all ranks were lost that had the state of the job.
     """
 
     def __init__(
@@ -82,10 +84,14 @@ class TrainingState:
         """Makes all ranks equal, in place, to the lowest that is no newcomer."""
         world = communicator()
         has_state, world.is_newcomer = not world.is_newcomer, False
-        with_state = ask_all(int(has_state), "state/root")
-        if not with_state:
-            raise PeerLostError("all workers that had the state of this job were lost")
-        root = min(with_state)
+        while True:
+            with_state = ask_all(int(has_state), "state/root")
+            if not with_state:
+                raise PeerLostError("all workers that had the state of this job were lost")
+            with contextlib.suppress(RootLostError):  # on all ranks alike: the next one takes its place
+                return self._adopt(min(with_state))
+
+    def _adopt(self, root: int) -> None:
         if self._model is not None:
             broadcast_parameters(self._model.state_dict(), root)
         for optimizer in self._optimizers:

@@ -217,6 +217,29 @@ def test_a_newcomer_that_dies_before_it_has_the_state_holds_nobody_up(tmp_path: 
     assert results[0][max(results[0])].ranks == ALL
 
 
+def die_as_the_root(path: Path) -> None:
+    """Rank 0, from which all should get the state, is gone when it has told them so."""
+    if zps.rank() == 0:
+        zps.worker.state.broadcast_parameters = lambda *_: die()  # type: ignore[attr-defined]
+    model = make_model()
+    if zps.rank() == 1:
+        torch.nn.init.ones_(model.out.weight)
+    state = zps.TrainingState(model, (), rank=zps.rank())
+    torch.save((state.rank, model.out.weight), path / f"{zps.rank()}.pt")
+
+
+def test_another_takes_the_place_of_a_root_that_dies(tmp_path: Path) -> None:
+    with going_on() as cluster:
+        workers = [cluster.start(die_as_the_root, tmp_path, rank=rank) for rank in ALL]
+        assert workers[0].wait() == -signal.SIGKILL
+        for rank in (1, 2):
+            workers[rank].result()
+            root, weight = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
+            assert root == 1
+            assert torch.equal(weight, torch.ones_like(weight))
+        cluster.drain()
+
+
 def test_a_lost_server_and_a_returning_worker(tmp_path: Path) -> None:
     with going_on(servers=3) as cluster:
         training = Training(cluster, tmp_path)
@@ -275,8 +298,8 @@ def test_a_lost_root_of_a_broadcast_is_an_error() -> None:
     for what in ("small broadcast", "large broadcast"):
         for result in lose_one(what):
             assert isinstance(result, Raised)
-            assert result.kind == "PeerLostError"
-            assert "the rank whose values all should get is gone" in result.text
+            assert result.kind == "RootLostError", "a PeerLostError"
+            assert "a broadcast's root was lost before it had pushed everything" in result.text
 
 
 def test_a_worker_and_a_server_lost_within_one_round_end_it() -> None:
