@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import zenps as zps
-from tests.integration.cluster import DEADLINE_SECONDS, Cluster, Raised, attempt
+from tests.integration.cluster import DEADLINE_SECONDS, Cluster, Raised, attempt, await_file
 from tests.integration.embedding_model import OPTIMIZERS, Model, assert_same, loss_of, make_model, state_of
 
 LEASE_SECONDS = 1.0
@@ -311,6 +311,29 @@ def test_a_worker_and_a_server_lost_within_one_round_end_it() -> None:
             "servers have changed, within this round" in result.text
             or "within one round of both" in result.text
         )
+
+
+def lose_an_answer(path: Path) -> Tensor:
+    """Rank 1 has not looked at its answer when the server is killed; rank 0 waits at a barrier."""
+    handle = zps.push_pull_async(torch.full((70_000,), float(zps.rank())), "x")
+    if zps.rank() == 1:
+        time.sleep(0.5)
+        (path / "pushed").touch()
+        session = zps.worker.api.communicator()._session  # type: ignore[attr-defined]
+        while session.view.epoch < 2:
+            time.sleep(0.01)
+    result = handle.wait()
+    zps.barrier()
+    return result
+
+
+def test_a_worker_at_a_barrier_pushes_again_what_others_lack(tmp_path: Path) -> None:
+    with Cluster(lease_seconds=LEASE_SECONDS) as cluster:
+        workers = [cluster.start(lose_an_answer, tmp_path, rank=rank) for rank in (0, 1)]
+        await_file(tmp_path / "pushed")
+        cluster.servers[0].kill()
+        for worker in workers:
+            assert torch.equal(worker.result(), torch.full((70_000,), 0.5))
 
 
 def commit_twice() -> int:
