@@ -2,7 +2,7 @@ PYTHON    ?= python3
 PARTITION ?= balanced
 BIN       ?= .venv/bin
 
-.PHONY: demo test check bench fuzz soak chaos test-gpu bench-gpu
+.PHONY: demo test check bench fuzz soak simulate chaos test-gpu bench-gpu
 
 demo: .venv/installed
 	$(BIN)/zenps launch --workers 2 --servers 2 --set sync.partition=$(PARTITION) -- $(BIN)/python examples/lstm_lm.py
@@ -23,6 +23,7 @@ bench: .venv/installed
 
 INPUTS ?= 1000000
 STEPS  ?= 20000
+ROUNDS ?= 100000
 RUNS   ?= 20
 
 fuzz: .venv/installed
@@ -33,6 +34,9 @@ soak: .venv/installed
 
 chaos: .venv/installed
 	$(BIN)/python -m tests.chaos.chaos --runs $(RUNS) --json benchmarks/results/chaos.json
+
+simulate: .venv/installed
+	$(BIN)/python -m tests.simulation.run --rounds $(ROUNDS) --json benchmarks/results/simulation.json
 
 # The two below need a CUDA device. `make test-gpu BIN=…` takes another environment than .venv.
 KERNELS  := bitmap_codec bitmap_compact hash_compact place scan_compact scatter sort_compact

@@ -1,6 +1,7 @@
-"""Writes docs/configuration.md and docs/metrics.md from the code: ``python docs/generate.py``.
+"""Writes from the code what can be: ``python docs/generate.py``.
 
-A test compares the files with what this returns, so that they cannot fall behind.
+That is docs/configuration.md, docs/metrics.md, and the diagrams in docs/protocol.md. A test compares the
+files with what this returns, so that they cannot fall behind.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
 from zenps.metrics import SchedulerMetrics, ServerMetrics, WorkerMetrics
+from zenps.scheduler.states import JOB
+from zenps.server.round import ROUND as SERVER_ROUND
 from zenps.settings import FIELDS, Config, format_bytes
+from zenps.transitions import Transitions, diagram
+from zenps.worker.round import ROUND as WORKER_ROUND
 
 CONFIGURATION = """\
 <!-- Written by docs/generate.py from zenps/settings.py. Do not edit. -->
@@ -64,6 +69,13 @@ Which ranks the others wait for, as a share of the time: `rate(zenps_late_second
 """
 
 
+DIAGRAMS: dict[str, Transitions[Any, Any]] = {
+    "scheduler/states.py": JOB,
+    "server/round.py": SERVER_ROUND,
+    "worker/round.py": WORKER_ROUND,
+}
+
+
 def configuration() -> str:
     """docs/configuration.md."""
     lines = [CONFIGURATION]
@@ -86,6 +98,26 @@ def metrics() -> str:
         lines += [f"## {heading}", ""]
         lines += _table(["metric", "type", "labels", "meaning"], map(_metric, found))
     return "\n".join(lines)
+
+
+def protocol() -> str:
+    """docs/protocol.md as it is, with the diagrams that belong between its marks.
+
+    Raises:
+        ValueError: the page has no place for a diagram.
+    """
+    text = Path(__file__).with_name("protocol.md").read_text(encoding="utf-8")
+    for source, table in DIAGRAMS.items():
+        begin, end = (
+            f"<!-- Written by docs/generate.py from {source}. Do not edit. -->\n",
+            "<!-- Until here. -->",
+        )
+        head, _, rest = text.partition(begin)
+        _, found, tail = rest.partition(end)
+        if not found:
+            raise ValueError(f"docs/protocol.md: expected {begin!r} and {end!r} after it")
+        text = f"{head}{begin}```mermaid\n{diagram(table)}\n```\n{end}{tail}"
+    return text
 
 
 def _number(value: float) -> str:
@@ -121,6 +153,8 @@ def type_text(
         return f"map of {of(args[0])} to {of(args[1])}"
     if origin in (Union, UnionType):
         return " or ".join(map(of, args))
+    if annotated is type(None):
+        return "nil"
     return "string" if annotated is str else str(annotated.__name__)
 
 
@@ -179,7 +213,7 @@ def _table(columns: list[str], rows: Iterable[list[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in lines] + [""]
 
 
-FILES = {"configuration.md": configuration, "metrics.md": metrics}
+FILES = {"configuration.md": configuration, "metrics.md": metrics, "protocol.md": protocol}
 
 if __name__ == "__main__":
     for file, text in FILES.items():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from msgspec import Struct
 
 from zenps.lateness import Lateness
-from zenps.wire.messages import LAST_BARRIER
+from zenps.wire.messages import LAST_BARRIER, BarrierReply
+
+from .actions import Send
+from .members import Members, Node, names
 
 __all__ = ["Barriers"]
 
@@ -22,11 +23,15 @@ class Barriers:
     """The barriers that workers have come to, by their number.
 
     Args:
+        members: all that are present have to come.
+        goes_on: whether they do without those that are gone.
         deadline_seconds: how long one waits for its last worker; may be infinite.
         late: counts for whom others waited.
     """
 
-    def __init__(self, deadline_seconds: float, late: Lateness) -> None:
+    def __init__(self, members: Members, goes_on: bool, deadline_seconds: float, late: Lateness) -> None:
+        self._members = members
+        self._goes_on = goes_on
         self._deadline_seconds = deadline_seconds
         self._late = late
         self._open: dict[int, _Barrier] = {}
@@ -35,53 +40,67 @@ class Barriers:
         self.ended = False
         """Whether all have come to that before they leave."""
 
-    def arrive(self, sequence: int, rank: int, peer: bytes, world: int, now: float) -> list[bytes]:
-        """A worker has come, perhaps not for the first time; returns the peers that may go on."""
+    def on_barrier(self, node: Node, sequence: int, now: float) -> list[Send]:
+        """A worker has come, perhaps not for the first time; answers those that may go on."""
         if sequence <= self.passed:
-            return [peer]
+            return [Send(node.peer, BarrierReply(sequence, ""))]
+        gone = self._members.with_state("worker", "left", "lost")
+        if gone and not self._goes_on:
+            error = f"barrier {sequence}: {names(gone)} left before it"
+            return [Send(node.peer, BarrierReply(sequence, error))]
+        world = len(self._members.present("worker"))
         barrier = self._open.setdefault(sequence, _Barrier(now))
-        if rank not in barrier.waiting:
-            self._late.wait([rank], barrier.arrivals, world, now)
+        if node.rank not in barrier.waiting:
+            self._late.wait([node.rank], barrier.arrivals, world, now)
             barrier.arrivals.append(now)
-        barrier.waiting[rank] = peer
-        return self._complete(sequence) if len(barrier.waiting) >= world else []
+        barrier.waiting[node.rank] = node.peer
+        return self._complete(sequence)
 
-    def without(self, rank: int, world: int) -> list[tuple[int, list[bytes]]]:
-        """A worker is gone, and the others go on: which barriers that completes, and who waits at them."""
-        complete = []
-        for sequence, barrier in list(self._open.items()):
-            barrier.waiting.pop(rank, None)
-            if len(barrier.waiting) >= world > 0:
-                complete.append((sequence, self._complete(sequence)))
-        return complete
+    def on_gone(self, node: Node) -> list[Send]:
+        """A worker is gone, and the others go on: it may have been the only one that they waited for."""
+        for barrier in self._open.values():
+            barrier.waiting.pop(node.rank, None)
+        return [send for sequence in list(self._open) for send in self._complete(sequence)]
 
     def begin_anew(self) -> None:
         """All workers count from 0 again; none waits."""
         self._open.clear()
         self.passed = 0
 
-    def end(self, sequence: int) -> list[bytes]:
-        """Forgets a barrier; returns the peers that waited."""
-        return list(self._open.pop(sequence).waiting.values())
+    def on_tick(self, now: float) -> list[Send]:
+        """Time passed: barriers may have reached their deadline, and somebody is waited for."""
+        sends: list[Send] = []
+        workers = self._members.present("worker")
+        for sequence, barrier in list(self._open.items()):
+            absent = [node for node in workers if node.rank not in barrier.waiting]
+            self._late.wait([node.rank for node in absent], barrier.arrivals, len(workers), now)
+            if now > barrier.opened + self._deadline_seconds:
+                reason = f"not reached within {self._deadline_seconds:g} s by {names(absent)}"
+                sends += self._answer(sequence, f"barrier {sequence}: {reason}")
+        return sends
 
-    def open(self) -> list[int]:
-        """The numbers of those at which somebody waits."""
-        return list(self._open)
-
-    def missing(self, sequence: int, ranks: Iterable[int], world: int, now: float) -> tuple[list[int], bool]:
-        """Which of ``ranks`` have not come, and whether the time for that is over."""
-        barrier = self._open[sequence]
-        absent = [rank for rank in ranks if rank not in barrier.waiting]
-        self._late.wait(absent, barrier.arrivals, world, now)
-        return absent, now > barrier.opened + self._deadline_seconds
+    def end(self, reason: str) -> list[Send]:
+        """Nobody can pass any more; tells those that wait."""
+        return [
+            send
+            for sequence in list(self._open)
+            for send in self._answer(sequence, f"barrier {sequence}: {reason}")
+        ]
 
     def clear(self) -> None:
         """Nobody will be answered."""
         self._open.clear()
 
-    def _complete(self, sequence: int) -> list[bytes]:
+    def _complete(self, sequence: int) -> list[Send]:
+        """Answers those that wait, if these are all."""
+        if len(self._open[sequence].waiting) < len(self._members.present("worker")):
+            return []
         if sequence == LAST_BARRIER:
             self.ended = True
         else:
             self.passed = sequence
-        return self.end(sequence)
+        return self._answer(sequence, "")
+
+    def _answer(self, sequence: int, error: str) -> list[Send]:
+        peers = self._open.pop(sequence).waiting.values()
+        return [Send(peer, BarrierReply(sequence, error)) for peer in peers]

@@ -58,19 +58,17 @@ class Members:
 
     def add(self, node: Node) -> None:
         """One that has registered. It takes the place of one that was lost, or has left, with its rank."""
-        for other in self:
-            if (other.role, other.rank) == (node.role, node.rank) and other.state in ("lost", "left"):
-                self.forget(other)
         self._nodes[node.peer] = node
+        self._replace(node)
 
     def forget(self, node: Node) -> None:
         """As if it had never come."""
-        del self._nodes[node.peer]
+        self._nodes.pop(node.peer, None)
 
     def present(self, role: Role | None = None) -> list[Node]:
-        """Those that are members, in order of rank."""
+        """Those that are members, servers first, in order of rank."""
         nodes = [n for n in self if n.state == "present" and (role is None or n.role == role)]
-        return sorted(nodes, key=lambda n: n.rank)
+        return sorted(nodes, key=lambda n: (n.role, n.rank))
 
     def alive(self) -> list[Node]:
         """Those that can be told something."""
@@ -85,11 +83,18 @@ class Members:
         for node in self.alive():
             if node.role == role and node.rank < 0:
                 node.rank = self.free_rank(role)
+                self._replace(node)
 
     def free_rank(self, role: Role) -> int:
         """The lowest that nobody has who is alive."""
         taken = {node.rank for node in self.alive() if node.role == role}
         return next(rank for rank in itertools.count() if rank not in taken)
+
+    def _replace(self, node: Node) -> None:
+        for other in self:
+            is_gone = other is not node and other.state in ("lost", "left")
+            if is_gone and (other.role, other.rank) == (node.role, node.rank):
+                self.forget(other)
 
     def status(
         self, owners: NDArray[np.uint16], late: dict[int, float], now: float

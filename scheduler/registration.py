@@ -48,10 +48,15 @@ def refusal(
     return None
 
 
-def missing_from(members: Members, cluster: ClusterConfig, epoch: int) -> str:
-    """Who has not come to the rendezvous, or confirmed the first view."""
+def missing_from(members: Members, cluster: ClusterConfig, state: State, epoch: int) -> str:
+    """Who has not come to the rendezvous, or confirmed the newest view."""
+    if state == "confirming":
+        servers = members.present("server")
+        unconfirmed = [node for node in servers if node.epoch < epoch]
+        return f"the confirmation of {names(unconfirmed)}" if servers else "another server"
     missing = []
-    expectations: dict[Role, int] = {"worker": cluster.workers, "server": cluster.servers}
+    # A job whose workers torchrun has restarted goes on with the servers that it has.
+    expectations: dict[Role, int] = {"worker": cluster.workers, "server": 1 if epoch else cluster.servers}
     for role, expected in expectations.items():
         nodes = members.present(role)
         if len(nodes) >= expected:
@@ -62,7 +67,4 @@ def missing_from(members: Members, cluster: ClusterConfig, epoch: int) -> str:
             absent = sorted(set(range(expected)) - claimed)
             line += f" (rank {listing(absent)})"
         missing.append(line)
-    if not missing:
-        unconfirmed = [node for node in members.present("server") if node.epoch < epoch]
-        missing.append(f"the confirmation of {names(unconfirmed)}")
     return " and ".join(missing)

@@ -55,6 +55,12 @@ class Rounds:
         self._open: dict[Key, Round] = {}
         self._ended: OrderedDict[tuple[str, int], Round] = OrderedDict()
         """The last round of each tensor and chunk that was answered or failed: whoever asks is told again."""
+        self._unknown: dict[tuple[str, int], int] = {}
+        """The last step of those whose outcome was forgotten: if somebody lacks it, it is summed again."""
+        self._reopened: set[Key] = set()
+        """The rounds of ``_open`` that are summed again."""
+        self._newest: dict[str, dict[int, int]] = {}
+        """By tensor and rank, the last step pushed: the rank has ended those before."""
         self.held_bytes = 0
         self.duplicates = 0
         self.late = Lateness()
@@ -89,6 +95,9 @@ class Rounds:
             for round_ in rounds.values():
                 round_.advance("ring changed")
             rounds.clear()
+        self._unknown.clear()
+        self._reopened.clear()
+        self._newest.clear()
         self._refusals.clear()
         self.held_bytes = 0
         return []
@@ -107,12 +116,17 @@ class Rounds:
         ended = self._ended.get((key.tensor, key.chunk))
         if ended is not None and push.step <= ended.key.step:
             return self._repeat(ended, held)
+        actions: Actions = []
+        newest = self._newest.setdefault(push.tensor, {})
+        if push.step > newest.get(push.rank, -1):
+            newest[push.rank] = push.step
+            actions = self._let_go(push.tensor, now)
         if key in self._open:
-            return self._hold(self._open[key], held, now)
-        round_ = self._refused.get(key) or Round(key)
-        if not self._make_room(self._estimate(held.size_bytes)):
-            return self._refuse(round_, held)
-        return self._open_round(round_, "push", held.size_bytes, now) + self._hold(round_, held, now)
+            return actions + self._hold(self._open[key], held, now)
+        if push.step < newest[push.rank]:  # late, or for others that have been answered meanwhile
+            self.duplicates += 1
+            return actions
+        return actions + self._admit(key, held, now)
 
     def finish(self, key: Key, result: Result, frames: Sequence[memoryview], now: float) -> Actions:
         """The aggregation of ``key`` is done: answers all ranks, and lets refused rounds in."""
@@ -138,6 +152,21 @@ class Rounds:
 
     # ── transitions ─────────────────────────────────────────────────────────────────────────────
 
+    def _admit(self, key: Key, held: Held, now: float) -> Actions:
+        """Opens a round, or refuses it for want of room.
+
+        Some have to end before what other ranks have pushed since, so they need no room: those pushed again
+        for a new ring, and those whose outcome is forgotten but was lost on its way to this rank.
+        """
+        is_forgotten = self._unknown.get((key.tensor, key.chunk)) == key.step
+        round_ = self._refused.get(key) or Round(key)
+        round_.is_again = is_forgotten
+        if not self._make_room(self._estimate(held.size_bytes)) and not (is_forgotten or held.push.again):
+            return self._refuse(round_, held)
+        if is_forgotten:
+            self._reopened.add(key)
+        return self._open_round(round_, "push", held.size_bytes, now) + self._hold(round_, held, now)
+
     def _open_round(
         self, round_: Round, event: Literal["push", "room"], size_bytes: int, now: float
     ) -> Actions:
@@ -150,6 +179,15 @@ class Rounds:
         self._open[round_.key] = round_
         self._reserve(round_, size_bytes)
         return [Reply(peers, Resume(self._epoch, *round_.key))] if peers else []
+
+    def _let_go(self, tensor: str, now: float) -> Actions:
+        """Ends rounds that were opened again for a late push: who pushes a later step needs no answer."""
+        actions: Actions = []
+        newest = self._newest[tensor]
+        for key in [key for key in self._reopened if key.tensor == tensor]:
+            if all(newest[rank] > key.step for rank in self._open[key].held):
+                actions += self._cancel(self._open[key], now)
+        return actions
 
     def _hold(self, round_: Round, held: Held, now: float) -> Actions:
         push = held.push
@@ -210,6 +248,7 @@ class Rounds:
     def _cancel(self, round_: Round, now: float) -> Actions:
         """Nobody waits for this round any more: the next push opens another."""
         self._open.pop(round_.key).advance("nobody left")
+        self._reopened.discard(round_.key)
         self.held_bytes -= round_.size_bytes
         return self._readmit(now)
 
@@ -240,6 +279,8 @@ class Rounds:
         round_.message, round_.frames = message, frames
         place = (round_.key.tensor, round_.key.chunk)
         self._forget(place, "next step")
+        self._unknown.pop(place, None)
+        self._reopened.discard(round_.key)
         self._ended[place] = round_
         self._resize(round_, ROUND_BYTES + sum(frame.nbytes for frame in frames))
         return [Reply(peers, message, frames), *self._readmit(now)]
@@ -253,20 +294,16 @@ class Rounds:
         return [Reply([held.peer], ended.message, ended.frames)]
 
     def _ask(self) -> Actions:
-        """Asks ranks for what they pushed under an older ring, and may have had an answer to.
+        """Asks ranks for pushes that they may have had an answer to, under an older ring or by this server.
 
         At each tick, for the question may be lost, or come before the view that it belongs to.
         """
-        asked: dict[tuple[str, int], set[int]] = {}
+        actions: Actions = []
         for key, round_ in self._open.items():
             if round_.is_again:
-                asked.setdefault((key.tensor, key.step), set()).update(
-                    self._peers.keys() - round_.held.keys()
-                )
-        return [
-            Reply([self._peers[rank] for rank in sorted(ranks)], Wanted(self._epoch, *what))
-            for what, ranks in asked.items()
-        ]
+                absent = sorted(self._peers.keys() - round_.held.keys())
+                actions.append(Reply([self._peers[rank] for rank in absent], Wanted(self._epoch, *key)))
+        return actions
 
     def _count_late(self, now: float) -> None:
         """Counts those that are waited for now. One round will do: its waits overlap those of the others."""
@@ -292,7 +329,9 @@ class Rounds:
     def _make_room(self, size_bytes: int) -> bool:
         """Whether a round of this size may open. One always may: then it can finish."""
         while self._ended and self.held_bytes + size_bytes > self.budget_bytes:
-            self._forget(next(iter(self._ended)), "over the budget")
+            place, round_ = next(iter(self._ended.items()))
+            self._unknown[place] = round_.key.step
+            self._forget(place, "over the budget")
         return not self._open or self.held_bytes + size_bytes <= self.budget_bytes
 
     def _forget(self, place: tuple[str, int], event: Literal["next step", "over the budget"]) -> None:

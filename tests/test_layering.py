@@ -18,7 +18,7 @@ DOORS = ("__init__", "cli")
 # From the ground up; a part imports from its own floor and those below.
 FLOORS = (
     {"buffers", "errors", "metrics", "keyspace", "lateness", "ring", "codecs", "kernels"}
-    | {"guard", "output", "processes"},
+    | {"guard", "output", "processes", "transitions"},
     {"settings", "config", "keys", "log", "strategies"},
     {"wire", "layout", "placement"},
     {*ROLES, "doctor", "environments", "launch", "status", "tables"},

@@ -44,6 +44,9 @@ TICK_SECONDS = 0.5
 
 CutAgain = Callable[[Round], tuple[Sent, Sequence[Outgoing]]]
 
+# Enough to receive what is there, too little to notice.
+LOOK_SECONDS = 0.001
+
 # How long close() waits for a driver on another thread to step aside.
 CLOSE_SECONDS = 1.0
 
@@ -150,6 +153,10 @@ class Channel:
     def wake(self) -> None:
         """Something that a thread in :meth:`wait` may be waiting for has happened elsewhere."""
         self._post(self._tell_sleepers)
+
+    def look(self) -> None:
+        """Sees to what has come, should nobody wait just now: another rank may want a round again."""
+        self.wait(lambda: False, time.monotonic() + LOOK_SECONDS)
 
     def fail(self, error: ZenPSError) -> None:
         """Ends every round, and all that are submitted later, with ``error``."""

@@ -27,7 +27,7 @@ from zenps.errors import (
 )
 from zenps.wire.messages import Busy, Failure, FromServer, Member, Resend, Result, Resume, Wanted
 
-from .round import ROUND, Action, Deliver, Fail, Frames, Outgoing, Round, SendPush
+from .round import REPEAT_SECONDS, ROUND, Action, Deliver, Fail, Frames, Outgoing, Round, SendPush
 
 __all__ = ["PATIENCE_SECONDS", "Exchange"]
 
@@ -38,6 +38,9 @@ PATIENCE_SECONDS = 5.0
 MOST_REPETITIONS = 16
 
 WAVES_TO_SETTLE = 3
+
+# A server asks twice a second, and what it was given may take longer than that to arrive.
+ASKED_SECONDS = 5.0
 
 _FAILURES: dict[str, type[ZenPSError]] = {
     "mismatch": MismatchError,
@@ -109,6 +112,7 @@ class Exchange:
                 self.begun_again += 1
                 actions += self._cut_again(round_, now)
             else:
+                round_.unanswered = {}
                 self._kept[key] = self._in_flight.pop(key)
         return actions
 
@@ -140,7 +144,7 @@ class Exchange:
         if message.epoch != self._epoch:
             return []
         if isinstance(message, Wanted):
-            return self._on_wanted(message, now)
+            return self._on_wanted(server, message, now)
         round_ = self._in_flight.get((message.tensor, message.step))
         if round_ is None:
             return []
@@ -213,22 +217,40 @@ class Exchange:
         return [SendPush(outgoing) for outgoing in round_.outgoing]
 
     def _cut_again(self, round_: Round, now: float) -> list[Action]:
-        round_.outgoing = self._recut(round_)
-        round_.epoch = self._epoch
-        round_.repetitions = {}
+        self._cut(round_)
         return self._push(round_, now)
 
-    def _on_wanted(self, message: Wanted, now: float) -> list[Action]:
-        """One that has not begun here, or is in flight, will be pushed or has been."""
+    def _cut(self, round_: Round) -> None:
+        round_.outgoing = self._recut(round_)
+        round_.epoch = self._epoch
+        round_.repetitions, round_.given = {}, {}
+        round_.repeat_seconds = REPEAT_SECONDS
+
+    def _on_wanted(self, server: int, message: Wanted, now: float) -> list[Action]:
+        """Another rank lacks an answer that was given here: the server gets what it has to have for that.
+
+        What this rank still has to push, or has just pushed, comes anyway.
+        """
         key = message.tensor, message.step
-        round_ = self._kept.pop(key, None)
-        if round_ is None:
+        round_ = self._in_flight.get(key)
+        if key in self._kept:
+            round_ = self._in_flight[key] = self._kept.pop(key)
+            round_.state = ROUND[round_.state]["wanted"]
+            round_.deadline = math.inf
+            self.recalled += 1
+            if round_.epoch != self._epoch:
+                self._cut(round_)
+        place = server, message.chunk
+        if round_ is None or now < round_.given.get(place, -math.inf) + ASKED_SECONDS:
             return []
-        round_.state = ROUND[round_.state]["wanted"]
-        round_.deadline = math.inf
-        self._in_flight[key] = round_
-        self.recalled += 1
-        return self._cut_again(round_, now)
+        if round_.state == "pushed" and place in round_.unanswered:
+            return []
+        round_.given[place] = now
+        wanted = [out for out in round_.outgoing if (out.server, out.push.chunk) == place]
+        if round_.state == "recalled":
+            round_.unanswered.update((place, out) for out in wanted)
+            round_.repeat_at = now + round_.repeat_seconds
+        return [SendPush(out) for out in wanted]
 
     def _on_result(self, round_: Round, server: int, result: Result, frames: Frames) -> list[Action]:
         del round_.unanswered[server, result.chunk]

@@ -65,6 +65,8 @@ class Round(Struct, eq=False):
     deadline: float = math.inf
     repeat_at: float = 0.0
     repeat_seconds: float = REPEAT_SECONDS
+    given: dict[tuple[int, int], float] = {}
+    """By server and chunk: when a server that asked for a push was given it last."""
     ended_after: int = 0
     """The wave last heard of when it ended."""
 

@@ -179,6 +179,7 @@ class Session:
                 now = time.monotonic()
                 if self._link.is_beat_due(now):
                     self._beat(now)
+                    self.channel.look()
                 self._sleep(self._link.seconds_to_beat(now))
                 self._on_scheduler()
                 self._check_scheduler()

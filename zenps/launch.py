@@ -234,6 +234,9 @@ class _Job:
             self._say(f"scheduler ended: {killed.how_it_ended()}; starting it again")
             self._start("scheduler", [*_ZENPS, "scheduler"])
             return True
+        status = self._status()
+        if status is None or status.state == "gathering":
+            return False
         others = [p.name for p in self._processes if p.name.startswith("server") and p.exit_code is None]
         if others:
             how = killed.how_it_ended()

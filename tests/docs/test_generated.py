@@ -1,4 +1,4 @@
-"""docs/configuration.md and docs/metrics.md are what docs/generate.py writes."""
+"""docs/configuration.md, docs/metrics.md and the diagrams of docs/protocol.md are what the code says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from zenps.settings import FIELDS
 
 
-@pytest.mark.parametrize("file", ["configuration.md", "metrics.md"])
+@pytest.mark.parametrize("file", ["configuration.md", "metrics.md", "protocol.md"])
 def test_file_is_what_the_code_says(root: Path, generate: ModuleType, file: str) -> None:
     written = (root / "docs" / file).read_text("utf-8")
     assert written == generate.FILES[file](), "run: .venv/bin/python docs/generate.py"
@@ -27,3 +27,11 @@ def test_metrics_are_named_as_prometheus_sees_them(generate: ModuleType) -> None
     assert "| `zenps_rounds_total` | counter | `outcome`: completed, failed |" in text
     assert "| `zenps_build_info` | gauge | `role`, `version` |" in text
     assert text.count("zenps_epoch") == 1
+
+
+def test_a_diagram_without_its_place_is_noticed(
+    generate: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(generate.DIAGRAMS, "nowhere.py", {"begin": {}})
+    with pytest.raises(ValueError, match=r"nowhere\.py"):
+        generate.protocol()

@@ -58,7 +58,7 @@ def table(text: str, first_column: str) -> list[Row]:
 def fields(struct: type[msgspec.Struct], generate: ModuleType) -> list[Row]:
     """Name and type of each field, as the document has to write them."""
     names = {getattr(messages, name): name.lower() for name in NAMED}
-    names |= {part: heading.lower() for heading, part in PARTS.items()}
+    names |= {part: heading.lower() for heading, part in PARTS.items()} | {messages.View: "view"}
     hints = get_type_hints(struct, include_extras=True)
     return [(f"`{name}`", generate.type_text(hints[name], names=names)) for name in struct.__struct_fields__]
 

@@ -26,6 +26,7 @@ from zenps.wire.messages import (
     BarrierReply,
     Busy,
     Departed,
+    Drain,
     Failure,
     FromScheduler,
     FromServer,
@@ -42,6 +43,8 @@ from zenps.wire.messages import (
     Stop,
     ToScheduler,
     View,
+    Wanted,
+    WhoAreYou,
 )
 from zenps.worker.broadcast import unpack_object
 from zenps.worker.exchange import Exchange
@@ -201,14 +204,17 @@ _DENSE = msgspec.structs.replace(
 )
 _ELEMENTS = np.ones(100, dtype="<f4").tobytes()
 
+VIEW = View(1, 0, (MEMBER,), (MEMBER,), bytes(8192), 1)
+
 SEEDS: dict[str, list[Frames]] = {
     "scheduler": [
         _sealed(Register("worker", -1, "host", 1, "", "", {"seed": 1})),
         _sealed(Register("server", -1, "host", 1, "tcp://127.0.0.1:1", "", {})),
         *map(_sealed, (Heartbeat(1, {"rounds": 1.0}), Barrier(1), Leave(), StatusRequest())),
+        *map(_sealed, (Drain(0), Register("server", 0, "host", 1, "tcp://127.0.0.1:1", "", {}, view=VIEW))),
     ],
     "node": [
-        *map(_sealed, (View(1, 0, (MEMBER,), (MEMBER,), bytes(8192), 1), Refused("lost", "gone"))),
+        *map(_sealed, (VIEW, Refused("lost", "gone"), WhoAreYou())),
         *map(_sealed, (BarrierReply(1, ""), Departed(MEMBER, True, "gone"), Stop())),
     ],
     "server": [
@@ -219,12 +225,12 @@ SEEDS: dict[str, list[Frames]] = {
         _sealed(msgspec.structs.replace(_DENSE, dtype="float16", span=200, rows=200), b"", _ELEMENTS),
     ],
     "worker": [
-        _sealed(Result("table", 0, 0, 3, "coo"), _POSITIONS, _ROWS),
-        _sealed(Result("table", 0, 0, 3, "bitmap"), _bitmap([1, 7, 300]), _ROWS),
-        _sealed(Result("small", 0, 0, 100, "none"), b"", _ELEMENTS),
-        _sealed(Result("vector", 0, 0, 0, "none"), b"", b""),
-        *map(_sealed, (Failure("table", 0, 0, "lost", "gone"), Busy("table", 0, 0))),
-        *map(_sealed, (Resume("table", 0, 0), Resend("small", 0, 0))),
+        _sealed(Result(1, "table", 0, 0, 3, "coo"), _POSITIONS, _ROWS),
+        _sealed(Result(1, "table", 0, 0, 3, "bitmap"), _bitmap([1, 7, 300]), _ROWS),
+        _sealed(Result(1, "small", 0, 0, 100, "none"), b"", _ELEMENTS),
+        _sealed(Result(1, "vector", 0, 0, 0, "none"), b"", b""),
+        *map(_sealed, (Failure(1, "table", 0, 0, "lost", "gone"), Busy(1, "table", 0, 0))),
+        *map(_sealed, (Resume(1, "table", 0, 0), Resend(1, "small", 0, 0), Wanted(1, "table", 0, 0))),
     ],
     "coo": [[struct.pack("<QQ", 3, SPAN), _POSITIONS]],
     "bitmap": [[struct.pack("<QQ", 3, SPAN), _bitmap([1, 7, 300])]],

@@ -246,7 +246,8 @@ def stall(address: str, settings: Sequence[str], stop: threading.Event) -> None:
         frames = [memoryview(b""), memoryview(values)]
         step = 0
         while not stop.is_set():
-            link.beat_if_due(time.monotonic(), view.epoch, dict)
+            if link.is_beat_due(now := time.monotonic()):
+                link.beat(now, view.epoch, {})
             push = Push(
                 1,
                 1,

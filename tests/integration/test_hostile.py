@@ -34,6 +34,7 @@ from zenps.wire.messages import (
     BarrierReply,
     Busy,
     Departed,
+    Drain,
     Failure,
     Heartbeat,
     Leave,
@@ -46,6 +47,8 @@ from zenps.wire.messages import (
     StatusRequest,
     Stop,
     View,
+    Wanted,
+    WhoAreYou,
 )
 
 MESSAGES = 10_000
@@ -65,16 +68,19 @@ VALID: list[msgspec.Struct] = [
     Barrier(1),
     Leave(),
     StatusRequest(),
-    View(1, 0, (MEMBER,), (MEMBER,), bytes(8192)),
+    View(1, 0, (MEMBER,), (MEMBER,), bytes(8192), 1),
     Refused("lost", "gone"),
     BarrierReply(1, ""),
     Departed(MEMBER, True, "gone"),
     Stop(),
     PUSH,
-    Result("table", 1, 0, 3, "coo"),
-    Failure("table", 1, 0, "lost", "gone"),
-    Busy("table", 1, 0),
-    Resume("table", 1, 0),
+    Result(1, "table", 1, 0, 3, "coo"),
+    Failure(1, "table", 1, 0, "lost", "gone"),
+    Busy(1, "table", 1, 0),
+    Resume(1, "table", 1, 0),
+    Wanted(1, "table", 1, 0),
+    Drain(7),
+    WhoAreYou(),
 ]
 BODIES = [msgspec.to_builtins(message, builtin_types=(bytes,)) for message in VALID]
 

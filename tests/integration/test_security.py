@@ -26,7 +26,17 @@ from zenps.keys import LIST_NAME, Keys, generate
 from zenps.settings import ClusterConfig
 from zenps.status import fetch
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
-from zenps.wire.messages import Barrier, FromScheduler, Leave, Push, Refused, Register, Status, StatusRequest
+from zenps.wire.messages import (
+    Barrier,
+    FromScheduler,
+    Leave,
+    Push,
+    Refused,
+    Register,
+    Status,
+    StatusRequest,
+    WhoAreYou,
+)
 from zenps.wire.sockets import Socket, connect_dealer
 
 ERRORS = "zenps_protocol_errors_total"
@@ -268,8 +278,9 @@ def test_key_of_another_node_cannot_register(siege: Siege, claimed: tuple[str, i
 def test_operator_may_ask_and_nothing_else(siege: Siege) -> None:
     intruder = siege.intruder(siege.cluster.keys("operator"))
     socket = intruder.send(siege.scheduler, "scheduler", StatusRequest(), Leave(), Barrier(1))
-    (status,) = answers(socket)
+    status, question = answers(socket)
     assert isinstance(status, Status)
+    assert question == WhoAreYou()
     with siege.counts("scheduler", ERRORS, "key", times=2):
         for rank in (0, -1):
             intruder.send(siege.scheduler, "scheduler", register_as("worker", rank))
@@ -359,11 +370,11 @@ def test_nodes_without_the_right_keys_are_told(keys: Path, tmp_path: Path) -> No
     assert liar == Raised("UsageError", reason)
 
 
-def push_twice() -> list[Any]:
-    """Of the first push nobody can say whether the refusal comes before it."""
+def push_thrice() -> list[Any]:
+    """Of the first push nobody can say whether it comes before the refusal, nor of the next on a busy day."""
     begin = time.monotonic()
-    errors = [attempt(zps.push_pull, torch.ones(3), "t") for _ in range(2)]
-    return [errors[1], time.monotonic() - begin]
+    errors = [attempt(zps.push_pull, torch.ones(3), "t") for _ in range(3)]
+    return [errors[-1], time.monotonic() - begin]
 
 
 def test_worker_that_a_server_refuses_does_not_hang(keys: Path, tmp_path: Path) -> None:
@@ -374,10 +385,10 @@ def test_worker_that_a_server_refuses_does_not_hang(keys: Path, tmp_path: Path) 
     settings = {"cluster.deadline_seconds": 1}
     outdated_too = {"security.keys": outdated}
     with Cluster(1, 1, settings, keys=keys, server_settings=outdated_too) as cluster:
-        refused, seconds = cluster.start(push_twice, rank=0).result()
+        refused, seconds = cluster.start(push_thrice, rank=0).result()
         assert refused.kind == "PeerLostError"
         assert refused.text.startswith("server 0 has refused this worker")
-        assert seconds < 20
+        assert seconds < 30
 
 
 def test_secured_worker_does_not_join_an_open_cluster(keys: Path) -> None:

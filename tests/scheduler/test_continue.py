@@ -287,9 +287,10 @@ def come_back(view: View, workers: dict[bytes, int], admitted: dict[bytes, int] 
 @pytest.fixture
 def view() -> View:
     """The first of a job in which newcomers had been let in before."""
-    members = [Member(role, rank, "box", rank, "", "") for role in ("worker", "server") for rank in range(3)]
+    workers = tuple(Member("worker", rank, "box", rank, "", "") for rank in range(3))
+    servers = tuple(Member("server", rank, "box", rank, "tcp://box:1", "") for rank in range(2))
     owners = np.zeros(4096, dtype="<u2").tobytes()
-    return View(8, 0, tuple(members[:3]), tuple(members[3:5]), owners, 6, (), 6)
+    return View(8, 0, workers, servers, owners, 6, (), 6)
 
 
 def test_a_worker_that_does_not_return_is_done_without(view: View) -> None:

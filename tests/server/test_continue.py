@@ -115,7 +115,7 @@ def test_what_it_had_pushed_again_itself_counts() -> None:
     push(rounds, 2, again=True, ring=2)
     push(rounds, 0, again=True, ring=2)
     assert follow(rounds, (0, 1), 2) == []
-    assert rounds.on_tick(0.0) == [Reply([peer_of(1)], Wanted(2, "t", 0))]
+    assert rounds.on_tick(0.0) == [Reply([peer_of(1)], Wanted(2, "t", 0, 0))]
     assert summed(push(rounds, 1, again=True, ring=2)) == [0, 1, 2]
 
 

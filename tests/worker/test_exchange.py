@@ -324,9 +324,12 @@ class Recovering:
             actions += self.exchange.on_reply(server, message, FRAMES, 0.0)
         return actions
 
-    def want(self, round_: Round) -> list[Action]:
-        message = Wanted(self.ring, round_.tensor, round_.step)
-        return self.exchange.on_reply(0, message, (), 0.0)
+    def want(self, round_: Round, places: Sequence[Place] = tuple(RECUT)) -> list[Action]:
+        actions: list[Action] = []
+        for server, chunk in places:
+            message = Wanted(self.ring, round_.tensor, round_.step, chunk)
+            actions += self.exchange.on_reply(server, message, (), 0.0)
+        return actions
 
 
 def places_of(actions: Sequence[Action]) -> list[Place]:
@@ -393,8 +396,8 @@ def test_what_has_not_begun_or_is_of_another_ring_is_not_recalled() -> None:
     round_ = worker.submit()
     assert worker.want(round_) == []
     worker.answer(round_)
-    assert worker.exchange.on_reply(0, Wanted(7, "t", 0), (), 0.0) == []
-    assert worker.exchange.on_reply(0, Wanted(1, "t", 1), (), 0.0) == []
+    assert worker.exchange.on_reply(0, Wanted(7, "t", 0, 0), (), 0.0) == []
+    assert worker.exchange.on_reply(0, Wanted(1, "t", 1, 0), (), 0.0) == []
     assert worker.exchange.kept == 1
 
 

@@ -91,7 +91,7 @@ def test_a_round_that_has_ended_is_kept_for_others_whoever_is_lost(worker: Worke
     round_ = worker.submit()
     worker.answer(round_)
     assert worker.view(2, ALL - {2}) == []
-    (push,) = worker.exchange.on_reply(0, Wanted(2, "t", 0), (), 0.0)
+    (push,) = worker.exchange.on_reply(0, Wanted(2, "t", 0, 0), (), 0.0)
     assert isinstance(push, SendPush)
 
 

@@ -29,7 +29,7 @@ def assert_refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
         assert part in done.stderr
 
 
-SUBCOMMANDS = ["launch", "scheduler", "server", "worker", "status", "config", "doctor", "keygen"]
+SUBCOMMANDS = ["launch", "scheduler", "server", "worker", "status", "drain", "config", "doctor", "keygen"]
 
 BAD_SETTINGS = {
     "misspelt key": ("sync.partitoin=balanced", ["sync.partitoin", "sync.partition"]),
@@ -51,10 +51,9 @@ def test_bad_setting_is_refused_in_one_line(zenps: Any, setting: str, parts: lis
 
 @pytest.mark.parametrize("subcommand", SUBCOMMANDS)
 def test_every_subcommand_refuses_a_bad_setting(zenps: Any, subcommand: str) -> None:
-    command = ["--", "true"] if subcommand in ("launch", "worker") else ["keys"] * (subcommand == "keygen")
-    assert_refused(
-        zenps(subcommand, "--set", "log.level=loud", *command), "log.level", "'loud'", "debug, info"
-    )
+    operands = {"launch": ["--", "true"], "worker": ["--", "true"], "drain": ["0"], "keygen": ["keys"]}
+    done = zenps(subcommand, "--set", "log.level=loud", *operands.get(subcommand, []))
+    assert_refused(done, "log.level", "'loud'", "debug, info")
 
 
 def test_missing_file_is_refused(zenps: Any) -> None:
@@ -72,12 +71,19 @@ def test_command_that_does_not_exist_is_refused(zenps: Any, subcommand: str) -> 
     assert_refused(zenps(subcommand, "--", "no-such-program", "x"), "no-such-program")
 
 
-@pytest.mark.parametrize("subcommand", ["server", "status"])
-def test_scheduler_is_required(zenps: Any, subcommand: str) -> None:
-    assert_refused(zenps(subcommand), "cluster.scheduler", "host:port")
+@pytest.mark.parametrize("arguments", [["server"], ["status"], ["drain", "0"]], ids=lambda a: a[0])
+def test_scheduler_is_required(zenps: Any, arguments: list[str]) -> None:
+    assert_refused(zenps(*arguments), "cluster.scheduler", "host:port")
 
 
-@pytest.mark.parametrize("arguments", ["", "launch", "launch --", "config -- true", "config --st", "conf"])
+def test_a_rank_that_no_server_can_have(zenps: Any) -> None:
+    done = zenps("drain", "65536", "--set", "cluster.scheduler=127.0.0.1:1")
+    assert_refused(done, "RANK", "65536", "0 to 65535")
+
+
+@pytest.mark.parametrize(
+    "arguments", ["", "drain", "drain first", "launch", "launch --", "config -- true", "config --st", "conf"]
+)
 def test_wrong_usage(zenps: Any, arguments: str) -> None:
     done = zenps(*arguments.split())
     assert done.returncode == 2

@@ -20,6 +20,7 @@ from zenps.config import (
     parse_address,
     rank_from_environment,
     require_cluster,
+    restarts_from_environment,
 )
 from zenps.errors import ConfigError, UnknownKeyError
 from zenps.settings import FIELDS, checked, format_bytes
@@ -329,6 +330,18 @@ class TestRanks:
         environ = {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
         assert (local_rank_from_environment(environ), local_size_from_environment(environ)) == (3, 4)
         assert (local_rank_from_environment({}), local_size_from_environment({})) == (0, 1)
+
+    @pytest.mark.parametrize(
+        ("count", "most", "told"), [("0", "3", (0, 3)), ("2", "3", (2, 1)), ("4", "3", (4, 0))]
+    )
+    def test_restarts(self, count: str, most: str, told: tuple[int, int]) -> None:
+        environ = {"TORCHELASTIC_RESTART_COUNT": count, "TORCHELASTIC_MAX_RESTARTS": most}
+        assert restarts_from_environment(environ) == told
+
+    def test_without_torchrun_nobody_restarts(self) -> None:
+        assert restarts_from_environment({}) == (0, 0)
+        with pytest.raises(ConfigError, match="TORCHELASTIC_RESTART_COUNT"):
+            restarts_from_environment({"TORCHELASTIC_RESTART_COUNT": "-1"})
         with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE"):
             local_size_from_environment({"LOCAL_WORLD_SIZE": "0"})
 

@@ -132,17 +132,61 @@ def test_scheduler_that_fails_at_once(zenps: Any) -> None:
 # ── crashes and signals ─────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(
-    ("role", "line"),
-    [("scheduler", r".* zenps\.cli scheduler"), ("server", r".* zenps\.cli server"), ("worker", "sleep 600")],
-)
-def test_crash_of_any_role_ends_all(zenps: Any, sleepers: Any, role: str, line: str) -> None:
+@pytest.mark.parametrize(("role", "line"), [("server", r".* zenps\.cli server"), ("worker", "sleep 600")])
+def test_crash_of_a_role_ends_all_before_the_cluster_is_complete(
+    zenps: Any, sleepers: Any, role: str, line: str
+) -> None:
     victims = [pid for pid, command in zenps.processes().items() if re.match(line, command)]
     os.kill(victims[0], signal.SIGKILL)
     _, err = sleepers.communicate(timeout=60)
     assert sleepers.returncode == 128 + signal.SIGKILL
     assert re.search(rf"launch    \| {role}( \d)? failed: killed by signal 9 \(Killed\)", err)
     assert err.count("failed") == 1
+    assert_nothing_is_left(zenps)
+
+
+TRAIN = """
+import sys, time, torch, zenps
+zenps.init()
+print("started", flush=True)
+for step in range(60):
+    total = zenps.push_pull(torch.full((50_000,), 1.0), "x", average=False)
+    assert torch.equal(total, torch.full((50_000,), 2.0)), step
+    if step % 20 == 0:
+        zenps.barrier()
+    time.sleep(0.05)
+zenps.shutdown()
+"""
+
+
+@pytest.mark.parametrize(
+    ("role", "says"),
+    [
+        ("server", r"server \d ended: killed by signal 9 \(Killed\); server \d will take its slots"),
+        ("scheduler", r"scheduler ended: killed by signal 9 \(Killed\); starting it again"),
+    ],
+)
+def test_training_goes_on_after_a_crash(zenps: Any, role: str, says: str) -> None:
+    counts = ("--workers", "2", "--servers", "2", "--set", "cluster.lease_seconds=1")
+    popen = zenps.start("launch", *counts, "--", sys.executable, "-c", TRAIN)
+    for _ in range(2):
+        assert "started" in popen.stdout.readline()
+    victims = [pid for pid, command in zenps.processes().items() if f"zenps.cli {role}" in command]
+    os.kill(victims[0], signal.SIGKILL)
+    _, err = popen.communicate(timeout=60)
+    assert popen.returncode == 0, err
+    assert re.search(rf"launch    \| {says}", err)
+    assert "Traceback" not in err
+    assert_nothing_is_left(zenps)
+
+
+def test_a_scheduler_that_is_killed_again_and_again_ends_all(zenps: Any, sleepers: Any) -> None:
+    for _ in range(launching.MOST_SCHEDULER_DEATHS + 1):
+        os.kill(zenps.pid_of("zenps.cli scheduler"), signal.SIGKILL)
+        time.sleep(0.5)
+    _, err = sleepers.communicate(timeout=60)
+    assert sleepers.returncode == 128 + signal.SIGKILL
+    assert err.count("starting it again") == launching.MOST_SCHEDULER_DEATHS
     assert_nothing_is_left(zenps)
 
 

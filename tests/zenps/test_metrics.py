@@ -32,6 +32,7 @@ NAMES: dict[Role, set[str]] = {
         "zenps_compaction_ratio",
         "zenps_partition_imbalance_ratio",
         "zenps_refused_pushes_total",
+        "zenps_repeated_rounds_total",
         "zenps_hashed_rows_total",
     },
     ServerMetrics: COMMON
@@ -108,7 +109,7 @@ def test_labels_are_closed_sets_that_start_at_zero(role: Role) -> None:
     for reason in ProtocolError.REASONS:
         assert registry.get_sample_value("zenps_protocol_errors_total", {"reason": reason}) == 0
     labels = {key for family in registry.collect() for sample in family.samples for key in sample.labels}
-    assert labels <= {"reason", "outcome", "role", "version", "le", "rank"}
+    assert labels <= {"reason", "outcome", "cause", "role", "version", "le", "rank"}
 
 
 def test_of_thousands_of_ranks_the_latest_have_series() -> None:

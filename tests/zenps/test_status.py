@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from zenps.errors import DeadlineError
+from zenps.errors import DeadlineError, UsageError
 from zenps.settings import ClusterConfig
-from zenps.status import fetch, to_json
+from zenps.status import drain, fetch, to_json
 from zenps.tables import show_status
 from zenps.wire.messages import NodeStatus, Status
 
@@ -132,3 +132,17 @@ def test_scheduler_of_another_job_does_not_answer(scheduler: str) -> None:
     with pytest.raises(DeadlineError, match="'other'"):
         fetch(ClusterConfig(scheduler=scheduler, job="other"), 0.5)
     assert fetch(ClusterConfig(scheduler=scheduler), 30).state == "gathering"
+
+
+def test_a_drain_that_cannot_be(zenps: Any, scheduler: str) -> None:
+    with pytest.raises(UsageError, match=r"^the job is gathering; expected running$"):
+        drain(ClusterConfig(scheduler=scheduler), 0, 30)
+    done = zenps("drain", "0", "--set", f"cluster.scheduler={scheduler}")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "zenps: the job is gathering; expected running\n"
+
+
+def test_nobody_to_drain(zenps: Any) -> None:
+    done = zenps("drain", "0", "--set", "cluster.scheduler=127.0.0.1:1", "--timeout-seconds", "0.3")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("zenps: no answer from the scheduler at 127.0.0.1:1 within 0.3 s")

@@ -168,7 +168,7 @@ class SchedulerLink:
                     self.send(self.registration.again())
                     continue
                 case View():
-                    self.registration.view = message
+                    self.registration.follow(message)
             yield message
 
     def check(self, now: float) -> None:

@@ -337,11 +337,12 @@ class Resend(Struct, frozen=True, array_like=True, tag="resend"):
 
 
 class Wanted(Struct, frozen=True, array_like=True, tag="wanted"):
-    """A round that began under an older ring lacks the receiver's push, who may have ended it there."""
+    """A round that others have ended lacks the receiver's push, who may be one of them."""
 
     epoch: Count
     tensor: Name
     step: Count
+    chunk: Count
 
 
 ToScheduler = Register | Heartbeat | Barrier | Admit | Leave | StatusRequest | Drain

@@ -22,6 +22,11 @@ class Registration:
         self.view: View | None = None
         self.barriers = 0
 
+    def follow(self, view: View) -> None:
+        """A view has come, perhaps not for the first time, nor in order."""
+        if self.view is None or view.epoch > self.view.epoch:
+            self.view = view
+
     def again(self) -> Register:
         """The registration with what a new scheduler has to learn."""
         if self.view is None:

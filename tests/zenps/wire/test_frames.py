@@ -55,6 +55,8 @@ def strategy_of(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return st.one_of(*map(strategy_of, types))
         case inspect.LiteralType(values=values):
             return st.sampled_from(values)
+        case inspect.NoneType():
+            return st.none()
         case inspect.BoolType():
             return st.booleans()
         case inspect.FloatType():
@@ -195,9 +197,9 @@ STOP = ["stop"]
     [
         (b"", "envelope"),
         (b"\xc1", "envelope"),
-        (packed(2, "job", STOP)[:-1], "envelope"),
-        (packed(2, "job", STOP) + b"\0", "envelope"),
-        (packed(2, "job"), "envelope"),
+        (packed(PROTOCOL_VERSION, "job", STOP)[:-1], "envelope"),
+        (packed(PROTOCOL_VERSION, "job", STOP) + b"\0", "envelope"),
+        (packed(PROTOCOL_VERSION, "job"), "envelope"),
         (packed(), "envelope"),
         (msgpack.packb({"version": 1}), "envelope"),
         (msgpack.packb(1), "envelope"),
@@ -210,31 +212,31 @@ STOP = ["stop"]
         (packed("1", "job", STOP), "version"),
         (packed(None, "job", STOP), "version"),
         (packed([1], "job", STOP), "version"),
-        (packed(2, "other", STOP), "job"),
-        (packed(2, "other", {"garbage": [1, 2]}), "job"),
-        (packed(2, "JOB", STOP), "job"),
-        (packed(2, b"job", STOP), "job"),
-        (packed(2, None, STOP), "job"),
-        (packed(2, ["job"], STOP), "job"),
-        (packed(2, "x" * 100_000, STOP), "job"),
-        (packed(2, "job", None), "envelope"),
-        (packed(2, "job", []), "envelope"),
-        (packed(2, "job", "stop"), "envelope"),
-        (packed(2, "job", ["stopp"]), "envelope"),
-        (packed(2, "job", ["x" * 100_000]), "envelope"),
-        (packed(2, "job", [STOP]), "envelope"),
-        (packed(2, "job", [0]), "envelope"),
-        (packed(2, "job", {"type": "stop"}), "envelope"),
-        (packed(2, "job", msgpack.ExtType(5, b"stop")), "envelope"),
-        (packed(2, "job", msgpack.Timestamp(1)), "envelope"),
-        (packed(2, "job", ["barrier!", 1]), "envelope"),
-        (packed(2, "job", ["barrier!", -1, ""]), "envelope"),
-        (packed(2, "job", ["barrier!", 1.5, ""]), "envelope"),
-        (packed(2, "job", ["barrier!", True, ""]), "envelope"),
-        (packed(2, "job", ["barrier!", 1, None]), "envelope"),
-        (packed(2, "job", ["barrier!", 1, b""]), "envelope"),
-        (packed(2, "job", ["barrier!", 1, "x" * 20_000]), "envelope"),
-        (packed(2, "job", ["barrier!", 1 << 62, ""]), "envelope"),
+        (packed(PROTOCOL_VERSION, "other", STOP), "job"),
+        (packed(PROTOCOL_VERSION, "other", {"garbage": [1, 2]}), "job"),
+        (packed(PROTOCOL_VERSION, "JOB", STOP), "job"),
+        (packed(PROTOCOL_VERSION, b"job", STOP), "job"),
+        (packed(PROTOCOL_VERSION, None, STOP), "job"),
+        (packed(PROTOCOL_VERSION, ["job"], STOP), "job"),
+        (packed(PROTOCOL_VERSION, "x" * 100_000, STOP), "job"),
+        (packed(PROTOCOL_VERSION, "job", None), "envelope"),
+        (packed(PROTOCOL_VERSION, "job", []), "envelope"),
+        (packed(PROTOCOL_VERSION, "job", "stop"), "envelope"),
+        (packed(PROTOCOL_VERSION, "job", ["stopp"]), "envelope"),
+        (packed(PROTOCOL_VERSION, "job", ["x" * 100_000]), "envelope"),
+        (packed(PROTOCOL_VERSION, "job", [STOP]), "envelope"),
+        (packed(PROTOCOL_VERSION, "job", [0]), "envelope"),
+        (packed(PROTOCOL_VERSION, "job", {"type": "stop"}), "envelope"),
+        (packed(PROTOCOL_VERSION, "job", msgpack.ExtType(5, b"stop")), "envelope"),
+        (packed(PROTOCOL_VERSION, "job", msgpack.Timestamp(1)), "envelope"),
+        (packed(PROTOCOL_VERSION, "job", ["barrier!", 1]), "envelope"),
+        (packed(PROTOCOL_VERSION, "job", ["barrier!", -1, ""]), "envelope"),
+        (packed(PROTOCOL_VERSION, "job", ["barrier!", 1.5, ""]), "envelope"),
+        (packed(PROTOCOL_VERSION, "job", ["barrier!", True, ""]), "envelope"),
+        (packed(PROTOCOL_VERSION, "job", ["barrier!", 1, None]), "envelope"),
+        (packed(PROTOCOL_VERSION, "job", ["barrier!", 1, b""]), "envelope"),
+        (packed(PROTOCOL_VERSION, "job", ["barrier!", 1, "x" * 20_000]), "envelope"),
+        (packed(PROTOCOL_VERSION, "job", ["barrier!", 1 << 62, ""]), "envelope"),
     ],
 )
 def test_malformed(frame: bytes, reason: str) -> None:
@@ -243,7 +245,7 @@ def test_malformed(frame: bytes, reason: str) -> None:
 
 def test_the_well_formed_neighbour_of_these() -> None:
     decoder: Decoder[Stop] = Decoder("job", FromScheduler)
-    assert decoder.decode(packed(2, "job", STOP)) == Stop()
+    assert decoder.decode(packed(PROTOCOL_VERSION, "job", STOP)) == Stop()
 
 
 @pytest.mark.parametrize("depth", [100, 900, 990, 1000, 1010, 1020, 1023, 1024, 5000, 500_000])
@@ -270,7 +272,7 @@ def test_a_view_of_the_largest_cluster_fits() -> None:
     workers = tuple(Member("worker", rank, host, 1 << 22, "", f"{host}:65535") for rank in range(4096))
     address = f"tcp://{host}:65535"
     servers = tuple(Member("server", rank, host, 1 << 22, address, f"{host}:65535") for rank in range(1024))
-    view = View(1, 4095, workers, servers, bytes(8192))
+    view = View(1, 4095, workers, servers, bytes(8192), ring=1)
     decoder: Decoder[View] = Decoder("job", FromScheduler)
     assert decoder.decode(encode("job", view)) == view
 
@@ -284,9 +286,9 @@ def test_announced_lengths_do_not_allocate() -> None:
     ):
         assert refusal(Decoder("job", ToScheduler), header) == "envelope"
         assert refusal(Decoder("job", ToScheduler), b"\x93" + header) == "envelope"
-        register = b"\x93\x02\xa3job\x98\xa8register\xa6worker\x00\xa1h\x01\xa0\xa0"
+        register = b"\x93\x03\xa3job\x98\xa8register\xa6worker\x00\xa1h\x01\xa0\xa0"
         assert refusal(Decoder("job", ToScheduler), register + header) == "envelope"
-        view = b"\x93\x02\xa3job\x96\xa4view\x01\x00"
+        view = b"\x93\x03\xa3job\x96\xa4view\x01\x00"
         assert refusal(Decoder("job", FromScheduler), view + header) == "envelope"
 
 
@@ -367,7 +369,9 @@ def test_another_checksum_or_none_is_refused(checksum: object) -> None:
 
 def test_a_field_that_was_added_later_is_ignored() -> None:
     decoder: Decoder[Busy | Result] = Decoder("job", FromServer)
-    assert decoder.decode(packed(2, "job", ["busy", "t", 1, 2, "new"])) == Busy("t", 1, 2)
+    assert decoder.decode(packed(PROTOCOL_VERSION, "job", ["busy", 9, "t", 1, 2, "new"])) == Busy(
+        9, "t", 1, 2
+    )
 
 
 def test_settings_are_plain_values() -> None:

@@ -1,0 +1,45 @@
+"""Which servers an operator has told to leave, and who wants to hear when they may."""
+
+from __future__ import annotations
+
+from zenps.wire.messages import DrainReply
+
+from .actions import Send
+from .members import Members
+from .states import State
+
+__all__ = ["Drains"]
+
+
+class Drains:
+    """Requests that wait for their answer. A server that is drained is ``leaving``."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._asking: dict[bytes, int] = {}
+
+    def ask(self, peer: bytes, rank: int, state: State) -> tuple[list[Send], bool]:
+        """What is answered at once, and whether members have changed by this."""
+        if state not in ("running", "confirming"):
+            return [Send(peer, DrainReply(f"the job is {state}; expected running"))], False
+        if any(node.rank == rank for node in self._members.with_state("server", "leaving")):
+            if state == "running":  # asked again, by one that has not heard the answer
+                return [Send(peer, DrainReply(""))], False
+            self._asking[peer] = rank
+            return [], False
+        nodes = {node.rank: node for node in self._members.present("server")}
+        error = ""
+        if rank not in nodes:
+            error = f"no server {rank} is present; expected one of {sorted(nodes)}"
+        elif len(nodes) == 1:
+            error = f"server {rank} is the only one; start another first"
+        if error:
+            return [Send(peer, DrainReply(error))], False
+        nodes[rank].state = "leaving"
+        self._asking[peer] = rank
+        return [], True
+
+    def answer(self, error: str = "") -> list[Send]:
+        """To all that wait: the servers have no slots any more, or why they keep them."""
+        asking, self._asking = self._asking, {}
+        return [Send(peer, DrainReply(error)) for peer in asking]

@@ -1,0 +1,164 @@
+"""torchrun ends all workers and starts them again: the servers stay."""
+
+from __future__ import annotations
+
+from tests.scheduler.nodes import (
+    LEASE_SECONDS,
+    RENDEZVOUS_SECONDS,
+    confirm,
+    gather,
+    keep_alive,
+    lose,
+    make_membership,
+    only,
+    register,
+    running,
+    sent,
+    server,
+    view_of,
+    worker,
+)
+from zenps.scheduler.membership import Membership, Send
+from zenps.wire.messages import Barrier, Departed, Drain, Heartbeat, Leave, Refused, Stop, View, WhoAreYou
+
+
+def start(membership: Membership, generation: int, now: float, restarts: int = 0) -> list[Send]:
+    """Both workers of a generation register; what that caused."""
+    sends = []
+    for number in (0, 1):
+        message = register("worker", number, 70 + number, generation=generation, restarts=restarts)
+        sends += membership.on_message(b"new-%d" % number, message, now)
+    return sends
+
+
+def test_a_newer_generation_takes_the_place_of_all_workers() -> None:
+    membership = running()
+    membership.on_message(worker(0), Barrier(1), 0.0)
+    membership.on_message(b"new-1", register("worker", 1, generation=1), 1.0)
+    assert (membership.state, membership.live("worker"), membership.live("server")) == ("gathering", 1, 2)
+    view = view_of(start(membership, 1, 2.0))
+    assert (view.epoch, view.ring, [m.pid for m in view.workers]) == (2, 2, [70, 100])
+    assert {*sent(confirm(membership, [server(0), server(1)]), View)} == {b"new-0", b"new-1"}
+    assert membership.state == "running"
+    # Barriers are counted from 1 again.
+    assert membership.on_message(b"new-0", Barrier(1), 3.0) == []
+    assert len(membership.on_message(b"new-1", Barrier(1), 3.0)) == 2
+    # What the old ones still say is a stranger's.
+    assert only(membership.on_message(worker(0), Heartbeat(1, {}), 3.0), worker(0)) == WhoAreYou()
+    refused = only(membership.on_message(worker(0), register("worker", 0), 3.0), worker(0))
+    assert refused == Refused("lost", "torchrun has started the workers anew")
+
+
+def test_a_newer_generation_comes_while_the_first_one_gathers() -> None:
+    membership = make_membership()
+    membership.on_message(worker(0), register("worker", 0), 0.0)
+    for number in (0, 1):
+        assert membership.on_message(server(number), register("server"), 0.0) == []
+    view = view_of(start(membership, 1, 1.0))
+    assert (view.epoch, [m.pid for m in view.workers]) == (1, [70, 71])
+
+
+def test_a_lost_worker_is_waited_for_while_restarts_are_left() -> None:
+    membership = running(restarts=1)
+    sends = lose(membership, worker(0))
+    assert {d.lost for d in sent(sends, Departed).values()} == {True}
+    ((peer, refused),) = sent(sends, Refused).items()
+    assert (peer, refused.kind) == (worker(1), "lost")
+    assert (membership.state, membership.failure) == ("gathering", "")
+    assert {*sent(start(membership, 1, 21.0), View)} == {server(0), server(1)}
+    # That was the last time.
+    confirm(membership, [server(0), server(1)], now=21.0)
+    lose(membership, b"new-0", now=40.0)
+    assert membership.state == "failed"
+
+
+def test_all_workers_lost_at_once() -> None:
+    membership = running(restarts=1)
+    lose(membership, worker(0), worker(1), server(1))
+    assert (membership.state, membership.live("worker"), membership.live("server")) == ("gathering", 0, 1)
+    assert {*sent(start(membership, 1, 21.0), View)} == {server(0)}
+
+
+def test_workers_that_are_not_started_again_in_time() -> None:
+    membership = running(restarts=1)
+    lose(membership, worker(0), now=20.0)
+    keep_alive(membership, 20.0 + RENDEZVOUS_SECONDS, [server(0), server(1)])
+    assert membership.on_tick(20.0 + RENDEZVOUS_SECONDS) == []
+    sends = membership.on_tick(20.1 + RENDEZVOUS_SECONDS)
+    assert {refused.kind for refused in sent(sends, Refused).values()} == {"deadline"}
+    assert "missing after 60 s: 2 of 2 worker(s); present: server 0" in membership.failure
+
+
+def test_a_restart_goes_on_with_the_servers_that_are_left() -> None:
+    membership = running(restarts=1)
+    membership.on_message(server(0), Leave(), 1.0)
+    confirm(membership, [server(1)])
+    assert [m.rank for m in view_of(start(membership, 1, 2.0)).servers] == [1]
+
+
+def test_servers_come_and_go_while_workers_are_restarted() -> None:
+    membership = running(restarts=1)
+    lose(membership, worker(0), now=20.0)
+    assert membership.on_message(server(0), Leave(), 21.0) == []
+    assert membership.on_message(server(5), register("server"), 21.0) == []
+    view = view_of(start(membership, 1, 22.0))
+    assert [m.identity for m in view.workers] == [b"new-0", b"new-1"]
+    assert ([m.rank for m in view.servers], view.rank) in (([0, 1], 0), ([0, 1], 1))
+
+
+def test_a_drain_outlives_a_restart() -> None:
+    membership = running(restarts=1)
+    membership.on_message(b"visitor", Drain(0), 1.0)
+    start(membership, 1, 2.0)
+    assert sent(confirm(membership, [server(1)]), Stop) == {server(0): Stop()}
+
+
+def test_servers_wait_a_lease_for_workers_that_torchrun_may_start_again() -> None:
+    membership = running(restarts=2)
+    for number in (0, 1):
+        membership.on_message(worker(number), Barrier(LAST_BARRIER), 1.0)
+    for number in (0, 1):
+        assert sent(membership.on_message(worker(number), Leave(), 1.0), Stop) == {}
+    assert membership.state == "draining"
+    keep_alive(membership, 5.0, [server(0), server(1)])
+    assert membership.on_tick(1.0 + LEASE_SECONDS) == []
+    sends = membership.on_tick(1.1 + LEASE_SECONDS)
+    assert sent(sends, Stop) == {server(0): Stop(), server(1): Stop()}
+    assert Stop() in sent(membership.on_message(server(0), Heartbeat(2, {}), 12.0), Stop).values()
+
+
+def test_they_wait_longer_for_workers_that_have_not_come_to_the_end() -> None:
+    membership = running(restarts=2)
+    for number in (0, 1):
+        membership.on_message(worker(number), Leave(), 1.0)
+    for now in range(5, int(RENDEZVOUS_SECONDS), 5):
+        keep_alive(membership, float(now), [server(0), server(1)])
+        assert sent(membership.on_tick(float(now)), Stop) == {}
+    keep_alive(membership, RENDEZVOUS_SECONDS, [server(0), server(1)])
+    sends = membership.on_tick(1.1 + RENDEZVOUS_SECONDS)
+    assert sent(sends, Stop) == {server(0): Stop(), server(1): Stop()}
+
+
+def test_workers_come_back_after_all_have_left() -> None:
+    membership = running(restarts=2)
+    for number in (0, 1):
+        membership.on_message(worker(number), Leave(), 1.0)
+    keep_alive(membership, 9.0, [server(0), server(1)])
+    assert {*sent(start(membership, 1, 9.0), View)} == {server(0), server(1)}
+    assert {*sent(confirm(membership, [server(0), server(1)], now=9.0), View)} == {b"new-0", b"new-1"}
+
+
+def test_the_last_server_is_gone_while_workers_may_be_started_again() -> None:
+    membership = running(servers=1, restarts=2)
+    membership.on_message(server(0), Leave(), 1.0)
+    for number in (0, 1):
+        membership.on_message(worker(number), Leave(), 2.0)
+    assert membership.state == "draining"
+    assert membership.on_tick(3.0 + LEASE_SECONDS) == []
+    assert membership.state == "stopped"
+
+
+def test_the_first_generation_need_not_be_0() -> None:
+    membership = make_membership()
+    assert gather(membership, generation=3) != []
+    assert membership.on_message(b"old", register("worker", 0, generation=2), 1.0) != []

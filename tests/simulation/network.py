@@ -1,0 +1,146 @@
+"""Virtual time and a bad network: delays, reorders, duplicates and loses messages, all by one seed."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+__all__ = ["Frame", "Network", "Party"]
+
+PROMPT_SECONDS = 0.01
+SLOW = 0.05
+"""The part of the messages that takes up to ``slow_seconds``: so any two can come in either order."""
+
+
+class Frame:
+    """What stands for a tensor's bytes: a value for each unit."""
+
+    def __init__(self, values: dict[int, object]) -> None:
+        self.values = values
+        self.nbytes = 64 * len(values)
+
+
+class Party(Protocol):
+    """Who sends and receives."""
+
+    name: bytes
+    is_alive: bool
+    is_replaced: bool
+    stalled_until: float
+
+    def receive(self, sender: bytes, message: msgspec.Struct, frames: Sequence[Frame]) -> None: ...
+
+
+class Network:
+    """The heap of all that is going to happen.
+
+    Args:
+        rng: the only source of chance.
+        slow_seconds: how long a message may take.
+        duplicates: the probability with which a message arrives twice.
+        must_arrive: says of a message from one to another whether it may not be lost, nor be slow.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        slow_seconds: float,
+        duplicates: float,
+        must_arrive: Callable[[bytes, bytes, msgspec.Struct], bool],
+    ) -> None:
+        self.now = 0.0
+        self.counts: Counter[str] = Counter()
+        self._rng = rng
+        self._slow_seconds = slow_seconds
+        self._duplicates = duplicates
+        self._must_arrive = must_arrive
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._parties: dict[bytes, Party] = {}
+        self._cuts: dict[frozenset[bytes], float] = {}
+        self._loss = 0.0
+        self._loss_until = 0.0
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    @property
+    def interleaving(self) -> str:
+        """A digest of who has received what, in which order."""
+        return self._digest.hexdigest()
+
+    def add(self, party: Party) -> None:
+        """One that can be reached from now on; it takes the place of one that had its name."""
+        if party.name in self._parties:
+            self._parties[party.name].is_replaced = True
+        self._parties[party.name] = party
+
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        """Something will happen."""
+        heapq.heappush(self._heap, (max(time, self.now), next(self._numbers), action))
+
+    def step(self) -> bool:
+        """The next thing happens; False if there is none."""
+        if not self._heap:
+            return False
+        self.now, _, action = heapq.heappop(self._heap)
+        action()
+        return True
+
+    def cut(self, one: bytes, other: bytes, until: float) -> None:
+        """Whatever these two send each other is lost for a while."""
+        self._cuts[frozenset((one, other))] = until
+
+    def lose(self, probability: float, until: float) -> None:
+        """Whatever anybody sends may be lost for a while."""
+        self._loss, self._loss_until = probability, until
+
+    def send(self, sender: Party, receiver: bytes, message: msgspec.Struct, frames: Sequence[Frame]) -> None:
+        """A message is on its way, or it is lost; or it is on its way twice."""
+        self.counts["sent"] += 1
+        if self._must_arrive(sender.name, receiver, message):
+            self._deliver_after(PROMPT_SECONDS, sender, receiver, message, frames)
+            return
+        is_cut = self._cuts and self.now < self._cuts.get(frozenset((sender.name, receiver)), 0.0)
+        if is_cut or (self.now < self._loss_until and self._rng.random() < self._loss):
+            self.counts["lost"] += 1
+            return
+        self._deliver_after(self._delay(), sender, receiver, message, frames)
+        if self._rng.random() < self._duplicates:
+            self.counts["duplicated"] += 1
+            self._deliver_after(self._delay(), sender, receiver, message, frames)
+
+    def _delay(self) -> float:
+        slow = self._rng.random() < SLOW
+        return self._rng.random() * (self._slow_seconds if slow else PROMPT_SECONDS)
+
+    def _deliver_after(
+        self,
+        seconds: float,
+        sender: Party,
+        receiver: bytes,
+        message: msgspec.Struct,
+        frames: Sequence[Frame],
+    ) -> None:
+        def deliver() -> None:
+            party = self._parties.get(receiver)
+            # What a process sent is read before what its successor at the same address sends.
+            if party is None or not party.is_alive or sender.is_replaced:
+                self.counts["to nobody"] += 1
+            elif self.now < party.stalled_until:
+                self.at(party.stalled_until, deliver)
+            else:
+                self._note(sender.name, receiver, message)
+                party.receive(sender.name, message, frames)
+
+        self.at(self.now + seconds, deliver)
+
+    def _note(self, sender: bytes, receiver: bytes, message: msgspec.Struct) -> None:
+        self.counts["received"] += 1
+        what = [getattr(message, field, "") for field in ("epoch", "tensor", "step", "chunk", "sequence")]
+        self._digest.update(f"{sender!r}{receiver!r}{type(message).__name__}{what}".encode())

@@ -1,0 +1,82 @@
+"""What a run depends on: the size of the job, how bad the network is, and what befalls whom when."""
+
+from __future__ import annotations
+
+import random
+from typing import Literal, NamedTuple
+
+import msgspec
+
+__all__ = ["BUDGETS", "KINDS", "MOST_SECONDS", "Fault", "Kind", "Script", "random_script"]
+
+Kind = Literal[
+    "crash server",
+    "stall server",
+    "stop server",
+    "drain server",
+    "start server",
+    "stall worker",
+    "crash scheduler",
+    "stall scheduler",
+    "cut",
+    "lose",
+]
+KINDS: tuple[Kind, ...] = Kind.__args__  # type: ignore[attr-defined]
+
+MOST_SECONDS = 25.0
+"""How long a fault lasts at most: more than two leases, so that a stalled server is lost."""
+BUDGETS = (1 << 20, 8 << 10, 1)
+"""The small ones let few rounds in: those that a rank pushes before it waits do not fit at once."""
+
+
+class Fault(NamedTuple):
+    """Something bad: when, what, to whom (by number, among those it can befall), and for how long."""
+
+    at: float
+    kind: Kind
+    target: int = 0
+    seconds: float = 1.0
+
+
+class Script(msgspec.Struct, frozen=True):
+    """All that a run depends on; its ``repr`` repeats it."""
+
+    seed: int = 0
+    workers: int = 2
+    servers: int = 2
+    steps: int = 10
+    runs_ahead: bool = False
+    """Whether a worker begins a step before the last one's rounds have ended."""
+    settles: bool = True
+    """Whether workers wait until nothing more happens before they leave."""
+    slow_seconds: float = 0.5
+    duplicates: float = 0.02
+    budget_bytes: int = 1 << 20
+    faults: tuple[Fault, ...] = ()
+
+
+def random_script(seed: int) -> Script:
+    """A script by chance."""
+    rng = random.Random(seed)
+    faults = [
+        Fault(
+            round(60 * rng.random() ** 2, 3),
+            rng.choice(KINDS),
+            rng.randrange(100),
+            round(rng.random() * MOST_SECONDS, 3),
+        )
+        for _ in range(rng.randrange(9))
+    ]
+    runs_ahead = rng.random() < 0.5
+    return Script(
+        seed=seed,
+        workers=rng.choice((1, 2, 2, 3, 3, 4)),
+        servers=rng.randint(1, 4),
+        steps=rng.randint(10, 60),
+        runs_ahead=runs_ahead,
+        settles=rng.random() < 0.5,
+        slow_seconds=rng.choice((0.05, 0.5, 2.0)),
+        duplicates=rng.choice((0.0, 0.02, 0.2)),
+        budget_bytes=BUDGETS[0] if runs_ahead else rng.choice(BUDGETS),
+        faults=tuple(sorted(faults)),
+    )

@@ -1,0 +1,203 @@
+"""Scripts by hypothesis, scripts that once failed, and parts with a mistake, which must fail."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .nodes import Parts, Violation
+from .plants import PLANTS
+from .run import simulate
+from .script import BUDGETS, KINDS, MOST_SECONDS, Fault, Script, random_script
+from .simulation import Simulation
+from .workers import Worker
+
+MOST_RUNS = 100
+"""By when a mistake is found; most are in the first few."""
+
+FAULTS = st.builds(
+    Fault,
+    st.floats(0, 60).map(lambda at: round(at, 3)),
+    st.sampled_from(KINDS),
+    st.integers(0, 99),
+    st.floats(0.1, MOST_SECONDS).map(lambda seconds: round(seconds, 3)),
+)
+
+SCRIPTS = st.builds(
+    Script,
+    seed=st.integers(0, 1 << 32),
+    workers=st.integers(1, 4),
+    servers=st.integers(1, 4),
+    steps=st.integers(1, 40),
+    settles=st.booleans(),
+    slow_seconds=st.sampled_from((0.05, 0.5, 2.0)),
+    duplicates=st.sampled_from((0.0, 0.02, 0.2)),
+    budget_bytes=st.sampled_from(BUDGETS),
+    faults=st.lists(FAULTS, max_size=8).map(lambda faults: tuple(sorted(faults))),
+)
+
+ONCE_FAILED = [
+    # A late push comes when its outcome is forgotten, and the next step has fewer chunks.
+    Script(
+        seed=882,
+        workers=2,
+        servers=2,
+        steps=50,
+        runs_ahead=False,
+        settles=False,
+        slow_seconds=0.5,
+        duplicates=0.2,
+        budget_bytes=1,
+        faults=(),
+    ),
+    # An answer is lost, and forgotten, and others have taken the room.
+    Script(
+        seed=1010,
+        workers=2,
+        servers=4,
+        steps=40,
+        runs_ahead=False,
+        settles=False,
+        slow_seconds=2.0,
+        duplicates=0.02,
+        budget_bytes=1,
+        faults=(
+            Fault(at=1.219, kind="drain server", target=13, seconds=20.849),
+            Fault(at=15.599, kind="cut", target=45, seconds=24.917),
+            Fault(at=17.13, kind="crash scheduler", target=55, seconds=10.305),
+        ),
+    ),
+    # A round is recalled before the rank that lacks it has pushed all its chunks.
+    Script(
+        seed=1622,
+        workers=2,
+        servers=1,
+        steps=54,
+        runs_ahead=True,
+        settles=False,
+        slow_seconds=2.0,
+        duplicates=0.0,
+        budget_bytes=1048576,
+        faults=(
+            Fault(at=0.201, kind="lose", target=4, seconds=20.144),
+            Fault(at=4.705, kind="lose", target=77, seconds=13.043),
+            Fault(at=11.748, kind="lose", target=19, seconds=12.16),
+            Fault(at=12.542, kind="stall server", target=36, seconds=18.463),
+            Fault(at=30.779, kind="start server", target=20, seconds=14.855),
+            Fault(at=37.63, kind="stall server", target=93, seconds=6.268),
+            Fault(at=55.462, kind="crash scheduler", target=84, seconds=6.066),
+        ),
+    ),
+    # Duplicates of what is forgotten ask for one another.
+    Script(
+        seed=1589,
+        workers=2,
+        servers=4,
+        steps=56,
+        runs_ahead=False,
+        settles=True,
+        slow_seconds=0.05,
+        duplicates=0.2,
+        budget_bytes=1,
+        faults=(),
+    ),
+    # Several rings, and little room.
+    Script(
+        seed=1053,
+        workers=2,
+        servers=3,
+        steps=43,
+        runs_ahead=False,
+        settles=True,
+        slow_seconds=0.05,
+        duplicates=0.02,
+        budget_bytes=1,
+        faults=(
+            Fault(at=0.442, kind="stop server", target=63, seconds=0.618),
+            Fault(at=2.255, kind="crash server", target=83, seconds=10.165),
+            Fault(at=7.319, kind="crash scheduler", target=75, seconds=8.163),
+            Fault(at=7.547, kind="stall worker", target=83, seconds=18.265),
+            Fault(at=55.59, kind="crash server", target=21, seconds=21.21),
+        ),
+    ),
+]
+
+
+@settings(max_examples=150, deadline=None)
+@given(SCRIPTS)
+def test_whatever_happens_every_round_has_one_answer(script: Script) -> None:
+    Simulation(script).run()
+
+
+@settings(max_examples=50, deadline=None)
+@given(SCRIPTS)
+def test_and_so_it_has_when_workers_run_ahead(script: Script) -> None:
+    script = msgspec.structs.replace(script, runs_ahead=True, budget_bytes=max(BUDGETS))
+    Simulation(script).run()
+
+
+@pytest.mark.parametrize("script", ONCE_FAILED, ids=range(len(ONCE_FAILED)))
+def test_what_once_failed(script: Script) -> None:
+    Simulation(script).run()
+
+
+def name_of(parts: Parts) -> str:
+    types = (parts.membership, parts.rounds, parts.exchange)
+    return next(part.__name__ for part in types if part.__module__.endswith("plants"))
+
+
+@pytest.mark.parametrize("parts", PLANTS, ids=name_of)
+def test_a_mistake_is_found(parts: Parts) -> None:
+    def run() -> None:
+        for seed in range(MOST_RUNS):
+            Simulation(random_script(seed), parts).run()
+
+    with pytest.raises(Violation):
+        run()
+
+
+class WithoutAWorker(Simulation):
+    """Workers may learn that the job has failed."""
+
+    def on_error(self, worker: Worker, reason: str) -> None:
+        worker.error = worker.error or reason
+
+
+def test_the_loss_of_a_worker_ends_all_others_with_its_name() -> None:
+    simulation = WithoutAWorker(Script(workers=3, servers=2, steps=1000))
+    lost = simulation.workers[1]
+
+    def crash() -> None:
+        lost.is_alive = False
+
+    simulation.network.at(3.0, crash)
+    while simulation.network.now < 3.0 + 2 * simulation.cluster.lease_seconds:
+        assert simulation.network.step()
+    others = [worker for worker in simulation.workers if worker is not lost]
+    assert all("worker 1 (host host, pid 1001) is lost" in worker.error for worker in others)
+    assert not any(server.is_alive for server in simulation._servers)
+
+
+def test_the_same_seed_is_the_same_run() -> None:
+    first, second = (Simulation(random_script(7)).run() for _ in range(2))
+    assert first == second
+
+
+def test_different_seeds_are_different_runs() -> None:
+    report = simulate(rounds=500, seed=0)
+    assert report.interleavings == report.runs > 1
+    assert report.rounds >= 500
+    assert not report.violation
+
+
+def test_a_violation_comes_with_the_script_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Simulation, "check_answer", fail)
+    report = simulate(rounds=100, seed=3)
+    assert report.runs == 1
+    assert f"Simulation({random_script(3)!r}).run()" in report.violation
+
+
+def fail(*_: object) -> None:
+    raise Violation("planted")
