@@ -236,9 +236,9 @@ class Membership:
         if self.state == "draining":
             return self._job.stop_servers()
         seconds = self._cluster.rendezvous_seconds
-        lost = self._job.members.with_state("server", "lost")
-        if self.state == "confirming" and lost and not self._job.members.present("server"):
-            reason = f"{names(lost)} is lost, and no other server came within {seconds:g} s"
+        gone = self._job.members.with_state("server", "lost", "left")
+        if self.state == "confirming" and gone and not self._job.members.present("server"):
+            reason = f"{names(gone)} is gone, and no other server came within {seconds:g} s"
             return self._job.fail("deadline", "lost", reason)
         missing = missing_from(self._job.members, self._cluster, self.state, self.epoch)
         here = names(self._job.members.present()) or "nobody"
@@ -256,7 +256,7 @@ class Membership:
             return []
         sends = to_all(self._job.members.alive(), Departed(node.member, False, f"{node.member} left the job"))
         if node.role == "server":
-            return sends + self._without_server(node, now)
+            return sends + self._job.change("members changed", now)
         if self.state == "confirming" and self.epoch == 1:
             reason = f"{node.member} left before the job began"
             return sends + self._job.fail("a worker lost", "lost", reason)
@@ -266,13 +266,6 @@ class Membership:
         if not self._job.members.present("worker"):
             return sends + self._job.drain_servers(now)
         return sends + self._job.change("a worker left", now)
-
-    def _without_server(self, left: Node, now: float) -> list[Send]:
-        """One that is lost may come again; the only one that was told to end will not."""
-        if not self._job.members.present("server"):
-            reason = f"{left.member} left, and no other server is there; start another before"
-            return self._job.fail("the only server left", "lost", reason)
-        return self._job.change("members changed", now)
 
     def _on_lost(self, node: Node, now: float) -> list[Send]:
         if self.state == "gathering" or node.state == "waiting":

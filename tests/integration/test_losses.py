@@ -101,7 +101,7 @@ def test_the_last_server_is_named_if_no_other_comes() -> None:
             error, raised_at = worker.result()
             assert error.kind == "PeerLostError"
             assert "server" in error.text
-            assert f"(host {socket.gethostname()}, pid {victim.pid}) is lost" in error.text
+            assert f"(host {socket.gethostname()}, pid {victim.pid}) is gone" in error.text
             assert raised_at - killed_at < LEASE_SECONDS + RENDEZVOUS_SECONDS + SLACK_SECONDS
         assert cluster.scheduler.wait() != 0
 

@@ -123,8 +123,8 @@ def test_a_server_that_is_lost_while_draining_does_not_keep_the_job_from_its_end
 
 def test_the_last_worker_leaves_while_there_is_no_server() -> None:
     membership = running(workers=1, servers=1)
-    membership.on_message(server(0), Leave(), 1.0)
-    membership.on_message(worker(0), Leave(), 2.0)
+    lose(membership, server(0), now=20.0)
+    membership.on_message(worker(0), Leave(), 21.0)
     assert membership.state == "stopped"
     assert membership.on_tick(2 * RENDEZVOUS_SECONDS) == []
 
@@ -195,17 +195,22 @@ def test_the_last_server_is_waited_for() -> None:
     assert membership.state == "running"
 
 
-def test_without_another_server_the_job_fails() -> None:
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_without_another_server_the_job_fails(is_lost: bool) -> None:
     membership = running(servers=1)
-    membership.on_message(server(0), Leave(), 20.0)
+    if is_lost:
+        lose(membership, server(0), now=20.0)
+    else:
+        membership.on_message(server(0), Leave(), 20.0)
     keep_alive(membership, 70.0, [worker(0), worker(1)])
     # That one more worker leaves is no reason to wait for longer.
     membership.on_message(worker(1), Leave(), 70.0)
     keep_alive(membership, 79.0, [worker(0)])
     sends = membership.on_tick(20.1 + RENDEZVOUS_SECONDS)
     assert membership.state == "failed"
-    assert sends == [Send(worker(0), Refused("deadline", membership.failure))]
-    assert "missing after 60 s: another server; present: worker 0" in membership.failure
+    assert sends == [Send(worker(0), Refused("lost", membership.failure))]
+    assert membership.failure.startswith("server 0 (host box, pid")
+    assert membership.failure.endswith("is gone, and no other server came within 60 s")
 
 
 # ── joining ─────────────────────────────────────────────────────────────────────────────────────

@@ -19,7 +19,18 @@ from tests.scheduler.nodes import (
     worker,
 )
 from zenps.scheduler.membership import Membership, Send
-from zenps.wire.messages import Barrier, Departed, Drain, Heartbeat, Leave, Refused, Stop, View, WhoAreYou
+from zenps.wire.messages import (
+    LAST_BARRIER,
+    Barrier,
+    Departed,
+    Drain,
+    Heartbeat,
+    Leave,
+    Refused,
+    Stop,
+    View,
+    WhoAreYou,
+)
 
 
 def start(membership: Membership, generation: int, now: float, restarts: int = 0) -> list[Send]:
@@ -150,11 +161,11 @@ def test_workers_come_back_after_all_have_left() -> None:
 
 def test_the_last_server_is_gone_while_workers_may_be_started_again() -> None:
     membership = running(servers=1, restarts=2)
-    membership.on_message(server(0), Leave(), 1.0)
+    lose(membership, server(0), now=20.0)
     for number in (0, 1):
-        membership.on_message(worker(number), Leave(), 2.0)
+        membership.on_message(worker(number), Leave(), 21.0)
     assert membership.state == "draining"
-    assert membership.on_tick(3.0 + LEASE_SECONDS) == []
+    assert membership.on_tick(22.0 + LEASE_SECONDS) == []
     assert membership.state == "stopped"
 
 
