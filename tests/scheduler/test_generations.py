@@ -165,7 +165,7 @@ def test_the_last_server_is_gone_while_workers_may_be_started_again() -> None:
     for number in (0, 1):
         membership.on_message(worker(number), Leave(), 21.0)
     assert membership.state == "draining"
-    assert membership.on_tick(22.0 + LEASE_SECONDS) == []
+    assert membership.on_tick(22.0 + RENDEZVOUS_SECONDS) == []
     assert membership.state == "stopped"
 
 
