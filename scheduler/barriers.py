@@ -24,23 +24,28 @@ class Barriers:
 
     Args:
         members: all that are present have to come.
+        goes_on: whether they do without those that are gone.
         deadline_seconds: how long one waits for its last worker; may be infinite.
         late: counts for whom others waited.
     """
 
-    def __init__(self, members: Members, deadline_seconds: float, late: Lateness) -> None:
+    def __init__(self, members: Members, goes_on: bool, deadline_seconds: float, late: Lateness) -> None:
         self._members = members
+        self._goes_on = goes_on
         self._deadline_seconds = deadline_seconds
         self._late = late
         self._open: dict[int, _Barrier] = {}
         self.passed = 0
         """The last one that all workers had come to."""
+        self.ended = False
+        """Whether all have come to that before they leave."""
 
     def on_barrier(self, node: Node, sequence: int, now: float) -> list[Send]:
         """A worker has come, perhaps not for the first time; answers those that may go on."""
         if sequence <= self.passed:
             return [Send(node.peer, BarrierReply(sequence, ""))]
-        if gone := self._members.with_state("worker", "left", "lost"):
+        gone = self._members.with_state("worker", "left", "lost")
+        if gone and not self._goes_on:
             error = f"barrier {sequence}: {names(gone)} left before it"
             return [Send(node.peer, BarrierReply(sequence, error))]
         world = len(self._members.present("worker"))
@@ -49,11 +54,18 @@ class Barriers:
             self._late.wait([node.rank], barrier.arrivals, world, now)
             barrier.arrivals.append(now)
         barrier.waiting[node.rank] = node.peer
-        if len(barrier.waiting) < world:
-            return []
-        if sequence != LAST_BARRIER:
-            self.passed = sequence
-        return self._answer(sequence, "")
+        return self._complete(sequence)
+
+    def on_gone(self, node: Node) -> list[Send]:
+        """A worker is gone, and the others go on: it may have been the only one that they waited for."""
+        for barrier in self._open.values():
+            barrier.waiting.pop(node.rank, None)
+        return [send for sequence in list(self._open) for send in self._complete(sequence)]
+
+    def begin_anew(self) -> None:
+        """All workers count from 0 again; none waits."""
+        self._open.clear()
+        self.passed = 0
 
     def on_tick(self, now: float) -> list[Send]:
         """Time passed: barriers may have reached their deadline, and somebody is waited for."""
@@ -78,6 +90,16 @@ class Barriers:
     def clear(self) -> None:
         """Nobody will be answered."""
         self._open.clear()
+
+    def _complete(self, sequence: int) -> list[Send]:
+        """Answers those that wait, if these are all."""
+        if len(self._open[sequence].waiting) < len(self._members.present("worker")):
+            return []
+        if sequence == LAST_BARRIER:
+            self.ended = True
+        else:
+            self.passed = sequence
+        return self._answer(sequence, "")
 
     def _answer(self, sequence: int, error: str) -> list[Send]:
         peers = self._open.pop(sequence).waiting.values()

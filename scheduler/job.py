@@ -12,6 +12,7 @@ from .actions import Send, to_all
 from .barriers import Barriers
 from .drains import Drains
 from .members import Members, Node
+from .newcomers import Newcomers
 from .returning import Return
 from .states import JOB, Event, State
 from .stragglers import Stragglers
@@ -36,9 +37,10 @@ class Job:
         self.failure = ""
         self.until = now + cluster.rendezvous_seconds
         self.members = Members()
-        self.views = Views(self.members)
+        self.views = Views(self.members, cluster.goes_on)
         self.returning = Return(self.members)
         self.drains = Drains(self.members)
+        self.newcomers = Newcomers(self.members)
         self._begin_generation(0)
 
     def advance(self, event: Event) -> None:
@@ -47,9 +49,7 @@ class Job:
 
     # ── members ─────────────────────────────────────────────────────────────────────────────────
 
-    def change(
-        self, event: Literal["all registered", "members changed", "a worker left"], now: float
-    ) -> list[Send]:
+    def change(self, event: Event, now: float) -> list[Send]:
         """Makes the view of the members that are present now, and tells servers of it."""
         self.advance(event)
         servers = self.members.present("server")
@@ -57,7 +57,7 @@ class Job:
             self.until = math.inf
         elif self.until == math.inf:  # another server may come
             self.until = now + self._cluster.rendezvous_seconds
-        self.views.begin(same_ring=event == "a worker left")
+        self.views.begin(same_ring=event in ("a worker left", "goes on without a worker"))
         return [self.show_view(node) for node in servers]
 
     def show_view(self, node: Node) -> Send:
@@ -75,23 +75,53 @@ class Job:
         leaving = self.members.with_state("server", "leaving")
         return views + to_all(leaving, Stop()) + self.drains.answer()
 
+    def can_go_on(self) -> bool:
+        """Whether the workers that are present do without one that is gone."""
+        return self._cluster.goes_on and bool(self.members.present("worker"))
+
+    def go_on_without(self, gone: Node, now: float) -> list[Send]:
+        """A worker is gone, and the others go on: it may have been the only one that they waited for."""
+        if self.newcomers.are_due():
+            return self._admit(now)
+        return self.barriers.on_gone(gone) + self.change("goes on without a worker", now)
+
+    def on_admit(self, node: Node, since: int, now: float) -> list[Send]:
+        """A member asks for newcomers to be let in; one that has not got the answer asks again."""
+        if self._cluster.goes_on and since == self.views.admitted:
+            self.newcomers.ask(node)
+        return self._admit(now) if self.newcomers.are_due() else []
+
+    def _admit(self, now: float) -> list[Send]:
+        """Nobody has anything in flight: whoever waits becomes a member, and all begin to count anew.
+
+        That is a view even if nobody waits any more, for the others wait for it.
+        """
+        self.newcomers.admit()
+        self.barriers.begin_anew()
+        self.views.admitted = self.views.epoch + 1
+        return self.change("newcomers admitted", now)
+
+    def may_restart(self) -> bool:
+        """Whether torchrun may start all workers again, or has done so."""
+        is_restarted = self.returning.generation > self.generation
+        return is_restarted or self._has_restarts()
+
     def without_worker(self, reason: str, now: float) -> list[Send]:
         """No job goes on without one; but torchrun may start all of them again."""
-        is_restarted = self.returning.generation > self.generation
-        if not is_restarted and not self._may_restart():
+        if not self.may_restart():
             return self.fail("a worker lost", "lost", reason)
         sends = to_all(self.members.present("worker"), Refused("lost", reason))
         self.restart_workers(max(self.returning.generation, self.generation + 1), now)
         return sends
 
-    def _may_restart(self) -> bool:
+    def _has_restarts(self) -> bool:
         return any(node.register.restarts for node in self.members if node.role == "worker")
 
     def _begin_generation(self, generation: int) -> None:
         self.generation = generation
         self.stragglers = Stragglers(self._cluster.workers)
         patience = self._cluster.patience_seconds
-        self.barriers = Barriers(self.members, patience, self.stragglers.barriers)
+        self.barriers = Barriers(self.members, self._cluster.goes_on, patience, self.stragglers.barriers)
 
     def restart_workers(self, generation: int, now: float) -> None:
         """torchrun ends all workers and starts them again; what the old ones still say is a stranger's."""
@@ -101,34 +131,48 @@ class Job:
         for node in self.members:
             if node.role == "worker":
                 self.members.forget(node)
+        self.views.admitted = 0
         self._begin_generation(generation)
 
     def recover(self, now: float) -> list[Send]:
         """All members are back, or have had the time to be."""
         assert self.returning.newest is not None
         self.views.restore(self.returning.newest)
+        self.barriers.passed = self.returning.barriers()
         self.returning.restore_left(now)
         self.until = math.inf
+        for worker in self.members.present("worker"):
+            if worker.epoch < self.views.admitted:  # it counts from another admission
+                worker.wave = 0
         lost = [member for member in self.returning.missing() if member.role == "worker"]
-        if lost:
+        if lost and (self.may_restart() or not self.can_go_on()):
             reason = f"{lost[0]} is lost: it did not return to the scheduler, which was started anew"
             return self.without_worker(reason, now)
         if not self.members.present("worker"):
             return self.drain_servers(now)
         if self.returning.is_changed():
-            return self.change("members changed", now)
+            is_ring_kept = self._cluster.goes_on and not self.returning.is_ring_changed()
+            return self.change("goes on without a worker" if is_ring_kept else "members changed", now)
         self.advance("all returned")
         return []
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────
 
     def drain_servers(self, now: float) -> list[Send]:
-        """The last worker has left. Where torchrun may start workers again, servers wait for them."""
+        """The last worker has left. Where torchrun may start workers again, servers wait for them.
+
+        That takes a while if they failed; if all had come to the end, it is hardly to be expected.
+        """
         self.advance("workers left")
-        if self._may_restart():
-            self.until = now + self._cluster.lease_seconds
-            return []
-        return self.stop_servers()
+        newcomers = self.newcomers.waiting()
+        for node in newcomers:
+            self.members.forget(node)
+        sends = to_all(newcomers, Refused("lost", "the job has ended before it was let in"))
+        if self._has_restarts():
+            cluster = self._cluster
+            self.until = now + (cluster.lease_seconds if self.barriers.ended else cluster.rendezvous_seconds)
+            return sends
+        return sends + self.stop_servers()
 
     def stop_servers(self) -> list[Send]:
         """Nobody needs them any more."""

@@ -25,8 +25,9 @@ class Node(msgspec.Struct, eq=False):
     seen: float
     epoch: int = 0
     """Of the newest view that it has applied."""
-    state: Literal["present", "leaving", "left", "lost"] = "present"
-    """``leaving``: a server that is being drained, and has no slots in the newest ring."""
+    state: Literal["waiting", "present", "leaving", "left", "lost"] = "present"
+    """``waiting``: a worker that came to a running job, and is no member yet. ``leaving``: a server that is
+    being drained, and has no slots in the newest ring."""
     load: Load = {}
     wave: int = 0
 
@@ -71,7 +72,7 @@ class Members:
 
     def alive(self) -> list[Node]:
         """Those that can be told something."""
-        return [node for node in self if node.state in ("present", "leaving")]
+        return [node for node in self if node.state in ("waiting", "present", "leaving")]
 
     def with_state(self, role: Role, *states: str) -> list[Node]:
         """Those of a role that are in one of ``states``."""
@@ -79,13 +80,15 @@ class Members:
 
     def assign_ranks(self, role: Role) -> None:
         """Wanted ranks as they are; the others in order of registration."""
-        nodes = [node for node in self.alive() if node.role == role]
-        taken = {node.rank for node in nodes}
-        free = (rank for rank in itertools.count() if rank not in taken)
-        for node in nodes:
-            if node.rank < 0:
-                node.rank = next(free)
+        for node in self.alive():
+            if node.role == role and node.rank < 0:
+                node.rank = self.free_rank(role)
                 self._replace(node)
+
+    def free_rank(self, role: Role) -> int:
+        """The lowest that nobody has who is alive."""
+        taken = {node.rank for node in self.alive() if node.role == role}
+        return next(rank for rank in itertools.count() if rank not in taken)
 
     def _replace(self, node: Node) -> None:
         for other in self:

@@ -12,6 +12,7 @@ import math
 from zenps.keys import node_name
 from zenps.settings import ClusterConfig
 from zenps.wire.messages import (
+    Admit,
     Barrier,
     Departed,
     Drain,
@@ -76,8 +77,10 @@ class Membership:
             case Heartbeat():
                 return self._on_heartbeat(node, message)
             case Barrier(sequence=sequence):
-                is_open = node.role == "worker" and self.state in ("running", "confirming")
+                is_open = self._is_at_work(node)
                 return self._job.barriers.on_barrier(node, sequence, now) if is_open else []
+            case Admit(since=since):
+                return self._job.on_admit(node, since, now) if self._is_at_work(node) else []
             case Leave():
                 return self._on_leave(node, now)
             case Register():
@@ -168,7 +171,11 @@ class Membership:
         refused = refusal(message, self.state, self._job.members, self._cluster, self._settings)
         if refused is not None:
             return [Send(peer, refused)]
-        self._job.members.add(Node(peer, message, message.rank, seen=now))
+        node = Node(peer, message, message.rank, seen=now)
+        if self.state != "gathering" and node.role == "worker":
+            self._job.newcomers.add(node)
+            return []
+        self._job.members.add(node)
         if self.state != "gathering":
             self._job.members.assign_ranks(message.role)
             return self._job.change("members changed", now)
@@ -189,27 +196,31 @@ class Membership:
                 self._job.members.forget(node)
         if not self._job.returning.admit(peer, message, now):
             return []
-        self._job.barriers.passed = max(self._job.barriers.passed, message.barriers)
         self._job.generation = max(self._job.generation, message.generation)
         return [] if self._job.returning.missing() else self._job.recover(now)
 
     def _on_heartbeat(self, node: Node, message: Heartbeat) -> list[Send]:
-        node.load, node.wave = message.load, message.wave
+        node.load = message.load
         if node.role == "server":
             self._job.stragglers.report(node.peer, message.late)
         if self.state == "recovering":  # no wave begins before all workers are heard
+            node.wave = message.wave
             return [Send(node.peer, HeartbeatReply())]
         node.epoch = min(message.epoch, self.epoch)
+        node.wave = message.wave if node.epoch >= self._job.views.admitted else 0
         wave = 1 + min((worker.wave for worker in self._job.members.present("worker")), default=0)
-        sends = [Send(node.peer, HeartbeatReply(wave))]
+        sends = [Send(node.peer, HeartbeatReply(wave, len(self._job.newcomers.waiting())))]
         if self._is_unneeded(node):
             return [*sends, Send(node.peer, Stop())]
-        if node.state == "leaving":
+        if node.state in ("leaving", "waiting"):
             return sends
         # A view may be lost with its connection.
         if node.epoch < self.epoch and self.state == ("confirming" if node.role == "server" else "running"):
             return [*sends, self._job.show_view(node)]
         return sends + self._job.confirm()
+
+    def _is_at_work(self, node: Node) -> bool:
+        return node in self._job.members.present("worker") and self.state in ("running", "confirming")
 
     def _is_unneeded(self, node: Node) -> bool:
         if self.state == "draining":
@@ -235,7 +246,7 @@ class Membership:
         return self._job.fail("deadline", "deadline", reason)
 
     def _on_leave(self, node: Node, now: float) -> list[Send]:
-        if self.state == "gathering":
+        if self.state == "gathering" or node.state == "waiting":
             self._job.members.forget(node)
             return []
         was_leaving, node.state = node.state == "leaving", "left"
@@ -249,13 +260,15 @@ class Membership:
         if self.state == "confirming" and self.epoch == 1:
             reason = f"{node.member} left before the job began"
             return sends + self._job.fail("a worker lost", "lost", reason)
+        if self._job.can_go_on():
+            return sends + self._job.go_on_without(node, now)
         sends += self._job.barriers.end(f"{node.member} left before it")
         if not self._job.members.present("worker"):
             return sends + self._job.drain_servers(now)
         return sends + self._job.change("a worker left", now)
 
     def _on_lost(self, node: Node, now: float) -> list[Send]:
-        if self.state == "gathering":
+        if self.state == "gathering" or node.state == "waiting":
             self._job.members.forget(node)
             return []
         was_leaving, node.state = node.state == "leaving", "lost"
@@ -270,6 +283,8 @@ class Membership:
             return sends
         if node.role == "server":
             return sends + self._job.change("members changed", now)
+        if self._job.can_go_on() and not self._job.may_restart():
+            return sends + self._job.go_on_without(node, now)
         return sends + self._job.without_worker(reason, now)
 
     def _on_gone(self, node: Node) -> list[Send]:

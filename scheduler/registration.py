@@ -17,12 +17,16 @@ Settings = dict[str, str | int | float]
 def refusal(
     message: Register, state: State, members: Members, cluster: ClusterConfig, settings: Settings
 ) -> Refused | None:
-    """Why a node cannot join; None if it can. Servers may join at any time, and beyond their number."""
+    """Why a node cannot join; None if it can.
+
+    Servers may join at any time, and beyond their number; workers that others go on without, too, up to it.
+    """
     role, rank = message.role, message.rank
     expected = cluster.workers if role == "worker" else cluster.servers
-    present = members.present(role)
-    is_open = state == "gathering" or (role == "server" and state in ("confirming", "running"))
-    if not is_open or (role == "worker" and len(present) >= expected):
+    alive = [node for node in members.alive() if node.role == role]
+    may_join = role == "server" or cluster.goes_on
+    is_open = state == "gathering" or (may_join and state in ("confirming", "running"))
+    if not is_open or (role == "worker" and len(alive) >= expected):
         return Refused(
             "usage",
             f"the cluster is complete with {expected} {role}(s) and {state}; "
@@ -30,8 +34,8 @@ def refusal(
         )
     if role == "worker" and rank >= expected:
         return Refused("usage", f"{role} rank {rank}: expected 0 to {expected - 1} (cluster.{role}s)")
-    for node in members.alive():
-        if node.role == role and rank == node.rank >= 0:
+    for node in alive:
+        if rank == node.rank >= 0:
             return Refused("usage", f"rank {rank} is taken by {node.member}; give each {role} its own")
     if role == "worker" and message.settings != settings:
         keys = sorted(message.settings.keys() | settings.keys())

@@ -53,12 +53,24 @@ class Return:
         here = {(node.role, node.rank) for node in nodes}
         return [member for member in self._before() if (member.role, member.rank) not in here]
 
+    def barriers(self) -> int:
+        """How many of them workers have passed that count from the newest admission."""
+        registers = [node.register for node in self._members if node.role == "worker"]
+        counts = (r.barriers for r in registers if r.view and r.view.admitted == self._view.admitted)
+        return max(counts, default=0)
+
+    def is_ring_changed(self) -> bool:
+        """Whether servers are others than in the newest view, or somebody does not have it."""
+        present = self._members.present()
+        before = {member.rank for member in self._view.servers}
+        is_behind = any(node.epoch < self._view.epoch for node in present)
+        return is_behind or before != {node.rank for node in present if node.role == "server"}
+
     def is_changed(self) -> bool:
         """Whether those that are here now are others than in the newest view, or do not all have it."""
-        present = self._members.present()
         before = {(member.role, member.rank) for member in self._before()}
-        is_behind = any(node.epoch < self._view.epoch for node in present)
-        return is_behind or before != {(node.role, node.rank) for node in present}
+        here = {(node.role, node.rank) for node in self._members.present()}
+        return before != here or self.is_ring_changed()
 
     def restore_left(self, now: float) -> None:
         """Those that had left before are in the table again: rounds and barriers cannot do without them."""

@@ -16,16 +16,23 @@ __all__ = ["Views"]
 class Views:
     """The views of one job, one after the other.
 
+    Args:
+        members: those that a view is of.
+        goes_on: whether workers that are present do without one that has left.
+
     Attributes:
         epoch: of the newest; 0 before the first.
         ring: the epoch since when servers and owners are these.
+        admitted: the epoch in which newcomers were let in last; 0 if none ever were.
         owners: ``[4096]`` uint16, the rank of each slot's server; empty before the first view.
     """
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: Members, goes_on: bool) -> None:
         self._members = members
+        self._goes_on = goes_on
         self.epoch = 0
         self.ring = 0
+        self.admitted = 0
         self.owners = np.zeros(0, dtype=np.uint16)
 
     def begin(self, *, same_ring: bool) -> None:
@@ -39,15 +46,16 @@ class Views:
 
     def restore(self, view: View) -> None:
         """Goes on from a view that a scheduler before this one has made."""
-        self.epoch, self.ring = view.epoch, view.ring
+        self.epoch, self.ring, self.admitted = view.epoch, view.ring, view.admitted
         self.owners = np.frombuffer(view.owners, dtype="<u2").astype(np.uint16)
 
     def show(self, receiver: Node) -> View:
         """The newest view as one node gets it.
 
-        Its workers are all that rounds wait for: one that has left is missed, and not done without.
+        Its workers are all that rounds wait for: one that has left is missed, unless others go on without it.
         """
-        nodes = sorted(self._members.with_state("worker", "present", "left"), key=lambda node: node.rank)
+        states = ("present",) if self._goes_on else ("present", "left")
+        nodes = sorted(self._members.with_state("worker", *states), key=lambda node: node.rank)
         workers = tuple(node.member for node in nodes)
         if receiver.role == "worker":
             # Whoever knows a routing identity can take its connection over; a worker needs nobody's.
@@ -61,4 +69,5 @@ class Views:
             owners=self.owners.astype("<u2").tobytes(),
             ring=self.ring,
             left=tuple(node.rank for node in nodes if node.state == "left"),
+            admitted=self.admitted,
         )

@@ -13,7 +13,7 @@ first is given its place and its ranks are asked to push again (``Resume``).
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Literal
 
 from zenps.errors import ProtocolError, listing
@@ -48,6 +48,8 @@ class Rounds:
         self._epoch = 0
         self._peers: dict[int, bytes] = {}
         self._departed: dict[int, str] = {}
+        self._gone: set[int] = set()
+        """Ranks that the others go on without, and that were there when this ring began."""
         self._refused: OrderedDict[Key, Round] = OrderedDict()
         self._refusals: Counter[bytes] = Counter()
         self._open: dict[Key, Round] = {}
@@ -85,9 +87,10 @@ class Rounds:
         gone = self._peers.keys() - peers.keys()
         self._peers, self._departed = dict(peers), dict(departed)
         if ring == self._epoch:
-            actions = [action for rank in sorted(gone) for action in self._do_without(rank, now)]
-            return actions + self._fail_without(departed, now)
+            self._gone |= gone
+            return self._do_without(gone, now) + self._fail_without(departed, now)
         self._epoch = ring
+        self._gone.clear()
         for rounds in (self._refused, self._open, self._ended):
             for round_ in rounds.values():
                 round_.advance("ring changed")
@@ -200,7 +203,15 @@ class Rounds:
         return self._complete(round_, now)
 
     def _complete(self, round_: Round, now: float) -> Actions:
-        """What follows once the last push is in, or a rank that has left will never send it."""
+        """What follows once the last push is in, or a rank that is gone will never send it.
+
+        A round that was begun under an older ring may have been answered there, with the push of a rank that
+        is gone since, so it cannot do without.
+        """
+        lost = self._gone - round_.held.keys()
+        if lost and round_.is_again:
+            reason = f"rank {min(lost)} was lost after a server had been, within one round of both"
+            return self._fail(round_, "rank gone", "lost", reason, now)
         if self._peers.keys() <= round_.held.keys():
             pushes = [round_.held[rank] for rank in sorted(round_.held)]
             if reason := disagreement([held.push for held in pushes]):
@@ -220,23 +231,18 @@ class Rounds:
                 actions += self._fail(round_, "rank gone", "lost", departed[min(absent)], now)
         return actions
 
-    def _do_without(self, rank: int, now: float) -> Actions:
-        """A worker is gone, and the others go on without it.
+    def _do_without(self, gone: Set[int], now: float) -> Actions:
+        """Workers are gone, and the others go on without them.
 
-        Its pushes of open rounds do not count: nobody has been answered yet, and the average is over those
-        that are present. But a round that was begun under an older ring may have been answered there, with
-        what the rank pushed, so it cannot do without.
+        Their pushes of open rounds do not count: nobody has been answered yet, and the average is over those
+        that are present.
         """
         actions: Actions = []
-        for round_ in list(self._open.values()):
+        for round_ in list(self._open.values()) if gone else ():
             if not round_.is_again:
-                round_.held.pop(rank, None)
-                actions += self._complete(round_, now) if round_.held else self._cancel(round_, now)
-            elif rank in round_.held:
-                actions += self._complete(round_, now)
-            else:
-                reason = f"rank {rank} was lost after a server had been, within one round of both"
-                actions += self._fail(round_, "rank gone", "lost", reason, now)
+                for rank in gone:
+                    round_.held.pop(rank, None)
+            actions += self._complete(round_, now) if round_.held else self._cancel(round_, now)
         return actions
 
     def _cancel(self, round_: Round, now: float) -> Actions:

@@ -21,12 +21,14 @@ from .broadcast import broadcast_object, broadcast_optimizer_state, broadcast_pa
 from .communicator import Pending, Stats
 from .ddp import CommHookState, comm_hook
 from .optimizer import DistributedOptimizer
+from .state import TrainingState
 
 __all__ = [
     "CommHookState",
     "DistributedOptimizer",
     "Pending",
     "Stats",
+    "TrainingState",
     "barrier",
     "broadcast_object",
     "broadcast_optimizer_state",

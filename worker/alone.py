@@ -31,6 +31,8 @@ class Alone(Communicator):
     rank = local_rank = 0
     size = local_size = 1
     bucket_bytes = 1
+    ranks = (0,)
+    goes_on = is_newcomer = False
 
     def __init__(self) -> None:
         self.stats = Stats()
@@ -49,6 +51,13 @@ class Alone(Communicator):
 
     def barrier(self) -> None:
         """Nobody to wait for."""
+
+    def has_newcomers(self) -> bool:
+        """Nobody can come."""
+        return False
+
+    def admit(self) -> None:
+        """Nobody to let in."""
 
     def close(self, *, together: bool = False) -> None:
         """Nothing to leave."""

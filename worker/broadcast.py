@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from zenps.errors import ProtocolError, TensorError, UsageError
+from zenps.settings import MOST_WORKERS
 
 from .api import communicator
 from .communicator import Pending
+from .dense import RootLostError
 
 __all__ = ["broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "unpack_object"]
 
@@ -59,13 +61,22 @@ def broadcast_parameters(parameters: Named, root_rank: int = 0) -> None:
     Raises:
         TensorError: something else than a strided tensor.
         UsageError: no such rank.
+        PeerLostError: the root is gone.
         MismatchError: ranks have different shapes under a name.
     """
     named = dict(parameters.items() if isinstance(parameters, Mapping) else parameters)
     pending = [(tensor, _begin(tensor, f"broadcast/{name}", root_rank)) for name, tensor in named.items()]
+    lost: RootLostError | None = None
     with torch.no_grad():
         for tensor, handle in pending:
-            tensor.copy_(handle.wait().reshape(-1).view(tensor.dtype).view(tensor.shape))
+            try:
+                result = handle.wait()
+            except RootLostError as error:  # nothing stays in flight
+                lost = error
+                continue
+            tensor.copy_(result.reshape(-1).view(tensor.dtype).view(tensor.shape))
+    if lost is not None:
+        raise lost
 
 
 def broadcast_object(value: Any, root_rank: int = 0, name: str = "object") -> Any:
@@ -80,6 +91,7 @@ def broadcast_object(value: Any, root_rank: int = 0, name: str = "object") -> An
     Raises:
         UsageError: no such rank, a value that is not plain data (nothing is pickled), or one that takes
             more than 2 GiB.
+        PeerLostError: the root is gone.
         ProtocolError: what came is no packed object.
     """
     data = b""
@@ -146,8 +158,10 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
 
 def _begin(tensor: Tensor, name: str, root_rank: int) -> Pending:
     world = communicator()
-    if not 0 <= root_rank < world.size:
-        raise UsageError(f"root_rank {root_rank}: expected 0 to {world.size - 1}")
+    # One that is gone, in a job that goes on without it, is named by the round: here ranks may know or not.
+    most = MOST_WORKERS if world.goes_on else world.size
+    if not 0 <= root_rank < most:
+        raise UsageError(f"root_rank {root_rank}: expected 0 to {most - 1}")
     if not isinstance(tensor, Tensor):
         raise TensorError(f"{name}: expected a tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided:

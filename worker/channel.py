@@ -76,6 +76,7 @@ class Channel:
         self._decoder: Decoder[FromServer] = Decoder(cluster.job, FromServer)
         self._handles: dict[int, Handle] = {}
         self._next_tick = 0.0
+        self._admitted = 0
         self._connect = partial(
             connect_dealer, ctx, identity=identity, max_message_bytes=cluster.max_message_bytes, keys=keys
         )
@@ -112,8 +113,12 @@ class Channel:
         """Members have changed: connects to new servers, and begins again what the ring concerns."""
 
         def follow() -> None:
+            if view.admitted > self._admitted:
+                self._admitted = view.admitted
+                self._execute(self._exchange.begin_anew())
             self._reconnect({server.rank: server.address for server in view.servers})
-            self._execute(self._exchange.on_view(view.ring, view.servers, time.monotonic()))
+            workers = frozenset(worker.rank for worker in view.workers)
+            self._execute(self._exchange.on_view(view.ring, view.servers, time.monotonic(), workers))
 
         self._post(follow)
 
@@ -144,6 +149,10 @@ class Channel:
                 self._drive(ready, until)
             finally:
                 self._resign()
+
+    def wake(self) -> None:
+        """Something that a thread in :meth:`wait` may be waiting for has happened elsewhere."""
+        self._post(self._tell_sleepers)
 
     def look(self) -> None:
         """Sees to what has come, should nobody wait just now: another rank may want a round again."""

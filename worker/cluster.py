@@ -63,10 +63,12 @@ class Cluster(Communicator):
         self._completed = self._metrics.rounds.labels(outcome="completed")
         self.stats = Stats(partition=config.sync.partition)
         self.bucket_bytes = config.sync.bucket_bytes
-        self.rank, self.size = view.rank, len(view.workers)
-        here = [worker.rank for worker in view.workers if worker.host == net.gethostname()]
-        self.local_size = len(here)
-        self.local_rank = here.index(self.rank) if local_rank is None else local_rank
+        self.rank = view.rank
+        self.goes_on = config.cluster.goes_on
+        self.is_newcomer = view.admitted > 0
+        self._admitted = view.admitted
+        self._know(view)
+        self.local_rank = self._here.index(self.rank) if local_rank is None else local_rank
 
         self._transfers = Transfers(config)
         self._staging = Staging()
@@ -84,6 +86,8 @@ class Cluster(Communicator):
 
         What lies on a GPU is pushed later, when the GPU has got so far and this worker is called again.
         """
+        if self.is_newcomer:
+            raise self._too_early(f"tensor {name!r}")
         with self._submitting:
             previous = self._latest.get(name)
             if previous is not None and not previous.ended:
@@ -114,7 +118,17 @@ class Cluster(Communicator):
 
     def barrier(self) -> None:
         """As :meth:`Session.barrier`."""
+        if self.is_newcomer:
+            raise self._too_early("barrier")
         self._session.barrier()
+
+    def admit(self) -> None:
+        """As :meth:`Session.admit`."""
+        self._session.admit()
+
+    def has_newcomers(self) -> bool:
+        """As the scheduler's last answer to a heartbeat says."""
+        return self._session.newcomers > 0
 
     def close(self, *, together: bool = False) -> None:
         """As :meth:`Session.close`, and frees the metrics port."""
@@ -125,6 +139,12 @@ class Cluster(Communicator):
         """What other ranks wait for is pushed before this one waits itself."""
         self._staging.advance(until)
         self._session.channel.wait(ready, until)
+
+    def _too_early(self, what: str) -> UsageError:
+        return UsageError(
+            f"{what}: worker {self.rank} has come to a running job, whose state it has not got yet; "
+            "construct zenps.TrainingState before"
+        )
 
     def _take_back(self, name: str, previous: Progress | None) -> None:
         """The round was refused before anything was sent: the name is free again."""
@@ -138,6 +158,17 @@ class Cluster(Communicator):
         owners = np.frombuffer(view.owners, dtype="<u2").astype(np.uint16)
         self._transfers.set_ring(view.ring, owners, [server.rank for server in view.servers])
         self._metrics.epoch.set(view.epoch)
+        self._know(view)
+        if view.admitted > self._admitted:
+            self._admitted = view.admitted
+            with self._submitting:
+                self._latest.clear()
+
+    def _know(self, view: View) -> None:
+        self.ranks = tuple(worker.rank for worker in view.workers)
+        self.size = len(self.ranks)
+        self._here = [worker.rank for worker in view.workers if worker.host == net.gethostname()]
+        self.local_size = len(self._here)
 
     def _cut_again(self, round_: Round) -> tuple[Sent, list[Outgoing]]:
         assert isinstance(round_.sent, Sent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import msgspec
 from torch import Tensor
@@ -67,6 +68,12 @@ class Communicator(ABC):
     stats: Stats
     bucket_bytes: int
     """Up to where small dense gradients are fused."""
+    ranks: Sequence[int]
+    """Those of the workers that are present; without losses 0, 1, …, ``size`` - 1."""
+    goes_on: bool
+    """Whether workers go on without one that is gone, and let others in."""
+    is_newcomer: bool
+    """Whether this worker came to a running job, and has not got its state from the others yet."""
 
     @abstractmethod
     def push_pull_async(
@@ -77,6 +84,14 @@ class Communicator(ABC):
     @abstractmethod
     def barrier(self) -> None:
         """Waits for all workers."""
+
+    @abstractmethod
+    def has_newcomers(self) -> bool:
+        """Whether somebody waits to be let in, as far as is known here: not the same on all ranks."""
+
+    @abstractmethod
+    def admit(self) -> None:
+        """Waits until all workers have called this, and lets newcomers in. Nothing may be in flight."""
 
     @abstractmethod
     def close(self, *, together: bool = False) -> None:

@@ -8,20 +8,27 @@ import torch
 from torch import Tensor
 
 from zenps.buffers import BufferPool
-from zenps.errors import ProtocolError
+from zenps.errors import PeerLostError, ProtocolError
 from zenps.layout import Layout
 from zenps.wire.messages import Result
 from zenps.wire.tensors import copied_bytes, tensor_bytes, tensor_from_bytes
 
 from .transfer import Cut, Part, Sent, Transfer
 
-__all__ = ["DENSE_GRANULE", "DenseTransfer", "WholeTransfer", "cut_values", "granule_order"]
+__all__ = ["DENSE_GRANULE", "DenseTransfer", "RootLostError", "WholeTransfer", "cut_values", "granule_order"]
 
 # Elements of a dense tensor that stay together: 1 KiB of float32 is copied as fast as one run, and
 # a bucket of 4 MiB still fills all 4096 slots.
 DENSE_GRANULE = 256
 
 _NOTHING = memoryview(b"")
+
+
+class RootLostError(PeerLostError):
+    """The rank whose values all should get is gone. All ranks learn it of the same broadcasts."""
+
+    def __init__(self) -> None:
+        super().__init__("a broadcast's root was lost before it had pushed everything")
 
 
 class WholeTransfer(Transfer):
@@ -39,6 +46,7 @@ class WholeTransfer(Transfer):
         values = copied_bytes(tensor) if contributes else b""
         rows = count if contributes else 0
         parts = [Part(cut.home, 0, count, rows, "none", (_NOTHING, memoryview(values)))]
+        self._contributes = contributes
         self.restart(Sent("dense", tensor.shape, tensor.dtype, 1, 0, cut, parts))
 
     def restart(self, sent: Sent) -> None:
@@ -51,8 +59,14 @@ class WholeTransfer(Transfer):
             self._pulled = tensor_from_bytes(frames[1], self.dtype, self.shape)
 
     def finish(self) -> Tensor:
-        """Strided and contiguous, of the tensor's shape; zeros if no rank contributed."""
+        """Strided and contiguous, of the tensor's shape.
+
+        Raises:
+            RootLostError: no rank contributed, and this one did not have to.
+        """
         if self._pulled is None:
+            if self.rows_given and not self._contributes:
+                raise RootLostError
             return torch.zeros(self.shape, dtype=self.dtype, device="cpu")
         return self._pulled
 
@@ -75,15 +89,19 @@ class DenseTransfer(Transfer):
         self._pulled = pool.empty((cut.layout.size,), tensor.dtype)
         values = tensor_bytes(_in_position_order(tensor, cut.layout, pool)) if contributes else None
         parts = cut_values(cut, values, tensor.dtype.itemsize)
+        self._contributes = contributes
         self.restart(Sent("dense", tensor.shape, tensor.dtype, 1, 0, cut, parts))
 
     def restart(self, sent: Sent) -> None:
         assert sent.cut.layout is not None
         self.sent, self._layout, self._pieces = sent, sent.cut.layout, sent.cut.pieces()
+        self._is_root_lost = False
 
     def absorb(self, server: int, chunk: int, result: Result, frames: Sequence[memoryview]) -> None:
         piece = self._pieces[server, chunk]
         _check_dense(result, frames, piece.span)
+        if result.rows == 0 < piece.span and not self._contributes:
+            self._is_root_lost = True
         target = self._pulled[piece.start : piece.stop]
         if result.rows:
             target.copy_(tensor_from_bytes(frames[1], self.dtype, (result.rows,)))
@@ -91,7 +109,13 @@ class DenseTransfer(Transfer):
             target.zero_()
 
     def finish(self) -> Tensor:
-        """Strided and contiguous, of the tensor's shape."""
+        """Strided and contiguous, of the tensor's shape.
+
+        Raises:
+            RootLostError: to some of it no rank contributed, and this one did not have to.
+        """
+        if self._is_root_lost:
+            raise RootLostError
         result = self._pulled
         if not self._layout.keeps_order:
             result = self._pool.empty((self._layout.size,), self.dtype)

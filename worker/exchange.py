@@ -13,10 +13,18 @@ A round is *pushed* until every part of it was answered, one failed, or its dead
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Literal
 
-from zenps.errors import DeadlineError, MismatchError, PeerLostError, ProtocolError, ZenPSError, listing
+from zenps.errors import (
+    DeadlineError,
+    MismatchError,
+    PeerLostError,
+    ProtocolError,
+    UsageError,
+    ZenPSError,
+    listing,
+)
 from zenps.wire.messages import Busy, Failure, FromServer, Member, Resend, Result, Resume, Wanted
 
 from .round import REPEAT_SECONDS, ROUND, Action, Deliver, Fail, Frames, Outgoing, Round, SendPush
@@ -54,6 +62,7 @@ class Exchange:
         self._recut = recut
         self._epoch = 0
         self._servers: dict[int, Member] = {}
+        self._workers: Set[int] = frozenset()
         self._in_flight: dict[tuple[str, int], Round] = {}
         self._kept: dict[tuple[str, int], Round] = {}
         self.failure: ZenPSError | None = None
@@ -80,14 +89,24 @@ class Exchange:
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────
 
-    def on_view(self, ring: int, servers: Iterable[Member], now: float) -> list[Action]:
-        """Members have changed. Under a new ring, what is in flight begins again."""
+    def on_view(
+        self, ring: int, servers: Iterable[Member], now: float, workers: Set[int] = frozenset()
+    ) -> list[Action]:
+        """Members have changed. Under a new ring, what is in flight begins again.
+
+        But not what began with another set of ``workers``, the ranks that are members: others may have ended
+        it with the push of one that is gone.
+        """
         self._servers = {member.rank: member for member in servers}
+        self._workers = workers
         if ring == self._epoch:
             return []
         self._epoch = ring
         actions: list[Action] = []
         for key, round_ in list(self._in_flight.items()):
+            if round_.state == "pushed" and round_.workers != workers:
+                actions += self._fail(round_, _lost_with_a_server(round_, workers))
+                continue
             round_.state = ROUND[round_.state]["ring changed"]
             if round_.state == "pushed":
                 self.begun_again += 1
@@ -97,11 +116,24 @@ class Exchange:
                 self._kept[key] = self._in_flight.pop(key)
         return actions
 
+    def begin_anew(self) -> list[Action]:
+        """Newcomers were let in: all ranks count steps and waves from 0 again, and what was is forgotten."""
+        in_flight = [round_ for round_ in self._in_flight.values() if round_.state == "pushed"]
+        actions = []
+        for round_ in in_flight:
+            reason = f"tensor {round_.tensor!r}: in flight while newcomers were let in; wait for it before"
+            actions += self._fail(round_, UsageError(f"{reason} TrainingState.commit()"))
+        self._in_flight.clear()
+        self._kept.clear()
+        self.wave = self._heard_wave = 0
+        return actions
+
     def submit(self, round_: Round, now: float) -> list[Action]:
         """A round begins: pushes everything at once."""
         if self.failure is not None:
             return [Fail(round_, self.failure)]
         round_.deadline = now + self._deadline_seconds + PATIENCE_SECONDS
+        round_.workers = self._workers
         self._in_flight[round_.tensor, round_.step] = round_
         if round_.epoch != self._epoch:  # the ring changed while it was compacted
             return self._cut_again(round_, now)
@@ -267,3 +299,11 @@ class Exchange:
         is_awaited = round_.state == "pushed"
         self._end(round_, "failed")
         return [Fail(round_, error)] if is_awaited else []
+
+
+def _lost_with_a_server(round_: Round, workers: Set[int]) -> PeerLostError:
+    gone = listing(sorted(round_.workers - workers))
+    return PeerLostError(
+        f"tensor {round_.tensor!r}, step {round_.step}: rank(s) {gone} were lost, and servers have changed, "
+        "within this round: others may have ended it with what is lost; start this worker again"
+    )

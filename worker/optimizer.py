@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from zenps.errors import MismatchError, UsageError, listing
 
+from .agreement import ask_all
 from .alone import Alone
 from .api import communicator, push_pull_async
 from .broadcast import broadcast_object
@@ -200,18 +201,50 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # ── agreements between ranks ────────────────────────────────────────────────────────────────
 
+    def adopt_agreement(self, root_rank: int) -> None:
+        """Takes over what the root's optimizer has agreed on with others: which gradients are sparse, and how
+        the dense are fused. For :class:`zenps.TrainingState`; between two steps, on all ranks.
+
+        Raises:
+            MismatchError: the root has other parameters.
+            PeerLostError: the root is gone.
+        """
+        agreed = {
+            "names": list(self._parameters),
+            "unknown": [self._names[parameter] for parameter in self._unknown],
+            "sparse": [name for name, parameter in self._parameters.items() if parameter in self._sparse],
+            "buckets": [
+                [bucket.name, [self._names[parameter] for parameter in bucket.parameters]]
+                for bucket in dict.fromkeys(self._buckets.values())
+            ],
+        }
+        agreed = broadcast_object(agreed, root_rank, f"{self._prefix}/agreed")
+        if differing := set(agreed["names"]) ^ self._parameters.keys():
+            raise MismatchError(f"rank {root_rank} or this one alone has {listing(sorted(differing))}")
+        own = self._parameters
+        self._parameters = {name: own[name] for name in agreed["names"]}
+        self._names = {parameter: name for name, parameter in self._parameters.items()}
+        self._unknown = [own[name] for name in agreed["unknown"]]
+        self._sparse = {own[name] for name in agreed["sparse"]}
+        self._buckets = {}
+        for bucket_name, names in agreed["buckets"]:
+            bucket = Bucket(bucket_name, [own[name] for name in names])
+            self._buckets |= dict.fromkeys(bucket.parameters, bucket)
+
     def _agree_on_names(self, own: dict[str, Parameter]) -> dict[str, Parameter]:
-        """The parameters in rank 0's order: ranks may have been given them in different ones."""
+        """The parameters in the first rank's order: ranks may have been given them in different ones.
+
+        A newcomer would be alone with that; it adopts what the others have agreed on.
+        """
         world = communicator()
-        names = broadcast_object(list(own), name=f"{self._prefix}/names")
+        if world.is_newcomer:
+            return own
+        root = min(world.ranks)
+        names = broadcast_object(list(own), root, name=f"{self._prefix}/names")
         differing = set(names) ^ own.keys()
-        others = torch.zeros(world.size, dtype=torch.int64, device="cpu")
-        others[world.rank] = len(differing)
-        others = push_pull_async(others, f"{self._prefix}/differing", average=False).wait()
-        if others.any():
-            ranks = listing(others.nonzero().flatten().tolist())
-            here = f"; rank 0 or this one alone has {listing(sorted(differing))}" if differing else ""
-            raise MismatchError(f"rank(s) {ranks} have other parameters than rank 0{here}")
+        if others := ask_all(len(differing), f"{self._prefix}/differing"):
+            here = f"; rank {root} or this one alone has {listing(sorted(differing))}" if differing else ""
+            raise MismatchError(f"rank(s) {listing(others)} have other parameters than rank {root}{here}")
         return {name: own[name] for name in names}
 
     def _agree_on_kinds(self) -> None:

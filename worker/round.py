@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Final, Literal, NamedTuple
 
 from msgspec import Struct
@@ -55,6 +55,8 @@ class Round(Struct, eq=False):
     outgoing: Sequence[Outgoing]
     sent: object = None
     """What ``outgoing`` can be cut from again; opaque here."""
+    workers: Set[int] = frozenset()
+    """The ranks that were members when it began."""
     state: State = "pushed"
     unanswered: dict[tuple[int, int], Outgoing] = {}
     """By server and chunk. Pushes are kept whole: a server may ask for one again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket as net
 import threading
 import time
@@ -23,6 +24,7 @@ from zenps.wire.curve import warn_if_open
 from zenps.wire.link import SchedulerLink
 from zenps.wire.messages import (
     LAST_BARRIER,
+    Admit,
     Barrier,
     BarrierReply,
     Departed,
@@ -53,6 +55,12 @@ class _AwaitBarrier:
     reached: Future[None]
 
 
+@dataclass(frozen=True, slots=True)
+class _AwaitAdmission:
+    since: int
+    reached: Future[None]
+
+
 class _Leave:
     """The last command."""
 
@@ -65,6 +73,7 @@ class Session:
     Attributes:
         view: membership and ring.
         channel: the way to the servers.
+        newcomers: how many workers wait to be let in, as the scheduler said last.
     """
 
     def __init__(self, config: Config, register: Register, metrics: WorkerMetrics) -> None:
@@ -81,9 +90,11 @@ class Session:
             self._ctx.destroy(linger=0)
             raise
         log.setup(config.log, "worker", self.view.rank)
-        self._commands: SimpleQueue[_AwaitBarrier | _Leave] = SimpleQueue()
+        self.newcomers = 0
+        self._commands: SimpleQueue[_AwaitBarrier | _AwaitAdmission | _Leave] = SimpleQueue()
         self._wake_reader, self._wake_writer = net.socketpair()
         self._barriers: dict[int, Future[None]] = {}
+        self._admission: _AwaitAdmission | None = None
         self._barrier_sequence = 0
         self._failure: ZenPSError | None = None
         self._thread = threading.Thread(target=self._keep_lease, name="zenps-lease", daemon=True)
@@ -114,13 +125,23 @@ class Session:
         self._post(_AwaitBarrier(self._barrier_sequence, reached))
         # The scheduler's own deadline comes first, because its error names who is missing.
         seconds = 2 * self._cluster.deadline_seconds
-        try:
-            # Where there is none, the lease's thread ends this wait with whoever is lost.
-            reached.result(timeout=seconds or None)
-        except ZenPSError:
-            raise
-        except TimeoutError:
-            raise DeadlineError(f"barrier: no answer from the scheduler within {seconds:g} s") from None
+        # Where there is none, the lease's thread ends this wait with whoever is lost.
+        if not self._await(reached, seconds or math.inf):
+            raise DeadlineError(f"barrier: no answer from the scheduler within {seconds:g} s")
+        reached.result()
+
+    def admit(self) -> None:
+        """Waits until all workers have called this, and those that wait to be let in are members.
+
+        Then names and barriers are counted from 0 again, on all of them.
+
+        Raises:
+            PeerLostError: the job has failed meanwhile.
+        """
+        reached: Future[None] = Future()
+        self._post(_AwaitAdmission(self.view.admitted, reached))
+        self._await(reached, math.inf)
+        reached.result()
 
     def close(self, *, together: bool) -> None:
         """Leaves the cluster; what is in flight fails.
@@ -131,14 +152,19 @@ class Session:
         if together and self._failure is None:
             reached: Future[None] = Future()
             self._post(_AwaitBarrier(LAST_BARRIER, reached))
-            with contextlib.suppress(ZenPSError, TimeoutError):
-                reached.result(TOGETHER_SECONDS)
+            self._await(reached, TOGETHER_SECONDS)
         self.channel.close()
         self._post(_Leave())
         self._thread.join(CLOSE_SECONDS)
         self._ctx.destroy(linger=LINGER_MS)
 
-    def _post(self, command: _AwaitBarrier | _Leave) -> None:
+    def _await(self, reached: Future[None], seconds: float) -> bool:
+        """Whether it is reached in time. Drives the channel, for others may want what was pushed here."""
+        reached.add_done_callback(lambda _: self.channel.wake())
+        self.channel.wait(reached.done, time.monotonic() + seconds)
+        return reached.done()
+
+    def _post(self, command: _AwaitBarrier | _AwaitAdmission | _Leave) -> None:
         self._commands.put(command)
         try:
             self._wake_writer.send(b"\0")
@@ -173,6 +199,8 @@ class Session:
         self._link.beat(now, self.view.epoch, self._report(), wave=self.channel.wave)
         for sequence in self._barriers:  # it may have been lost, with its connection or the scheduler
             self._link.send(Barrier(sequence))
+        if self._admission is not None:
+            self._link.send(Admit(self._admission.since))
 
     def _fail_commands(self) -> None:
         """Nobody will see to what callers have handed over."""
@@ -180,7 +208,7 @@ class Session:
         with contextlib.suppress(Empty):
             while True:
                 command = self._commands.get_nowait()
-                if isinstance(command, _AwaitBarrier):
+                if not isinstance(command, _Leave):
                     command.reached.set_exception(self._failure)
 
     def _sleep(self, seconds: float) -> None:
@@ -200,6 +228,12 @@ class Session:
                         continue
                     self._barriers[sequence] = reached
                     self._link.send(Barrier(sequence))
+                case _AwaitAdmission(since=since, reached=reached) as admission:
+                    if self._failure is not None:
+                        reached.set_exception(self._failure)
+                        continue
+                    self._admission = admission
+                    self._link.send(Admit(since))
                 case _Leave():
                     return True
         return False
@@ -215,7 +249,8 @@ class Session:
                         if sequence != LAST_BARRIER:
                             self._link.registration.barriers = sequence
                         reached.set_result(None)
-                case HeartbeatReply(wave=wave):
+                case HeartbeatReply(wave=wave, newcomers=newcomers):
+                    self.newcomers = newcomers
                     self.channel.on_wave(wave)
                 case View():
                     self._on_view(message)
@@ -227,10 +262,17 @@ class Session:
     def _on_view(self, view: View) -> None:
         if view.epoch <= self.view.epoch:
             return  # told twice
-        logger.info("epoch %d: %d servers", view.epoch, len(view.servers))
+        logger.info("epoch %d: %d servers, %d workers", view.epoch, len(view.servers), len(view.workers))
+        is_admission = view.admitted > self.view.admitted
+        if is_admission:
+            self._barrier_sequence = self._link.registration.barriers = 0
+            self.newcomers = 0
         self._follow(view)
         self.view = view
         self.channel.on_view(view)
+        if is_admission and self._admission is not None:
+            admission, self._admission = self._admission, None
+            admission.reached.set_result(None)
         self._beat(time.monotonic())
 
     def _check_scheduler(self) -> None:
@@ -246,3 +288,6 @@ class Session:
         for reached in self._barriers.values():
             reached.set_exception(error)
         self._barriers.clear()
+        if self._admission is not None:
+            self._admission.reached.set_exception(error)
+            self._admission = None

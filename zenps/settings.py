@@ -21,6 +21,7 @@ from zenps.errors import ConfigError
 
 __all__ = [
     "FIELDS",
+    "MOST_WORKERS",
     "PARTITIONS",
     "ClusterConfig",
     "Config",
@@ -46,6 +47,8 @@ _UNITS: Final = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
 # Longer waits are as good as none, and milliseconds of this still fit a C int, as poll() needs.
 WEEK_SECONDS: Final = 7 * 24 * 3600
 
+MOST_WORKERS: Final = 4096
+
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Who takes part, where they meet, and how long they wait for one another."""
@@ -57,7 +60,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         str,
         Meta(description="name of the job; nodes of another job are refused", min_length=1, max_length=64),
     ] = "default"
-    workers: Annotated[int, Meta(description="number of workers: the world size", ge=1, le=4096)] = 1
+    workers: Annotated[int, Meta(description="number of workers: the world size", ge=1, le=MOST_WORKERS)] = 1
     servers: Annotated[int, Meta(description="number of servers", ge=1, le=1024)] = 1
     host: Annotated[
         str,
@@ -88,12 +91,24 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             le=WEEK_SECONDS,
         ),
     ] = 0.0
+    on_worker_loss: Annotated[
+        Literal["fail", "continue"],
+        Meta(
+            description="what the others do when a worker is lost or leaves: fail, or "
+            "[continue without it](operations.md#going-on-without-a-worker)"
+        ),
+    ] = "fail"
     server_budget_bytes: Annotated[
         int, Meta(description="what a server holds at most before it refuses pushes as busy", ge=MIB, le=TIB)
     ] = 4 * GIB
     max_message_bytes: Annotated[
         int, Meta(description="a larger message is refused unread", ge=64 * KIB, le=2 * GIB)
     ] = 256 * MIB
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether workers go on without one that is gone."""
+        return self.on_worker_loss == "continue"
 
     @property
     def patience_seconds(self) -> float:
@@ -248,9 +263,10 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def shared_settings(config: Config) -> dict[str, str | int | float]:
-    """The settings that all workers must have alike: they decide how tensors are cut, and into what."""
+    """The settings that all workers must have alike: how tensors are cut, and what ranks do together."""
     return {
         "cluster.max_message_bytes": config.cluster.max_message_bytes,
+        "cluster.on_worker_loss": config.cluster.on_worker_loss,
         "sync.bucket_bytes": config.sync.bucket_bytes,
         "sync.chunk_bytes": config.sync.chunk_bytes,
         "sync.granule": config.sync.granule,

@@ -19,7 +19,18 @@ from tests.scheduler.nodes import (
     worker,
 )
 from zenps.scheduler.membership import Membership, Send
-from zenps.wire.messages import Barrier, Departed, Drain, Heartbeat, Leave, Refused, Stop, View, WhoAreYou
+from zenps.wire.messages import (
+    LAST_BARRIER,
+    Barrier,
+    Departed,
+    Drain,
+    Heartbeat,
+    Leave,
+    Refused,
+    Stop,
+    View,
+    WhoAreYou,
+)
 
 
 def start(membership: Membership, generation: int, now: float, restarts: int = 0) -> list[Send]:
@@ -116,6 +127,8 @@ def test_a_drain_outlives_a_restart() -> None:
 def test_servers_wait_a_lease_for_workers_that_torchrun_may_start_again() -> None:
     membership = running(restarts=2)
     for number in (0, 1):
+        membership.on_message(worker(number), Barrier(LAST_BARRIER), 1.0)
+    for number in (0, 1):
         assert sent(membership.on_message(worker(number), Leave(), 1.0), Stop) == {}
     assert membership.state == "draining"
     keep_alive(membership, 5.0, [server(0), server(1)])
@@ -123,6 +136,18 @@ def test_servers_wait_a_lease_for_workers_that_torchrun_may_start_again() -> Non
     sends = membership.on_tick(1.1 + LEASE_SECONDS)
     assert sent(sends, Stop) == {server(0): Stop(), server(1): Stop()}
     assert Stop() in sent(membership.on_message(server(0), Heartbeat(2, {}), 12.0), Stop).values()
+
+
+def test_they_wait_longer_for_workers_that_have_not_come_to_the_end() -> None:
+    membership = running(restarts=2)
+    for number in (0, 1):
+        membership.on_message(worker(number), Leave(), 1.0)
+    for now in range(5, int(RENDEZVOUS_SECONDS), 5):
+        keep_alive(membership, float(now), [server(0), server(1)])
+        assert sent(membership.on_tick(float(now)), Stop) == {}
+    keep_alive(membership, RENDEZVOUS_SECONDS, [server(0), server(1)])
+    sends = membership.on_tick(1.1 + RENDEZVOUS_SECONDS)
+    assert sent(sends, Stop) == {server(0): Stop(), server(1): Stop()}
 
 
 def test_workers_come_back_after_all_have_left() -> None:
@@ -140,7 +165,7 @@ def test_the_last_server_is_gone_while_workers_may_be_started_again() -> None:
     for number in (0, 1):
         membership.on_message(worker(number), Leave(), 21.0)
     assert membership.state == "draining"
-    assert membership.on_tick(22.0 + LEASE_SECONDS) == []
+    assert membership.on_tick(22.0 + RENDEZVOUS_SECONDS) == []
     assert membership.state == "stopped"
 
 

@@ -153,7 +153,7 @@ class _HastyBarriers(Barriers):
 class _HastyJob(Job):
     def _begin_generation(self, generation: int) -> None:
         super()._begin_generation(generation)
-        self.barriers = _HastyBarriers(self.members, math.inf, self.stragglers.barriers)
+        self.barriers = _HastyBarriers(self.members, False, math.inf, self.stragglers.barriers)
 
 
 class LetsOneThrough(Membership):

@@ -286,8 +286,11 @@ def test_a_restart_forgets_the_answers_of_the_old_ring(
         sent = recut(transfer.sent, cut, "auto")
         transfer.restart(sent)
         assert transfer.sent is sent
-    expected = reduce_in_rank_order(tensors, average=False) if contributes else torch.zeros(COUNT)
-    answers = aggregate(transfers, average=False)
+    expected = reduce_in_rank_order(tensors if contributes else [wrong * 2], average=False)
+    root = [] if contributes else [begin(wrong * 2)]
+    for transfer in root:
+        transfer.restart(recut(transfer.sent, cut, "auto"))
+    answers = aggregate([*root, *transfers], average=False)
     for transfer in transfers:
         absorb_all(transfer, answers)
         assert_same_bits(transfer.finish(), expected)

@@ -23,6 +23,7 @@ from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.messages import (
     FromScheduler,
     Heartbeat,
+    HeartbeatReply,
     Late,
     Leave,
     Load,
@@ -108,16 +109,26 @@ class SchedulerLink:
         self.registration = Registration(register)
         self.send(register)
         until = time.monotonic() + self._cluster.rendezvous_seconds + PATIENCE_SECONDS
+        is_newcomer = False
         while (now := time.monotonic()) < until:
             if self.is_beat_due(now):
                 self.beat(now, epoch=0, load={})
             self._handshakes.wait(min(until - now, self.seconds_to_beat(now)))
             self._handshakes.raise_for(self._keys, self._scheduler)
             for message in self.receive():
-                if isinstance(message, View):
-                    return message
-                if isinstance(message, Refused):
-                    raise _REFUSALS[message.kind](message.reason)
+                match message:
+                    case View():
+                        return message
+                    case Refused(kind=kind, reason=reason):
+                        raise _REFUSALS[kind](reason)
+                    case HeartbeatReply(newcomers=newcomers):
+                        is_newcomer = newcomers > 0
+        if is_newcomer:
+            self.leave()
+            raise DeadlineError(
+                f"the job has not let this worker in within {self._cluster.rendezvous_seconds:g} s: its "
+                "workers have to call zenps.TrainingState.commit() after each step"
+            )
         raise DeadlineError(
             f"no answer from the scheduler at {self._scheduler} within "
             f"{self._cluster.rendezvous_seconds:g} s; is it running, and is cluster.scheduler right?"

@@ -17,6 +17,7 @@ __all__ = [
     "LAST_BARRIER",
     "MAX_COLUMNS",
     "POSITION_BYTES",
+    "Admit",
     "Barrier",
     "BarrierReply",
     "Busy",
@@ -133,6 +134,13 @@ class Barrier(Struct, frozen=True, array_like=True, tag="barrier"):
     sequence: Count
 
 
+class Admit(Struct, frozen=True, array_like=True, tag="admit"):
+    """A worker is at the end of a step, has nothing in flight, and waits for newcomers to be let in."""
+
+    since: Count
+    """The :attr:`View.admitted` that it has."""
+
+
 class Leave(Struct, frozen=True, array_like=True, tag="leave"):
     """The node goes, cleanly."""
 
@@ -164,6 +172,8 @@ class View(Struct, frozen=True, array_like=True, tag="view"):
     """The epoch since when servers and owners are these. Messages between worker and server name it."""
     left: tuple[Rank, ...] = ()
     """Those of ``workers`` that have left: rounds that they have not pushed cannot end."""
+    admitted: Count = 0
+    """The epoch in which newcomers were let in last: workers count steps and barriers anew since then."""
 
 
 class WhoAreYou(Struct, frozen=True, array_like=True, tag="register?"):
@@ -182,6 +192,8 @@ class HeartbeatReply(Struct, frozen=True, array_like=True, tag="heartbeat!"):
 
     wave: Count = 0
     """One more than what every worker has reported."""
+    newcomers: Count = 0
+    """How many workers wait to be let in."""
 
 
 class BarrierReply(Struct, frozen=True, array_like=True, tag="barrier!"):
@@ -333,7 +345,7 @@ class Wanted(Struct, frozen=True, array_like=True, tag="wanted"):
     chunk: Count
 
 
-ToScheduler = Register | Heartbeat | Barrier | Leave | StatusRequest | Drain
+ToScheduler = Register | Heartbeat | Barrier | Admit | Leave | StatusRequest | Drain
 FromScheduler = (
     View | WhoAreYou | Refused | HeartbeatReply | BarrierReply | Departed | Stop | Status | DrainReply
 )
