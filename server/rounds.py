@@ -283,6 +283,8 @@ class Rounds:
         self._reopened.discard(round_.key)
         self._ended[place] = round_
         self._resize(round_, ROUND_BYTES + sum(frame.nbytes for frame in frames))
+        while len(self._ended) > 1 and self.held_bytes > self.budget_bytes:
+            self._forget_oldest()
         return [Reply(peers, message, frames), *self._readmit(now)]
 
     def _repeat(self, ended: Round, held: Held) -> Actions:
@@ -329,10 +331,13 @@ class Rounds:
     def _make_room(self, size_bytes: int) -> bool:
         """Whether a round of this size may open. One always may: then it can finish."""
         while self._ended and self.held_bytes + size_bytes > self.budget_bytes:
-            place, round_ = next(iter(self._ended.items()))
-            self._unknown[place] = round_.key.step
-            self._forget(place, "over the budget")
+            self._forget_oldest()
         return not self._open or self.held_bytes + size_bytes <= self.budget_bytes
+
+    def _forget_oldest(self) -> None:
+        place, round_ = next(iter(self._ended.items()))
+        self._unknown[place] = round_.key.step
+        self._forget(place, "over the budget")
 
     def _forget(self, place: tuple[str, int], event: Literal["next step", "over the budget"]) -> None:
         round_ = self._ended.pop(place, None)

@@ -229,9 +229,9 @@ class Cluster(RuleBasedStateMachine):
         # A round opens if it fits, or alone. From there it grows by what later pushes are larger.
         one_round = ROUND_BYTES + ranks * max(self.sizes)
         growth = ranks * (max(self.sizes) - min(self.sizes)) * len(self.held)
-        # One that is summed again for whom its outcome was forgotten needs no room.
+        # One that is summed again for whom its outcome was forgotten needs no room, nor has its outcome any.
         reopened = sum(rounds._open[key].size_bytes for key in rounds._reopened)
-        assert rounds.held_bytes <= max(rounds.budget_bytes, one_round) + growth + reopened
+        assert rounds.held_bytes <= max(rounds.budget_bytes, one_round) + growth + reopened + one_round
 
     @invariant()
     def nobody_waits_for_nothing(self) -> None:
