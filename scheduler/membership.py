@@ -117,6 +117,11 @@ class Membership:
         """Of the newest view; 0 before the first."""
         return self._job.views.epoch
 
+    @property
+    def ended_together(self) -> bool:
+        """Whether all workers had come to the last barrier before any left."""
+        return self._job.barriers.ended
+
     def late_seconds(self) -> dict[int, float]:
         """How long others have waited for each worker, by rank."""
         return self._job.stragglers.seconds()

@@ -42,6 +42,10 @@ logger = logging.getLogger("zenps.scheduler")
 
 TICK_SECONDS = 0.1
 
+# Workers that did not come to the end together: somebody will ask who left first, once their processes, which
+# take a while for that, have ended.
+FAREWELL_SECONDS = 2.0
+
 # What one connection may bring without a message becoming complete: no message is near it.
 MOST_UNFINISHED_BYTES = 2 * MAX_ENVELOPE_BYTES
 
@@ -113,11 +117,11 @@ class _Service:
             raise
 
     def _run(self) -> None:
-        failed_at = None
+        failed_at = stopped_at = None
         poller = zmq.Poller()
         for waiting in (self._socket, *self._gate.sockets):
             poller.register(waiting, zmq.POLLIN)
-        while self._membership.state != "stopped":
+        while True:
             poller.poll(int(1000 * TICK_SECONDS))
             self._gate.attend()
             self._receive()
@@ -127,6 +131,10 @@ class _Service:
             self._show_gauges()
             for straggler in self._membership.stragglers(now):
                 logger.warning("%s", straggler)
+            if self._membership.state == "stopped":
+                stopped_at = stopped_at or now
+                if self._membership.ended_together or now > stopped_at + FAREWELL_SECONDS:
+                    return
             if self._membership.state == "failed":
                 # Nodes that come or ask in the meantime are told why; all leave within a lease.
                 failed_at = failed_at or now

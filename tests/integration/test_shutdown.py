@@ -118,15 +118,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# Where the scheduler has ended before launch can ask it who left first: docs/operations.md, "Exit codes".
-RACED = pytest.mark.xfail(strict=False, reason="launch may blame the worker that failed for the cause")
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=RACED if case[:2] == ("push_pull", "sys.exit") else ()) for case in CHOSEN],
-    ids=str,
-)
+@pytest.mark.parametrize("case", CHOSEN, ids=str)
 def test_launch(zenps: Any, train: Path, case: Case) -> None:
     arguments = ("launch", "--workers", "2", "--servers", "1", "--", sys.executable, str(train))
     popen = zenps.start(*arguments, env={"STATE": case.state, "WAY": case.way}, start_new_session=True)
