@@ -83,6 +83,8 @@ class Channel:
         self._servers: dict[int, tuple[str, Socket]] = {}
         """Each server's address and the socket to it."""
         self._ranks: dict[Socket, int] = {}
+        self.follow: Callable[[View], None]
+        """Is called with each view, at once before the channel goes by it; set before the first one."""
         self.cut_again: CutAgain
         """Cuts a round for the present ring; set before the first one."""
         self._wake_reader, self._wake_writer = net.socketpair()
@@ -113,6 +115,9 @@ class Channel:
         """Members have changed: connects to new servers, and begins again what the ring concerns."""
 
         def follow() -> None:
+            # In the role, with what comes after: a round must not be cut for a ring whose servers are not
+            # connected yet, nor pushed by one that has been.
+            self.follow(view)
             if view.admitted > self._admitted:
                 self._admitted = view.admitted
                 self._execute(self._exchange.begin_anew())
@@ -121,6 +126,10 @@ class Channel:
             self._execute(self._exchange.on_view(view.ring, view.servers, time.monotonic(), workers))
 
         self._post(follow)
+
+    def then(self, command: Callable[[], None]) -> None:
+        """Runs ``command`` after all that has been said so far."""
+        self._post(command)
 
     def on_wave(self, wave: int) -> None:
         """The scheduler has begun a wave."""

@@ -104,12 +104,10 @@ class Session:
 
         Args:
             report: gives the counters that go to the scheduler with every heartbeat.
-            follow: is called with each view, the present one first, before the channel goes by it.
-            cut_again: cuts a round by the view that ``follow`` was called with last.
+            follow, cut_again: as :attr:`Channel.follow` and :attr:`Channel.cut_again`.
         """
-        self._report, self._follow = report, follow
-        self.channel.cut_again = cut_again
-        follow(self.view)
+        self._report = report
+        self.channel.follow, self.channel.cut_again = follow, cut_again
         self.channel.on_view(self.view)
         self._thread.start()
 
@@ -267,12 +265,11 @@ class Session:
         if is_admission:
             self._barrier_sequence = self._link.registration.barriers = 0
             self.newcomers = 0
-        self._follow(view)
         self.view = view
         self.channel.on_view(view)
         if is_admission and self._admission is not None:
             admission, self._admission = self._admission, None
-            admission.reached.set_result(None)
+            self.channel.then(lambda: admission.reached.set_result(None))
         self._beat(time.monotonic())
 
     def _check_scheduler(self) -> None:

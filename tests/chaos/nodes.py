@@ -6,6 +6,7 @@ import os
 import random
 import socket
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,6 +156,9 @@ def _work(rank: int, sets: list[str], steps: int, directory: Path, barriers: boo
     zps.init(sets=sets)
     try:
         return train(steps, directory, barriers)
+    except Exception:
+        traceback.print_exc()  # at once: that this one leaves may end the run before it can say why
+        raise
     finally:
         # A script's atexit handler does this; processes of multiprocessing run none.
         zps.shutdown()

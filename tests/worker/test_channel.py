@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+from prometheus_client import CollectorRegistry
+
+from zenps.metrics import WorkerMetrics
+from zenps.settings import ClusterConfig
+from zenps.wire.messages import Member, Push, View
+from zenps.worker.channel import Channel
+from zenps.worker.round import Outgoing, Round
+
+DEADLINE_SECONDS = 20.0
+
+
+class Restarts:
+    """What a handle is to a channel, here."""
+
+    def __init__(self) -> None:
+        self.sent: list[object] = []
+
+    def restart(self, sent: object) -> None:
+        self.sent.append(sent)
+
+
+def view_of(ring: int, ranks: list[int]) -> View:
+    servers = tuple(Member("server", rank, "box", 50, f"tcp://127.0.0.1:{9 + rank}", "") for rank in ranks)
+    return View(ring, 0, (Member("worker", 0, "box", 49, "", ""),), servers, bytes(8192), ring)
+
+
+def pushes_of(view: View) -> list[Outgoing]:
+    push = Push(view.ring, 0, "t", 0, 0, 1, "dense", "float32", (4,), 4, 1, 4, "none", False)
+    frames = (memoryview(b""), memoryview(bytes(16)))
+    return [Outgoing(server.rank, push, frames) for server in view.servers]
+
+
+@pytest.fixture
+def channel() -> Iterator[Channel]:
+    ctx: zmq.Context[Any] = zmq.Context()
+    channel = Channel(ctx, ClusterConfig(), b"worker-0", WorkerMetrics(CollectorRegistry()))
+    yield channel
+    ctx.destroy(linger=0)
+
+
+def test_views_that_come_in_a_heap_are_gone_by_one_after_the_other(channel: Channel) -> None:
+    """A thread has the role while two rings pass: what is cut for the second goes to its servers."""
+    followed: list[View] = []
+    channel.follow = followed.append
+    channel.cut_again = lambda round_: (followed[-1], pushes_of(followed[-1]))  # type: ignore[assignment, return-value]
+    first = view_of(1, [0, 1])
+    channel.on_view(first)
+    round_, handle = Round("t", 0, 1, pushes_of(first)), Restarts()
+    channel.submit(round_, handle)  # type: ignore[arg-type]
+
+    has_role, go_on = threading.Event(), threading.Event()
+
+    def compute() -> None:
+        has_role.set()
+        assert go_on.wait(DEADLINE_SECONDS)
+
+    driver = threading.Thread(target=channel.then, args=(compute,))
+    driver.start()
+    assert has_role.wait(DEADLINE_SECONDS)
+    views = [view_of(2, [1]), view_of(3, [1, 2])]
+    for view in views:
+        channel.on_view(view)
+    assert followed == [first], "not before the channel goes by it, too"
+    go_on.set()
+    driver.join(DEADLINE_SECONDS)
+    assert followed == [first, *views]
+    assert handle.sent == views
+    assert round_.unanswered.keys() == {(1, 0), (2, 0)}
