@@ -43,6 +43,7 @@ ERRORS = "zenps_protocol_errors_total"
 REFUSED = "zenps_refused_connections_total"
 SETTINGS = {
     "cluster.max_message_bytes": 256 << 20,
+    "cluster.on_worker_loss": "fail",
     "sync.bucket_bytes": 4 << 20,
     "sync.chunk_bytes": 8 << 20,
     "sync.granule": 32,
