@@ -149,7 +149,7 @@ TRAIN = """
 import sys, time, torch, zenps
 zenps.init()
 print("started", flush=True)
-for step in range(60):
+for step in range(40):
     total = zenps.push_pull(torch.full((50_000,), 1.0), "x", average=False)
     assert torch.equal(total, torch.full((50_000,), 2.0)), step
     if step % 20 == 0:
