@@ -79,17 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     version = importlib.metadata.version("zenps")
     parser.add_argument("--version", action="version", version=f"zenps {version}")
     subcommands = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND", required=True)
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
-        "--config", type=Path, metavar="FILE", help="settings (default: ZENPS_CONFIG, else ./zenps.toml)"
-    )
-    common.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.FIELD=VALUE",
-        help="one setting, above environment and file; may be repeated",
-    )
+    common = _common_options()
 
     def add(
         name: str,
@@ -138,6 +128,21 @@ def _parser() -> argparse.ArgumentParser:
         counted.add_argument("--workers", metavar="N", help="number of workers: cluster.workers")
         counted.add_argument("--servers", metavar="M", help="number of servers: cluster.servers")
     return parser
+
+
+def _common_options() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--config", type=Path, metavar="FILE", help="settings (default: ZENPS_CONFIG, else ./zenps.toml)"
+    )
+    common.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.FIELD=VALUE",
+        help="one setting, above environment and file; may be repeated",
+    )
+    return common
 
 
 def _load(args: argparse.Namespace) -> Loaded:

@@ -15,6 +15,7 @@ from torch import Tensor
 import zenps as zps
 from tests.integration.cluster import DEADLINE_SECONDS, Cluster, Raised, attempt, await_file
 from tests.integration.embedding_model import OPTIMIZERS, Model, assert_same, loss_of, make_model, state_of
+from tests.integration.progress import await_step, step_of
 
 LEASE_SECONDS = 1.0
 STEP_SECONDS = 0.03
@@ -107,7 +108,7 @@ class Training:
     def await_steps(self, more: int, ranks: tuple[int, ...] = ALL) -> None:
         """Waits until these have done so many more steps."""
         for rank in ranks:
-            self._await(rank, self._step(rank) + more)
+            await_step(self._path, rank, step_of(self._path, rank) + more, self.workers[rank])
 
     def finish(self, ranks: tuple[int, ...] = ALL) -> dict[int, dict[int, Step]]:
         """The steps of each rank."""
@@ -115,18 +116,6 @@ class Training:
         results = {rank: self.workers[rank].result() for rank in ranks}
         self.cluster.drain()
         return results
-
-    def _step(self, rank: int) -> int:
-        file = self._path / f"step{rank}"
-        return int(file.read_text()) if file.exists() else -1
-
-    def _await(self, rank: int, step: int) -> None:
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while self._step(rank) < step:
-            worker = self.workers[rank]
-            assert worker.alive, worker.log
-            assert time.monotonic() < deadline, f"step {self._step(rank)} of {step}:\n{worker.log}"
-            time.sleep(0.01)
 
 
 def assert_equal_at_each_step(results: dict[int, dict[int, Step]]) -> None:

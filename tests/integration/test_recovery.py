@@ -15,6 +15,7 @@ from torch import Tensor
 import zenps as zps
 from tests.integration.cluster import DEADLINE_SECONDS, Cluster, Process
 from tests.integration.embedding_model import OPTIMIZERS, loss_of, make_model, state_of
+from tests.integration.progress import await_step, step_of
 from zenps.settings import ClusterConfig
 from zenps.status import drain
 
@@ -74,7 +75,7 @@ class Training:
     def await_steps(self, more: int) -> None:
         """Waits until both have done so many more."""
         for rank in range(2):
-            self._await(rank, self._step(rank) + more)
+            await_step(self._path, rank, step_of(self._path, rank) + more, self.workers[rank])
 
     def finish(self, codes: dict[str, int] | None = None) -> list[State]:
         """Waits for the end of all; ``codes`` are those of processes that do not end with 0."""
@@ -84,18 +85,6 @@ class Training:
             expected = (codes or {}).get(process.name, 0)
             assert process.wait() == expected, f"{process.name}:\n{process.log}"
         return states
-
-    def _step(self, rank: int) -> int:
-        file = self._path / f"step{rank}"
-        return int(file.read_text()) if file.exists() else -1
-
-    def _await(self, rank: int, step: int) -> None:
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while self._step(rank) < step:
-            worker = self.workers[rank]
-            assert worker.alive, worker.log
-            assert time.monotonic() < deadline, f"step {self._step(rank)} of {step}:\n{worker.log}"
-            time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
