@@ -324,7 +324,8 @@ print()
 
 def test_progress_of_rank_0_can_be_watched(zenps: Any, tmp_path: Path) -> None:
     cues = {b"10%": "begun", b"terminal: False\r\n": "interrupted", b"20%": "continued"}
-    received = on_a_terminal(zenps, BAR, {cue: tmp_path / name for cue, name in cues.items()})
+    files = {cue: tmp_path / name for cue, name in cues.items()}
+    received = on_a_terminal(zenps, BAR, files, COLUMNS="200")
     plain = re.sub(r"\x1b\[\d*m", "", received)
     assert "worker 0  | terminal: True 88\r\n" in plain
     assert "\r\x1b[Kworker 0  | 10%" in plain
