@@ -283,7 +283,7 @@ class _Service:
         return dict(latest(self._rounds.late.seconds))
 
     def _show_gauges(self) -> None:
-        self._metrics.held_bytes.set(self._rounds.held_bytes)
+        self._metrics.held_bytes.set(self._rounds.used_bytes)
         self._metrics.open_rounds.set(self._rounds.open_rounds)
         unreported = self._rounds.duplicates - self._duplicates_shown
         self._metrics.duplicate_pushes.inc(unreported)

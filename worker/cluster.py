@@ -15,7 +15,7 @@ from zenps import metrics
 from zenps.config import Config
 from zenps.errors import UsageError, ZenPSError
 from zenps.metrics import HASH_OUTCOMES, WorkerMetrics
-from zenps.settings import shared_settings
+from zenps.settings import MOST_NAMES, shared_settings
 from zenps.strategies.registry import strategy
 from zenps.wire.link import new_register
 from zenps.wire.messages import Load, Push, View
@@ -74,6 +74,7 @@ class Cluster(Communicator):
         self._staging = Staging()
         self._timeout_seconds = config.cluster.patience_seconds + 2 * PATIENCE_SECONDS
         self._latest: dict[str, Progress] = {}
+        """By name, at most :data:`MOST_NAMES`: ranks count steps by them, and cannot forget one together."""
         self._recording = threading.Lock()
         self._submitting = threading.Lock()
         self._last_step = 0
@@ -92,6 +93,11 @@ class Cluster(Communicator):
             previous = self._latest.get(name)
             if previous is not None and not previous.ended:
                 raise UsageError(f"tensor {name!r} is in flight; wait for its handle before pushing it again")
+            if previous is None and len(self._latest) >= MOST_NAMES:
+                raise UsageError(
+                    f"tensor {name!r}: {MOST_NAMES} different names were used before it, as many as may be; "
+                    "use one name for a tensor in all steps, without the step's number in it"
+                )
             progress = Progress(previous.step + 1 if previous else 0)
             self._latest[name] = progress
             self._last_step = max(self._last_step, progress.step)

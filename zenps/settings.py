@@ -21,6 +21,7 @@ from zenps.errors import ConfigError
 
 __all__ = [
     "FIELDS",
+    "MOST_NAMES",
     "MOST_WORKERS",
     "PARTITIONS",
     "ClusterConfig",
@@ -48,6 +49,9 @@ _UNITS: Final = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
 WEEK_SECONDS: Final = 7 * 24 * 3600
 
 MOST_WORKERS: Final = 4096
+
+MOST_NAMES: Final = 65536
+"""How many different tensor names a job may use: each is remembered on every worker and on servers."""
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
