@@ -21,7 +21,7 @@ FLOORS = (
     | {"guard", "output", "processes", "transitions"},
     {"settings", "config", "keys", "log", "strategies"},
     {"wire", "layout", "placement"},
-    {*ROLES, "doctor", "environments", "launch", "status", "tables"},
+    {*ROLES, "doctor", "environments", "health", "launch", "status", "tables"},
     {*DOORS},
 )
 FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}

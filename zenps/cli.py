@@ -111,9 +111,11 @@ def _parser() -> argparse.ArgumentParser:
     add("worker", _worker, "run CMD as one worker, with these settings", command=True)
     status = add("status", _status, "show a live cluster")
     status.add_argument("--json", action="store_true", help="for programs")
+    health = add("health", _health, "tell a container's probe whether a role is well, by exit code 0 or 1")
+    health.add_argument("--role", choices=("scheduler", "server"), required=True, help="that of this node")
     drain = add("drain", _drain, "have a server hand its slots to the others, and end", operand=" RANK")
     drain.add_argument("rank", type=int, metavar="RANK", help="the server's, as zenps status shows it")
-    for asking in (status, drain):
+    for asking in (status, health, drain):
         asking.add_argument(
             "--timeout-seconds", type=float, default=5.0, metavar="S", help="how long to wait (default: 5)"
         )
@@ -253,6 +255,15 @@ def _status(args: argparse.Namespace) -> int:
         print(to_json(status))
     else:
         show_status(status)
+    return 0
+
+
+def _health(args: argparse.Namespace) -> int:
+    config = _load(args).config
+    _require_scheduler(config)
+    from zenps.health import check
+
+    check(config, args.role, rank_from_environment(), args.timeout_seconds)
     return 0
 
 

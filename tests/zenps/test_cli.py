@@ -29,7 +29,18 @@ def assert_refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
         assert part in done.stderr
 
 
-SUBCOMMANDS = ["launch", "scheduler", "server", "worker", "status", "drain", "config", "doctor", "keygen"]
+SUBCOMMANDS = [
+    "launch",
+    "scheduler",
+    "server",
+    "worker",
+    "status",
+    "drain",
+    "config",
+    "doctor",
+    "keygen",
+    "health",
+]
 
 BAD_SETTINGS = {
     "misspelt key": ("sync.partitoin=balanced", ["sync.partitoin", "sync.partition"]),
@@ -52,6 +63,7 @@ def test_bad_setting_is_refused_in_one_line(zenps: Any, setting: str, parts: lis
 @pytest.mark.parametrize("subcommand", SUBCOMMANDS)
 def test_every_subcommand_refuses_a_bad_setting(zenps: Any, subcommand: str) -> None:
     operands = {"launch": ["--", "true"], "worker": ["--", "true"], "drain": ["0"], "keygen": ["keys"]}
+    operands["health"] = ["--role", "server"]
     done = zenps(subcommand, "--set", "log.level=loud", *operands.get(subcommand, []))
     assert_refused(done, "log.level", "'loud'", "debug, info")
 
@@ -71,7 +83,9 @@ def test_command_that_does_not_exist_is_refused(zenps: Any, subcommand: str) -> 
     assert_refused(zenps(subcommand, "--", "no-such-program", "x"), "no-such-program")
 
 
-@pytest.mark.parametrize("arguments", [["server"], ["status"], ["drain", "0"]], ids=lambda a: a[0])
+@pytest.mark.parametrize(
+    "arguments", [["server"], ["status"], ["drain", "0"], ["health", "--role", "server"]], ids=lambda a: a[0]
+)
 def test_scheduler_is_required(zenps: Any, arguments: list[str]) -> None:
     assert_refused(zenps(*arguments), "cluster.scheduler", "host:port")
 
