@@ -4,7 +4,7 @@ Hosts are joined by bridges in one more namespace, so that nothing of the machin
 its packet filter, touches them. Any number of such testbeds, of any number of processes, may exist at once:
 all have the same addresses, and none sees another.
 
-Needs root and iproute2. Namespaces have names, so that one can look: ``ip netns``, ``ip netns exec NAME CMD``.
+Needs root and iproute2. Namespaces have names, so that one can look: ``ip netns exec NAME CMD``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -72,11 +72,19 @@ class Host:
         _call("mount", bytes(FILES / self.namespace / "hosts"), b"/etc/hosts", None, MS_BIND, None)
         socket.sethostname(self.name)
 
-    def set_link(self, state: str, network: int | None = None) -> None:
-        """Plugs its cable to a network in (``up``) or out (``down``), at the other end: the host keeps its
-        addresses and routes, and packets are lost."""
-        number = self.networks[0] if network is None else network
-        _ip("-n", _bridges_of(self.namespace), "link", "set", _port(self.number, number), state)
+    def ip(self, *arguments: str) -> None:
+        """``ip`` with these arguments, on this host."""
+        _ip("-n", self.namespace, *arguments)
+
+    @contextlib.contextmanager
+    def unplugged(self) -> Iterator[None]:
+        """Without its cable to the first network; it keeps its addresses, and packets are lost."""
+        bridges, port = _bridges_of(self.namespace), _port(self.number, self.networks[0])
+        _ip("-n", bridges, "link", "set", port, "down")
+        try:
+            yield
+        finally:
+            _ip("-n", bridges, "link", "set", port, "up")
 
 
 class Hosts(contextlib.AbstractContextManager["Hosts"]):
@@ -184,7 +192,7 @@ def _own_prefix() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process began, in ticks since boot: its number may be given to another after it. "": it is gone."""
+    """When a process began, in ticks since boot, as another may have its number after it; "": it is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -205,7 +213,15 @@ def _port(number: int, network: int) -> str:
 
 
 def _shape(namespace: str, device: str, bits_per_second: int) -> None:
-    bucket = ["tbf", "rate", f"{bits_per_second}bit", "burst", f"{BURST_BYTES}b", "latency", f"{LATENCY_MS}ms"]
+    bucket = [
+        "tbf",
+        "rate",
+        f"{bits_per_second}bit",
+        "burst",
+        f"{BURST_BYTES}b",
+        "latency",
+        f"{LATENCY_MS}ms",
+    ]
     _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *bucket)
 
 
