@@ -2,7 +2,7 @@ PYTHON    ?= python3
 PARTITION ?= balanced
 BIN       ?= .venv/bin
 
-.PHONY: demo test check bench fuzz soak simulate chaos test-docker test-gpu bench-gpu
+.PHONY: demo test check bench fuzz soak simulate chaos test-docker test-hosts test-gpu bench-gpu
 
 demo: .venv/installed
 	$(BIN)/zenps launch --workers 2 --servers 2 --set sync.partition=$(PARTITION) -- $(BIN)/python examples/lstm_lm.py
@@ -41,6 +41,10 @@ simulate: .venv/installed
 # Needs a Docker engine, and Compose of either generation.
 test-docker: .venv/installed
 	ZENPS_TEST_DOCKER=1 $(BIN)/pytest tests/docker
+
+# Needs root and iproute2.
+test-hosts: .venv/installed
+	ZENPS_TEST_HOSTS=1 $(BIN)/pytest tests/netns
 
 # The two below need a CUDA device. `make test-gpu BIN=…` takes another environment than .venv.
 KERNELS  := bitmap_codec bitmap_compact hash_compact place scan_compact scatter sort_compact

@@ -23,12 +23,13 @@ from zenps.kernels.cpu import CpuKernels
 from zenps.keys import load_keys, node_name
 from zenps.lateness import latest
 from zenps.metrics import ServerMetrics
+from zenps.wire.addresses import find_host
 from zenps.wire.connections import Connections
 from zenps.wire.curve import Gate, warn_if_open
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, CorruptedError, Decoder, encode
 from zenps.wire.link import SchedulerLink, new_register
 from zenps.wire.messages import Busy, Departed, Failure, Late, Load, Push, Refused, Resend, Stop, View
-from zenps.wire.sockets import Socket, bind_router, context, find_host, receive_routed
+from zenps.wire.sockets import Socket, bind_router, context, receive_routed
 
 from .aggregation import Aggregator, Payload, check_span, read_payload
 from .memory import keep_freed_memory
@@ -67,7 +68,7 @@ class _Service:
         self._config = config
         self._metrics = counters
         self._aggregated = counters.rounds.labels(outcome="aggregated")
-        host = cluster.host or find_host(cluster.scheduler)
+        host = cluster.host or find_host(cluster.scheduler, cluster.rendezvous_seconds)
         self._rank = rank_from_environment(os.environ)
         keys = load_keys(config.security, "server", self._rank)
         self._gate = Gate(ctx, keys, counters.count_refusal)

@@ -9,6 +9,7 @@ A field whose name ends in ``_bytes`` also takes a string such as ``"8MiB"``.
 from __future__ import annotations
 
 import importlib.metadata
+import ipaddress
 import math
 import re
 from collections.abc import Callable
@@ -33,6 +34,8 @@ __all__ = [
     "SyncConfig",
     "checked",
     "format_bytes",
+    "is_ip_address",
+    "is_loopback",
     "parse_address",
     "shared_settings",
 ]
@@ -260,10 +263,31 @@ def checked(name: str, raw: object, source: str) -> object:
 
 def parse_address(text: str) -> tuple[str, int]:
     """Split ``host:port``, ``tcp://host:port`` or ``[v6]:port``; :class:`ValueError` for anything else."""
-    match = re.fullmatch(r"(?:tcp://)?(?:\[([0-9A-Fa-f:.]+(?:%\w+)?)\]|([^\s:/\[\]]+)):([0-9]{1,5})", text)
+    match = re.fullmatch(
+        r"(?:tcp://)?(?:\[([0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|([^\s:/\[\]]+)):([0-9]{1,5})", text
+    )
     if match is None or not 1 <= int(match[3]) <= 65535:
         raise ValueError(f"{text!r}: expected 'host:port' with a port from 1 to 65535")
     return match[1] or match[2], int(match[3])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine is meant by ``host``, an address or a name.
+
+    A name other than ``localhost`` never is, whatever it leads to here: others may find another address.
+    """
+    if not is_ip_address(host):
+        return host == "localhost" or host.endswith(".localhost")
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
+def is_ip_address(host: str) -> bool:
+    """Whether ``host`` is an address, of IPv4 or IPv6, and no name."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
 
 
 def shared_settings(config: Config) -> dict[str, str | int | float]:
@@ -299,6 +323,12 @@ def _plain_address(value: str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def _reachable_host(value: str) -> str:
+    if value in ("*", "0.0.0.0", "::"):
+        raise ValueError(value)
+    return value
+
+
 def _power_of_two(value: int) -> int:
     if value & (value - 1):
         raise ValueError(value)
@@ -316,6 +346,7 @@ def _plugins() -> set[str]:
 
 
 _RULES: Final[dict[str, Callable[[Any], object]]] = {
+    "cluster.host": _reachable_host,
     "cluster.scheduler": _plain_address,
     "sync.granule": _power_of_two,
     "sync.partition": _partition_name,
@@ -324,6 +355,8 @@ _RULES: Final[dict[str, Callable[[Any], object]]] = {
 
 def _allowed(name: str) -> str:
     kind, meta = FIELDS[name].kind, FIELDS[name].meta
+    if name == "cluster.host":
+        return "an address or name by which others reach this machine, or '' to find one"
     if name == "cluster.scheduler":
         return "'host:port' with a port from 1 to 65535, or '' for no cluster"
     if name == "sync.partition":

@@ -183,6 +183,8 @@ class TestUnknownKeys:
         ("cluster.max_message_bytes=4GiB", "an integer from 64KiB to 2GiB, such as 8388608 or '8MiB'"),
         ("cluster.max_message_bytes=1 parsec", "an integer from 64KiB to 2GiB, such as 8388608 or '8MiB'"),
         ("cluster.job=", "a string of 1 to 64 characters"),
+        ("cluster.host=0.0.0.0", "an address or name by which others reach this machine, or '' to find one"),
+        ("cluster.host=::", "an address or name by which others reach this machine, or '' to find one"),
         ("sync.granule=48", "a power of two from 1 to 256"),
         ("sync.granule=512", "a power of two from 1 to 256"),
         ("sync.codec=zip", "one of auto, coo, bitmap"),
@@ -238,6 +240,7 @@ class TestScheduler:
             ("tcp://10.0.0.1:1", "10.0.0.1", 1, "10.0.0.1:1"),
             ("[::1]:65535", "::1", 65535, "[::1]:65535"),
             ("tcp://[fe80::1%eth0]:80", "fe80::1%eth0", 80, "[fe80::1%eth0]:80"),
+            ("[fe80::1%br-lan.7]:80", "fe80::1%br-lan.7", 80, "[fe80::1%br-lan.7]:80"),
         ],
     )
     def test_forms(self, text: str, host: str, port: int, plain: str) -> None:
