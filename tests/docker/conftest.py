@@ -40,10 +40,19 @@ def build_environment() -> Iterator[dict[str, str]]:
         yield os.environ | found
 
 
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Requests are no news."""
+
+
 @contextlib.contextmanager
 def _served(folder: Path) -> Iterator[str]:
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    handler = functools.partial(_Quiet, directory=folder)
+    try:  # at the same address as the last time, layers come from the cache
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 8099), handler)
+    except OSError:
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    with server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:

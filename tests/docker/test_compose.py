@@ -15,7 +15,7 @@ import pytest
 from tests.docker.compose import COMPOSE_FILE, GENERATIONS, Project, docker, eventually
 
 DEMO = "python examples/lstm_lm.py --vocabulary 4000 --width 32 --samples 256 --batch 8"
-SHORT = f"{DEMO} --steps 100"
+SHORT = f"{DEMO} --steps 40"
 LONG = f"{DEMO} --steps 1000000 --seconds 60"
 FAILING = "python -c 'import sys, zenps; zenps.init(); sys.exit(7 * zenps.rank())'"
 
