@@ -76,7 +76,7 @@ class Faults:
         server = alive[fault.target % len(alive)]
         match fault.kind:
             case "crash server":
-                server.is_alive = False
+                server.is_alive, server.loses_all = False, fault.target % 3 == 1
             case "stop server":
                 server.end("told to")
             case "stall server":
@@ -126,7 +126,7 @@ class Faults:
                     if other is not worker:
                         self._crash(other, fault)
             case "leave worker":
-                worker.restarts_after = fault.seconds
+                worker.restarts_after = fault.seconds / 5
                 worker.leave("left")
             case "stall worker":
                 return self._stall(worker, fault)
@@ -137,7 +137,8 @@ class Faults:
 
     def _crash(self, worker: Worker, fault: Fault) -> None:
         if worker.is_alive:
-            worker.restarts_after = fault.seconds
+            worker.restarts_after = fault.seconds / 5
+            worker.loses_all = fault.target % 3 == 1
             worker.crash()
 
     def _stall(self, worker: Worker, fault: Fault) -> bool:

@@ -97,6 +97,8 @@ class Judge:
             return "was silent itself"
         if "of both" in reason or "servers have changed" in reason:
             return "a round was lost with a worker and a server"
+        if "had to be forgotten" in reason:
+            return "a round was lost with a worker and its outcome"
         others = [other for other in self._simulation.workers if other.view and other is not worker]
         if not any(self._is_heard(other) for other in others):
             return "the state was lost"

@@ -56,6 +56,8 @@ class Node:
         self.name = name
         self.is_alive = True
         self.is_replaced = False
+        self.loses_all = False
+        """Whether what it has sent died with it, and its machine."""
         self.stalled_until = 0.0
         self.network.add(self)
 

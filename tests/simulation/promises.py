@@ -78,24 +78,30 @@ class Promises:
         """
         for unit, given in answer.items():
             assert isinstance(given, tuple)
-            parts = self.contributions(given)
-            key = parts[0].era, tensor, step
-            where = f"{tensor} {step} in {key[0]}, unit {unit}"
-            if any((part.era, part.tensor, part.step) != key for part in parts):
-                raise Violation(f"{where}: {parts}, expected only what was pushed for this round")
-            if any(value % UNITS != unit for value in given):
-                raise Violation(f"{where}: {given}, expected values of this unit")
-            ranks = [part.rank for part in parts]
-            if ranks != sorted(set(ranks)):
-                raise Violation(f"{where}: of ranks {ranks}, expected each once and in order")
-            everybody = range(self._simulation.script.workers)
-            if self._simulation.script.scenario != "continue" and ranks != list(everybody):
-                raise Violation(f"{where}: of ranks {ranks}, expected {list(everybody)}")
-            if worker is not None and (worker.number, worker.era) not in [(p.process, p.era) for p in parts]:
-                raise Violation(f"{where}: {parts}, expected that of {worker.name!r} to be there")
+            key = self._contributions[given[0] // UNITS].era, tensor, step
             before = self._answers.setdefault(key, {}).setdefault(unit, given)
-            if given != before:
-                raise Violation(f"{where}: {parts}, but before {self.contributions(before)}")
+            if before is given:  # the first
+                self._check_sum(key, unit, given)
+            elif before != given:
+                first, second = self.contributions(before), self.contributions(given)
+                raise Violation(f"{key}, unit {unit}: {second}, but before {first}")
+            if worker is not None:
+                processes = [part.process for part in self.contributions(given)]
+                if key[0] != worker.era or worker.number not in processes:
+                    raise Violation(f"{key}, unit {unit}: {worker.name!r} got that of processes {processes}")
+
+    def _check_sum(self, key: tuple[Era, str, int], unit: int, given: tuple[int, ...]) -> None:
+        parts = self.contributions(given)
+        if any((part.era, part.tensor, part.step) != key for part in parts):
+            raise Violation(f"{key}, unit {unit}: {parts}, expected only what was pushed for this round")
+        if any(value % UNITS != unit for value in given):
+            raise Violation(f"{key}, unit {unit}: {given}, expected values of this unit")
+        ranks = [part.rank for part in parts]
+        if ranks != sorted(set(ranks)):
+            raise Violation(f"{key}, unit {unit}: of ranks {ranks}, expected each once and in order")
+        everybody = list(range(self._simulation.script.workers))
+        if self._simulation.script.scenario != "continue" and ranks != everybody:
+            raise Violation(f"{key}, unit {unit}: of ranks {ranks}, expected {everybody}")
 
     def check_state(self, worker: Worker, step: int, state: int) -> None:
         """All that have ended a step have the same bits; across admissions, too."""

@@ -48,7 +48,9 @@ class Server(Member):
 
     def on_view(self, view: View) -> None:
         self._peers = {worker.rank: worker.identity for worker in view.workers}
-        departed = {worker.rank: f"{worker} left the job" for worker in view.workers if worker.rank in view.left}
+        departed = {
+            worker.rank: f"{worker} left the job" for worker in view.workers if worker.rank in view.left
+        }
         self._execute(self.rounds.on_view(view.ring, self._peers, departed, self.now))
 
     def receive(self, sender: bytes, message: Any, frames: Sequence[Frame]) -> None:
@@ -100,10 +102,12 @@ class Server(Member):
 
     def _aggregate(self, round_: Aggregate) -> Sequence[Aggregate | Reply]:
         payloads: list[Any] = [held.payload for held in round_.pushes]
+        key, units = round_.key, payloads[0].values.keys()
+        if any(payload.values.keys() != units for payload in payloads):
+            raise Violation(f"{self.name!r} sums what is not of the same chunk of {key}")
         values: dict[int, object] = {
-            unit: tuple([payload.values[unit] for payload in payloads]) for unit in payloads[0].values
+            unit: tuple([payload.values[unit] for payload in payloads]) for unit in units
         }
-        key = round_.key
         self.simulation.promises.check_answer(key.tensor, key.step, values)
         push = round_.pushes[0].push
         result = Result(push.epoch, key.tensor, key.step, key.chunk, len(values), "none")

@@ -25,6 +25,8 @@ __all__ = ["Outcome", "Simulation"]
 FINISH_SECONDS = 1500.0
 """A push that was lost is repeated after 60 s, then after 120 more, …: a few of that must do."""
 SETTLE_SECONDS = 60.0
+SHORT_LEASE_SECONDS = 5.0
+"""Where others go on: a worker that is lost comes back before the job is over."""
 
 
 class Outcome(msgspec.Struct):
@@ -57,10 +59,10 @@ class Simulation:
         self.script = script
         self.parts = parts or Parts()
         self.rng = random.Random(script.seed)
-        goes_on = script.scenario == "continue"
-        self.cluster = ClusterConfig(
-            workers=script.workers, servers=script.servers, on_worker_loss="continue" if goes_on else "fail"
-        )
+        self.cluster = ClusterConfig(workers=script.workers, servers=script.servers)
+        if script.scenario == "continue":
+            changed = {"on_worker_loss": "continue", "lease_seconds": SHORT_LEASE_SECONDS}
+            self.cluster = msgspec.structs.replace(self.cluster, **changed)
         self.network = Network(self.rng, script.slow_seconds, script.duplicates, self._must_arrive)
         self.promises = Promises(self)
         self.judge = Judge(self)
