@@ -197,8 +197,10 @@ class Membership:
         if self.state == "gathering":
             self._job.advance("a member returns")
             self._job.until = now + self._cluster.lease_seconds + RETURN_SECONDS
-            for node in self._job.members:  # they are asked again, now that members are known
+            # They are asked again, now that members are known; of what generation those are is not yet.
+            for node in self._job.members:
                 self._job.members.forget(node)
+            self._job.returning.generation, self._job.generation = self._job.generation, 0
         if not self._job.returning.admit(peer, message, now):
             return []
         self._job.generation = max(self._job.generation, message.generation)
@@ -264,7 +266,7 @@ class Membership:
             return sends + self._job.change("members changed", now)
         if self.state == "confirming" and self.epoch == 1:
             reason = f"{node.member} left before the job began"
-            return sends + self._job.fail("a worker lost", "lost", reason)
+            return sends + self._job.without_worker(reason, now)
         if self._job.can_go_on():
             return sends + self._job.go_on_without(node, now)
         sends += self._job.barriers.end(f"{node.member} left before it")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from zenps.errors import ProtocolError
 from zenps.settings import MOST_NAMES
@@ -39,8 +39,9 @@ class History:
         self.size_bytes = 0
         self._newest: dict[str, dict[int, int]] = {}
         """By tensor and rank, the last step pushed: the rank has ended those before."""
-        self._forgotten: OrderedDict[tuple[str, int], int] = OrderedDict()
-        """By tensor and chunk, the last step whose outcome was forgotten: if needed, it is summed again."""
+        self._forgotten: OrderedDict[tuple[str, int], tuple[int, Set[int]]] = OrderedDict()
+        """By tensor and chunk, the last step whose outcome was forgotten, and who had no part in it: if needed,
+        it is summed again."""
 
     def clear(self) -> None:
         """The ring has changed: workers push again by that."""
@@ -73,20 +74,26 @@ class History:
         newest = self._newest[tensor]
         return all(newest[rank] > step for rank in ranks)
 
-    def forget(self, key: Key) -> None:
-        """The outcome of a round is not kept any more, though a rank may lack it."""
+    def forget(self, key: Key, without: Set[int]) -> None:
+        """The outcome of a round, in which the ranks ``without`` had no part, is not kept any more."""
         place = (key.tensor, key.chunk)
         self.recall(place)
         if len(self._forgotten) == MOST_FORGOTTEN:
             self.recall(next(iter(self._forgotten)))
-        self._forgotten[place] = key.step
-        self.size_bytes += FORGOTTEN_BYTES
+        self._forgotten[place] = key.step, without
+        self.size_bytes += _size_bytes(without)
 
     def recall(self, place: tuple[str, int]) -> None:
         """There is an outcome of this tensor and chunk again."""
-        if self._forgotten.pop(place, None) is not None:
-            self.size_bytes -= FORGOTTEN_BYTES
+        _, without = self._forgotten.pop(place, (0, None))
+        if without is not None:
+            self.size_bytes -= _size_bytes(without)
 
-    def is_forgotten(self, key: Key) -> bool:
-        """Whether it is the last round of its tensor and chunk, and its outcome is forgotten."""
-        return self._forgotten.get((key.tensor, key.chunk)) == key.step
+    def forgotten(self, key: Key) -> Set[int] | None:
+        """If it is the last round of its tensor and chunk, and its outcome is forgotten: who had no part."""
+        step, without = self._forgotten.get((key.tensor, key.chunk), (-1, frozenset()))
+        return without if step == key.step else None
+
+
+def _size_bytes(without: Set[int]) -> int:
+    return FORGOTTEN_BYTES + RANK_BYTES * len(without)

@@ -158,9 +158,10 @@ class Rounds:
         Some have to end before what other ranks have pushed since, so they need no room: those pushed again
         for a new ring, and those whose outcome is forgotten but was lost on its way to this rank.
         """
-        is_forgotten = self._history.is_forgotten(key)
+        without = self._history.forgotten(key)
+        is_forgotten = without is not None
         round_ = self._refused.get(key) or Round(key)
-        round_.is_again = is_forgotten
+        round_.is_again, round_.without = is_forgotten, without or frozenset()
         if not self._make_room(self._estimate(held.size_bytes)) and not (is_forgotten or held.push.again):
             return self._refuse(round_, held)
         if is_forgotten:
@@ -205,11 +206,13 @@ class Rounds:
         """What follows once the last push is in, or a rank that is gone will never send it.
 
         A round that was begun under an older ring may have been answered there, with the push of a rank that
-        is gone since, so it cannot do without.
+        is gone since, so it cannot do without. Nor can one whose outcome was forgotten that had it.
         """
-        lost = self._gone - round_.held.keys()
+        lost = self._gone - round_.held.keys() - round_.without
         if lost and round_.is_again:
             reason = f"rank {min(lost)} was lost after a server had been, within one round of both"
+            if round_.key in self._reopened:
+                reason = f"rank {min(lost)} was lost, and the sum that it has part in had to be forgotten"
             return self._fail(round_, "rank gone", "lost", reason, now)
         if self._peers.keys() <= round_.held.keys():
             pushes = [round_.held[rank] for rank in sorted(round_.held)]
@@ -274,6 +277,8 @@ class Rounds:
         peers = [held.peer for held in round_.held.values()]
         del self._open[round_.key]
         round_.advance(event)
+        if self._gone:
+            round_.without = self._gone - round_.held.keys()
         round_.held = {}
         round_.message, round_.frames = message, frames
         place = (round_.key.tensor, round_.key.chunk)
@@ -335,7 +340,7 @@ class Rounds:
 
     def _forget_oldest(self) -> None:
         place, round_ = next(iter(self._ended.items()))
-        self._history.forget(round_.key)
+        self._history.forget(round_.key, round_.without)
         self._forget(place, "over the budget")
 
     def _forget(self, place: tuple[str, int], event: Literal["next step", "over the budget"]) -> None:

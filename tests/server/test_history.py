@@ -20,7 +20,7 @@ def test_its_memory_is_counted() -> None:
     for number in range(5000):
         for rank in range(RANKS):
             past.is_news(make_held(rank, Key(f"loss-{number}", 1 << 40, 0)).push)
-        past.forget(Key(f"loss-{number}", 1 << 40, 0))
+        past.forget(Key(f"loss-{number}", 1 << 40, 0), frozenset())
     taken = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert 0.4 * past.size_bytes < taken < past.size_bytes
@@ -40,11 +40,11 @@ def test_a_name_counts_once_and_what_is_known_again_does_not() -> None:
     assert past.is_past("a", 3, [0])
     assert past.size_bytes == size
     for _ in range(2):
-        past.forget(key)
-    assert past.is_forgotten(key)
-    assert past.size_bytes == size + FORGOTTEN_BYTES
+        past.forget(key, frozenset({2}))
+    assert past.forgotten(key) == {2}
+    assert past.size_bytes == size + FORGOTTEN_BYTES + RANK_BYTES
     past.recall(("a", 0))
-    assert not past.is_forgotten(key)
+    assert past.forgotten(key) is None
     assert past.size_bytes == size
 
 
@@ -68,8 +68,14 @@ def test_forgotten_outcomes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(history, "MOST_FORGOTTEN", 3)
     past = History()
     for chunk in range(5):
-        past.forget(Key("a", 0, chunk))
-    assert [past.is_forgotten(Key("a", 0, chunk)) for chunk in range(5)] == [False, False, True, True, True]
+        past.forget(Key("a", 0, chunk), frozenset())
+    assert [past.forgotten(Key("a", 0, chunk)) is None for chunk in range(5)] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
     assert past.size_bytes == 3 * FORGOTTEN_BYTES
 
 
