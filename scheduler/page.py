@@ -140,7 +140,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def __init__(self, family: int, address: Any) -> None:
         self.address_family = family
         self.desk = _Desk()
-        self.html = importlib.resources.files("zenps.scheduler").joinpath("status.html").read_bytes()
+        self.html = importlib.resources.files("zenps.scheduler").joinpath("page.html").read_bytes()
         self.policy = _policy(self.html.decode())
         self._lock = threading.Lock()
         self._until: dict[socket.socket, float] = {}

@@ -123,7 +123,9 @@ def _status_parts(status: Status) -> list[Table | Text]:
     for change in status.changes[:SHOWN_CHANGES]:
         ago, who = f"{change.seconds_ago:.0f} s", Text(_printable(change.who))
         changes.add_row(ago, str(change.epoch), who, _state(change.state))
-    settings = Text("  ".join(f"{name}={_setting(name, value)}" for name, value in status.settings.items()), "dim")
+    settings = Text(
+        "  ".join(f"{name}={_setting(name, value)}" for name, value in status.settings.items()), "dim"
+    )
     return [heading, Text(total), Text(), nodes, Text(), loads, Text(), *late, changes, Text(), settings]
 
 
@@ -169,9 +171,9 @@ def _load_row(node: NodeStatus) -> list[Text]:
     ]
 
 
-def _setting(name: str, value: object) -> str:
+def _setting(name: str, value: str | int | float) -> str:
     """As :func:`_as_toml`, but without quotes."""
-    is_size = name.endswith("_bytes") and isinstance(value, int)
+    is_size = name.endswith("_bytes") and not isinstance(value, str)
     return _printable(format_bytes(value) if is_size else str(value))
 
 

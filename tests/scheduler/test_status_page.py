@@ -95,7 +95,7 @@ def loop() -> Iterator[Loop]:
 def test_serves_the_page_the_status_and_health(loop: Loop) -> None:
     html = ask(loop)
     assert (html.status, html.headers["Content-Type"]) == (200, "text/html; charset=utf-8")
-    assert html.body == Path(page.__file__).with_name("status.html").read_bytes()
+    assert html.body == Path(page.__file__).with_name("page.html").read_bytes()
     answer = ask(loop, "/status.json?now")
     assert (answer.status, answer.headers["Content-Type"]) == (200, "application/json")
     tree = json.loads(answer.body)
