@@ -173,8 +173,9 @@ def _load_row(node: NodeStatus) -> list[Text]:
 
 def _setting(name: str, value: str | int | float) -> str:
     """As :func:`_as_toml`, but without quotes."""
-    is_size = name.endswith("_bytes") and not isinstance(value, str)
-    return _printable(format_bytes(value) if is_size else str(value))
+    if name.endswith("_bytes") and not isinstance(value, str):
+        value = format_bytes(value)
+    return _printable(str(value))
 
 
 def _name(node: NodeStatus) -> tuple[Text, Text]:

@@ -138,7 +138,7 @@ def test_a_cluster_is_seen_to_train_and_to_lose_a_server(browser: Chrome, tmp_pa
 
         stop.touch()
         assert len({worker.result() for worker in workers}) == 1
-        cluster.drain()
+        assert cluster.scheduler.wait() == 0
     eventually(lambda: browser.find_element(By.ID, "alert").is_displayed())
     assert text(browser, "#state-text") == "no answer"
     assert texts(browser, "#servers [data-label=state] > :first-child") == ["present", "lost", "present"]
