@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.measure import Measurement
 from rich.table import Table
@@ -91,8 +91,18 @@ def watch_status(ask: Callable[[], Status]) -> None:
         raise ConfigError("--watch", "a pipe or a file", "a terminal as output")
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            live.update(Group(*_status_parts(ask())), refresh=True)
+            live.update(Group(*map(_Whole, _status_parts(ask()))), refresh=True)
             time.sleep(WATCH_SECONDS)
+
+
+class _Whole:
+    """A part as wide as it is: the terminal's edge cuts it, where it would squeeze every column."""
+
+    def __init__(self, part: Table | Text) -> None:
+        self._part = part
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        return console.render(self._part, options.update(width=max(_width(self._part), 1)))
 
 
 def _status_parts(status: Status) -> list[Table | Text]:

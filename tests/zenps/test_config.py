@@ -125,7 +125,10 @@ class TestFile:
                 "snyc: unknown key; did you mean sync? "
                 "(sections: cluster, sync, cuda, security, metrics, status, log)",
             ),
-            ("workers = 2", "workers: unknown key; sections: cluster, sync, cuda, security, metrics, status, log"),
+            (
+                "workers = 2",
+                "workers: unknown key; sections: cluster, sync, cuda, security, metrics, status, log",
+            ),
             ("sync = 3", "sync = 3: expected a table, [sync] (set by zenps.toml)"),
             (
                 "[cluster]\nworkers = true",

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from zenps.errors import DeadlineError, UsageError
+from zenps.errors import ConfigError, DeadlineError, UsageError
 from zenps.settings import ClusterConfig
 from zenps.status import drain, fetch, late_workers, throughput, to_json
-from zenps.tables import show_status
+from zenps.tables import show_status, watch_status
 from zenps.wire.messages import Change, NodeStatus, Status
 
 SERVER = NodeStatus(
@@ -121,6 +121,26 @@ def test_table_names_stragglers(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(to_json(seen))["stragglers"] == [2]
 
 
+def test_watching_shows_it_again_until_nobody_answers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = [status(SERVER), status(WORKER)]
+
+    def ask() -> Status:
+        if not answers:
+            raise DeadlineError("gone")
+        return answers.pop(0)
+
+    with pytest.raises(ConfigError, match=r"^--watch = .* expected a terminal"):
+        watch_status(ask)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("zenps.tables.WATCH_SECONDS", 0.01)
+    with pytest.raises(DeadlineError):
+        watch_status(ask)
+    out = capsys.readouterr().out
+    assert out.index("node-1") < out.rindex("node-2")
+
+
 def test_throughput_is_of_all_servers_and_of_a_worker_in_the_mean() -> None:
     busy = msgspec.structs.replace(WORKER, state="present", rates={"rounds": 8.0, "step": 4.0})
     idle = msgspec.structs.replace(WORKER, state="present", rates={})
@@ -164,6 +184,7 @@ def test_status_of_a_live_cluster(zenps: Any, scheduler: str) -> None:
     assert nodes["scheduler"]["address"] == scheduler
     assert nodes["server"]["address"].startswith("tcp://127.0.0.1:")
     assert nodes["server"]["slots"] == 4096
+    assert nodes["server"]["load"]["budget_bytes"] == 4 << 30
     assert all(node["host"] and node["state"] == "present" for node in nodes.values())
     assert {node["epoch"] for node in nodes.values()} <= {0, 1}
     table = zenps("status", *here)
