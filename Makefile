@@ -2,13 +2,17 @@ PYTHON    ?= python3
 PARTITION ?= balanced
 BIN       ?= .venv/bin
 
-.PHONY: demo test check bench fuzz soak simulate chaos test-docker test-hosts test-gpu bench-gpu
+.PHONY: demo test check bench fuzz soak simulate chaos test-docker test-hosts test-gpu bench-gpu test-browser
 
 demo: .venv/installed
 	$(BIN)/zenps launch --workers 2 --servers 2 --set sync.partition=$(PARTITION) -- $(BIN)/python examples/lstm_lm.py
 
 test: .venv/installed
 	$(BIN)/pytest
+
+# Needs Debian's chromium and chromium-driver. SCREENSHOT=docs/status.png renews the picture that is kept.
+test-browser: .venv/installed
+	TEST_BROWSER=1 TEST_SCREENSHOT=$(SCREENSHOT) $(BIN)/pytest tests/browser
 
 check: .venv/installed
 	$(BIN)/ruff check

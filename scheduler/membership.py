@@ -30,6 +30,7 @@ from zenps.wire.messages import (
 )
 
 from .actions import Send, to_all
+from .changes import Changes
 from .job import Job
 from .members import Node, names
 from .registration import Settings, missing_from, refusal
@@ -54,6 +55,8 @@ class Membership:
         self._cluster = cluster
         self._settings = settings
         self._job = Job(cluster, now)
+        self._began = now
+        self._changes = Changes()
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────
 
@@ -75,7 +78,7 @@ class Membership:
             return self._on_gone(node)
         match message:
             case Heartbeat():
-                return self._on_heartbeat(node, message)
+                return self._on_heartbeat(node, message, now)
             case Barrier(sequence=sequence):
                 is_open = self._is_at_work(node)
                 return self._job.barriers.on_barrier(node, sequence, now) if is_open else []
@@ -94,7 +97,9 @@ class Membership:
                 sends += self._on_lost(node, now)
         if now > self._job.until:
             sends += self._on_deadline(now)
-        return sends + self._job.barriers.on_tick(now)
+        sends += self._job.barriers.on_tick(now)
+        self._changes.look(self._job.members, self.state, self.epoch, now)
+        return sends
 
     def abort(self, reason: str) -> list[Send]:
         """The scheduler has to end before the job has: so must everybody."""
@@ -147,9 +152,18 @@ class Membership:
 
     def status(self, now: float) -> Status:
         """The cluster as a table."""
-        nodes = self._job.members.status(self._job.views.owners, self.late_seconds(), now)
-        lease = self._cluster.lease_seconds
-        return Status(self._name, self.state, self.epoch, lease, self._settings, nodes)
+        owners = self._job.views.owners
+        return Status(
+            job=self._name,
+            state=self.state,
+            epoch=self.epoch,
+            lease_seconds=self._cluster.lease_seconds,
+            settings=self._settings,
+            nodes=self._job.members.status(owners, self.late_seconds(), now),
+            uptime_seconds=round(now - self._began, 3),
+            owners=owners.astype("<u2").tobytes(),
+            changes=self._changes.lately(now),
+        )
 
     # ── registration ────────────────────────────────────────────────────────────────────────────
 
@@ -206,8 +220,9 @@ class Membership:
         self._job.generation = max(self._job.generation, message.generation)
         return [] if self._job.returning.missing() else self._job.recover(now)
 
-    def _on_heartbeat(self, node: Node, message: Heartbeat) -> list[Send]:
+    def _on_heartbeat(self, node: Node, message: Heartbeat, now: float) -> list[Send]:
         node.load = message.load
+        node.rates.report(message.load, now)
         if node.role == "server":
             self._job.stragglers.report(node.peer, message.late)
         if self.state == "recovering":  # no wave begins before all workers are heard

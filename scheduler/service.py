@@ -7,6 +7,7 @@ import os
 import socket as net
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 
 import msgspec
 import zmq
@@ -34,6 +35,7 @@ from zenps.wire.messages import (
 )
 from zenps.wire.sockets import Socket, bind_router, context, receive_routed
 
+from . import page
 from .membership import Membership, Send
 
 __all__ = ["serve"]
@@ -64,17 +66,16 @@ def serve(config: Config, on_ready: Callable[[str], None]) -> None:
     keys = load_keys(config.security, "scheduler")
     registry = CollectorRegistry()
     exporter = metrics.serve(registry, config.metrics.host, config.metrics.port)
-    try:
-        with context() as ctx:
-            service = _Service(config, ctx, keys, exporter.address, SchedulerMetrics(registry))
-            on_ready(service.address)
-            logger.info("listening on %s", service.address)
-            try:
-                service.run()
-            finally:
-                service.close()
-    finally:
-        exporter.close()
+    with closing(exporter), closing(page.serve(config.status)) as shown, context() as ctx:
+        service = _Service(config, ctx, keys, exporter.address, shown, SchedulerMetrics(registry))
+        on_ready(service.address)
+        logger.info("listening on %s", service.address)
+        if shown.address:
+            logger.info("status page at http://%s/", shown.address)
+        try:
+            service.run()
+        finally:
+            service.close()
 
 
 def _listen_on(address: str) -> tuple[str, int]:
@@ -88,6 +89,7 @@ class _Service:
         ctx: zmq.Context[Socket],
         keys: Keys | None,
         metrics_address: str,
+        shown: page.Page,
         counters: SchedulerMetrics,
     ) -> None:
         self._gate = Gate(ctx, keys, counters.count_refusal)
@@ -103,6 +105,7 @@ class _Service:
         self._untaken: dict[bytes, zmq.MessageTracker] = {}
         """The last answer to each peer that asked for the status, while it waits to be sent."""
         self._metrics_address = metrics_address
+        self._page = shown
         self._metrics = counters
         self._decoder: Decoder[ToScheduler] = Decoder(config.cluster.job, ToScheduler)
         shared = shared_settings(config)
@@ -127,6 +130,7 @@ class _Service:
             self._receive()
             now = time.monotonic()
             self._send(self._membership.on_tick(now))
+            self._page.answer(lambda: self._complete(self._membership.status(time.monotonic())))
             self._cut_endless()
             self._show_gauges()
             for straggler in self._membership.stragglers(now):
@@ -202,7 +206,7 @@ class _Service:
             message = send.message
             match message:
                 case Status():
-                    message = msgspec.structs.replace(message, nodes=(self._own_status(), *message.nodes))
+                    message = self._complete(message)
                 case Departed(member=member, lost=True, reason=reason):
                     if log.once(logger, reason, "%s", reason):
                         self._metrics.lost_nodes.labels(role=member.role).inc()
@@ -238,8 +242,9 @@ class _Service:
             self._metrics.cut_connections.inc()
             log.once(logger, "endless", "cut the connection of %s: it sent a message without end", address)
 
-    def _own_status(self) -> NodeStatus:
-        return NodeStatus(
+    def _complete(self, status: Status) -> Status:
+        """With what the membership does not know: this process."""
+        own = NodeStatus(
             role="scheduler",
             rank=0,
             host=net.gethostname(),
@@ -252,6 +257,7 @@ class _Service:
             silent_seconds=0.0,
             load={},
         )
+        return msgspec.structs.replace(status, nodes=(own, *status.nodes), page=self._page.address)
 
     def _show_gauges(self) -> None:
         for role in ("worker", "server"):

@@ -278,6 +278,9 @@ class _Service:
             "received_bytes": self._metrics.received_bytes.total,
             "sent_bytes": self._metrics.sent_bytes.total,
             "busy_seconds": self._metrics.aggregation_duration.seconds,
+            "held_bytes": self._rounds.held_bytes,
+            "budget_bytes": self._config.cluster.server_budget_bytes,
+            "open_rounds": self._rounds.open_rounds,
         }
 
     def _late(self) -> Late:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from zenps.config import Config, Loaded, describe, load, rank_from_environment, require_cluster
@@ -110,7 +111,9 @@ def _parser() -> argparse.ArgumentParser:
     add("server", _server, "run one server")
     add("worker", _worker, "run CMD as one worker, with these settings", command=True)
     status = add("status", _status, "show a live cluster")
-    status.add_argument("--json", action="store_true", help="for programs")
+    form = status.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="for programs")
+    form.add_argument("--watch", action="store_true", help="again every second, until Ctrl-C")
     health = add("health", _health, "tell a container's probe whether a role is well, by exit code 0 or 1")
     health.add_argument("--role", choices=("scheduler", "server"), required=True, help="that of this node")
     drain = add("drain", _drain, "have a server hand its slots to the others, and end", operand=" RANK")
@@ -248,13 +251,16 @@ def _status(args: argparse.Namespace) -> int:
     config = _load(args).config
     _require_scheduler(config)
     from zenps.status import fetch, to_json
-    from zenps.tables import show_status
+    from zenps.tables import show_status, watch_status
 
-    status = fetch(config.cluster, args.timeout_seconds, load_keys(config.security, "operator"))
+    keys = load_keys(config.security, "operator")
+    ask = partial(fetch, config.cluster, args.timeout_seconds, keys)
     if args.json:
-        print(to_json(status))
+        print(to_json(ask()))
+    elif args.watch:
+        watch_status(ask)
     else:
-        show_status(status)
+        show_status(ask())
     return 0
 
 

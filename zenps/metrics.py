@@ -7,9 +7,7 @@ one: only the latest are shown. One object per process, on a registry that the c
 
 from __future__ import annotations
 
-import errno
 import importlib.metadata
-import socket
 import threading
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
@@ -22,7 +20,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricF
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from zenps.errors import ConfigError, ProtocolError
+from zenps.errors import ProtocolError, cannot_listen
 from zenps.lateness import MOST_RANKS, latest
 
 __all__ = ["Exporter", "Refusal", "SchedulerMetrics", "ServerMetrics", "WorkerMetrics", "serve"]
@@ -300,14 +298,11 @@ class _WithoutCreated(Collector):
 def serve(registry: CollectorRegistry, host: str, port: int) -> Exporter:
     """Serve ``registry`` over HTTP at ``host``; port 0: any free one, -1: not at all.
 
-    Raises :class:`ConfigError` where the address cannot be listened on.
+    Raises :class:`~zenps.errors.ConfigError` where the address cannot be listened on.
     """
     if port == -1:
         return Exporter()
     try:
         return Exporter(*start_http_server(port, addr=host, registry=_WithoutCreated(registry)))
     except OSError as error:
-        reason = error.strerror or str(error)
-        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-            raise ConfigError("metrics.host", host, f"an address of this machine ({reason})") from error
-        raise ConfigError("metrics.port", port, f"a free port, 0 for any, -1 for none ({reason})") from error
+        raise cannot_listen("metrics", host, port, error) from error

@@ -31,6 +31,7 @@ __all__ = [
     "LogConfig",
     "MetricsConfig",
     "SecurityConfig",
+    "StatusConfig",
     "SyncConfig",
     "checked",
     "format_bytes",
@@ -203,6 +204,18 @@ class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = 0
 
 
+class StatusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the scheduler serves its [status page](operations.md#the-status-page)."""
+
+    host: Annotated[
+        str, Meta(description="address to serve the status page on", min_length=1, max_length=255)
+    ] = "127.0.0.1"
+    port: Annotated[
+        int,
+        Meta(description="port to serve the status page on; 0: any free port; -1: off", ge=-1, le=65535),
+    ] = 0
+
+
 class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What this process writes to stderr."""
 
@@ -223,6 +236,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cuda: CudaConfig = msgspec.field(default_factory=CudaConfig)
     security: SecurityConfig = msgspec.field(default_factory=SecurityConfig)
     metrics: MetricsConfig = msgspec.field(default_factory=MetricsConfig)
+    status: StatusConfig = msgspec.field(default_factory=StatusConfig)
     log: LogConfig = msgspec.field(default_factory=LogConfig)
 
 

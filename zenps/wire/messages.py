@@ -21,6 +21,7 @@ __all__ = [
     "Barrier",
     "BarrierReply",
     "Busy",
+    "Change",
     "Departed",
     "Drain",
     "DrainReply",
@@ -64,8 +65,8 @@ Address = Annotated[str, Meta(max_length=300)]
 MAX_COLUMNS = (1 << 28) - 1
 # What a row of a sparse tensor counts for beside its values, when chunks are cut and bounded.
 POSITION_BYTES = 8
-Load = dict[str, float]
-"""Counters that a node reports with each heartbeat, for ``zenps status``."""
+Load = Annotated[dict[Annotated[str, Meta(max_length=64)], float], Meta(max_length=32)]
+"""What a node reports of itself with each heartbeat, for ``zenps status``."""
 Late = Annotated[dict[Rank, float], Meta(max_length=MOST_RANKS)]
 """How many seconds others have waited for each of some ranks."""
 
@@ -238,6 +239,18 @@ class NodeStatus(Struct, frozen=True, array_like=True):
     load: Load
     late_seconds: float = 0.0
     """How long others have waited for this worker."""
+    rates: Load = {}
+    """How fast the counters of ``load`` rise, per second."""
+
+
+class Change(Struct, frozen=True, array_like=True):
+    """What became of the job, or of some nodes."""
+
+    seconds_ago: float
+    who: Text
+    state: Text
+    """Of the job, or of a node, from then on."""
+    epoch: Count
 
 
 class Status(Struct, frozen=True, array_like=True, tag="status!"):
@@ -249,6 +262,14 @@ class Status(Struct, frozen=True, array_like=True, tag="status!"):
     lease_seconds: float
     settings: dict[str, str | int | float]
     nodes: tuple[NodeStatus, ...]
+    uptime_seconds: float = 0.0
+    """Of this scheduler."""
+    page: Address = ""
+    """``host:port`` of the status page; empty if there is none."""
+    owners: Annotated[bytes, Meta(max_length=8192)] = b""
+    """As in :class:`View`; empty before the first."""
+    changes: tuple[Change, ...] = ()
+    """The latest, newest first."""
 
 
 # ── worker → server ─────────────────────────────────────────────────────────────────────────────
