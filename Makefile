@@ -2,13 +2,16 @@ PYTHON    ?= python3
 PARTITION ?= balanced
 BIN       ?= .venv/bin
 
-.PHONY: demo test check bench fuzz soak simulate chaos test-gpu bench-gpu
+.PHONY: demo test test-monitoring check bench fuzz soak simulate chaos test-gpu bench-gpu
 
 demo: .venv/installed
 	$(BIN)/zenps launch --workers 2 --servers 2 --set sync.partition=$(PARTITION) -- $(BIN)/python examples/lstm_lm.py
 
 test: .venv/installed
 	$(BIN)/pytest
+
+test-monitoring: .venv/installed
+	$(BIN)/pytest tests/monitoring/provoked.py
 
 check: .venv/installed
 	$(BIN)/ruff check

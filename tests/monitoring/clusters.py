@@ -11,8 +11,8 @@ from tests.monitoring.prometheus import Prometheus, prometheus_of, write_targets
 
 __all__ = ["TIMES", "nodes_of", "targets_of", "watched"]
 
-TIMES = 20
-"""What takes five minutes in docker/prometheus/ takes 15 seconds here."""
+TIMES = 10
+"""What takes five minutes in docker/prometheus/ takes 30 seconds here."""
 
 
 def nodes_of(cluster: Cluster) -> list[tuple[str, str]]:

@@ -83,14 +83,14 @@ class Prometheus:
         """What ``expression`` has once that fulfils ``condition``: by default, once there is any."""
         return _await(lambda: self.query(expression), condition, seconds, expression)
 
-    def await_alert(self, name: str, seconds: float = 30.0) -> Alert:
-        """The first alert of that name that fires."""
+    def await_alert(self, name: str, seconds: float = 30.0, **labels: str) -> Alert:
+        """The first alert of that name, and with these labels, that fires."""
+        wanted = {"alertname": name, **labels}.items()
 
-        def fires(alerts: list[Alert]) -> bool:
-            return any(alert.name == name for alert in alerts)
+        def of_that_name() -> list[Alert]:
+            return [alert for alert in self.alerts() if wanted <= alert.labels.items()]
 
-        found = _await(self.alerts, fires, seconds, f"alert {name}")
-        return next(alert for alert in found if alert.name == name)
+        return _await(of_that_name, bool, seconds, f"alert {name}")[0]
 
     def _get(self, what: str, **parameters: str) -> Any:
         url = f"http://{self.address}/api/v1/{what}?{urllib.parse.urlencode(parameters)}"
@@ -202,7 +202,7 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
     def listening() -> str:
         text = log.read_text()
         assert process.poll() is None, text
-        found = re.search(r'msg="Listening on" address=(\S+)', text)
+        found = re.search(r'msg="Listening on".* address=(\S+)', text)
         return found[1] if found and "ready to receive web requests" in text else ""
 
     return _await(listening, bool, START_SECONDS, "Prometheus")

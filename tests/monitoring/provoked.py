@@ -1,6 +1,6 @@
 """``make test-monitoring``: what is done to a real job is told by the alerts of a real Prometheus.
 
-Not collected by default: alerts wait for minutes, which take seconds here, but many of them. A healthy job
+Not collected by default, for alerts wait for minutes, of which each takes six seconds here. A healthy job
 runs beside the harmed one, and no alert may name it.
 """
 
@@ -18,14 +18,14 @@ import zmq
 from tests.integration.cluster import Cluster
 from tests.monitoring.clusters import nodes_of, targets_of, watched
 from tests.monitoring.jobs import HARM, be_harmed, train
-from tests.monitoring.prometheus import Alert, Prometheus, write_targets
+from tests.monitoring.prometheus import Prometheus, write_targets
 from tests.monitoring.test_live import TIMING
 from zenps.keys import generate
 from zenps.wire.frames import MAX_ENVELOPE_BYTES
 from zenps.wire.sockets import connect_dealer
 
 SIZE = 3
-SECONDS = 60.0
+SECONDS = 90.0
 """How long an alert may take, on a machine that is busy with others."""
 
 
@@ -36,10 +36,10 @@ class Harmed(NamedTuple):
     prometheus: Prometheus
     path: Path
 
-    def fires(self, name: str) -> Alert:
-        alert = self.prometheus.await_alert(name, SECONDS)
-        assert alert.labels["job"] == "harmed"
-        return alert
+    def fires(self, name: str, **labels: str) -> str:
+        """Waits until an alert tells of this job; what it says."""
+        alert = self.prometheus.await_alert(name, SECONDS, job="harmed", **labels)
+        return alert.annotations["description"]
 
     def instance(self, role: str, rank: int) -> str:
         return self.cluster.nodes(role)[rank].metrics
@@ -51,7 +51,7 @@ def harmed(prometheus_binary: str, tmp_path_factory: pytest.TempPathFactory) -> 
     generate(path / "keys", workers=SIZE, servers=SIZE)
     with (
         Cluster() as healthy,
-        Cluster(SIZE, SIZE, HARM, lease_seconds=2.0, keys=path / "keys") as cluster,
+        Cluster(SIZE, SIZE, HARM, lease_seconds=5.0, keys=path / "keys") as cluster,
     ):
         for rank in range(2):
             healthy.start(train, path, rank=rank)
@@ -68,32 +68,32 @@ def test_alerts_fire_when_provoked(harmed: Harmed) -> None:
     (harmed.path / "overflow").touch()
     _knock(cluster)
     _say_nonsense(cluster)
-    assert harmed.fires("Overflow").labels["role"] == "worker"
-    assert harmed.fires("RefusedConnections").labels["reason"] == "handshake"
-    assert harmed.fires("ProtocolErrors").labels["reason"] == "envelope"
-
-    assert harmed.fires("BackPressure").labels["role"] == "server"
-    assert "gets 3.0 times the rows" in harmed.fires("Imbalance").annotations["description"]
+    harmed.fires("Overflow", rank="0")
+    harmed.fires("RefusedConnections", role="scheduler", reason="handshake")
+    harmed.fires("ProtocolErrors", role="scheduler", reason="envelope")
 
     nodes = nodes_of(cluster)
     write_targets(targets_of(harmed.path, "harmed"), nodes[:-1])
-    assert harmed.fires("NodeUnreachable").labels["role"] == nodes[-1][0]
+    harmed.fires("NodeUnreachable", role=nodes[-1][0])
     write_targets(targets_of(harmed.path, "harmed"), nodes)
+    assert "gets 3.0 times the rows of the mean one" in harmed.fires("Imbalance")
 
-    (slowest,) = prometheus.query('job:zenps_push_pull_duration_seconds:p99_rate1m{job="harmed"}')
-    (harmed.path / "late").write_text(f"{max(0.6, 5 * slowest.value)}")
-    straggler = harmed.fires("Straggler")
-    assert straggler.labels["rank"] == "1"
-    assert f"for worker 1 ({harmed.instance('worker', 1)})" in straggler.annotations["description"]
+    (harmed.path / "late").touch()
+    assert f"for worker 1 ({harmed.instance('worker', 1)})" in harmed.fires("Straggler", rank="1")
     harmed.fires("SlowRounds")
+    (harmed.path / "late").unlink()
+
+    (harmed.path / "crowd").touch()
+    harmed.fires("BackPressure", role="server")
+    (harmed.path / "crowd").unlink()
 
     address = harmed.instance("server", 2)
     cluster.servers[2].kill()
-    assert harmed.fires("ServerLost").annotations["description"].endswith(f"Gone: server 2 ({address}).")
+    assert harmed.fires("ServerLost").endswith(f"Gone: server 2 ({address}).")
 
     address = harmed.instance("worker", 2)
     cluster.workers[2].kill()
-    assert harmed.fires("WorkerLost").annotations["description"].endswith(f"Gone: worker 2 ({address}).")
+    assert harmed.fires("WorkerLost").endswith(f"Gone: worker 2 ({address}).")
 
     cluster.scheduler.kill()
     harmed.fires("SchedulerDown")

@@ -49,6 +49,8 @@ def test_panels_say_what_the_job_does(prometheus: Prometheus) -> None:
 
     (state,) = prometheus.query(queries["State: {{state}}"])
     assert state.labels["state"] == "running"
+    live = prometheus.query(queries["Live nodes: {{role}}s"])
+    assert {sample.labels["role"]: sample.value for sample in live} == {"worker": 2, "server": 2}
     assert ask("Slots: server {{rank}}") == [2048, 2048]
     assert all(1 <= value < 1.2 for value in ask("Imbalance: worker {{rank}}"))
     # 3750 draws of 30,000 rows hit 30,000 · (1 - e^-1/8) of them; those of two ranks, 1 - e^-1/4.
