@@ -2,7 +2,7 @@ PYTHON    ?= python3
 PARTITION ?= balanced
 BIN       ?= .venv/bin
 
-.PHONY: demo test check bench fuzz soak simulate chaos test-docker test-hosts test-gpu bench-gpu test-browser
+.PHONY: demo test check bench fuzz soak simulate chaos test-docker test-hosts test-gpu bench-gpu test-browser test-monitoring
 
 demo: .venv/installed
 	$(BIN)/zenps launch --workers 2 --servers 2 --set sync.partition=$(PARTITION) -- $(BIN)/python examples/lstm_lm.py
@@ -13,6 +13,8 @@ test: .venv/installed
 # Needs Debian's chromium and chromium-driver. SCREENSHOT=docs/status.png renews the picture that is kept.
 test-browser: .venv/installed
 	TEST_BROWSER=1 TEST_SCREENSHOT=$(SCREENSHOT) $(BIN)/pytest tests/browser
+test-monitoring: .venv/installed
+	$(BIN)/pytest tests/monitoring/provoked.py
 
 check: .venv/installed
 	$(BIN)/ruff check

@@ -17,7 +17,7 @@ from zenps import log, metrics
 from zenps.config import Config
 from zenps.errors import PeerLostError, ProtocolError
 from zenps.keys import Keys, load_keys, node_name
-from zenps.metrics import SchedulerMetrics
+from zenps.metrics import STATES, SchedulerMetrics
 from zenps.settings import parse_address, shared_settings
 from zenps.wire.connections import Connections
 from zenps.wire.curve import Gate, warn_if_open
@@ -260,6 +260,8 @@ class _Service:
         return msgspec.structs.replace(status, nodes=(own, *status.nodes), page=self._page.address)
 
     def _show_gauges(self) -> None:
+        for state in STATES:
+            self._metrics.state.labels(state=state).set(state == self._membership.state)
         for role in ("worker", "server"):
             self._metrics.live_nodes.labels(role=role).set(self._membership.live(role))
         self._metrics.epoch.set(self._membership.epoch)

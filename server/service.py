@@ -164,6 +164,7 @@ class _Service:
         self._execute(self._rounds.on_view(view.ring, self._peers, departed, time.monotonic()))
         log.setup(self._config.log, "server", view.rank)
         slots = int((np.frombuffer(view.owners, dtype="<u2") == view.rank).sum())
+        self._metrics.set_rank(view.rank)
         self._metrics.slots.set(slots)
         self._metrics.epoch.set(view.epoch)
         self._link.beat(time.monotonic(), self._epoch, self._load())

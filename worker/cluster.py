@@ -64,6 +64,7 @@ class Cluster(Communicator):
         self.stats = Stats(partition=config.sync.partition)
         self.bucket_bytes = config.sync.bucket_bytes
         self.rank = view.rank
+        self._metrics.set_rank(view.rank)
         self.goes_on = config.cluster.goes_on
         self.is_newcomer = view.admitted > 0
         self._admitted = view.admitted
@@ -77,7 +78,7 @@ class Cluster(Communicator):
         """By name, at most :data:`MOST_NAMES`: ranks count steps by them, and cannot forget one together."""
         self._recording = threading.Lock()
         self._submitting = threading.Lock()
-        self._last_step = 0
+        self._last_step = -1
         self._session.start(self._load, self._follow, self._cut_again)
 
     def push_pull_async(
@@ -100,7 +101,9 @@ class Cluster(Communicator):
                 )
             progress = Progress(previous.step + 1 if previous else 0)
             self._latest[name] = progress
-            self._last_step = max(self._last_step, progress.step)
+            if progress.step > self._last_step:
+                self._last_step = progress.step
+                self._metrics.steps.inc()
         try:
             expected_rows = previous.pulled_rows if previous else 0
             transfer = self._transfers.begin(tensor, name, expected_rows, contributes)
@@ -169,6 +172,7 @@ class Cluster(Communicator):
             self._admitted = view.admitted
             with self._submitting:
                 self._latest.clear()
+                self._last_step = -1
 
     def _know(self, view: View) -> None:
         self.ranks = tuple(worker.rank for worker in view.workers)
@@ -216,7 +220,7 @@ class Cluster(Communicator):
             "pushed_bytes": stats.pushed_bytes,
             "pulled_bytes": stats.pulled_bytes,
             "wait_seconds": stats.wait_seconds,
-            "step": self._last_step,
+            "step": max(self._metrics.steps.total - 1, 0),
         }
 
     def _record(self, transfer: Transfer, progress: Progress, waited: float, worked: float) -> None:
@@ -238,20 +242,29 @@ class Cluster(Communicator):
             counters.scatter_duration.observe(worked)
             # Dense elements would drown the rows: there are many more, and no strategy misplaces them.
             if transfer.kind == "sparse":
-                self._record_balance(transfer)
+                self._record_rows(transfer, progress.pulled_rows)
             if transfer.hashed_rows.any():
                 for outcome, rows in zip(HASH_OUTCOMES, transfer.hashed_rows.tolist(), strict=True):
                     counters.hashed_rows.labels(outcome=outcome).inc(rows)
 
-    def _record_balance(self, transfer: Transfer) -> None:
+    def _record_rows(self, transfer: Transfer, pulled: int) -> None:
         layout = transfer.sent.cut.layout
         assert layout is not None
         rows = dict.fromkeys(layout.servers, 0)
         for part in transfer.sent.parts:
             rows[part.server] += part.rows
-        busiest, mean = max(rows.values()), sum(rows.values()) / len(rows)
+        pushed = sum(rows.values())
+        busiest, mean = max(rows.values()), pushed / len(rows)
         self.stats.busiest_rows += busiest
         self.stats.mean_rows += mean
-        if mean:
-            self._metrics.compaction_ratio.set(mean * len(rows) / transfer.rows_given)
+        if pushed:
+            self._metrics.compaction_ratio.set(pushed / transfer.rows_given)
             self._metrics.partition_imbalance.set(busiest / mean)
+        counts = {
+            "given": transfer.rows_given,
+            "pushed": pushed,
+            "pulled": pulled,
+            "whole": layout.rows_total,
+        }
+        for stage, count in counts.items():
+            self._metrics.rows.labels(stage=stage).inc(count)
