@@ -54,6 +54,8 @@ class Membership:
         self._cluster = cluster
         self._settings = settings
         self._job = Job(cluster, now)
+        self.step: int | None = None
+        """The latest that a worker has reported."""
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────
 
@@ -208,6 +210,10 @@ class Membership:
         node.load = message.load
         if node.role == "server":
             self._job.stragglers.report(node.peer, message.late)
+        elif (
+            0 <= (step := message.load.get("step", -1.0)) < 1 << 62
+        ):  # what comes may be no number, or no end
+            self.step = int(step)
         if self.state == "recovering":  # no wave begins before all workers are heard
             node.wave = message.wave
             return [Send(node.peer, HeartbeatReply())]

@@ -1,0 +1,173 @@
+"""One timeline of the parts that :mod:`zenps.trace` wrote: on one clock, with arrows from role to role."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from bisect import bisect
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from zenps.errors import ConfigError
+from zenps.trace import CLOCK, NODE, Event
+
+__all__ = ["merge", "read_events"]
+
+_ENDS: Final = {
+    ("worker", "push"): ("push", "s"),
+    ("server", "receive"): ("push", "f"),
+    ("server", "answer"): ("answer", "s"),
+    ("worker", "scatter"): ("answer", "f"),
+}
+"""Whose spans an arrow begins and ends at: from each push to where it was received, and back."""
+
+
+def merge(parts: Sequence[Path], path: Path) -> int:
+    """Write one timeline of several parts, however each of them ended.
+
+    Args:
+        parts: files that processes wrote.
+        path: of the result, which is there as a whole or not at all.
+
+    Returns:
+        The number of parts that have anything in them.
+
+    Raises:
+        ConfigError: a file cannot be read or written, or is no part.
+    """
+    known = [part for part in map(_look, parts) if part is not None]
+    if not known:
+        raise ConfigError("PART", " ".join(map(str, parts)), "a part in which there is something")
+    known.sort(key=lambda part: (part.sort_index, part.began_us))
+    start_us = min(part.began_us for part in known)
+    began = min(part.unix_seconds for part in known)
+    about = {
+        "began": datetime.fromtimestamp(began, UTC).isoformat(timespec="milliseconds"),
+        "clock_error_us": {str(part.path): part.error_us for part in known},
+    }
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(b'{"displayTimeUnit":"ms","otherData":' + msgspec.json.encode(about))
+            file.write(b',"traceEvents":[')
+            separator = b"\n"
+            for pid, part in enumerate(known, start=1):
+                for event in _shown(part, pid, start_us):
+                    file.write(separator + msgspec.json.encode(event))
+                    separator = b",\n"
+            file.write(b"\n]}\n")
+        os.replace(partial, path)
+    except OSError as error:
+        raise ConfigError("OUT", str(path), f"a file that can be written ({error.strerror})") from error
+    return len(known)
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """The events of a part. What its end lacks, because the process was killed, is left out.
+
+    Raises:
+        ConfigError: it cannot be read, or is no part.
+    """
+    decoder = msgspec.json.Decoder(Event)
+    torn = False
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                text = line.strip(b"[], \r\n")
+                if not text:
+                    continue
+                if torn:
+                    raise ConfigError(
+                        "PART", str(path), f"an event in line {number - 1}; is it of this version?"
+                    )
+                try:
+                    event = decoder.decode(text)
+                except msgspec.DecodeError:
+                    torn = True
+                    continue
+                yield event
+    except OSError as error:
+        raise ConfigError("PART", str(path), f"a file that can be read ({error.strerror})") from error
+
+
+class _Part(NamedTuple):
+    """What the whole of a part says about each event in it."""
+
+    path: Path
+    role: str
+    rank: int
+    sort_index: int
+    began_us: float
+    """By the scheduler's clock."""
+    unix_seconds: float
+    clocks: list[tuple[float, float]]
+    """From when on the scheduler's clock is how far ahead, in microseconds."""
+    error_us: float
+    """How wrong that may be at worst; 0 where one clock is known."""
+
+    def scheduler_us(self, here_us: float) -> float:
+        """A time of this part by the scheduler's clock, which is as far ahead as between two estimates."""
+        if not self.clocks:
+            return here_us
+        index = bisect(self.clocks, (here_us,))
+        before, after = self.clocks[max(index - 1, 0)], self.clocks[min(index, len(self.clocks) - 1)]
+        if before[0] >= after[0] or here_us <= before[0]:
+            return here_us + before[1]
+        share = min((here_us - before[0]) / (after[0] - before[0]), 1.0)
+        return here_us + before[1] + share * (after[1] - before[1])
+
+
+def _look(path: Path) -> _Part | None:
+    """None for one that is empty: its process was killed before it wrote anything."""
+    part = None
+    first_us = float("inf")
+    clocks, errors = [], [0.0]
+    for event in read_events(path):
+        first_us = min(first_us, event.ts)
+        args: dict[str, Any] = event.args
+        if event.name == NODE:
+            role, rank, unix = str(args["role"]), args["rank"] or 0, args["unix_seconds"]
+            began = part.unix_seconds if part else unix
+            part = _Part(path, role, rank, 0, 0.0, began, [], 0.0)
+        elif event.name == CLOCK:
+            clocks.append((event.ts, float(args["offset_us"])))
+            errors.append(float(args["error_us"]) if args["offset_us"] else 0.0)
+        elif event.name == "process_sort_index" and part is not None:
+            part = part._replace(sort_index=int(args["sort_index"]))
+    if part is None:
+        if first_us < float("inf"):
+            raise ConfigError("PART", str(path), "a part that a role wrote (sync.trace)")
+        return None
+    part = part._replace(clocks=clocks, error_us=max(errors))
+    return part._replace(began_us=part.scheduler_us(first_us))
+
+
+def _shown(part: _Part, pid: int, start_us: float) -> Iterator[Event]:
+    """The events of a part as they stand in the whole, in the same order."""
+    for event in read_events(part.path):
+        if event.name in (NODE, CLOCK):
+            continue
+        event.pid = pid
+        event.ts = 0.0 if event.ph == "M" else round(part.scheduler_us(event.ts) - start_us, 3)
+        if event.id:
+            event.id = f"{pid:#x}{int(event.id, 16):010x}"
+        yield event
+        end = _ENDS.get((part.role, event.cat))
+        if end is not None and event.ph == "X" and "chunk" in event.args:
+            yield _arrow(event, part, *end)
+
+
+def _arrow(event: Event, part: _Part, name: str, phase: Any) -> Event:
+    """One end of it. Both ends know from whom to whom, and of what, and so agree about its ``id``."""
+    args: dict[str, Any] = event.args
+    server = args["server"] if part.role == "worker" else part.rank
+    worker = part.rank if part.role == "worker" else args["rank"]
+    what = (name, worker, server, args["tensor"], args["step"], args["chunk"], args["epoch"])
+    identity = hashlib.blake2b(repr(what).encode(), digest_size=8).hexdigest()
+    ends = {"bp": "e"} if phase == "f" else {}
+    return replace(event, name=name, ph=phase, dur=None, cat="arrow", id=f"0x{identity}", args={}, **ends)
