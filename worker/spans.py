@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from types import TracebackType
 
 import torch
+from torch._C._autograd import _profiler_enabled
 
-from zenps.trace import OFF, Nothing, Span, Trace
+from zenps.trace import NOTHING, OFF, Nothing, Span, Trace
 
 __all__ = ["Spans"]
 
@@ -24,26 +24,24 @@ class Spans:
     def __init__(self, trace: Trace = OFF) -> None:
         self.trace = trace
 
-    def __call__(
-        self, kind: str, tensor: str = "", step: int = -1, **args: object
-    ) -> Span | Nothing | _Profiled:
+    def __call__(self, kind: str, tensor: str = "", step: int = -1) -> Span | Nothing | _Profiled:
         """What this thread does in the ``with`` block: to ``tensor``, in its round ``step``."""
-        about = {"tensor": tensor, "step": step, **args} if tensor else args
-        span = self.trace.span(kind, **about)
-        # torch's own marks cost a microsecond even if nobody profiles; to ask costs a tenth.
-        if not torch.autograd._profiler_enabled():
-            return span
-        return _Profiled(f"zenps::{kind}({tensor})", span)
+        # torch's own marks cost microseconds even if nobody profiles; to ask first costs a tenth of one.
+        is_profiled = _profiler_enabled()
+        if not (is_profiled or self.trace.is_on):
+            return NOTHING
+        span = self.trace.span(kind, tensor=tensor, step=step) if tensor else self.trace.span(kind)
+        return _Profiled(f"zenps::{kind}({tensor})", span) if is_profiled else span
 
 
-class _Profiled(AbstractContextManager["Span | Nothing"]):
+class _Profiled:
     """A span that torch's profiler shows, too."""
 
     def __init__(self, name: str, span: Span | Nothing) -> None:
         self._range, self._span = torch.profiler.record_function(name), span
 
     def __enter__(self) -> Span | Nothing:
-        self._range.__enter__()
+        self._range.__enter__()  # type: ignore[no-untyped-call]
         return self._span.__enter__()
 
     def __exit__(

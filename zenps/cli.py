@@ -300,6 +300,7 @@ def _doctor(args: argparse.Namespace) -> int:
 def _trace(args: argparse.Namespace) -> int:
     from zenps.timeline import merge
 
+    _load(args)  # of no use here, but what is wrong is refused everywhere
     count = merge(args.parts, args.out)
     print(f"{args.out}: {count} process(es); chrome://tracing and https://ui.perfetto.dev show it")
     return 0

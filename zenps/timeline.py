@@ -44,11 +44,11 @@ def merge(parts: Sequence[Path], path: Path) -> int:
     if not known:
         raise ConfigError("PART", " ".join(map(str, parts)), "a part in which there is something")
     known.sort(key=lambda part: (part.sort_index, part.began_us))
-    start_us = min(part.began_us for part in known)
+    start_us = min(part.began_us for part in known)  # what is infinite here is not used
     began = min(part.unix_seconds for part in known)
     about = {
         "began": datetime.fromtimestamp(began, UTC).isoformat(timespec="milliseconds"),
-        "clock_error_us": {str(part.path): part.error_us for part in known},
+        "clock_error_us": {part.path.name: part.error_us for part in known},
     }
     partial = path.with_name(f"{path.name}.partial")
     try:
@@ -103,7 +103,7 @@ class _Part(NamedTuple):
     rank: int
     sort_index: int
     began_us: float
-    """By the scheduler's clock."""
+    """When its first event was, by the scheduler's clock; infinity where it has none."""
     unix_seconds: float
     clocks: list[tuple[float, float]]
     """From when on the scheduler's clock is how far ahead, in microseconds."""
@@ -128,7 +128,8 @@ def _look(path: Path) -> _Part | None:
     first_us = float("inf")
     clocks, errors = [], [0.0]
     for event in read_events(path):
-        first_us = min(first_us, event.ts)
+        if event.ph != "M":
+            first_us = min(first_us, event.ts)
         args: dict[str, Any] = event.args
         if event.name == NODE:
             role, rank, unix = str(args["role"]), args["rank"] or 0, args["unix_seconds"]
@@ -139,9 +140,9 @@ def _look(path: Path) -> _Part | None:
             errors.append(float(args["error_us"]) if args["offset_us"] else 0.0)
         elif event.name == "process_sort_index" and part is not None:
             part = part._replace(sort_index=int(args["sort_index"]))
+    if part is None and first_us < float("inf"):
+        raise ConfigError("PART", str(path), "a part that a role wrote (sync.trace)")
     if part is None:
-        if first_us < float("inf"):
-            raise ConfigError("PART", str(path), "a part that a role wrote (sync.trace)")
         return None
     part = part._replace(clocks=clocks, error_us=max(errors))
     return part._replace(began_us=part.scheduler_us(first_us))
@@ -153,7 +154,10 @@ def _shown(part: _Part, pid: int, start_us: float) -> Iterator[Event]:
         if event.name in (NODE, CLOCK):
             continue
         event.pid = pid
+        end_us = event.ts + (event.dur or 0.0)
         event.ts = 0.0 if event.ph == "M" else round(part.scheduler_us(event.ts) - start_us, 3)
+        if event.dur is not None:  # the clock may have been corrected meanwhile
+            event.dur = round(part.scheduler_us(end_us) - start_us - event.ts, 3)
         if event.id:
             event.id = f"{pid:#x}{int(event.id, 16):010x}"
         yield event
