@@ -111,7 +111,6 @@ class Channel:
 
         def push() -> None:
             self._handles[id(round_)] = handle
-            handle.pushed()
             self._execute(self._exchange.submit(round_, time.monotonic()))
 
         self._post(push)

@@ -120,6 +120,7 @@ class Cluster(Communicator):
                 self._spans.trace.since(begin_ns, "stage", tensor=name, step=progress.step)
             sent = transfer.sent
             outgoing = self._pushes(name, progress.step, sent, average)
+            handle.pushed()
             self._session.channel.submit(Round(name, progress.step, sent.cut.epoch, outgoing, sent), handle)
 
         def fail(error: ZenPSError) -> None:
