@@ -28,44 +28,20 @@ from zenps.wire.connections import Connections
 from zenps.wire.curve import Gate, warn_if_open
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, CorruptedError, Decoder, encode
 from zenps.wire.link import SchedulerLink, new_register
-from zenps.wire.messages import (
-    Busy,
-    Departed,
-    Failure,
-    FromServer,
-    Late,
-    Load,
-    Push,
-    Refused,
-    Resend,
-    Result,
-    Resume,
-    Stop,
-    View,
-    Wanted,
-)
+from zenps.wire.messages import Busy, Departed, Failure, Late, Load, Push, Refused, Resend, Stop, View
 from zenps.wire.sockets import Socket, bind_router, context, find_host, receive_routed
 
 from .aggregation import Aggregator, Payload, check_span, read_payload
 from .memory import keep_freed_memory
 from .outbox import Outbox, StalledError
 from .rounds import Aggregate, Held, Reply, Rounds
+from .spans import KINDS, about, size_bytes
 
 __all__ = ["serve"]
 
 logger = logging.getLogger("zenps.server")
 
 TICK_SECONDS = 0.5
-
-_KINDS: dict[type[FromServer], str] = {
-    Result: "answer",
-    Failure: "fail",
-    Busy: "refuse",
-    Resume: "resume",
-    Resend: "ask again",
-    Wanted: "ask",
-}
-"""What a message to a worker is called in a timeline."""
 
 
 def serve(config: Config) -> None:
@@ -221,7 +197,7 @@ class _Service:
             actions = self._ask_again(peer, error) if isinstance(error, CorruptedError) else []
         else:
             self._descriptors[peer] = descriptor
-            self._metrics.received_bytes.inc(_size_bytes(frames))
+            self._metrics.received_bytes.inc(size_bytes(frames))
         self._execute(actions)
 
     def _on_push(self, peer: bytes, frames: Sequence[memoryview]) -> list[Aggregate | Reply]:
@@ -237,7 +213,7 @@ class _Service:
             check_span(push, self._config.cluster.max_message_bytes)
             payload = read_payload(push, frames[1:])
             if span:
-                span.note(**_about(push), rank=push.rank, rows=push.rows, bytes=_size_bytes(frames))
+                span.note(**about(push), rank=push.rank, rows=push.rows, bytes=size_bytes(frames))
         return self._rounds.on_push(Held(peer, push, payload, payload.size_bytes), time.monotonic())
 
     def _ask_again(self, peer: bytes, error: CorruptedError) -> list[Aggregate | Reply]:
@@ -266,7 +242,7 @@ class _Service:
         with self._trace.span("aggregate") as span:
             result, frames = self._aggregator.aggregate(pushes)
             if span:
-                span.note(**_about(result), pushes=len(pushes), rows=result.rows, bytes=_size_bytes(frames))
+                span.note(**about(result), pushes=len(pushes), rows=result.rows, bytes=size_bytes(frames))
         end = time.monotonic()
         self._metrics.round_wait_duration.observe(round_.waited_seconds)
         self._metrics.aggregation_duration.observe(end - begin)
@@ -282,15 +258,15 @@ class _Service:
             case Busy():
                 self._metrics.refused_pushes.inc()
         envelope = encode(self._config.cluster.job, reply.message, reply.frames)
-        size = len(envelope) + _size_bytes(reply.frames)
+        size = len(envelope) + size_bytes(reply.frames)
         for peer in reply.peers:
             if peer in self._stalled:
                 continue
             try:
-                with self._trace.span(_KINDS[type(reply.message)]) as span:
+                with self._trace.span(KINDS[type(reply.message)]) as span:
                     self._outbox.send(peer, envelope, reply.frames)
                     if span:
-                        span.note(**_about(reply.message), rank=self._ranks.get(peer), bytes=size)
+                        span.note(**about(reply.message), rank=self._ranks.get(peer), bytes=size)
             except StalledError as error:
                 self._drop(peer, str(error))
                 continue
@@ -339,17 +315,3 @@ class _Service:
         self._duplicates_shown += unreported
 
     _duplicates_shown = 0
-
-
-def _size_bytes(frames: Sequence[memoryview]) -> int:
-    return sum([frame.nbytes for frame in frames])
-
-
-def _about(message: Push | FromServer) -> dict[str, object]:
-    """What a timeline says about it."""
-    return {
-        "tensor": message.tensor,
-        "step": message.step,
-        "chunk": message.chunk,
-        "epoch": message.epoch,
-    }

@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import shutil
 import signal
 import socket as net
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Final
 
@@ -20,12 +17,12 @@ import msgspec
 
 from zenps.config import Config
 from zenps.environments import environments
-from zenps.errors import ConfigError, DeadlineError
+from zenps.errors import DeadlineError
 from zenps.keys import load_keys
 from zenps.output import Lines, Output
 from zenps.processes import Guard, Pipe, Process
 from zenps.status import fetch
-from zenps.timeline import merge
+from zenps.timeline import collected
 from zenps.wire.messages import Status
 
 __all__ = ["launch"]
@@ -70,36 +67,15 @@ def launch(config: Config, command: Sequence[str], environment: Mapping[str, str
             cannot be written.
     """
     environment_of = environments(config, environment)
-    with _timeline(config.sync.trace, environment_of):
+    with collected(config.sync.trace) as trace:
+        for variables in environment_of.values() if trace else ():
+            variables["ZENPS_SYNC_TRACE"] = trace
         job = _Job(config, command, environment_of)
         with _signals(job):
             try:
                 return job.run()
             finally:
                 job.close()
-
-
-@contextlib.contextmanager
-def _timeline(trace: str, environment_of: dict[str, dict[str, str]]) -> Iterator[None]:
-    """Has all processes write their parts of a timeline into a directory, and makes one file of them."""
-    if not trace:
-        yield
-        return
-    path = Path(trace).absolute()
-    try:
-        directory = Path(tempfile.mkdtemp(prefix=f"{path.stem}.", suffix=".parts", dir=path.parent))
-    except OSError as error:
-        allowed = f"a file in a directory that can be written ({error.strerror})"
-        raise ConfigError("sync.trace", trace, allowed) from error
-    for environment in environment_of.values():
-        environment["ZENPS_SYNC_TRACE"] = str(directory / path.name)
-    yield
-    try:
-        merge(sorted(directory.iterdir()), path)
-    except ConfigError as error:  # the exit code is that of the job
-        print(f"zenps: {error}; the parts are in {directory}", file=sys.stderr)
-    else:
-        shutil.rmtree(directory)
 
 
 class _Job:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import shutil
+import sys
+import tempfile
 from bisect import bisect
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -16,7 +20,7 @@ from msgspec.structs import replace
 from zenps.errors import ConfigError
 from zenps.trace import CLOCK, NODE, Event
 
-__all__ = ["merge", "read_events"]
+__all__ = ["collected", "merge", "read_events"]
 
 _ENDS: Final = {
     ("worker", "push"): ("push", "s"),
@@ -25,6 +29,39 @@ _ENDS: Final = {
     ("worker", "scatter"): ("answer", "f"),
 }
 """Whose spans an arrow begins and ends at: from each push to where it was received, and back."""
+
+
+@contextlib.contextmanager
+def collected(trace: str) -> Iterator[str]:
+    """Make the file ``trace`` of what processes write that have, in this block, the value for ``sync.trace``.
+
+    That value is in a directory of its own, for parts of another job may lie beside ``trace``. If the file
+    cannot be made, they are left there, and a line on stderr says so: the job has ended as it has.
+
+    Args:
+        trace: a path; empty: nothing is recorded, and the value is empty, too.
+
+    Raises:
+        ConfigError: there can be no such file.
+    """
+    if not trace:
+        yield ""
+        return
+    path = Path(trace).absolute()
+    try:
+        directory = Path(tempfile.mkdtemp(prefix=f"{path.stem}.", suffix=".parts", dir=path.parent))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            "sync.trace", trace, f"a file in a directory that can be written ({reason})"
+        ) from error
+    yield str(directory / path.name)
+    try:
+        merge(sorted(directory.iterdir()), path)
+    except ConfigError as error:
+        print(f"zenps: {error}; the parts are in {directory}", file=sys.stderr)
+    else:
+        shutil.rmtree(directory)
 
 
 def merge(parts: Sequence[Path], path: Path) -> int:
