@@ -57,6 +57,8 @@ class Membership:
         self._job = Job(cluster, now)
         self._began = now
         self._changes = Changes()
+        self.step: int | None = None
+        """The latest that a worker has reported."""
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────
 
@@ -225,6 +227,8 @@ class Membership:
         node.rates.report(message.load, now)
         if node.role == "server":
             self._job.stragglers.report(node.peer, message.late)
+        elif 0 <= (step := message.load.get("step", -1.0)) < 1 << 62:  # what comes may be NaN, or no end
+            self.step = int(step)
         if self.state == "recovering":  # no wave begins before all workers are heard
             node.wave = message.wave
             return [Send(node.peer, HeartbeatReply())]

@@ -14,11 +14,13 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from zenps import log, metrics
+from zenps.clock import now_ns
 from zenps.config import Config
 from zenps.errors import PeerLostError, ProtocolError
 from zenps.keys import Keys, load_keys, node_name
 from zenps.metrics import STATES, SchedulerMetrics
 from zenps.settings import parse_address, shared_settings
+from zenps.trace import Trace, open_trace
 from zenps.wire.connections import Connections
 from zenps.wire.curve import Gate, warn_if_open
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
@@ -26,12 +28,15 @@ from zenps.wire.messages import (
     BarrierReply,
     Departed,
     Drain,
+    Heartbeat,
+    HeartbeatReply,
     NodeStatus,
     Refused,
     Register,
     Status,
     StatusRequest,
     ToScheduler,
+    View,
 )
 from zenps.wire.sockets import Socket, bind_router, context, receive_routed
 
@@ -66,8 +71,13 @@ def serve(config: Config, on_ready: Callable[[str], None]) -> None:
     keys = load_keys(config.security, "scheduler")
     registry = CollectorRegistry()
     exporter = metrics.serve(registry, config.metrics.host, config.metrics.port)
-    with closing(exporter), closing(page.serve(config.status)) as shown, context() as ctx:
-        service = _Service(config, ctx, keys, exporter.address, shown, SchedulerMetrics(registry))
+    with (
+        closing(exporter),
+        closing(open_trace(config.sync.trace, "scheduler")) as trace,
+        closing(page.serve(config.status)) as shown,
+        context() as ctx,
+    ):
+        service = _Service(config, ctx, keys, exporter.address, shown, SchedulerMetrics(registry), trace)
         on_ready(service.address)
         logger.info("listening on %s", service.address)
         if shown.address:
@@ -91,7 +101,9 @@ class _Service:
         metrics_address: str,
         shown: page.Page,
         counters: SchedulerMetrics,
+        trace: Trace,
     ) -> None:
+        self._trace = trace
         self._gate = Gate(ctx, keys, counters.count_refusal)
         host, port = _listen_on(config.cluster.scheduler)
         self._socket, address = bind_router(ctx, host, port, MAX_ENVELOPE_BYTES, keys)
@@ -166,9 +178,13 @@ class _Service:
             if isinstance(message, StatusRequest) and self._has_untaken(peer):
                 continue
             state = self._membership.state
-            self._send(self._membership.on_message(peer, message, time.monotonic()))
+            sends = self._membership.on_message(peer, message, time.monotonic())
+            if isinstance(message, Heartbeat):
+                sends = [_with_clock(send, message) for send in sends]
+            self._send(sends)
             if self._membership.state != state:
                 logger.info("%s", self._membership.state)
+                self._trace.instant("state", self._membership.state)
 
     def _attributed(self, peer: bytes, frame: memoryview, message: ToScheduler) -> ToScheduler:
         """``message``, if the sender's key may send it; a registration for any rank gets that of the key.
@@ -199,17 +215,22 @@ class _Service:
         return message
 
     def _send(self, sends: Sequence[Send]) -> None:
+        log.here.epoch, log.here.step = self._membership.epoch or None, self._membership.step
         replies = {m.sequence: m for m in (send.message for send in sends) if isinstance(m, BarrierReply)}
         for barrier in replies.values():
+            self._trace.instant("barrier", barrier.sequence, error=barrier.error)
             self._metrics.barriers.labels(outcome="failed" if barrier.error else "completed").inc()
         for send in sends:
             message = send.message
             match message:
+                case View():
+                    self._show_view(message)
                 case Status():
                     message = self._complete(message)
                 case Departed(member=member, lost=True, reason=reason):
                     if log.once(logger, reason, "%s", reason):
                         self._metrics.lost_nodes.labels(role=member.role).inc()
+                        self._trace.instant("lost", f"{member.role} {member.rank}", reason=reason)
             try:
                 self._send_one(
                     send.peer, encode(self._config.cluster.job, message), isinstance(message, Status)
@@ -222,6 +243,13 @@ class _Service:
                 elif error.errno != zmq.EHOSTUNREACH:
                     raise
                 logger.debug("peer %s cannot be reached", send.peer.hex())
+
+    def _show_view(self, view: View) -> None:
+        if view.epoch > self._epoch_shown:
+            self._epoch_shown = view.epoch
+            self._trace.epoch(view.epoch, len(view.workers), len(view.servers))
+
+    _epoch_shown = 0
 
     def _send_one(self, peer: bytes, envelope: bytes, tracked: bool) -> None:
         self._socket.send(peer, zmq.SNDMORE | zmq.DONTWAIT)
@@ -266,3 +294,11 @@ class _Service:
             self._metrics.live_nodes.labels(role=role).set(self._membership.live(role))
         self._metrics.epoch.set(self._membership.epoch)
         self._metrics.late.seconds = self._membership.late_seconds()
+
+
+def _with_clock(send: Send, heartbeat: Heartbeat) -> Send:
+    """The answer to a heartbeat says what time it is here."""
+    if not isinstance(send.message, HeartbeatReply):
+        return send
+    times = {"heartbeat_ns": heartbeat.clock_ns, "clock_ns": now_ns()}
+    return Send(send.peer, msgspec.structs.replace(send.message, **times))

@@ -40,8 +40,8 @@ class History:
         self._newest: dict[str, dict[int, int]] = {}
         """By tensor and rank, the last step pushed: the rank has ended those before."""
         self._forgotten: OrderedDict[tuple[str, int], tuple[int, Set[int]]] = OrderedDict()
-        """By tensor and chunk, the last step whose outcome was forgotten, and who had no part in it: if needed,
-        it is summed again."""
+        """By tensor and chunk, the last step whose outcome was forgotten, and who had no part in it: if
+        needed, it is summed again."""
 
     def clear(self) -> None:
         """The ring has changed: workers push again by that."""

@@ -11,12 +11,14 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
-from zenps import metrics
+from zenps import log, metrics
+from zenps.clock import now_ns
 from zenps.config import Config
 from zenps.errors import UsageError, ZenPSError
 from zenps.metrics import HASH_OUTCOMES, WorkerMetrics
 from zenps.settings import MOST_NAMES, shared_settings
 from zenps.strategies.registry import strategy
+from zenps.trace import open_trace
 from zenps.wire.link import new_register
 from zenps.wire.messages import Load, Push, View
 from zenps.wire.tensors import dtype_name
@@ -26,6 +28,7 @@ from .exchange import PATIENCE_SECONDS
 from .handle import Handle, Progress
 from .round import Outgoing, Round
 from .session import Session
+from .spans import Spans
 from .staging import Staging
 from .transfer import Sent, Transfer
 from .transfers import Transfers
@@ -52,12 +55,14 @@ class Cluster(Communicator):
         registry = CollectorRegistry()
         self._metrics = WorkerMetrics(registry)
         self._exporter = metrics.serve(registry, config.metrics.host, config.metrics.port)
+        self._spans = Spans()
         try:
+            self._spans = Spans(open_trace(config.sync.trace, "worker"))
             address, shared = self._exporter.address, shared_settings(config)
             register = new_register("worker", rank, "", address, shared)
-            self._session = Session(config, register, self._metrics)
+            self._session = Session(config, register, self._metrics, self._spans)
         except BaseException:  # Ctrl-C while others are waited for, too: a later init() wants the port
-            self._exporter.close()
+            self._let_go()
             raise
         view = self._session.view
         self._completed = self._metrics.rounds.labels(outcome="completed")
@@ -102,20 +107,29 @@ class Cluster(Communicator):
             progress = Progress(previous.step + 1 if previous else 0)
             self._latest[name] = progress
             if progress.step > self._last_step:
-                self._last_step = progress.step
+                self._last_step = log.here.step = progress.step
                 self._metrics.steps.inc()
+        begin_ns, is_staged = now_ns(), not tensor.is_cpu
         try:
             expected_rows = previous.pulled_rows if previous else 0
-            transfer = self._transfers.begin(tensor, name, expected_rows, contributes)
+            with self._spans("compact", name, progress.step) as span:
+                transfer = self._transfers.begin(tensor, name, expected_rows, contributes)
+                if span:
+                    span.note(rows=transfer.rows_given)
         except BaseException:  # Ctrl-C too: a name in flight for ever could not be pushed again
             self._take_back(name, previous)
             raise
-        handle = Handle(name, progress, transfer, self._wait, self._timeout_seconds, self._record)
+        handle = Handle(
+            name, progress, transfer, self._wait, self._timeout_seconds, self._record, self._spans
+        )
 
         def push() -> None:
             progress.compacted_seconds = time.perf_counter() - progress.began
+            if is_staged:
+                self._spans.trace.since(begin_ns, "stage", tensor=name, step=progress.step)
             sent = transfer.sent
             outgoing = self._pushes(name, progress.step, sent, average)
+            handle.pushed()
             self._session.channel.submit(Round(name, progress.step, sent.cut.epoch, outgoing, sent), handle)
 
         def fail(error: ZenPSError) -> None:
@@ -129,7 +143,8 @@ class Cluster(Communicator):
         """As :meth:`Session.barrier`."""
         if self.is_newcomer:
             raise self._too_early("barrier")
-        self._session.barrier()
+        with self._spans("barrier"):
+            self._session.barrier()
 
     def admit(self) -> None:
         """As :meth:`Session.admit`."""
@@ -142,6 +157,10 @@ class Cluster(Communicator):
     def close(self, *, together: bool = False) -> None:
         """As :meth:`Session.close`, and frees the metrics port."""
         self._session.close(together=together)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._spans.trace.close()
         self._exporter.close()
 
     def _wait(self, ready: Callable[[], bool], until: float) -> None:

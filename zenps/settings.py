@@ -157,6 +157,13 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         int,
         Meta(description="key of the permutation; the same on all nodes", ge=0, le=(1 << 63) - 1),
     ] = 0x5A454E
+    trace: Annotated[
+        str,
+        Meta(
+            description="file for a [timeline](timeline.md) of all roles, such as trace.json; empty: none",
+            max_length=4096,
+        ),
+    ] = ""
 
 
 class CudaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

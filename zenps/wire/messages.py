@@ -123,6 +123,8 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag="heartbeat"):
     """A server's: the workers that its rounds have waited for longest, and how long in all."""
     wave: Count = 0
     """A worker's: all rounds that were in flight when it heard of this wave have ended."""
+    clock_ns: Count = 0
+    """The sender's clock when it was sent. The answer repeats it."""
 
 
 LAST_BARRIER = (1 << 62) - 1
@@ -195,6 +197,10 @@ class HeartbeatReply(Struct, frozen=True, array_like=True, tag="heartbeat!"):
     """One more than what every worker has reported."""
     newcomers: Count = 0
     """How many workers wait to be let in."""
+    heartbeat_ns: Count = 0
+    """The ``clock_ns`` of the heartbeat that this answers."""
+    clock_ns: Count = 0
+    """The scheduler's clock when it was answered."""
 
 
 class BarrierReply(Struct, frozen=True, array_like=True, tag="barrier!"):
