@@ -2,13 +2,21 @@ PYTHON    ?= python3
 PARTITION ?= balanced
 BIN       ?= .venv/bin
 
-.PHONY: demo test check bench fuzz soak simulate chaos test-gpu bench-gpu
+.PHONY: demo test test-long check bench fuzz soak simulate chaos test-gpu bench-gpu
 
 demo: .venv/installed
 	$(BIN)/zenps launch --workers 2 --servers 2 --set sync.partition=$(PARTITION) -- $(BIN)/python examples/lstm_lm.py
 
+# Half of the time tests wait, so two processes need little more than half of it. worksteal keeps the tests of
+# a file together, which share clusters and compiled kernels, until one of the processes has none left.
+PROCESSES ?= 2
+IN_PARALLEL = -n $(PROCESSES) --dist worksteal
+
 test: .venv/installed
-	$(BIN)/pytest
+	$(BIN)/pytest $(IN_PARALLEL)
+
+test-long: .venv/installed
+	$(BIN)/pytest $(IN_PARALLEL) -m long
 
 check: .venv/installed
 	$(BIN)/ruff check
