@@ -154,13 +154,20 @@ def test_it_ends_at_its_limit_and_says_so_once(
 
 
 def test_memory_is_bounded(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tracing, "MOST_PENDING", 100)
-    monkeypatch.setattr(recorder, "_flush", lambda: None)
-    for _ in range(1000):
-        recorder.instant("epoch", 1)
+    monkeypatch.setattr(tracing, "FLUSH_SECONDS", 600)
+    monkeypatch.setattr(logging.getLogger("zenps"), "propagate", True)
+    recorder = Recorder(tmp_path / "part", "server")
+    for number in range(1000):
+        recorder.instant("epoch", number)
     assert len(recorder._pending) == 100
+    recorder._flush()
+    recorder.instant("epoch", 1000)
+    assert [event["args"]["epoch"] for event in of(events(recorder), ph="i")] == [*range(900, 1000)]
+    (record,) = caplog.records
+    assert "more happens than can be written" in record.message
 
 
 def test_a_full_disk_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
