@@ -181,10 +181,10 @@ class Membership:
         if self.state in ("failed", "stopped"):
             return [Send(peer, Refused("lost", f"the job has failed: {self.failure}"))]
         if message.role == "worker":
-            if message.generation < self._job.generation:
+            if self._is_of_the_past(message):
                 return [Send(peer, Refused("lost", "torchrun has started the workers anew"))]
-            if message.generation > self._job.generation and self.state != "recovering":
-                self._job.restart_workers(message.generation, now)
+            if self._is_restart(message) and self.state != "recovering":
+                self._job.restart_workers(max(message.generation, self._job.generation), now)
         if self.state == "recovering" or (message.view and not self.epoch):
             return self._on_return(peer, message, now)
         if message.view is not None:
@@ -205,6 +205,34 @@ class Membership:
         for role in ("worker", "server"):
             self._job.members.assign_ranks(role)
         return self._job.change("all registered", now)
+
+    def _is_of_the_past(self, message: Register) -> bool:
+        """Whether torchrun has ended this worker, or soon will.
+
+        Each node's agent counts its own restarts, and only those for a failure of its own workers: after one
+        on another node, its count may be less than theirs, while all begin anew.
+        """
+        if message.generation >= self._job.generation:
+            return False
+        counts = [
+            w.register.generation
+            for w in self._job.members.present("worker")
+            if w.register.host == message.host
+        ]
+        return (
+            self.state != "gathering"
+            or message.view is not None
+            or max(counts, default=0) > message.generation
+        )
+
+    def _is_restart(self, message: Register) -> bool:
+        """Whether torchrun has ended all workers, of which this is the first to be back."""
+        if message.generation > self._job.generation:
+            return True
+        if self.state not in ("confirming", "running", "draining") or not message.restarts:
+            return False
+        gone = self._job.members.with_state("worker", "left", "lost")
+        return not self._cluster.goes_on and any(node.rank == message.rank for node in gone)
 
     # ── the return of a scheduler ───────────────────────────────────────────────────────────────
 
