@@ -2,13 +2,19 @@ PYTHON    ?= python3
 PARTITION ?= balanced
 BIN       ?= .venv/bin
 
-.PHONY: demo test check bench fuzz soak simulate chaos test-hosts test-gpu bench-gpu
+.PHONY: demo test check bench fuzz soak simulate chaos test-docker test-hosts test-gpu bench-gpu test-browser test-monitoring
 
 demo: .venv/installed
 	$(BIN)/zenps launch --workers 2 --servers 2 --set sync.partition=$(PARTITION) -- $(BIN)/python examples/lstm_lm.py
 
 test: .venv/installed
 	$(BIN)/pytest
+
+# Needs Debian's chromium and chromium-driver. SCREENSHOT=docs/status.png renews the picture that is kept.
+test-browser: .venv/installed
+	TEST_BROWSER=1 TEST_SCREENSHOT=$(SCREENSHOT) $(BIN)/pytest tests/browser
+test-monitoring: .venv/installed
+	$(BIN)/pytest tests/monitoring/provoked.py
 
 check: .venv/installed
 	$(BIN)/ruff check
@@ -37,6 +43,10 @@ chaos: .venv/installed
 
 simulate: .venv/installed
 	$(BIN)/python -m tests.simulation.run --rounds $(ROUNDS) --json benchmarks/results/simulation.json
+
+# Needs a Docker engine, and Compose of either generation.
+test-docker: .venv/installed
+	ZENPS_TEST_DOCKER=1 $(BIN)/pytest tests/docker
 
 # Needs root and iproute2.
 test-hosts: .venv/installed

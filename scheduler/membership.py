@@ -30,6 +30,7 @@ from zenps.wire.messages import (
 )
 
 from .actions import Send, to_all
+from .changes import Changes
 from .job import Job
 from .members import Node, names
 from .registration import Settings, missing_from, refusal
@@ -54,6 +55,10 @@ class Membership:
         self._cluster = cluster
         self._settings = settings
         self._job = Job(cluster, now)
+        self._began = now
+        self._changes = Changes()
+        self.step: int | None = None
+        """The latest that a worker has reported."""
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────
 
@@ -75,7 +80,7 @@ class Membership:
             return self._on_gone(node)
         match message:
             case Heartbeat():
-                return self._on_heartbeat(node, message)
+                return self._on_heartbeat(node, message, now)
             case Barrier(sequence=sequence):
                 is_open = self._is_at_work(node)
                 return self._job.barriers.on_barrier(node, sequence, now) if is_open else []
@@ -94,7 +99,9 @@ class Membership:
                 sends += self._on_lost(node, now)
         if now > self._job.until:
             sends += self._on_deadline(now)
-        return sends + self._job.barriers.on_tick(now)
+        sends += self._job.barriers.on_tick(now)
+        self._changes.look(self._job.members, self.state, self.epoch, now)
+        return sends
 
     def abort(self, reason: str) -> list[Send]:
         """The scheduler has to end before the job has: so must everybody."""
@@ -147,9 +154,18 @@ class Membership:
 
     def status(self, now: float) -> Status:
         """The cluster as a table."""
-        nodes = self._job.members.status(self._job.views.owners, self.late_seconds(), now)
-        lease = self._cluster.lease_seconds
-        return Status(self._name, self.state, self.epoch, lease, self._settings, nodes)
+        owners = self._job.views.owners
+        return Status(
+            job=self._name,
+            state=self.state,
+            epoch=self.epoch,
+            lease_seconds=self._cluster.lease_seconds,
+            settings=self._settings,
+            nodes=self._job.members.status(owners, self.late_seconds(), now),
+            uptime_seconds=round(now - self._began, 3),
+            owners=owners.astype("<u2").tobytes(),
+            changes=self._changes.lately(now),
+        )
 
     # ── registration ────────────────────────────────────────────────────────────────────────────
 
@@ -225,17 +241,22 @@ class Membership:
         if self.state == "gathering":
             self._job.advance("a member returns")
             self._job.until = now + self._cluster.lease_seconds + RETURN_SECONDS
-            for node in self._job.members:  # they are asked again, now that members are known
+            # They are asked again, now that members are known; of what generation those are is not yet.
+            for node in self._job.members:
                 self._job.members.forget(node)
+            self._job.returning.generation, self._job.generation = self._job.generation, 0
         if not self._job.returning.admit(peer, message, now):
             return []
         self._job.generation = max(self._job.generation, message.generation)
         return [] if self._job.returning.missing() else self._job.recover(now)
 
-    def _on_heartbeat(self, node: Node, message: Heartbeat) -> list[Send]:
+    def _on_heartbeat(self, node: Node, message: Heartbeat, now: float) -> list[Send]:
         node.load = message.load
+        node.rates.report(message.load, now)
         if node.role == "server":
             self._job.stragglers.report(node.peer, message.late)
+        elif 0 <= (step := message.load.get("step", -1.0)) < 1 << 62:  # what comes may be NaN, or no end
+            self.step = int(step)
         if self.state == "recovering":  # no wave begins before all workers are heard
             node.wave = message.wave
             return [Send(node.peer, HeartbeatReply())]
@@ -292,7 +313,7 @@ class Membership:
             return sends + self._job.change("members changed", now)
         if self.state == "confirming" and self.epoch == 1:
             reason = f"{node.member} left before the job began"
-            return sends + self._job.fail("a worker lost", "lost", reason)
+            return sends + self._job.without_worker(reason, now)
         if self._job.can_go_on():
             return sends + self._job.go_on_without(node, now)
         sends += self._job.barriers.end(f"{node.member} left before it")

@@ -35,6 +35,7 @@ from .exchange import Exchange
 from .handle import Handle
 from .reach import Reach
 from .round import Action, Deliver, Fail, Outgoing, Round, SendPush
+from .spans import Spans
 from .transfer import Sent
 
 __all__ = ["Channel", "CutAgain"]
@@ -61,6 +62,7 @@ class Channel:
         identity: this worker's routing identity.
         metrics: for bytes, refusals and failures.
         keys: this worker's, or None.
+        spans: for a timeline.
     """
 
     def __init__(
@@ -70,7 +72,9 @@ class Channel:
         identity: bytes,
         metrics: WorkerMetrics,
         keys: Keys | None = None,
+        spans: Spans | None = None,
     ) -> None:
+        self._spans = spans or Spans()
         self._job = cluster.job
         self._metrics = metrics
         self._exchange = Exchange(cluster.patience_seconds, self._recut)
@@ -286,16 +290,14 @@ class Channel:
                 case SendPush(outgoing=out, again=again):
                     if again:
                         self._metrics.refused_pushes.inc()
-                    envelope = encode(self._job, out.push, out.frames)
                     try:
-                        send_frames(self._servers[out.server][1], [envelope], out.frames)
+                        self._send(out)
                     except zmq.Again:
                         reason = (
                             f"server {out.server} has refused this worker; see its log and its security.keys"
                         )
                         self._execute(self._exchange.on_lost(PeerLostError(reason)))
                         return
-                    self._metrics.push_bytes.inc(len(envelope) + sum([frame.nbytes for frame in out.frames]))
                 case Deliver(round=round_, server=server, result=result, frames=frames, last=last):
                     handle = self._handles.pop(id(round_)) if last else self._handles[id(round_)]
                     handle.deliver((server, result, frames), last)
@@ -304,6 +306,17 @@ class Channel:
                     self._metrics.rounds.labels(outcome="failed").inc()
                     self._handles.pop(id(round_)).fail(error)
                     self._tell_sleepers()
+
+    def _send(self, out: Outgoing) -> None:
+        push = out.push
+        with self._spans("push", push.tensor, push.step) as span:
+            envelope = encode(self._job, push, out.frames)
+            send_frames(self._servers[out.server][1], [envelope], out.frames)
+            size = len(envelope) + sum([frame.nbytes for frame in out.frames])
+            if span:
+                where = {"chunk": push.chunk, "epoch": push.epoch, "server": out.server}
+                span.note(**where, rows=push.rows, bytes=size, codec=push.codec)
+        self._metrics.push_bytes.inc(size)
 
     def _tell_sleepers(self) -> None:
         with self._role:

@@ -22,6 +22,7 @@ from zenps.errors import ConfigError
 
 __all__ = [
     "FIELDS",
+    "MOST_NAMES",
     "MOST_WORKERS",
     "PARTITIONS",
     "ClusterConfig",
@@ -30,6 +31,7 @@ __all__ = [
     "LogConfig",
     "MetricsConfig",
     "SecurityConfig",
+    "StatusConfig",
     "SyncConfig",
     "checked",
     "format_bytes",
@@ -51,6 +53,9 @@ _UNITS: Final = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
 WEEK_SECONDS: Final = 7 * 24 * 3600
 
 MOST_WORKERS: Final = 4096
+
+MOST_NAMES: Final = 65536
+"""How many different tensor names a job may use: each is remembered on every worker and on servers."""
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -152,6 +157,13 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         int,
         Meta(description="key of the permutation; the same on all nodes", ge=0, le=(1 << 63) - 1),
     ] = 0x5A454E
+    trace: Annotated[
+        str,
+        Meta(
+            description="file for a [timeline](timeline.md) of all roles, such as trace.json; empty: none",
+            max_length=4096,
+        ),
+    ] = ""
 
 
 class CudaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -199,6 +211,18 @@ class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = 0
 
 
+class StatusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the scheduler serves its [status page](operations.md#the-status-page)."""
+
+    host: Annotated[
+        str, Meta(description="address to serve the status page on", min_length=1, max_length=255)
+    ] = "127.0.0.1"
+    port: Annotated[
+        int,
+        Meta(description="port to serve the status page on; 0: any free port; -1: off", ge=-1, le=65535),
+    ] = 0
+
+
 class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What this process writes to stderr."""
 
@@ -219,6 +243,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cuda: CudaConfig = msgspec.field(default_factory=CudaConfig)
     security: SecurityConfig = msgspec.field(default_factory=SecurityConfig)
     metrics: MetricsConfig = msgspec.field(default_factory=MetricsConfig)
+    status: StatusConfig = msgspec.field(default_factory=StatusConfig)
     log: LogConfig = msgspec.field(default_factory=LogConfig)
 
 

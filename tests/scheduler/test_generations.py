@@ -233,3 +233,11 @@ def test_the_first_generation_need_not_be_0() -> None:
     membership = make_membership()
     assert gather(membership, generation=3) != []
     assert membership.on_message(b"old", register("worker", 0, generation=2), 1.0) != []
+
+
+def test_a_worker_that_leaves_between_rendezvous_and_start_may_be_started_again() -> None:
+    membership = make_membership()
+    gather(membership, restarts=1)
+    sends = membership.on_message(worker(0), Leave(), 1.0)
+    assert {*sent(sends, Refused)} == {worker(1)}
+    assert (membership.state, membership.live("server")) == ("gathering", 2)

@@ -123,9 +123,12 @@ class TestFile:
             (
                 "[snyc]\n",
                 "snyc: unknown key; did you mean sync? "
-                "(sections: cluster, sync, cuda, security, metrics, log)",
+                "(sections: cluster, sync, cuda, security, metrics, status, log)",
             ),
-            ("workers = 2", "workers: unknown key; sections: cluster, sync, cuda, security, metrics, log"),
+            (
+                "workers = 2",
+                "workers: unknown key; sections: cluster, sync, cuda, security, metrics, status, log",
+            ),
             ("sync = 3", "sync = 3: expected a table, [sync] (set by zenps.toml)"),
             (
                 "[cluster]\nworkers = true",
@@ -152,7 +155,7 @@ class TestUnknownKeys:
             "sync.partitoin: unknown key; did you mean sync.partition? "
             "(sync has: partition, codec, chunk_bytes, bucket_bytes, granule, table_bytes, seed)"
         )
-        sections = "cluster, sync, cuda, security, metrics, log"
+        sections = "cluster, sync, cuda, security, metrics, status, log"
         assert refusal(sets=["zzz=x"]) == f"zzz: unknown key; sections: {sections}"
 
     def test_in_environment(self) -> None:

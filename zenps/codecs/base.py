@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:  # the names of codecs are part of every message, and NumPy takes longer than zenps health
+    import numpy as np
+    from numpy.typing import NDArray
 
 __all__ = ["Codec", "CodecName", "Positions"]
 
 CodecName = Literal["coo", "bitmap"]
 """Every codec that may appear on the wire."""
 
-Positions = NDArray[np.int64]
+Positions: TypeAlias = "NDArray[np.int64]"
 """``[n]`` int64, strictly increasing."""
 
 

@@ -14,6 +14,7 @@ import msgspec
 import zmq
 
 from zenps import log
+from zenps.clock import ClockFilter, now_ns
 from zenps.config import restarts_from_environment
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, ProtocolError, UsageError, ZenPSError
 from zenps.keys import Keys
@@ -81,6 +82,8 @@ class SchedulerLink:
         self._next_beat = 0.0
         self._heard = time.monotonic()
         self._is_missed = False
+        self.clock = ClockFilter()
+        """How far the scheduler's clock is ahead, as heartbeats show."""
         self.registration: Registration
         """From :meth:`join` on."""
 
@@ -177,8 +180,11 @@ class SchedulerLink:
             self._heard = time.monotonic()
             match message:
                 case WhoAreYou():
+                    self.clock.reset()
                     self.send(self.registration.again())
                     continue
+                case HeartbeatReply(heartbeat_ns=sent_ns, clock_ns=there_ns):
+                    self.clock.add(sent_ns, there_ns, now_ns())
                 case View():
                     self.registration.follow(message)
             yield message
@@ -210,7 +216,7 @@ class SchedulerLink:
     def beat(self, now: float, epoch: int, load: Load, late: Late | None = None, wave: int = 0) -> None:
         """Sends a heartbeat at once, as after a new view."""
         self._next_beat = now + self._cluster.lease_seconds / BEATS_PER_LEASE
-        self.send(Heartbeat(epoch, load, late or {}, wave))
+        self.send(Heartbeat(epoch, load, late or {}, wave, now_ns()))
 
     def seconds_to_beat(self, now: float) -> float:
         """How long a poll may last until the next heartbeat is due."""

@@ -1,0 +1,129 @@
+"""``docker compose up``, as docs/deploy.md has it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import urllib.parse
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.docker.compose import COMPOSE_FILE, GENERATIONS, Project, docker, eventually
+
+DEMO = "python examples/lstm_lm.py --vocabulary 4000 --width 32 --samples 256 --batch 8"
+SHORT = f"{DEMO} --steps 40"
+LONG = f"{DEMO} --steps 1000000 --seconds 60"
+FAILING = "python -c 'import sys, zenps; zenps.init(); sys.exit(7 * zenps.rank())'"
+
+OVERRIDES = [(), ("compose.secure.yaml",), ("compose.gpu.yaml",), ("compose.secure.yaml", "compose.gpu.yaml")]
+
+generations = pytest.mark.parametrize("command", GENERATIONS.values(), ids=GENERATIONS)
+"""Each that is installed; what does not differ between them is tried with one."""
+
+pytestmark = pytest.mark.usefixtures("image")
+
+
+@pytest.fixture
+def command() -> Sequence[str]:
+    return next(iter(GENERATIONS.values()))
+
+
+def is_running(project: Project, servers: int = 2) -> bool:
+    return project.status()["state"] == "running" and len(project.nodes("server")) == servers
+
+
+@generations
+@pytest.mark.parametrize("overrides", OVERRIDES, ids=" ".join)
+def test_files_are_valid(command: Sequence[str], overrides: Sequence[str]) -> None:
+    with Project(command, *overrides) as project:
+        assert project("--profile", "monitoring", "config", "--quiet").stdout == ""
+
+
+@generations
+def test_trains_to_the_end(command: Sequence[str]) -> None:
+    with Project(command, ZENPS_COMMAND=SHORT) as project:
+        done = project("up")
+        assert done.returncode == 0, done.stdout
+        assert "workers: 2, partition: balanced" in done.stdout
+        assert "held-out loss" in done.stdout
+        for service in ("scheduler", "server", "worker"):
+            assert set(project.exit_codes(service)) == {0}
+
+
+def test_centralized_on_three_servers_of_which_one_is_killed(command: Sequence[str]) -> None:
+    variables = {"ZENPS_SERVERS": "3", "ZENPS_SYNC_PARTITION": "centralized", "ZENPS_COMMAND": LONG}
+    with Project(command, **variables) as project:
+        assert project("up", "--detach").returncode == 0
+        eventually(lambda: is_running(project, servers=3))
+        assert project.status()["settings"]["sync.partition"] == "centralized"
+        docker("kill", "--signal", "KILL", project.containers("server")[0])
+        eventually(lambda: is_running(project, servers=2))
+        assert len(project.containers("worker")) == 2
+        assert project.exit_codes("worker") == [0, 0]
+        assert sorted(project.exit_codes("server")) == [0, 0, 137]
+        assert "workers: 2, partition: centralized" in project("logs", "worker").stdout
+
+
+@generations
+def test_a_worker_that_fails_ends_it_with_its_code(command: Sequence[str]) -> None:
+    with Project(command, ZENPS_COMMAND=FAILING) as project:
+        out = project("up").stdout
+        assert "exited with code 7" in out
+        assert sorted(project.exit_codes("worker")) == [0, 7]
+        assert len(project.containers("server")) == 0
+        shown = f"docker wait $({' '.join(project.command)} ps --all --quiet worker) | sort -n | tail -n 1"
+        code = subprocess.run(shown, shell=True, capture_output=True, text=True, timeout=60, check=True)
+        assert code.stdout == "7\n"
+
+
+def test_with_keys(command: Sequence[str], image: str) -> None:
+    with Project(command, "compose.secure.yaml", ZENPS_COMMAND=LONG) as project:
+        assert project("up", "--detach").returncode == 0
+        eventually(lambda: is_running(project))
+        assert sorted(node["rank"] for node in project.nodes("worker")) == [0, 1]
+        # Whoever has no key of this job is let in nowhere, though it is on the same network.
+        network = ("--network", f"{project.name}_default", "-e", "ZENPS_CLUSTER_SCHEDULER=scheduler:9100")
+        refused = docker("run", "--rm", *network, image, "zenps", "server")
+        assert refused.returncode == 2
+        assert "security.keys = ''" in refused.stdout
+        # A role cannot read the secrets of another, and not write to those of its own.
+        seen = project("exec", "-T", "worker", "sh", "-c", "cd /keys; ls all scheduler server worker").stdout
+        assert [line for line in seen.split() if line.endswith(".secret")] == [
+            "worker-0.secret",
+            "worker-1.secret",
+        ]
+        assert project("exec", "-T", "worker", "touch", "/keys/worker/x").returncode != 0
+        # Each replica has taken another.
+        links = {
+            docker("exec", id_, "readlink", "/tmp/secret").stdout for id_ in project.containers("server")
+        }
+        assert links == {"/keys/server/server-0.secret\n", "/keys/server/server-1.secret\n"}
+        assert project.exit_codes("worker") == [0, 0]
+        assert sorted(project.exit_codes("server")) == [0, 0]
+        assert project("up", "keygen").stdout.count("0 new key(s)") == 1
+
+
+def test_prometheus_finds_all_roles(command: Sequence[str], prometheus: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def up() -> list[tuple[str, str]]:
+        """Role and value of each target."""
+        query = urllib.parse.urlencode({"query": "up"})
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?{query}", timeout=10) as response:
+            result: list[dict[str, Any]] = json.load(response)["data"]["result"]
+        return sorted((series["metric"]["role"], series["value"][1]) for series in result)
+
+    expected = [("scheduler", "1"), ("server", "1"), ("server", "1"), ("worker", "1"), ("worker", "1")]
+    assert f"image: {prometheus}\n" in COMPOSE_FILE.read_text("utf-8")
+    with Project(command, ZENPS_COMMAND=LONG, PROMETHEUS_PORT=str(port)) as project:
+        services = ("scheduler", "server", "worker", "prometheus")
+        assert project("--profile", "monitoring", "up", "--detach", *services).returncode == 0
+        eventually(lambda: is_running(project))
+        eventually(lambda: up() == expected)
+        assert project.exit_codes("worker") == [0, 0]
