@@ -98,7 +98,7 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
             ``NAME`` leads to the IPv4 and IPv6 address on the host's first network, ``NAME.v4`` and
             ``NAME.v6`` to one of them.
         bits_per_second: of each link in each direction; 0: as fast as the machine can.
-        lines: more for the /etc/hosts of a host; they come first.
+        lines: of a host's own /etc/hosts, in place of its own names there.
     """
 
     def __init__(
@@ -144,6 +144,8 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
         files.mkdir(parents=True)
         lines = [*self._lines.get(host.name, ()), "127.0.0.1 localhost", "::1 localhost"]
         for other in self._hosts.values():
+            if other is host and host.name in self._lines:
+                continue
             lines.append(f"{other.ipv4()} {other.name} {other.name}.v4")
             lines.append(f"{other.ipv6()} {other.name} {other.name}.v6")
         (files / "hosts").write_text("\n".join(lines) + "\n")

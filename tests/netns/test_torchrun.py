@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.netns.hosts import Hosts
+from tests.netns.hosts import Host, Hosts
 from tests.netns.job import Job
 
 SECONDS = 200
@@ -53,16 +53,10 @@ def test_a_worker_is_killed_and_all_begin_again(tmp_path: Path) -> None:
         Hosts({"head": [0], "worker0": [0], "worker1": [0]}) as hosts,
         Job(hosts, tmp_path, "head:9100", settings) as job,
     ):
-        agents = [
-            subprocess.Popen(
-                torchrun, env=environ, cwd=tmp_path, preexec_fn=hosts[f"worker{number}"].enter,
-                stdout=subprocess.DEVNULL, stderr=(tmp_path / f"agent{number}").open("w"),
-            )
-            for number in range(2)
-        ]  # fmt: skip
+        agents = [_start_agent(torchrun, environ, tmp_path, hosts[f"worker{number}"]) for number in range(2)]
         try:
             for number, agent in enumerate(agents):
-                assert agent.wait(SECONDS) == 0, (tmp_path / f"agent{number}").read_text()
+                assert agent.wait(SECONDS) == 0, (tmp_path / f"worker{number}.log").read_text()
         finally:
             for agent in agents:
                 agent.terminate()  # it ends its workers
@@ -71,3 +65,12 @@ def test_a_worker_is_killed_and_all_begin_again(tmp_path: Path) -> None:
     ends = {(tmp_path / f"end{rank}").read_text() for rank in range(2)}
     assert {end.partition(" after ")[0] for end in ends} == {"worker0 of 2", "worker1 of 2"}
     assert {end.partition(" after ")[2] for end in ends} == {"0", "1"}
+
+
+def _start_agent(
+    torchrun: list[str], environ: dict[str, str], path: Path, host: Host
+) -> subprocess.Popen[bytes]:
+    with (path / f"{host.name}.log").open("w") as log:
+        return subprocess.Popen(
+            torchrun, env=environ, cwd=path, preexec_fn=host.enter, stdout=log, stderr=subprocess.STDOUT
+        )
