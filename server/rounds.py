@@ -30,7 +30,7 @@ ROUND_BYTES = 1024
 # How many rounds of one rank may wait for room at a time; beyond, its pushes are dropped.
 MOST_REFUSED = 65536
 
-# How long a round is open that is summed again: ranks answer a question every 5 s. A push that was merely late
+# How long a round is open that is summed again: ranks answer a question every 5 s. A push that was only late
 # asks for what all have forgotten; a rank that does lack the answer pushes again.
 REOPENED_SECONDS = 15.0
 
