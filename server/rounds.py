@@ -31,6 +31,9 @@ ROUND_BYTES = 1024
 # How many rounds of one rank may wait for room at a time; beyond, its pushes are dropped.
 MOST_REFUSED = 65536
 
+# How long a round is open that is summed again: ranks answer a question every 5 s. A push that was only late
+# asks for what all have forgotten; a rank that does lack the answer pushes again.
+REOPENED_SECONDS = 15.0
 
 Actions = list[Aggregate | Reply]
 
@@ -148,6 +151,9 @@ class Rounds:
                 missing = sorted(self._peers.keys() - round_.held.keys())
                 reason = f"no push within {self._deadline_seconds:g} s from rank(s) {listing(missing)}"
                 actions += self._fail(round_, "deadline", "deadline", reason, now)
+        for key in list(self._reopened):
+            if now - self._open[key].opened > REOPENED_SECONDS:
+                actions += self._cancel(self._open[key], now)
         return actions + self._ask()
 
     # ── transitions ─────────────────────────────────────────────────────────────────────────────

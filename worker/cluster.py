@@ -203,7 +203,7 @@ class Cluster(Communicator):
         assert isinstance(round_.sent, Sent)
         sent = self._transfers.recut(round_.tensor, round_.sent)
         average = round_.outgoing[0].push.average
-        return sent, self._pushes(round_.tensor, round_.step, sent, average, again=True)
+        return sent, self._pushes(round_.tensor, round_.step, sent, average, round_.again)
 
     def _pushes(self, name: str, step: int, sent: Sent, average: bool, again: bool = False) -> list[Outgoing]:
         shape, dtype = tuple(sent.shape), dtype_name(sent.dtype)

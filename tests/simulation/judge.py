@@ -46,8 +46,9 @@ class Judge:
         gone = [worker for worker in simulation.workers if worker.is_gone]
         is_right = bool(gone)
         if simulation.script.scenario == "continue":
-            # Nobody was left to go on.
-            is_right = not any(self._is_heard(worker) for worker in simulation.workers)
+            # Nobody was left to go on; nor had anybody to.
+            has_ended = any(worker.ended == "done" for worker in simulation.workers)
+            is_right = has_ended or not any(self._is_heard(worker) for worker in simulation.workers)
         if not is_right:
             raise Violation(f"the job has failed: {reason}")
 

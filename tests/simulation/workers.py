@@ -245,7 +245,7 @@ class Worker(Member):
         if key in self._awaited:
             self._awaited[key].answer.clear()
         values: Any = round_.sent
-        return self._cut(*key, values, again=True)
+        return self._cut(*key, values, again=round_.again)
 
     def _execute(self, actions: Sequence[Action]) -> None:
         for action in actions:
