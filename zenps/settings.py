@@ -135,8 +135,8 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         ),
     ] = "balanced"
     codec: Annotated[
-        Literal["auto", "coo", "bitmap"],
-        Meta(description="how positions travel; auto: the smaller per chunk"),
+        Literal["auto", "coo", "bitmap", "delta"],
+        Meta(description="how positions travel; auto: what [suits the chunk](protocol.md#position-codecs)"),
     ] = "auto"
     chunk_bytes: Annotated[
         int,

@@ -176,6 +176,7 @@ TARGETS: dict[str, Callable[[], Callable[[Frames], None]]] = {
     "node": lambda: _from_scheduler,
     "coo": lambda: partial(_codec, "coo"),
     "bitmap": lambda: partial(_codec, "bitmap"),
+    "delta": lambda: partial(_codec, "delta"),
     "object": lambda: lambda frames: unpack_object(frames[0]) and None,
 }
 """By name, what makes a reader."""
