@@ -190,7 +190,7 @@ class TestUnknownKeys:
         ("cluster.host=::", "an address or name by which others reach this machine, or '' to find one"),
         ("sync.granule=48", "a power of two from 1 to 256"),
         ("sync.granule=512", "a power of two from 1 to 256"),
-        ("sync.codec=zip", "one of auto, coo, bitmap"),
+        ("sync.codec=zip", "one of auto, coo, bitmap, delta"),
         (
             "sync.partition=alphabetical",
             "one of balanced, centralized, parallel, or the dotted path of a strategy",
