@@ -73,10 +73,13 @@ class Supervisor:
             self._simulation.network.at(now + LOOK_SECONDS, self._look)
 
     def _is_job_over(self) -> bool:
-        scheduler = self._simulation.scheduler
-        if self._scenario == "continue" and any(worker.ended == "done" for worker in self._places):
-            return True
-        return scheduler.is_over
+        workers = self._simulation.workers
+        if self._scenario == "continue" and any(worker.training.has_state for worker in workers):
+            # Without anybody who has the state, another job would begin.
+            has_state = any(worker.is_alive and worker.training.has_state for worker in workers)
+            if not has_state or any(worker.ended == "done" for worker in self._places):
+                return True
+        return self._simulation.scheduler.is_over
 
     def _look_after_each(self, now: float) -> None:
         for place, worker in enumerate(self._places):

@@ -138,7 +138,7 @@ ONCE_FAILED = [
 ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(scripts("steady"))
 def test_whatever_happens_every_round_has_one_answer(script: Script) -> None:
     Simulation(script).run()
@@ -146,7 +146,7 @@ def test_whatever_happens_every_round_has_one_answer(script: Script) -> None:
 
 @pytest.mark.parametrize("scenario", ["fail", "continue", "restart"])
 def test_and_so_it_has_when_workers_are_lost(scenario: Scenario) -> None:
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=25, deadline=None)
     @given(scripts(scenario))
     def run(script: Script) -> None:
         Simulation(script).run()
@@ -154,7 +154,7 @@ def test_and_so_it_has_when_workers_are_lost(scenario: Scenario) -> None:
     run()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(scripts("steady"))
 def test_and_so_it_has_when_workers_run_ahead(script: Script) -> None:
     script = msgspec.structs.replace(script, runs_ahead=True, budget_bytes=max(BUDGETS))
