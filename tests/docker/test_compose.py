@@ -17,6 +17,7 @@ from tests.docker.compose import COMPOSE_FILE, GENERATIONS, Project, docker, eve
 DEMO = "python examples/lstm_lm.py --vocabulary 4000 --width 32 --samples 256 --batch 8"
 SHORT = f"{DEMO} --steps 40"
 LONG = f"{DEMO} --steps 1000000 --seconds 60"
+LONGER = f"{DEMO} --steps 1000000 --seconds 120"
 FAILING = "python -c 'import sys, zenps; zenps.init(); sys.exit(7 * zenps.rank())'"
 
 OVERRIDES = [(), ("compose.secure.yaml",), ("compose.gpu.yaml",), ("compose.secure.yaml", "compose.gpu.yaml")]
@@ -66,6 +67,18 @@ def test_centralized_on_three_servers_of_which_one_is_killed(command: Sequence[s
         assert project.exit_codes("worker") == [0, 0]
         assert sorted(project.exit_codes("server")) == [0, 0, 137]
         assert "workers: 2, partition: centralized" in project("logs", "worker").stdout
+
+
+def test_a_scheduler_returns_and_a_server_joins(command: Sequence[str]) -> None:
+    with Project(command, ZENPS_COMMAND=LONGER) as project:
+        assert project("up", "--detach").returncode == 0
+        eventually(lambda: is_running(project))
+        docker("kill", "--signal", "KILL", *project.containers("scheduler"))
+        assert project("start", "scheduler").returncode == 0
+        eventually(lambda: is_running(project))
+        assert project("up", "--detach", "--no-recreate", "--scale", "server=3").returncode == 0
+        eventually(lambda: is_running(project, servers=3))
+        assert project.exit_codes("worker") == [0, 0]
 
 
 @generations
