@@ -2,13 +2,22 @@ PYTHON    ?= python3
 PARTITION ?= balanced
 BIN       ?= .venv/bin
 
-.PHONY: demo test check bench fuzz soak simulate chaos test-docker test-gpu bench-gpu
+.PHONY: demo test check bench test-long test-monitoring test-browser test-hosts test-docker fuzz soak simulate chaos \
+        test-gpu bench-gpu
 
 demo: .venv/installed
 	$(BIN)/zenps launch --workers 2 --servers 2 --set sync.partition=$(PARTITION) -- $(BIN)/python examples/lstm_lm.py
 
+# Half of the time tests wait, so two processes need little more than half of it. worksteal keeps the tests of
+# a file together, which share clusters and compiled kernels, until one of the processes has none left.
+PROCESSES ?= 2
+IN_PARALLEL = -n $(PROCESSES) --dist worksteal
+
 test: .venv/installed
-	$(BIN)/pytest
+	$(BIN)/pytest $(IN_PARALLEL)
+
+test-long: .venv/installed
+	$(BIN)/pytest $(IN_PARALLEL) -m long
 
 check: .venv/installed
 	$(BIN)/ruff check
@@ -37,6 +46,18 @@ chaos: .venv/installed
 
 simulate: .venv/installed
 	$(BIN)/python -m tests.simulation.run --rounds $(ROUNDS) --json benchmarks/results/simulation.json
+
+# Needs Debian's prometheus.
+test-monitoring: .venv/installed
+	$(BIN)/pytest tests/monitoring/provoked.py
+
+# Needs Debian's chromium and chromium-driver. SCREENSHOT=docs/status.png renews the picture that is kept.
+test-browser: .venv/installed
+	TEST_BROWSER=1 TEST_SCREENSHOT=$(SCREENSHOT) $(BIN)/pytest tests/browser
+
+# Needs root and iproute2.
+test-hosts: .venv/installed
+	ZENPS_TEST_HOSTS=1 $(BIN)/pytest tests/netns
 
 # Needs a Docker engine, and Compose of either generation.
 test-docker: .venv/installed

@@ -65,7 +65,9 @@ rate(zenps_wait_duration_seconds_sum[1m]) / rate(zenps_push_pull_duration_second
 ```
 
 Which ranks the others wait for, as a share of the time: `rate(zenps_late_seconds_total[1m])` of the scheduler
-([stragglers](operations.md#stragglers)).
+([stragglers](operations.md#stragglers)). A dashboard and alerts are [there](monitoring.md).
+
+`zenps_node_info` gives each address its rank: `… * on (job, instance) group_left (rank) zenps_node_info`.
 """
 
 

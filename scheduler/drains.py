@@ -39,6 +39,13 @@ class Drains:
         self._asking[peer] = rank
         return [], True
 
+    def take_back(self) -> list[Send]:
+        """All other servers are gone: those that were told to leave are needed."""
+        leaving = self._members.with_state("server", "leaving")
+        for node in leaving:
+            node.state = "present"
+        return self.answer("the other servers are gone; start another first") if leaving else []
+
     def answer(self, error: str = "") -> list[Send]:
         """To all that wait: the servers have no slots any more, or why they keep them."""
         asking, self._asking = self._asking, {}

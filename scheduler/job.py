@@ -52,13 +52,14 @@ class Job:
     def change(self, event: Event, now: float) -> list[Send]:
         """Makes the view of the members that are present now, and tells servers of it."""
         self.advance(event)
+        taken_back = [] if self.members.present("server") else self.drains.take_back()
         servers = self.members.present("server")
         if servers and self.views.epoch:
             self.until = math.inf
         elif self.until == math.inf:  # another server may come
             self.until = now + self._cluster.rendezvous_seconds
         self.views.begin(same_ring=event in ("a worker left", "goes on without a worker"))
-        return [self.show_view(node) for node in servers]
+        return taken_back + [self.show_view(node) for node in servers]
 
     def show_view(self, node: Node) -> Send:
         """The newest view, to one node."""

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from zenps.errors import listing
 from zenps.wire.messages import Load, Member, NodeStatus, Register, Role
 
+from .rates import Rates
+
 __all__ = ["Members", "Node", "names"]
 
 
@@ -29,6 +31,7 @@ class Node(msgspec.Struct, eq=False):
     """``waiting``: a worker that came to a running job, and is no member yet. ``leaving``: a server that is
     being drained, and has no slots in the newest ring."""
     load: Load = {}
+    rates: Rates = msgspec.field(default_factory=Rates)
     wave: int = 0
 
     @property
@@ -114,6 +117,7 @@ class Members:
                 silent_seconds=round(now - node.seen, 3),
                 load=node.load,
                 late_seconds=round(late.get(node.rank, 0.0), 3) if node.role == "worker" else 0.0,
+                rates=node.rates.per_second if node.state not in ("left", "lost") else {},
             )
             for node in sorted(self, key=lambda n: (n.role, n.rank))
         )

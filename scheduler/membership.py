@@ -30,6 +30,7 @@ from zenps.wire.messages import (
 )
 
 from .actions import Send, to_all
+from .changes import Changes
 from .job import Job
 from .members import Node, names
 from .registration import Settings, missing_from, refusal
@@ -54,6 +55,10 @@ class Membership:
         self._cluster = cluster
         self._settings = settings
         self._job = Job(cluster, now)
+        self._began = now
+        self._changes = Changes()
+        self.step: int | None = None
+        """The latest that a worker has reported."""
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────
 
@@ -75,7 +80,7 @@ class Membership:
             return self._on_gone(node)
         match message:
             case Heartbeat():
-                return self._on_heartbeat(node, message)
+                return self._on_heartbeat(node, message, now)
             case Barrier(sequence=sequence):
                 is_open = self._is_at_work(node)
                 return self._job.barriers.on_barrier(node, sequence, now) if is_open else []
@@ -94,7 +99,9 @@ class Membership:
                 sends += self._on_lost(node, now)
         if now > self._job.until:
             sends += self._on_deadline(now)
-        return sends + self._job.barriers.on_tick(now)
+        sends += self._job.barriers.on_tick(now)
+        self._changes.look(self._job.members, self.state, self.epoch, now)
+        return sends
 
     def abort(self, reason: str) -> list[Send]:
         """The scheduler has to end before the job has: so must everybody."""
@@ -147,9 +154,18 @@ class Membership:
 
     def status(self, now: float) -> Status:
         """The cluster as a table."""
-        nodes = self._job.members.status(self._job.views.owners, self.late_seconds(), now)
-        lease = self._cluster.lease_seconds
-        return Status(self._name, self.state, self.epoch, lease, self._settings, nodes)
+        owners = self._job.views.owners
+        return Status(
+            job=self._name,
+            state=self.state,
+            epoch=self.epoch,
+            lease_seconds=self._cluster.lease_seconds,
+            settings=self._settings,
+            nodes=self._job.members.status(owners, self.late_seconds(), now),
+            uptime_seconds=round(now - self._began, 3),
+            owners=owners.astype("<u2").tobytes(),
+            changes=self._changes.lately(now),
+        )
 
     # ── registration ────────────────────────────────────────────────────────────────────────────
 
@@ -165,10 +181,10 @@ class Membership:
         if self.state in ("failed", "stopped"):
             return [Send(peer, Refused("lost", f"the job has failed: {self.failure}"))]
         if message.role == "worker":
-            if message.generation < self._job.generation:
+            if self._is_of_the_past(message):
                 return [Send(peer, Refused("lost", "torchrun has started the workers anew"))]
-            if message.generation > self._job.generation and self.state != "recovering":
-                self._job.restart_workers(message.generation, now)
+            if self._is_restart(message) and self.state != "recovering":
+                self._job.restart_workers(max(message.generation, self._job.generation), now)
         if self.state == "recovering" or (message.view and not self.epoch):
             return self._on_return(peer, message, now)
         if message.view is not None:
@@ -190,6 +206,34 @@ class Membership:
             self._job.members.assign_ranks(role)
         return self._job.change("all registered", now)
 
+    def _is_of_the_past(self, message: Register) -> bool:
+        """Whether torchrun has ended this worker, or soon will.
+
+        Each node's agent counts its own restarts, and only those for a failure of its own workers: after one
+        on another node, its count may be less than theirs, while all begin anew.
+        """
+        if message.generation >= self._job.generation:
+            return False
+        counts = [
+            w.register.generation
+            for w in self._job.members.present("worker")
+            if w.register.host == message.host
+        ]
+        return (
+            self.state != "gathering"
+            or message.view is not None
+            or max(counts, default=0) > message.generation
+        )
+
+    def _is_restart(self, message: Register) -> bool:
+        """Whether torchrun has ended all workers, of which this is the first to be back."""
+        if message.generation > self._job.generation:
+            return True
+        if self.state not in ("confirming", "running", "draining") or not message.restarts:
+            return False
+        gone = self._job.members.with_state("worker", "left", "lost")
+        return not self._cluster.goes_on and any(node.rank == message.rank for node in gone)
+
     # ── the return of a scheduler ───────────────────────────────────────────────────────────────
 
     def _on_return(self, peer: bytes, message: Register, now: float) -> list[Send]:
@@ -197,17 +241,22 @@ class Membership:
         if self.state == "gathering":
             self._job.advance("a member returns")
             self._job.until = now + self._cluster.lease_seconds + RETURN_SECONDS
-            for node in self._job.members:  # they are asked again, now that members are known
+            # They are asked again, now that members are known; of what generation those are is not yet.
+            for node in self._job.members:
                 self._job.members.forget(node)
+            self._job.returning.generation, self._job.generation = self._job.generation, 0
         if not self._job.returning.admit(peer, message, now):
             return []
         self._job.generation = max(self._job.generation, message.generation)
         return [] if self._job.returning.missing() else self._job.recover(now)
 
-    def _on_heartbeat(self, node: Node, message: Heartbeat) -> list[Send]:
+    def _on_heartbeat(self, node: Node, message: Heartbeat, now: float) -> list[Send]:
         node.load = message.load
+        node.rates.report(message.load, now)
         if node.role == "server":
             self._job.stragglers.report(node.peer, message.late)
+        elif 0 <= (step := message.load.get("step", -1.0)) < 1 << 62:  # what comes may be NaN, or no end
+            self.step = int(step)
         if self.state == "recovering":  # no wave begins before all workers are heard
             node.wave = message.wave
             return [Send(node.peer, HeartbeatReply())]
@@ -264,7 +313,7 @@ class Membership:
             return sends + self._job.change("members changed", now)
         if self.state == "confirming" and self.epoch == 1:
             reason = f"{node.member} left before the job began"
-            return sends + self._job.fail("a worker lost", "lost", reason)
+            return sends + self._job.without_worker(reason, now)
         if self._job.can_go_on():
             return sends + self._job.go_on_without(node, now)
         sends += self._job.barriers.end(f"{node.member} left before it")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zenps.errors import listing
-from zenps.settings import ClusterConfig
+from zenps.settings import ClusterConfig, is_loopback, parse_address
 from zenps.wire.messages import Refused, Register, Role
 
 from .members import Members, names
@@ -37,6 +37,8 @@ def refusal(
     for node in alive:
         if rank == node.rank >= 0:
             return Refused("usage", f"rank {rank} is taken by {node.member}; give each {role} its own")
+    if reason := _out_of_reach(message, members):
+        return Refused("usage", reason)
     if role == "worker" and message.settings != settings:
         keys = sorted(message.settings.keys() | settings.keys())
         differing = [
@@ -46,6 +48,31 @@ def refusal(
         ]
         return Refused("mismatch", f"not the scheduler's settings: {'; '.join(differing)}")
     return None
+
+
+def _out_of_reach(message: Register, members: Members) -> str:
+    """Of a server that no other machine reaches, and a worker on another; "" if there is no such pair."""
+    others = [node.register for node in members.alive()]
+    servers = [message] if message.role == "server" else [r for r in others if r.role == "server"]
+    workers = [message] if message.role == "worker" else [r for r in others if r.role == "worker"]
+    for server in servers:
+        if not _is_on_loopback(server.address):
+            continue
+        for worker in workers:
+            if worker.host != server.host:
+                return (
+                    f"the server on {server.host} is at {server.address}, where the worker on {worker.host} "
+                    f"cannot reach it: set cluster.scheduler on {server.host} to the scheduler's address on "
+                    "the network, or cluster.host to its own"
+                )
+    return ""
+
+
+def _is_on_loopback(address: str) -> bool:
+    try:
+        return is_loopback(parse_address(address)[0])
+    except ValueError:  # whatever it is, workers will say so
+        return False
 
 
 def missing_from(members: Members, cluster: ClusterConfig, state: State, epoch: int) -> str:

@@ -60,17 +60,16 @@ class Return:
         return max(counts, default=0)
 
     def is_ring_changed(self) -> bool:
-        """Whether servers are others than in the newest view, or somebody does not have it."""
-        present = self._members.present()
+        """Whether servers are others than in the newest view."""
         before = {member.rank for member in self._view.servers}
-        is_behind = any(node.epoch < self._view.epoch for node in present)
-        return is_behind or before != {node.rank for node in present if node.role == "server"}
+        return before != {node.rank for node in self._members.present("server")}
 
     def is_changed(self) -> bool:
         """Whether those that are here now are others than in the newest view, or do not all have it."""
         before = {(member.role, member.rank) for member in self._before()}
-        here = {(node.role, node.rank) for node in self._members.present()}
-        return before != here or self.is_ring_changed()
+        present = self._members.present()
+        is_behind = any(node.epoch < self._view.epoch for node in present)
+        return is_behind or before != {(node.role, node.rank) for node in present}
 
     def restore_left(self, now: float) -> None:
         """Those that had left before are in the table again: rounds and barriers cannot do without them."""

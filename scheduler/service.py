@@ -7,17 +7,20 @@ import os
 import socket as net
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 
 import msgspec
 import zmq
 from prometheus_client import CollectorRegistry
 
 from zenps import log, metrics
+from zenps.clock import now_ns
 from zenps.config import Config
 from zenps.errors import PeerLostError, ProtocolError
 from zenps.keys import Keys, load_keys, node_name
-from zenps.metrics import SchedulerMetrics
+from zenps.metrics import STATES, SchedulerMetrics
 from zenps.settings import parse_address, shared_settings
+from zenps.trace import Trace, open_trace
 from zenps.wire.connections import Connections
 from zenps.wire.curve import Gate, warn_if_open
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
@@ -25,15 +28,19 @@ from zenps.wire.messages import (
     BarrierReply,
     Departed,
     Drain,
+    Heartbeat,
+    HeartbeatReply,
     NodeStatus,
     Refused,
     Register,
     Status,
     StatusRequest,
     ToScheduler,
+    View,
 )
 from zenps.wire.sockets import Socket, bind_router, context, receive_routed
 
+from . import page
 from .membership import Membership, Send
 
 __all__ = ["serve"]
@@ -64,17 +71,21 @@ def serve(config: Config, on_ready: Callable[[str], None]) -> None:
     keys = load_keys(config.security, "scheduler")
     registry = CollectorRegistry()
     exporter = metrics.serve(registry, config.metrics.host, config.metrics.port)
-    try:
-        with context() as ctx:
-            service = _Service(config, ctx, keys, exporter.address, SchedulerMetrics(registry))
-            on_ready(service.address)
-            logger.info("listening on %s", service.address)
-            try:
-                service.run()
-            finally:
-                service.close()
-    finally:
-        exporter.close()
+    with (
+        closing(exporter),
+        closing(open_trace(config.sync.trace, "scheduler")) as trace,
+        closing(page.serve(config.status)) as shown,
+        context() as ctx,
+    ):
+        service = _Service(config, ctx, keys, exporter.address, shown, SchedulerMetrics(registry), trace)
+        on_ready(service.address)
+        logger.info("listening on %s", service.address)
+        if shown.address:
+            logger.info("status page at http://%s/", shown.address)
+        try:
+            service.run()
+        finally:
+            service.close()
 
 
 def _listen_on(address: str) -> tuple[str, int]:
@@ -88,8 +99,11 @@ class _Service:
         ctx: zmq.Context[Socket],
         keys: Keys | None,
         metrics_address: str,
+        shown: page.Page,
         counters: SchedulerMetrics,
+        trace: Trace,
     ) -> None:
+        self._trace = trace
         self._gate = Gate(ctx, keys, counters.count_refusal)
         host, port = _listen_on(config.cluster.scheduler)
         self._socket, address = bind_router(ctx, host, port, MAX_ENVELOPE_BYTES, keys)
@@ -103,6 +117,7 @@ class _Service:
         self._untaken: dict[bytes, zmq.MessageTracker] = {}
         """The last answer to each peer that asked for the status, while it waits to be sent."""
         self._metrics_address = metrics_address
+        self._page = shown
         self._metrics = counters
         self._decoder: Decoder[ToScheduler] = Decoder(config.cluster.job, ToScheduler)
         shared = shared_settings(config)
@@ -127,6 +142,7 @@ class _Service:
             self._receive()
             now = time.monotonic()
             self._send(self._membership.on_tick(now))
+            self._page.answer(lambda: self._complete(self._membership.status(time.monotonic())))
             self._cut_endless()
             self._show_gauges()
             for straggler in self._membership.stragglers(now):
@@ -162,9 +178,13 @@ class _Service:
             if isinstance(message, StatusRequest) and self._has_untaken(peer):
                 continue
             state = self._membership.state
-            self._send(self._membership.on_message(peer, message, time.monotonic()))
+            sends = self._membership.on_message(peer, message, time.monotonic())
+            if isinstance(message, Heartbeat):
+                sends = [_with_clock(send, message) for send in sends]
+            self._send(sends)
             if self._membership.state != state:
                 logger.info("%s", self._membership.state)
+                self._trace.instant("state", self._membership.state)
 
     def _attributed(self, peer: bytes, frame: memoryview, message: ToScheduler) -> ToScheduler:
         """``message``, if the sender's key may send it; a registration for any rank gets that of the key.
@@ -195,17 +215,22 @@ class _Service:
         return message
 
     def _send(self, sends: Sequence[Send]) -> None:
+        log.here.epoch, log.here.step = self._membership.epoch or None, self._membership.step
         replies = {m.sequence: m for m in (send.message for send in sends) if isinstance(m, BarrierReply)}
         for barrier in replies.values():
+            self._trace.instant("barrier", barrier.sequence, error=barrier.error)
             self._metrics.barriers.labels(outcome="failed" if barrier.error else "completed").inc()
         for send in sends:
             message = send.message
             match message:
+                case View():
+                    self._show_view(message)
                 case Status():
-                    message = msgspec.structs.replace(message, nodes=(self._own_status(), *message.nodes))
+                    message = self._complete(message)
                 case Departed(member=member, lost=True, reason=reason):
                     if log.once(logger, reason, "%s", reason):
                         self._metrics.lost_nodes.labels(role=member.role).inc()
+                        self._trace.instant("lost", f"{member.role} {member.rank}", reason=reason)
             try:
                 self._send_one(
                     send.peer, encode(self._config.cluster.job, message), isinstance(message, Status)
@@ -218,6 +243,13 @@ class _Service:
                 elif error.errno != zmq.EHOSTUNREACH:
                     raise
                 logger.debug("peer %s cannot be reached", send.peer.hex())
+
+    def _show_view(self, view: View) -> None:
+        if view.epoch > self._epoch_shown:
+            self._epoch_shown = view.epoch
+            self._trace.epoch(view.epoch, len(view.workers), len(view.servers))
+
+    _epoch_shown = 0
 
     def _send_one(self, peer: bytes, envelope: bytes, tracked: bool) -> None:
         self._socket.send(peer, zmq.SNDMORE | zmq.DONTWAIT)
@@ -238,8 +270,9 @@ class _Service:
             self._metrics.cut_connections.inc()
             log.once(logger, "endless", "cut the connection of %s: it sent a message without end", address)
 
-    def _own_status(self) -> NodeStatus:
-        return NodeStatus(
+    def _complete(self, status: Status) -> Status:
+        """With what the membership does not know: this process."""
+        own = NodeStatus(
             role="scheduler",
             rank=0,
             host=net.gethostname(),
@@ -252,9 +285,20 @@ class _Service:
             silent_seconds=0.0,
             load={},
         )
+        return msgspec.structs.replace(status, nodes=(own, *status.nodes), page=self._page.address)
 
     def _show_gauges(self) -> None:
+        for state in STATES:
+            self._metrics.state.labels(state=state).set(state == self._membership.state)
         for role in ("worker", "server"):
             self._metrics.live_nodes.labels(role=role).set(self._membership.live(role))
         self._metrics.epoch.set(self._membership.epoch)
         self._metrics.late.seconds = self._membership.late_seconds()
+
+
+def _with_clock(send: Send, heartbeat: Heartbeat) -> Send:
+    """The answer to a heartbeat says what time it is here."""
+    if not isinstance(send.message, HeartbeatReply):
+        return send
+    times = {"heartbeat_ns": heartbeat.clock_ns, "clock_ns": now_ns()}
+    return Send(send.peer, msgspec.structs.replace(send.message, **times))

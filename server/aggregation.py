@@ -82,7 +82,7 @@ def read_payload(push: Push, frames: Sequence[memoryview]) -> Payload:
 
 
 class Aggregator:
-    """Sums rounds; the union's positions travel by whichever codec makes them smaller."""
+    """Sums rounds; the union's positions travel by the codec that suits them."""
 
     def __init__(self, kernels: Kernels, pool: BufferPool) -> None:
         self._kernels = kernels
@@ -100,7 +100,8 @@ class Aggregator:
             rows = push.span if parts else 0
             return Result(push.epoch, push.tensor, push.step, push.chunk, rows, "none"), frames
         positions, values = self._kernels.aggregate([_rows(*pushed) for pushed in pushes], divisor)
-        codec = choose("auto", len(positions), push.span)
+        row_bytes = push.columns * DTYPES[push.dtype].itemsize
+        codec = choose("auto", len(positions), push.span, row_bytes)
         encoded = codec.encode(positions.numpy(), push.span)
         result = Result(push.epoch, push.tensor, push.step, push.chunk, len(positions), codec.name)
         return result, (encoded.data, tensor_bytes(values))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Final, Literal, NamedTuple
 
 from msgspec import Struct
@@ -109,7 +109,9 @@ class Round(Struct, eq=False):
     arrivals: list[float] = []
     """When each of ``held`` came."""
     is_again: bool = False
-    """Whether a rank pushed it under an older ring before, where others may have ended it."""
+    """Whether others may have ended it: under an older ring, or here before its outcome was forgotten."""
+    without: Set[int] = frozenset()
+    """The ranks that are gone and have no part in its outcome."""
     size_bytes: int = 0
     """What it counts for in the budget: reserved while it is open, then that of its outcome."""
     message: Result | Failure | None = None

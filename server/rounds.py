@@ -4,8 +4,8 @@ A round is one chunk of one tensor in one step. It opens with the first push, an
 once all ranks have pushed. Its result is kept until the next step's is ready: that is when every
 rank has shown that it received it. A new ring ends all rounds, for workers push again by that.
 
-Memory: pushes held and results kept count against a byte budget. Over it, pushes that would open a
-round are dropped with ``Busy``, oldest results are forgotten, and pushes for rounds that are already
+Memory: pushes held, results kept and the history count against a byte budget. Over it, pushes that would
+open a round are dropped with ``Busy``, oldest results are forgotten, and pushes for rounds that are already
 open still come in, so that what is open can always finish. When a round finishes, the one refused
 first is given its place and its ranks are asked to push again (``Resume``).
 """
@@ -20,6 +20,7 @@ from zenps.errors import ProtocolError, listing
 from zenps.lateness import Lateness
 from zenps.wire.messages import Busy, Failure, FailureKind, Result, Resume, Wanted
 
+from .history import History
 from .round import Aggregate, Held, Key, Reply, Round, disagreement
 
 __all__ = ["Aggregate", "Held", "Key", "Reply", "Rounds"]
@@ -30,6 +31,9 @@ ROUND_BYTES = 1024
 # How many rounds of one rank may wait for room at a time; beyond, its pushes are dropped.
 MOST_REFUSED = 65536
 
+# How long a round is open that is summed again: ranks answer a question every 5 s. A push that was only late
+# asks for what all have forgotten; a rank that does lack the answer pushes again.
+REOPENED_SECONDS = 15.0
 
 Actions = list[Aggregate | Reply]
 
@@ -55,13 +59,11 @@ class Rounds:
         self._open: dict[Key, Round] = {}
         self._ended: OrderedDict[tuple[str, int], Round] = OrderedDict()
         """The last round of each tensor and chunk that was answered or failed: whoever asks is told again."""
-        self._unknown: dict[tuple[str, int], int] = {}
-        """The last step of those whose outcome was forgotten: if somebody lacks it, it is summed again."""
         self._reopened: set[Key] = set()
         """The rounds of ``_open`` that are summed again."""
-        self._newest: dict[str, dict[int, int]] = {}
-        """By tensor and rank, the last step pushed: the rank has ended those before."""
+        self._history = History()
         self.held_bytes = 0
+        """What rounds take, open or ended."""
         self.duplicates = 0
         self.late = Lateness()
         """How long rounds have waited for which rank."""
@@ -70,6 +72,11 @@ class Rounds:
     def open_rounds(self) -> int:
         """Rounds that wait for pushes or for aggregation."""
         return len(self._open)
+
+    @property
+    def used_bytes(self) -> int:
+        """What counts against the budget."""
+        return self.held_bytes + self._history.size_bytes
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────
 
@@ -95,9 +102,8 @@ class Rounds:
             for round_ in rounds.values():
                 round_.advance("ring changed")
             rounds.clear()
-        self._unknown.clear()
         self._reopened.clear()
-        self._newest.clear()
+        self._history.clear()
         self._refusals.clear()
         self.held_bytes = 0
         return []
@@ -106,8 +112,8 @@ class Rounds:
         """A push whose frames have been checked.
 
         Raises:
-            ProtocolError: it comes from no rank of this view, was cut by another ring, or comes from a rank
-                whose pushes have been refused for too many rounds already.
+            ProtocolError: it comes from no rank of this view, was cut by another ring, is of one tensor too
+                many, or comes from a rank whose pushes have been refused for too many rounds already.
         """
         push = held.push
         if push.epoch != self._epoch or push.rank not in self._peers:
@@ -116,14 +122,11 @@ class Rounds:
         ended = self._ended.get((key.tensor, key.chunk))
         if ended is not None and push.step <= ended.key.step:
             return self._repeat(ended, held)
-        actions: Actions = []
-        newest = self._newest.setdefault(push.tensor, {})
-        if push.step > newest.get(push.rank, -1):
-            newest[push.rank] = push.step
-            actions = self._let_go(push.tensor, now)
+        actions = self._let_go(push.tensor, now) if self._history.is_news(push) else []
         if key in self._open:
             return actions + self._hold(self._open[key], held, now)
-        if push.step < newest[push.rank]:  # late, or for others that have been answered meanwhile
+        if self._history.is_past(push.tensor, push.step, [push.rank]):
+            # Late, or for others that have been answered meanwhile.
             self.duplicates += 1
             return actions
         return actions + self._admit(key, held, now)
@@ -148,6 +151,9 @@ class Rounds:
                 missing = sorted(self._peers.keys() - round_.held.keys())
                 reason = f"no push within {self._deadline_seconds:g} s from rank(s) {listing(missing)}"
                 actions += self._fail(round_, "deadline", "deadline", reason, now)
+        for key in list(self._reopened):
+            if now - self._open[key].opened > REOPENED_SECONDS:
+                actions += self._cancel(self._open[key], now)
         return actions + self._ask()
 
     # ── transitions ─────────────────────────────────────────────────────────────────────────────
@@ -158,9 +164,10 @@ class Rounds:
         Some have to end before what other ranks have pushed since, so they need no room: those pushed again
         for a new ring, and those whose outcome is forgotten but was lost on its way to this rank.
         """
-        is_forgotten = self._unknown.get((key.tensor, key.chunk)) == key.step
+        without = self._history.forgotten(key)
+        is_forgotten = without is not None
         round_ = self._refused.get(key) or Round(key)
-        round_.is_again = is_forgotten
+        round_.is_again, round_.without = is_forgotten, without or frozenset()
         if not self._make_room(self._estimate(held.size_bytes)) and not (is_forgotten or held.push.again):
             return self._refuse(round_, held)
         if is_forgotten:
@@ -183,9 +190,8 @@ class Rounds:
     def _let_go(self, tensor: str, now: float) -> Actions:
         """Ends rounds that were opened again for a late push: who pushes a later step needs no answer."""
         actions: Actions = []
-        newest = self._newest[tensor]
         for key in [key for key in self._reopened if key.tensor == tensor]:
-            if all(newest[rank] > key.step for rank in self._open[key].held):
+            if self._history.is_past(tensor, key.step, self._open[key].held):
                 actions += self._cancel(self._open[key], now)
         return actions
 
@@ -206,11 +212,13 @@ class Rounds:
         """What follows once the last push is in, or a rank that is gone will never send it.
 
         A round that was begun under an older ring may have been answered there, with the push of a rank that
-        is gone since, so it cannot do without.
+        is gone since, so it cannot do without. Nor can one whose outcome was forgotten that had it.
         """
-        lost = self._gone - round_.held.keys()
+        lost = self._gone - round_.held.keys() - round_.without
         if lost and round_.is_again:
             reason = f"rank {min(lost)} was lost after a server had been, within one round of both"
+            if round_.key in self._reopened:
+                reason = f"rank {min(lost)} was lost, and the sum that it has part in had to be forgotten"
             return self._fail(round_, "rank gone", "lost", reason, now)
         if self._peers.keys() <= round_.held.keys():
             pushes = [round_.held[rank] for rank in sorted(round_.held)]
@@ -275,15 +283,17 @@ class Rounds:
         peers = [held.peer for held in round_.held.values()]
         del self._open[round_.key]
         round_.advance(event)
+        if self._gone:
+            round_.without = self._gone - round_.held.keys()
         round_.held = {}
         round_.message, round_.frames = message, frames
         place = (round_.key.tensor, round_.key.chunk)
         self._forget(place, "next step")
-        self._unknown.pop(place, None)
+        self._history.recall(place)
         self._reopened.discard(round_.key)
         self._ended[place] = round_
         self._resize(round_, ROUND_BYTES + sum(frame.nbytes for frame in frames))
-        while len(self._ended) > 1 and self.held_bytes > self.budget_bytes:
+        while len(self._ended) > 1 and self.used_bytes > self.budget_bytes:
             self._forget_oldest()
         return [Reply(peers, message, frames), *self._readmit(now)]
 
@@ -330,13 +340,13 @@ class Rounds:
 
     def _make_room(self, size_bytes: int) -> bool:
         """Whether a round of this size may open. One always may: then it can finish."""
-        while self._ended and self.held_bytes + size_bytes > self.budget_bytes:
+        while self._ended and self.used_bytes + size_bytes > self.budget_bytes:
             self._forget_oldest()
-        return not self._open or self.held_bytes + size_bytes <= self.budget_bytes
+        return not self._open or self.used_bytes + size_bytes <= self.budget_bytes
 
     def _forget_oldest(self) -> None:
         place, round_ = next(iter(self._ended.items()))
-        self._unknown[place] = round_.key.step
+        self._history.forget(round_.key, round_.without)
         self._forget(place, "over the budget")
 
     def _forget(self, place: tuple[str, int], event: Literal["next step", "over the budget"]) -> None:

@@ -23,17 +23,20 @@ from zenps.kernels.cpu import CpuKernels
 from zenps.keys import load_keys, node_name
 from zenps.lateness import latest
 from zenps.metrics import ServerMetrics
+from zenps.trace import OFF, Trace, open_trace
+from zenps.wire.addresses import find_host
 from zenps.wire.connections import Connections
 from zenps.wire.curve import Gate, warn_if_open
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, CorruptedError, Decoder, encode
 from zenps.wire.link import SchedulerLink, new_register
 from zenps.wire.messages import Busy, Departed, Failure, Late, Load, Push, Refused, Resend, Stop, View
-from zenps.wire.sockets import Socket, bind_router, context, find_host, receive_routed
+from zenps.wire.sockets import Socket, bind_router, context, receive_routed
 
 from .aggregation import Aggregator, Payload, check_span, read_payload
 from .memory import keep_freed_memory
 from .outbox import Outbox, StalledError
 from .rounds import Aggregate, Held, Reply, Rounds
+from .spans import KINDS, about, size_bytes
 
 __all__ = ["serve"]
 
@@ -54,20 +57,26 @@ def serve(config: Config) -> None:
     gc.freeze()
     registry = CollectorRegistry()
     exporter = metrics.serve(registry, config.metrics.host, config.metrics.port)
+    trace = OFF
     try:
+        trace = open_trace(config.sync.trace, "server")
         with context() as ctx:
-            _Service(config, ctx, ServerMetrics(registry)).run(exporter.address)
+            _Service(config, ctx, ServerMetrics(registry), trace).run(exporter.address)
     finally:
+        trace.close()
         exporter.close()
 
 
 class _Service:
-    def __init__(self, config: Config, ctx: zmq.Context[Socket], counters: ServerMetrics) -> None:
+    def __init__(
+        self, config: Config, ctx: zmq.Context[Socket], counters: ServerMetrics, trace: Trace
+    ) -> None:
         cluster = config.cluster
+        self._trace = trace
         self._config = config
         self._metrics = counters
         self._aggregated = counters.rounds.labels(outcome="aggregated")
-        host = cluster.host or find_host(cluster.scheduler)
+        host = cluster.host or find_host(cluster.scheduler, cluster.rendezvous_seconds)
         self._rank = rank_from_environment(os.environ)
         keys = load_keys(config.security, "server", self._rank)
         self._gate = Gate(ctx, keys, counters.count_refusal)
@@ -81,6 +90,7 @@ class _Service:
         self._outbox = Outbox(self._socket, max(cluster.server_budget_bytes, 4 * limit))
         self._stalled: dict[bytes, str] = {}
         self._link = SchedulerLink(ctx, cluster, "server", keys)
+        trace.follow(self._link.clock)
         self._decoder: Decoder[Push] = Decoder(cluster.job, Push)
         self._rounds = Rounds(cluster.server_budget_bytes, cluster.patience_seconds)
         keep_bytes = cluster.server_budget_bytes // 4
@@ -89,6 +99,7 @@ class _Service:
         self._aggregator = Aggregator(CpuKernels(pool), pool)
         self._epoch = 0
         self._peers: dict[int, bytes] = {}
+        self._ranks: dict[bytes, int] = {}
         self._names: dict[bytes, str] = {}
         self._descriptors: dict[bytes, int] = {}
         self._failure = ""
@@ -154,15 +165,21 @@ class _Service:
     def _on_view(self, view: View) -> None:
         if view.epoch < self._epoch:
             return
-        self._epoch = view.epoch
+        if not self._epoch:
+            self._trace.name(view.rank)
+        if view.epoch > self._epoch:
+            self._trace.epoch(view.epoch, len(view.workers), len(view.servers))
+        self._epoch = log.here.epoch = view.epoch
+        log.here.rank = view.rank
         self._peers = {worker.rank: worker.identity for worker in view.workers}
+        self._ranks = {worker.identity: worker.rank for worker in view.workers}
         self._names = {worker.identity: str(worker) for worker in view.workers}
         departed = {
             worker.rank: f"{worker} left the job" for worker in view.workers if worker.rank in view.left
         }
         self._execute(self._rounds.on_view(view.ring, self._peers, departed, time.monotonic()))
-        log.setup(self._config.log, "server", view.rank)
         slots = int((np.frombuffer(view.owners, dtype="<u2") == view.rank).sum())
+        self._metrics.set_rank(view.rank)
         self._metrics.slots.set(slots)
         self._metrics.epoch.set(view.epoch)
         self._link.beat(time.monotonic(), self._epoch, self._load())
@@ -182,20 +199,23 @@ class _Service:
             actions = self._ask_again(peer, error) if isinstance(error, CorruptedError) else []
         else:
             self._descriptors[peer] = descriptor
-            self._metrics.received_bytes.inc(sum([frame.nbytes for frame in frames]))
+            self._metrics.received_bytes.inc(size_bytes(frames))
         self._execute(actions)
 
     def _on_push(self, peer: bytes, frames: Sequence[memoryview]) -> list[Aggregate | Reply]:
         if not frames:
             raise ProtocolError("envelope", "no envelope")
-        push = self._decoder.decode(frames[0], frames[1:])
-        self._gate.check(frames[0], node_name("worker", push.rank))
-        if self._peers.get(push.rank) != peer:
-            raise ProtocolError("unexpected", f"push of rank {push.rank} by another peer")
-        if peer in self._stalled:
-            raise ProtocolError("unexpected", f"push of rank {push.rank}, which was dropped")
-        check_span(push, self._config.cluster.max_message_bytes)
-        payload = read_payload(push, frames[1:])
+        with self._trace.span("receive") as span:
+            push = self._decoder.decode(frames[0], frames[1:])
+            self._gate.check(frames[0], node_name("worker", push.rank))
+            if self._peers.get(push.rank) != peer:
+                raise ProtocolError("unexpected", f"push of rank {push.rank} by another peer")
+            if peer in self._stalled:
+                raise ProtocolError("unexpected", f"push of rank {push.rank}, which was dropped")
+            check_span(push, self._config.cluster.max_message_bytes)
+            payload = read_payload(push, frames[1:])
+            if span:
+                span.note(**about(push), rank=push.rank, rows=push.rows, bytes=size_bytes(frames))
         return self._rounds.on_push(Held(peer, push, payload, payload.size_bytes), time.monotonic())
 
     def _ask_again(self, peer: bytes, error: CorruptedError) -> list[Aggregate | Reply]:
@@ -221,11 +241,15 @@ class _Service:
         for held in round_.pushes:
             assert isinstance(held.payload, Payload)
             pushes.append((held.push, held.payload))
-        result, frames = self._aggregator.aggregate(pushes)
+        with self._trace.span("aggregate") as span:
+            result, frames = self._aggregator.aggregate(pushes)
+            if span:
+                span.note(**about(result), pushes=len(pushes), rows=result.rows, bytes=size_bytes(frames))
         end = time.monotonic()
         self._metrics.round_wait_duration.observe(round_.waited_seconds)
         self._metrics.aggregation_duration.observe(end - begin)
         self._aggregated.inc()
+        log.here.step = round_.key.step
         return self._rounds.finish(round_.key, result, frames, end)
 
     def _reply(self, reply: Reply) -> None:
@@ -236,12 +260,15 @@ class _Service:
             case Busy():
                 self._metrics.refused_pushes.inc()
         envelope = encode(self._config.cluster.job, reply.message, reply.frames)
-        size = len(envelope) + sum(frame.nbytes for frame in reply.frames)
+        size = len(envelope) + size_bytes(reply.frames)
         for peer in reply.peers:
             if peer in self._stalled:
                 continue
             try:
-                self._outbox.send(peer, envelope, reply.frames)
+                with self._trace.span(KINDS[type(reply.message)]) as span:
+                    self._outbox.send(peer, envelope, reply.frames)
+                    if span:
+                        span.note(**about(reply.message), rank=self._ranks.get(peer), bytes=size)
             except StalledError as error:
                 self._drop(peer, str(error))
                 continue
@@ -277,13 +304,16 @@ class _Service:
             "received_bytes": self._metrics.received_bytes.total,
             "sent_bytes": self._metrics.sent_bytes.total,
             "busy_seconds": self._metrics.aggregation_duration.seconds,
+            "held_bytes": self._rounds.held_bytes,
+            "budget_bytes": self._config.cluster.server_budget_bytes,
+            "open_rounds": self._rounds.open_rounds,
         }
 
     def _late(self) -> Late:
         return dict(latest(self._rounds.late.seconds))
 
     def _show_gauges(self) -> None:
-        self._metrics.held_bytes.set(self._rounds.held_bytes)
+        self._metrics.held_bytes.set(self._rounds.used_bytes)
         self._metrics.open_rounds.set(self._rounds.open_rounds)
         unreported = self._rounds.duplicates - self._duplicates_shown
         self._metrics.duplicate_pushes.inc(unreported)

@@ -11,12 +11,23 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def promtool() -> str:
-    """The path of Prometheus's own checker. CI installs it; elsewhere a machine may do without."""
-    path = shutil.which("promtool")
+    """The path of Prometheus's own checker."""
+    return _of_prometheus("promtool")
+
+
+@pytest.fixture(scope="session")
+def prometheus_binary() -> str:
+    """The path of Prometheus."""
+    return _of_prometheus("prometheus")
+
+
+def _of_prometheus(program: str) -> str:
+    """The path of a program that CI installs; elsewhere a machine may do without."""
+    path = shutil.which(program)
     if path is None:
-        reason = "promtool is missing; it comes with Debian's package prometheus"
+        reason = f"{program} is missing; it comes with Debian's package prometheus"
         if os.environ.get("CI"):
             pytest.fail(reason)
         pytest.skip(reason)

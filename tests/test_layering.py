@@ -17,8 +17,8 @@ DOORS = ("__init__", "cli")
 
 # From the ground up; a part imports from its own floor and those below.
 FLOORS = (
-    {"buffers", "errors", "metrics", "keyspace", "lateness", "ring", "codecs", "kernels"}
-    | {"guard", "output", "processes", "transitions"},
+    {"buffers", "clock", "errors", "metrics", "keyspace", "lateness", "ring", "codecs", "kernels"}
+    | {"guard", "output", "processes", "timeline", "trace", "transitions"},
     {"settings", "config", "keys", "log", "strategies"},
     {"wire", "layout", "placement"},
     {*ROLES, "doctor", "environments", "health", "launch", "status", "tables"},

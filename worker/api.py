@@ -155,14 +155,14 @@ def push_pull_async(tensor: Tensor, name: str, average: bool = True) -> Pending:
         tensor: on the CPU or a CUDA device, of float16, bfloat16, float32, float64 or int64. Strided of any
             shape, or sparse COO, coalesced or not. On the CPU it may be changed once this returns, on a
             CUDA device once its result is there.
-        name: the same on all ranks, and in flight once at a time.
+        name: the same on all ranks and in all steps, and in flight once at a time.
         average: divide by the number of ranks, after summing in float32 or wider.
 
     Raises:
         TensorError: the tensor cannot be synchronised; nothing was sent. That the indices of one on a CUDA
             device lie outside its shape is raised by :func:`synchronize`.
         ConfigError: the tensor is on a CUDA device, and CuPy is not installed.
-        UsageError: ``name`` is in flight already.
+        UsageError: ``name`` is in flight already, or 65536 others have been used.
     """
     world = communicator()
     check_name(name)

@@ -28,12 +28,14 @@ from zenps.keys import Keys, node_name
 from zenps.metrics import WorkerMetrics
 from zenps.settings import ClusterConfig
 from zenps.wire.frames import CorruptedError, Decoder, encode
-from zenps.wire.messages import FromServer, View
+from zenps.wire.messages import FromServer, Member, View
 from zenps.wire.sockets import Socket, connect_dealer, receive_frames, send_frames
 
 from .exchange import Exchange
 from .handle import Handle
+from .reach import Reach
 from .round import Action, Deliver, Fail, Outgoing, Round, SendPush
+from .spans import Spans
 from .transfer import Sent
 
 __all__ = ["Channel", "CutAgain"]
@@ -60,6 +62,7 @@ class Channel:
         identity: this worker's routing identity.
         metrics: for bytes, refusals and failures.
         keys: this worker's, or None.
+        spans: for a timeline.
     """
 
     def __init__(
@@ -69,10 +72,13 @@ class Channel:
         identity: bytes,
         metrics: WorkerMetrics,
         keys: Keys | None = None,
+        spans: Spans | None = None,
     ) -> None:
+        self._spans = spans or Spans()
         self._job = cluster.job
         self._metrics = metrics
         self._exchange = Exchange(cluster.patience_seconds, self._recut)
+        self._reach = Reach(cluster)
         self._decoder: Decoder[FromServer] = Decoder(cluster.job, FromServer)
         self._handles: dict[int, Handle] = {}
         self._next_tick = 0.0
@@ -121,7 +127,7 @@ class Channel:
             if view.admitted > self._admitted:
                 self._admitted = view.admitted
                 self._execute(self._exchange.begin_anew())
-            self._reconnect({server.rank: server.address for server in view.servers})
+            self._reconnect({server.rank: server for server in view.servers})
             workers = frozenset(worker.rank for worker in view.workers)
             self._execute(self._exchange.on_view(view.ring, view.servers, time.monotonic(), workers))
 
@@ -217,6 +223,7 @@ class Channel:
                 return
             if now >= self._next_tick:
                 self._execute(self._exchange.on_tick(now))
+                self._look_for_servers(now)
                 self._next_tick = now + TICK_SECONDS
                 continue
             for socket, _ in self._poller.poll(int(1000 * (min(until, self._next_tick) - now)) + 1):
@@ -239,21 +246,28 @@ class Channel:
         except ProtocolError as error:
             self._refuse(rank, error)
             return
+        self._reach.on_answer(rank)
         self._metrics.pull_bytes.inc(sum([frame.nbytes for frame in frames]))
         self._execute(self._exchange.on_reply(rank, message, frames[1:], time.monotonic()))
 
-    def _reconnect(self, addresses: dict[int, str]) -> None:
-        if self._closed and addresses:
+    def _look_for_servers(self, now: float) -> None:
+        if self._exchange.in_flight and (error := self._reach.look(now)):
+            self._execute(self._exchange.on_lost(error))
+
+    def _reconnect(self, servers: dict[int, Member]) -> None:
+        if self._closed and servers:
             return
         for rank, (address, socket) in list(self._servers.items()):
-            if addresses.get(rank) != address:
+            if rank not in servers or servers[rank].address != address:
+                self._reach.on_answer(rank)
                 self._poller.unregister(socket)
                 del self._servers[rank], self._ranks[socket]
                 socket.close(linger=0)
-        for rank, address in addresses.items():
+        for rank, server in servers.items():
             if rank not in self._servers:
-                socket = self._connect(address=address, peer=node_name("server", rank))
-                self._servers[rank] = address, socket
+                socket = self._connect(address=server.address, peer=node_name("server", rank))
+                self._reach.on_connect(server, time.monotonic())
+                self._servers[rank] = server.address, socket
                 self._ranks[socket] = rank
                 self._poller.register(socket, zmq.POLLIN)
 
@@ -276,16 +290,14 @@ class Channel:
                 case SendPush(outgoing=out, again=again):
                     if again:
                         self._metrics.refused_pushes.inc()
-                    envelope = encode(self._job, out.push, out.frames)
                     try:
-                        send_frames(self._servers[out.server][1], [envelope], out.frames)
+                        self._send(out)
                     except zmq.Again:
                         reason = (
                             f"server {out.server} has refused this worker; see its log and its security.keys"
                         )
                         self._execute(self._exchange.on_lost(PeerLostError(reason)))
                         return
-                    self._metrics.push_bytes.inc(len(envelope) + sum([frame.nbytes for frame in out.frames]))
                 case Deliver(round=round_, server=server, result=result, frames=frames, last=last):
                     handle = self._handles.pop(id(round_)) if last else self._handles[id(round_)]
                     handle.deliver((server, result, frames), last)
@@ -294,6 +306,17 @@ class Channel:
                     self._metrics.rounds.labels(outcome="failed").inc()
                     self._handles.pop(id(round_)).fail(error)
                     self._tell_sleepers()
+
+    def _send(self, out: Outgoing) -> None:
+        push = out.push
+        with self._spans("push", push.tensor, push.step) as span:
+            envelope = encode(self._job, push, out.frames)
+            send_frames(self._servers[out.server][1], [envelope], out.frames)
+            size = len(envelope) + sum([frame.nbytes for frame in out.frames])
+            if span:
+                where = {"chunk": push.chunk, "epoch": push.epoch, "server": out.server}
+                span.note(**where, rows=push.rows, bytes=size, codec=push.codec)
+        self._metrics.push_bytes.inc(size)
 
     def _tell_sleepers(self) -> None:
         with self._role:

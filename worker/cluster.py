@@ -11,12 +11,14 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
-from zenps import metrics
+from zenps import log, metrics
+from zenps.clock import now_ns
 from zenps.config import Config
 from zenps.errors import UsageError, ZenPSError
 from zenps.metrics import HASH_OUTCOMES, WorkerMetrics
-from zenps.settings import shared_settings
+from zenps.settings import MOST_NAMES, shared_settings
 from zenps.strategies.registry import strategy
+from zenps.trace import open_trace
 from zenps.wire.link import new_register
 from zenps.wire.messages import Load, Push, View
 from zenps.wire.tensors import dtype_name
@@ -26,6 +28,7 @@ from .exchange import PATIENCE_SECONDS
 from .handle import Handle, Progress
 from .round import Outgoing, Round
 from .session import Session
+from .spans import Spans
 from .staging import Staging
 from .transfer import Sent, Transfer
 from .transfers import Transfers
@@ -52,18 +55,21 @@ class Cluster(Communicator):
         registry = CollectorRegistry()
         self._metrics = WorkerMetrics(registry)
         self._exporter = metrics.serve(registry, config.metrics.host, config.metrics.port)
+        self._spans = Spans()
         try:
+            self._spans = Spans(open_trace(config.sync.trace, "worker"))
             address, shared = self._exporter.address, shared_settings(config)
             register = new_register("worker", rank, "", address, shared)
-            self._session = Session(config, register, self._metrics)
+            self._session = Session(config, register, self._metrics, self._spans)
         except BaseException:  # Ctrl-C while others are waited for, too: a later init() wants the port
-            self._exporter.close()
+            self._let_go()
             raise
         view = self._session.view
         self._completed = self._metrics.rounds.labels(outcome="completed")
         self.stats = Stats(partition=config.sync.partition)
         self.bucket_bytes = config.sync.bucket_bytes
         self.rank = view.rank
+        self._metrics.set_rank(view.rank)
         self.goes_on = config.cluster.goes_on
         self.is_newcomer = view.admitted > 0
         self._admitted = view.admitted
@@ -74,9 +80,10 @@ class Cluster(Communicator):
         self._staging = Staging()
         self._timeout_seconds = config.cluster.patience_seconds + 2 * PATIENCE_SECONDS
         self._latest: dict[str, Progress] = {}
+        """By name, at most :data:`MOST_NAMES`: ranks count steps by them, and cannot forget one together."""
         self._recording = threading.Lock()
         self._submitting = threading.Lock()
-        self._last_step = 0
+        self._last_step = -1
         self._session.start(self._load, self._follow, self._cut_again)
 
     def push_pull_async(
@@ -92,21 +99,37 @@ class Cluster(Communicator):
             previous = self._latest.get(name)
             if previous is not None and not previous.ended:
                 raise UsageError(f"tensor {name!r} is in flight; wait for its handle before pushing it again")
+            if previous is None and len(self._latest) >= MOST_NAMES:
+                raise UsageError(
+                    f"tensor {name!r}: {MOST_NAMES} different names were used before it, as many as may be; "
+                    "use one name for a tensor in all steps, without the step's number in it"
+                )
             progress = Progress(previous.step + 1 if previous else 0)
             self._latest[name] = progress
-            self._last_step = max(self._last_step, progress.step)
+            if progress.step > self._last_step:
+                self._last_step = log.here.step = progress.step
+                self._metrics.steps.inc()
+        begin_ns, is_staged = now_ns(), not tensor.is_cpu
         try:
             expected_rows = previous.pulled_rows if previous else 0
-            transfer = self._transfers.begin(tensor, name, expected_rows, contributes)
+            with self._spans("compact", name, progress.step) as span:
+                transfer = self._transfers.begin(tensor, name, expected_rows, contributes)
+                if span:
+                    span.note(rows=transfer.rows_given)
         except BaseException:  # Ctrl-C too: a name in flight for ever could not be pushed again
             self._take_back(name, previous)
             raise
-        handle = Handle(name, progress, transfer, self._wait, self._timeout_seconds, self._record)
+        handle = Handle(
+            name, progress, transfer, self._wait, self._timeout_seconds, self._record, self._spans
+        )
 
         def push() -> None:
             progress.compacted_seconds = time.perf_counter() - progress.began
+            if is_staged:
+                self._spans.trace.since(begin_ns, "stage", tensor=name, step=progress.step)
             sent = transfer.sent
             outgoing = self._pushes(name, progress.step, sent, average)
+            handle.pushed()
             self._session.channel.submit(Round(name, progress.step, sent.cut.epoch, outgoing, sent), handle)
 
         def fail(error: ZenPSError) -> None:
@@ -120,7 +143,8 @@ class Cluster(Communicator):
         """As :meth:`Session.barrier`."""
         if self.is_newcomer:
             raise self._too_early("barrier")
-        self._session.barrier()
+        with self._spans("barrier"):
+            self._session.barrier()
 
     def admit(self) -> None:
         """As :meth:`Session.admit`."""
@@ -133,6 +157,10 @@ class Cluster(Communicator):
     def close(self, *, together: bool = False) -> None:
         """As :meth:`Session.close`, and frees the metrics port."""
         self._session.close(together=together)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._spans.trace.close()
         self._exporter.close()
 
     def _wait(self, ready: Callable[[], bool], until: float) -> None:
@@ -163,6 +191,7 @@ class Cluster(Communicator):
             self._admitted = view.admitted
             with self._submitting:
                 self._latest.clear()
+                self._last_step = -1
 
     def _know(self, view: View) -> None:
         self.ranks = tuple(worker.rank for worker in view.workers)
@@ -174,7 +203,7 @@ class Cluster(Communicator):
         assert isinstance(round_.sent, Sent)
         sent = self._transfers.recut(round_.tensor, round_.sent)
         average = round_.outgoing[0].push.average
-        return sent, self._pushes(round_.tensor, round_.step, sent, average, again=True)
+        return sent, self._pushes(round_.tensor, round_.step, sent, average, round_.again)
 
     def _pushes(self, name: str, step: int, sent: Sent, average: bool, again: bool = False) -> list[Outgoing]:
         shape, dtype = tuple(sent.shape), dtype_name(sent.dtype)
@@ -210,7 +239,7 @@ class Cluster(Communicator):
             "pushed_bytes": stats.pushed_bytes,
             "pulled_bytes": stats.pulled_bytes,
             "wait_seconds": stats.wait_seconds,
-            "step": self._last_step,
+            "step": max(self._metrics.steps.total - 1, 0),
         }
 
     def _record(self, transfer: Transfer, progress: Progress, waited: float, worked: float) -> None:
@@ -232,20 +261,29 @@ class Cluster(Communicator):
             counters.scatter_duration.observe(worked)
             # Dense elements would drown the rows: there are many more, and no strategy misplaces them.
             if transfer.kind == "sparse":
-                self._record_balance(transfer)
+                self._record_rows(transfer, progress.pulled_rows)
             if transfer.hashed_rows.any():
                 for outcome, rows in zip(HASH_OUTCOMES, transfer.hashed_rows.tolist(), strict=True):
                     counters.hashed_rows.labels(outcome=outcome).inc(rows)
 
-    def _record_balance(self, transfer: Transfer) -> None:
+    def _record_rows(self, transfer: Transfer, pulled: int) -> None:
         layout = transfer.sent.cut.layout
         assert layout is not None
         rows = dict.fromkeys(layout.servers, 0)
         for part in transfer.sent.parts:
             rows[part.server] += part.rows
-        busiest, mean = max(rows.values()), sum(rows.values()) / len(rows)
+        pushed = sum(rows.values())
+        busiest, mean = max(rows.values()), pushed / len(rows)
         self.stats.busiest_rows += busiest
         self.stats.mean_rows += mean
-        if mean:
-            self._metrics.compaction_ratio.set(mean * len(rows) / transfer.rows_given)
+        if pushed:
+            self._metrics.compaction_ratio.set(pushed / transfer.rows_given)
             self._metrics.partition_imbalance.set(busiest / mean)
+        counts = {
+            "given": transfer.rows_given,
+            "pushed": pushed,
+            "pulled": pulled,
+            "whole": layout.rows_total,
+        }
+        for stage, count in counts.items():
+            self._metrics.rows.labels(stage=stage).inc(count)

@@ -89,7 +89,7 @@ def cut_rows(
     ends = np.searchsorted(positions, [piece.stop for piece in pieces]).tolist()
     parts, begin = [], 0
     for piece, end in zip(pieces, ends, strict=True):
-        chosen = choose(codec, end - begin, piece.span)
+        chosen = choose(codec, end - begin, piece.span, row_bytes)
         encoded = chosen.encode(positions[begin:end] - piece.start, piece.span)
         frames = (encoded.data, values[begin * row_bytes : end * row_bytes])
         parts.append(Part(piece.server, piece.chunk, piece.span, end - begin, chosen.name, frames))

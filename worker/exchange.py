@@ -54,7 +54,8 @@ class Exchange:
 
     Args:
         deadline_seconds: how long a round may take; may be infinite.
-        recut: cuts a round again, for the ring of the last :meth:`on_view`; its answers so far are void.
+        recut: cuts a round again, for the ring of the last :meth:`on_view`; its answers so far are void. The
+            pushes say :attr:`Round.again`.
     """
 
     def __init__(self, deadline_seconds: float, recut: Callable[[Round], Sequence[Outgoing]]) -> None:
@@ -109,6 +110,7 @@ class Exchange:
                 continue
             round_.state = ROUND[round_.state]["ring changed"]
             if round_.state == "pushed":
+                round_.again = True
                 self.begun_again += 1
                 actions += self._cut_again(round_, now)
             else:
@@ -239,6 +241,7 @@ class Exchange:
             round_.deadline = math.inf
             self.recalled += 1
             if round_.epoch != self._epoch:
+                round_.again = True
                 self._cut(round_)
         place = server, message.chunk
         if round_ is None or now < round_.given.get(place, -math.inf) + ASKED_SECONDS:

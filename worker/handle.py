@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct, field
 from torch import Tensor
 
+from zenps.clock import now_ns
 from zenps.errors import DeadlineError, ZenPSError
 from zenps.wire.messages import Result
 
 from .communicator import Pending
+from .spans import Spans
 from .transfer import Sent, Transfer
 
 __all__ = ["Handle", "Progress", "Recorder"]
@@ -53,6 +55,7 @@ class Handle(Pending):
         wait: how to wait for answers.
         timeout_seconds: a last resort; the exchange's own deadlines come before it.
         record: for metrics.
+        spans: for a timeline.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Handle(Pending):
         wait: Wait,
         timeout_seconds: float,
         record: Recorder,
+        spans: Spans | None = None,
     ) -> None:
         self.name = name
         self._progress = progress
@@ -70,6 +74,8 @@ class Handle(Pending):
         self._wait = wait
         self._timeout_seconds = timeout_seconds
         self._record = record
+        self._spans = spans or Spans()
+        self._pushed_ns = 0
         self._answers: deque[Answer | Sent | ZenPSError] = deque()
         self._finishing = threading.Lock()
         self._outcome: Tensor | ZenPSError | None = None
@@ -95,9 +101,17 @@ class Handle(Pending):
 
     # ── for the channel ─────────────────────────────────────────────────────────────────────────
 
+    def pushed(self) -> None:
+        """Every part is about to be pushed."""
+        if self._spans.trace.is_on:
+            self._pushed_ns = now_ns()
+
     def deliver(self, answer: Answer, last: bool) -> None:
         """One part was answered."""
-        _, result, frames = answer
+        server, result, frames = answer
+        if self._spans.trace.is_on:
+            about = _about(self.name, server, result, frames)
+            self._spans.trace.since(self._pushed_ns, "pull", **about)
         self._progress.pulled_rows += result.rows
         self._progress.pulled_bytes += sum([frame.nbytes for frame in frames])
         self._answers.append(answer)
@@ -105,6 +119,7 @@ class Handle(Pending):
 
     def restart(self, sent: Sent) -> None:
         """The ring has changed, and the round begins again as ``sent``. Not once it has ended."""
+        self.pushed()
         self._progress.pulled_rows = self._progress.pulled_bytes = 0
         # The transfer belongs to the thread that waits, which may be absorbing an old answer just now: that
         # thread restarts it, before it takes the next. The queue is replaced, for if it were emptied even for
@@ -124,7 +139,8 @@ class Handle(Pending):
         until = time.monotonic() + self._timeout_seconds
         while self._answers or not self._progress.ended:
             begin = time.perf_counter()
-            self._wait(self._has_answer, until)
+            with self._spans("wait", self.name, self._progress.step):
+                self._wait(self._has_answer, until)
             if not self._answers:
                 self._progress.ended = True
                 return DeadlineError(f"tensor {self.name!r}: no answer within {self._timeout_seconds:g} s")
@@ -139,13 +155,17 @@ class Handle(Pending):
                     until = time.monotonic() + self._timeout_seconds
                 else:
                     server, result, frames = answer
-                    transfer.absorb(server, result.chunk, result, frames)
+                    with self._spans("scatter", self.name, result.step) as span:
+                        transfer.absorb(server, result.chunk, result, frames)
+                        if span:
+                            span.note(**_about(self.name, server, result, frames))
             except ZenPSError as error:
                 return error
             worked += time.perf_counter() - got
         begin = time.perf_counter()
         try:
-            result_tensor = transfer.finish()
+            with self._spans("scatter", self.name, self._progress.step):
+                result_tensor = transfer.finish()
         except ZenPSError as error:
             return error
         self._record(transfer, self._progress, waited, worked + time.perf_counter() - begin)
@@ -153,3 +173,16 @@ class Handle(Pending):
 
     def _has_answer(self) -> bool:
         return bool(self._answers)
+
+
+def _about(tensor: str, server: int, result: Result, frames: Sequence[memoryview]) -> dict[str, object]:
+    """What a timeline says about an answer."""
+    return {
+        "tensor": tensor,
+        "step": result.step,
+        "chunk": result.chunk,
+        "epoch": result.epoch,
+        "server": server,
+        "rows": result.rows,
+        "bytes": sum([frame.nbytes for frame in frames]),
+    }

@@ -57,6 +57,8 @@ class Round(Struct, eq=False):
     """What ``outgoing`` can be cut from again; opaque here."""
     workers: Set[int] = frozenset()
     """The ranks that were members when it began."""
+    again: bool = False
+    """Whether it was pushed under an older ring before: others may have ended it there."""
     state: State = "pushed"
     unanswered: dict[tuple[int, int], Outgoing] = {}
     """By server and chunk. Pushes are kept whole: a server may ask for one again."""

@@ -37,6 +37,7 @@ from zenps.wire.messages import (
 from zenps.wire.sockets import LINGER_MS, Socket
 
 from .channel import Channel, CutAgain
+from .spans import Spans
 
 __all__ = ["Session"]
 
@@ -76,20 +77,24 @@ class Session:
         newcomers: how many workers wait to be let in, as the scheduler said last.
     """
 
-    def __init__(self, config: Config, register: Register, metrics: WorkerMetrics) -> None:
+    def __init__(self, config: Config, register: Register, metrics: WorkerMetrics, spans: Spans) -> None:
         self._cluster = config.cluster
+        self._spans = spans
         keys = load_keys(config.security, "worker", register.rank if register.rank >= 0 else None)
         warn_if_open(keys, self._cluster.scheduler)
         self._ctx: zmq.Context[Socket] = zmq.Context()
         try:
             self._link = SchedulerLink(self._ctx, self._cluster, "worker", keys)
+            spans.trace.follow(self._link.clock)
             self.view: View = self._link.join(register)
             identity = self._link.identity
-            self.channel = Channel(self._ctx, self._cluster, identity, metrics, keys)
+            self.channel = Channel(self._ctx, self._cluster, identity, metrics, keys, spans)
         except BaseException:  # Ctrl-C while others are waited for, too: sockets would linger at exit
             self._ctx.destroy(linger=0)
             raise
-        log.setup(config.log, "worker", self.view.rank)
+        log.here.rank, log.here.epoch = self.view.rank, self.view.epoch
+        spans.trace.name(self.view.rank)
+        spans.trace.epoch(self.view.epoch, len(self.view.workers), len(self.view.servers))
         self.newcomers = 0
         self._commands: SimpleQueue[_AwaitBarrier | _AwaitAdmission | _Leave] = SimpleQueue()
         self._wake_reader, self._wake_writer = net.socketpair()
@@ -260,6 +265,8 @@ class Session:
     def _on_view(self, view: View) -> None:
         if view.epoch <= self.view.epoch:
             return  # told twice
+        log.here.epoch = view.epoch
+        self._spans.trace.epoch(view.epoch, len(view.workers), len(view.servers))
         logger.info("epoch %d: %d servers, %d workers", view.epoch, len(view.servers), len(view.workers))
         is_admission = view.admitted > self.view.admitted
         if is_admission:

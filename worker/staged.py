@@ -105,6 +105,7 @@ class StagedSparse(_Staged):
         assert sent.cut.layout is not None
         self._layout, self._placement = sent.cut.layout, self._place_on_device(sent.cut.layout)
         self.sent, self._pieces = sent, sent.cut.pieces()
+        self._row_bytes = sent.columns * sent.dtype.itemsize
         # What is held stays: copies from it may still be under way.
         self._pulled.clear()
         self._faults.clear()
@@ -178,7 +179,7 @@ class StagedSparse(_Staged):
         """The rows of each piece, given how many rows lie before its end."""
         begins = (0, *ends[:-1])
         return [
-            _Run(piece, begin, end, choose(self._codec, end - begin, piece.span))
+            _Run(piece, begin, end, choose(self._codec, end - begin, piece.span, self._row_bytes))
             for piece, begin, end in zip(self._pieces.values(), begins, ends, strict=True)
         ]
 
@@ -189,8 +190,7 @@ class StagedSparse(_Staged):
     def _part(self, run: _Run, numbers: Tensor, bitmap: Tensor | None, values: Tensor) -> Part:
         piece = run.piece
         if bitmap is None:
-            own = numbers[run.begin : run.end].numpy()
-            encoded = own.astype(item_dtype(piece.span), copy=False).view(np.uint8).data
+            encoded = run.codec.encode(numbers[run.begin : run.end].numpy(), piece.span).data
         else:
             encoded = tensor_bytes(bitmap)
         frames = (encoded, tensor_bytes(values[run.begin : run.end]))
@@ -205,17 +205,18 @@ class StagedSparse(_Staged):
             raise ProtocolError("payload", f"a sparse result with codec {result.codec!r}")
         if count > span:
             raise ProtocolError("payload", f"{count} rows in a chunk of {span}")
-        expected = (
-            CODECS[result.codec].encoded_bytes(count, span),
-            count * self.columns * self.dtype.itemsize,
-        )
-        got = (frames[0].nbytes, frames[1].nbytes)
+        codec, positions = CODECS[result.codec], frames[0]
+        if result.codec == "delta":  # has no kernel
+            codec = CODECS["coo"]
+            positions = codec.encode(CODECS["delta"].decode(positions, count, span), span).data
+        expected = (codec.most_bytes(count, span), count * self._row_bytes)
+        got = (positions.nbytes, frames[1].nbytes)
         if got != expected:
             raise ProtocolError("payload", f"frames of {got} bytes, expected {expected} for {count} rows")
         gpu = self._accelerator
         with gpu.stream():
-            encoded, values = (self._to_device(frame) for frame in frames)
-            if result.codec == "bitmap":
+            encoded, values = (self._to_device(frame) for frame in (positions, frames[1]))
+            if codec.name == "bitmap":
                 rows, fault = decode_bitmap(gpu.launcher, self._placement, encoded, count, start, span)
             else:
                 item = torch.int32 if item_dtype(span).itemsize == 4 else torch.int64

@@ -99,7 +99,7 @@ class Transfers:
         else:
             rows = sent.cut.layout.rows_total
             cut = ring.cut_sparse(name, rows, sent.columns, sent.dtype, sent.expected_rows)
-        # Layouts are equal only to themselves, and a ring makes each but once.
+        # Layouts are equal only to themselves. A ring makes each but once, unless there are very many.
         return sent if cut == sent.cut else recut(sent, cut, self._config.sync.codec)
 
     def _begin_sparse(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import logging
 import os
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from zenps.config import Config, Loaded, describe, load, rank_from_environment, require_cluster
@@ -110,7 +110,9 @@ def _parser() -> argparse.ArgumentParser:
     add("server", _server, "run one server")
     add("worker", _worker, "run CMD as one worker, with these settings", command=True)
     status = add("status", _status, "show a live cluster")
-    status.add_argument("--json", action="store_true", help="for programs")
+    form = status.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="for programs")
+    form.add_argument("--watch", action="store_true", help="again every second, until Ctrl-C")
     health = add("health", _health, "tell a container's probe whether a role is well, by exit code 0 or 1")
     health.add_argument("--role", choices=("scheduler", "server"), required=True, help="that of this node")
     drain = add("drain", _drain, "have a server hand its slots to the others, and end", operand=" RANK")
@@ -122,6 +124,9 @@ def _parser() -> argparse.ArgumentParser:
     config = add("config", _config, "show every setting and where its value came from")
     config.add_argument("--json", action="store_true", help="for programs; with descriptions")
     add("doctor", _doctor, "check this machine and the way to the cluster")
+    trace = add("trace", _trace, "make one timeline of those of several processes", operand=" OUT PART...")
+    trace.add_argument("out", type=Path, metavar="OUT", help="the file to write")
+    trace.add_argument("parts", type=Path, nargs="+", metavar="PART", help="what sync.trace had a role write")
     keygen = add(
         "keygen", _keygen, "make the keys that a directory lacks: who may be which node", operand=" DIR"
     )
@@ -182,14 +187,20 @@ def _environment(args: argparse.Namespace, loaded: Loaded) -> dict[str, str]:
 
 def _serve(role: str, config: Config, serve: Callable[[], None]) -> int:
     """Runs a role until the job ends, SIGTERM or Ctrl-C; all three close its sockets."""
-    setup_log(config.log, role)
+    logger = setup_log(config.log, role, owns_process=True)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(_SIGNALLED + number))
     try:
         serve()
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        if config.log.format == "text":
+            raise  # to be refused as before the log was set up
+        logger.error("%s", error)
+        return EXIT_CONFIG
     except ZenPSError as error:
-        logging.getLogger("zenps").error("%s", error)
+        logger.error("%s", error)
+        return EXIT_FAILED
+    except Exception:
+        logger.exception("ended by an error of its own")
         return EXIT_FAILED
     return 0
 
@@ -248,13 +259,16 @@ def _status(args: argparse.Namespace) -> int:
     config = _load(args).config
     _require_scheduler(config)
     from zenps.status import fetch, to_json
-    from zenps.tables import show_status
+    from zenps.tables import show_status, watch_status
 
-    status = fetch(config.cluster, args.timeout_seconds, load_keys(config.security, "operator"))
+    keys = load_keys(config.security, "operator")
+    ask = partial(fetch, config.cluster, args.timeout_seconds, keys)
     if args.json:
-        print(to_json(status))
+        print(to_json(ask()))
+    elif args.watch:
+        watch_status(ask)
     else:
-        show_status(status)
+        show_status(ask())
     return 0
 
 
@@ -298,6 +312,15 @@ def _doctor(args: argparse.Namespace) -> int:
     checks = examine(config)
     show_checks(checks)
     return EXIT_FAILED if any(check.verdict == "fail" for check in checks) else 0
+
+
+def _trace(args: argparse.Namespace) -> int:
+    from zenps.timeline import merge
+
+    _load(args)  # of no use here, but what is wrong is refused everywhere
+    count = merge(args.parts, args.out)
+    print(f"{args.out}: {count} process(es); chrome://tracing and https://ui.perfetto.dev show it")
+    return 0
 
 
 def _keygen(args: argparse.Namespace) -> int:

@@ -15,10 +15,10 @@ from typing import Final, Literal, NamedTuple
 from zenps.config import PARTITIONS, Config, check_partition, local_size_from_environment
 from zenps.errors import ConfigError, DeadlineError, ZenPSError
 from zenps.keys import load_keys
-from zenps.settings import parse_address, shared_settings
+from zenps.settings import shared_settings
 from zenps.status import fetch
+from zenps.wire.addresses import find_host, why_unreachable
 from zenps.wire.messages import Status
-from zenps.wire.sockets import find_host
 
 __all__ = ["Check", "examine"]
 
@@ -182,11 +182,9 @@ def _cluster(config: Config) -> Iterator[Check]:
 
 def _scheduler(config: Config) -> Iterator[Check]:
     address = config.cluster.scheduler
-    try:
-        net.create_connection(parse_address(address), TIMEOUT_SECONDS).close()
-    except OSError as error:
+    if reason := why_unreachable(address, TIMEOUT_SECONDS):
         advice = "start it with zenps scheduler; let the port through every firewall on the way"
-        yield Check("scheduler", "fail", f"{address}: {error.strerror or error}", advice)
+        yield Check("scheduler", "fail", f"{address}: {reason}", advice)
         return
     try:
         status = fetch(config.cluster, TIMEOUT_SECONDS, load_keys(config.security, "operator"))

@@ -19,6 +19,8 @@ what was expected, what came, and what to do.
 
 from __future__ import annotations
 
+import errno
+import socket
 from collections.abc import Iterable
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "UnknownKeyError",
     "UsageError",
     "ZenPSError",
+    "cannot_listen",
     "listing",
 ]
 
@@ -103,6 +106,14 @@ class ProtocolError(ZenPSError, ValueError):
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}"
+
+
+def cannot_listen(section: str, host: str, port: int, error: OSError) -> ConfigError:
+    """Which of the settings ``section.host`` and ``section.port`` is wrong, where one cannot listen there."""
+    reason = error.strerror or str(error)
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return ConfigError(f"{section}.host", host, f"an address of this machine ({reason})")
+    return ConfigError(f"{section}.port", port, f"a free port, 0 for any, -1 for none ({reason})")
 
 
 def listing(items: Iterable[object], separator: str = ", ", most: int = 16) -> str:

@@ -22,6 +22,7 @@ from zenps.keys import load_keys
 from zenps.output import Lines, Output
 from zenps.processes import Guard, Pipe, Process
 from zenps.status import fetch
+from zenps.timeline import collected
 from zenps.wire.messages import Status
 
 __all__ = ["launch"]
@@ -62,14 +63,19 @@ def launch(config: Config, command: Sequence[str], environment: Mapping[str, str
         128 + n where signal n ended it or this process; all others are ended then.
 
     Raises:
-        ConfigError: ``cluster.scheduler`` is not on this machine, or fixed ports run out.
+        ConfigError: ``cluster.scheduler`` is not on this machine, fixed ports run out, or ``sync.trace``
+            cannot be written.
     """
-    job = _Job(config, command, environments(config, environment))
-    with _signals(job):
-        try:
-            return job.run()
-        finally:
-            job.close()
+    environment_of = environments(config, environment)
+    with collected(config.sync.trace) as trace:
+        for variables in environment_of.values() if trace else ():
+            variables["ZENPS_SYNC_TRACE"] = trace
+        job = _Job(config, command, environment_of)
+        with _signals(job):
+            try:
+                return job.run()
+            finally:
+                job.close()
 
 
 class _Job:

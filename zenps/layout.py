@@ -8,6 +8,7 @@ of positions only: sorted by q, a push falls apart into the servers' parts.
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -23,6 +24,9 @@ from zenps.ring import SLOTS
 from zenps.strategies.base import KeySpace, Partition, PartitionStrategy
 
 __all__ = ["Layout", "LayoutCache"]
+
+# A layout takes up to some 130 KB beside its tables.
+MOST_LAYOUTS = 1024
 
 _BLOCK = 1 << 18  # granules of a table built at once: bounds the memory beside the table
 
@@ -197,8 +201,9 @@ class Layout:
 class LayoutCache:
     """The layouts of one epoch, made on first use, with one byte budget for all their tables.
 
-    Tables go to the layouts first asked for, until the budget is spent, and stay: one that came and
-    went would cost more to build than it saves. Thread-safe.
+    Tables go to the layouts first asked for, until the budget is spent, and stay with them: one that came
+    and went would cost more to build than it saves. Of more than :data:`MOST_LAYOUTS` layouts, as a tensor
+    makes whose size is another in each step, the one not asked for the longest is forgotten. Thread-safe.
 
     Args:
         strategy, seed: how rows become slots.
@@ -219,7 +224,7 @@ class LayoutCache:
         self._owners = owners
         self._servers = tuple(servers)
         self._unspent_bytes = table_bytes
-        self._layouts: dict[tuple[str, int, int], Layout] = {}
+        self._layouts: OrderedDict[tuple[str, int, int], Layout] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, name: str, rows: int, granule: int) -> Layout:
@@ -234,6 +239,9 @@ class LayoutCache:
                 layout = Layout(rows, granule, partition, self._owners, self._servers, self._unspent_bytes)
                 self._unspent_bytes -= layout.table_bytes
                 self._layouts[key] = layout
+                if len(self._layouts) > MOST_LAYOUTS:
+                    self._unspent_bytes += self._layouts.popitem(last=False)[1].table_bytes
+            self._layouts.move_to_end(key)
             return layout
 
 

@@ -7,9 +7,7 @@ one: only the latest are shown. One object per process, on a registry that the c
 
 from __future__ import annotations
 
-import errno
 import importlib.metadata
-import socket
 import threading
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
@@ -17,12 +15,12 @@ from itertools import accumulate
 from typing import Final, Literal, get_args
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Info, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCollector, start_http_server
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from zenps.errors import ConfigError, ProtocolError
+from zenps.errors import ProtocolError, cannot_listen
 from zenps.lateness import MOST_RANKS, latest
 
 __all__ = ["Exporter", "Refusal", "SchedulerMetrics", "ServerMetrics", "WorkerMetrics", "serve"]
@@ -105,6 +103,8 @@ class Late(Collector):
 HASH_OUTCOMES: Final = ("first_try", "rehashed", "serial", "overflowed")
 """In the order of the kernel's counters (:class:`zenps.kernels.hash_compact.Hashed`)."""
 
+STATES: Final = ("gathering", "recovering", "confirming", "running", "draining", "stopped", "failed")
+"""Of a job, those of ``scheduler/states.py``, which nothing below a role imports."""
 
 Refusal = Literal["unknown_key", "handshake"]
 """Why a connection came to nothing. libzmq cannot tell a peer without a key from one that hung up."""
@@ -117,12 +117,19 @@ class _RoleMetrics:
         self._registry = registry
         build = Info("zenps_build", "Version and role of this process.", registry=registry)
         build.info({"version": importlib.metadata.version("zenps"), "role": role})
+        self._node = Info("zenps_node", "Rank of this process, empty until it has one.", registry=registry)
+        self.set_rank("")
+        ProcessCollector(registry=registry)
         self.protocol_errors = self._counter(
             "zenps_protocol_errors_total",
             "Messages that were refused as malformed.",
             reason=ProtocolError.REASONS,
         )
         self.epoch = self._gauge("zenps_epoch", "Version number of membership and ring as known here.")
+
+    def set_rank(self, rank: int | str) -> None:
+        """This process is now known by that rank."""
+        self._node.info({"rank": str(rank)})
 
     def _counter(self, name: str, documentation: str, **labels: tuple[str, ...]) -> Counter:
         """A counter with at most one label, whose values are given so that each series starts at 0."""
@@ -132,8 +139,13 @@ class _RoleMetrics:
                 counter.labels(**{label: value})
         return counter
 
-    def _gauge(self, name: str, documentation: str) -> Gauge:
-        return Gauge(name, documentation, registry=self._registry)
+    def _gauge(self, name: str, documentation: str, **labels: tuple[str, ...]) -> Gauge:
+        """A gauge with at most one label, as :meth:`_counter`."""
+        gauge = Gauge(name, documentation, tuple(labels), registry=self._registry)
+        for label, values in labels.items():
+            for value in values:
+                gauge.labels(**{label: value})
+        return gauge
 
     def _tally(self, name: str, documentation: str) -> Tally:
         return Tally(name, documentation, self._registry)
@@ -153,8 +165,17 @@ class WorkerMetrics(_RoleMetrics):
             "zenps_dense_bytes_total",
             "Bytes, pushed and pulled, that dense synchronisation of the same tensors would have moved.",
         )
+        self.steps = self._tally(
+            "zenps_steps_total", "Training steps begun: pushes of the tensor that was pushed most often."
+        )
         self.rounds = self._counter(
             "zenps_rounds_total", "Rounds by how they ended.", outcome=("completed", "failed")
+        )
+        self.rows = self._counter(
+            "zenps_rows_total",
+            "Rows of sparse tensors: as given, as pushed once duplicates were summed, as pulled with those "
+            "of all ranks, and as many as the whole tensor has.",
+            stage=("given", "pushed", "pulled", "whole"),
         )
         self.push_pull_duration = self._durations(
             "zenps_push_pull_duration_seconds", "A round as the caller sees it, from call to result."
@@ -245,9 +266,10 @@ class SchedulerMetrics(_ListenerMetrics):
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry, "scheduler")
         roles = ("worker", "server")
-        self.live_nodes = Gauge("zenps_live_nodes", "Nodes with a valid lease.", ["role"], registry=registry)
-        for role in roles:
-            self.live_nodes.labels(role=role)
+        self.state = self._gauge(
+            "zenps_job_state", "1 for the state that the job is in, else 0.", state=STATES
+        )
+        self.live_nodes = self._gauge("zenps_live_nodes", "Nodes with a valid lease.", role=roles)
         self.lost_nodes = self._counter(
             "zenps_lost_nodes_total", "Nodes whose lease ran out before they left.", role=roles
         )
@@ -300,14 +322,11 @@ class _WithoutCreated(Collector):
 def serve(registry: CollectorRegistry, host: str, port: int) -> Exporter:
     """Serve ``registry`` over HTTP at ``host``; port 0: any free one, -1: not at all.
 
-    Raises :class:`ConfigError` where the address cannot be listened on.
+    Raises :class:`~zenps.errors.ConfigError` where the address cannot be listened on.
     """
     if port == -1:
         return Exporter()
     try:
         return Exporter(*start_http_server(port, addr=host, registry=_WithoutCreated(registry)))
     except OSError as error:
-        reason = error.strerror or str(error)
-        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-            raise ConfigError("metrics.host", host, f"an address of this machine ({reason})") from error
-        raise ConfigError("metrics.port", port, f"a free port, 0 for any, -1 for none ({reason})") from error
+        raise cannot_listen("metrics", host, port, error) from error

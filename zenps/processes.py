@@ -94,6 +94,8 @@ class Process:
             child_err = child_out
             termios.tcsetwinsize(child_out, (TERMINAL_ROWS, max(terminal_columns, 1)))
             self.pipes = [Pipe(out, False)]
+            # Programs believe these more than their terminal, and they are of another: readline sets them.
+            environment = {k: v for k, v in environment.items() if k not in ("COLUMNS", "LINES")}
         try:
             self._popen = subprocess.Popen(
                 command,

@@ -9,6 +9,7 @@ A field whose name ends in ``_bytes`` also takes a string such as ``"8MiB"``.
 from __future__ import annotations
 
 import importlib.metadata
+import ipaddress
 import math
 import re
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from zenps.errors import ConfigError
 
 __all__ = [
     "FIELDS",
+    "MOST_NAMES",
     "MOST_WORKERS",
     "PARTITIONS",
     "ClusterConfig",
@@ -29,9 +31,12 @@ __all__ = [
     "LogConfig",
     "MetricsConfig",
     "SecurityConfig",
+    "StatusConfig",
     "SyncConfig",
     "checked",
     "format_bytes",
+    "is_ip_address",
+    "is_loopback",
     "parse_address",
     "shared_settings",
 ]
@@ -48,6 +53,9 @@ _UNITS: Final = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
 WEEK_SECONDS: Final = 7 * 24 * 3600
 
 MOST_WORKERS: Final = 4096
+
+MOST_NAMES: Final = 65536
+"""How many different tensor names a job may use: each is remembered on every worker and on servers."""
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -127,8 +135,8 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         ),
     ] = "balanced"
     codec: Annotated[
-        Literal["auto", "coo", "bitmap"],
-        Meta(description="how positions travel; auto: the smaller per chunk"),
+        Literal["auto", "coo", "bitmap", "delta"],
+        Meta(description="how positions travel; auto: what [suits the chunk](protocol.md#position-codecs)"),
     ] = "auto"
     chunk_bytes: Annotated[
         int,
@@ -149,6 +157,13 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         int,
         Meta(description="key of the permutation; the same on all nodes", ge=0, le=(1 << 63) - 1),
     ] = 0x5A454E
+    trace: Annotated[
+        str,
+        Meta(
+            description="file for a [timeline](timeline.md) of all roles, such as trace.json; empty: none",
+            max_length=4096,
+        ),
+    ] = ""
 
 
 class CudaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -196,6 +211,18 @@ class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = 0
 
 
+class StatusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the scheduler serves its [status page](operations.md#the-status-page)."""
+
+    host: Annotated[
+        str, Meta(description="address to serve the status page on", min_length=1, max_length=255)
+    ] = "127.0.0.1"
+    port: Annotated[
+        int,
+        Meta(description="port to serve the status page on; 0: any free port; -1: off", ge=-1, le=65535),
+    ] = 0
+
+
 class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What this process writes to stderr."""
 
@@ -216,6 +243,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cuda: CudaConfig = msgspec.field(default_factory=CudaConfig)
     security: SecurityConfig = msgspec.field(default_factory=SecurityConfig)
     metrics: MetricsConfig = msgspec.field(default_factory=MetricsConfig)
+    status: StatusConfig = msgspec.field(default_factory=StatusConfig)
     log: LogConfig = msgspec.field(default_factory=LogConfig)
 
 
@@ -256,10 +284,31 @@ def checked(name: str, raw: object, source: str) -> object:
 
 def parse_address(text: str) -> tuple[str, int]:
     """Split ``host:port``, ``tcp://host:port`` or ``[v6]:port``; :class:`ValueError` for anything else."""
-    match = re.fullmatch(r"(?:tcp://)?(?:\[([0-9A-Fa-f:.]+(?:%\w+)?)\]|([^\s:/\[\]]+)):([0-9]{1,5})", text)
+    match = re.fullmatch(
+        r"(?:tcp://)?(?:\[([0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|([^\s:/\[\]]+)):([0-9]{1,5})", text
+    )
     if match is None or not 1 <= int(match[3]) <= 65535:
         raise ValueError(f"{text!r}: expected 'host:port' with a port from 1 to 65535")
     return match[1] or match[2], int(match[3])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine is meant by ``host``, an address or a name.
+
+    A name other than ``localhost`` never is, whatever it leads to here: others may find another address.
+    """
+    if not is_ip_address(host):
+        return host == "localhost" or host.endswith(".localhost")
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
+def is_ip_address(host: str) -> bool:
+    """Whether ``host`` is an address, of IPv4 or IPv6, and no name."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
 
 
 def shared_settings(config: Config) -> dict[str, str | int | float]:
@@ -295,6 +344,12 @@ def _plain_address(value: str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def _reachable_host(value: str) -> str:
+    if value in ("*", "0.0.0.0", "::"):
+        raise ValueError(value)
+    return value
+
+
 def _power_of_two(value: int) -> int:
     if value & (value - 1):
         raise ValueError(value)
@@ -312,6 +367,7 @@ def _plugins() -> set[str]:
 
 
 _RULES: Final[dict[str, Callable[[Any], object]]] = {
+    "cluster.host": _reachable_host,
     "cluster.scheduler": _plain_address,
     "sync.granule": _power_of_two,
     "sync.partition": _partition_name,
@@ -320,6 +376,8 @@ _RULES: Final[dict[str, Callable[[Any], object]]] = {
 
 def _allowed(name: str) -> str:
     kind, meta = FIELDS[name].kind, FIELDS[name].meta
+    if name == "cluster.host":
+        return "an address or name by which others reach this machine, or '' to find one"
     if name == "cluster.scheduler":
         return "'host:port' with a port from 1 to 65535, or '' for no cluster"
     if name == "sync.partition":

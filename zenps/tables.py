@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import msgspec
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.live import Live
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from zenps.config import Setting
 from zenps.doctor import Check
-from zenps.lateness import stragglers
+from zenps.errors import ConfigError
+from zenps.ring import SLOTS
 from zenps.settings import format_bytes
+from zenps.status import late_workers, throughput
 from zenps.wire.messages import NodeStatus, Status
 
-__all__ = ["settings_to_json", "show_checks", "show_settings", "show_status"]
+__all__ = ["settings_to_json", "show_checks", "show_settings", "show_status", "watch_status"]
 
 MAX_COLUMNS = 10_000
 
 DESCRIPTION_COLUMNS = 50
 """A description that is wrapped to less is hard to read."""
 
-STRAGGLER_SECONDS = 1.0
-"""A worker that others have waited for less is named as no straggler."""
+SHOWN_CHANGES = 8
+
+WATCH_SECONDS = 1.0
 
 _STATE_STYLES = {"running": "green", "present": "green", "failed": "bold red", "lost": "bold red"}
 _VERDICT_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-_COUNTERS = ("epoch", "slots", "rounds", "in", "out", "time", "late", "silent")
-_NUMBERS = frozenset({"rank", "pid", *_COUNTERS})
+_NODES = ("role", "rank", "host", "pid", "address", "metrics", "state", "epoch", "slots", "silent")
+_LOADS = ("role", "rank", "step", "rounds", "in", "out", "time", "held", "open", "late")
+_NUMBERS = frozenset({"rank", "pid", "epoch", "slots", "silent", *_LOADS[2:]})
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -73,47 +79,125 @@ def _as_toml(setting: Setting) -> str:
 
 
 def show_status(status: Status) -> None:
-    """The job's state in one line, a row for each node, and a line for each straggler."""
-    heading = Text.assemble(
-        f"job {_printable(status.job)}  ",
-        (_printable(status.state), _STATE_STYLES.get(status.state, "yellow")),
-        f"  epoch {status.epoch}  lease {status.lease_seconds:g} s",
+    """What :func:`_status_parts` says, as wide as it is."""
+    for part in _status_parts(status):
+        _print(part)
+
+
+def watch_status(ask: Callable[[], Status]) -> None:
+    """The same, again every second, until ``ask`` raises. Raises :class:`ConfigError` without a terminal."""
+    console = Console()
+    if not console.is_terminal:
+        raise ConfigError("--watch", "a pipe or a file", "a terminal as output")
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(Group(*map(_Whole, _status_parts(ask()))), refresh=True)
+            time.sleep(WATCH_SECONDS)
+
+
+class _Whole:
+    """A part as wide as it is: the terminal's edge cuts it, where it would squeeze every column."""
+
+    def __init__(self, part: Table | Text) -> None:
+        self._part = part
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        return console.render(self._part, options.update(width=max(_width(self._part), 1)))
+
+
+def _status_parts(status: Status) -> list[Table | Text]:
+    """The job, its throughput, its nodes, what each does, who is late, what changed lately, the settings."""
+    facts = [
+        f"epoch {status.epoch}",
+        f"up {status.uptime_seconds:.0f} s",
+        f"lease {status.lease_seconds:g} s",
+    ]
+    if status.page:
+        facts.append(f"http://{_printable(status.page)}/")
+    heading = Text.assemble(f"job {_printable(status.job)}  ", _state(status.state), "  ", "  ".join(facts))
+    rates = throughput(status)
+    total = (
+        f"{_human_bytes(rates['pushed_bytes'])}/s pushed  {_human_bytes(rates['pulled_bytes'])}/s pulled  "
+        f"{rates['rounds']:.1f} rounds/s  {rates['steps']:.1f} steps/s"
     )
-    table = _table("role", "rank", "host", "pid", "address", "state", *_COUNTERS)
+    nodes, loads = _table(*_NODES), _table(*_LOADS)
     for node in status.nodes:
-        table.add_row(*_node_row(node))
-    _print(heading)
-    _print(table)
-    late = {node.rank: node.late_seconds for node in status.nodes if node.role == "worker"}
-    for rank in stragglers(late, len(late), STRAGGLER_SECONDS):
-        _print(Text(f"worker {rank} is a straggler: others have waited {late[rank]:.1f} s for it", "yellow"))
+        nodes.add_row(*_node_row(node))
+        if node.load:
+            loads.add_row(*_load_row(node))
+    late = [
+        Text(f"worker {n.rank} is a straggler: others have waited {n.late_seconds:.1f} s for it", "yellow")
+        for n in late_workers(status)
+    ]
+    changes = _table("ago", "epoch", "who", "became")
+    for change in status.changes[:SHOWN_CHANGES]:
+        ago, who = f"{change.seconds_ago:.0f} s", Text(_printable(change.who))
+        changes.add_row(ago, str(change.epoch), who, _state(change.state))
+    settings = Text(
+        "  ".join(f"{name}={_setting(name, value)}" for name, value in status.settings.items()), "dim"
+    )
+    return [heading, Text(total), Text(), nodes, Text(), loads, Text(), *late, changes, Text(), settings]
 
 
 def _node_row(node: NodeStatus) -> list[Text]:
-    load = node.load
-    if node.role == "worker":
-        received, sent, spent = "pulled_bytes", "pushed_bytes", ("wait_seconds", "waiting")
-    else:
-        received, sent, spent = "received_bytes", "sent_bytes", ("busy_seconds", "busy")
-    seconds, verb = spent
-    cells = [
-        node.role,
-        str(node.rank) if node.rank >= 0 else "",
-        node.host,
-        str(node.pid),
-        node.address.removeprefix("tcp://"),
-        node.state,
-        str(node.epoch),
-        str(node.slots) if node.role == "server" else "",
-        f"{load['rounds']:.0f}" if "rounds" in load else "",
-        _human_bytes(load[received]) if received in load else "",
-        _human_bytes(load[sent]) if sent in load else "",
-        f"{load[seconds]:.1f} s {verb}" if seconds in load else "",
-        f"{node.late_seconds:.1f} s" if node.role == "worker" else "",
-        f"{node.silent_seconds:.1f} s",
+    slots = f"{node.slots} ({node.slots / SLOTS:.0%})" if node.role == "server" else ""
+    return [
+        *_name(node),
+        Text(_printable(node.host)),
+        Text(str(node.pid)),
+        Text(_printable(node.address.removeprefix("tcp://"))),
+        Text(_printable(node.metrics)),
+        _state(node.state),
+        Text(str(node.epoch)),
+        Text(slots),
+        Text(f"{node.silent_seconds:.1f} s"),
     ]
-    styles = {5: _STATE_STYLES.get(node.state, "yellow")}
-    return [Text(_printable(cell), style=styles.get(index, "")) for index, cell in enumerate(cells)]
+
+
+def _load_row(node: NodeStatus) -> list[Text]:
+    """Each counter, and in brackets how fast it rises."""
+    load, rates = node.load, node.rates
+    if node.role == "worker":
+        received, sent, spent, verb = "pulled_bytes", "pushed_bytes", "wait_seconds", "waiting"
+    else:
+        received, sent, spent, verb = "received_bytes", "sent_bytes", "busy_seconds", "busy"
+
+    def counted(name: str, show: Callable[[float], str]) -> Text:
+        rate = f" ({show(rates[name])}/s)" if name in rates else ""
+        return Text(show(load[name]) + rate if name in load else "")
+
+    share = f" ({rates[spent]:.0%})" if spent in rates else ""
+    held = " of ".join(_human_bytes(load[name]) for name in ("held_bytes", "budget_bytes") if name in load)
+    return [
+        *_name(node),
+        counted("step", _short),
+        counted("rounds", _short),
+        counted(received, _human_bytes),
+        counted(sent, _human_bytes),
+        Text(f"{load[spent]:.1f} s {verb}{share}" if spent in load else ""),
+        Text(held),
+        Text(_short(load["open_rounds"]) if "open_rounds" in load else ""),
+        Text(f"{node.late_seconds:.1f} s" if node.role == "worker" else ""),
+    ]
+
+
+def _setting(name: str, value: str | int | float) -> str:
+    """As :func:`_as_toml`, but without quotes."""
+    if name.endswith("_bytes") and not isinstance(value, str):
+        value = format_bytes(value)
+    return _printable(str(value))
+
+
+def _name(node: NodeStatus) -> tuple[Text, Text]:
+    return Text(node.role), Text(str(node.rank) if node.rank >= 0 else "")
+
+
+def _state(state: str) -> Text:
+    return Text(_printable(state), _STATE_STYLES.get(state, "yellow"))
+
+
+def _short(count: float) -> str:
+    return f"{count:.1f}".removesuffix(".0")
 
 
 def show_checks(checks: Sequence[Check]) -> None:
@@ -140,7 +224,7 @@ def _width(what: Table | Text) -> int:
 
 def _print(what: Table | Text) -> None:
     """Nothing is cut off: a pipe has no width, and a narrow terminal wraps lines itself."""
-    Console(width=_width(what)).print(what)
+    Console(width=max(_width(what), 1)).print(what)
 
 
 def _human_bytes(count: float) -> str:

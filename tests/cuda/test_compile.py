@@ -31,7 +31,13 @@ def compile_once(source: str, architecture: str) -> Compiled:
     return Compiled(cubin_bytes, {expression: Usage(*usage) for expression, usage in kernels.items()})
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(name, marks=() if name in (ARCHITECTURES[0], ARCHITECTURES[-1]) else pytest.mark.long)
+        for name in ARCHITECTURES
+    ],
+)
 @pytest.mark.parametrize("source", EXPRESSIONS)
 def test_kernels_compile_and_spill_nothing(source: str, architecture: str) -> None:
     compiled = compile_once(source, architecture)

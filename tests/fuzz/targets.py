@@ -25,6 +25,7 @@ from zenps.wire.messages import (
     Barrier,
     BarrierReply,
     Busy,
+    Change,
     Departed,
     Drain,
     Failure,
@@ -33,12 +34,14 @@ from zenps.wire.messages import (
     Heartbeat,
     Leave,
     Member,
+    NodeStatus,
     Push,
     Refused,
     Register,
     Resend,
     Result,
     Resume,
+    Status,
     StatusRequest,
     Stop,
     ToScheduler,
@@ -173,6 +176,7 @@ TARGETS: dict[str, Callable[[], Callable[[Frames], None]]] = {
     "node": lambda: _from_scheduler,
     "coo": lambda: partial(_codec, "coo"),
     "bitmap": lambda: partial(_codec, "bitmap"),
+    "delta": lambda: partial(_codec, "delta"),
     "object": lambda: lambda frames: unpack_object(frames[0]) and None,
 }
 """By name, what makes a reader."""
@@ -205,6 +209,11 @@ _DENSE = msgspec.structs.replace(
 _ELEMENTS = np.ones(100, dtype="<f4").tobytes()
 
 VIEW = View(1, 0, (MEMBER,), (MEMBER,), bytes(8192), 1)
+_NODE = NodeStatus("server", 0, "host", 1, "tcp://127.0.0.1:1", "", 1, "present", 4096, 0.1, {"rounds": 1.0})
+_STATUS = Status(
+    *("job", "running", 1, 10.0, {"seed": 1}, (_NODE,)),
+    *(60.0, "127.0.0.1:1", bytes(8192), (Change(1.0, "job", "running", 1),)),
+)
 
 SEEDS: dict[str, list[Frames]] = {
     "scheduler": [
@@ -215,7 +224,7 @@ SEEDS: dict[str, list[Frames]] = {
     ],
     "node": [
         *map(_sealed, (VIEW, Refused("lost", "gone"), WhoAreYou())),
-        *map(_sealed, (BarrierReply(1, ""), Departed(MEMBER, True, "gone"), Stop())),
+        *map(_sealed, (BarrierReply(1, ""), Departed(MEMBER, True, "gone"), Stop(), _STATUS)),
     ],
     "server": [
         _sealed(PUSH, _POSITIONS, _ROWS),

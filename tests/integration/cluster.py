@@ -38,8 +38,10 @@ DEADLINE_SECONDS = 60.0
 """How long any wait in a test may take, on a machine that is busy with others."""
 
 _fork_server = mp.get_context("forkserver")
+# An optimizer's first step imports torch._dynamo: 800 modules, 1 to 2 s of processor time for each worker,
+# in which a busy machine may keep its lease's thread waiting for too long.
 _fork_server.set_forkserver_preload(
-    ["torch", "zenps.worker", "zenps.server.service", "zenps.scheduler.service"]
+    ["torch", "torch._dynamo", "zenps.worker", "zenps.server.service", "zenps.scheduler.service"]
 )
 
 

@@ -17,7 +17,7 @@ from tests.integration.cluster import DEADLINE_SECONDS, Cluster, Raised, attempt
 from tests.integration.embedding_model import OPTIMIZERS, Model, assert_same, loss_of, make_model, state_of
 from tests.integration.progress import await_step, step_of
 
-LEASE_SECONDS = 1.0
+LEASE_SECONDS = 2.0
 STEP_SECONDS = 0.03
 """Training would otherwise be over before anything can happen to it."""
 

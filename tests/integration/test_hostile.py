@@ -133,7 +133,7 @@ def pushes(draw: st.DrawFn) -> Frames:
         span=draw(count),
         columns=min(draw(count), 2**28 - 1),
         rows=draw(count),
-        codec=draw(st.sampled_from(["coo", "bitmap", "none"])),
+        codec=draw(st.sampled_from(["coo", "bitmap", "delta", "none"])),
     )
     positions = np.array(draw(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=4)), dtype="<i4")
     return with_checksum(push, [positions.tobytes(), draw(blobs)])

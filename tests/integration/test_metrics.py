@@ -89,6 +89,7 @@ def test_rounds_and_bytes_agree_on_both_sides(outcome: Outcome) -> None:
     for samples, stats in zip(workers, outcome.stats, strict=True):
         assert samples["zenps_rounds_total", "completed"] == 3 * ROUNDS == stats.rounds
         assert samples["zenps_rounds_total", "failed"] == 0
+        assert samples["zenps_steps_total", ""] == ROUNDS
         dense_bytes = 2 * 4 * (ROWS * COLUMNS + 100_000 + 10)
         assert samples["zenps_dense_bytes_total", ""] == ROUNDS * dense_bytes == stats.dense_bytes
         # A whole message is its envelope, of some 100 bytes, and what the round counts.
@@ -122,6 +123,11 @@ def test_ratios(outcome: Outcome) -> None:
         assert 1.0 <= stats.imbalance < 1.1
         # 3000 draws from 5000 rows hit 5000 · (1 - e^-0.6) = 2256 of them.
         assert 0.72 < samples["zenps_compaction_ratio", ""] < 0.78
+        rows = {stage: value for (name, stage), value in samples.items() if name == "zenps_rows_total"}
+        assert (rows["given"], rows["whole"]) == (ROUNDS * GIVEN, ROUNDS * ROWS)
+        assert 0.72 < rows["pushed"] / rows["given"] < 0.78
+        # Of two ranks: 6000 draws hit 5000 · (1 - e^-1.2) = 3494.
+        assert 3400 < rows["pulled"] / ROUNDS < 3600
 
 
 def test_servers_share_the_slots_and_hold_what_they_may_repeat(outcome: Outcome) -> None:
@@ -133,9 +139,19 @@ def test_servers_share_the_slots_and_hold_what_they_may_repeat(outcome: Outcome)
         assert samples["zenps_duplicate_pushes_total", ""] == 0
 
 
+def test_every_role_knows_its_rank_and_its_memory(outcome: Outcome) -> None:
+    for name, page in outcome.pages.items():
+        role, rank = name.split()
+        assert f'zenps_node_info{{rank="{"" if role == "scheduler" else rank}"}} 1.0\n' in page
+        assert parse(page)["process_resident_memory_bytes", ""] > 1 << 20
+
+
 def test_scheduler_counts_nodes_and_barriers(outcome: Outcome) -> None:
     (samples,) = outcome.of("scheduler")
     assert samples["zenps_live_nodes", "worker"] == samples["zenps_live_nodes", "server"] == 2
+    states = {state: value for (name, state), value in samples.items() if name == "zenps_job_state"}
+    assert [state for state, value in states.items() if value] == ["running"]
+    assert len(states) == 7
     assert samples["zenps_lost_nodes_total", "worker"] == samples["zenps_lost_nodes_total", "server"] == 0
     # Each barrier is answered once to each worker.
     assert samples["zenps_barriers_total", "completed"] in (ROUNDS, 2 * ROUNDS)

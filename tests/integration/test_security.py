@@ -99,7 +99,7 @@ def test_rank_is_that_of_the_key(keys: Path) -> None:
         assert [worker.result() for worker in workers] == [1, 0]
         cluster.drain()
         for rank, server in enumerate(cluster.servers):
-            assert f"server {rank}: epoch 1" in server.log
+            assert f"server {rank} e1: epoch 1" in server.log
 
 
 # ── a secured cluster under siege ───────────────────────────────────────────────────────────────

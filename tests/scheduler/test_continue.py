@@ -304,6 +304,16 @@ def test_a_worker_that_does_not_return_is_done_without(view: View) -> None:
         assert (got.epoch, got.ring, got.admitted, ranks(got)) == (9, 6, 6, [0, 2])
 
 
+def test_with_one_that_is_behind_the_ring_stays_all_the_same(view: View) -> None:
+    """What is in flight goes on: a ring that changes with the members would end it."""
+    successor = come_back(view, {WORKERS[0]: 4})
+    behind = msgspec.structs.replace(view, epoch=7, rank=2)
+    successor.on_message(WORKERS[2], register("worker", 2, 2, behind, 4), 0.0)
+    beat(successor, (WORKERS[0], WORKERS[2], *SERVERS), LATE, epoch=7)
+    to_servers = views(successor.on_tick(LEASE_SECONDS + 5.1))
+    assert {(got.epoch, got.ring, *ranks(got)) for got in to_servers.values()} == {(9, 6, 0, 2)}
+
+
 def test_barriers_count_from_the_newest_admission(view: View) -> None:
     """A worker that has not heard of that yet counts from another."""
     successor = come_back(view, {WORKERS[0]: 2, WORKERS[1]: 2, WORKERS[2]: 70}, {WORKERS[2]: 3})

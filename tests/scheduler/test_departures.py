@@ -286,6 +286,17 @@ def test_a_drained_server_may_go_early(is_lost: bool) -> None:
     assert membership.state == "running"
 
 
+def test_a_drained_server_stays_when_all_others_are_lost() -> None:
+    membership = running()
+    membership.on_message(VISITOR, Drain(0), 1.0)
+    sends = membership.on_message(server(1), Leave(), 2.0)
+    assert sent(sends, DrainReply) == {VISITOR: DrainReply("the other servers are gone; start another first")}
+    assert {peer: view.ring for peer, view in sent(sends, View).items()} == {server(0): 3}
+    assert slots(membership)[0] == 4096
+    assert {*sent(confirm(membership, [server(0)]), View)} == {worker(0), worker(1)}
+    assert membership.state == "running"
+
+
 def test_drains_that_make_no_sense() -> None:
     membership = running(servers=1)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
+
 from tests.scheduler.nodes import (
     LEASE_SECONDS,
     RENDEZVOUS_SECONDS,
@@ -58,6 +61,63 @@ def test_a_newer_generation_takes_the_place_of_all_workers() -> None:
     assert only(membership.on_message(worker(0), Heartbeat(1, {}), 3.0), worker(0)) == WhoAreYou()
     refused = only(membership.on_message(worker(0), register("worker", 0), 3.0), worker(0))
     assert refused == Refused("lost", "torchrun has started the workers anew")
+
+
+def on_two_hosts() -> Membership:
+    """A job of a worker on each of two hosts, whose agents may restart it twice."""
+    membership = make_membership()
+    for number in (0, 1):
+        message = register("worker", number, host=f"node{number}", restarts=2)
+        membership.on_message(worker(number), message, 0.0)
+    for number in (0, 1):
+        membership.on_message(server(number), register("server", pid=50 + number), 0.0)
+    confirm(membership, [server(0), server(1)])
+    assert membership.state == "running"
+    return membership
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_agents_count_restarts_each_for_themselves(is_lost: bool, first: int) -> None:
+    """Worker 1 fails, and its agent counts that; worker 0 is ended for it, which its agent does not count."""
+    membership = on_two_hosts()
+    membership.on_message(worker(0), Leave(), 1.0)
+    now = 2.0
+    if is_lost:
+        lose(membership, worker(1), now=20.0)
+        now = 21.0
+    new = {
+        0: register("worker", 0, 70, "node0", generation=0, restarts=2),
+        1: register("worker", 1, 71, "node1", generation=1, restarts=1),
+    }
+    assert membership.on_message(b"new-%d" % first, new[first], now) == []
+    assert membership.state == "gathering"
+    sends = membership.on_message(b"new-%d" % (1 - first), new[1 - first], now)
+    if not sends:  # the newer count has taken the place of the older: that is asked, and comes again
+        assert only(membership.on_message(b"new-0", Heartbeat(0, {}), now), b"new-0") == WhoAreYou()
+        sends = membership.on_message(b"new-0", new[0], now)
+    view = view_of(sends)
+    assert [m.pid for m in view.workers] == [70, 71]
+    # What was ended is not let in again.
+    old = msgspec.structs.replace(register("worker", 1, host="node1", restarts=2), view=view)
+    assert only(membership.on_message(worker(1), old, now), worker(1)).kind == "lost"
+
+
+def test_an_older_count_on_the_same_host_is_of_the_past() -> None:
+    membership = on_two_hosts()
+    new = register("worker", 1, 71, "node1", generation=1, restarts=1)
+    assert membership.on_message(b"new-1", new, 1.0) == []
+    old = register("worker", 0, 60, "node1", generation=0, restarts=2)
+    refused = only(membership.on_message(b"old-1", old, 1.0), b"old-1")
+    assert refused == Refused("lost", "torchrun has started the workers anew")
+
+
+def test_a_rank_that_has_left_is_taken_again_only_under_torchrun() -> None:
+    membership = running()
+    membership.on_message(worker(0), Leave(), 1.0)
+    refused = only(membership.on_message(b"new-0", register("worker", 0, 70), 2.0), b"new-0")
+    assert isinstance(refused, Refused)
+    assert refused.kind == "usage"
 
 
 def test_a_newer_generation_comes_while_the_first_one_gathers() -> None:
@@ -173,3 +233,11 @@ def test_the_first_generation_need_not_be_0() -> None:
     membership = make_membership()
     assert gather(membership, generation=3) != []
     assert membership.on_message(b"old", register("worker", 0, generation=2), 1.0) != []
+
+
+def test_a_worker_that_leaves_between_rendezvous_and_start_may_be_started_again() -> None:
+    membership = make_membership()
+    gather(membership, restarts=1)
+    sends = membership.on_message(worker(0), Leave(), 1.0)
+    assert {*sent(sends, Refused)} == {worker(1)}
+    assert (membership.state, membership.live("server")) == ("gathering", 2)

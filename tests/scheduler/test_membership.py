@@ -138,6 +138,7 @@ def test_status_is_for_everybody() -> None:
     membership = make_membership(workers=2, servers=1)
     status = only(membership.on_message(b"visitor", StatusRequest(), 0.0), b"visitor")
     assert status == Status("job", "gathering", 0, LEASE_SECONDS, SETTINGS, ())
+    assert membership.status(7.0).uptime_seconds == 7.0
     membership.on_message(worker(0), register("worker"), 1.0)
     (waiting,) = membership.status(2.0).nodes
     assert (waiting.rank, waiting.slots, waiting.silent_seconds, waiting.epoch) == (-1, 0, 1.0, 0)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from tests.scheduler.nodes import (
@@ -90,6 +91,30 @@ def test_a_taken_rank() -> None:
 def test_a_rank_out_of_range(rank: int) -> None:
     refused = only(make_membership().on_message(worker(0), register("worker", rank), 0.0), worker(0))
     assert refused == Refused("usage", f"worker rank {rank}: expected 0 to 1 (cluster.workers)")
+
+
+@pytest.mark.parametrize("server_first", [True, False])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+def test_a_server_that_only_its_own_machine_reaches(host: str, server_first: bool) -> None:
+    membership = make_membership()
+    at_home = msgspec.structs.replace(register("server", host="here"), address=f"tcp://{host}:7")
+    assert membership.on_message(worker(0), register("worker", host="here"), 0.0) == []
+    both = [(server(0), at_home), (worker(1), register("worker", host="there"))]
+    (first, sooner), (second, later) = both if server_first else reversed(both)
+    assert membership.on_message(first, sooner, 0.0) == []
+    (refused,) = sent(membership.on_message(second, later, 0.0), Refused).values()
+    assert refused.kind == "usage"
+    assert refused.reason.startswith(
+        f"the server on here is at tcp://{host}:7, where the worker on there cannot reach it: set cluster."
+    )
+
+
+@pytest.mark.parametrize("address", ["", "tcp://", "nonsense", "tcp://[::1:7"])
+def test_an_address_that_is_none_is_no_reason_to_fall_over(address: str) -> None:
+    membership = make_membership()
+    odd = msgspec.structs.replace(register("server"), address=address)
+    assert membership.on_message(server(0), odd, 0.0) == []
+    assert membership.on_message(worker(0), register("worker", host="there"), 0.0) == []
 
 
 def test_settings_that_disagree_are_named() -> None:

@@ -271,12 +271,16 @@ def test_a_worker_that_does_not_return_may_be_started_again() -> None:
     assert {view.ring for view in sent(sends, View).values()} == {2}
 
 
-def test_workers_are_started_again_while_the_scheduler_is_away() -> None:
+@pytest.mark.parametrize("first", ["servers", "workers"])
+def test_workers_are_started_again_while_the_scheduler_is_away(first: str) -> None:
     nodes, after = Nodes(), make_membership()
-    nodes.come(after, [server(0), server(1)])
     new = [register("worker", number, 70 + number, generation=1) for number in (0, 1)]
+    if first == "servers":
+        nodes.come(after, [server(0), server(1)])
     for number in (0, 1):
         assert after.on_message(b"new%d" % number, new[number], 1.0) == []
+    if first == "workers":
+        nodes.come(after, [server(0), server(1)])
     for peer in (server(0), server(1)):
         after.on_message(peer, Heartbeat(1, {}), 14.0)
     assert after.on_tick(ENOUGH_SECONDS) == []

@@ -175,12 +175,14 @@ def test_averages_are_rounded_once() -> None:
         assert same_bits(values.view(1, 1), largest)
 
 
-def test_the_union_takes_the_smaller_codec() -> None:
-    values = torch.ones(20, 1)
+def test_the_union_takes_the_codec_that_suits_it() -> None:
+    values, narrow = torch.ones(20, 64), torch.ones(20, 1)
     few = [sparse_push(rank, range(20), values, 10_000, "bitmap") for rank in (0, 1)]
     many = [sparse_push(rank, range(20 * rank, 20 * rank + 20), values, 1000, "coo") for rank in (0, 1)]
+    scalars = [sparse_push(rank, range(20), narrow, 10_000, "bitmap") for rank in (0, 1)]
     assert aggregate(few)[0].codec == "coo"
     assert aggregate(many)[0].codec == "bitmap"
+    assert aggregate(scalars)[0].codec == "delta"
 
 
 def test_inputs_are_not_written_to() -> None:
@@ -264,7 +266,7 @@ def test_what_is_accepted_can_be_aggregated(
         values_bytes = rows * columns * DTYPES[push.dtype].itemsize
         views[1] = memoryview(bytes(values_bytes if values_bytes < 10_000 else 0))
         if push.codec != "none":
-            positions_bytes = CODECS[push.codec].encoded_bytes(rows, span)
+            positions_bytes = CODECS[push.codec].most_bytes(rows, span)
             views[0] = memoryview(bytes(range(positions_bytes)) if positions_bytes < 100 else b"")
     try:
         payload = read_payload(push, views)

@@ -143,3 +143,27 @@ def test_a_newcomer_takes_a_rank_under_another_ring() -> None:
     push(rounds, 0, ring=2)
     push(rounds, 1, ring=2)
     assert summed(push(rounds, 2, ring=2)) == [0, 1, 2]
+
+
+def finish(rounds: Rounds, key: Key) -> None:
+    rounds.finish(key, Result(1, *key, 2, "coo"), (), 0.0)
+
+
+@pytest.mark.parametrize("has_part", [True, False])
+def test_a_forgotten_outcome_is_summed_again_only_of_the_same_ranks(has_part: bool) -> None:
+    rounds = Rounds(1, 30.0)
+    follow(rounds, (0, 1, 2))
+    if not has_part:
+        follow(rounds, (0, 1))
+    for rank in (0, 1, 2) if has_part else (0, 1):
+        push(rounds, rank)
+    finish(rounds, KEY)
+    push(rounds, 1, Key("other", 0, 0))  # there is room for one only
+    follow(rounds, (0, 1))
+    actions = push(rounds, 0)
+    if has_part:
+        reason = "rank 2 was lost, and the sum that it has part in had to be forgotten"
+        assert failed(actions) == ([peer_of(0)], f"tensor 't', step 0: {reason}")
+    else:
+        assert actions == []
+        assert summed(push(rounds, 1)) == [0, 1]

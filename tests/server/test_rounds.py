@@ -504,3 +504,18 @@ def test_refusals_are_counted_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> 
     assert isinstance(aggregate, Aggregate)
     rounds.finish(aggregate.key, result_of(aggregate.key), (), 0.0)
     assert rounds.on_push(make_held(0, Key("one more", 0, 1)), 0.0) != []
+
+
+def test_a_late_push_of_what_all_have_ended_and_forgotten_keeps_no_room_for_ever() -> None:
+    rounds = make_rounds(2, budget_bytes=1)
+    other = Key("b", 0, 0)
+    complete(rounds, KEY, [0, 1])
+    complete(rounds, other, [0, 1])
+    assert rounds.on_push(make_held(0, KEY, 100), 1.0) == []
+    busy = rounds.on_push(make_held(0, Key("b", 1, 0), 100), 1.0)
+    assert busy == [Reply([peer_of(0)], Busy(1, "b", 1, 0))]
+    assert rounds.on_tick(15.0) == [Reply([peer_of(1)], Wanted(1, *KEY))]
+    assert rounds.on_tick(17.0) == [Reply([peer_of(0)], Resume(1, "b", 1, 0))]
+    # One that does lack the answer asks again.
+    assert rounds.on_push(make_held(0, KEY, 100), 60.0) == []
+    assert isinstance(rounds.on_push(make_held(1, KEY, 100), 60.0)[-1], Aggregate)

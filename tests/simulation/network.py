@@ -33,6 +33,7 @@ class Party(Protocol):
     name: bytes
     is_alive: bool
     is_replaced: bool
+    loses_all: bool
     stalled_until: float
 
     def receive(self, sender: bytes, message: msgspec.Struct, frames: Sequence[Frame]) -> None: ...
@@ -130,7 +131,7 @@ class Network:
         def deliver() -> None:
             party = self._parties.get(receiver)
             # What a process sent is read before what its successor at the same address sends.
-            if party is None or not party.is_alive or sender.is_replaced:
+            if party is None or not party.is_alive or sender.is_replaced or sender.loses_all:
                 self.counts["to nobody"] += 1
             elif self.now < party.stalled_until:
                 self.at(party.stalled_until, deliver)

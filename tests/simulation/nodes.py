@@ -1,4 +1,4 @@
-"""A scheduler and its servers: the pure parts with what their processes do around them, and no socket."""
+"""Processes without a socket: what all have in common, the scheduler, and an operator who drains servers."""
 
 from __future__ import annotations
 
@@ -7,21 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
-from zenps.errors import ProtocolError
 from zenps.scheduler.membership import Membership, Send
-from zenps.server.rounds import Aggregate, Held, Reply, Rounds
+from zenps.server.rounds import Rounds
 from zenps.wire.messages import (
     Drain,
     DrainReply,
     Heartbeat,
-    Leave,
-    Push,
     Refused,
     Register,
-    Result,
-    Stop,
     View,
     WhoAreYou,
 )
@@ -33,13 +27,11 @@ from .network import Frame
 if TYPE_CHECKING:
     from .simulation import Simulation
 
-__all__ = ["SCHEDULER", "UNITS", "Member", "Node", "Operator", "Parts", "Scheduler", "Server", "Violation"]
+__all__ = ["SCHEDULER", "TICK_SECONDS", "Member", "Node", "Operator", "Parts", "Scheduler", "Violation"]
 
 SCHEDULER = b"scheduler"
 OPERATOR = b"operator"
 TICK_SECONDS = 0.5
-UNITS = 8
-"""The rows of every tensor; a ring gives each to a server."""
 
 
 class Violation(AssertionError):
@@ -64,6 +56,8 @@ class Node:
         self.name = name
         self.is_alive = True
         self.is_replaced = False
+        self.loses_all = False
+        """Whether what it has sent died with it, and its machine."""
         self.stalled_until = 0.0
         self.network.add(self)
 
@@ -103,6 +97,7 @@ class Scheduler(Node):
         self.membership = simulation.parts.membership("job", simulation.cluster, {}, self.now)
         self.heard: dict[bytes, float] = {}
         """When a member that it knows was last heard."""
+        self._failed_at = math.inf
         self.every(TICK_SECONDS, self._tick)
 
     def receive(self, sender: bytes, message: Any, frames: Sequence[Frame]) -> None:
@@ -110,12 +105,26 @@ class Scheduler(Node):
         if self.membership.name_of(sender):
             self.heard[sender] = self.now
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the job has ended, well or not."""
+        return self.membership.state in ("stopped", "failed")
+
+    def has_present(self, name: bytes) -> bool:
+        """Whether a worker is a member, as far as this process knows."""
+        return any(node.peer == name for node in self.membership._job.members.present("worker"))
+
     def _tick(self) -> None:
         self._execute(self.membership.on_tick(self.now))
-        if self.membership.state == "stopped":
+        # After a failure, whoever comes in the meantime is told why.
+        ends_at = self._failed_at + self.simulation.cluster.lease_seconds
+        if self.membership.state == "stopped" or self.now > ends_at:
             self.is_alive = False
 
     def _execute(self, sends: Sequence[Send]) -> None:
+        if self.membership.state == "failed" and self._failed_at == math.inf:
+            self._failed_at = self.now
+            self.simulation.judge.on_failed(self.membership.failure)
         for send in sends:
             self.send(send.peer, send.message)
 
@@ -164,90 +173,6 @@ class Member(Node):
                 self.end(reason)
 
 
-class Server(Member):
-    """A process around :class:`Rounds`."""
-
-    def __init__(self, simulation: Simulation, number: int) -> None:
-        address = f"server-{number}"
-        self.rounds = simulation.parts.rounds(simulation.script.budget_bytes, math.inf)
-        self.is_drained = False
-        """Whether an operator has asked for that."""
-        self._peers: dict[int, bytes] = {}
-        super().__init__(
-            simulation, address.encode(), Register("server", -1, "host", number, address, "", {})
-        )
-        self.every(TICK_SECONDS, self._tick)
-
-    def end(self, reason: str) -> None:
-        if self.view is not None:
-            self.send(SCHEDULER, Leave())
-        self.is_alive = False
-
-    def on_view(self, view: View) -> None:
-        self._peers = {worker.rank: worker.identity for worker in view.workers}
-        departed = {rank: f"rank {rank} left the job" for rank in view.left}
-        self._execute(self.rounds.on_view(view.ring, self._peers, departed, self.now))
-
-    def receive(self, sender: bytes, message: Any, frames: Sequence[Frame]) -> None:
-        match message:
-            case Push():
-                self._on_push(sender, message, frames)
-            case Stop():
-                self.end("stopped")
-            case _:
-                self.on_scheduler(message)
-
-    def _on_push(self, sender: bytes, push: Push, frames: Sequence[Frame]) -> None:
-        if self._peers.get(push.rank) != sender:
-            return
-        assert self.view is not None
-        if push.epoch > self.view.ring:
-            raise Violation(f"{self.name!r} of ring {self.view.ring} got {push}")
-        (frame,) = frames
-        try:
-            actions = self.rounds.on_push(Held(sender, push, frame, frame.nbytes), self.now)
-        except ProtocolError:  # of an older ring
-            self.network.counts["pushes of an older ring"] += 1
-            return
-        self._execute(actions)
-
-    def _tick(self) -> None:
-        self._execute(self.rounds.on_tick(self.now))
-        self.check()
-
-    def check(self) -> None:
-        """What it holds is what it counts, and within bounds."""
-        held = [*self.rounds._open.values(), *self.rounds._ended.values()]
-        size = sum(round_.size_bytes for round_ in held)
-        if size != self.rounds.held_bytes:
-            raise Violation(f"{self.name!r} holds {size} bytes, and counts {self.rounds.held_bytes}")
-        most = max(self.simulation.script.budget_bytes, self.simulation.largest_round_bytes)
-        if size > most + sum(round_.size_bytes for round_ in held if round_.is_again):
-            raise Violation(f"{self.name!r} holds {size} bytes; expected at most {most}")
-
-    def _execute(self, actions: Sequence[Aggregate | Reply]) -> None:
-        todo = list(actions)
-        while todo:
-            match todo.pop(0):
-                case Aggregate() as round_:
-                    todo += self._aggregate(round_)
-                case Reply(peers=peers, message=message, frames=frames):
-                    for peer in peers:
-                        self.send(peer, message, frames)  # type: ignore[arg-type]
-
-    def _aggregate(self, round_: Aggregate) -> Sequence[Aggregate | Reply]:
-        payloads: list[Any] = [held.payload for held in round_.pushes]
-        values: dict[int, object] = {
-            unit: tuple([payload.values[unit] for payload in payloads]) for unit in payloads[0].values
-        }
-        key = round_.key
-        self.simulation.check_answer(key.tensor, key.step, values)
-        push = round_.pushes[0].push
-        result = Result(push.epoch, key.tensor, key.step, key.chunk, len(values), "none")
-        frames: Any = [Frame(values)]
-        return self.rounds.finish(key, result, frames, self.now)
-
-
 class Operator(Node):
     """Somebody who wants a server drained, and asks until there is an answer."""
 
@@ -271,9 +196,3 @@ class Operator(Node):
                 del self._wanted[rank]
             else:
                 self.send(SCHEDULER, Drain(rank))
-
-
-def owners_of_units(view: View) -> list[int]:
-    """Which server owns each of a tensor's units: those at every 512th slot."""
-    owners = np.frombuffer(view.owners, dtype="<u2")
-    return [int(rank) for rank in owners[:: len(owners) // UNITS]]

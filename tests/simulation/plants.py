@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import msgspec
@@ -12,16 +12,18 @@ from zenps.scheduler.barriers import Barriers
 from zenps.scheduler.job import Job
 from zenps.scheduler.members import Node
 from zenps.scheduler.membership import Membership, Send
+from zenps.scheduler.newcomers import Newcomers
 from zenps.scheduler.registration import Settings
 from zenps.server.round import Aggregate
 from zenps.server.round import Round as ServerRound
 from zenps.server.rounds import Actions, Held, Rounds
 from zenps.settings import ClusterConfig
-from zenps.wire.messages import FromServer, Register
+from zenps.wire.messages import FromServer, Member, Register
 from zenps.worker.exchange import Exchange
 from zenps.worker.round import Action, Frames, Outgoing, Round
 
 from .nodes import Parts
+from .script import Scenario
 
 __all__ = ["PLANTS"]
 
@@ -75,6 +77,22 @@ class NeverRepeats(Exchange):
         return actions
 
 
+class GoesOnWithOthers(Exchange):
+    """Pushes again under a new ring what began with a rank that is lost."""
+
+    def on_view(
+        self, ring: int, servers: Iterable[Member], now: float, workers: Set[int] = frozenset()
+    ) -> list[Action]:
+        return super().on_view(ring, servers, now, self._workers or workers)
+
+
+class CountsOn(Exchange):
+    """Keeps what was before newcomers were let in."""
+
+    def begin_anew(self) -> list[Action]:
+        return []
+
+
 class SumsAsTheyCome(Rounds):
     """Adds ranks in the order of arrival."""
 
@@ -118,6 +136,29 @@ class RefusesWhatIsOlder(Rounds):
     def on_push(self, held: Held, now: float) -> Actions:
         push = msgspec.structs.replace(held.push, again=False)
         return super().on_push(msgspec.structs.replace(held, push=push), now)
+
+
+class DoesWithoutAnybody(Rounds):
+    """Sums without a rank that is lost what others may have ended with it."""
+
+    def _complete(self, round_: ServerRound, now: float) -> Actions:
+        self._gone.clear()
+        return super()._complete(round_, now)
+
+
+class NeverDoesWithout(Rounds):
+    """Waits for the push of a rank that is lost."""
+
+    def _do_without(self, gone: Set[int], now: float) -> Actions:
+        return []
+
+
+class BlamesOneThatWasLostBefore(Rounds):
+    """Refuses to sum again what a lost rank has no part in."""
+
+    def _forget_oldest(self) -> None:
+        super()._forget_oldest()
+        self._unknown = {place: (step, frozenset()) for place, (step, _) in self._unknown.items()}
 
 
 class _EagerJob(Job):
@@ -164,10 +205,104 @@ class LetsOneThrough(Membership):
         self._job = _HastyJob(cluster, now)
 
 
-PLANTS = [
-    *(Parts(exchange=part) for part in (TakesAnyEpoch, KeepsNothing, TrustsTheFirstWave, NeverSettles)),
-    *(Parts(exchange=part) for part in (SaysItIsTheFirstTime, NeverRepeats)),
-    *(Parts(rounds=part) for part in (SumsAsTheyCome, KeepsTheOldRing, NeverAsks, ForgetsToForget)),
-    Parts(rounds=RefusesWhatIsOlder),
-    *(Parts(membership=part) for part in (TellsWorkersFirst, BeginsAnew, LetsOneThrough)),
-]
+class _ImpatientNewcomers(Newcomers):
+    def are_due(self) -> bool:
+        return bool(self._asked)
+
+
+class LetsInTooEarly(Membership):
+    """Lets newcomers in when the first has come to the end of its step."""
+
+    def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
+        super().__init__(job, cluster, settings, now)
+        self._job.newcomers = _ImpatientNewcomers(self._job.members)
+
+
+class _ForgetfulJob(Job):
+    def _admit(self, now: float) -> list[Send]:
+        passed = self.barriers.passed
+        sends = super()._admit(now)
+        self.barriers.passed = passed
+        return sends
+
+
+class CountsBarriersOn(Membership):
+    """Takes a barrier for passed because there was one of that number before an admission."""
+
+    def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
+        super().__init__(job, cluster, settings, now)
+        self._job = _ForgetfulJob(cluster, now)
+
+
+class _NamelessJob(Job):
+    def fail(self, event: Any, kind: Any, reason: str) -> list[Send]:
+        return super().fail(event, kind, "a worker is lost")
+
+
+class NamesNobody(Membership):
+    """Does not say who is lost."""
+
+    def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
+        super().__init__(job, cluster, settings, now)
+        self._job = _NamelessJob(cluster, now)
+
+
+class NeverMissesAWorker(Membership):
+    """Waits for one that is lost."""
+
+    def _on_lost(self, node: Node, now: float) -> list[Send]:
+        return super()._on_lost(node, now) if node.role == "server" else []
+
+
+class TakesGenerationsForOne(Membership):
+    """Does not tell workers that torchrun has started from those before."""
+
+    def _on_register(self, peer: bytes, message: Register, now: float) -> list[Send]:
+        return super()._on_register(peer, msgspec.structs.replace(message, generation=0), now)
+
+
+class _MixingJob(Job):
+    def restart_workers(self, generation: int, now: float) -> None:
+        workers = self.members.present("worker")
+        super().restart_workers(generation, now)
+        for worker in workers[1:]:
+            self.members.add(worker)
+
+
+class MixesGenerations(Membership):
+    """Begins a generation with workers of the one before."""
+
+    def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
+        super().__init__(job, cluster, settings, now)
+        self._job = _MixingJob(cluster, now)
+
+
+class ForgetsThatTorchrunHasBegunAnew(Membership):
+    """Takes new workers that come before members return for the generation of those."""
+
+    def _on_return(self, peer: bytes, message: Register, now: float) -> list[Send]:
+        sends = super()._on_return(peer, message, now)
+        self._job.generation = max(self._job.generation, self._job.returning.generation)
+        return sends
+
+
+PLANTS: dict[Scenario, list[Parts]] = {
+    "steady": [
+        *(Parts(exchange=part) for part in (TakesAnyEpoch, KeepsNothing, TrustsTheFirstWave, NeverSettles)),
+        *(Parts(exchange=part) for part in (SaysItIsTheFirstTime, NeverRepeats)),
+        *(Parts(rounds=part) for part in (SumsAsTheyCome, KeepsTheOldRing, NeverAsks, ForgetsToForget)),
+        Parts(rounds=RefusesWhatIsOlder),
+        *(Parts(membership=part) for part in (TellsWorkersFirst, BeginsAnew, LetsOneThrough)),
+    ],
+    "fail": [*(Parts(membership=part) for part in (NamesNobody, NeverMissesAWorker))],
+    "continue": [
+        *(Parts(exchange=part) for part in (GoesOnWithOthers, CountsOn)),
+        *(Parts(rounds=part) for part in (DoesWithoutAnybody, NeverDoesWithout, BlamesOneThatWasLostBefore)),
+        *(Parts(membership=part) for part in (LetsInTooEarly, CountsBarriersOn)),
+    ],
+    "restart": [
+        *(Parts(membership=part) for part in (TakesGenerationsForOne, MixesGenerations)),
+        Parts(membership=ForgetsThatTorchrunHasBegunAnew),
+    ],
+}
+"""By the scenario that shows the mistake."""

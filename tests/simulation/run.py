@@ -16,6 +16,17 @@ from .simulation import Simulation
 __all__ = ["Report", "main", "simulate"]
 
 
+_SUMMED = (
+    "rounds",
+    "virtual_seconds",
+    "begun_again",
+    "recalled",
+    "admissions",
+    "generations",
+    "worker_crashes",
+)
+
+
 class Report(msgspec.Struct):
     """What was simulated, up to the first violation."""
 
@@ -30,6 +41,16 @@ class Report(msgspec.Struct):
     """How often a round in flight was cut again, for a new ring."""
     recalled: int = 0
     """How often a round that had ended was pushed again, for another rank."""
+    admissions: int = 0
+    """How often newcomers were let in."""
+    generations: int = 0
+    """How often all workers were started anew."""
+    scenarios: dict[str, dict[str, int]] = {}
+    """Runs and rounds of each."""
+    worker_crashes: int = 0
+    """Processes of workers that ended without a word."""
+    errors: dict[str, int] = {}
+    """Those of workers, by what they came of."""
     faults: dict[str, int] = {}
     messages: dict[str, int] = {}
     violation: str = ""
@@ -38,8 +59,7 @@ class Report(msgspec.Struct):
 def simulate(rounds: int, seed: int) -> Report:
     """Runs scripts ``seed``, ``seed + 1``, … until there were so many rounds, or a promise was broken."""
     report = Report(seed)
-    faults: Counter[str] = Counter()
-    messages: Counter[str] = Counter()
+    counters: dict[str, Counter[str]] = {name: Counter() for name in ("errors", "faults", "messages")}
     interleavings: set[str] = set()
     begin = time.process_time()
     while report.rounds < rounds and not report.violation:
@@ -50,17 +70,19 @@ def simulate(rounds: int, seed: int) -> Report:
         except Exception as error:  # noqa: BLE001 - whatever it is, the script repeats it
             report.violation = f"{type(error).__name__}: {error}\nSimulation({script!r}).run()"
             break
-        report.rounds += outcome.rounds
-        report.virtual_seconds += outcome.virtual_seconds
-        report.begun_again += outcome.begun_again
-        report.recalled += outcome.recalled
+        for name in _SUMMED:
+            setattr(report, name, getattr(report, name) + getattr(outcome, name))
+        of_scenario = report.scenarios.setdefault(script.scenario, {"runs": 0, "rounds": 0})
+        of_scenario["runs"] += 1
+        of_scenario["rounds"] += outcome.rounds
         interleavings.add(outcome.interleaving)
-        faults += outcome.faults
-        messages += outcome.messages
+        for name, counter in counters.items():
+            counter.update(getattr(outcome, name))
     report.interleavings = len(interleavings)
     report.seconds = round(time.process_time() - begin, 1)
     report.virtual_seconds = round(report.virtual_seconds)
-    report.faults, report.messages = dict(sorted(faults.items())), dict(sorted(messages.items()))
+    for name, counter in counters.items():
+        setattr(report, name, dict(sorted(counter.items())))
     return report
 
 

@@ -7,7 +7,24 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-__all__ = ["BUDGETS", "KINDS", "MOST_SECONDS", "Fault", "Kind", "Script", "random_script"]
+__all__ = [
+    "BUDGETS",
+    "KINDS",
+    "MOST_SECONDS",
+    "SCENARIOS",
+    "WORKER_KINDS",
+    "Fault",
+    "Kind",
+    "Scenario",
+    "Script",
+    "random_script",
+]
+
+Scenario = Literal["steady", "fail", "continue", "restart"]
+"""What follows the loss of a worker: in ``steady`` none is lost; a job may fail, go on without it, or have
+torchrun start all workers again."""
+SCENARIOS: dict[Scenario, int] = {"steady": 8, "fail": 3, "continue": 6, "restart": 3}
+"""How often each is played, in twentieths of all runs."""
 
 Kind = Literal[
     "crash server",
@@ -20,8 +37,17 @@ Kind = Literal[
     "stall scheduler",
     "cut",
     "lose",
+    "crash worker",
+    "crash all workers but one",
+    "leave worker",
+    "crash worker in a push",
+    "crash worker in a barrier",
+    "crash worker at a view",
+    "crash worker in an admission",
 ]
-KINDS: tuple[Kind, ...] = Kind.__args__  # type: ignore[attr-defined]
+WORKER_KINDS: tuple[Kind, ...] = Kind.__args__[10:]  # type: ignore[attr-defined]
+"""Not in ``steady``. The last four wait for their moment."""
+KINDS: tuple[Kind, ...] = Kind.__args__[:10]  # type: ignore[attr-defined]
 
 MOST_SECONDS = 25.0
 """How long a fault lasts at most: more than two leases, so that a stalled server is lost."""
@@ -53,24 +79,24 @@ class Script(msgspec.Struct, frozen=True):
     duplicates: float = 0.02
     budget_bytes: int = 1 << 20
     faults: tuple[Fault, ...] = ()
+    scenario: Scenario = "steady"
 
 
-def random_script(seed: int) -> Script:
+def random_script(seed: int, scenario: Scenario | None = None) -> Script:
     """A script by chance."""
     rng = random.Random(seed)
-    faults = [
-        Fault(
-            round(60 * rng.random() ** 2, 3),
-            rng.choice(KINDS),
-            rng.randrange(100),
-            round(rng.random() * MOST_SECONDS, 3),
-        )
-        for _ in range(rng.randrange(9))
-    ]
+    scenario = scenario or rng.choices(list(SCENARIOS), list(SCENARIOS.values()))[0]
+    faults: list[Fault] = []
+    for _ in range(rng.randrange(9)):
+        is_worker = scenario != "steady" and rng.random() < 0.5
+        # Often together with another.
+        at = faults[-1].at if faults and rng.random() < 0.2 else round(60 * rng.random() ** 2, 3)
+        kind = rng.choice(WORKER_KINDS if is_worker else KINDS)
+        faults.append(Fault(at, kind, rng.randrange(100), round(rng.random() * MOST_SECONDS, 3)))
     runs_ahead = rng.random() < 0.5
     return Script(
         seed=seed,
-        workers=rng.choice((1, 2, 2, 3, 3, 4)),
+        workers=rng.choice((1, 2, 2, 3, 3, 4) if scenario == "steady" else (2, 3, 3, 4)),
         servers=rng.randint(1, 4),
         steps=rng.randint(10, 60),
         runs_ahead=runs_ahead,
@@ -79,4 +105,5 @@ def random_script(seed: int) -> Script:
         duplicates=rng.choice((0.0, 0.02, 0.2)),
         budget_bytes=BUDGETS[0] if runs_ahead else rng.choice(BUDGETS),
         faults=tuple(sorted(faults)),
+        scenario=scenario,
     )

@@ -9,34 +9,47 @@ from hypothesis import strategies as st
 
 from .nodes import Parts, Violation
 from .plants import PLANTS
+from .promises import Promises
 from .run import simulate
-from .script import BUDGETS, KINDS, MOST_SECONDS, Fault, Script, random_script
+from .script import (
+    BUDGETS,
+    KINDS,
+    MOST_SECONDS,
+    WORKER_KINDS,
+    Fault,
+    Scenario,
+    Script,
+    random_script,
+)
 from .simulation import Simulation
-from .workers import Worker
 
 MOST_RUNS = 100
 """By when a mistake is found; most are in the first few."""
 
-FAULTS = st.builds(
-    Fault,
-    st.floats(0, 60).map(lambda at: round(at, 3)),
-    st.sampled_from(KINDS),
-    st.integers(0, 99),
-    st.floats(0.1, MOST_SECONDS).map(lambda seconds: round(seconds, 3)),
-)
 
-SCRIPTS = st.builds(
-    Script,
-    seed=st.integers(0, 1 << 32),
-    workers=st.integers(1, 4),
-    servers=st.integers(1, 4),
-    steps=st.integers(1, 40),
-    settles=st.booleans(),
-    slow_seconds=st.sampled_from((0.05, 0.5, 2.0)),
-    duplicates=st.sampled_from((0.0, 0.02, 0.2)),
-    budget_bytes=st.sampled_from(BUDGETS),
-    faults=st.lists(FAULTS, max_size=8).map(lambda faults: tuple(sorted(faults))),
-)
+def scripts(scenario: Scenario) -> st.SearchStrategy[Script]:
+    """All scripts of a scenario."""
+    fault = st.builds(
+        Fault,
+        st.floats(0, 60).map(lambda at: round(at, 3)),
+        st.sampled_from(KINDS if scenario == "steady" else KINDS + WORKER_KINDS),
+        st.integers(0, 99),
+        st.floats(0.1, MOST_SECONDS).map(lambda seconds: round(seconds, 3)),
+    )
+    return st.builds(
+        Script,
+        seed=st.integers(0, 1 << 32),
+        workers=st.integers(1, 4),
+        servers=st.integers(1, 4),
+        steps=st.integers(1, 40),
+        settles=st.booleans(),
+        slow_seconds=st.sampled_from((0.05, 0.5, 2.0)),
+        duplicates=st.sampled_from((0.0, 0.02, 0.2)),
+        budget_bytes=st.sampled_from(BUDGETS),
+        faults=st.lists(fault, max_size=8).map(lambda faults: tuple(sorted(faults))),
+        scenario=st.just(scenario),
+    )
+
 
 ONCE_FAILED = [
     # A late push comes when its outcome is forgotten, and the next step has fewer chunks.
@@ -125,14 +138,24 @@ ONCE_FAILED = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
-@given(SCRIPTS)
+@settings(max_examples=100, deadline=None)
+@given(scripts("steady"))
 def test_whatever_happens_every_round_has_one_answer(script: Script) -> None:
     Simulation(script).run()
 
 
-@settings(max_examples=50, deadline=None)
-@given(SCRIPTS)
+@pytest.mark.parametrize("scenario", ["fail", "continue", "restart"])
+def test_and_so_it_has_when_workers_are_lost(scenario: Scenario) -> None:
+    @settings(max_examples=40, deadline=None)
+    @given(scripts(scenario))
+    def run(script: Script) -> None:
+        Simulation(script).run()
+
+    run()
+
+
+@settings(max_examples=40, deadline=None)
+@given(scripts("steady"))
 def test_and_so_it_has_when_workers_run_ahead(script: Script) -> None:
     script = msgspec.structs.replace(script, runs_ahead=True, budget_bytes=max(BUDGETS))
     Simulation(script).run()
@@ -143,41 +166,54 @@ def test_what_once_failed(script: Script) -> None:
     Simulation(script).run()
 
 
-def name_of(parts: Parts) -> str:
+def name_of(parts: Parts | Scenario) -> str:
+    if isinstance(parts, str):
+        return parts
     types = (parts.membership, parts.rounds, parts.exchange)
     return next(part.__name__ for part in types if part.__module__.endswith("plants"))
 
 
-@pytest.mark.parametrize("parts", PLANTS, ids=name_of)
-def test_a_mistake_is_found(parts: Parts) -> None:
+@pytest.mark.parametrize(
+    ("scenario", "parts"),
+    [(scenario, parts) for scenario, plants in PLANTS.items() for parts in plants],
+    ids=name_of,
+)
+def test_a_mistake_is_found(scenario: Scenario, parts: Parts) -> None:
     def run() -> None:
         for seed in range(MOST_RUNS):
-            Simulation(random_script(seed), parts).run()
+            Simulation(random_script(seed, scenario), parts).run()
 
     with pytest.raises(Violation):
         run()
 
 
-class WithoutAWorker(Simulation):
-    """Workers may learn that the job has failed."""
-
-    def on_error(self, worker: Worker, reason: str) -> None:
-        worker.error = worker.error or reason
-
-
 def test_the_loss_of_a_worker_ends_all_others_with_its_name() -> None:
-    simulation = WithoutAWorker(Script(workers=3, servers=2, steps=1000))
-    lost = simulation.workers[1]
-
-    def crash() -> None:
-        lost.is_alive = False
-
-    simulation.network.at(3.0, crash)
-    while simulation.network.now < 3.0 + 2 * simulation.cluster.lease_seconds:
-        assert simulation.network.step()
-    others = [worker for worker in simulation.workers if worker is not lost]
+    fault = Fault(3.0, "crash worker", target=1)
+    simulation = Simulation(Script(workers=3, servers=2, steps=1000, faults=(fault,), scenario="fail"))
+    simulation.run()
+    others = [worker for worker in simulation.workers if worker.ended != "crashed"]
+    assert len(others) == 2
     assert all("worker 1 (host host, pid 1001) is lost" in worker.error for worker in others)
-    assert not any(server.is_alive for server in simulation._servers)
+    assert all(worker.gone_at < 3.0 + 2 * simulation.cluster.lease_seconds for worker in others)
+    assert not any(server.is_alive for server in simulation.servers)
+
+
+def test_the_others_go_on_and_a_restarted_worker_comes_back() -> None:
+    fault = Fault(3.0, "crash worker", target=1)
+    simulation = Simulation(Script(workers=3, servers=2, steps=60, faults=(fault,), scenario="continue"))
+    assert simulation.run().admissions == 1
+    assert [worker.ended for worker in simulation.supervisor.current] == ["done"] * 3
+    back = simulation.supervisor.current[1]
+    assert back is not simulation.workers[1]
+    assert (back.rank, back.training.step) == (1, 60)
+    assert back.training.state == simulation.workers[0].training.state
+
+
+def test_torchrun_starts_all_of_them_again() -> None:
+    fault = Fault(3.0, "crash worker", target=1)
+    simulation = Simulation(Script(workers=3, servers=2, steps=60, faults=(fault,), scenario="restart"))
+    assert simulation.run().generations == 1
+    assert [worker.ended for worker in simulation.supervisor.current] == ["done"] * 3
 
 
 def test_the_same_seed_is_the_same_run() -> None:
@@ -193,7 +229,7 @@ def test_different_seeds_are_different_runs() -> None:
 
 
 def test_a_violation_comes_with_the_script_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Simulation, "check_answer", fail)
+    monkeypatch.setattr(Promises, "check_answer", fail)
     report = simulate(rounds=100, seed=3)
     assert report.runs == 1
     assert f"Simulation({random_script(3)!r}).run()" in report.violation

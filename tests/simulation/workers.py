@@ -1,57 +1,101 @@
-"""A worker and its training: :class:`Exchange` with what a process does around it, and no socket."""
+"""A worker: :class:`Exchange` with what a process does around it, and no socket."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from zenps.wire.messages import Barrier, BarrierReply, HeartbeatReply, Leave, Push, Register, View
+from zenps.wire.messages import (
+    LAST_BARRIER,
+    Admit,
+    Barrier,
+    BarrierReply,
+    HeartbeatReply,
+    Leave,
+    Push,
+    Register,
+    View,
+)
 from zenps.worker.round import Action, Deliver, Fail, Outgoing, Round, SendPush
 
 from .network import Frame
-from .nodes import SCHEDULER, TICK_SECONDS, UNITS, Member, Violation, owners_of_units
+from .nodes import SCHEDULER, TICK_SECONDS, Member, Violation
+from .promises import Answer, Contribution, Era, Values
+from .servers import UNITS, owners_of_units
+from .training import TENSORS, Program, Training
 
 if TYPE_CHECKING:
     from .simulation import Simulation
 
-__all__ = ["TENSORS", "Worker"]
+__all__ = ["Worker"]
 
-TENSORS = 3
-BARRIER_EVERY = 5
 COMPACTION_SECONDS = 0.05
+JOIN_PATIENCE_SECONDS = 5.0
+RESTART_SECONDS = 2.0
 
-Program = Generator[Callable[[], bool], None, None]
+Learn = Callable[[str, Answer], None]
+End = Literal["done", "left", "failed", "crashed"]
+
+
+class _Awaited(NamedTuple):
+    """A round whose answer somebody waits for, and what has come of it."""
+
+    answer: Answer
+    learn: Learn
 
 
 class Worker(Member):
-    """One rank.
+    """One process.
 
     Attributes:
-        is_done: it has trained, and left.
-        error: why it could not.
+        number: of the process, among all that ever were.
+        rank: the one that it wants, then the one that it has; -1 for any.
+        ended: how; None while it runs.
+        error: why it could not go on.
+        was_silent: whether it was stalled for so long that it may be taken for lost.
+        gone_at: when it ended, or was stalled so.
+        restarts_after: how long after its end another process takes its place.
+        newcomers: how many wait to be let in, as the scheduler said last.
         entered: the last barrier that it has come to.
     """
 
-    def __init__(self, simulation: Simulation, rank: int) -> None:
+    def __init__(
+        self, simulation: Simulation, number: int, rank: int, generation: int = 0, restarts: int = 0
+    ) -> None:
+        self.number = number
         self.rank = rank
-        self.is_done = False
+        self.generation = generation
+        self.ended: End | None = None
         self.error = ""
+        self.was_silent = False
+        self.gone_at = math.inf
+        self.restarts_after = RESTART_SECONDS
+        self.newcomers = 0
         self.entered = 0
         self.waits_at_barrier = False
+        self.is_newcomer = False
+        self.began = simulation.network.now
         self.exchange = simulation.parts.exchange(math.inf, self._recut)
         self._rng = random.Random(simulation.rng.random())
-        self._awaited: dict[tuple[str, int], dict[int, object]] = {}
-        """The answers so far, of rounds that have not ended."""
+        self._awaited: dict[tuple[str, int], _Awaited] = {}
+        self._steps: Counter[str] = Counter()
+        """The rounds of each tensor, since the last admission."""
+        self._admitted = 0
+        self._asks: Admit | None = None
+        """What it says at the end of a step, until it gets its way."""
         self._servers: dict[int, bytes] = {}
         self._ranks: dict[bytes, int] = {}
         self._owners: list[int] = []
-        self._program = self._train()
-        self._is_ready: Callable[[], bool] = lambda: self.view is not None
-        super().__init__(
-            simulation, f"worker-{rank}".encode(), Register("worker", rank, "host", 1000 + rank, "", "", {})
+        register = Register(
+            "worker", rank, "host", 1000 + number, "", "", {}, generation=generation, restarts=restarts
         )
+        super().__init__(simulation, f"worker-{number}".encode(), register)
+        self.training = Training(self, self._rng)
+        self._program = self.training.run()
+        self._is_ready: Callable[[], bool] = lambda: self.view is not None
         self.every(TICK_SECONDS, self._tick)
 
     # ── the process ─────────────────────────────────────────────────────────────────────────────
@@ -60,15 +104,45 @@ class Worker(Member):
     def wave(self) -> int:
         return self.exchange.wave
 
+    @property
+    def era(self) -> Era:
+        """Within what it counts its steps."""
+        return Era(self.generation, self.view.admitted if self.view else 0)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether others may miss it."""
+        return self.was_silent or self.ended in ("left", "failed", "crashed")
+
     def beat(self) -> None:
         super().beat()
+        rendezvous = self.simulation.cluster.rendezvous_seconds
+        if self.view is None and self.now > self.began + rendezvous + JOIN_PATIENCE_SECONDS:
+            self.end("the job has not let this worker in")
         if self.waits_at_barrier:
             self.send(SCHEDULER, Barrier(self.entered))
+        if self._asks is not None:
+            self.send(SCHEDULER, self._asks)
 
     def end(self, reason: str) -> None:
-        self.error = reason
-        self.is_alive = False
-        self.simulation.on_error(self, reason)
+        """An error that its script does not handle."""
+        if self.is_alive:
+            self.error = reason
+            self.simulation.on_error(self, reason)
+            self.leave("failed")
+
+    def leave(self, how: End) -> None:
+        """Says good-bye and ends."""
+        self.send(SCHEDULER, Leave())
+        self._end(how)
+
+    def crash(self) -> None:
+        """Ends without a word."""
+        self._end("crashed")
+
+    def _end(self, how: End) -> None:
+        self.ended, self.is_alive = how, False
+        self.gone_at = min(self.gone_at, self.now)
 
     def receive(self, sender: bytes, message: Any, frames: Sequence[Frame]) -> None:
         if sender != SCHEDULER:
@@ -80,25 +154,26 @@ class Worker(Member):
             match message:
                 case BarrierReply(sequence=sequence, error=error):
                     self._on_barrier(sequence, error)
-                case HeartbeatReply(wave=wave):
+                case HeartbeatReply(wave=wave, newcomers=newcomers):
+                    self.newcomers = newcomers
                     self.exchange.on_wave(wave)
         self._go_on()
 
     def on_view(self, view: View) -> None:
+        if not self._owners:
+            self.rank, self.is_newcomer = view.rank, view.admitted > 0
+        if view.admitted > self._admitted:
+            self._admitted = view.admitted
+            self._asks = None
+            self._steps.clear()
+            self.entered = self.registration.barriers = self.newcomers = 0
+            self._execute(self.exchange.begin_anew())
         self._owners = owners_of_units(view)
         self._servers = {server.rank: server.address.encode() for server in view.servers}
         self._ranks = {address: rank for rank, address in self._servers.items()}
-        self._execute(self.exchange.on_view(view.ring, view.servers, self.now))
-
-    def _on_barrier(self, sequence: int, error: str) -> None:
-        if not self.waits_at_barrier or sequence != self.entered:
-            return
-        if error:
-            self.end(error)
-            return
-        self.simulation.check_barrier(sequence)
-        self.registration.barriers = sequence
-        self.waits_at_barrier = False
+        ranks = frozenset(worker.rank for worker in view.workers)
+        self._execute(self.exchange.on_view(view.ring, view.servers, self.now, ranks))
+        self.simulation.on_moment("view", self)
 
     def _tick(self) -> None:
         self._execute(self.exchange.on_tick(self.now))
@@ -107,12 +182,38 @@ class Worker(Member):
             raise Violation(f"{self.name!r} keeps {sorted(self.exchange._kept)}; expected one of each tensor")
         self._go_on()
 
+    def _go_on(self) -> None:
+        while self.is_alive and self._is_ready():
+            following = next(self._program, None)
+            if following is None:
+                return
+            self._is_ready = following
+
     # ── rounds ──────────────────────────────────────────────────────────────────────────────────
 
-    def _cut(self, tensor: str, step: int, values: dict[int, object], again: bool) -> list[Outgoing]:
+    def is_idle(self) -> bool:
+        """Whether it waits for no answer."""
+        return not self._awaited
+
+    def push(self, tensor: str, payload: object, learn: Learn) -> Program:
+        """Begins a round, and has its answer learned when it comes."""
+        # A name is in flight at most once.
+        yield lambda: not any(name == tensor for name, _ in self._awaited)
+        step = self._steps[tensor]
+        self._steps[tensor] += 1
+        said = Contribution(self.number, self.rank, self.era, tensor, step, payload)
+        values = self.simulation.promises.contribute(said)
+        assert self.view is not None
+        round_ = Round(tensor, step, self.view.ring, self._cut(tensor, step, values, again=False), values)
+        # The ring may change before it is submitted.
+        yield self.sleep(COMPACTION_SECONDS * self._rng.random())
+        self._awaited[tensor, step] = _Awaited({}, learn)
+        self._execute(self.exchange.submit(round_, self.now))
+
+    def _cut(self, tensor: str, step: int, values: Values, *, again: bool) -> list[Outgoing]:
         """As many chunks for each server as the step makes it, and each chunk's units."""
         assert self.view is not None
-        chunks = self.simulation.chunks(tensor, step)
+        chunks = _chunks(tensor, step)
         outgoing = []
         for server in self._servers:
             own = [unit for unit in range(UNITS) if self._owners[unit] == server]
@@ -142,26 +243,29 @@ class Worker(Member):
     def _recut(self, round_: Round) -> list[Outgoing]:
         key = round_.tensor, round_.step
         if key in self._awaited:
-            self._awaited[key] = {}
+            self._awaited[key].answer.clear()
         values: Any = round_.sent
-        return self._cut(*key, values, again=True)
+        return self._cut(*key, values, again=round_.again)
 
     def _execute(self, actions: Sequence[Action]) -> None:
         for action in actions:
+            if not self.is_alive:
+                return
             match action:
                 case SendPush(outgoing=out):
+                    self.simulation.on_moment("push", self)
                     self.send(self._servers[out.server], out.push, out.frames)  # type: ignore[arg-type]
                 case Deliver(round=round_, frames=frames, last=last):
                     self._on_answer(round_, frames, last)
                 case Fail(round=round_, error=error):
-                    self.simulation.on_error(self, f"{round_.tensor} {round_.step}: {error}")
-                    self._awaited.pop((round_.tensor, round_.step), None)
+                    self.simulation.judge.on_failed_round(self, round_, str(error))
+                    self.end(f"{round_.tensor} {round_.step}: {error}")
 
     def _on_answer(self, round_: Round, frames: Sequence[Any], last: bool) -> None:
         key = round_.tensor, round_.step
         if key not in self._awaited:
             raise Violation(f"{self.name!r} was given an answer to {key}, which it does not wait for")
-        answer = self._awaited[key]
+        answer, learn = self._awaited[key]
         for frame in frames:
             if twice := answer.keys() & frame.values.keys():
                 raise Violation(f"{self.name!r} was given units {sorted(twice)} of {key} twice")
@@ -169,20 +273,15 @@ class Worker(Member):
         if last:
             if len(answer) != UNITS:
                 raise Violation(f"{self.name!r} was given only {sorted(answer)} of {key}")
-            self.simulation.check_answer(*key, answer)
-            self.simulation.ended[key] += 1
+            self.simulation.promises.check_answer(*key, answer, self)
+            self.simulation.promises.ended[self.era, *key] += 1
             del self._awaited[key]
+            learn(round_.tensor, answer)
 
-    # ── the program ─────────────────────────────────────────────────────────────────────────────
+    # ── what its training waits for ─────────────────────────────────────────────────────────────
 
-    def _go_on(self) -> None:
-        while self.is_alive and self._is_ready():
-            following = next(self._program, None)
-            if following is None:
-                return
-            self._is_ready = following
-
-    def _sleep(self, seconds: float) -> Callable[[], bool]:
+    def sleep(self, seconds: float) -> Callable[[], bool]:
+        """Says when the time has passed."""
         until = self.now + seconds
 
         def wake() -> None:
@@ -194,45 +293,39 @@ class Worker(Member):
         self.network.at(until, wake)
         return lambda: self.now >= until
 
-    def _train(self) -> Program:
-        script = self.simulation.script
-        steps = [0] * TENSORS
-        for step in range(script.steps):
-            # Not every tensor in every step: then nothing but waves settles its last round.
-            tensors = [number for number in range(TENSORS) if step % (1 + 2 * number) == 0]
-            self._rng.shuffle(tensors)
-            for number in tensors:
-                yield from self._push(f"t{number}", steps[number])
-                steps[number] += 1
-            if not script.runs_ahead:
-                yield lambda: not self._awaited
-            if step % BARRIER_EVERY == BARRIER_EVERY - 1:
-                yield from self._barrier()
-        yield lambda: not self._awaited
-        if script.settles:
-            yield lambda: self.now > self.simulation.quiet_from
-            yield self._sleep(self.simulation.settle_seconds)
-            self.simulation.check_settled()
-        yield from self._barrier()
-        yield lambda: self.simulation.may_leave(self.name)
-        self.send(SCHEDULER, Leave())
-        self.is_done, self.is_alive = True, False
-
-    def _push(self, tensor: str, step: int) -> Program:
-        # A name is in flight at most once.
-        yield lambda: not any(name == tensor for name, _ in self._awaited)
-        values: dict[int, object] = {
-            unit: self.simulation.value(self.rank, tensor, step, unit) for unit in range(UNITS)
-        }
-        assert self.view is not None
-        round_ = Round(tensor, step, self.view.ring, self._cut(tensor, step, values, again=False), values)
-        # The ring may change before it is submitted.
-        yield self._sleep(COMPACTION_SECONDS * self._rng.random())
-        self._awaited[tensor, step] = {}
-        self._execute(self.exchange.submit(round_, self.now))
-
-    def _barrier(self) -> Program:
-        self.entered += 1
-        self.waits_at_barrier = True
-        self.send(SCHEDULER, Barrier(self.entered))
+    def barrier(self) -> Program:
+        """Waits for all others."""
+        self.await_barrier(self.entered + 1)
         yield lambda: not self.waits_at_barrier
+
+    def await_barrier(self, sequence: int) -> None:
+        """Comes to a barrier, and waits there."""
+        self.entered, self.waits_at_barrier = sequence, True
+        self.send(SCHEDULER, Barrier(sequence))
+        self.simulation.on_moment("barrier", self)
+
+    def _on_barrier(self, sequence: int, error: str) -> None:
+        if not (self.is_alive and self.waits_at_barrier) or sequence != self.entered:
+            return
+        self.waits_at_barrier = False
+        if sequence == LAST_BARRIER:  # others may have left already
+            return
+        if error:
+            self.end(error)
+            return
+        self.simulation.promises.check_barrier(self, sequence)
+        self.registration.barriers = sequence
+
+    def admit(self) -> Program:
+        """Lets those in that wait, and counts anew."""
+        assert self.view is not None
+        self._asks = Admit(self.view.admitted)
+        self.send(SCHEDULER, self._asks)
+        self.simulation.on_moment("admission", self)
+        yield lambda: self._asks is None
+
+
+def _chunks(tensor: str, step: int) -> int:
+    """Into how many a server's range is cut; as in reality, it changes from step to step."""
+    tensors = [f"t{number}" for number in range(TENSORS)]
+    return 1 + (tensors.index(tensor) + step // 2) % 2 if tensor in tensors else 1

@@ -343,7 +343,7 @@ def test_under_a_new_ring_what_is_in_flight_begins_again() -> None:
     worker.answer(round_, [(0, 0), (0, 1)])
     assert places_of(worker.view(2)) == RECUT
     assert worker.recut == [round_]
-    assert (round_.epoch, round_.state) == (2, "pushed")
+    assert (round_.epoch, round_.state, round_.again) == (2, "pushed", True)
     old = Result(1, "t", 0, 0, 2, "coo")
     assert worker.exchange.on_reply(1, old, FRAMES, 0.0) == []
     delivered = worker.answer(round_)
@@ -365,6 +365,7 @@ def test_a_round_that_was_cut_before_the_ring_changed_is_cut_again_when_it_is_su
     round_ = make_round()
     assert places_of(worker.exchange.submit(round_, 0.0)) == RECUT
     assert worker.recut == [round_]
+    assert not round_.again, "nobody can have ended it"
 
 
 def test_what_has_ended_is_pushed_again_if_another_rank_wants_it() -> None:

@@ -82,7 +82,7 @@ def check_all(cuts: Sequence[Cut], codec: str, begin: Callable[[Cut], Transfer])
     dtype=st.sampled_from(SUMMED),
     partition=st.sampled_from(PARTITIONS),
     rings=RINGS,
-    codec=st.sampled_from(["auto", "coo", "bitmap"]),
+    codec=st.sampled_from(["auto", "coo", "bitmap", "delta"]),
     granule=st.sampled_from([1, 32]),
     seed=st.integers(0, 1 << 30),
 )

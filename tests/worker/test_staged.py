@@ -63,7 +63,7 @@ def test_every_compaction_gives_the_same_sums(compaction: str, dtype: torch.dtyp
     assert int(transfer.hashed_rows.sum()) == (nnz if compaction == "hash" else 0)
 
 
-@pytest.mark.parametrize("codec", ["coo", "bitmap"])
+@pytest.mark.parametrize("codec", ["coo", "bitmap", "delta"])
 def test_the_bytes_on_the_wire_are_those_of_the_cpu(codec: str) -> None:
     tensor = sparse(torch.arange(0, 600, 7).flip(0), torch.randn(86, 5), (600, 5))
     ours = on_a_device("sort")(tensor, LAYOUT, 2, 0, codec)

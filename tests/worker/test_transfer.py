@@ -185,7 +185,7 @@ SERVERS = [[0], [0, 1], [2, 5, 9]]
     partition=st.sampled_from(PARTITIONS),
     servers=st.sampled_from(SERVERS),
     chunks=st.integers(1, 4),
-    codec=st.sampled_from(["auto", "coo"]),
+    codec=st.sampled_from(["auto", "coo", "delta"]),
     granule=st.sampled_from([1, 32]),
     table_bytes=st.sampled_from([0, 1 << 20]),
     average=st.booleans(),
@@ -228,7 +228,7 @@ def test_sparse(
 
 @every_way
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("codec", ["auto", "bitmap", "coo"])
+@pytest.mark.parametrize("codec", ["auto", "bitmap", "coo", "delta"])
 def test_sparse_with_every_row(make_sparse: MakeSparse, dtype: torch.dtype, codec: str) -> None:
     """As many rows as there are: all chunks are full."""
     generator = torch.Generator().manual_seed(3)

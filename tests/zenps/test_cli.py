@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from zenps.keys import generate
+from zenps.trace import open_trace
 
 SHOW = (
     "import json; from zenps.config import load, describe; print(json.dumps([*map(list, describe(load()))]))"
@@ -40,6 +41,7 @@ SUBCOMMANDS = [
     "doctor",
     "keygen",
     "health",
+    "trace",
 ]
 
 BAD_SETTINGS = {
@@ -62,8 +64,14 @@ def test_bad_setting_is_refused_in_one_line(zenps: Any, setting: str, parts: lis
 
 @pytest.mark.parametrize("subcommand", SUBCOMMANDS)
 def test_every_subcommand_refuses_a_bad_setting(zenps: Any, subcommand: str) -> None:
-    operands = {"launch": ["--", "true"], "worker": ["--", "true"], "drain": ["0"], "keygen": ["keys"]}
-    operands["health"] = ["--role", "server"]
+    operands = {
+        "launch": ["--", "true"],
+        "worker": ["--", "true"],
+        "drain": ["0"],
+        "keygen": ["keys"],
+        "health": ["--role", "server"],
+        "trace": ["out", "part"],
+    }
     done = zenps(subcommand, "--set", "log.level=loud", *operands.get(subcommand, []))
     assert_refused(done, "log.level", "'loud'", "debug, info")
 
@@ -255,3 +263,33 @@ def test_taken_port_is_refused(zenps: Any) -> None:
 def test_descriptor_that_is_not_open_is_refused(zenps: Any) -> None:
     done = zenps("scheduler", "--print-address", "77")
     assert_refused(done, "--print-address", "77")
+
+
+def test_trace_merges_parts(zenps: Any, tmp_path: Path) -> None:
+    for role in ("scheduler", "server"):
+        part = open_trace(str(tmp_path / "trace.json"), role)
+        part.epoch(1, 1, 1)
+        part.close()
+    parts = [str(path) for path in tmp_path.glob("trace.*.*.json")]
+    done = zenps("trace", "trace.json", *parts)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "2 process(es)" in done.stdout
+    assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) > 2
+
+
+def test_trace_refuses_what_is_no_part(zenps: Any, tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("one\ntwo\n")
+    assert_refused(zenps("trace", "trace.json", "notes"), "PART", "notes")
+    assert_refused(zenps("trace", "trace.json", "missing"), "PART", "missing")
+    assert_refused(zenps("trace", "missing/trace.json", "notes"), "PART", "notes")
+
+
+def test_a_role_that_logs_json_is_refused_in_json(zenps: Any) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = zenps("scheduler", "--set", "log.format=json", "--set", f"cluster.scheduler={address}")
+    (line,) = map(json.loads, done.stderr.splitlines())
+    assert (done.returncode, line["level"], line["role"], line["rank"]) == (2, "error", "scheduler", None)
+    assert "Address already in use" in line["message"]

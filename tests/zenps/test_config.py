@@ -123,9 +123,12 @@ class TestFile:
             (
                 "[snyc]\n",
                 "snyc: unknown key; did you mean sync? "
-                "(sections: cluster, sync, cuda, security, metrics, log)",
+                "(sections: cluster, sync, cuda, security, metrics, status, log)",
             ),
-            ("workers = 2", "workers: unknown key; sections: cluster, sync, cuda, security, metrics, log"),
+            (
+                "workers = 2",
+                "workers: unknown key; sections: cluster, sync, cuda, security, metrics, status, log",
+            ),
             ("sync = 3", "sync = 3: expected a table, [sync] (set by zenps.toml)"),
             (
                 "[cluster]\nworkers = true",
@@ -150,9 +153,9 @@ class TestUnknownKeys:
     def test_in_set(self) -> None:
         assert refusal(sets=["sync.partitoin=x"]) == (
             "sync.partitoin: unknown key; did you mean sync.partition? "
-            "(sync has: partition, codec, chunk_bytes, bucket_bytes, granule, table_bytes, seed)"
+            "(sync has: partition, codec, chunk_bytes, bucket_bytes, granule, table_bytes, seed, trace)"
         )
-        sections = "cluster, sync, cuda, security, metrics, log"
+        sections = "cluster, sync, cuda, security, metrics, status, log"
         assert refusal(sets=["zzz=x"]) == f"zzz: unknown key; sections: {sections}"
 
     def test_in_environment(self) -> None:
@@ -183,6 +186,8 @@ class TestUnknownKeys:
         ("cluster.max_message_bytes=4GiB", "an integer from 64KiB to 2GiB, such as 8388608 or '8MiB'"),
         ("cluster.max_message_bytes=1 parsec", "an integer from 64KiB to 2GiB, such as 8388608 or '8MiB'"),
         ("cluster.job=", "a string of 1 to 64 characters"),
+        ("cluster.host=0.0.0.0", "an address or name by which others reach this machine, or '' to find one"),
+        ("cluster.host=::", "an address or name by which others reach this machine, or '' to find one"),
         ("sync.granule=48", "a power of two from 1 to 256"),
         ("sync.granule=512", "a power of two from 1 to 256"),
         ("sync.codec=zip", "one of auto, coo, bitmap"),
@@ -238,6 +243,7 @@ class TestScheduler:
             ("tcp://10.0.0.1:1", "10.0.0.1", 1, "10.0.0.1:1"),
             ("[::1]:65535", "::1", 65535, "[::1]:65535"),
             ("tcp://[fe80::1%eth0]:80", "fe80::1%eth0", 80, "[fe80::1%eth0]:80"),
+            ("[fe80::1%br-lan.7]:80", "fe80::1%br-lan.7", 80, "[fe80::1%br-lan.7]:80"),
         ],
     )
     def test_forms(self, text: str, host: str, port: int, plain: str) -> None:

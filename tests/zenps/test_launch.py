@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -58,7 +59,7 @@ def test_joined_cluster_ends_by_itself(zenps: Any) -> None:
     done = zenps("launch", "--workers", "2", "--servers", "2", "--", sys.executable, "-c", script)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["worker 0  | 0 2", "worker 1  | 1 2"]
-    assert "scheduler: stopped" in done.stderr
+    assert re.search(r"scheduler e\d+( s\d+)?: stopped", done.stderr)
     assert "launch    | zenps status --set cluster.scheduler=" in done.stderr
     assert done.stderr.count("launch ") == 1  # it had nothing else to say
     assert_nothing_is_left(zenps)
@@ -324,7 +325,8 @@ print()
 
 def test_progress_of_rank_0_can_be_watched(zenps: Any, tmp_path: Path) -> None:
     cues = {b"10%": "begun", b"terminal: False\r\n": "interrupted", b"20%": "continued"}
-    received = on_a_terminal(zenps, BAR, {cue: tmp_path / name for cue, name in cues.items()})
+    files = {cue: tmp_path / name for cue, name in cues.items()}
+    received = on_a_terminal(zenps, BAR, files, COLUMNS="200")
     plain = re.sub(r"\x1b\[\d*m", "", received)
     assert "worker 0  | terminal: True 88\r\n" in plain
     assert "\r\x1b[Kworker 0  | 10%" in plain
@@ -339,3 +341,24 @@ def test_no_color(zenps: Any) -> None:
     received = on_a_terminal(zenps, "print('x')", NO_COLOR="1")
     assert "worker 0  | x\r\n" in received
     assert not re.search(r"\x1b\[\d+m", received)
+
+
+# ── a timeline ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_one_timeline_of_all_processes(zenps: Any, tmp_path: Path) -> None:
+    script = "import torch, zenps as zps; zps.init(); zps.push_pull(torch.ones(3), 'a'); zps.shutdown()"
+    done = zenps("launch", "--workers", "2", "--set", "sync.trace=t.json", "--", sys.executable, "-c", script)
+    assert done.returncode == 0, done.stderr
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert {"scheduler", "server 0", "worker 0", "worker 1"} <= set(names)
+    assert {"push a", "aggregate a"} <= {event["name"] for event in events}
+    assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
+
+
+def test_a_timeline_that_cannot_be_written_is_refused(zenps: Any) -> None:
+    done = zenps("launch", "--set", "sync.trace=missing/t.json", "--", *PYTHON, "print('done')")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert "sync.trace = 'missing/t.json': expected a file in a directory" in done.stderr

@@ -264,3 +264,16 @@ def test_the_other_strategies_are_not() -> None:
     touched = torch.arange(MILLION)
     assert imbalance("parallel", SIZE, touched, 16) > 1.2
     assert imbalance("centralized", SIZE, touched, 16) == 16
+
+
+def test_a_cache_forgets_what_was_not_asked_for_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zenps.layout.MOST_LAYOUTS", 3)
+    cache = LayoutCache(strategy("balanced"), 11, rebalance(None, [0, 1]), [0, 1], table_bytes=3 * 8 * 1000)
+    first, second = cache.get("a", 1000, 1), cache.get("a", 999, 1)
+    for rows in range(500, 600):
+        assert cache.get("a", 1000, 1) is first
+        assert cache.get("a", rows, 1).table_bytes == 8 * rows, "those forgotten give their budget back"
+    again = cache.get("a", 999, 1)
+    assert again is not second
+    every_row = torch.arange(999)
+    assert torch.equal(again.positions(every_row), second.positions(every_row))

@@ -6,25 +6,37 @@ import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from zenps.errors import ConfigError, ProtocolError
 from zenps.lateness import MOST_RANKS
-from zenps.metrics import DURATION_BUCKETS, SchedulerMetrics, ServerMetrics, WorkerMetrics, serve
+from zenps.metrics import DURATION_BUCKETS, STATES, SchedulerMetrics, ServerMetrics, WorkerMetrics, serve
+from zenps.scheduler.states import State
 
 ROLES = (WorkerMetrics, ServerMetrics, SchedulerMetrics)
 Role = Callable[[CollectorRegistry], WorkerMetrics | ServerMetrics | SchedulerMetrics]
 
-COMMON = {"zenps_build_info", "zenps_protocol_errors_total", "zenps_epoch"}
+PROCESS = {
+    "process_virtual_memory_bytes",
+    "process_resident_memory_bytes",
+    "process_start_time_seconds",
+    "process_cpu_seconds_total",
+    "process_open_fds",
+    "process_max_fds",
+}
+COMMON = {"zenps_build_info", "zenps_node_info", "zenps_protocol_errors_total", "zenps_epoch"} | PROCESS
 NAMES: dict[Role, set[str]] = {
     WorkerMetrics: COMMON
     | {
         "zenps_push_bytes_total",
         "zenps_pull_bytes_total",
         "zenps_dense_bytes_total",
+        "zenps_steps_total",
         "zenps_rounds_total",
+        "zenps_rows_total",
         "zenps_push_pull_duration_seconds",
         "zenps_wait_duration_seconds",
         "zenps_compaction_duration_seconds",
@@ -54,6 +66,7 @@ NAMES: dict[Role, set[str]] = {
     },
     SchedulerMetrics: COMMON
     | {
+        "zenps_job_state",
         "zenps_live_nodes",
         "zenps_lost_nodes_total",
         "zenps_barriers_total",
@@ -109,7 +122,7 @@ def test_labels_are_closed_sets_that_start_at_zero(role: Role) -> None:
     for reason in ProtocolError.REASONS:
         assert registry.get_sample_value("zenps_protocol_errors_total", {"reason": reason}) == 0
     labels = {key for family in registry.collect() for sample in family.samples for key in sample.labels}
-    assert labels <= {"reason", "outcome", "cause", "role", "version", "le", "rank"}
+    assert labels <= {"reason", "outcome", "cause", "role", "stage", "state", "version", "le", "rank"}
 
 
 def test_of_thousands_of_ranks_the_latest_have_series() -> None:
@@ -127,6 +140,20 @@ def test_build_info_names_the_role() -> None:
     ServerMetrics(registry)
     (sample,) = (s for f in registry.collect() for s in f.samples if s.name == "zenps_build_info")
     assert sample.labels == {"role": "server", "version": "0.1.0"}
+
+
+def test_node_info_has_one_rank_at_a_time() -> None:
+    registry = CollectorRegistry()
+    metrics = ServerMetrics(registry)
+    ranks = []
+    for rank in (0, 3):
+        metrics.set_rank(rank)
+        ranks += [s.labels for f in registry.collect() for s in f.samples if s.name == "zenps_node_info"]
+    assert ranks == [{"rank": "0"}, {"rank": "3"}]
+
+
+def test_states_are_the_scheduler_s() -> None:
+    assert get_args(State) == STATES
 
 
 def test_buckets_run_from_100_microseconds_to_10_seconds() -> None:

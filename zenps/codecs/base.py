@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # the names of codecs are part of every message, and NumPy ta
 
 __all__ = ["Codec", "CodecName", "Positions"]
 
-CodecName = Literal["coo", "bitmap"]
+CodecName = Literal["coo", "bitmap", "delta"]
 """Every codec that may appear on the wire."""
 
 Positions: TypeAlias = "NDArray[np.int64]"
@@ -28,12 +28,12 @@ class Codec(ABC):
         return f"{type(self).__name__}()"
 
     @abstractmethod
-    def encoded_bytes(self, rows: int, span: int) -> int:
-        """The exact size of ``rows`` positions of a chunk with ``span`` of them."""
+    def most_bytes(self, rows: int, span: int) -> int:
+        """The most that ``rows`` of a chunk's ``span`` positions take; with coo and bitmap, exactly."""
 
     @abstractmethod
     def encode(self, positions: Positions, span: int) -> NDArray[np.uint8]:
-        """``positions``, strictly increasing in ``[0, span)``, as ``encoded_bytes`` bytes."""
+        """``positions``, strictly increasing in ``[0, span)``, as ``most_bytes`` bytes or fewer."""
 
     @abstractmethod
     def decode(self, data: memoryview, rows: int, span: int) -> Positions:

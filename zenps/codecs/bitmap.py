@@ -20,7 +20,7 @@ class Bitmap(Codec):
 
     name = "bitmap"
 
-    def encoded_bytes(self, rows: int, span: int) -> int:
+    def most_bytes(self, rows: int, span: int) -> int:
         return (span + 7) // 8
 
     def encode(self, positions: Positions, span: int) -> NDArray[np.uint8]:
@@ -29,7 +29,7 @@ class Bitmap(Codec):
         return np.packbits(present, bitorder="little")
 
     def decode(self, data: memoryview, rows: int, span: int) -> Positions:
-        if data.nbytes != self.encoded_bytes(rows, span):
+        if data.nbytes != self.most_bytes(rows, span):
             raise ProtocolError("payload", f"bitmap: {data.nbytes} bytes for a span of {span}")
         packed = np.frombuffer(data, dtype=np.uint8)
         # Counted before they are spread out, which takes 64 times the memory of a full bitmap.

@@ -7,10 +7,8 @@ as in pyzmq's ``ThreadAuthenticator``, would have to be told of every change of 
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
-import socket as net
 import uuid
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, Literal
@@ -22,7 +20,7 @@ from zmq.utils.monitor import parse_monitor_message
 from zenps import log
 from zenps.errors import ConfigError, ProtocolError
 from zenps.keys import Keys, read_owners
-from zenps.settings import parse_address
+from zenps.settings import is_loopback, parse_address
 from zenps.wire.connections import HANDSHAKE_FAILURES, Connections, Event
 from zenps.wire.sockets import ZAP_DOMAIN, Socket
 
@@ -225,20 +223,12 @@ class Gate:
 
 def warn_if_open(keys: Keys | None, address: str) -> None:
     """Warns where anybody on a network could talk to ``address``, ``host:port``, or listen."""
-    if keys is None and not _is_loopback(parse_address(address)[0]):
+    if keys is None and not is_loopback(parse_address(address)[0]):
         _logger.warning(
             "%s is no loopback address, and there are no keys: whoever reaches it can read, change and join "
             "this job. zenps keygen makes keys; security.keys and security.secret use them",
             address,
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        found = net.getaddrinfo(host, None, type=net.SOCK_STREAM)
-    except OSError:
-        return False
-    return all(ipaddress.ip_address(str(target[0]).partition("%")[0]).is_loopback for *_, target in found)
 
 
 _logger = logging.getLogger("zenps.security")

@@ -14,10 +14,12 @@ import msgspec
 import zmq
 
 from zenps import log
+from zenps.clock import ClockFilter, now_ns
 from zenps.config import restarts_from_environment
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, ProtocolError, UsageError, ZenPSError
 from zenps.keys import Keys
 from zenps.settings import ClusterConfig
+from zenps.wire.addresses import why_unreachable
 from zenps.wire.curve import Handshakes
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.messages import (
@@ -35,7 +37,7 @@ from zenps.wire.messages import (
     WhoAreYou,
 )
 from zenps.wire.registration import Registration
-from zenps.wire.sockets import Socket, open_dealer
+from zenps.wire.sockets import Socket, connect, open_dealer
 
 __all__ = ["SchedulerLink", "new_register"]
 
@@ -71,16 +73,17 @@ class SchedulerLink:
         self._cluster = cluster
         self._scheduler = cluster.scheduler.removeprefix("tcp://")
         identity = f"{role}-{uuid.uuid4().hex}".encode()
-        address = f"tcp://{self._scheduler}"
         self.socket = open_dealer(ctx, identity, MAX_ENVELOPE_BYTES, keys)
         self._handshakes = Handshakes(ctx, self.socket)
-        self.socket.connect(address)
+        connect(self.socket, self._scheduler)
         self._keys = keys
         self.identity = identity
         self._decoder: Decoder[FromScheduler] = Decoder(cluster.job, FromScheduler)
         self._next_beat = 0.0
         self._heard = time.monotonic()
         self._is_missed = False
+        self.clock = ClockFilter()
+        """How far the scheduler's clock is ahead, as heartbeats show."""
         self.registration: Registration
         """From :meth:`join` on."""
 
@@ -108,11 +111,16 @@ class SchedulerLink:
     def _await_view(self, register: Register) -> View:
         self.registration = Registration(register)
         self.send(register)
-        until = time.monotonic() + self._cluster.rendezvous_seconds + PATIENCE_SECONDS
-        is_newcomer = False
+        began = time.monotonic()
+        until = began + self._cluster.rendezvous_seconds + PATIENCE_SECONDS
+        is_newcomer = is_silence_logged = False
         while (now := time.monotonic()) < until:
             if self.is_beat_due(now):
                 self.beat(now, epoch=0, load={})
+            is_silent = self._heard <= began and now > began + self._cluster.lease_seconds
+            if is_silent and not is_silence_logged:
+                is_silence_logged = True
+                logger.warning("%s", self._silence(self._cluster.lease_seconds))
             self._handshakes.wait(min(until - now, self.seconds_to_beat(now)))
             self._handshakes.raise_for(self._keys, self._scheduler)
             for message in self.receive():
@@ -129,11 +137,18 @@ class SchedulerLink:
                 f"the job has not let this worker in within {self._cluster.rendezvous_seconds:g} s: its "
                 "workers have to call zenps.TrainingState.commit() after each step"
             )
-        raise DeadlineError(
-            f"no answer from the scheduler at {self._scheduler} within "
-            f"{self._cluster.rendezvous_seconds:g} s; is it running, and is cluster.scheduler right?"
-            f"{self._handshakes.hint}"
+        raise DeadlineError(self._silence(self._cluster.rendezvous_seconds))
+
+    def _silence(self, seconds: float) -> str:
+        reason = why_unreachable(self._scheduler)
+        advice = (
+            "is it running, is cluster.scheduler right, an address of its network there and not of loopback, "
+            "and is its port open in all firewalls?"
+            if reason
+            else f"is it a scheduler that listens there, and that of job {self._cluster.job!r}?"
         )
+        found = f"no answer from the scheduler at {self._scheduler} within {seconds:g} s"
+        return f"{found} ({reason or 'but connections are accepted'}): {advice}{self._handshakes.hint}"
 
     def send(self, message: ToScheduler) -> None:
         """Queues a message; ZeroMQ delivers it when the scheduler can be reached.
@@ -165,8 +180,11 @@ class SchedulerLink:
             self._heard = time.monotonic()
             match message:
                 case WhoAreYou():
+                    self.clock.reset()
                     self.send(self.registration.again())
                     continue
+                case HeartbeatReply(heartbeat_ns=sent_ns, clock_ns=there_ns):
+                    self.clock.add(sent_ns, there_ns, now_ns())
                 case View():
                     self.registration.follow(message)
             yield message
@@ -198,7 +216,7 @@ class SchedulerLink:
     def beat(self, now: float, epoch: int, load: Load, late: Late | None = None, wave: int = 0) -> None:
         """Sends a heartbeat at once, as after a new view."""
         self._next_beat = now + self._cluster.lease_seconds / BEATS_PER_LEASE
-        self.send(Heartbeat(epoch, load, late or {}, wave))
+        self.send(Heartbeat(epoch, load, late or {}, wave, now_ns()))
 
     def seconds_to_beat(self, now: float) -> float:
         """How long a poll may last until the next heartbeat is due."""

@@ -21,6 +21,7 @@ __all__ = [
     "Barrier",
     "BarrierReply",
     "Busy",
+    "Change",
     "Departed",
     "Drain",
     "DrainReply",
@@ -64,8 +65,8 @@ Address = Annotated[str, Meta(max_length=300)]
 MAX_COLUMNS = (1 << 28) - 1
 # What a row of a sparse tensor counts for beside its values, when chunks are cut and bounded.
 POSITION_BYTES = 8
-Load = dict[str, float]
-"""Counters that a node reports with each heartbeat, for ``zenps status``."""
+Load = Annotated[dict[Annotated[str, Meta(max_length=64)], float], Meta(max_length=32)]
+"""What a node reports of itself with each heartbeat, for ``zenps status``."""
 Late = Annotated[dict[Rank, float], Meta(max_length=MOST_RANKS)]
 """How many seconds others have waited for each of some ranks."""
 
@@ -122,6 +123,8 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag="heartbeat"):
     """A server's: the workers that its rounds have waited for longest, and how long in all."""
     wave: Count = 0
     """A worker's: all rounds that were in flight when it heard of this wave have ended."""
+    clock_ns: Count = 0
+    """The sender's clock when it was sent. The answer repeats it."""
 
 
 LAST_BARRIER = (1 << 62) - 1
@@ -194,6 +197,10 @@ class HeartbeatReply(Struct, frozen=True, array_like=True, tag="heartbeat!"):
     """One more than what every worker has reported."""
     newcomers: Count = 0
     """How many workers wait to be let in."""
+    heartbeat_ns: Count = 0
+    """The ``clock_ns`` of the heartbeat that this answers."""
+    clock_ns: Count = 0
+    """The scheduler's clock when it was answered."""
 
 
 class BarrierReply(Struct, frozen=True, array_like=True, tag="barrier!"):
@@ -238,6 +245,18 @@ class NodeStatus(Struct, frozen=True, array_like=True):
     load: Load
     late_seconds: float = 0.0
     """How long others have waited for this worker."""
+    rates: Load = {}
+    """How fast the counters of ``load`` rise, per second."""
+
+
+class Change(Struct, frozen=True, array_like=True):
+    """What became of the job, or of some nodes."""
+
+    seconds_ago: float
+    who: Text
+    state: Text
+    """Of the job, or of a node, from then on."""
+    epoch: Count
 
 
 class Status(Struct, frozen=True, array_like=True, tag="status!"):
@@ -249,6 +268,14 @@ class Status(Struct, frozen=True, array_like=True, tag="status!"):
     lease_seconds: float
     settings: dict[str, str | int | float]
     nodes: tuple[NodeStatus, ...]
+    uptime_seconds: float = 0.0
+    """Of this scheduler."""
+    page: Address = ""
+    """``host:port`` of the status page; empty if there is none."""
+    owners: Annotated[bytes, Meta(max_length=8192)] = b""
+    """As in :class:`View`; empty before the first."""
+    changes: tuple[Change, ...] = ()
+    """The latest, newest first."""
 
 
 # ── worker → server ─────────────────────────────────────────────────────────────────────────────

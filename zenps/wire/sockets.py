@@ -7,15 +7,15 @@ messages of any size. What is set here, and why, is said beside each option.
 from __future__ import annotations
 
 import contextlib
-import socket as net
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import zmq
 
-from zenps.errors import ConfigError, ZenPSError
+from zenps.errors import ConfigError
 from zenps.keys import Keys
 from zenps.settings import parse_address
+from zenps.wire.addresses import bindable, bracketed, is_reached_by_ipv4
 
 __all__ = [
     "COPY_BELOW_BYTES",
@@ -24,9 +24,9 @@ __all__ = [
     "ZAP_DOMAIN",
     "Socket",
     "bind_router",
+    "connect",
     "connect_dealer",
     "context",
-    "find_host",
     "open_dealer",
     "receive_frames",
     "receive_routed",
@@ -71,7 +71,7 @@ def connect_dealer(
 ) -> Socket:
     """:func:`open_dealer`, connected to ``address``."""
     socket = open_dealer(ctx, identity, max_message_bytes, keys, peer)
-    socket.connect(address)
+    connect(socket, address)
     return socket
 
 
@@ -97,10 +97,21 @@ def open_dealer(
     return socket
 
 
+def connect(socket: Socket, address: str) -> None:
+    """Connects to ``host:port`` or ``tcp://host:port``, by IPv4 or IPv6 as this machine's routes are.
+
+    A name is resolved again whenever the connection is lost, but stays with IPv4 once it is that.
+    """
+    host, port = parse_address(address)
+    if is_reached_by_ipv4(host):
+        socket.setsockopt(zmq.IPV6, 0)
+    socket.connect(f"tcp://{bracketed(host)}:{port}")
+
+
 def bind_router(
     ctx: zmq.Context[Socket], host: str, port: int, max_message_bytes: int, keys: Keys | None = None
 ) -> tuple[Socket, str]:
-    """A ROUTER on ``host``, or on all interfaces where ``host`` is a name of another address.
+    """A ROUTER on ``host``, or on all interfaces where others may mean another address by it.
 
     With ``keys`` every peer needs one, which a :class:`~zenps.wire.curve.Gate` in ``ctx`` has to know.
     Returns the socket and its address, ``tcp://host:port`` with the real port.
@@ -121,12 +132,12 @@ def bind_router(
         socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     try:
-        socket.bind(f"tcp://{_bracketed(_bindable(host))}:{port or '*'}")
+        socket.bind(f"tcp://{bracketed(bindable(host))}:{port or '*'}")
     except (zmq.ZMQError, OSError) as error:
         socket.close()
         raise ConfigError("address", f"{host}:{port}", f"one that can be bound ({error})") from None
     bound_port = socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
-    return socket, f"tcp://{_bracketed(host)}:{bound_port}"
+    return socket, f"tcp://{bracketed(host)}:{bound_port}"
 
 
 def receive_frames(socket: Socket) -> list[memoryview]:
@@ -193,38 +204,3 @@ def _socket(ctx: zmq.Context[Socket], kind: int, max_message_bytes: int) -> Sock
     for option, value in options.items():
         socket.setsockopt(option, value)
     return socket
-
-
-def find_host(scheduler: str) -> str:
-    """This machine's address on the route to the scheduler; nothing is sent.
-
-    Raises:
-        ZenPSError: the scheduler's host cannot be resolved or has no route.
-    """
-    host, port = parse_address(scheduler)
-    try:
-        family, kind, protocol, _, target = net.getaddrinfo(host, port, type=net.SOCK_DGRAM)[0]
-        with net.socket(family, kind, protocol) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise ZenPSError(
-            f"no route to the scheduler at {scheduler} ({error}); check cluster.scheduler"
-        ) from None
-
-
-def _bindable(host: str) -> str:
-    """``host`` as a local IP address, or ``*`` if it is an address of something before us (NAT)."""
-    if host in ("", "*", "0.0.0.0", "::"):
-        return "*"
-    family, kind, _, _, target = net.getaddrinfo(host, 0, type=net.SOCK_STREAM)[0]
-    with net.socket(family, kind) as probe:
-        try:
-            probe.bind((target[0], 0))
-        except OSError:
-            return "*"
-    return str(target[0])
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

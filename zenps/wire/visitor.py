@@ -16,7 +16,7 @@ from zenps.settings import ClusterConfig
 from zenps.wire.curve import Handshakes
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.messages import Drain, StatusRequest
-from zenps.wire.sockets import Socket, open_dealer
+from zenps.wire.sockets import Socket, connect, open_dealer
 
 __all__ = ["ask"]
 
@@ -41,7 +41,7 @@ def ask(
         socket = open_dealer(ctx, f"status-{uuid.uuid4().hex}".encode(), MAX_ENVELOPE_BYTES, keys)
         handshakes = Handshakes(ctx, socket)
         try:
-            socket.connect(f"tcp://{cluster.scheduler}")
+            connect(socket, cluster.scheduler)
             with contextlib.suppress(zmq.Again):  # refused already: the handshakes say why
                 socket.send(encode(cluster.job, question))
             decoder = Decoder(cluster.job, answer)

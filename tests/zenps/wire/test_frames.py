@@ -17,7 +17,6 @@ from zenps.wire.messages import (
     Busy,
     FromScheduler,
     FromServer,
-    Heartbeat,
     Leave,
     Member,
     Push,
@@ -259,11 +258,11 @@ def test_deep_nesting(depth: int, place: int, reason: str) -> None:
 
 @pytest.mark.parametrize("wrap", [bytes, memoryview])
 def test_oversized(wrap: type[bytes] | type[memoryview]) -> None:
-    load = {"x" * (MAX_ENVELOPE_BYTES - 60): 1.0}
-    fits = encode("job", Heartbeat(1, load))
+    large = Register("worker", 0, "", 1, "", "", {"x" * (MAX_ENVELOPE_BYTES - 60): 1})
+    fits = encode("job", large)
     assert MAX_ENVELOPE_BYTES - 60 < len(fits) <= MAX_ENVELOPE_BYTES
-    decoder: Decoder[Heartbeat] = Decoder("job", ToScheduler)
-    assert decoder.decode(wrap(fits)) == Heartbeat(1, load)
+    decoder: Decoder[Register] = Decoder("job", ToScheduler)
+    assert decoder.decode(wrap(fits)) == large
     assert refusal(decoder, wrap(fits + bytes(60))) == "envelope"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket as net
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -164,8 +165,27 @@ def test_a_scheduler_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     with context() as ctx:
         cluster = ClusterConfig(scheduler="127.0.0.1:9", job="job", rendezvous_seconds=0.1)
         link = SchedulerLink(ctx, cluster, "worker")
+        expected = (
+            r"no answer from the scheduler at 127.0.0.1:9 within 0.1 s \(Connection refused\): is it run"
+        )
+        with pytest.raises(DeadlineError, match=expected):
+            link.join(registration())
+        link.socket.close(linger=0)
+
+
+def test_what_listens_there_may_be_no_scheduler(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("zenps.wire.link.PATIENCE_SECONDS", 0.1)
+    with net.create_server(("127.0.0.1", 0)) as listener, context() as ctx:
+        scheduler = f"127.0.0.1:{listener.getsockname()[1]}"
+        cluster = ClusterConfig(scheduler=scheduler, job="job", lease_seconds=0.1, rendezvous_seconds=0.2)
+        link = SchedulerLink(ctx, cluster, "worker")
         with pytest.raises(
-            DeadlineError, match=r"no answer from the scheduler at 127.0.0.1:9 within 0.1 s; is it running"
+            DeadlineError,
+            match=r"within 0.2 s \(but connections are accepted\): is it a scheduler .* of job 'job'",
         ):
             link.join(registration())
+        (warning,) = caplog.records
+        assert "within 0.1 s (but connections are accepted)" in warning.message
         link.socket.close(linger=0)

@@ -1,0 +1,437 @@
+"""Writes dashboards/zenps.json: ``python docker/grafana/dashboard.py``.
+
+The JSON is what Grafana reads; this is what people read and change. Rows are the questions of whoever looks,
+in the order in which they are asked. A test compares the two, another runs every query against a Prometheus.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+FILE: Final = Path(__file__).with_name("dashboards") / "zenps.json"
+
+DATASOURCE: Final = {"type": "prometheus", "uid": "zenps-prometheus"}
+"""As in provisioning/datasources/prometheus.yaml."""
+
+WIDTH: Final = 24
+"""Of Grafana's grid."""
+
+JOB: Final = 'job="$job"'
+NODE: Final = 'job="$job", instance=~"$instance"'
+RATE: Final = "[$__rate_interval]"
+
+
+class Query(NamedTuple):
+    """One series, or several that the legend tells apart."""
+
+    expr: str
+    legend: str = ""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel.
+
+    Attributes:
+        title, description: what is shown, and how it is to be read.
+        queries: of all series.
+        unit: as Grafana names it (https://grafana.com/docs/grafana/latest/panels-visualizations/configure-standard-options/).
+        kind: the visualisation.
+        width: of WIDTH.
+        bad_above: where values become red.
+        stacked: whether values add up to something.
+        most: the axis ends there.
+    """
+
+    title: str
+    description: str
+    queries: Sequence[Query]
+    unit: str = "short"
+    kind: str = "timeseries"
+    width: int = 8
+    bad_above: float | None = None
+    stacked: bool = False
+    most: float | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def height(self) -> int:
+        return 4 if self.kind == "stat" else 8
+
+
+def by_rank(expr: str) -> str:
+    """``expr``, whose series have an instance, with the rank of each."""
+    return f"{expr} * on (job, instance) group_left (rank) zenps_node_info"
+
+
+def rate(metric: str, *labels: str) -> str:
+    """Per second, of one node."""
+    return f"rate({metric}{{{', '.join((NODE, *labels))}}}{RATE})"
+
+
+def total(metric: str, *labels: str) -> str:
+    """Per second, of all nodes together."""
+    return f"sum(rate({metric}{{{', '.join((JOB, *labels))}}}{RATE}))"
+
+
+def mean_seconds(metric: str) -> str:
+    """The mean of a histogram of seconds."""
+    return f"{rate(metric + '_sum')} / {rate(metric + '_count')}"
+
+
+def stages(above: str, below: str) -> str:
+    """How many rows there are at one stage over those at another."""
+    over, under = (total("zenps_rows_total", f'stage="{stage}"') for stage in (above, below))
+    return f"{over} / {under}"
+
+
+SAVED: Final = f"job:zenps_saved_bytes:ratio_rate1m{{{JOB}}}"
+WORKED: Final = " + ".join(
+    rate(f"zenps_{part}_duration_seconds_sum") for part in ("compaction", "wait", "scatter")
+)
+
+ROWS: Final[dict[str, Sequence[Panel]]] = {
+    "Is it healthy?": (
+        Panel(
+            "State",
+            "What the scheduler says of the job. `running` is good; `confirming` lasts for moments, when "
+            "members change; `recovering` is a scheduler that has been started again.",
+            [Query(f"zenps_job_state{{{JOB}}} == 1", "{{state}}")],
+            kind="stat",
+            width=4,
+            options={"textMode": "name"},
+        ),
+        Panel(
+            "Live nodes",
+            "Nodes with a valid lease, as the scheduler counts them.",
+            [Query(f"zenps_live_nodes{{{JOB}}}", "{{role}}s")],
+            kind="stat",
+            width=5,
+        ),
+        Panel(
+            "Lost nodes",
+            "Nodes whose lease has run out since the scheduler began.",
+            [Query(f"zenps_lost_nodes_total{{{JOB}}}", "{{role}}s")],
+            kind="stat",
+            width=5,
+            bad_above=1,
+        ),
+        Panel(
+            "Alerts",
+            "Rules that fire for this job; docs/monitoring.md says what to do.",
+            [Query(f'count(ALERTS{{{JOB}, alertstate="firing"}}) or vector(0)', "firing")],
+            kind="stat",
+            width=5,
+            bad_above=1,
+        ),
+        Panel(
+            "Failed rounds",
+            "Rounds of workers that ended with an error.",
+            [Query(f'sum(zenps_rounds_total{{{JOB}, outcome="failed"}})', "failed")],
+            kind="stat",
+            width=5,
+            bad_above=1,
+        ),
+        Panel(
+            "Troubles",
+            "What should not happen, per second and of all nodes. All of these at 0 is a quiet job.",
+            [
+                Query(total("zenps_refused_pushes_total", 'role="server"'), "pushes refused as busy"),
+                Query(total("zenps_repeated_rounds_total"), "rounds pushed again"),
+                Query(total("zenps_duplicate_pushes_total"), "duplicate pushes"),
+                Query(total("zenps_protocol_errors_total"), "malformed messages"),
+                Query(total("zenps_refused_connections_total"), "connections refused"),
+                Query(total("zenps_cut_connections_total"), "connections cut"),
+                Query(total("zenps_hashed_rows_total", 'outcome="overflowed"'), "rows overflowed"),
+            ],
+        ),
+        Panel(
+            "Budget of servers",
+            "Share of the byte budget that a server holds; at 100 % it refuses pushes.",
+            [Query(by_rank(f"zenps_held_bytes{{{NODE}}} / zenps_budget_bytes"), "server {{rank}}")],
+            unit="percentunit",
+            bad_above=0.9,
+            most=1,
+        ),
+        Panel(
+            "Memory",
+            "Resident memory of each process. A worker's is that of the training script.",
+            [Query(by_rank(f"process_resident_memory_bytes{{{NODE}}}"), "{{role}} {{rank}}")],
+            unit="bytes",
+        ),
+    ),
+    "How fast is it?": (
+        Panel(
+            "Steps",
+            "Training steps per second.",
+            [Query(by_rank(rate("zenps_steps_total")), "worker {{rank}}")],
+            unit="ops",
+            width=6,
+        ),
+        Panel(
+            "Rounds",
+            "Tensors synchronised per second; a step has a round for each sparse tensor and for each bucket "
+            "of dense ones.",
+            [Query(by_rank(rate("zenps_rounds_total", 'outcome="completed"')), "worker {{rank}}")],
+            unit="ops",
+            width=6,
+        ),
+        Panel(
+            "Time of a round",
+            "From the call to the result, of all workers. The slowest 1 of 100 is what a step waits for.",
+            [
+                Query(f"job:zenps_push_pull_duration_seconds:p50_rate1m{{{JOB}}}", "median"),
+                Query(f"job:zenps_push_pull_duration_seconds:p99_rate1m{{{JOB}}}", "99 %"),
+            ],
+            unit="s",
+            width=6,
+        ),
+        Panel(
+            "Traffic",
+            "Bytes that workers push and pull.",
+            [
+                Query(total("zenps_push_bytes_total"), "pushed"),
+                Query(total("zenps_pull_bytes_total"), "pulled"),
+            ],
+            unit="Bps",
+            width=6,
+        ),
+    ),
+    "Where does the time go?": (
+        Panel(
+            "A second of the workers",
+            "Mean of the workers. `training` is what is left to the script: forward, backward, data. Rounds "
+            "that run beside one another, or beside the script, can add up to more than a second.",
+            [
+                Query(f"clamp_min(1 - avg({WORKED}), 0)", "training"),
+                *(
+                    Query(f"avg({rate(f'zenps_{part}_duration_seconds_sum')})", legend)
+                    for part, legend in (
+                        ("compaction", "compaction"),
+                        ("wait", "waiting for servers"),
+                        ("scatter", "scatter"),
+                    )
+                ),
+            ],
+            unit="percentunit",
+            stacked=True,
+        ),
+        Panel(
+            "Rounds at the servers",
+            "Means. Long waits for the last push are those of stragglers, or of workers out of step; long "
+            "aggregation asks for more servers.",
+            [
+                Query(
+                    by_rank(f"({mean_seconds('zenps_round_wait_duration_seconds')})"),
+                    "server {{rank}}: waiting for the last push",
+                ),
+                Query(
+                    by_rank(f"({mean_seconds('zenps_aggregation_duration_seconds')})"),
+                    "server {{rank}}: aggregation",
+                ),
+            ],
+            unit="s",
+        ),
+        Panel(
+            "Processors",
+            "Cores that each process uses. A server aggregates on one: at 1 it is the bottleneck.",
+            [Query(by_rank(rate("process_cpu_seconds_total")), "{{role}} {{rank}}")],
+        ),
+    ),
+    "Is the load balanced?": (
+        Panel(
+            "Imbalance",
+            "Rows pushed to the busiest server over the mean, in the latest round; 1 is best, the number of "
+            "servers is worst.",
+            [Query(by_rank(f"zenps_partition_imbalance_ratio{{{NODE}}}"), "worker {{rank}}")],
+            width=6,
+            bad_above=1.5,
+        ),
+        Panel(
+            "Received by servers",
+            "Bytes pushed to each server.",
+            [Query(by_rank(rate("zenps_server_received_bytes_total")), "server {{rank}}")],
+            unit="Bps",
+            width=6,
+        ),
+        Panel(
+            "Slots",
+            "Slots that each server owns, of 4096.",
+            [Query(by_rank(f"zenps_slots{{{NODE}}}"), "server {{rank}}")],
+            width=6,
+        ),
+        Panel(
+            "Late workers",
+            "Share of the time that the others wait for a rank: one that stands out is a straggler.",
+            [Query(f"job_rank:zenps_late_seconds:rate1m{{{JOB}}}", "worker {{rank}}")],
+            unit="percentunit",
+            width=6,
+            bad_above=0.1,
+        ),
+    ),
+    "What does sparsity save?": (
+        Panel(
+            "Saved",
+            "How many times fewer bytes are moved than dense synchronisation of the same tensors would move.",
+            [Query(SAVED, "times fewer")],
+            unit="x",
+            kind="stat",
+            width=4,
+        ),
+        Panel(
+            "Bytes",
+            "What is moved, and what dense synchronisation would move.",
+            [
+                Query(f"{total('zenps_push_bytes_total')} + {total('zenps_pull_bytes_total')}", "moved"),
+                Query(total("zenps_dense_bytes_total"), "dense"),
+            ],
+            unit="Bps",
+            width=10,
+        ),
+        Panel(
+            "Rows of sparse tensors",
+            "Density: the share of a tensor's rows that a worker pushes, and that it pulls: the union of all "
+            "ranks. Where that is near 100 %, dense tensors would do. Duplicates: the share of rows that are "
+            "summed before they are pushed.",
+            [
+                Query(stages("pushed", "whole"), "density of a push"),
+                Query(stages("pulled", "whole"), "density of the union"),
+                Query(f"1 - {stages('pushed', 'given')}", "duplicates"),
+            ],
+            unit="percentunit",
+            width=10,
+            most=1,
+        ),
+    ),
+}
+
+VARIABLES: Final = (
+    {"name": "job", "label": "Job", "query": "label_values(zenps_build_info, job)"},
+    {
+        "name": "instance",
+        "label": "Instance",
+        "query": f"label_values(zenps_build_info{{{JOB}}}, instance)",
+        "includeAll": True,
+        "multi": True,
+        "allValue": ".*",
+    },
+)
+
+EPOCHS: Final = {
+    "name": "New epochs",
+    "datasource": DATASOURCE,
+    "enable": True,
+    "iconColor": "blue",
+    "expr": f'changes(zenps_epoch{{{JOB}, role="scheduler"}}[15s]) > 0',
+    "titleFormat": "members have changed",
+    "step": "5s",
+}
+
+
+def dashboard() -> dict[str, Any]:
+    """All of it, as Grafana's JSON model has it."""
+    return {
+        "uid": "zenps",
+        "title": "ZenPS",
+        "description": "A ZenPS job. docs/monitoring.md says how to read it.",
+        "tags": ["zenps"],
+        "schemaVersion": 39,
+        "editable": False,
+        "graphTooltip": 1,
+        "refresh": "5s",
+        "time": {"from": "now-30m", "to": "now"},
+        "templating": {"list": [_variable(**variable) for variable in VARIABLES]},
+        "annotations": {"list": [EPOCHS]},
+        "panels": list(_panels()),
+    }
+
+
+def written() -> str:
+    """The file."""
+    return json.dumps(dashboard(), indent=2) + "\n"
+
+
+def _variable(name: str, query: str, **more: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "type": "query",
+        "datasource": DATASOURCE,
+        "query": {"query": query, "refId": name},
+        "refresh": 2,  # when the time range changes: jobs come and go
+        "sort": 1,
+        **more,
+    }
+
+
+def _panels() -> Iterator[dict[str, Any]]:
+    """Rows from left to right and from top to bottom."""
+    number = y = 0
+    for question, panels in ROWS.items():
+        number += 1
+        yield {
+            "id": number,
+            "type": "row",
+            "title": question,
+            "collapsed": False,
+            "panels": [],
+            "gridPos": {"x": 0, "y": y, "w": WIDTH, "h": 1},
+        }
+        x, y, height = 0, y + 1, 0
+        for panel in panels:
+            if x + panel.width > WIDTH:
+                x, y, height = 0, y + height, 0
+            number += 1
+            yield _panel(panel, number, {"x": x, "y": y, "w": panel.width, "h": panel.height})
+            x, height = x + panel.width, max(height, panel.height)
+        y += height
+
+
+def _panel(panel: Panel, number: int, position: dict[str, int]) -> dict[str, Any]:
+    is_stat = panel.kind == "stat"
+    custom = {"fillOpacity": 10, "showPoints": "never"}
+    if panel.stacked:
+        custom |= {"fillOpacity": 60, "stacking": {"mode": "normal", "group": "A"}}
+    steps: list[dict[str, Any]] = [{"color": "green", "value": None}]
+    if panel.bad_above is not None:
+        steps.append({"color": "red", "value": panel.bad_above})
+        custom |= {} if is_stat else {"thresholdsStyle": {"mode": "dashed"}}
+    limits = {} if panel.most is None else {"max": panel.most}
+    stat = {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "background", "graphMode": "none"}
+    lines = {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}}
+    return {
+        "id": number,
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.description,
+        "datasource": DATASOURCE,
+        "gridPos": position,
+        "targets": [
+            {
+                "refId": chr(ord("A") + index),
+                "datasource": DATASOURCE,
+                "expr": query.expr,
+                "legendFormat": query.legend,
+                **({"instant": True} if is_stat else {"range": True}),
+            }
+            for index, query in enumerate(panel.queries)
+        ],
+        "fieldConfig": {
+            "defaults": {
+                "unit": panel.unit,
+                "min": 0,
+                **limits,
+                "thresholds": {"mode": "absolute", "steps": steps},
+                **({} if is_stat else {"custom": custom}),
+            },
+            "overrides": [],
+        },
+        "options": (stat if is_stat else lines) | panel.options,
+    }
+
+
+if __name__ == "__main__":
+    FILE.write_text(written(), encoding="utf-8")

@@ -1,0 +1,301 @@
+"""The manifests of ``docker/k8s``: what Kubernetes takes, and what our own commands and settings take.
+
+Schemas are those that Kubernetes publishes, as the package kubernetes-validate has them, in their strict
+form: a field that does not exist is an error. JobSet's own fields are typed here, after its API v1alpha2:
+https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/; what it makes Jobs of is checked as a Job.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import kubernetes_validate
+import msgspec
+import pytest
+import yaml
+from msgspec import Meta
+
+from zenps import cli
+from zenps.config import load
+from zenps.settings import Config, parse_address
+
+MANIFESTS = Path(__file__).parents[2] / "docker" / "k8s"
+FILES = ("jobset.yaml", "plain.yaml")
+# The oldest that still has patches, and the newest that schemas are there for.
+VERSIONS = ("1.34.0", "1.37.0")
+ROLES = ("scheduler", "server", "worker")
+
+Document = dict[str, Any]
+DnsLabel = Annotated[str, Meta(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
+
+
+class _Struct(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
+    pass
+
+
+class Network(_Struct):
+    enable_dns_hostnames: bool = msgspec.field(name="enableDNSHostnames", default=True)
+    subdomain: DnsLabel = ""
+    publish_not_ready_addresses: bool = True
+
+
+class SuccessPolicy(_Struct):
+    operator: Literal["All", "Any"]
+    target_replicated_jobs: list[str] = []
+
+
+class FailurePolicy(_Struct):
+    max_restarts: int = 0
+    restart_strategy: Literal["Recreate", "BlockingRecreate", "InPlaceRestart"] = "Recreate"
+
+
+class DependsOn(_Struct):
+    name: str
+    status: Literal["Ready", "Complete"]
+
+
+class Template(_Struct):
+    spec: Document
+    metadata: Document = {}
+
+
+class ReplicatedJob(_Struct):
+    name: DnsLabel
+    template: Template
+    replicas: Annotated[int, Meta(ge=0)] = 1
+    depends_on: Annotated[list[DependsOn], Meta(max_length=1)] = []
+
+
+class JobSetSpec(_Struct):
+    replicated_jobs: list[ReplicatedJob]
+    network: Network = msgspec.field(default_factory=Network)
+    success_policy: SuccessPolicy | None = None
+    failure_policy: FailurePolicy | None = None
+
+
+class JobSet(_Struct):
+    api_version: Literal["jobset.x-k8s.io/v1alpha2"]
+    kind: Literal["JobSet"]
+    metadata: Document
+    spec: JobSetSpec
+
+
+@functools.cache
+def documents(file: str) -> list[Document]:
+    return list(yaml.safe_load_all((MANIFESTS / file).read_text()))
+
+
+def validate(document: Document, version: str) -> None:
+    """Raises :class:`ValueError` or a ``kubernetes_validate.ValidationError``."""
+    if document["kind"] != "JobSet":
+        kubernetes_validate.validate(document, version, strict=True)
+        return
+    spec = msgspec.convert(document, JobSet).spec
+    names = [job.name for job in spec.replicated_jobs]
+    for number, job in enumerate(spec.replicated_jobs):
+        if any(depends.name not in names[:number] for depends in job.depends_on):
+            raise ValueError(f"{job.name} depends on one that does not come before it")
+        made = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job.name}}
+        kubernetes_validate.validate(made | {"spec": job.template.spec}, version, strict=True)
+    if spec.success_policy and not set(spec.success_policy.target_replicated_jobs) <= {*names}:
+        raise ValueError("the successPolicy is of no replicated job")
+
+
+# ── what Kubernetes takes ───────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("file", FILES)
+def test_manifests_follow_the_schemas(file: str, version: str) -> None:
+    for document in documents(file):
+        validate(document, version)
+
+
+def _rename(path: str, name: str) -> Callable[[Document], None]:
+    def plant(document: Document) -> None:
+        *parents, last = path.split(".")
+        place = _at(document, parents)
+        place[name] = place.pop(last)
+
+    return plant
+
+
+def _set(path: str, value: object) -> Callable[[Document], None]:
+    def plant(document: Document) -> None:
+        *parents, last = path.split(".")
+        _at(document, parents)[last] = value
+
+    return plant
+
+
+def _at(place: Any, path: list[str]) -> Any:
+    for step in path:
+        place = place[int(step) if isinstance(place, list) else step]
+    return place
+
+
+POD = "spec.replicatedJobs.0.template.spec.template.spec"
+MISTAKES: dict[str, tuple[str, str, Callable[[Document], None]]] = {
+    "a JobSet's field": ("jobset.yaml", "JobSet", _rename("spec.network", "networks")),
+    "a JobSet's type": ("jobset.yaml", "JobSet", _set("spec.failurePolicy.maxRestarts", "3")),
+    "a JobSet's value": ("jobset.yaml", "JobSet", _set("spec.successPolicy.operator", "Every")),
+    "a role that is none": ("jobset.yaml", "JobSet", _set("spec.successPolicy.targetReplicatedJobs", ["x"])),
+    "a role too early": ("jobset.yaml", "JobSet", _set("spec.replicatedJobs.1.dependsOn.0.name", "worker")),
+    "a pod's field": ("jobset.yaml", "JobSet", _rename(f"{POD}.enableServiceLinks", "enableServiceLink")),
+    "a pod's type": ("jobset.yaml", "JobSet", _set(f"{POD}.terminationGracePeriodSeconds", "15")),
+    "a probe's field": (
+        "jobset.yaml",
+        "JobSet",
+        _rename(f"{POD}.containers.0.readinessProbe.exec", "execute"),
+    ),
+    "a variable that is no string": (
+        "plain.yaml",
+        "Job",
+        _set("spec.template.spec.containers.0.env.0.value", 1),
+    ),
+    "a StatefulSet's field": ("plain.yaml", "StatefulSet", _rename("spec.serviceName", "service")),
+    "a Service's type": ("plain.yaml", "Service", _set("spec.publishNotReadyAddresses", "yes")),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_found(mistake: str) -> None:
+    file, kind, plant = MISTAKES[mistake]
+    document = copy.deepcopy(next(found for found in documents(file) if found["kind"] == kind))
+    plant(document)
+    with pytest.raises((ValueError, kubernetes_validate.ValidationError)):
+        validate(document, VERSIONS[-1])
+
+
+# ── what our commands and settings take ─────────────────────────────────────────────────────────
+
+
+def jobs(file: str) -> dict[str, Document]:
+    """The Job or StatefulSet of each role."""
+    found = {}
+    for document in documents(file):
+        if document["kind"] == "JobSet":
+            found |= {job["name"]: job["template"] for job in document["spec"]["replicatedJobs"]}
+        elif document["kind"] in ("Job", "StatefulSet"):
+            found[document["metadata"]["name"].removeprefix("zenps-")] = document
+    assert tuple(sorted(found)) == ROLES
+    return found
+
+
+def pod(file: str, role: str) -> Document:
+    found: Document = jobs(file)[role]["spec"]["template"]
+    return found
+
+
+def container(file: str, role: str) -> Document:
+    (found,) = pod(file, role)["spec"]["containers"]
+    assert isinstance(found, dict)
+    return found
+
+
+def settings(file: str, role: str, tmp_path: Path) -> Config:
+    """As the role finds them in its container."""
+    text = documents(file)[0]["data"]["zenps.toml"]
+    (tmp_path / "zenps.toml").write_text(text)
+    variables = {
+        # What the downward API fills in is a pod's address or index.
+        item["name"]: item.get("value", "10.1.2.3" if item["name"].endswith("HOST") else "1")
+        for item in container(file, role)["env"]
+    }
+    assert variables["ZENPS_CONFIG"] == "/etc/zenps/zenps.toml"
+    return load(environ=variables, file=tmp_path / "zenps.toml").config
+
+
+def commands(file: str, role: str) -> Iterator[list[str]]:
+    own = container(file, role)
+    yield own["args"]
+    for probe in ("readinessProbe", "livenessProbe"):
+        if probe in own:
+            yield own[probe]["exec"]["command"]
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("file", FILES)
+def test_commands_are_ours(file: str, role: str) -> None:
+    first, *probes = commands(file, role)
+    for program, *arguments in (first, *probes):
+        assert program == "zenps"
+        options, command = cli._split_command(arguments)
+        parsed = cli._parser().parse_args(options)
+        assert bool(command) == parsed.takes_command
+    assert first[1] == role
+    for probe in probes:
+        assert probe == ["zenps", "health", "--role", role]
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("file", FILES)
+def test_settings_are_ours(file: str, role: str, tmp_path: Path) -> None:
+    config = settings(file, role, tmp_path)
+    spec = {name: jobs(file)[name]["spec"] for name in ROLES}
+    counts = {name: spec[name].get("replicas", spec[name].get("completions")) for name in ROLES}
+    assert counts == {"scheduler": 1, "server": config.cluster.servers, "worker": config.cluster.workers}
+    own = container(file, role)
+    ports = {port["name"]: port["containerPort"] for port in own["ports"]}
+    expected = {"metrics": config.metrics.port}
+    if role == "scheduler":
+        expected["scheduler"] = parse_address(config.cluster.scheduler)[1]
+    if role == "server":
+        expected["data"] = config.cluster.server_port
+        assert own["resources"]["limits"]["memory"] == "2Gi"
+        assert config.cluster.server_budget_bytes <= 1 << 30, "half of it"
+    assert ports == expected
+    assert pod(file, role)["metadata"]["annotations"]["prometheus.io/port"] == str(config.metrics.port)
+    policy = next(document for document in documents(file) if document["kind"] == "NetworkPolicy")
+    open_ports = {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
+    assert set(ports.values()) <= open_ports
+
+
+def test_the_scheduler_s_name() -> None:
+    jobset = next(document for document in documents("jobset.yaml") if document["kind"] == "JobSet")
+    # https://jobset.sigs.k8s.io/docs/concepts/: <jobSet.name>-<replicatedJob.name>-<job>-<pod>.<subdomain>
+    name = f"{jobset['metadata']['name']}-scheduler-0-0.{jobset['spec']['network']['subdomain']}"
+    assert address_of_scheduler("jobset.yaml") == name
+    service = next(
+        document
+        for document in documents("plain.yaml")
+        if document["kind"] == "Service"
+        and document["metadata"]["name"] == address_of_scheduler("plain.yaml")
+    )
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    assert service["spec"]["selector"].items() <= pod("plain.yaml", "scheduler")["metadata"]["labels"].items()
+
+
+def address_of_scheduler(file: str) -> str:
+    tree = tomllib.loads(documents(file)[0]["data"]["zenps.toml"])
+    host, port = parse_address(tree["cluster"]["scheduler"])
+    environment = {item["name"]: item.get("value", "") for item in container(file, "scheduler")["env"]}
+    assert port == parse_address(environment["ZENPS_CLUSTER_SCHEDULER"])[1]
+    return host
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("file", FILES)
+def test_pods_may_do_little(file: str, role: str) -> None:
+    spec = pod(file, role)["spec"]
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    # Else a Service whose name begins with zenps gives them variables that are refused as unknown settings.
+    assert spec["enableServiceLinks"] is False
+    assert spec["automountServiceAccountToken"] is False
+    for own in (*spec["initContainers"], *spec["containers"]):
+        assert own["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert {"memory"} <= own["resources"]["limits"].keys()
+    mounted = {mount["mountPath"] for mount in container(file, role)["volumeMounts"]}
+    assert {"/tmp", "/etc/zenps", "/keys"} <= mounted
+    secrets = next(volume["secret"] for volume in spec["volumes"] if volume["name"] == "secrets")
+    assert secrets == {"secretName": f"zenps-{role}-keys", "optional": True}

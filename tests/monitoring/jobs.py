@@ -1,0 +1,91 @@
+"""What the monitored jobs do: a healthy one, and one that is harmed in the ways that alerts tell."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import zenps as zps
+from tests.integration.test_device import pretend_that_the_cpu_is_a_gpu
+from zenps.worker.transfers import Transfers
+
+__all__ = ["HARM", "be_harmed", "train"]
+
+ROWS, COLUMNS = 30_000, 8
+STEP_SECONDS = 0.03
+LATE_SECONDS = 1.5
+"""More than three of the slowest rounds otherwise take, also on a machine that is busy with others."""
+
+LARGE = 8
+"""Dense tensors in flight at a time, of 400 KB each: more than the budget of a server below."""
+
+HARM = {
+    "cluster.on_worker_loss": "continue",
+    "cluster.deadline_seconds": 0,
+    "cluster.server_budget_bytes": 1 << 20,
+    "sync.partition": "centralized",
+    "cuda.compaction": "hash",
+    "cuda.parallel_factor": 0.125,
+    "cuda.serial_factor": 0.01,
+}
+"""Settings of the harmed job."""
+
+
+def train(path: Path) -> None:
+    """Sparse and dense rounds, and barriers, until ``path/stop`` is there."""
+    generator = torch.Generator().manual_seed(zps.rank())
+    while not _is_there(path / "stop"):
+        table = zps.push_pull_async(_gradient(generator), "table")
+        zps.push_pull(torch.ones(10_000), "dense")
+        table.wait()
+        zps.barrier()
+        time.sleep(STEP_SECONDS)
+
+
+def be_harmed(path: Path) -> None:
+    """One server has the whole table; and what files ask for while they are there.
+
+    ``overflow``: the table is compacted by hashing, once. ``late``: rank 1 is, in each step. ``crowd``: ranks
+    push more bytes than servers take, in different orders.
+    """
+    generator = torch.Generator().manual_seed(zps.rank())
+    order = list(range(LARGE))[:: 1 if zps.rank() % 2 else -1]
+    _push_hashed(generator)  # compiles the kernels, before anybody looks
+    is_hashed = False
+    while True:
+        if not is_hashed and _is_there(path / "overflow"):
+            _push_hashed(generator)
+            is_hashed = True
+        zps.push_pull(_gradient(generator), "table")
+        if zps.rank() == 1 and (path / "late").exists():
+            time.sleep(LATE_SECONDS)
+        if _is_there(path / "crowd"):
+            handles = [zps.push_pull_async(torch.ones(100_000), f"large{number}") for number in order]
+            for handle in handles:
+                handle.wait()
+        time.sleep(STEP_SECONDS)
+
+
+def _push_hashed(generator: torch.Generator) -> None:
+    native = Transfers._accelerator
+    pretend_that_the_cpu_is_a_gpu()
+    try:
+        zps.push_pull(_gradient(generator), "hashed")
+    finally:
+        Transfers._accelerator = native  # type: ignore[method-assign]
+
+
+def _gradient(generator: torch.Generator) -> Tensor:
+    """Of a table, an eighth of whose rows were touched, some of them twice or more."""
+    indices = torch.randint(ROWS, (1, ROWS // 8), generator=generator)
+    values = torch.ones(ROWS // 8, COLUMNS)
+    return torch.sparse_coo_tensor(indices, values, (ROWS, COLUMNS), check_invariants=True)
+
+
+def _is_there(path: Path) -> bool:
+    """Whether any rank sees the file; all get the same answer."""
+    seen = zps.push_pull(torch.tensor([float(path.exists())]), path.name, average=False)
+    return bool(seen.item())

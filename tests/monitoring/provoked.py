@@ -1,0 +1,118 @@
+"""``make test-monitoring``: what is done to a real job is told by the alerts of a real Prometheus.
+
+Not collected by default, for alerts wait for minutes, of which each takes six seconds here. A healthy job
+runs beside the harmed one, and no alert may name it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import zmq
+
+from tests.integration.cluster import Cluster
+from tests.monitoring.clusters import nodes_of, targets_of, watched
+from tests.monitoring.jobs import HARM, be_harmed, train
+from tests.monitoring.prometheus import Prometheus, write_targets
+from tests.monitoring.test_live import TIMING
+from zenps.keys import generate
+from zenps.wire.frames import MAX_ENVELOPE_BYTES
+from zenps.wire.sockets import connect_dealer
+
+SIZE = 3
+SECONDS = 90.0
+"""How long an alert may take, on a machine that is busy with others."""
+
+
+class Harmed(NamedTuple):
+    """The job, who watches it, and where files tell its workers what to do."""
+
+    cluster: Cluster
+    prometheus: Prometheus
+    path: Path
+
+    def fires(self, name: str, **labels: str) -> str:
+        """Waits until an alert tells of this job; what it says."""
+        alert = self.prometheus.await_alert(name, SECONDS, job="harmed", **labels)
+        return alert.annotations["description"]
+
+    def instance(self, role: str, rank: int) -> str:
+        return self.cluster.nodes(role)[rank].metrics
+
+
+@pytest.fixture(scope="module")
+def harmed(prometheus_binary: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harmed]:
+    path = tmp_path_factory.mktemp("harmed")
+    generate(path / "keys", workers=SIZE, servers=SIZE)
+    with (
+        Cluster() as healthy,
+        Cluster(SIZE, SIZE, HARM, lease_seconds=5.0, keys=path / "keys") as cluster,
+    ):
+        for rank in range(2):
+            healthy.start(train, path, rank=rank)
+        for rank in range(SIZE):
+            cluster.start(be_harmed, path, rank=rank)
+        with watched(prometheus_binary, path, {"zenps": healthy, "harmed": cluster}) as prometheus:
+            yield Harmed(cluster, prometheus, path)
+
+
+@pytest.mark.timeout(600)
+def test_alerts_fire_when_provoked(harmed: Harmed) -> None:
+    cluster, prometheus = harmed.cluster, harmed.prometheus
+
+    (harmed.path / "overflow").touch()
+    _knock(cluster)
+    _say_nonsense(cluster)
+    harmed.fires("Overflow", rank="0")
+    harmed.fires("RefusedConnections", role="scheduler", reason="handshake")
+    harmed.fires("ProtocolErrors", role="scheduler", reason="envelope")
+
+    nodes = nodes_of(cluster)
+    write_targets(targets_of(harmed.path, "harmed"), nodes[:-1])
+    harmed.fires("NodeUnreachable", role=nodes[-1][0])
+    write_targets(targets_of(harmed.path, "harmed"), nodes)
+    assert "gets 3.0 times the rows of the mean one" in harmed.fires("Imbalance")
+
+    (harmed.path / "late").touch()
+    assert f"for worker 1 ({harmed.instance('worker', 1)})" in harmed.fires("Straggler", rank="1")
+    harmed.fires("SlowRounds")
+    (harmed.path / "late").unlink()
+
+    (harmed.path / "crowd").touch()
+    harmed.fires("BackPressure", role="server")
+    (harmed.path / "crowd").unlink()
+
+    address = harmed.instance("server", 2)
+    cluster.servers[2].kill()
+    assert harmed.fires("ServerLost").endswith(f"Gone: server 2 ({address}).")
+
+    address = harmed.instance("worker", 2)
+    cluster.workers[2].kill()
+    assert harmed.fires("WorkerLost").endswith(f"Gone: worker 2 ({address}).")
+
+    cluster.scheduler.kill()
+    harmed.fires("SchedulerDown")
+
+    fired = prometheus.query('max_over_time(ALERTS{job="zenps", alertstate="firing"}[1h])')
+    assert {sample.labels["alertname"] for sample in fired} <= TIMING
+
+
+def _knock(cluster: Cluster) -> None:
+    """Connects to the scheduler without a key, and hangs up."""
+    host, _, port = cluster.address.rpartition(":")
+    for _ in range(20):
+        socket.create_connection((host, int(port)), timeout=10).close()
+
+
+def _say_nonsense(cluster: Cluster) -> None:
+    """To the scheduler, by one who may."""
+    with zmq.Context() as ctx:
+        identity, keys = os.urandom(8), cluster.keys("operator")
+        dealer = connect_dealer(ctx, f"tcp://{cluster.address}", identity, MAX_ENVELOPE_BYTES, keys)
+        dealer.send(b"nonsense")
+        dealer.close(linger=10_000)

@@ -1,0 +1,279 @@
+"""Several hosts on one machine: a network namespace each, with addresses, a name and /etc/hosts of its own.
+
+Hosts are joined by bridges in one more namespace, so that nothing of the machine's own network, not even
+its packet filter, touches them. Any number of such testbeds, of any number of processes, may exist at once:
+all have the same addresses, and none sees another.
+
+Needs root and iproute2. Namespaces have names, so that one can look: ``ip netns exec NAME CMD``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+__all__ = ["Host", "Hosts", "why_not_here"]
+
+NAMESPACES: Final = Path("/run/netns")
+FILES: Final = Path("/etc/netns")
+
+# linux/sched.h and linux/mount.h
+CLONE_NEWNS: Final = 0x00020000
+CLONE_NEWUTS: Final = 0x04000000
+CLONE_NEWNET: Final = 0x40000000
+MS_BIND: Final = 1 << 12
+MS_REC: Final = 1 << 14
+MS_SLAVE: Final = 1 << 19
+
+# What a shaped link lets through at once, and how long a packet may wait for it before it is dropped.
+BURST_BYTES: Final = 128 * 1024
+LATENCY_MS: Final = 100
+
+END_SECONDS: Final = 5.0
+
+_serial = itertools.count()
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host. It can be pickled, for a process that is to enter it."""
+
+    name: str
+    namespace: str
+    number: int
+    networks: tuple[int, ...]
+
+    def ipv4(self, network: int | None = None) -> str:
+        """Its address on a network; by default on its first."""
+        return f"10.77.{self.networks[0] if network is None else network}.{self.number}"
+
+    def ipv6(self, network: int | None = None) -> str:
+        """Its address on a network; by default on its first."""
+        return f"fd77::{self.networks[0] if network is None else network}:{self.number}"
+
+    def enter(self) -> None:
+        """Moves the calling process, which must have one thread, to this host. Serves as ``preexec_fn``."""
+        with open(NAMESPACES / self.namespace) as namespace:
+            _call("setns", namespace.fileno(), CLONE_NEWNET)
+        _call("unshare", CLONE_NEWNS | CLONE_NEWUTS)
+        # What is mounted here from now on is seen by nobody else.
+        _call("mount", b"none", b"/", None, MS_REC | MS_SLAVE, None)
+        _call("mount", bytes(FILES / self.namespace / "hosts"), b"/etc/hosts", None, MS_BIND, None)
+        socket.sethostname(self.name)
+
+    def ip(self, *arguments: str) -> None:
+        """``ip`` with these arguments, on this host."""
+        _ip("-n", self.namespace, *arguments)
+
+    @contextlib.contextmanager
+    def unplugged(self) -> Iterator[None]:
+        """Without its cable to the first network; it keeps its addresses, and packets are lost."""
+        bridges, port = _bridges_of(self.namespace), _port(self.number, self.networks[0])
+        _ip("-n", bridges, "link", "set", port, "down")
+        try:
+            yield
+        finally:
+            _ip("-n", bridges, "link", "set", port, "up")
+
+
+class Hosts(contextlib.AbstractContextManager["Hosts"]):
+    """Hosts that reach one another, from the beginning of the block to its end.
+
+    At the end, whatever runs on them is killed. What a creator that was killed has left behind is removed by
+    the next one on the machine.
+
+    Args:
+        networks: the hosts by name, and which networks each is on. All hosts have all names, of which
+            ``NAME`` leads to the IPv4 and IPv6 address on the host's first network, ``NAME.v4`` and
+            ``NAME.v6`` to one of them.
+        bits_per_second: of each link in each direction; 0: as fast as the machine can.
+        lines: of a host's own /etc/hosts, in place of its own names there.
+    """
+
+    def __init__(
+        self,
+        networks: Mapping[str, Sequence[int]],
+        bits_per_second: int = 0,
+        lines: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        self._prefix = f"{_own_prefix()}{next(_serial)}-"
+        self._bits_per_second = bits_per_second
+        self._lines = lines or {}
+        self._hosts = {
+            name: Host(name, self._prefix + name, number, tuple(joined))
+            for number, (name, joined) in enumerate(networks.items(), start=1)
+        }
+
+    def __getitem__(self, name: str) -> Host:
+        return self._hosts[name]
+
+    def get(self, name: str, default: Host) -> Host:
+        """The host of that name, or ``default`` where there is none."""
+        return self._hosts.get(name, default)
+
+    def __enter__(self) -> Hosts:
+        _sweep()
+        try:
+            bridges = _bridges_of(self._prefix)
+            _ip("netns", "add", bridges)
+            for network in {network for host in self._hosts.values() for network in host.networks}:
+                _batch(bridges, f"link add net{network} type bridge", f"link set net{network} up")
+            for host in self._hosts.values():
+                self._add(host, bridges)
+        except BaseException:  # Ctrl-C too: nothing that was made may be left behind
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _remove(self._prefix)
+
+    def _add(self, host: Host, bridges: str) -> None:
+        files = FILES / host.namespace
+        files.mkdir(parents=True)
+        lines = [*self._lines.get(host.name, ()), "127.0.0.1 localhost", "::1 localhost"]
+        for other in self._hosts.values():
+            if other is host and host.name in self._lines:
+                continue
+            lines.append(f"{other.ipv4()} {other.name} {other.name}.v4")
+            lines.append(f"{other.ipv6()} {other.name} {other.name}.v6")
+        (files / "hosts").write_text("\n".join(lines) + "\n")
+        _ip("netns", "add", host.namespace)
+        _batch(host.namespace, "link set lo up")
+        for network in host.networks:
+            port, device = _port(host.number, network), f"eth{network}"
+            _batch(
+                bridges,
+                f"link add {port} type veth peer {device} netns {host.namespace}",
+                f"link set {port} master net{network} up",
+            )
+            _batch(
+                host.namespace,
+                f"addr add {host.ipv4(network)}/24 dev {device}",
+                # Without nodad the address could not be used for a second, in which others are asked for it.
+                f"addr add {host.ipv6(network)}/112 dev {device} nodad",
+                f"link set {device} up",
+            )
+            if self._bits_per_second:
+                _shape(bridges, port, self._bits_per_second)
+                _shape(host.namespace, device, self._bits_per_second)
+
+
+def why_not_here() -> str:
+    """Why hosts cannot be made on this machine; empty where they can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"{missing[0]} is missing; it comes with Debian's package iproute2"
+    name = f"{_own_prefix()}{next(_serial)}-trial"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        return f"network namespaces cannot be made: {made.stderr.strip()}"
+    _ip("netns", "del", name)
+    return ""
+
+
+# ── names ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _own_prefix() -> str:
+    """Begins the names of this process's namespaces; no other process ever has the same."""
+    return f"zenps-{os.getpid()}.{_started(os.getpid())}-"
+
+
+def _started(pid: int) -> str:
+    """When a process began, in ticks since boot, as another may have its number after it; "": it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[19]  # field 22 of proc(5); the second may have blanks
+
+
+def _bridges_of(name: str) -> str:
+    """The namespace of the bridges, by a name that begins with the testbed's prefix."""
+    return "-".join(name.split("-")[:3]) + "-net"
+
+
+def _port(number: int, network: int) -> str:
+    return f"host{number}.{network}"
+
+
+# ── the machine ─────────────────────────────────────────────────────────────────────────────────
+
+
+def _shape(namespace: str, device: str, bits_per_second: int) -> None:
+    bucket = [
+        "tbf",
+        "rate",
+        f"{bits_per_second}bit",
+        "burst",
+        f"{BURST_BYTES}b",
+        "latency",
+        f"{LATENCY_MS}ms",
+    ]
+    _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *bucket)
+
+
+def _sweep() -> None:
+    """Removes what creators that are no more have left behind."""
+    found = NAMESPACES.iterdir() if NAMESPACES.exists() else ()
+    for prefix in {"-".join(path.name.split("-")[:3]) for path in found if path.name.startswith("zenps-")}:
+        pid, _, started = prefix.split("-")[1].partition(".")
+        if _started(int(pid)) != started:
+            _remove(f"{prefix}-")
+
+
+def _remove(prefix: str) -> None:
+    """Kills what runs in the namespaces of a testbed, and removes them with their files."""
+    for path in FILES.glob(f"{prefix}*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in NAMESPACES.glob(f"{prefix}*"):
+        # They would keep the namespace alive, without a name.
+        _kill_all_in(path.name)
+        _ip("netns", "del", path.name)
+
+
+def _kill_all_in(namespace: str) -> None:
+    until = time.monotonic() + END_SECONDS
+    while pids := [int(pid) for pid in _ip("netns", "pids", namespace).split()]:
+        assert time.monotonic() < until, f"processes {pids} in {namespace} outlive SIGKILL"
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _ip(*arguments: str) -> str:
+    return _run("ip", *arguments)
+
+
+def _batch(namespace: str, *lines: str) -> None:
+    _run("ip", "-n", namespace, "-batch", "-", text="\n".join(lines))
+
+
+def _run(*command: str, text: str = "") -> str:
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _call(name: str, *arguments: object) -> None:
+    """A system call that Python 3.11 has no name for."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")

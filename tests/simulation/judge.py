@@ -1,0 +1,118 @@
+"""Which errors a run deserves: each has to come from what has befallen it, and in time."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from zenps.scheduler.returning import RETURN_SECONDS
+from zenps.worker.round import Round
+
+from .nodes import Violation
+
+if TYPE_CHECKING:
+    from .simulation import Simulation
+    from .workers import Worker
+
+__all__ = ["Judge"]
+
+
+class Judge:
+    """Is told every error of a worker and every failure of the job.
+
+    Attributes:
+        errors: how often workers had one, by the scenario's rule that allows it.
+    """
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self.errors: Counter[str] = Counter()
+
+    @property
+    def _may_be_silenced(self) -> bool:
+        """Whether messages were kept from arriving for so long that somebody may be taken for lost."""
+        return any(fault.kind in ("cut", "lose") for fault in self._simulation.script.faults)
+
+    def on_error(self, worker: Worker, reason: str) -> None:
+        """A worker ends with an error."""
+        if (why := self._excuse(worker, reason)) is None:
+            raise Violation(f"worker {worker.rank}, {worker.name!r}, was told: {reason}")
+        self.errors[why] += 1
+
+    def on_failed(self, reason: str) -> None:
+        """A scheduler has given the job up."""
+        simulation = self._simulation
+        gone = [worker for worker in simulation.workers if worker.is_gone]
+        is_right = bool(gone)
+        if simulation.script.scenario == "continue":
+            # Nobody was left to go on; nor had anybody to.
+            has_ended = any(worker.ended == "done" for worker in simulation.workers)
+            is_right = has_ended or not any(self._is_heard(worker) for worker in simulation.workers)
+        if not is_right:
+            raise Violation(f"the job has failed: {reason}")
+
+    def on_failed_round(self, worker: Worker, round_: Round, reason: str) -> None:
+        """A round cannot be answered: only if a rank was lost after it began, and its push may be, too."""
+        if self._simulation.script.scenario != "continue" or "lost" not in reason:
+            return
+        begun_with, scheduler = set(round_.workers), self._simulation.scheduler
+        alike = [w for w in self._simulation.workers if w.era == worker.era and not w.is_gone]
+        if begun_with <= {w.rank for w in alike if not scheduler.is_alive or scheduler.has_present(w.name)}:
+            raise Violation(f"{worker.name!r}: {reason}; but {sorted(begun_with)} are all there")
+
+    def _is_heard(self, worker: Worker) -> bool:
+        """Whether it has the state, and nothing keeps it from being a member."""
+        simulation, now = self._simulation, self._simulation.network.now
+        scheduler, lease = simulation.scheduler, simulation.cluster.lease_seconds
+        heard = scheduler.heard.get(worker.name, scheduler.started)
+        return not worker.is_gone and worker.training.has_state and now <= heard + lease
+
+    def _excuse(self, worker: Worker, reason: str) -> str | None:
+        """What an error comes of; None if of nothing that has happened."""
+        simulation = self._simulation
+        if simulation.script.scenario == "steady":
+            return None
+        if worker.was_silent and ("its lease" in reason or "for lost" in reason):
+            return "was silent itself"
+        if simulation.script.scenario == "continue":
+            return self._excuse_of_going_on(worker, reason)
+        if simulation.script.scenario == "restart" and worker.generation < simulation.supervisor.generation:
+            return "torchrun has started others"
+        self._check_time(reason)
+        numbers = [int(pid) - 1000 for pid in re.findall(r"worker \d+ \(host host, pid (\d+)\)", reason)]
+        if any(simulation.workers[number].is_gone for number in numbers):
+            return "a worker was lost, and is named"
+        ranks = [int(rank) for rank in re.findall(r"\d+", "".join(re.findall(r"\(rank ([\d, ]+)\)", reason)))]
+        gone = {w.rank for w in simulation.workers if w.is_gone}
+        if "rendezvous" in reason and ranks and gone.issuperset(ranks):
+            return "a worker did not come, and is named"
+        if "the scheduler is lost" in reason and not simulation.scheduler.is_alive:
+            return "the job had failed, and nobody said so"
+        return None
+
+    def _excuse_of_going_on(self, worker: Worker, reason: str) -> str | None:
+        if worker.view is None:
+            return "was not let in"
+        if self._may_be_silenced and ("its lease" in reason or "for lost" in reason):
+            return "was silent itself"
+        if "of both" in reason or "servers have changed" in reason:
+            return "a round was lost with a worker and a server"
+        if "had to be forgotten" in reason:
+            return "a round was lost with a worker and its outcome"
+        others = [other for other in self._simulation.workers if other.view and other is not worker]
+        if not any(self._is_heard(other) for other in others):
+            return "the state was lost"
+        return None
+
+    def _check_time(self, reason: str) -> None:
+        """A lost worker is noticed within its lease, and all are told at once; but for other faults."""
+        simulation = self._simulation
+        cluster, now = simulation.cluster, simulation.network.now
+        gone = [worker.gone_at for worker in simulation.workers if worker.is_gone]
+        seconds = 2 * cluster.lease_seconds + RETURN_SECONDS
+        if "is lost" not in reason or "the scheduler" in reason:
+            seconds += cluster.rendezvous_seconds
+        since = max(simulation.quiet_from, min(gone)) if gone else simulation.quiet_from
+        if now > since + seconds:
+            raise Violation(f"told after {now - since:.1f} s: {reason}")

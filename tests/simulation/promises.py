@@ -1,0 +1,123 @@
+"""What all workers of a job have to agree on, and what a barrier is: checked whenever anybody says it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from .nodes import Violation
+from .servers import UNITS
+
+if TYPE_CHECKING:
+    from .simulation import Simulation
+    from .workers import Worker
+
+__all__ = ["Answer", "Contribution", "Era", "Promises", "Values"]
+
+Values = dict[int, int]
+"""What is pushed: for each unit the number of a contribution, times ``UNITS``, plus the unit."""
+Answer = dict[int, tuple[int, ...]]
+"""What comes back: for each unit those of all ranks, in the order in which a server adds them."""
+
+
+class Era(NamedTuple):
+    """Within what steps are counted: a generation of torchrun's, and an admission of newcomers."""
+
+    generation: int
+    admitted: int
+
+
+class Contribution(NamedTuple):
+    """What one process has pushed for one round."""
+
+    process: int
+    rank: int
+    era: Era
+    tensor: str
+    step: int
+    payload: object
+    """What it stands for, where that matters."""
+
+
+class Promises:
+    """The contributions and answers of one run, and the states that workers made of them.
+
+    Attributes:
+        eras: all in which anything was pushed.
+        ended: how many workers have the whole answer of a round.
+    """
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._contributions: list[Contribution] = []
+        self._answers: dict[tuple[Era, str, int], Answer] = {}
+        self._states: dict[tuple[int, int], int] = {}
+        self.eras: set[Era] = set()
+        self.ended: Counter[tuple[Era, str, int]] = Counter()
+
+    def contribute(self, contribution: Contribution) -> Values:
+        """The values that stand for it: no two contributions have any in common."""
+        number = len(self._contributions)
+        self._contributions.append(contribution)
+        self.eras.add(contribution.era)
+        return {unit: number * UNITS + unit for unit in range(UNITS)}
+
+    def contributions(self, values: tuple[int, ...]) -> list[Contribution]:
+        """What was summed up to this."""
+        return [self._contributions[value // UNITS] for value in values]
+
+    def check_answer(
+        self, tensor: str, step: int, answer: Mapping[int, object], worker: Worker | None = None
+    ) -> None:
+        """Any answer, of any server, under any ring, is the only one there is.
+
+        It is the sum in order of rank of what was pushed for this round, each rank's once, and nothing of
+        another generation or from before an admission. Unless others go on without a worker, it is that of
+        all ranks; and always it has what the ``worker`` that gets it has pushed.
+        """
+        for unit, given in answer.items():
+            assert isinstance(given, tuple)
+            key = self._contributions[given[0] // UNITS].era, tensor, step
+            before = self._answers.setdefault(key, {}).setdefault(unit, given)
+            if before is given:  # the first
+                self._check_sum(key, unit, given)
+            elif before != given:
+                first, second = self.contributions(before), self.contributions(given)
+                raise Violation(f"{key}, unit {unit}: {second}, but before {first}")
+            if worker is not None:
+                processes = [part.process for part in self.contributions(given)]
+                if key[0] != worker.era or worker.number not in processes:
+                    raise Violation(f"{key}, unit {unit}: {worker.name!r} got that of processes {processes}")
+
+    def _check_sum(self, key: tuple[Era, str, int], unit: int, given: tuple[int, ...]) -> None:
+        parts = self.contributions(given)
+        if any((part.era, part.tensor, part.step) != key for part in parts):
+            raise Violation(f"{key}, unit {unit}: {parts}, expected only what was pushed for this round")
+        if any(value % UNITS != unit for value in given):
+            raise Violation(f"{key}, unit {unit}: {given}, expected values of this unit")
+        ranks = [part.rank for part in parts]
+        if ranks != sorted(set(ranks)):
+            raise Violation(f"{key}, unit {unit}: of ranks {ranks}, expected each once and in order")
+        everybody = list(range(self._simulation.script.workers))
+        if self._simulation.script.scenario != "continue" and ranks != everybody:
+            raise Violation(f"{key}, unit {unit}: of ranks {ranks}, expected {everybody}")
+
+    def check_state(self, worker: Worker, step: int, state: int) -> None:
+        """All that have ended a step have the same bits; across admissions, too."""
+        before = self._states.setdefault((worker.generation, step), state)
+        if state != before:
+            raise Violation(f"{worker.name!r} has {state:x} after step {step}, others had {before:x}")
+
+    def check_barrier(self, worker: Worker, sequence: int) -> None:
+        """Nobody passes a barrier that a member has not come to."""
+        scheduler = self._simulation.scheduler
+        absent = []
+        for other in self._simulation.workers:
+            if not other.is_alive or other.view is None:
+                continue
+            is_due = self._simulation.script.scenario == "steady" or scheduler.has_present(other.name)
+            if is_due and (other.era != worker.era or other.entered < sequence):
+                absent.append(other.name)
+        if absent:
+            raise Violation(f"{worker.name!r} passed barrier {sequence} of {worker.era} without {absent}")

@@ -1,0 +1,121 @@
+"""A server: :class:`Rounds` with what a process does around it, and no socket."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from zenps.errors import ProtocolError
+from zenps.server.rounds import ROUND_BYTES, Aggregate, Held, Reply
+from zenps.wire.messages import Leave, Push, Register, Result, Stop, View
+
+from .network import Frame
+from .nodes import SCHEDULER, TICK_SECONDS, Member, Violation
+
+if TYPE_CHECKING:
+    from .simulation import Simulation
+
+__all__ = ["UNITS", "Server", "owners_of_units"]
+
+UNITS = 8
+"""The rows of every tensor; a ring gives each to a server."""
+
+
+class Server(Member):
+    """A process around :class:`Rounds`."""
+
+    def __init__(self, simulation: Simulation, number: int) -> None:
+        address = f"server-{number}"
+        self.rounds = simulation.parts.rounds(simulation.script.budget_bytes, math.inf)
+        self.is_drained = False
+        """Whether an operator has asked for that."""
+        self._peers: dict[int, bytes] = {}
+        self._largest_round_bytes = (
+            ROUND_BYTES + simulation.script.workers * Frame(dict.fromkeys(range(UNITS))).nbytes
+        )
+        super().__init__(
+            simulation, address.encode(), Register("server", -1, "host", number, address, "", {})
+        )
+        self.every(TICK_SECONDS, self._tick)
+
+    def end(self, reason: str) -> None:
+        if self.view is not None:
+            self.send(SCHEDULER, Leave())
+        self.is_alive = False
+
+    def on_view(self, view: View) -> None:
+        self._peers = {worker.rank: worker.identity for worker in view.workers}
+        departed = {
+            worker.rank: f"{worker} left the job" for worker in view.workers if worker.rank in view.left
+        }
+        self._execute(self.rounds.on_view(view.ring, self._peers, departed, self.now))
+
+    def receive(self, sender: bytes, message: Any, frames: Sequence[Frame]) -> None:
+        match message:
+            case Push():
+                self._on_push(sender, message, frames)
+            case Stop():
+                self.end("stopped")
+            case _:
+                self.on_scheduler(message)
+
+    def _on_push(self, sender: bytes, push: Push, frames: Sequence[Frame]) -> None:
+        if self._peers.get(push.rank) != sender:
+            return
+        assert self.view is not None
+        if push.epoch > self.view.ring:
+            raise Violation(f"{self.name!r} of ring {self.view.ring} got {push}")
+        (frame,) = frames
+        try:
+            actions = self.rounds.on_push(Held(sender, push, frame, frame.nbytes), self.now)
+        except ProtocolError:  # of an older ring
+            self.network.counts["pushes of an older ring"] += 1
+            return
+        self._execute(actions)
+
+    def _tick(self) -> None:
+        self._execute(self.rounds.on_tick(self.now))
+        self.check()
+
+    def check(self) -> None:
+        """What it holds is what it counts, and within bounds."""
+        held = [*self.rounds._open.values(), *self.rounds._ended.values()]
+        size = sum(round_.size_bytes for round_ in held)
+        if size != self.rounds.held_bytes:
+            raise Violation(f"{self.name!r} holds {size} bytes, and counts {self.rounds.held_bytes}")
+        most = max(self.simulation.script.budget_bytes, self._largest_round_bytes)
+        if size > most + sum(round_.size_bytes for round_ in held if round_.is_again):
+            raise Violation(f"{self.name!r} holds {size} bytes; expected at most {most}")
+
+    def _execute(self, actions: Sequence[Aggregate | Reply]) -> None:
+        todo = list(actions)
+        while todo:
+            match todo.pop(0):
+                case Aggregate() as round_:
+                    todo += self._aggregate(round_)
+                case Reply(peers=peers, message=message, frames=frames):
+                    for peer in peers:
+                        self.send(peer, message, frames)  # type: ignore[arg-type]
+
+    def _aggregate(self, round_: Aggregate) -> Sequence[Aggregate | Reply]:
+        payloads: list[Any] = [held.payload for held in round_.pushes]
+        key, units = round_.key, payloads[0].values.keys()
+        if any(payload.values.keys() != units for payload in payloads):
+            raise Violation(f"{self.name!r} sums what is not of the same chunk of {key}")
+        values: dict[int, object] = {
+            unit: tuple([payload.values[unit] for payload in payloads]) for unit in units
+        }
+        self.simulation.promises.check_answer(key.tensor, key.step, values)
+        push = round_.pushes[0].push
+        result = Result(push.epoch, key.tensor, key.step, key.chunk, len(values), "none")
+        frames: Any = [Frame(values)]
+        return self.rounds.finish(key, result, frames, self.now)
+
+
+def owners_of_units(view: View) -> list[int]:
+    """Which server owns each of a tensor's units: those at every 512th slot."""
+    owners = np.frombuffer(view.owners, dtype="<u2")
+    return [int(rank) for rank in owners[:: len(owners) // UNITS]]

@@ -1,0 +1,100 @@
+"""Who starts workers: all of them at first, and again what the scenario wants."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .workers import Worker
+
+if TYPE_CHECKING:
+    from .simulation import Simulation
+
+__all__ = ["Supervisor"]
+
+LOOK_SECONDS = 0.5
+RESTARTS = 4
+STOP_SECONDS = 3.0
+"""How long torchrun takes to end a worker: the others may have been started anew by then."""
+
+
+class Supervisor:
+    """Looks after the places of a job; each has one process at a time.
+
+    Attributes:
+        generation: how often torchrun has restarted all.
+    """
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._scenario = simulation.script.scenario
+        self.generation = 0
+        self._places: list[Worker] = []
+        self._restart_at: dict[int, float] = {}
+        """When a place gets another process."""
+        for place in range(simulation.script.workers):
+            self._places.append(self._start(place))
+        if self._scenario in ("continue", "restart"):
+            simulation.network.at(LOOK_SECONDS, self._look)
+
+    @property
+    def restarts(self) -> int:
+        """How often torchrun still may."""
+        return RESTARTS - self.generation if self._scenario == "restart" else 0
+
+    @property
+    def current(self) -> list[Worker]:
+        """The process at each place."""
+        return list(self._places)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody works any more, nor will."""
+        return not self._restart_at and not any(worker.is_alive for worker in self._places)
+
+    def _start(self, rank: int) -> Worker:
+        workers = self._simulation.workers
+        worker = Worker(self._simulation, len(workers), rank, self.generation, self.restarts)
+        workers.append(worker)
+        return worker
+
+    def _look(self) -> None:
+        now = self._simulation.network.now
+        due = [place for place, at in self._restart_at.items() if at <= now]
+        if self._is_job_over():
+            self._restart_at.clear()
+        elif self._scenario == "continue":
+            self._look_after_each(now)
+        elif not self._restart_at and self.restarts:
+            self._look_after_all(now)
+        for place in due if self._restart_at else []:
+            del self._restart_at[place]
+            self._replace(place)
+        if not self._simulation.is_over():
+            self._simulation.network.at(now + LOOK_SECONDS, self._look)
+
+    def _is_job_over(self) -> bool:
+        scheduler = self._simulation.scheduler
+        if self._scenario == "continue" and any(worker.ended == "done" for worker in self._places):
+            return True
+        return scheduler.is_over
+
+    def _look_after_each(self, now: float) -> None:
+        for place, worker in enumerate(self._places):
+            if not worker.is_alive and place not in self._restart_at:
+                self._restart_at[place] = now + worker.restarts_after
+
+    def _look_after_all(self, now: float) -> None:
+        if all(worker.is_alive or worker.ended == "done" for worker in self._places):
+            return
+        self.generation += 1
+        rng = self._simulation.rng
+        self._restart_at = {place: now + STOP_SECONDS * rng.random() for place in range(len(self._places))}
+
+    def _replace(self, place: int) -> None:
+        """The old process is gone by now; what it has sent may still be on its way."""
+        before = self._places[place]
+        if before.is_alive:
+            before.crash()
+        # Somebody else may have taken the rank.
+        wanted = -1 if self._scenario == "continue" and before.view is None and before.error else place
+        self._places[place] = self._start(wanted)

@@ -1,0 +1,131 @@
+"""What a script does, as :class:`DistributedOptimizer` and :class:`TrainingState` have it done."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING
+
+from zenps.wire.messages import LAST_BARRIER
+
+from .promises import Answer, Contribution
+
+if TYPE_CHECKING:
+    from .workers import Worker
+
+__all__ = ["TENSORS", "Program", "Training"]
+
+TENSORS = 3
+BARRIER_EVERY = 5
+COMMIT_EVERY = 3
+"""Of one that runs ahead, for nothing may be in flight then."""
+TOGETHER_SECONDS = 2.0
+
+Program = Generator[Callable[[], bool], None, None]
+
+
+class Training:
+    """One process's training, from its first round to its last.
+
+    Attributes:
+        step: how many steps lie behind it.
+        state: what they have made of it: a number for all bits of model and optimizer.
+        has_state: whether it has the state of the job.
+    """
+
+    def __init__(self, worker: Worker, rng: random.Random) -> None:
+        self._worker = worker
+        self._simulation = worker.simulation
+        self._script = worker.simulation.script
+        self._rng = rng
+        self.step = 0
+        self.state = worker.number
+        self.has_state = False
+
+    def run(self) -> Program:
+        """All of it; what it yields says when it can go on."""
+        worker, script = self._worker, self._script
+        if script.scenario == "continue":
+            yield from self._sync(is_newcomer=worker.is_newcomer)
+        else:
+            self.state, self.has_state = 0, True
+        while self.step < script.steps:
+            # Not every tensor in every step: then nothing but waves settles its last round.
+            numbers = [number for number in range(TENSORS) if self.step % (1 + 2 * number) == 0]
+            self._rng.shuffle(numbers)
+            for number in numbers:
+                yield from worker.push(f"t{number}", None, self._learn)
+            if not script.runs_ahead:
+                yield worker.is_idle
+            if self.step % BARRIER_EVERY == BARRIER_EVERY - 1:
+                yield from worker.barrier()
+            self.step += 1
+            if not script.runs_ahead or self.step % COMMIT_EVERY == 0:
+                yield from self._commit()
+        yield worker.is_idle
+        self._simulation.promises.check_state(worker, self.step, self.state)
+        yield from self._leave()
+
+    def _learn(self, tensor: str, answer: Answer) -> None:
+        """A gradient. The state does not depend on the order in which those of a step come."""
+        said = f"{tensor} {sorted(answer.items())}".encode()
+        change = int.from_bytes(hashlib.blake2b(said, digest_size=8).digest())
+        self.state = (self.state + change) % (1 << 64)
+
+    def _leave(self) -> Program:
+        worker, simulation = self._worker, self._simulation
+        if self._script.settles:
+            yield lambda: worker.now > simulation.quiet_from
+            yield worker.sleep(simulation.settle_seconds)
+            simulation.check_settled()
+        yield from worker.barrier()
+        worker.await_barrier(LAST_BARRIER)
+        patience = worker.sleep(TOGETHER_SECONDS)
+        yield lambda: not worker.waits_at_barrier or patience()
+        yield lambda: simulation.may_leave(worker.name)
+        worker.leave("done")
+
+    # ── going on without others ─────────────────────────────────────────────────────────────────
+
+    def _commit(self) -> Program:
+        """As :meth:`TrainingState.commit`."""
+        if self._script.scenario != "continue":
+            if self._worker.is_idle():
+                self._simulation.promises.check_state(self._worker, self.step, self.state)
+            return
+        yield self._worker.is_idle
+        self._simulation.promises.check_state(self._worker, self.step, self.state)
+        answer: Answer = {}
+        yield from self._ask("newcomers", self._worker.newcomers > 0, answer)
+        if any(said.payload for said in self._said(answer, 0)):
+            yield from self._worker.admit()
+            yield from self._sync(is_newcomer=False)
+
+    def _sync(self, *, is_newcomer: bool) -> Program:
+        """As :meth:`TrainingState.sync`."""
+        while True:
+            answer: Answer = {}
+            yield from self._ask("root", not is_newcomer, answer)
+            with_state = [said.rank for said in self._said(answer, 0) if said.payload]
+            if not with_state:
+                self._worker.end("all workers that had the state of this job were lost")
+                yield lambda: False
+            root = with_state[0]
+            is_root = self._worker.rank == root
+            yield from self._ask("values", (self.step, self.state) if is_root else None, answer)
+            values = [said.payload for unit in answer for said in self._said(answer, unit) if said.payload]
+            if len(values) < len(answer) and not is_root:  # it was lost: on all ranks alike the next one
+                continue
+            ((self.step, self.state),) = set(values)  # type: ignore[misc]
+            self.has_state = True
+            self._simulation.promises.check_state(self._worker, self.step, self.state)
+            return
+
+    def _ask(self, tensor: str, payload: object, answer: Answer) -> Program:
+        answer.clear()
+        yield from self._worker.push(tensor, payload, lambda _, given: answer.update(given))
+        yield self._worker.is_idle
+
+    def _said(self, answer: Answer, unit: int) -> list[Contribution]:
+        return self._simulation.promises.contributions(answer[unit])

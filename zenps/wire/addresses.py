@@ -1,0 +1,104 @@
+"""Names and addresses of machines: where a node listens, how others reach it, and why they cannot.
+
+libzmq resolves names itself, whenever it connects anew; what it does not do is to choose among several
+addresses, or to say why none of them answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket as net
+import time
+
+from zenps.errors import ZenPSError
+from zenps.settings import is_ip_address, is_loopback, parse_address
+
+__all__ = ["bindable", "bracketed", "find_host", "is_reached_by_ipv4", "why_unreachable"]
+
+# How often a name is looked up that nobody knows yet.
+RESOLVE_SECONDS = 0.5
+
+PROBE_SECONDS = 1.0
+
+
+def find_host(scheduler: str, patience_seconds: float = 0.0) -> str:
+    """This machine's address on the route to the scheduler; nothing is sent.
+
+    Args:
+        scheduler: its ``host:port``.
+        patience_seconds: how long to wait for its name: orchestrators publish it when it has started.
+
+    Raises:
+        ZenPSError: the scheduler's host cannot be resolved or has no route, or our address on it is of no
+            use to others.
+    """
+    host, port = parse_address(scheduler)
+    until = time.monotonic() + patience_seconds
+    while True:
+        try:
+            family, kind, protocol, _, target = net.getaddrinfo(host, port, type=net.SOCK_DGRAM)[0]
+            with net.socket(family, kind, protocol) as probe:
+                probe.connect(target)
+                found = str(probe.getsockname()[0])
+            break
+        except OSError as error:
+            if isinstance(error, net.gaierror) and time.monotonic() < until:
+                time.sleep(RESOLVE_SECONDS)
+                continue
+            raise ZenPSError(
+                f"no route to the scheduler at {scheduler} ({error}); check cluster.scheduler"
+            ) from None
+    if ipaddress.ip_address(found).is_link_local:
+        raise ZenPSError(
+            f"the scheduler at {scheduler} is reached from {found}, which is link-local: other machines may "
+            "not reach it; set cluster.host to an address that they do"
+        )
+    return found
+
+
+def bindable(host: str) -> str:
+    """The local IP address to listen on as ``host``, or ``*`` for all there are.
+
+    These are taken if ``host`` is an address of something before us (NAT), and if it is a name for which
+    others may find another address than we do: it has several, or leads to loopback, as a machine's own name
+    often does (127.0.1.1 in Debian's /etc/hosts).
+    """
+    if host in ("", "*", "0.0.0.0", "::"):
+        return "*"
+    found = net.getaddrinfo(host, 0, type=net.SOCK_STREAM)
+    family, kind, _, _, target = found[0]
+    address = str(target[0])
+    if not (is_ip_address(host) or is_loopback(host)) and (len(found) > 1 or is_loopback(address)):
+        return "*"
+    with net.socket(family, kind) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return "*"
+    return address
+
+
+def is_reached_by_ipv4(host: str) -> bool:
+    """Whether IPv4 is the best way to ``host``: it has no IPv6 address, or this machine has no route there.
+
+    libzmq takes a name's first IPv6 address if it may, routes or not. getaddrinfo puts first what can be
+    reached (RFC 6724, section 6, rule 1). False for a name that is not known yet.
+    """
+    with contextlib.suppress(OSError):
+        return net.getaddrinfo(host, 0, type=net.SOCK_STREAM)[0][0] == net.AF_INET
+    return False
+
+
+def why_unreachable(address: str, seconds: float = PROBE_SECONDS) -> str:
+    """Why no connection to ``host:port`` can be made within ``seconds``; empty if one can."""
+    try:
+        net.create_connection(parse_address(address), seconds).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def bracketed(host: str) -> str:
+    """``host`` as it stands before ``:port``."""
+    return f"[{host}]" if ":" in host else host
