@@ -67,6 +67,18 @@ def test_centralized_on_three_servers_of_which_one_is_killed(command: Sequence[s
         assert "workers: 2, partition: centralized" in project("logs", "worker").stdout
 
 
+def test_a_scheduler_returns_and_a_server_joins(command: Sequence[str]) -> None:
+    with Project(command, ZENPS_COMMAND=WATCHED) as project:
+        assert project("up", "--detach").returncode == 0
+        eventually(lambda: is_running(project))
+        docker("kill", "--signal", "KILL", *project.containers("scheduler"))
+        assert project("start", "scheduler").returncode == 0
+        eventually(lambda: is_running(project))
+        assert project("up", "--detach", "--no-recreate", "--scale", "server=3").returncode == 0
+        eventually(lambda: is_running(project, servers=3))
+        assert project.exit_codes("worker") == [0, 0]
+
+
 @generations
 def test_a_worker_that_fails_ends_it_with_its_code(command: Sequence[str]) -> None:
     with Project(command, ZENPS_COMMAND=FAILING) as project:
