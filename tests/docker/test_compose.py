@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import math
 import socket
 import subprocess
-import urllib.parse
-import urllib.request
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
 from tests.docker.compose import COMPOSE_FILE, GENERATIONS, Project, docker, eventually
+from tests.monitoring.prometheus import Prometheus, Sample, panel_queries
 
 DEMO = "python examples/lstm_lm.py --vocabulary 4000 --width 32 --samples 256 --batch 8"
 SHORT = f"{DEMO} --steps 40"
 LONG = f"{DEMO} --steps 1000000 --seconds 60"
+WATCHED = f"{DEMO} --steps 1000000 --seconds 150"
 FAILING = "python -c 'import sys, zenps; zenps.init(); sys.exit(7 * zenps.rank())'"
 
 OVERRIDES = [(), ("compose.secure.yaml",), ("compose.gpu.yaml",), ("compose.secure.yaml", "compose.gpu.yaml")]
@@ -107,23 +106,31 @@ def test_with_keys(command: Sequence[str], image: str) -> None:
         assert project("up", "keygen").stdout.count("0 new key(s)") == 1
 
 
-def test_prometheus_finds_all_roles(command: Sequence[str], prometheus: str) -> None:
+def has_data(samples: list[Sample]) -> bool:
+    return bool(samples) and all(math.isfinite(sample.value) for sample in samples)
+
+
+def test_prometheus_finds_all_roles_fills_the_dashboard_and_tells_of_a_lost_server(
+    command: Sequence[str], prometheus: str
+) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    seen = Prometheus(f"127.0.0.1:{port}")
 
-    def up() -> list[tuple[str, str]]:
-        """Role and value of each target."""
-        query = urllib.parse.urlencode({"query": "up"})
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?{query}", timeout=10) as response:
-            result: list[dict[str, Any]] = json.load(response)["data"]["result"]
-        return sorted((series["metric"]["role"], series["value"][1]) for series in result)
+    def roles() -> list[tuple[str, float]]:
+        return sorted((sample.labels["role"], sample.value) for sample in seen.query("up"))
 
-    expected = [("scheduler", "1"), ("server", "1"), ("server", "1"), ("worker", "1"), ("worker", "1")]
+    expected = [("scheduler", 1), ("server", 1), ("server", 1), ("worker", 1), ("worker", 1)]
     assert f"image: {prometheus}\n" in COMPOSE_FILE.read_text("utf-8")
-    with Project(command, ZENPS_COMMAND=LONG, PROMETHEUS_PORT=str(port)) as project:
+    with Project(command, ZENPS_COMMAND=WATCHED, PROMETHEUS_PORT=str(port)) as project:
         services = ("scheduler", "server", "worker", "prometheus")
         assert project("--profile", "monitoring", "up", "--detach", *services).returncode == 0
         eventually(lambda: is_running(project))
-        eventually(lambda: up() == expected)
+        eventually(lambda: roles() == expected)
+        for query in panel_queries().values():  # NaN until the first rounds
+            seen.await_query(query, has_data, seconds=120)
+        assert not [alert for alert in seen.alerts() if alert.name == "ServerLost"]
+        docker("kill", project.containers("server")[0])
+        assert "Gone: server " in seen.await_alert("ServerLost", seconds=120).annotations["description"]
         assert project.exit_codes("worker") == [0, 0]
