@@ -153,14 +153,6 @@ class NeverDoesWithout(Rounds):
         return []
 
 
-class BlamesOneThatWasLostBefore(Rounds):
-    """Refuses to sum again what a lost rank has no part in."""
-
-    def _forget_oldest(self) -> None:
-        super()._forget_oldest()
-        self._unknown = {place: (step, frozenset()) for place, (step, _) in self._unknown.items()}
-
-
 class _EagerJob(Job):
     def change(self, event: Any, now: float) -> list[Send]:
         sends = super().change(event, now)
@@ -297,7 +289,7 @@ PLANTS: dict[Scenario, list[Parts]] = {
     "fail": [*(Parts(membership=part) for part in (NamesNobody, NeverMissesAWorker))],
     "continue": [
         *(Parts(exchange=part) for part in (GoesOnWithOthers, CountsOn)),
-        *(Parts(rounds=part) for part in (DoesWithoutAnybody, NeverDoesWithout, BlamesOneThatWasLostBefore)),
+        *(Parts(rounds=part) for part in (DoesWithoutAnybody, NeverDoesWithout)),
         *(Parts(membership=part) for part in (LetsInTooEarly, CountsBarriersOn)),
     ],
     "restart": [

@@ -138,7 +138,8 @@ class Simulation:
         """After a while in which nothing bad happened, nobody holds anything."""
         for worker in self.workers:
             held = [*worker.exchange._kept, *worker.exchange._in_flight]
-            if worker.is_alive and held and worker.is_idle():
+            is_member = worker.is_alive and self.scheduler.has_present(worker.name)
+            if is_member and held and worker.is_idle():
                 raise Violation(f"{worker.name!r} still holds {held}")
         for server in self.servers:
             if server.is_alive and server.rounds.open_rounds:

@@ -135,6 +135,41 @@ ONCE_FAILED = [
             Fault(at=55.59, kind="crash server", target=21, seconds=21.21),
         ),
     ),
+    # What was never pushed was pushed again, and so not done without one that was lost.
+    Script(
+        seed=400284,
+        workers=3,
+        servers=2,
+        steps=45,
+        runs_ahead=True,
+        settles=True,
+        slow_seconds=0.5,
+        duplicates=0.2,
+        budget_bytes=1048576,
+        faults=(
+            Fault(at=0.153, kind="leave worker", target=64, seconds=9.115),
+            Fault(at=0.153, kind="stall scheduler", target=68, seconds=24.188),
+            Fault(at=12.001, kind="drain server", target=93, seconds=1.086),
+        ),
+        scenario="continue",
+    ),
+    # A late push asks for what all have ended, forgotten and settled, and takes the only room.
+    Script(
+        seed=400534,
+        workers=3,
+        servers=1,
+        steps=47,
+        runs_ahead=False,
+        settles=False,
+        slow_seconds=2.0,
+        duplicates=0.2,
+        budget_bytes=1,
+        faults=(
+            Fault(at=0.0, kind="drain server", target=78, seconds=21.743),
+            Fault(at=27.8, kind="crash worker in an admission", target=33, seconds=18.247),
+        ),
+        scenario="continue",
+    ),
 ]
 
 
