@@ -97,8 +97,10 @@ class Project(contextlib.AbstractContextManager["Project"]):
         return [int(code) for code in docker("wait", *ids, seconds=600).stdout.split()]
 
     def containers(self, service: str) -> list[str]:
-        """Ids of those that run."""
-        return self("ps", "--quiet", service).stdout.split()
+        """Ids of those that run; Compose 1.29 would show the others, too."""
+        labels = {"project": self.name, "service": service}
+        filters = [f"--filter=label=com.docker.compose.{name}={value}" for name, value in labels.items()]
+        return docker("ps", "--quiet", *filters).stdout.split()
 
     def status(self) -> dict[str, Any]:
         """``zenps status`` in the scheduler's container; its state is empty while there is none."""
