@@ -19,8 +19,9 @@ from prometheus_client.metrics_core import Metric
 from zenps.metrics import SchedulerMetrics, ServerMetrics, WorkerMetrics
 from zenps.scheduler.states import JOB
 from zenps.server.round import ROUND as SERVER_ROUND
-from zenps.settings import FIELDS, Config, format_bytes
+from zenps.settings import FIELDS, Config
 from zenps.transitions import Transitions, diagram
+from zenps.values import format_bytes
 from zenps.worker.round import ROUND as WORKER_ROUND
 
 CONFIGURATION = """\

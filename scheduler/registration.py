@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from zenps.errors import listing
-from zenps.settings import ClusterConfig, is_loopback, parse_address
+from zenps.settings import ClusterConfig
+from zenps.values import is_loopback, parse_address
 from zenps.wire.messages import Refused, Register, Role
 
 from .members import Members, names

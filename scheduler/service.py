@@ -19,8 +19,9 @@ from zenps.config import Config
 from zenps.errors import PeerLostError, ProtocolError
 from zenps.keys import Keys, load_keys, node_name
 from zenps.metrics import STATES, SchedulerMetrics
-from zenps.settings import parse_address, shared_settings
+from zenps.settings import shared_settings
 from zenps.trace import Trace, open_trace
+from zenps.values import parse_address
 from zenps.wire.connections import Connections
 from zenps.wire.curve import Gate, warn_if_open
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode

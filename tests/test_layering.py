@@ -19,7 +19,7 @@ DOORS = ("__init__", "cli")
 FLOORS = (
     {"buffers", "clock", "errors", "metrics", "keyspace", "lateness", "ring", "codecs", "kernels"}
     | {"guard", "output", "processes", "timeline", "trace", "transitions"},
-    {"settings", "config", "keys", "log", "strategies"},
+    {"settings", "values", "config", "keys", "log", "strategies"},
     {"wire", "layout", "placement"},
     {*ROLES, "doctor", "environments", "health", "launch", "status", "tables"},
     {*DOORS},

@@ -25,18 +25,8 @@ from typing import Final, NamedTuple
 import msgspec
 
 from zenps.errors import ConfigError, UnknownKeyError
-from zenps.settings import (
-    FIELDS,
-    PARTITIONS,
-    ClusterConfig,
-    Config,
-    LogConfig,
-    MetricsConfig,
-    SyncConfig,
-    checked,
-    format_bytes,
-    parse_address,
-)
+from zenps.settings import FIELDS, PARTITIONS, ClusterConfig, Config, LogConfig, MetricsConfig, SyncConfig
+from zenps.values import checked, format_bytes, parse_address
 
 __all__ = [
     "PARTITIONS",

@@ -10,7 +10,7 @@ from pathlib import Path
 from zenps.config import Config
 from zenps.errors import ConfigError
 from zenps.keys import load_keys
-from zenps.settings import parse_address
+from zenps.values import parse_address
 
 __all__ = ["environments"]
 

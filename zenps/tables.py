@@ -18,8 +18,8 @@ from zenps.config import Setting
 from zenps.doctor import Check
 from zenps.errors import ConfigError
 from zenps.ring import SLOTS
-from zenps.settings import format_bytes
 from zenps.status import late_workers, throughput
+from zenps.values import format_bytes
 from zenps.wire.messages import NodeStatus, Status
 
 __all__ = ["settings_to_json", "show_checks", "show_settings", "show_status", "watch_status"]

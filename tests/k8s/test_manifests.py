@@ -22,7 +22,8 @@ from msgspec import Meta
 
 from zenps import cli
 from zenps.config import load
-from zenps.settings import Config, parse_address
+from zenps.settings import Config
+from zenps.values import parse_address
 
 MANIFESTS = Path(__file__).parents[2] / "docker" / "k8s"
 FILES = ("jobset.yaml", "plain.yaml")

@@ -23,7 +23,8 @@ from zenps.config import (
     restarts_from_environment,
 )
 from zenps.errors import ConfigError, UnknownKeyError
-from zenps.settings import FIELDS, checked, format_bytes
+from zenps.settings import FIELDS
+from zenps.values import checked, format_bytes
 
 
 @pytest.fixture(autouse=True)

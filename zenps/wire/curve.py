@@ -20,7 +20,7 @@ from zmq.utils.monitor import parse_monitor_message
 from zenps import log
 from zenps.errors import ConfigError, ProtocolError
 from zenps.keys import Keys, read_owners
-from zenps.settings import is_loopback, parse_address
+from zenps.values import is_loopback, parse_address
 from zenps.wire.connections import HANDSHAKE_FAILURES, Connections, Event
 from zenps.wire.sockets import ZAP_DOMAIN, Socket
 

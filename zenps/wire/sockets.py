@@ -14,7 +14,7 @@ import zmq
 
 from zenps.errors import ConfigError
 from zenps.keys import Keys
-from zenps.settings import parse_address
+from zenps.values import parse_address
 from zenps.wire.addresses import bindable, bracketed, is_reached_by_ipv4
 
 __all__ = [
