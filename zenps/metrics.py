@@ -9,96 +9,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import threading
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping
-from itertools import accumulate
 from typing import Final, Literal, get_args
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCollector, start_http_server
-from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
+from zenps.collectors import Durations, Late, Tally, WithoutCreated
 from zenps.errors import ProtocolError, cannot_listen
-from zenps.lateness import MOST_RANKS, latest
 
 __all__ = ["Exporter", "Refusal", "SchedulerMetrics", "ServerMetrics", "WorkerMetrics", "serve"]
 
-DURATION_BUCKETS: Final = tuple(round(1e-4 * 10 ** (step / 3), 6) for step in range(16))
-"""100 µs to 10 s in seconds, three to a decade; the client's own begin at 5 ms, above most rounds."""
-
-
-class Tally(Collector):
-    """A counter that every message adds to: one addition, and a metric only when Prometheus asks.
-
-    The client's own takes a lock and several calls, which a round of 1 KB would feel. Here whoever adds
-    holds a lock of theirs, or is the only thread that does.
-    """
-
-    def __init__(self, name: str, documentation: str, registry: CollectorRegistry) -> None:
-        self._name, self._documentation = name, documentation
-        self.total = 0.0
-        registry.register(self)
-
-    def inc(self, amount: float = 1) -> None:
-        """Adds ``amount``."""
-        self.total += amount
-
-    def collect(self) -> Iterator[Metric]:
-        yield CounterMetricFamily(self._name, self._documentation, self.total)
-
-    describe = collect
-
-
-class Durations(Collector):
-    """A histogram over :data:`DURATION_BUCKETS`, as cheap as :class:`Tally` and under the same condition."""
-
-    def __init__(self, name: str, documentation: str, registry: CollectorRegistry) -> None:
-        self._name, self._documentation = name, documentation
-        self._counts = [0] * (len(DURATION_BUCKETS) + 1)
-        self.seconds = 0.0
-        """The sum of all."""
-        registry.register(self)
-
-    @property
-    def count(self) -> int:
-        """How many."""
-        return sum(self._counts)
-
-    def observe(self, seconds: float) -> None:
-        """Counts one."""
-        self._counts[bisect_left(DURATION_BUCKETS, seconds)] += 1
-        self.seconds += seconds
-
-    def collect(self) -> Iterator[Metric]:
-        bounds = map(floatToGoString, (*DURATION_BUCKETS, float("inf")))
-        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
-        yield HistogramMetricFamily(self._name, self._documentation, buckets, self.seconds)
-
-    describe = collect
-
-
 CUT_CONNECTIONS: Final = "Connections cut because their peer sent a message without end or did not read."
-
-
-class Late(Collector):
-    """A counter of seconds by rank, of the few ranks that are latest: no series for each of thousands."""
-
-    def __init__(self, documentation: str, registry: CollectorRegistry) -> None:
-        self._documentation = f"{documentation} The {MOST_RANKS} latest ranks."
-        self.seconds: Mapping[int, float] = {0: 0.0}
-        """By rank; whoever counts sets or changes it."""
-        registry.register(self)
-
-    def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily("zenps_late_seconds_total", self._documentation, labels=["rank"])
-        for rank, seconds in latest(self.seconds):
-            family.add_metric([str(rank)], seconds)
-        yield family
-
-    describe = collect
-
 
 HASH_OUTCOMES: Final = ("first_try", "rehashed", "serial", "overflowed")
 """In the order of the kernel's counters (:class:`zenps.kernels.hash_compact.Hashed`)."""
@@ -300,25 +221,6 @@ class Exporter:
             self._server = None
 
 
-class _WithoutCreated(Collector):
-    """``registry`` without its ``_created`` series, which double the output and which no rule here reads.
-
-    The client's own switch is for the whole process, where the training script may export its own metrics.
-    """
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterator[Metric]:
-        for family in self._registry.collect():
-            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
-            yield family
-
-    def restricted_registry(self, names: list[str]) -> object:
-        """What the client asks of a registry for ``/metrics?name[]=…``."""
-        return self._registry.restricted_registry(names)
-
-
 def serve(registry: CollectorRegistry, host: str, port: int) -> Exporter:
     """Serve ``registry`` over HTTP at ``host``; port 0: any free one, -1: not at all.
 
@@ -327,6 +229,6 @@ def serve(registry: CollectorRegistry, host: str, port: int) -> Exporter:
     if port == -1:
         return Exporter()
     try:
-        return Exporter(*start_http_server(port, addr=host, registry=_WithoutCreated(registry)))
+        return Exporter(*start_http_server(port, addr=host, registry=WithoutCreated(registry)))
     except OSError as error:
         raise cannot_listen("metrics", host, port, error) from error

@@ -11,9 +11,10 @@ from typing import get_args
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from zenps.collectors import DURATION_BUCKETS
 from zenps.errors import ConfigError, ProtocolError
 from zenps.lateness import MOST_RANKS
-from zenps.metrics import DURATION_BUCKETS, STATES, SchedulerMetrics, ServerMetrics, WorkerMetrics, serve
+from zenps.metrics import STATES, SchedulerMetrics, ServerMetrics, WorkerMetrics, serve
 from zenps.scheduler.states import State
 
 ROLES = (WorkerMetrics, ServerMetrics, SchedulerMetrics)
