@@ -141,6 +141,10 @@ class Channel:
         """The scheduler has begun a wave."""
         self._post(lambda: self._exchange.on_wave(wave))
 
+    def on_departed(self, server: int) -> None:
+        """The scheduler misses a server itself, so that it is no wonder that it cannot be reached."""
+        self._post(lambda: self._reach.on_answer(server))
+
     @property
     def wave(self) -> int:
         """The newest wave that has passed here."""

@@ -257,8 +257,10 @@ class Session:
                     self.channel.on_wave(wave)
                 case View():
                     self._on_view(message)
-                case Departed(lost=lost, reason=reason):
+                case Departed(member=member, lost=lost, reason=reason):
                     logger.warning("%s", reason) if lost else logger.debug("%s", reason)
+                    if member.role == "server":
+                        self.channel.on_departed(member.rank)
                 case Refused(reason=reason):
                     self._fail(PeerLostError(reason))
 

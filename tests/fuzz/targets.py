@@ -198,8 +198,8 @@ def reseal(frames: Sequence[bytes]) -> Frames:
     return [msgspec.msgpack.encode((PROTOCOL_VERSION, JOB, msgspec.Raw(raw), checksum)), *rest]
 
 
-def _bitmap(positions: list[int]) -> bytes:
-    return CODECS["bitmap"].encode(np.array(positions), SPAN).tobytes()
+def _encoded(codec: str, positions: list[int]) -> bytes:
+    return CODECS[codec].encode(np.array(positions), SPAN).tobytes()
 
 
 _POSITIONS, _ROWS = np.array([1, 7, 300], dtype="<i4").tobytes(), np.ones((3, COLUMNS), dtype="<f4").tobytes()
@@ -228,21 +228,24 @@ SEEDS: dict[str, list[Frames]] = {
     ],
     "server": [
         _sealed(PUSH, _POSITIONS, _ROWS),
-        _sealed(msgspec.structs.replace(PUSH, codec="bitmap"), _bitmap([1, 7, 300]), _ROWS),
+        _sealed(msgspec.structs.replace(PUSH, codec="bitmap"), _encoded("bitmap", [1, 7, 300]), _ROWS),
+        _sealed(msgspec.structs.replace(PUSH, codec="delta"), _encoded("delta", [1, 7, 300]), _ROWS),
         _sealed(msgspec.structs.replace(PUSH, rows=0), b"", b""),
         _sealed(_DENSE, b"", _ELEMENTS),
         _sealed(msgspec.structs.replace(_DENSE, dtype="float16", span=200, rows=200), b"", _ELEMENTS),
     ],
     "worker": [
         _sealed(Result(1, "table", 0, 0, 3, "coo"), _POSITIONS, _ROWS),
-        _sealed(Result(1, "table", 0, 0, 3, "bitmap"), _bitmap([1, 7, 300]), _ROWS),
+        _sealed(Result(1, "table", 0, 0, 3, "bitmap"), _encoded("bitmap", [1, 7, 300]), _ROWS),
+        _sealed(Result(1, "table", 0, 0, 3, "delta"), _encoded("delta", [1, 7, 300]), _ROWS),
         _sealed(Result(1, "small", 0, 0, 100, "none"), b"", _ELEMENTS),
         _sealed(Result(1, "vector", 0, 0, 0, "none"), b"", b""),
         *map(_sealed, (Failure(1, "table", 0, 0, "lost", "gone"), Busy(1, "table", 0, 0))),
         *map(_sealed, (Resume(1, "table", 0, 0), Resend(1, "small", 0, 0), Wanted(1, "table", 0, 0))),
     ],
     "coo": [[struct.pack("<QQ", 3, SPAN), _POSITIONS]],
-    "bitmap": [[struct.pack("<QQ", 3, SPAN), _bitmap([1, 7, 300])]],
+    "bitmap": [[struct.pack("<QQ", 3, SPAN), _encoded("bitmap", [1, 7, 300])]],
+    "delta": [[struct.pack("<QQ", 3, SPAN), _encoded("delta", [1, 7, 300])]],
     "object": [
         [msgpack.packb(value)] for value in ({"a": [1, 2.5, None, "text", b"bytes"]}, [{1: True}, []], 7)
     ],

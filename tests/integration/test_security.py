@@ -371,11 +371,13 @@ def test_nodes_without_the_right_keys_are_told(keys: Path, tmp_path: Path) -> No
     assert liar == Raised("UsageError", reason)
 
 
-def push_thrice() -> list[Any]:
+def push_until_refused() -> list[Any]:
     """Of the first push nobody can say whether it comes before the refusal, nor of the next on a busy day."""
     begin = time.monotonic()
-    errors = [attempt(zps.push_pull, torch.ones(3), "t") for _ in range(3)]
-    return [errors[-1], time.monotonic() - begin]
+    while (error := attempt(zps.push_pull, torch.ones(3), "t")).kind == "DeadlineError":
+        if time.monotonic() - begin > 30:
+            break
+    return [error, time.monotonic() - begin]
 
 
 def test_worker_that_a_server_refuses_does_not_hang(keys: Path, tmp_path: Path) -> None:
@@ -386,7 +388,7 @@ def test_worker_that_a_server_refuses_does_not_hang(keys: Path, tmp_path: Path) 
     settings = {"cluster.deadline_seconds": 1}
     outdated_too = {"security.keys": outdated}
     with Cluster(1, 1, settings, keys=keys, server_settings=outdated_too) as cluster:
-        refused, seconds = cluster.start(push_thrice, rank=0).result()
+        refused, seconds = cluster.start(push_until_refused, rank=0).result()
         assert refused.kind == "PeerLostError"
         assert refused.text.startswith("server 0 has refused this worker")
         assert seconds < 30
