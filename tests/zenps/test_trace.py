@@ -171,7 +171,7 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warn
     assert "more happens than can be written" in warning
 
 
-def test_a_full_disk_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_ends_nothing(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "part", "server")
     with recorder._writing:
         full = open("/dev/full", "wb")  # noqa: SIM115 - the recorder closes it
