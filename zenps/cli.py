@@ -199,7 +199,7 @@ def _serve(role: str, config: Config, serve: Callable[[], None]) -> int:
     except ZenPSError as error:
         logger.error("%s", error)
         return EXIT_FAILED
-    except Exception:
+    except Exception:  # whatever it is, it becomes a line like all others, with its traceback
         logger.exception("ended by an error of its own")
         return EXIT_FAILED
     return 0

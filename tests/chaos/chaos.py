@@ -188,12 +188,17 @@ def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     counts = Counts(options.kills, options.scheduler_kills, options.drains, options.joins)
     report = chaos(options.runs, counts, options.steps, options.lease_seconds, options.seed)
+    _write(options.json, report)  # ten minutes of runs are kept, whatever becomes of what follows
     for number in (signal.SIGKILL, signal.SIGSTOP):
         report.losses += [lose_with_zenps(number, options.lease_seconds), lose_with_gloo(number)]
     print("\n".join(_lines(report)))
-    if options.json:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    _write(options.json, report)
     return 0 if report.good else 1
+
+
+def _write(path: Path | None, report: Report) -> None:
+    if path is not None:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ class Parts(msgspec.Struct, frozen=True):
     registration: type[Registration] = Registration
 
 
-class Node:
+class Node(ABC):
     """One process."""
 
     def __init__(self, simulation: Simulation, name: bytes) -> None:
@@ -68,8 +69,9 @@ class Node:
     def send(self, receiver: bytes, message: msgspec.Struct, frames: Sequence[Frame] = ()) -> None:
         self.network.send(self, receiver, message, frames)
 
+    @abstractmethod
     def receive(self, sender: bytes, message: Any, frames: Sequence[Frame]) -> None:
-        raise NotImplementedError
+        """A message has come."""
 
     def every(self, seconds: float, action: Callable[[], None]) -> None:
         """Does something as long as the process lives; not while it is stalled."""
@@ -150,13 +152,13 @@ class Member(Node):
             return
         self.send(SCHEDULER, Heartbeat(self.view.epoch if self.view else 0, {}, {}, self.wave))
 
+    @abstractmethod
     def end(self, reason: str) -> None:
         """It was told to, or cannot go on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def on_view(self, view: View) -> None:
         """A view that is newer than those before."""
-        raise NotImplementedError
 
     def on_scheduler(self, message: msgspec.Struct) -> None:
         self._heard = self.now

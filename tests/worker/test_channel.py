@@ -74,3 +74,14 @@ def test_views_that_come_in_a_heap_are_gone_by_one_after_the_other(channel: Chan
     assert followed == [first, *views]
     assert handle.sent == views
     assert round_.unanswered.keys() == {(1, 0), (2, 0)}
+
+
+def test_a_server_that_the_scheduler_misses_is_not_called_unreachable(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel.follow = lambda _: None
+    channel.on_view(view_of(1, [0, 1]))
+    answered: list[int] = []
+    monkeypatch.setattr(channel._reach, "on_answer", answered.append)
+    channel.on_departed(1)
+    assert answered == [1]
