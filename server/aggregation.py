@@ -101,7 +101,7 @@ class Aggregator:
             return Result(push.epoch, push.tensor, push.step, push.chunk, rows, "none"), frames
         positions, values = self._kernels.aggregate([_rows(*pushed) for pushed in pushes], divisor)
         row_bytes = push.columns * DTYPES[push.dtype].itemsize
-        codec = choose("auto", len(positions), push.span, row_bytes)
+        codec = choose(push.answer, len(positions), push.span, row_bytes)
         encoded = codec.encode(positions.numpy(), push.span)
         result = Result(push.epoch, push.tensor, push.step, push.chunk, len(positions), codec.name)
         return result, (encoded.data, tensor_bytes(values))

@@ -8,7 +8,7 @@ from zenps.buffers import BufferPool
 from zenps.kernels.cpu import CpuKernels
 
 from .communicator import Communicator, Pending, Stats
-from .compaction import as_sparse, as_table
+from .compaction import coalesced
 
 __all__ = ["Alone"]
 
@@ -44,10 +44,7 @@ class Alone(Communicator):
         """A copy of a dense tensor; a sparse one coalesced, on the CPU in order of occurrence."""
         if not tensor.is_sparse:
             return _Ready(name, tensor.detach().clone())
-        if tensor.device.type != "cpu":
-            return _Ready(name, tensor.detach().coalesce())
-        rows, values = self._kernels.compact(*as_table(tensor))
-        return _Ready(name, as_sparse(rows, values, tensor.shape, tensor.sparse_dim()))
+        return _Ready(name, coalesced(tensor, self._kernels))
 
     def barrier(self) -> None:
         """Nobody to wait for."""

@@ -16,6 +16,7 @@ from zenps.clock import now_ns
 from zenps.config import Config
 from zenps.errors import UsageError, ZenPSError
 from zenps.metrics import HASH_OUTCOMES, WorkerMetrics
+from zenps.schemes import SCHEMES
 from zenps.settings import MOST_NAMES, shared_settings
 from zenps.strategies.registry import strategy
 from zenps.trace import open_trace
@@ -25,6 +26,7 @@ from zenps.wire.tensors import dtype_name
 
 from .communicator import Communicator, Pending, Stats
 from .exchange import PATIENCE_SECONDS
+from .forms import Converted
 from .handle import Handle, Progress
 from .round import Outgoing, Round
 from .session import Session
@@ -51,6 +53,7 @@ class Cluster(Communicator):
 
     def __init__(self, config: Config, rank: int | None, local_rank: int | None) -> None:
         self._config = config
+        self._scheme = SCHEMES[config.sync.scheme]
         strategy(config.sync.partition)  # refuses a wrong one before anybody is told of this worker
         registry = CollectorRegistry()
         self._metrics = WorkerMetrics(registry)
@@ -66,7 +69,7 @@ class Cluster(Communicator):
             raise
         view = self._session.view
         self._completed = self._metrics.rounds.labels(outcome="completed")
-        self.stats = Stats(partition=config.sync.partition)
+        self.stats = Stats(partition=self._scheme.partition or config.sync.partition)
         self.bucket_bytes = config.sync.bucket_bytes
         self.rank = view.rank
         self._metrics.set_rank(view.rank)
@@ -111,6 +114,7 @@ class Cluster(Communicator):
                 self._metrics.steps.inc()
         begin_ns, is_staged = now_ns(), not tensor.is_cpu
         try:
+            tensor, back = self._transfers.convert(tensor)
             expected_rows = previous.pulled_rows if previous else 0
             with self._spans("compact", name, progress.step) as span:
                 transfer = self._transfers.begin(tensor, name, expected_rows, contributes)
@@ -137,7 +141,7 @@ class Cluster(Communicator):
             handle.fail(error)
 
         self._staging.add(transfer, push, fail)
-        return handle
+        return handle if back is None else Converted(handle, back)
 
     def barrier(self) -> None:
         """As :meth:`Session.barrier`."""
@@ -226,6 +230,7 @@ class Cluster(Communicator):
                     codec=part.codec,
                     average=average,
                     again=again,
+                    answer=self._scheme.pull_codec,
                 ),
                 part.frames,
             )

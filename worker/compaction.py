@@ -21,7 +21,7 @@ from zenps.wire.tensors import tensor_bytes, tensor_from_bytes
 
 from .transfer import Cut, Part, Sent, Transfer, table_shape
 
-__all__ = ["SparseTransfer", "as_sparse", "as_table", "cut_rows", "row_numbers"]
+__all__ = ["SparseTransfer", "as_sparse", "as_table", "coalesced", "cut_rows", "row_numbers"]
 
 
 def as_table(tensor: Tensor) -> Rows:
@@ -52,6 +52,18 @@ def as_sparse(rows: Tensor, values: Tensor, shape: torch.Size, sparse_dim: int) 
     return torch.sparse_coo_tensor(
         indices, values, shape, device=values.device, is_coalesced=True, check_invariants=False
     )
+
+
+def coalesced(tensor: Tensor, kernels: Kernels) -> Tensor:
+    """A sparse COO tensor without duplicates; on the CPU, they are added in order of occurrence.
+
+    Raises:
+        TensorError: of several sparse dimensions, an index lies outside its own.
+    """
+    if not tensor.is_cpu:
+        return tensor.detach().coalesce()
+    rows, values = kernels.compact(*as_table(tensor))
+    return as_sparse(rows, values, tensor.shape, tensor.sparse_dim())
 
 
 def row_numbers(indices: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:

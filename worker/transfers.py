@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -19,6 +19,7 @@ from zenps.kernels.cpu import CpuKernels
 from zenps.kernels.place import Placement
 from zenps.layout import Layout, LayoutCache
 from zenps.placement import place_on
+from zenps.schemes import SCHEMES, Scheme
 from zenps.strategies.centralized import home_slot
 from zenps.strategies.parallel import Parallel
 from zenps.strategies.registry import strategy
@@ -27,6 +28,7 @@ from zenps.wire.messages import POSITION_BYTES
 from .accelerator import Accelerator, CudaAccelerator
 from .compaction import SparseTransfer
 from .dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
+from .forms import convert
 from .recut import recut
 from .staged import StagedDense, StagedSparse
 from .transfer import Cut, Sent, Transfer, table_shape
@@ -50,6 +52,8 @@ class Transfers:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self._scheme = SCHEMES[config.sync.scheme]
+        self._codec = self._scheme.push_codec or config.sync.codec
         self._ring: _Ring
         self._epoch = 0
         self._pool = BufferPool(POOL_BYTES)
@@ -69,7 +73,7 @@ class Transfers:
             owners, servers: who owns each slot, and the servers' ranks.
         """
         if epoch != self._epoch:
-            self._ring = _Ring(self._config, epoch, owners, servers)
+            self._ring = _Ring(self._config, self._scheme, epoch, owners, servers)
             self._epoch = epoch
 
     def begin(self, tensor: Tensor, name: str, expected_rows: int, contributes: bool) -> Transfer:
@@ -91,6 +95,12 @@ class Transfers:
             return _begin_dense(cut, self._pool, contributes, tensor)
         return StagedDense(tensor, partial(_begin_dense, cut, gpu.pinned, contributes), gpu)
 
+    def convert(self, tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+        """As :func:`~zenps.worker.forms.convert`; None where the scheme sends it as it is."""
+        if self._scheme.keys == "rows" or not tensor.is_sparse:
+            return tensor, None
+        return convert(tensor, self._scheme.keys, self._kernels)
+
     def recut(self, name: str, sent: Sent) -> Sent:
         """What the tensor ``name`` pushes under the present ring: ``sent`` itself if it was cut by that."""
         ring = self._ring
@@ -100,18 +110,17 @@ class Transfers:
             rows = sent.cut.layout.rows_total
             cut = ring.cut_sparse(name, rows, sent.columns, sent.dtype, sent.expected_rows)
         # Layouts are equal only to themselves. A ring makes each but once, unless there are very many.
-        return sent if cut == sent.cut else recut(sent, cut, self._config.sync.codec)
+        return sent if cut == sent.cut else recut(sent, cut, self._codec)
 
     def _begin_sparse(
         self, tensor: Tensor, name: str, expected_rows: int, gpu: Accelerator | None
     ) -> Transfer:
-        codec = self._config.sync.codec
         rows, columns = table_shape(tensor)
         cut = self._ring.cut_sparse(name, max(rows, 1), columns, tensor.dtype, expected_rows)
         if gpu is None:
-            return SparseTransfer(tensor, cut, codec, self._kernels, expected_rows)
+            return SparseTransfer(tensor, cut, self._codec, self._kernels, expected_rows)
         place = partial(self._placement, gpu)
-        return StagedSparse(tensor, cut, codec, self._config.cuda, place, gpu, expected_rows)
+        return StagedSparse(tensor, cut, self._codec, self._config.cuda, place, gpu, expected_rows)
 
     def _accelerator(self, device: torch.device) -> Accelerator | None:
         """None for the CPU."""
@@ -144,16 +153,24 @@ class _Ring:
 
     Args:
         config: all settings.
+        scheme: the one of ``sync.scheme``.
         epoch, owners, servers: as for :meth:`Transfers.set_ring`.
     """
 
     def __init__(
-        self, config: Config, epoch: int, owners: NDArray[np.uint16], servers: Sequence[int]
+        self,
+        config: Config,
+        scheme: Scheme,
+        epoch: int,
+        owners: NDArray[np.uint16],
+        servers: Sequence[int],
     ) -> None:
         self._config = config
+        self._scheme = scheme
         self._epoch = epoch
-        self._owners = owners
-        chosen = strategy(config.sync.partition)
+        # Sorted, each server's slots are neighbours, and as many as the ring has given it.
+        self._owners = owners = np.sort(owners) if scheme.ranges else owners
+        chosen = strategy(scheme.partition or config.sync.partition)
         self._sparse, self._dense = (
             LayoutCache(kind, config.sync.seed, owners, servers, config.sync.table_bytes)
             for kind in (chosen, chosen if chosen.per_tensor else Parallel())
@@ -165,7 +182,8 @@ class _Ring:
         Raises:
             TensorError: a row is too large for a message.
         """
-        layout = self._sparse.get(name, rows, 1 if columns > 1 else self._config.sync.granule)
+        is_wide = columns > 1 or self._scheme.keys == "elements"
+        layout = self._sparse.get(name, rows, 1 if is_wide else self._config.sync.granule)
         row_bytes = columns * dtype.itemsize + POSITION_BYTES
         most_bytes = self._config.cluster.max_message_bytes // 2
         if layout.granule * row_bytes > most_bytes:
@@ -194,5 +212,7 @@ class _Ring:
         widest = max(np.diff(layout.server_bounds).tolist())
         # Half a message for the values leaves room for positions, bitmaps and envelopes.
         at_least = -(-widest * row_bytes // (self._config.cluster.max_message_bytes // 2))
+        if not self._scheme.streams:
+            return max(1, at_least)
         per_server = expected_bytes * widest // layout.size
         return max(1, at_least, -(-per_server // self._config.sync.chunk_bytes))

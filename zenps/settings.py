@@ -13,6 +13,8 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, get_args, get_typ
 import msgspec
 from msgspec import Meta
 
+from zenps.schemes import SchemeName
+
 __all__ = [
     "FIELDS",
     "MOST_NAMES",
@@ -114,6 +116,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How gradients travel."""
 
+    scheme: Annotated[
+        SchemeName,
+        Meta(
+            description="[in which form gradients travel, and to whom](schemes.md); "
+            "all but zenps bring their own partition and codec"
+        ),
+    ] = "zenps"
     partition: Annotated[
         str,
         Meta(
@@ -264,5 +273,6 @@ def shared_settings(config: Config) -> dict[str, str | int | float]:
         "sync.chunk_bytes": config.sync.chunk_bytes,
         "sync.granule": config.sync.granule,
         "sync.partition": config.sync.partition,
+        "sync.scheme": config.sync.scheme,
         "sync.seed": config.sync.seed,
     }

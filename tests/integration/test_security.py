@@ -48,6 +48,7 @@ SETTINGS = {
     "sync.chunk_bytes": 8 << 20,
     "sync.granule": 32,
     "sync.partition": "balanced",
+    "sync.scheme": "zenps",
     "sync.seed": 0x5A454E,
 }
 

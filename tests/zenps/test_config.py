@@ -81,6 +81,7 @@ def test_precedence(tmp_path: Path, height: int) -> None:
 def test_every_field_can_be_set_by_its_variable() -> None:
     other = {"sync.partition": "parallel", "sync.codec": "coo", "log.level": "debug", "log.format": "json"}
     other |= {"cuda.compaction": "hash", "cuda.serial_factor": "0.5", "cluster.on_worker_loss": "continue"}
+    other |= {"sync.scheme": "zen"}
     for name, field in FIELDS.items():
         text = other.get(name) or ("h:1" if field.kind is str else "16777216" if "_bytes" in name else "2")
         variable = "ZENPS_" + name.replace(".", "_").upper()
@@ -154,7 +155,8 @@ class TestUnknownKeys:
     def test_in_set(self) -> None:
         assert refusal(sets=["sync.partitoin=x"]) == (
             "sync.partitoin: unknown key; did you mean sync.partition? "
-            "(sync has: partition, codec, chunk_bytes, bucket_bytes, granule, table_bytes, seed, trace)"
+            "(sync has: scheme, partition, codec, chunk_bytes, bucket_bytes, granule, table_bytes, seed, "
+            "trace)"
         )
         sections = "cluster, sync, cuda, security, metrics, status, log"
         assert refusal(sets=["zzz=x"]) == f"zzz: unknown key; sections: {sections}"

@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from zenps.codecs.base import CodecName
 from zenps.lateness import MOST_RANKS
+from zenps.schemes import Answer
 
 __all__ = [
     "LAST_BARRIER",
@@ -309,6 +310,8 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
     average: bool
     again: bool = False
     """Whether the round began under an older ring: others may have ended it, and have to push it again."""
+    answer: Answer = "auto"
+    """How the union's positions shall travel."""
 
 
 # ── server → worker ─────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,57 @@
+"""The schemes: each a preset of what is exchanged, with whom, and in which form.
+
+``zenps`` is ours; the others are the systems that the papers compare with Zen (OSDI '25, §2.3 and §4.1),
+on the same tensors and the same links. Known here without torch, as names of settings are.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, get_args
+
+from msgspec import Struct
+
+from zenps.codecs.base import CodecName
+
+__all__ = ["SCHEMES", "Answer", "Scheme", "SchemeName"]
+
+SchemeName = Literal["zenps", "zen", "sparse-ps", "byteps"]
+
+Answer = CodecName | Literal["auto"]
+"""How the positions of a union travel; auto: as suits the chunk."""
+
+
+class Scheme(Struct, frozen=True, kw_only=True):
+    """What becomes of a tensor. The defaults are those of ``zenps``, which goes by the settings.
+
+    Attributes:
+        keys: what a sparse tensor's positions count: its rows; each element of them; or nothing, for it
+            travels dense.
+        partition: the strategy; "": as ``sync.partition`` says.
+        ranges: whether each server owns one contiguous range of positions, not the slots that the ring
+            deals it.
+        push_codec: of positions that are pushed; "": as ``sync.codec`` says.
+        pull_codec: of positions that are pulled.
+        streams: whether tensors are cut into chunks of ``sync.chunk_bytes``, so that one is summed while the
+            next travels.
+    """
+
+    keys: Literal["rows", "elements", "none"] = "rows"
+    partition: str = ""
+    ranges: bool = False
+    push_codec: CodecName | Literal[""] = ""
+    pull_codec: Answer = "auto"
+    streams: bool = True
+
+
+SCHEMES: Final[dict[SchemeName, Scheme]] = {
+    "zenps": Scheme(),
+    # §3: balanced parallelism by element, pushed as COO, pulled as a hash bitmap.
+    "zen": Scheme(
+        keys="elements", partition="balanced", push_codec="coo", pull_codec="bitmap", streams=False
+    ),
+    # Parallax and its like: contiguous ranges of rows, whichever of them are hot.
+    "sparse-ps": Scheme(partition="parallel", ranges=True, push_codec="coo", pull_codec="coo", streams=False),
+    # A parameter server for dense tensors (OSDI '20).
+    "byteps": Scheme(keys="none", partition="parallel"),
+}
+assert tuple(SCHEMES) == get_args(SchemeName)
