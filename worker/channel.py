@@ -27,9 +27,10 @@ from zenps.errors import PeerLostError, ProtocolError, UsageError, ZenPSError
 from zenps.keys import Keys, node_name
 from zenps.metrics import WorkerMetrics
 from zenps.settings import ClusterConfig
+from zenps.wire.curve import Handshakes
 from zenps.wire.frames import CorruptedError, Decoder, encode
 from zenps.wire.messages import FromServer, Member, View
-from zenps.wire.sockets import Socket, connect_dealer, receive_frames, send_frames
+from zenps.wire.sockets import Socket, connect, open_dealer, receive_frames, send_frames
 
 from .exchange import Exchange
 from .handle import Handle
@@ -83,12 +84,16 @@ class Channel:
         self._handles: dict[int, Handle] = {}
         self._next_tick = 0.0
         self._admitted = 0
-        self._connect = partial(
-            connect_dealer, ctx, identity=identity, max_message_bytes=cluster.max_message_bytes, keys=keys
+        self._ctx = ctx
+        self._keys = keys
+        self._open = partial(
+            open_dealer, ctx, identity=identity, max_message_bytes=cluster.max_message_bytes, keys=keys
         )
         self._servers: dict[int, tuple[str, Socket]] = {}
         """Each server's address and the socket to it."""
         self._ranks: dict[Socket, int] = {}
+        self._handshakes: dict[int, Handshakes] = {}
+        """Of each server's socket; only with keys can one fail for good."""
         self.follow: Callable[[View], None]
         """Is called with each view, at once before the channel goes by it; set before the first one."""
         self.cut_again: CutAgain
@@ -233,8 +238,10 @@ class Channel:
             for socket, _ in self._poller.poll(int(1000 * (min(until, self._next_tick) - now)) + 1):
                 if isinstance(socket, int):
                     self._wake_reader.recv(4096)
-                else:
+                elif socket in self._ranks:
                     self._receive(socket)
+                else:
+                    self._look_for_refusals()
 
     # ── with the role ───────────────────────────────────────────────────────────────────────────
 
@@ -258,6 +265,17 @@ class Channel:
         if self._exchange.in_flight and (error := self._reach.look(now)):
             self._execute(self._exchange.on_lost(error))
 
+    def _look_for_refusals(self) -> None:
+        """Sending does not always tell: libzmq may still take messages for a server that has refused us."""
+        for rank, handshakes in self._handshakes.items():
+            if any(failure != "other" for failure in handshakes.failures()):
+                self._lose(rank)
+                return
+
+    def _lose(self, rank: int) -> None:
+        reason = f"server {rank} has refused this worker; see its log and its security.keys"
+        self._execute(self._exchange.on_lost(PeerLostError(reason)))
+
     def _reconnect(self, servers: dict[int, Member]) -> None:
         if self._closed and servers:
             return
@@ -266,10 +284,18 @@ class Channel:
                 self._reach.on_answer(rank)
                 self._poller.unregister(socket)
                 del self._servers[rank], self._ranks[socket]
+                if rank in self._handshakes:
+                    handshakes = self._handshakes.pop(rank)
+                    self._poller.unregister(handshakes.socket)
+                    handshakes.close()
                 socket.close(linger=0)
         for rank, server in servers.items():
             if rank not in self._servers:
-                socket = self._connect(address=server.address, peer=node_name("server", rank))
+                socket = self._open(peer=node_name("server", rank))
+                if self._keys is not None:
+                    self._handshakes[rank] = handshakes = Handshakes(self._ctx, socket)
+                    self._poller.register(handshakes.socket, zmq.POLLIN)
+                connect(socket, server.address)
                 self._reach.on_connect(server, time.monotonic())
                 self._servers[rank] = server.address, socket
                 self._ranks[socket] = rank
@@ -297,10 +323,7 @@ class Channel:
                     try:
                         self._send(out)
                     except zmq.Again:
-                        reason = (
-                            f"server {out.server} has refused this worker; see its log and its security.keys"
-                        )
-                        self._execute(self._exchange.on_lost(PeerLostError(reason)))
+                        self._lose(out.server)
                         return
                 case Deliver(round=round_, server=server, result=result, frames=frames, last=last):
                     handle = self._handles.pop(id(round_)) if last else self._handles[id(round_)]
