@@ -21,7 +21,7 @@ FLOORS = (
     | {"collectors", "guard", "output", "processes", "schemes", "timeline", "trace", "transitions"},
     {"settings", "values", "config", "keys", "log", "strategies"},
     {"wire", "layout", "placement"},
-    {*ROLES, "doctor", "environments", "health", "launch", "status", "tables"},
+    {*ROLES, "doctor", "environments", "health", "launch", "plan", "status", "tables"},
     {*DOORS},
 )
 FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}

@@ -367,7 +367,7 @@ def _index_bytes(span: int) -> int:
 
 def _blocks(tensor: Tensor, density: float) -> float:
     """The share of blocks with a row in them, were rows spread at random."""
-    return 1 - (1 - density) ** max(BLOCK_ELEMENTS / tensor.columns, 1.0)
+    return 1 - math.pow(1 - density, max(BLOCK_ELEMENTS / tensor.columns, 1.0))
 
 
 def _skew(tensor: Tensor, density: float) -> float:
