@@ -99,7 +99,8 @@ def thinned(rows: Rows, halvings: int) -> Rows:
     if not halvings:
         return rows
     hashed = rows.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    return rows[hashed >> np.uint64(64 - halvings) == 0]
+    left: Rows = rows[hashed >> np.uint64(64 - halvings) == 0]
+    return left
 
 
 def encode(item: Header | Push) -> bytes:
