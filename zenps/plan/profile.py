@@ -100,7 +100,8 @@ class Profile:
         samples = {(rank, push.step): thinned(push.row_numbers(), halvings) for rank, push in pushes}
         self.samples = len(samples)
         self._kept = 0.5**halvings
-        self._items, self._counts, self._growth = _accumulate(samples.values(), self.rows * self._kept)
+        items, self._counts, self._growth = _accumulate(samples.values(), self.rows * self._kept)
+        self._slots = items * SLOTS // self.rows
         self.overlap = _mean_overlap(samples, others=True)
         self.step_overlap = _mean_overlap(samples, others=False)
         self._blocks: Growth | None = None
@@ -125,9 +126,8 @@ class Profile:
             workers: of whose union; 0: of what is pushed to it, by all together.
         """
         weights = self._growth.chances(workers)[self._counts] if workers else self._counts
-        ends = [len(part) for part in np.array_split(np.empty(SLOTS), parts)]
-        bounds = np.cumsum(ends) * self.rows // SLOTS  # servers own whole slots
-        counts = np.bincount(np.searchsorted(bounds, self._items, "right"), weights, minlength=parts)
+        by_slot = np.bincount(self._slots, weights, minlength=SLOTS)
+        counts = np.array([part.sum() for part in np.array_split(by_slot, parts)])  # servers own whole slots
         return float(counts.max() / counts.mean()) if counts.any() else 1.0
 
     def as_tensor(self, links: Links) -> costs.Tensor:
