@@ -162,7 +162,7 @@ def _reasons(
     if ratio < 1 and next_best in SCHEMES:
         said.append(f"{choice} is taken unless another wins by {MARGIN - 1:.0%}.")
     elif ratio < 1:
-        said.append("It does not run here.")
+        said.append("It cannot be set as sync.scheme.")
     said.append(_where_it_changes(links.workers, by_count, choice))
     return said
 
@@ -195,7 +195,9 @@ def _where_it_changes(workers: int, by_count: dict[int, dict[str, Cost]], choice
     below = [count for count in choices if count < workers and choices[count] != choice]
     told = [f"Up to {max(below)} workers, {choices[max(below)]} is ahead."] if below else []
     told += [f"From {above} workers on, {choices[above]} is ahead."] if above is not None else []
-    return " ".join(told) or f"It is the one to take from 2 workers to {MOST_WORKERS}."
+    return (
+        " ".join(told) or f"Of those that can be set, it is the one to take from 2 workers to {MOST_WORKERS}."
+    )
 
 
 def _notes(found: Sequence[Profile]) -> list[str]:
@@ -214,8 +216,8 @@ def _notes(found: Sequence[Profile]) -> list[str]:
                 f"{profile.overlap:.2f}; steps stand for workers beyond {profile.workers}, so that their "
                 f"unions may be {'larger' if profile.overlap < profile.step_overlap else 'smaller'}"
             )
-        if profile.is_sparse and profile.workers == 1:
-            notes.append(f"{name}: only one worker was recorded, whose steps stand for others")
+    if all(profile.workers == 1 for profile in found):
+        notes.append("only one worker was recorded, whose steps stand for others")
     return notes
 
 

@@ -78,7 +78,7 @@ def test_notes_say_what_to_doubt(made_up: Any) -> None:
     assert "unions may be larger" in note
     alone, _ = profiles(steady)
     assert make_plan(alone, links(), COUNTS, ["lr"]).notes == [
-        "'table': only one worker was recorded, whose steps stand for others",
+        "only one worker was recorded, whose steps stand for others",
         "pushed in fewer than half of the steps: lr",
     ]
 
