@@ -17,11 +17,11 @@ DOORS = ("__init__", "cli")
 
 # From the ground up; a part imports from its own floor and those below.
 FLOORS = (
-    {"buffers", "clock", "errors", "metrics", "keyspace", "lateness", "ring", "codecs", "kernels"}
+    {"buffers", "clock", "costs", "errors", "metrics", "keyspace", "lateness", "ring", "codecs", "kernels"}
     | {"collectors", "guard", "output", "processes", "schemes", "timeline", "trace", "transitions"},
     {"settings", "values", "config", "keys", "log", "strategies"},
     {"wire", "layout", "placement"},
-    {*ROLES, "doctor", "environments", "health", "launch", "status", "tables"},
+    {*ROLES, "doctor", "environments", "health", "launch", "plan", "status", "tables"},
     {*DOORS},
 )
 FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}

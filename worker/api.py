@@ -19,6 +19,7 @@ from .alone import Alone
 from .cluster import Cluster
 from .communicator import Communicator, Pending, Stats, check_name
 from .exits import exit_on_sigterm, leave_at_exit, restore_sigterm
+from .recorder import Recorder, open_recorder
 from .transfer import check_tensor
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 _communicator: Communicator | None = None
+_recorder: Recorder | None = None
 _changing = threading.Lock()
 
 
@@ -55,7 +57,7 @@ def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
         MismatchError: a shared setting is not the scheduler's.
         UsageError: called twice, or the rank is taken.
     """
-    global _communicator
+    global _communicator, _recorder
     with _changing:
         if _communicator is not None:
             raise UsageError("zenps.init() was called before; call zenps.shutdown() first")
@@ -73,6 +75,7 @@ def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
         except BaseException:  # SIGTERM meanwhile, too
             restore_sigterm()
             raise
+        _recorder = open_recorder(_communicator.rank, _communicator.size)
 
 
 def shutdown() -> None:
@@ -167,6 +170,8 @@ def push_pull_async(tensor: Tensor, name: str, average: bool = True) -> Pending:
     world = communicator()
     check_name(name)
     check_tensor(tensor, average)
+    if _recorder is not None:
+        _recorder.note(tensor, name)
     return world.push_pull_async(tensor, name, average=average)
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from zenps.config import Config, Loaded, describe, load, rank_from_environment, require_cluster
 from zenps.errors import ConfigError, ZenPSError, listing
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, command = _split_command(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     args = parser.parse_args(options)
-    if bool(command) != args.takes_command:
+    if args.takes_command is not None and bool(command) != args.takes_command:
         args.parser.error("expected -- CMD [ARG ...]" if args.takes_command else "unexpected -- CMD")
     args.command = command
     try:
@@ -85,10 +86,11 @@ def _parser() -> argparse.ArgumentParser:
         name: str,
         run: Callable[[argparse.Namespace], int],
         summary: str,
-        command: bool = False,
+        command: bool | None = False,
         operand: str = "",
     ) -> argparse.ArgumentParser:
-        usage = f"zenps {name} [options]{operand}" + (" -- CMD [ARG ...]" if command else "")
+        usage = f"zenps {name} [options]{operand}"
+        usage += {True: " -- CMD [ARG ...]", None: " [-- CMD [ARG ...]]", False: ""}[command]
         sub = subcommands.add_parser(
             name,
             parents=[common],
@@ -127,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     trace = add("trace", _trace, "make one timeline of those of several processes", operand=" OUT PART...")
     trace.add_argument("out", type=Path, metavar="OUT", help="the file to write")
     trace.add_argument("parts", type=Path, nargs="+", metavar="PART", help="what sync.trace had a role write")
+    _add_plan(add("plan", _plan, "say which scheme suits CMD, or a trace of it, and a network", command=None))
     keygen = add(
         "keygen", _keygen, "make the keys that a directory lacks: who may be which node", operand=" DIR"
     )
@@ -135,6 +138,33 @@ def _parser() -> argparse.ArgumentParser:
         counted.add_argument("--workers", metavar="N", help="number of workers: cluster.workers")
         counted.add_argument("--servers", metavar="M", help="number of servers: cluster.servers")
     return parser
+
+
+def _add_plan(plan: argparse.ArgumentParser) -> None:
+    options: dict[str, tuple[str, str, Any]] = {
+        "--trace": ("FILE", "with CMD, keep what is recorded here; without, plan by this", None),
+        "--steps": ("N", "how many steps of CMD are recorded (default: 20)", "20"),
+        "--local-workers": ("N", "how many workers run CMD here (default: 2)", "2"),
+        "--workers": ("N[,N...]", "plan for so many; others for comparison (default: 8, 16, ... 1024)", None),
+        "--servers": ("N", "hosts with a server alone (default: 0, a server on each worker's host)", "0"),
+        "--bandwidth": ("RATE", "of each host, in each direction (default: 10Gbit)", "10Gbit"),
+        "--latency": ("TIME", "of one message (default: 50us)", "50us"),
+        "--write": ("FILE", "set sync.scheme in this file of settings", None),
+        "--plot": ("DIR", "draw curves into this folder; needs matplotlib", None),
+    }
+    for name, (metavar, summary, default) in options.items():
+        is_path = name in ("--trace", "--write", "--plot")
+        kind = Path if is_path else str
+        # Not cluster.workers, which launch and keygen set by an option of this name.
+        plan.add_argument(
+            name,
+            dest=f"plan_{name[2:].replace('-', '_')}",
+            type=kind,
+            metavar=metavar,
+            default=default,
+            help=summary,
+        )
+    plan.add_argument("--json", action="store_true", help="for programs")
 
 
 def _common_options() -> argparse.ArgumentParser:
@@ -321,6 +351,30 @@ def _trace(args: argparse.Namespace) -> int:
     count = merge(args.parts, args.out)
     print(f"{args.out}: {count} process(es); chrome://tracing and https://ui.perfetto.dev show it")
     return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    config = _load(args).config
+    from zenps.plan.command import Request, answer
+
+    request = Request.from_options(args, config.cluster.workers)
+    with request.trace_file() as trace:
+        if args.command and (code := _record(args, request.steps, request.local_workers, trace)):
+            return code
+        answer(request, trace)
+    return 0
+
+
+def _record(args: argparse.Namespace, steps: int, workers: int, trace: Path) -> int:
+    """Runs CMD on a cluster of its own, whatever the settings say of the one to come."""
+    _require_command(args.command)
+    from zenps.plan.recorded import record
+
+    own = [f"cluster.workers={workers}", "cluster.servers=1", "cluster.scheduler=", "sync.scheme=zenps"]
+    own += ["sync.trace=", "security.keys=", "security.secret="]
+    args.set = [*args.set, *own]
+    loaded = _load(args)
+    return record(loaded.config, args.command, _environment(args, loaded), steps, trace)
 
 
 def _keygen(args: argparse.Namespace) -> int:

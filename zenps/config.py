@@ -49,8 +49,11 @@ __all__ = [
     "restarts_from_environment",
 ]
 
-RESERVED: Final = frozenset({"ZENPS_CONFIG"})
-"""``ZENPS_*`` variables that are not settings; any other that names no field is refused."""
+RESERVED: Final = frozenset({"ZENPS_CONFIG", "ZENPS_PLAN_TRACE", "ZENPS_PLAN_STEPS"})
+"""``ZENPS_*`` variables that are not settings; any other that names no field is refused.
+
+The last two are how ``zenps plan`` tells the workers that it starts what to record.
+"""
 
 
 class Loaded(NamedTuple):

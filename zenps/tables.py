@@ -1,8 +1,9 @@
-"""What ``zenps config``, ``status`` and ``doctor`` print for people: tables on stdout."""
+"""What ``zenps config``, ``status``, ``doctor`` and ``plan`` print for people: tables on stdout."""
 
 from __future__ import annotations
 
 import json
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 
@@ -17,17 +18,21 @@ from rich.text import Text
 from zenps.config import Setting
 from zenps.doctor import Check
 from zenps.errors import ConfigError
+from zenps.plan.planner import Plan, TensorSummary, show_bytes, show_seconds
 from zenps.ring import SLOTS
 from zenps.status import late_workers, throughput
 from zenps.values import format_bytes
 from zenps.wire.messages import NodeStatus, Status
 
-__all__ = ["settings_to_json", "show_checks", "show_settings", "show_status", "watch_status"]
+__all__ = ["settings_to_json", "show_checks", "show_plan", "show_settings", "show_status", "watch_status"]
 
 MAX_COLUMNS = 10_000
 
 DESCRIPTION_COLUMNS = 50
 """A description that is wrapped to less is hard to read."""
+
+TEXT_COLUMNS = 100
+"""Of a paragraph."""
 
 SHOWN_CHANGES = 8
 
@@ -37,7 +42,20 @@ _STATE_STYLES = {"running": "green", "present": "green", "failed": "bold red", "
 _VERDICT_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 _NODES = ("role", "rank", "host", "pid", "address", "metrics", "state", "epoch", "slots", "silent")
 _LOADS = ("role", "rank", "step", "rounds", "in", "out", "time", "held", "open", "late")
-_NUMBERS = frozenset({"rank", "pid", "epoch", "slots", "silent", *_LOADS[2:]})
+_TENSORS = (
+    "tensor",
+    "rows",
+    "columns",
+    "pushed",
+    "overlap",
+    "γ 2",
+    "γ 8",
+    "γ 64",
+    "γ 1024",
+    "skew 8",
+    "skew 128",
+)
+_NUMBERS = frozenset({"rank", "pid", "epoch", "slots", "silent", *_LOADS[2:], *_TENSORS[1:]})
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -208,6 +226,52 @@ def show_checks(checks: Sequence[Check]) -> None:
         _print(Text.assemble(verdict, f"{check.name:<{width}}  {_printable(check.found)}"))
         if check.advice:
             _print(Text(f"{'':<{5 + width}}  → {_printable(check.advice)}"))
+
+
+def show_plan(plan: Plan) -> None:
+    """The tensors; the seconds of a step under each scheme; the scheme to take, and why."""
+    tensors = _table(*_TENSORS)
+    for tensor in plan.tensors:
+        tensors.add_row(Text(_printable(tensor.tensor)), *_tensor_row(tensor))
+    schemes = list(dict.fromkeys(prediction.scheme for prediction in plan.predictions))
+    missing = {prediction.scheme for prediction in plan.predictions if not prediction.exists}
+    costs = _table("scheme")
+    seconds = {(p.scheme, p.workers): p.seconds for p in plan.predictions}
+    counts = list(dict.fromkeys(p.workers for p in plan.predictions))
+    for workers in counts:
+        costs.add_column(f"n = {workers}", no_wrap=True, justify="right")
+    for scheme in schemes:
+        cells = []
+        for workers in counts:
+            is_best = seconds[scheme, workers] == min(seconds[other, workers] for other in schemes)
+            cells.append(Text(show_seconds(seconds[scheme, workers]), "bold green" if is_best else ""))
+        costs.add_row(scheme + ("*" if scheme in missing else ""), *cells)
+    where = (
+        f"{plan.servers} servers on hosts of their own" if plan.servers else "a server on each worker's host"
+    )
+    latency = show_seconds(plan.latency_seconds)
+    network = f"{show_bytes(plan.bytes_per_second)}/s each way, {latency} a message, {where}"
+    _print(tensors)
+    _print(Text(f"\nA step's synchronisation: {network}"))
+    _print(costs)
+    if missing:
+        _print(Text("* cannot be set as sync.scheme", "dim"))
+    _print(Text(f"\n{textwrap.fill(_printable(plan.reason), TEXT_COLUMNS)}"))
+    for note in plan.notes:
+        _print(Text(textwrap.fill(f"note: {_printable(note)}", TEXT_COLUMNS), "yellow"))
+
+
+def _tensor_row(tensor: TensorSummary) -> list[str]:
+    if not tensor.is_sparse:
+        return [str(tensor.rows), "1", "dense", *[""] * (len(_TENSORS) - 4)]
+    return [
+        str(tensor.rows),
+        str(tensor.columns),
+        f"{tensor.density:.3%}",
+        "" if tensor.overlap is None else f"{tensor.overlap:.2f}",
+        *(f"{tensor.densification[count]:.3g}" for count in (2, 8, 64, 1024)),
+        *(f"{tensor.skewness[parts]:.3g}" for parts in (8, 128)),
+    ]
 
 
 def _table(*columns: str) -> Table:

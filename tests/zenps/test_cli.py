@@ -42,6 +42,7 @@ SUBCOMMANDS = [
     "keygen",
     "health",
     "trace",
+    "plan",
 ]
 
 BAD_SETTINGS = {
@@ -71,6 +72,7 @@ def test_every_subcommand_refuses_a_bad_setting(zenps: Any, subcommand: str) -> 
         "keygen": ["keys"],
         "health": ["--role", "server"],
         "trace": ["out", "part"],
+        "plan": ["--trace", "file"],
     }
     done = zenps(subcommand, "--set", "log.level=loud", *operands.get(subcommand, []))
     assert_refused(done, "log.level", "'loud'", "debug, info")

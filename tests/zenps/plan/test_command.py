@@ -1,0 +1,76 @@
+"""``zenps plan`` by a trace that is there: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from zenps.cli import main
+from zenps.plan.recording import encode
+
+
+@pytest.fixture
+def trace(tmp_path: Path, made_up: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """In a folder without settings."""
+    monkeypatch.chdir(tmp_path)
+    pushes = made_up(np.where(np.arange(8192) < 1024, 0.4, 0.01), name="a [bold]table")
+    (tmp_path / "t").write_bytes(b"".join(encode(item) for pair in pushes for item in pair))
+    (tmp_path / "train.py").write_text("import zenps")
+    return "t"
+
+
+def test_json_is_the_whole_plan(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--workers", "4,512", "--servers", "2", "--bandwidth", "1Gbit", "--latency", "1ms", "--json"]
+    assert main(["plan", "--trace", trace, *options, "--write", "new.toml"]) == 0
+    out, err = capsys.readouterr()
+    plan = json.loads(out)
+    assert (plan["workers"], plan["servers"], plan["scheme"]) == (4, 2, "zenps")
+    assert (plan["bytes_per_second"], plan["latency_seconds"]) == (1.25e8, 1e-3)
+    (tensor,) = plan["tensors"]
+    assert (tensor["rows"], tensor["columns"], tensor["is_sparse"]) == (8192, 16, True)
+    assert tensor["skewness"]["8"] == pytest.approx(8 * 409.6 / (409.6 + 71.7), rel=0.03)
+    assert {prediction["workers"] for prediction in plan["predictions"]} == {4, 512}
+    assert err == "set sync.scheme = 'zenps' in new.toml\n"
+    assert Path("new.toml").read_text() == '[sync]\nscheme = "zenps"\n'
+
+
+def test_tables_are_for_people(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--trace", trace]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].split()[:4] == ["a", "[bold]table", "8192", "16"]
+    (heading,) = (line for line in lines if line.startswith("scheme "))
+    assert heading.split() == [
+        "scheme",
+        *(word for n in (8, 16, 32, 64, 128, 256, 512, 1024) for word in ("n", "=", str(n))),
+    ]
+    assert any(line.startswith("zenps for 8 workers: ") for line in lines)
+    assert all(len(line) <= 120 for line in lines)
+
+
+WRONG = {
+    "nothing to plan by": ([], "-- CMD [ARG ...] to record, or --trace FILE"),
+    "no such trace": (["--trace", "nowhere"], "trace = 'nowhere': expected a readable file"),
+    "no trace": (["--trace", "train.py"], "a trace that zenps plan has written"),
+    "bandwidth": (["--trace", "t", "--bandwidth", "10Gbps"], "--bandwidth = '10Gbps'"),
+    "latency": (["--trace", "t", "--latency", "fast"], "--latency = 'fast'"),
+    "workers": (["--trace", "t", "--workers", "8,many"], "--workers = 'many': expected an integer from 2"),
+    "too many": (["--trace", "t", "--workers", "5000"], "--workers = '5000'"),
+    "steps": (["--trace", "t", "--steps", "3"], "--steps = '3': expected an integer from 4"),
+    "config": (["--trace", "t", "--write", "train.py"], "expected TOML"),
+    "command": (["--", "./nowhere"], "CMD = './nowhere'"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "part"), WRONG.values(), ids=WRONG)
+def test_wrong_input_is_refused_in_one_line(
+    trace: str, capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
+) -> None:
+    assert main(["plan", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("zenps: ")
+    assert part in err

@@ -1,0 +1,1 @@
+"""``zenps plan``: which scheme suits a training and a network."""

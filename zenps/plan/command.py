@@ -1,0 +1,115 @@
+"""What was asked of ``zenps plan``, and its answer."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from zenps.costs import Links
+from zenps.errors import ConfigError
+from zenps.tables import show_plan
+
+from .planner import DOUBLINGS, Plan, make_plan, parse_bandwidth, parse_latency
+from .plots import check_plots, write_plots
+from .profile import FEWEST_SAMPLES, profiles
+from .recording import read
+from .written import check_writable, write_scheme
+
+__all__ = ["Request", "answer"]
+
+USUAL_WORKERS = 8
+
+
+class Request(Struct, frozen=True, kw_only=True):
+    """The options, checked."""
+
+    has_command: bool
+    trace: Path | None
+    steps: int
+    local_workers: int
+    counts: list[int]
+    links: Links
+    write: Path | None
+    plot: Path | None
+    json: bool
+
+    @classmethod
+    def from_options(cls, args: argparse.Namespace, workers: int) -> Request:
+        """Args: ``workers``: ``cluster.workers``, to plan for if it is more than one.
+
+        Raises:
+            ConfigError: one is wrong. So whatever is wrong is known before a training is started.
+        """
+        if not args.command and args.plan_trace is None:
+            raise ConfigError("CMD", "", "-- CMD [ARG ...] to record, or --trace FILE with what was recorded")
+        planned = workers if workers > 1 else USUAL_WORKERS
+        usual = ",".join(map(str, [planned, *(count for count in DOUBLINGS if count > planned)]))
+        counts = [_integer("--workers", text, 2, 1024) for text in (args.plan_workers or usual).split(",")]
+        request = cls(
+            has_command=bool(args.command),
+            trace=args.plan_trace,
+            steps=_integer("--steps", args.plan_steps, FEWEST_SAMPLES, 1_000_000),
+            local_workers=_integer("--local-workers", args.plan_local_workers, 1, 64),
+            counts=counts,
+            links=Links(
+                workers=counts[0],
+                servers=_integer("--servers", args.plan_servers, 0, 1024),
+                bytes_per_second=parse_bandwidth(args.plan_bandwidth),
+                latency_seconds=parse_latency(args.plan_latency),
+            ),
+            write=args.plan_write,
+            plot=args.plan_plot,
+            json=args.json,
+        )
+        if request.write is not None:
+            check_writable(request.write)
+        if request.plot is not None:
+            check_plots(request.plot)
+        return request
+
+    @contextlib.contextmanager
+    def trace_file(self) -> Iterator[Path]:
+        """Where the trace is, or is to be."""
+        if self.trace is not None:
+            yield self.trace
+            return
+        with tempfile.TemporaryDirectory(prefix="zenps-plan-") as folder:
+            yield Path(folder) / "trace"
+
+
+def answer(request: Request, trace: Path) -> None:
+    """Plans by ``trace``, prints the plan, and writes what was asked for."""
+    found, rare = profiles(read(trace))
+    plan = make_plan(found, request.links, request.counts, rare)
+    if request.json:
+        print(msgspec.json.format(msgspec.json.encode(plan)).decode())
+    else:
+        show_plan(plan)
+    _write(request, plan)
+
+
+def _write(request: Request, plan: Plan) -> None:
+    said = []
+    if request.plot is not None:
+        said += [f"drew {file}" for file in write_plots(plan, request.plot)]
+    if request.write is not None:
+        before = write_scheme(request.write, plan.scheme)
+        instead = f", which was {before!r}" if before and before != plan.scheme else ""
+        said.append(f"set sync.scheme = {plan.scheme!r}{instead} in {request.write}")
+    if request.trace is not None and request.has_command:
+        said.append(f"recorded {request.trace}")
+    for line in said:
+        print(line, file=sys.stderr if request.json else sys.stdout)
+
+
+def _integer(option: str, text: str, least: int, most: int) -> int:
+    if not (text.isascii() and text.isdecimal() and least <= int(text) <= most):
+        raise ConfigError(option, text, f"an integer from {least} to {most}")
+    return int(text)
