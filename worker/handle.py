@@ -83,6 +83,11 @@ class Handle(Pending):
     def __repr__(self) -> str:
         return f"Handle({self.name!r}, done={self._progress.ended})"
 
+    @property
+    def has_ended(self) -> bool:
+        """What :meth:`done` returns, without a look at what has arrived."""
+        return self._progress.ended
+
     def done(self) -> bool:
         if not self._progress.ended:
             # Nobody may be driving: look once what has arrived.
