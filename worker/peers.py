@@ -29,6 +29,10 @@ __all__ = ["Peers"]
 # How long close() waits for the thread to see that it is over.
 CLOSE_SECONDS = 1.0
 
+# Of rounds that are ready, rank 0 names so many in one message.
+MOST_AT_ONCE = 32
+_NONE = -1
+
 # How long the answer of a meeting that rank 0 has heard may take to get here.
 ANSWER_SECONDS = 30.0
 
@@ -138,7 +142,8 @@ class Peers:
             while self._failure is None:
                 self._hear()
                 if self._met:
-                    self._exchange(self._agree())
+                    for number in self._agree():
+                        self._exchange(number)
                 else:
                     self._await_meeting()
         except GroupError as error:
@@ -184,22 +189,25 @@ class Peers:
                 round_.said = said
                 self._met[said[0].number] = round_
 
-    def _agree(self) -> int:
-        """The number of the round that all ranks do next, once it has met here too."""
-        number = torch.tensor([next(iter(self._met))])
+    def _agree(self) -> list[int]:
+        """The numbers of the rounds that all ranks do next, once they have met here too."""
+        order = torch.full((MOST_AT_ONCE,), _NONE)
         if self._group.rank == 0:
-            self._group.exchange({rank: [number] for rank in range(1, self._group.size)}, {})
-            return int(number)
-        self._group.exchange({}, {0: [number]})
+            ready = list(self._met)[:MOST_AT_ONCE]
+            order[: len(ready)] = torch.tensor(ready)
+            self._group.exchange({rank: [order] for rank in range(1, self._group.size)}, {})
+            return ready
+        self._group.exchange({}, {0: [order]})
+        numbers = [number for number in order.tolist() if number != _NONE]
         until = time.monotonic() + ANSWER_SECONDS
-        while int(number) not in self._met and self._failure is None:
+        while not self._met.keys() >= set(numbers) and self._failure is None:
             if time.monotonic() >= until:
                 raise DeadlineError(
-                    f"round {int(number)} of rank 0: no answer from the servers within {ANSWER_SECONDS:g} s"
+                    f"rounds of rank 0: no answer from the servers within {ANSWER_SECONDS:g} s"
                 )
             self._wait(self._has_heard, until)
             self._hear()
-        return int(number)
+        return numbers
 
     def _exchange(self, number: int) -> None:
         if self._failure is not None:
