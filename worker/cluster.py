@@ -273,7 +273,7 @@ class Cluster(Communicator):
     def _count(
         self, moved: tuple[int, int, int], began: float, compacted_seconds: float, waited_seconds: float
     ) -> None:
-        """Adds a round to statistics and metrics; ``moved`` are bytes pushed, pulled, and if it were dense."""
+        """Adds a round to what is counted; ``moved`` are bytes pushed, pulled, and if it were dense."""
         counters, stats = self._metrics, self.stats
         pushed_bytes, pulled_bytes, dense_bytes = moved
         stats.rounds += 1

@@ -1,7 +1,7 @@
 """What workers tell one another of a tensor before they exchange it. Pure.
 
-They meet at a server: each pushes a row of a small dense tensor, and has all of them once everybody has come. So
-whoever is late, lost, or has another tensor is known, as of any round, before a rank waits for another.
+They meet at a server: each pushes one row of a small dense tensor, and gets all rows once everybody has come.
+So it is known, as of any round, who is late, is lost or has another tensor, before a rank waits for another.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from zenps.errors import listing
 
 __all__ = ["Entry", "disagreement", "entries", "entry_of", "table_of"]
 
-_HEAD = struct.Struct("<qq")
 ENTRY_BYTES = 128
+_HEAD = struct.Struct("<qq")
 
 
 class Entry(NamedTuple):
@@ -39,12 +39,10 @@ class Entry(NamedTuple):
 def entry_of(tensor: Tensor, number: int, rows: int, average: bool) -> Entry:
     """What this rank says of its tensor."""
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-    kind = (
-        f"sparse {dtype} {shape} by {tensor.sparse_dim()} dim(s)"
-        if tensor.is_sparse
-        else f"dense {dtype} {shape}"
-    )
-    return Entry(number, rows, f"{kind}, {'averaged' if average else 'summed'}")
+    how = "averaged" if average else "summed"
+    if tensor.is_sparse:
+        return Entry(number, rows, f"sparse {dtype} {shape} by {tensor.sparse_dim()} dimension(s), {how}")
+    return Entry(number, rows, f"dense {dtype} {shape}, {how}")
 
 
 def table_of(entry: Entry, rank: int, size: int) -> Tensor:
@@ -53,7 +51,7 @@ def table_of(entry: Entry, rank: int, size: int) -> Tensor:
     most = ENTRY_BYTES - _HEAD.size
     if len(what) > most:  # of dozens of dimensions: the end is told apart, if not told
         what = what[: most - 17] + b"~" + xxhash.xxh3_64_hexdigest(what).encode()
-    table = torch.zeros((size, ENTRY_BYTES), dtype=torch.uint8)
+    table = torch.zeros((size, ENTRY_BYTES), dtype=torch.uint8, device="cpu")
     row = _HEAD.pack(entry.number, entry.rows) + what
     table[rank, : len(row)] = torch.frombuffer(bytearray(row), dtype=torch.uint8)
     return table
@@ -61,11 +59,12 @@ def table_of(entry: Entry, rank: int, size: int) -> Tensor:
 
 def entries(table: Tensor) -> list[Entry]:
     """What each rank said, by rank."""
-    rows = [row.numpy().tobytes() for row in table]
-    return [
-        Entry(*_HEAD.unpack_from(row), row[_HEAD.size :].rstrip(b"\0").decode(errors="replace"))
-        for row in rows
-    ]
+    said = []
+    for row in table:
+        data = row.numpy().tobytes()
+        number, rows = _HEAD.unpack_from(data)
+        said.append(Entry(number, rows, data[_HEAD.size :].rstrip(b"\0").decode(errors="replace")))
+    return said
 
 
 def disagreement(said: Sequence[Entry]) -> str:

@@ -64,14 +64,13 @@ class PeerCluster(Cluster):
         """Compacts or copies on this thread; another exchanges. What lies on a GPU is copied first."""
         if tensor.dtype == torch.uint8:  # a broadcast
             return super().push_pull_async(tensor, name, average=average, contributes=contributes)
-        device, given = tensor.device, tensor.detach().cpu()
-        given, back = self._transfers.convert(given)
-        pending: Pending = self._peers.begin(
-            given, name, average, partial(self._transfers.sum, given, average)
-        )
+        device = tensor.device
+        sent, back = self._transfers.convert(tensor.detach().cpu())
+        prepare = partial(self._transfers.sum, sent, average)
+        pending: Pending = self._peers.begin(sent, name, average, prepare)
         if back is not None:
             pending = Converted(pending, back)
-        return pending if tensor.is_cpu else Converted(pending, lambda result: result.to(device))
+        return pending if device.type == "cpu" else Converted(pending, lambda result: result.to(device))
 
     def close(self, *, together: bool = False) -> None:
         """As :meth:`Cluster.close`; connections to the other workers are closed last."""
@@ -94,8 +93,8 @@ class PeerCluster(Cluster):
             return GlooGroup(self.rank, self.size, host, share)
         except GroupError as error:
             raise PeerLostError(
-                f"worker {self.rank} and the others do not reach one another: {error}; set cluster.host on each "
-                "to an address of its machine that all reach, whatever the port"
+                f"worker {self.rank} and the others do not reach one another: {error}; set cluster.host of "
+                "each to an address of its machine that the others reach at any port"
             ) from error
 
     def _meet(self, table: Tensor, name: str) -> Handle:

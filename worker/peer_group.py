@@ -11,6 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,11 +102,12 @@ class GlooGroup(Group):
 
     def __init__(self, rank: int, size: int, host: str, share: Share) -> None:
         self.rank, self.size = rank, size
-        options = dist.ProcessGroupGloo._Options()
+        kind: Any = dist.ProcessGroupGloo  # what torch annotates of it is not all that it has
+        options = kind._Options()
         options._timeout = timedelta(seconds=MOST_SECONDS)
         try:
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-            self._gloo = dist.ProcessGroupGloo(_Addresses(share), rank, size, options)
+            options._devices = [kind.create_device(hostname=host)]
+            self._gloo = kind(_Addresses(share), rank, size, options)
         except RuntimeError as error:
             raise GroupError(-1, f"gloo on {host}: {_first_sentence(error)}") from error
 
@@ -137,11 +139,13 @@ class GlooGroup(Group):
         # gloo has no such call. But once one wait has run out of time, it closes all connections of a group.
         if self.size > 1:
             with contextlib.suppress(RuntimeError):
-                work = self._gloo.recv([torch.empty(1)], (self.rank + 1) % self.size, _NEVER_SENT)
+                work = self._gloo.recv(
+                    [torch.empty(1, device="cpu")], (self.rank + 1) % self.size, _NEVER_SENT
+                )
                 work.wait(timedelta(milliseconds=1))
 
 
-class _Addresses(dist.Store):
+class _Addresses(dist.Store):  # type: ignore[misc, name-defined]  # it is there, though not annotated
     """torch's store, as far as gloo asks for one: a key by each rank, set at once and read by all."""
 
     def __init__(self, share: Share) -> None:
@@ -149,7 +153,7 @@ class _Addresses(dist.Store):
         self._share = share
         self._values: dict[str, bytes] = {}
 
-    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch annotates it as text
+    def set(self, key: str, value: bytes) -> None:
         for shared in self._share(key.encode() + b"\0" + value):
             name, _, address = shared.partition(b"\0")
             self._values[name.decode()] = address
@@ -157,7 +161,7 @@ class _Addresses(dist.Store):
     def get(self, key: str) -> bytes:
         return self._values[key]
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """There is nothing to wait for: :meth:`set` returns when all ranks have set theirs."""
 
 

@@ -114,12 +114,10 @@ class PeerRound(Pending):
         began: when it did, by the performance counter.
 
     Attributes:
-        meeting: ends when all ranks have told one another of the tensor.
+        meeting: ends when all ranks have told one another of the tensor; None before it has begun.
         said: what they said, once they have met and agree.
         sent_bytes, received_bytes: by this rank, for this tensor.
     """
-
-    meeting: Handle
 
     def __init__(
         self,
@@ -134,6 +132,7 @@ class PeerRound(Pending):
         self.sum = sum_
         self.began = began
         self.compacted_seconds = time.perf_counter() - began
+        self.meeting: Handle | None = None
         self.said: Sequence[Entry] = ()
         self.sent_bytes = self.received_bytes = 0
         self._timeout_seconds = timeout_seconds
@@ -145,6 +144,11 @@ class PeerRound(Pending):
 
     def __repr__(self) -> str:
         return f"PeerRound({self.name!r}, done={self.done()})"
+
+    @property
+    def has_met(self) -> bool:
+        """Whether the meeting is over, one way or the other."""
+        return self.meeting is not None and self.meeting.has_ended
 
     def done(self) -> bool:
         return self._has_ended.is_set()

@@ -150,8 +150,8 @@ def sparcml(
 def choose(table: Table, rows: Sequence[int]) -> Algorithm:
     """Which of SparCML's algorithms takes least time, as far as one can tell before.
 
-    By §5 of the paper: the dense one where the sum is expected to be larger sparse than dense; else the one with
-    the smaller sum of latency and bytes. What ranks touch is taken for independent and uniform, as there.
+    By §5 of the paper: the dense one where the sum is expected to take more sparse than dense; else the one
+    with the smaller sum of latency and bytes. Ranks are taken to touch rows independently and uniformly.
 
     Args:
         rows: how many rows each rank has, the same on all of them.
@@ -182,7 +182,7 @@ def _expected_union(total: int, rows: Sequence[float]) -> float:
 class _Packed(NamedTuple):
     """A stream as it travels: how many rows, or :data:`_DENSE`; then positions and values."""
 
-    count: int
+    rows: int
     frames: Sequence[Tensor]
 
 
@@ -207,9 +207,9 @@ def _swapped(
 ) -> dict[int, Stream]:
     """Sends a stream to each of some ranks, and gets one of the table named from each of others."""
     # How many rows come is known to the sender alone.
-    counts = {rank: torch.empty(1, dtype=torch.int64) for rank in incoming}
+    counts = {rank: torch.empty(1, dtype=torch.int64, device="cpu") for rank in incoming}
     group.exchange(
-        {rank: [torch.tensor([packed.count])] for rank, packed in outgoing.items()},
+        {rank: [torch.tensor([packed.rows], device="cpu")] for rank, packed in outgoing.items()},
         {rank: [count] for rank, count in counts.items()},
     )
     empty = {rank: _empty(int(counts[rank]), table) for rank, table in incoming.items()}
@@ -225,15 +225,17 @@ def _empty(count: int, table: Table) -> _Packed:
     if not _DENSE <= count <= table.rows:
         raise ProtocolError("payload", f"{count} rows of a table of {table.rows}")
     if count == _DENSE:
-        positions = torch.empty(-(-table.rows // 8), dtype=torch.uint8)
-        return _Packed(count, [positions, torch.empty((table.rows, table.columns), dtype=table.dtype)])
-    positions = torch.empty(count, dtype=table.key_dtype)
-    return _Packed(count, [positions, torch.empty((count, table.columns), dtype=table.dtype)])
+        positions = torch.empty(-(-table.rows // 8), dtype=torch.uint8, device="cpu")
+        return _Packed(
+            count, [positions, torch.empty((table.rows, table.columns), dtype=table.dtype, device="cpu")]
+        )
+    positions = torch.empty(count, dtype=table.key_dtype, device="cpu")
+    return _Packed(count, [positions, torch.empty((count, table.columns), dtype=table.dtype, device="cpu")])
 
 
 def _unpacked(packed: _Packed, table: Table) -> Stream:
     positions, values = packed.frames
-    if packed.count != _DENSE:
+    if packed.rows != _DENSE:
         return positions.long(), values
     touched = np.unpackbits(positions.numpy(), count=table.rows).astype(np.bool_)
     return _Dense(torch.from_numpy(touched), values)
@@ -257,9 +259,9 @@ def _merge(lower: Stream, upper: Stream, most: Table | None, kernels: Kernels) -
 
 def _densified(rows: Rows, table: Table) -> _Dense:
     keys, values = rows
-    touched = torch.zeros(table.rows, dtype=torch.bool)
+    touched = torch.zeros(table.rows, dtype=torch.bool, device="cpu")
     touched[keys] = True
-    dense = torch.full((table.rows, table.columns), -0.0, dtype=table.dtype)
+    dense = torch.full((table.rows, table.columns), -0.0, dtype=table.dtype, device="cpu")
     dense[keys] = values
     return _Dense(touched, dense)
 

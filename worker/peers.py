@@ -1,8 +1,8 @@
 """Rounds among workers: who is ready for which tensor, in which order they are summed, and how that ends.
 
-Ranks push tensors in orders of their own; a process group needs one order for all. So every tensor first has a
-meeting at a server (:mod:`.meeting`), an ordinary round, in which deadlines, losses and disagreements end on all
-ranks alike. Rank 0 then says which of the tensors that have met is next: for each of these all ranks are ready.
+Ranks push tensors in orders of their own; a process group needs one order for all. So for every tensor the
+ranks first meet at a server (:mod:`.meeting`): an ordinary round, in which deadlines, losses and
+disagreements end on all ranks alike. Rank 0 then says which tensors come next: all ranks are ready for these.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Peers:
         meet: begins the round over servers of a dense tensor under a name.
         wait: how to wait for it.
         wake: tells whoever is in ``wait`` to look again.
-        await_loss: waits until it is known who was lost, after the group broke; None where it does not come out.
+        await_loss: waits, after the group broke, until it is known who was lost; None if that stays unknown.
         record: counts a round that is done, with the seconds that its caller waited.
         timeout_seconds: how long a caller waits for a sum at most.
         metrics, spans: for bytes, and for a timeline.
@@ -73,7 +73,8 @@ class Peers:
         self._timeout_seconds = timeout_seconds
         self._metrics, self._spans = metrics, spans
         self._news = threading.Condition()
-        """Guards the fields below, and tells the thread that there is something to do."""
+        """Guards the fields below, and tells the thread that there is something to do. Whoever drives the channel
+        may take it; so nobody who has it calls the channel."""
         self._in_flight: dict[str, PeerRound] = {}
         self._next_number = 0
         self._failure: ZenPSError | None = None
@@ -95,17 +96,24 @@ class Peers:
         began = time.perf_counter()
         with self._spans("compact", name):
             sum_ = prepare()
+        round_ = PeerRound(name, sum_, self._timeout_seconds, self._record, self._spans, began)
         with self._news:
             if name in self._in_flight:
                 raise UsageError(f"tensor {name!r} is in flight; wait for its handle before pushing it again")
-            round_ = PeerRound(name, sum_, self._timeout_seconds, self._record, self._spans, began)
-            if self._failure is not None:
-                self._end(round_, self._failure)
-                return round_
-            entry = entry_of(tensor, self._next_number, sum_.rows, average)
-            round_.meeting = self._meet(table_of(entry, self._group.rank, self._group.size), name)
-            self._next_number += 1
             self._in_flight[name] = round_
+            failure, number = self._failure, self._next_number
+            self._next_number += 1
+        if failure is not None:
+            self._end(round_, failure)
+            return round_
+        entry = entry_of(tensor, number, sum_.rows, average)
+        try:
+            round_.meeting = self._meet(table_of(entry, self._group.rank, self._group.size), name)
+        except BaseException:  # Ctrl-C too: a name in flight for ever could not be pushed again
+            with self._news:
+                del self._in_flight[name]
+            raise
+        with self._news:
             self._news.notify()
         self._wake()
         return round_
@@ -148,9 +156,7 @@ class Peers:
                     self._await_meeting()
         except GroupError as error:
             if self._failure is None:
-                broken = PeerLostError(
-                    f"the exchange among workers broke off: {error}; see the workers' logs"
-                )
+                broken = PeerLostError(f"the exchange among workers broke off: {error}; see their logs")
                 self.fail(self._await_loss() or broken)
         except ZenPSError as error:
             self.fail(error)
@@ -167,17 +173,17 @@ class Peers:
         """Whether a meeting has ended that :meth:`_hear` has not seen, or all is over."""
         if self._failure is not None:
             return True
-        return any(not round_.said and round_.meeting.has_ended for round_ in self._now_in_flight())
+        return bool(self._heard())
 
-    def _now_in_flight(self) -> list[PeerRound]:
+    def _heard(self) -> list[PeerRound]:
+        """Those in flight whose meeting has ended, and was not looked at."""
         with self._news:
-            return list(self._in_flight.values())
+            return [round_ for round_ in self._in_flight.values() if round_.has_met and not round_.said]
 
     def _hear(self) -> None:
         """Sees what has come of meetings."""
-        for round_ in self._now_in_flight():
-            if round_.said or not round_.meeting.has_ended:
-                continue
+        for round_ in self._heard():
+            assert round_.meeting is not None
             try:
                 said = entries(round_.meeting.wait())
             except ZenPSError as error:
@@ -191,10 +197,10 @@ class Peers:
 
     def _agree(self) -> list[int]:
         """The numbers of the rounds that all ranks do next, once they have met here too."""
-        order = torch.full((MOST_AT_ONCE,), _NONE)
+        order = torch.full((MOST_AT_ONCE,), _NONE, dtype=torch.int64, device="cpu")
         if self._group.rank == 0:
             ready = list(self._met)[:MOST_AT_ONCE]
-            order[: len(ready)] = torch.tensor(ready)
+            order[: len(ready)] = torch.tensor(ready, device="cpu")
             self._group.exchange({rank: [order] for rank in range(1, self._group.size)}, {})
             return ready
         self._group.exchange({}, {0: [order]})

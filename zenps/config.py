@@ -116,11 +116,8 @@ def _check_peers(config: Config) -> None:
     if config.cluster.goes_on:
         raise ConfigError("cluster.on_worker_loss", "continue", f"fail, {among_workers}, who need every rank")
     if config.security.keys:
-        raise ConfigError(
-            "security.keys",
-            config.security.keys,
-            f"no keys, {among_workers}, over connections that have none",
-        )
+        wanted = f"no keys, {among_workers}, over connections that know none"
+        raise ConfigError("security.keys", config.security.keys, wanted)
 
 
 def describe(loaded: Loaded) -> list[Setting]:

@@ -1,8 +1,8 @@
 """Every scheme through real processes: the same sums, bit for bit, on whichever way they come.
 
-Dense tensors that workers exchange among themselves are summed by gloo, in an order of its own: the same bits on
-all ranks, and within rounding those in rank order. Rows are added in pairs under some schemes, which of three
-ranks gives ((0 + 1) + 2), and so the same bits again.
+Dense tensors that workers exchange among themselves are summed by gloo, in an order of its own: the same bits
+on all ranks, and within rounding those in rank order. Rows are added in pairs under some schemes, which of
+three ranks gives (0 + 1) + 2, and so the same bits again.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ class LocalGroup(Group):
     def allreduce(self, tensor: Tensor) -> None:
         others = [rank for rank in range(self.size) if rank != self.rank]
         parts = {rank: tensor.clone() for rank in range(self.size)}
-        self.exchange(dict.fromkeys(others, [parts[self.rank]]), {rank: [parts[rank]] for rank in others})
+        own = parts[self.rank]
+        self.exchange({rank: [own] for rank in others}, {rank: [parts[rank]] for rank in others})
         tensor.copy_(sum(parts.values()))
 
     def abort(self) -> None:
