@@ -73,8 +73,8 @@ class Peers:
         self._timeout_seconds = timeout_seconds
         self._metrics, self._spans = metrics, spans
         self._news = threading.Condition()
-        """Guards the fields below, and tells the thread that there is something to do. Whoever drives the channel
-        may take it; so nobody who has it calls the channel."""
+        """Guards the fields below, and tells the thread that there is something to do. Whoever drives the
+        channel may take it; so nobody who has it calls the channel."""
         self._in_flight: dict[str, PeerRound] = {}
         self._next_number = 0
         self._failure: ZenPSError | None = None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.integration.reference import assert_same_bits
@@ -15,7 +15,7 @@ from zenps.buffers import BufferPool
 from zenps.kernels.base import ACCUMULATE, Rows
 from zenps.kernels.cpu import CpuKernels
 from zenps.worker.peer_group import Group
-from zenps.worker.peer_sums import Table, gathered, merged, sparcml, split
+from zenps.worker.peer_sums import Table, choose, gathered, merged, sparcml, split
 
 KERNELS = CpuKernels(BufferPool(keep_bytes=0))
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64)
@@ -44,7 +44,7 @@ def tables(draw: st.DrawFn) -> tuple[Table, list[list[int]]]:
 
 
 def make(table: Table, keys: Sequence[Sequence[int]], whole: bool = False) -> list[Rows]:
-    """Values that are drawn by position in the test; whole numbers add up the same in any order."""
+    """Rows with values of both signs; ``whole`` numbers add up to the same in any order."""
     generator = torch.Generator().manual_seed(len(keys))
     parts = []
     for own in keys:
@@ -70,14 +70,16 @@ def divisor_of(table: Table, size: int) -> int:
 
 
 @pytest.mark.parametrize("name", IN_RANK_ORDER)
+@settings(max_examples=40, deadline=None)
 @given(drawn=tables())
 def test_sums_in_rank_order(name: str, drawn: tuple[Table, list[list[int]]]) -> None:
     table, keys = drawn
-    parts, divisor = make(table, keys), divisor_of(*drawn[:1], len(keys))
+    parts, divisor = make(table, keys), divisor_of(table, len(keys))
     assert_all_are(run(IN_RANK_ORDER[name], table, parts, divisor), KERNELS.aggregate(parts, divisor))
 
 
 @pytest.mark.parametrize("name", IN_PAIRS)
+@settings(max_examples=40, deadline=None)
 @given(drawn=tables())
 def test_sums_in_pairs(name: str, drawn: tuple[Table, list[list[int]]]) -> None:
     """The order is that of a tree over ranks; where it cannot matter, it is the sum in rank order."""
@@ -100,6 +102,7 @@ def in_pairs(table: Table, parts: Sequence[Rows], divisor: int) -> Rows:
     return keys, (values / divisor if divisor > 1 else values).to(table.dtype)
 
 
+@settings(max_examples=40, deadline=None)
 @given(drawn=tables())
 def test_sparcml_is_one_of_its_three(drawn: tuple[Table, list[list[int]]]) -> None:
     table, keys = drawn
@@ -109,3 +112,66 @@ def test_sparcml_is_one_of_its_three(drawn: tuple[Table, list[list[int]]]) -> No
         return sparcml(group, own, table, divisor, KERNELS, counts=counts)
 
     assert_all_are(run(algorithm, table, parts, 1), KERNELS.aggregate(parts, 1))
+
+
+# ── which of the three, and what it costs ───────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "chosen"),
+    [
+        (100, 8, "recursive doubling"),  # latency counts
+        (100_000, 2, "recursive doubling"),  # splitting sends no less to the only other one
+        (100_000, 8, "split"),
+        (400_000, 8, "dense split"),  # 3.4 million of 4 million rows
+        (3_900_000, 1, "recursive doubling"),  # nothing to exchange
+    ],
+)
+def test_choice(rows: int, ranks: int, chosen: str) -> None:
+    assert (
+        choose(Table(4_000_000 if rows != 400_000 else 1_000_000, 16, torch.float32), [rows] * ranks)
+        == chosen
+    )
+
+
+def test_switch_to_dense_is_where_indices_make_up_for_the_rest() -> None:
+    """The paper's δ: half of all rows where index and value take as much, and more with wider rows."""
+    for columns, least in [(1, 500), (3, 750), (15, 938)]:
+        table = Table(1000, columns, torch.float32)
+        assert not table.is_worth_dense(least - 1)
+        assert table.is_worth_dense(least)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_bytes_are_those_of_the_formulas(ranks: int) -> None:
+    """Disjoint rows, in which each scheme sends most (zen §2.3; SparCML §5): (n - 1) of one's own rows."""
+    table = Table(800, 3, torch.float32)
+    each = table.rows // ranks
+    keys = [list(range(rank, table.rows, ranks)) for rank in range(ranks)]
+    item_bytes, parts = 4 + table.row_bytes, make(table, keys)
+    for name in ("gathered", "merged", "split"):
+        algorithm = (IN_RANK_ORDER | IN_PAIRS)[name]
+
+        def sent_bytes(group: Group, algorithm: Algorithm = algorithm) -> int:
+            algorithm(group, parts[group.rank], table, 1)
+            return group.sent_bytes
+
+        messages = {"gathered": ranks - 1, "merged": ranks.bit_length() - 1, "split": 2 * (ranks - 1)}[name]
+        rows = (ranks - 1) * each
+        if name == "split":  # each sends its rows but one part, and one part of the sum to all others
+            rows = (ranks - 1) * each // ranks + (ranks - 1) * table.rows // ranks
+        assert on_all_ranks(ranks, sent_bytes) == [rows * item_bytes + 8 * messages] * ranks
+
+
+def test_dense_streams_take_a_bit_more_for_each_row() -> None:
+    table = Table(800, 3, torch.float32)
+    parts = make(table, [list(range(800))] * 2)
+
+    def sent_bytes(group: Group) -> int:
+        merged(group, parts[group.rank], table, 1, KERNELS, densifies=False)
+        sparse = group.sent_bytes
+        split(group, parts[group.rank], table, 1, KERNELS, densifies=True)
+        return group.sent_bytes - sparse
+
+    # Half of its rows to the other, then all of its half of the sum.
+    assert on_all_ranks(2, sent_bytes) == [8 + 400 * (4 + 12) + 8 + 400 * 12 + 400 // 8] * 2
