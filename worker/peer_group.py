@@ -136,13 +136,13 @@ class GlooGroup(Group):
         self.received_bytes += moved
 
     def abort(self) -> None:
-        # gloo has no such call. But once one wait has run out of time, it closes all connections of a group.
-        if self.size > 1:
-            with contextlib.suppress(RuntimeError):
-                work = self._gloo.recv(
-                    [torch.empty(1, device="cpu")], (self.rank + 1) % self.size, _NEVER_SENT
-                )
-                work.wait(timedelta(milliseconds=1))
+        # gloo has no such call. But once one wait has run out of time, it closes all connections of a group;
+        # of a rank whose connection is broken already it waits for none.
+        for rank in range(self.size):
+            if rank != self.rank:
+                with contextlib.suppress(RuntimeError):
+                    work = self._gloo.recv([torch.empty(1, device="cpu")], rank, _NEVER_SENT)
+                    work.wait(timedelta(milliseconds=1))
 
 
 class _Addresses(dist.Store):  # type: ignore[misc, name-defined]  # it is there, though not annotated

@@ -118,20 +118,19 @@ def test_sparcml_is_one_of_its_three(drawn: tuple[Table, list[list[int]]]) -> No
 
 
 @pytest.mark.parametrize(
-    ("rows", "ranks", "chosen"),
+    ("share", "ranks", "chosen"),
     [
-        (100, 8, "recursive doubling"),  # latency counts
-        (100_000, 2, "recursive doubling"),  # splitting sends no less to the only other one
-        (100_000, 8, "split"),
-        (400_000, 8, "dense split"),  # 3.4 million of 4 million rows
-        (3_900_000, 1, "recursive doubling"),  # nothing to exchange
+        (0.00002, 8, "recursive doubling"),  # latency counts
+        (0.02, 8, "recursive doubling"),  # nearly disjoint: nothing is sent twice
+        (0.2, 8, "split"),  # 0.83 of all rows together
+        (0.2, 2, "recursive doubling"),  # one direct exchange
+        (0.5, 8, "dense split"),
+        (0.9, 1, "recursive doubling"),  # nothing to exchange
     ],
 )
-def test_choice(rows: int, ranks: int, chosen: str) -> None:
-    assert (
-        choose(Table(4_000_000 if rows != 400_000 else 1_000_000, 16, torch.float32), [rows] * ranks)
-        == chosen
-    )
+def test_choice(share: float, ranks: int, chosen: str) -> None:
+    table = Table(4_000_000, 16, torch.float32)
+    assert choose(table, [int(share * table.rows)] * ranks) == chosen
 
 
 def test_switch_to_dense_is_where_indices_make_up_for_the_rest() -> None:
@@ -145,7 +144,7 @@ def test_switch_to_dense_is_where_indices_make_up_for_the_rest() -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_bytes_are_those_of_the_formulas(ranks: int) -> None:
     """Disjoint rows, in which each scheme sends most (zen §2.3; SparCML §5): (n - 1) of one's own rows."""
-    table = Table(800, 3, torch.float32)
+    table = Table(6400, 3, torch.float32)
     each = table.rows // ranks
     keys = [list(range(rank, table.rows, ranks)) for rank in range(ranks)]
     item_bytes, parts = 4 + table.row_bytes, make(table, keys)
