@@ -84,6 +84,11 @@ class Handle(Pending):
         return f"Handle({self.name!r}, done={self._progress.ended})"
 
     @property
+    def step(self) -> int:
+        """How many rounds of this tensor came before."""
+        return self._progress.step
+
+    @property
     def has_ended(self) -> bool:
         """What :meth:`done` returns, without a look at what has arrived."""
         return self._progress.ended

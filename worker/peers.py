@@ -111,7 +111,7 @@ class Peers:
             round_.meeting = self._meet(table_of(entry, self._group.rank, self._group.size), name)
         except BaseException:  # Ctrl-C too: a name in flight for ever could not be pushed again
             with self._news:
-                del self._in_flight[name]
+                self._in_flight.pop(name, None)
             raise
         with self._news:
             self._news.notify()
@@ -190,7 +190,8 @@ class Peers:
                 self._end(round_, error)
                 continue
             if reason := disagreement(said):
-                self._end(round_, MismatchError(f"tensor {round_.name!r}: {reason}"))
+                where = f"tensor {round_.name!r}, step {round_.meeting.step}"
+                self._end(round_, MismatchError(f"{where}: {reason}"))
             else:
                 round_.said = said
                 self._met[said[0].number] = round_
@@ -220,7 +221,8 @@ class Peers:
             return
         round_, group = self._met.pop(number), self._group
         sent, received = group.sent_bytes, group.received_bytes
-        with self._spans("exchange", round_.name) as span:
+        assert round_.meeting is not None
+        with self._spans("exchange", round_.name, round_.meeting.step) as span:
             result = round_.sum.over(group, round_.said)
             round_.sent_bytes = group.sent_bytes - sent
             round_.received_bytes = group.received_bytes - received
