@@ -14,11 +14,13 @@ from torch import Tensor
 from zenps import config as settings
 from zenps import log
 from zenps.errors import UsageError
+from zenps.schemes import SCHEMES
 
 from .alone import Alone
 from .cluster import Cluster
 from .communicator import Communicator, Pending, Stats, check_name
 from .exits import exit_on_sigterm, leave_at_exit, restore_sigterm
+from .peer_cluster import PeerCluster
 from .recorder import Recorder, open_recorder
 from .transfer import check_tensor
 
@@ -71,7 +73,9 @@ def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
         local = settings.local_rank_from_environment(os.environ) if "LOCAL_RANK" in os.environ else None
         exit_on_sigterm()
         try:
-            _communicator = Cluster(loaded.config, settings.rank_from_environment(os.environ), local)
+            among_peers = SCHEMES[loaded.config.sync.scheme].exchange == "peers"
+            cluster = PeerCluster if among_peers else Cluster
+            _communicator = cluster(loaded.config, settings.rank_from_environment(os.environ), local)
         except BaseException:  # SIGTERM meanwhile, too
             restore_sigterm()
             raise

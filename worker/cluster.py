@@ -27,7 +27,7 @@ from zenps.wire.tensors import dtype_name
 from .communicator import Communicator, Pending, Stats
 from .exchange import PATIENCE_SECONDS
 from .forms import Converted
-from .handle import Handle, Progress
+from .handle import Handle, Progress, Recorder
 from .round import Outgoing, Round
 from .session import Session
 from .spans import Spans
@@ -96,6 +96,13 @@ class Cluster(Communicator):
 
         What lies on a GPU is pushed later, when the GPU has got so far and this worker is called again.
         """
+        handle, back = self._push(tensor, name, average, contributes, self._record)
+        return handle if back is None else Converted(handle, back)
+
+    def _push(
+        self, tensor: Tensor, name: str, average: bool, contributes: bool, record: Recorder
+    ) -> tuple[Handle, Callable[[Tensor], Tensor] | None]:
+        """Begins a round; with what makes its result what the caller expects, where that is not the same."""
         if self.is_newcomer:
             raise self._too_early(f"tensor {name!r}")
         with self._submitting:
@@ -123,9 +130,7 @@ class Cluster(Communicator):
         except BaseException:  # Ctrl-C too: a name in flight for ever could not be pushed again
             self._take_back(name, previous)
             raise
-        handle = Handle(
-            name, progress, transfer, self._wait, self._timeout_seconds, self._record, self._spans
-        )
+        handle = Handle(name, progress, transfer, self._wait, self._timeout_seconds, record, self._spans)
 
         def push() -> None:
             progress.compacted_seconds = time.perf_counter() - progress.began
@@ -141,7 +146,7 @@ class Cluster(Communicator):
             handle.fail(error)
 
         self._staging.add(transfer, push, fail)
-        return handle if back is None else Converted(handle, back)
+        return handle, back
 
     def barrier(self) -> None:
         """As :meth:`Session.barrier`."""
@@ -249,27 +254,39 @@ class Cluster(Communicator):
 
     def _record(self, transfer: Transfer, progress: Progress, waited: float, worked: float) -> None:
         """Counts a round that is done."""
-        compacted = progress.compacted_seconds
-        counters, stats = self._metrics, self.stats
         with self._recording:
-            stats.rounds += 1
-            stats.pushed_bytes += transfer.pushed_bytes
-            stats.pulled_bytes += progress.pulled_bytes
-            stats.dense_bytes += transfer.dense_bytes
-            stats.wait_seconds += waited
-            stats.work_seconds += compacted + worked
-            self._completed.inc()
-            counters.dense_bytes.inc(transfer.dense_bytes)
-            counters.push_pull_duration.observe(time.perf_counter() - progress.began)
-            counters.wait_duration.observe(waited)
-            counters.compaction_duration.observe(compacted)
-            counters.scatter_duration.observe(worked)
+            self._count(
+                (transfer.pushed_bytes, progress.pulled_bytes, transfer.dense_bytes),
+                progress.began,
+                progress.compacted_seconds,
+                waited,
+            )
+            self.stats.work_seconds += worked
+            self._metrics.scatter_duration.observe(worked)
             # Dense elements would drown the rows: there are many more, and no strategy misplaces them.
             if transfer.kind == "sparse":
                 self._record_rows(transfer, progress.pulled_rows)
             if transfer.hashed_rows.any():
                 for outcome, rows in zip(HASH_OUTCOMES, transfer.hashed_rows.tolist(), strict=True):
-                    counters.hashed_rows.labels(outcome=outcome).inc(rows)
+                    self._metrics.hashed_rows.labels(outcome=outcome).inc(rows)
+
+    def _count(
+        self, moved: tuple[int, int, int], began: float, compacted_seconds: float, waited_seconds: float
+    ) -> None:
+        """Adds a round to what is counted; ``moved`` are bytes pushed, pulled, and if it were dense."""
+        counters, stats = self._metrics, self.stats
+        pushed_bytes, pulled_bytes, dense_bytes = moved
+        stats.rounds += 1
+        stats.pushed_bytes += pushed_bytes
+        stats.pulled_bytes += pulled_bytes
+        stats.dense_bytes += dense_bytes
+        stats.wait_seconds += waited_seconds
+        stats.work_seconds += compacted_seconds
+        self._completed.inc()
+        counters.dense_bytes.inc(dense_bytes)
+        counters.push_pull_duration.observe(time.perf_counter() - began)
+        counters.wait_duration.observe(waited_seconds)
+        counters.compaction_duration.observe(compacted_seconds)
 
     def _record_rows(self, transfer: Transfer, pulled: int) -> None:
         layout = transfer.sent.cut.layout
@@ -282,13 +299,11 @@ class Cluster(Communicator):
         self.stats.busiest_rows += busiest
         self.stats.mean_rows += mean
         if pushed:
-            self._metrics.compaction_ratio.set(pushed / transfer.rows_given)
             self._metrics.partition_imbalance.set(busiest / mean)
-        counts = {
-            "given": transfer.rows_given,
-            "pushed": pushed,
-            "pulled": pulled,
-            "whole": layout.rows_total,
-        }
-        for stage, count in counts.items():
+        self._count_rows(transfer.rows_given, pushed, pulled, layout.rows_total)
+
+    def _count_rows(self, given: int, pushed: int, pulled: int, whole: int) -> None:
+        if pushed:
+            self._metrics.compaction_ratio.set(pushed / given)
+        for stage, count in {"given": given, "pushed": pushed, "pulled": pulled, "whole": whole}.items():
             self._metrics.rows.labels(stage=stage).inc(count)

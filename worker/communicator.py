@@ -21,12 +21,12 @@ class Stats(msgspec.Struct, kw_only=True):
     """What this worker has synchronised since :func:`zenps.init`."""
 
     partition: str = "none"
-    """The strategy in use; ``none`` without a cluster."""
+    """The strategy in use; ``none`` without a cluster, and where workers exchange among themselves."""
     rounds: int = 0
     pushed_bytes: int = 0
-    """Positions and values pushed."""
+    """Positions and values pushed to servers, or sent to other workers."""
     pulled_bytes: int = 0
-    """Positions and values pulled."""
+    """Positions and values pulled, or received from other workers."""
     dense_bytes: int = 0
     """What pushing and pulling the same tensors whole would have moved."""
     wait_seconds: float = 0.0

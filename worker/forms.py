@@ -10,9 +10,10 @@ from torch import Tensor
 
 from zenps.errors import ProtocolError
 from zenps.kernels.base import Kernels
+from zenps.layout import check_rows
 
 from .communicator import Pending
-from .compaction import as_sparse, coalesced, row_numbers
+from .compaction import as_sparse, as_table, coalesced, row_numbers
 from .transfer import table_shape
 
 __all__ = ["Converted", "convert"]
@@ -54,9 +55,11 @@ def convert(
         kernels: for a tensor on the CPU.
 
     Raises:
-        TensorError: of several sparse dimensions, an index lies outside its own.
+        TensorError: an index lies outside the tensor.
     """
-    summed, (_, columns) = coalesced(tensor, kernels), table_shape(tensor)
+    summed, (rows, columns) = coalesced(tensor, kernels), table_shape(tensor)
+    if keys == "none" and tensor.is_cpu:
+        check_rows(as_table(summed)[0], max(rows, 1))
     if keys == "none":
         return summed.to_dense(), lambda pulled: _rows_of(pulled, tensor.shape, tensor.sparse_dim())
     if columns <= 1:  # its rows are elements

@@ -83,6 +83,16 @@ class Handle(Pending):
     def __repr__(self) -> str:
         return f"Handle({self.name!r}, done={self._progress.ended})"
 
+    @property
+    def step(self) -> int:
+        """How many rounds of this tensor came before."""
+        return self._progress.step
+
+    @property
+    def has_ended(self) -> bool:
+        """What :meth:`done` returns, without a look at what has arrived."""
+        return self._progress.ended
+
     def done(self) -> bool:
         if not self._progress.ended:
             # Nobody may be driving: look once what has arrived.

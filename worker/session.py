@@ -75,6 +75,8 @@ class Session:
         view: membership and ring.
         channel: the way to the servers.
         newcomers: how many workers wait to be let in, as the scheduler said last.
+        failure: what has ended this worker's membership; None while it lasts.
+        on_failure: is called with it, on the lease's thread.
     """
 
     def __init__(self, config: Config, register: Register, metrics: WorkerMetrics, spans: Spans) -> None:
@@ -96,12 +98,13 @@ class Session:
         spans.trace.name(self.view.rank)
         spans.trace.epoch(self.view.epoch, len(self.view.workers), len(self.view.servers))
         self.newcomers = 0
+        self.on_failure: Callable[[ZenPSError], None] = lambda _: None
         self._commands: SimpleQueue[_AwaitBarrier | _AwaitAdmission | _Leave] = SimpleQueue()
         self._wake_reader, self._wake_writer = net.socketpair()
         self._barriers: dict[int, Future[None]] = {}
         self._admission: _AwaitAdmission | None = None
         self._barrier_sequence = 0
-        self._failure: ZenPSError | None = None
+        self.failure: ZenPSError | None = None
         self._thread = threading.Thread(target=self._keep_lease, name="zenps-lease", daemon=True)
 
     def start(self, report: Callable[[], Load], follow: Callable[[View], None], cut_again: CutAgain) -> None:
@@ -152,7 +155,7 @@ class Session:
         ``together`` first waits a little for all workers to come to this: a server may die with answers that
         only they lack, and one that has left cannot push again.
         """
-        if together and self._failure is None:
+        if together and self.failure is None:
             reached: Future[None] = Future()
             self._post(_AwaitBarrier(LAST_BARRIER, reached))
             self._await(reached, TOGETHER_SECONDS)
@@ -207,12 +210,12 @@ class Session:
 
     def _fail_commands(self) -> None:
         """Nobody will see to what callers have handed over."""
-        assert self._failure is not None
+        assert self.failure is not None
         with contextlib.suppress(Empty):
             while True:
                 command = self._commands.get_nowait()
                 if not isinstance(command, _Leave):
-                    command.reached.set_exception(self._failure)
+                    command.reached.set_exception(self.failure)
 
     def _sleep(self, seconds: float) -> None:
         poller = zmq.Poller()
@@ -226,14 +229,14 @@ class Session:
         while not self._commands.empty():
             match self._commands.get():
                 case _AwaitBarrier(sequence=sequence, reached=reached):
-                    if self._failure is not None:
-                        reached.set_exception(self._failure)
+                    if self.failure is not None:
+                        reached.set_exception(self.failure)
                         continue
                     self._barriers[sequence] = reached
                     self._link.send(Barrier(sequence))
                 case _AwaitAdmission(since=since, reached=reached) as admission:
-                    if self._failure is not None:
-                        reached.set_exception(self._failure)
+                    if self.failure is not None:
+                        reached.set_exception(self.failure)
                         continue
                     self._admission = admission
                     self._link.send(Admit(since))
@@ -282,15 +285,16 @@ class Session:
         self._beat(time.monotonic())
 
     def _check_scheduler(self) -> None:
-        if self._failure is None:
+        if self.failure is None:
             try:
                 self._link.check(time.monotonic())
             except PeerLostError as error:
                 self._fail(error)
 
     def _fail(self, error: ZenPSError) -> None:
-        self._failure = self._failure or error
+        self.failure = self.failure or error
         self.channel.fail(error)
+        self.on_failure(error)
         for reached in self._barriers.values():
             reached.set_exception(error)
         self._barriers.clear()

@@ -29,6 +29,7 @@ from .accelerator import Accelerator, CudaAccelerator
 from .compaction import SparseTransfer
 from .dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from .forms import convert
+from .peer_round import DenseSum, SparseSum, Sum
 from .recut import recut
 from .staged import StagedDense, StagedSparse
 from .transfer import Cut, Sent, Transfer, table_shape
@@ -100,6 +101,16 @@ class Transfers:
         if self._scheme.keys == "rows" or not tensor.is_sparse:
             return tensor, None
         return convert(tensor, self._scheme.keys, self._kernels)
+
+    def sum(self, tensor: Tensor, average: bool) -> Sum:
+        """What this rank brings to a round among workers: ``tensor``, on the CPU, copied or compacted.
+
+        Raises:
+            TensorError: indices lie outside the tensor.
+        """
+        if tensor.is_sparse:
+            return SparseSum(tensor, average, self._config.sync.scheme, self._kernels)
+        return DenseSum(tensor, average, self._pool)
 
     def recut(self, name: str, sent: Sent) -> Sent:
         """What the tensor ``name`` pushes under the present ring: ``sent`` itself if it was cut by that."""

@@ -25,6 +25,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from zenps.errors import ConfigError, UnknownKeyError
+from zenps.schemes import SCHEMES
 from zenps.settings import FIELDS, PARTITIONS, ClusterConfig, Config, LogConfig, MetricsConfig, SyncConfig
 from zenps.values import checked, format_bytes, parse_address
 
@@ -106,7 +107,20 @@ def load(
         raise ConfigError(
             "sync.chunk_bytes", config.sync.chunk_bytes, f"at most cluster.max_message_bytes = {limit}"
         )
+    _check_peers(config)
     return Loaded(config, {name: settings[name][1] if name in settings else "default" for name in FIELDS})
+
+
+def _check_peers(config: Config) -> None:
+    """Refuses what cannot be had where workers exchange among themselves."""
+    if SCHEMES[config.sync.scheme].exchange != "peers":
+        return
+    among_workers = f"because sync.scheme = {config.sync.scheme} exchanges among workers"
+    if config.cluster.goes_on:
+        raise ConfigError("cluster.on_worker_loss", "continue", f"fail, {among_workers}, who need every rank")
+    if config.security.keys:
+        wanted = f"no keys, {among_workers}, over connections that know none"
+        raise ConfigError("security.keys", config.security.keys, wanted)
 
 
 def describe(loaded: Loaded) -> list[Setting]:

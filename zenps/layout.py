@@ -23,7 +23,7 @@ from zenps.keyspace import Identity
 from zenps.ring import SLOTS
 from zenps.strategies.base import KeySpace, Partition, PartitionStrategy
 
-__all__ = ["Layout", "LayoutCache"]
+__all__ = ["Layout", "LayoutCache", "check_rows"]
 
 # A layout takes up to some 130 KB beside its tables.
 MOST_LAYOUTS = 1024
@@ -100,12 +100,7 @@ class Layout:
         Raises:
             TensorError: another dtype, or a row outside [0, ``rows_total``).
         """
-        least, greatest = _range_of(rows)
-        if least < 0 or greatest >= self.rows_total:
-            raise TensorError(
-                f"row indices run from {least} to {greatest}: expected 0 to {self.rows_total - 1}; "
-                "check the indices against the tensor's first dimension"
-            )
+        check_rows(rows, self.rows_total)
         return self._by_granule(rows, inverse=False)
 
     def rows(self, positions: Tensor) -> Tensor:
@@ -301,6 +296,20 @@ def _count_granules(rows: int, granule: int) -> int:
     if granule < 1 or granule & (granule - 1):
         raise ConfigError("granule", granule, "a power of two")
     return -(-rows // granule)
+
+
+def check_rows(rows: Tensor, total: int) -> None:
+    """Refuses rows that a table of ``total`` rows has not.
+
+    Raises:
+        TensorError: another dtype than int64, or a row outside [0, ``total``).
+    """
+    least, greatest = _range_of(rows)
+    if least < 0 or greatest >= total:
+        raise TensorError(
+            f"row indices run from {least} to {greatest}: expected 0 to {total - 1}; "
+            "check the indices against the tensor's first dimension"
+        )
 
 
 def _range_of(values: Tensor) -> tuple[int, int]:

@@ -80,8 +80,8 @@ class WorkerMetrics(_RoleMetrics):
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry, "worker")
-        self.push_bytes = self._tally("zenps_push_bytes_total", "Bytes pushed to servers.")
-        self.pull_bytes = self._tally("zenps_pull_bytes_total", "Bytes pulled from servers.")
+        self.push_bytes = self._tally("zenps_push_bytes_total", "Bytes pushed to servers or workers.")
+        self.pull_bytes = self._tally("zenps_pull_bytes_total", "Bytes pulled from servers or workers.")
         self.dense_bytes = self._tally(
             "zenps_dense_bytes_total",
             "Bytes, pushed and pulled, that dense synchronisation of the same tensors would have moved.",

@@ -14,7 +14,16 @@ from zenps.codecs.base import CodecName
 
 __all__ = ["SCHEMES", "Answer", "Scheme", "SchemeName"]
 
-SchemeName = Literal["zenps", "zen", "sparse-ps", "byteps"]
+SchemeName = Literal[
+    "zenps",
+    "zen",
+    "sparse-ps",
+    "byteps",
+    "allreduce",
+    "agsparse",
+    "sparcml",
+    "hierarchical-centralization",
+]
 
 Answer = CodecName | Literal["auto"]
 """How the positions of a union travel; auto: as suits the chunk."""
@@ -24,6 +33,8 @@ class Scheme(Struct, frozen=True, kw_only=True):
     """What becomes of a tensor. The defaults are those of ``zenps``, which goes by the settings.
 
     Attributes:
+        exchange: with whom a rank exchanges its tensors: servers, which own the sums; or its peers, the other
+            workers. The fields after ``keys`` are for servers.
         keys: what a sparse tensor's positions count: its rows; each element of them; or nothing, for it
             travels dense.
         partition: the strategy; "": as ``sync.partition`` says.
@@ -35,6 +46,7 @@ class Scheme(Struct, frozen=True, kw_only=True):
             next travels.
     """
 
+    exchange: Literal["servers", "peers"] = "servers"
     keys: Literal["rows", "elements", "none"] = "rows"
     partition: str = ""
     ranges: bool = False
@@ -53,5 +65,13 @@ SCHEMES: Final[dict[SchemeName, Scheme]] = {
     "sparse-ps": Scheme(partition="parallel", ranges=True, push_codec="coo", pull_codec="coo", streams=False),
     # A parameter server for dense tensors (OSDI '20).
     "byteps": Scheme(keys="none", partition="parallel"),
+    # What torch.distributed offers for dense tensors.
+    "allreduce": Scheme(exchange="peers", keys="none"),
+    # What it offers for sparse ones: everybody sends everything to everybody.
+    "agsparse": Scheme(exchange="peers"),
+    # SC '19: pairs of ranks merge, or each sums a range; streams become dense as they fill.
+    "sparcml": Scheme(exchange="peers"),
+    # §2.3: pairs of ranks merge, and streams stay sparse.
+    "hierarchical-centralization": Scheme(exchange="peers"),
 }
 assert tuple(SCHEMES) == get_args(SchemeName)

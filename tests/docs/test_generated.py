@@ -23,7 +23,7 @@ def test_every_setting_is_there(generate: ModuleType) -> None:
 
 def test_metrics_are_named_as_prometheus_sees_them(generate: ModuleType) -> None:
     text = generate.metrics()
-    assert "| `zenps_push_bytes_total` | counter |  | Bytes pushed to servers. |" in text
+    assert "| `zenps_push_bytes_total` | counter |  | Bytes pushed to servers or workers. |" in text
     assert "| `zenps_rounds_total` | counter | `outcome`: completed, failed |" in text
     assert "| `zenps_build_info` | gauge | `role`, `version` |" in text
     assert text.count("zenps_epoch") == 1

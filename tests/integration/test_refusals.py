@@ -139,9 +139,10 @@ CALLS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, Any]]:
-    with Cluster(servers=3) as cluster:
+# Over servers, and among workers.
+@pytest.fixture(scope="module", params=["zenps", "sparcml"])
+def outcomes(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    with Cluster(servers=3, settings={"sync.scheme": request.param}) as cluster:
         return cluster.run(collect)
 
 

@@ -219,6 +219,18 @@ def test_chunk_must_fit_a_message() -> None:
     assert line == "sync.chunk_bytes = 8388608: expected at most cluster.max_message_bytes = 4MiB"
 
 
+@pytest.mark.parametrize("scheme", ["allreduce", "agsparse", "sparcml", "hierarchical-centralization"])
+@pytest.mark.parametrize(
+    ("item", "allowed"),
+    [("cluster.on_worker_loss=continue", "fail, because"), ("security.keys=keys.toml", "no keys, because")],
+)
+def test_what_workers_among_themselves_cannot_do(scheme: str, item: str, allowed: str) -> None:
+    name, _, value = item.partition("=")
+    line = refusal(sets=[item, f"sync.scheme={scheme}"])
+    assert line.startswith(f"{name} = {value!r}: expected {allowed} sync.scheme = {scheme} exchanges among")
+    load(sets=[item, "sync.scheme=byteps"], environ={})
+
+
 @given(name=st.sampled_from(sorted(FIELDS)), text=st.text(max_size=30) | st.just("9" * 5000))
 def test_any_text_is_a_value_or_refused_in_one_line(name: str, text: str) -> None:
     try:

@@ -1,0 +1,123 @@
+"""A worker among others whose rounds go from worker to worker."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zenps.config import Config
+from zenps.errors import PeerLostError, ZenPSError, listing
+from zenps.wire.addresses import find_host
+
+from .cluster import Cluster
+from .communicator import Pending
+from .exchange import PATIENCE_SECONDS
+from .forms import Converted
+from .handle import Handle
+from .peer_group import MOST_SECONDS, GlooGroup, GroupError
+from .peer_round import PeerRound
+from .peers import Peers
+
+__all__ = ["PeerCluster"]
+
+
+class PeerCluster(Cluster):
+    """Joins the cluster as :class:`Cluster` does, and connects to all other workers, who do so at this point.
+
+    Servers carry broadcasts, and what ranks tell one another of a tensor before they exchange it.
+
+    Raises:
+        PeerLostError: they do not reach one another, or one was lost meanwhile.
+    """
+
+    def __init__(self, config: Config, rank: int | None, local_rank: int | None) -> None:
+        super().__init__(config, rank, local_rank)
+        self.stats.partition = "none"
+        try:
+            group = self._connect()
+        except BaseException:  # Ctrl-C while others are waited for, too
+            super().close()
+            raise
+        channel, session = self._session.channel, self._session
+        self._peers = Peers(
+            group,
+            self._meet,
+            channel.wait,
+            channel.wake,
+            self._await_loss,
+            self._record_exchange,
+            self._timeout_seconds + MOST_SECONDS,
+            self._metrics,
+            self._spans,
+        )
+        session.on_failure = self._peers.fail
+        if session.failure is not None:
+            self._peers.fail(session.failure)
+
+    def push_pull_async(
+        self, tensor: Tensor, name: str, *, average: bool, contributes: bool = True
+    ) -> Pending:
+        """Compacts or copies on this thread; another exchanges. What lies on a GPU is copied first."""
+        if tensor.dtype == torch.uint8:  # a broadcast
+            return super().push_pull_async(tensor, name, average=average, contributes=contributes)
+        device = tensor.device
+        sent, back = self._transfers.convert(tensor.detach().cpu())
+        prepare = partial(self._transfers.sum, sent, average)
+        pending: Pending = self._peers.begin(sent, name, average, prepare)
+        if back is not None:
+            pending = Converted(pending, back)
+        return pending if device.type == "cpu" else Converted(pending, lambda result: result.to(device))
+
+    def close(self, *, together: bool = False) -> None:
+        """As :meth:`Cluster.close`; connections to the other workers are closed last."""
+        super().close(together=together)
+        self._peers.close()
+
+    def _connect(self) -> GlooGroup:
+        calls = itertools.count()
+
+        def share(own: bytes) -> list[bytes]:
+            # gloo says 150 bytes, and 8 for each rank.
+            table = torch.zeros((self.size, 512 + 16 * self.size), dtype=torch.uint8, device="cpu")
+            given = len(own).to_bytes(2) + own
+            table[self.rank, : len(given)] = torch.frombuffer(bytearray(given), dtype=torch.uint8)
+            rows = self._meet(table, f"peers/addresses/{next(calls)}").wait().numpy()
+            return [row[2:].tobytes()[: int.from_bytes(row[:2].tobytes())] for row in rows]
+
+        host = self._config.cluster.host or find_host(self._config.cluster.scheduler)
+        try:
+            return GlooGroup(self.rank, self.size, host, share)
+        except GroupError as error:
+            raise PeerLostError(
+                f"worker {self.rank} and the others do not reach one another: {error}; set cluster.host of "
+                "each to an address of its machine that the others reach at any port"
+            ) from error
+
+    def _meet(self, table: Tensor, name: str) -> Handle:
+        """A round over servers that is a part of one among workers: it is not counted."""
+        return self._push(table, name, average=False, contributes=True, record=lambda *_: None)[0]
+
+    def _await_loss(self) -> ZenPSError | None:
+        """What has become of a rank that cannot be reached, once the scheduler has found out."""
+        session = self._session
+        until = time.monotonic() + self._config.cluster.lease_seconds + PATIENCE_SECONDS
+        session.channel.wait(lambda: bool(session.failure or session.view.left), until)
+        gone = [worker for worker in session.view.workers if worker.rank in session.view.left]
+        return session.failure or (PeerLostError(f"{listing(gone)} left the job") if gone else None)
+
+    def _record_exchange(self, round_: PeerRound, waited: float) -> None:
+        """Counts a round that is done."""
+        sum_ = round_.sum
+        with self._recording:
+            self._count(
+                (round_.sent_bytes, round_.received_bytes, sum_.dense_bytes),
+                round_.began,
+                round_.compacted_seconds,
+                waited,
+            )
+            if sum_.rows_total:
+                self._count_rows(sum_.rows_given, sum_.rows, sum_.pulled_rows, sum_.rows_total)
