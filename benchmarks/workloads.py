@@ -1,7 +1,7 @@
 """Gradients of the shape that the papers' models have, small enough for several hosts on one machine.
 
 Zen (OSDI '25, §2.2, §4.1) measures three models whose gradients are sparse by nature, in embedding tables,
-and large language models whose gradients a sparsifier has thinned out. What is kept of each is what a scheme's
+and large language models whose gradients a sparsifier has thinned out. Of each is kept what a scheme's
 bytes depend on: density, overlap of the workers' rows, and where the hot rows lie. What is scaled down is
 the number of rows and of columns. A row is looked up by Zipf's law as Mandelbrot generalised it: the chance
 of the row of rank k falls as (k + offset) ** -exponent.
