@@ -48,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measures what is missing; prints the tables; writes JSON, plots and, if asked, the page."""
     options = parse(arguments)
     report = load(options)
-    tasks = [task for task in plan(options) if not report.has(task)]
+    tasks = [] if options.render else [task for task in plan(options) if not report.has(task)]
+    if tasks and (reason := why_not_here()):
+        sys.exit(f"bench_net.py: {reason}")
     total = sum(estimate_seconds(task, report) for task in tasks)
     print(f"{len(tasks)} clusters, about {total / 60:.0f} minutes", file=sys.stderr)
     begin, done = time.monotonic(), 0.0
@@ -75,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line. Exits where it is wrong, or this machine cannot have hosts."""
+    """The command line; what is not given is all, or little of it if quick."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -90,6 +92,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="by default little of all that")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.FIELD=VALUE")
     parser.add_argument("--resume", action="store_true", help="measure only what the JSON file lacks")
+    parser.add_argument("--render", action="store_true", help="measure nothing; show what the JSON file has")
     parser.add_argument("--json", type=Path, metavar="FILE", default=HERE / "out" / "net.json")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="write the page of results, too")
     options = parser.parse_args(arguments)
@@ -101,13 +104,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.steps = options.steps or (QUICK_STEPS if options.quick else FULL_STEPS)
     if min(*options.mbit, options.scale, options.steps) <= 0:
         parser.error("expected --mbit, --scale and --steps above 0")
-    if reason := why_not_here():
-        parser.error(reason)
+    if options.render and not options.json.exists():
+        parser.error(f"--render: expected a file of results, and there is no {options.json}")
     return options
 
 
 def load(options: argparse.Namespace) -> Report:
     """The report to which measurements are added: a new one, or the one to go on with."""
+    if options.render:
+        return msgspec.json.decode(options.json.read_bytes(), type=Report)
     characters = {name: characterise(WORKLOADS[name].resized(options.scale)) for name in options.workloads}
     if options.resume and options.json.exists():
         report = msgspec.json.decode(options.json.read_bytes(), type=Report)

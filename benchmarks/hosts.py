@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import json
 import os
 import select
 import shutil
@@ -90,6 +91,15 @@ class Host:
     def ip(self, *arguments: str) -> None:
         """``ip`` with these arguments, on this host."""
         _ip("-n", self.namespace, *arguments)
+
+    def carried_bytes(self) -> tuple[int, int]:
+        """What left and reached it over its first network, which is shaped, with the headers of all packets.
+
+        The shapers' own count. The devices' is less: to them, what is cut into packets on its way is one.
+        """
+        network = self.networks[0]
+        out = _carried(self.namespace, f"eth{network}")
+        return out, _carried(_bridges_of(self.namespace), _port(self.number, network))
 
     @contextlib.contextmanager
     def unplugged(self) -> Iterator[None]:
@@ -270,6 +280,12 @@ def _shape(namespace: str, device: str, bits_per_second: int, delay_seconds: flo
     if bits_per_second:
         bucket = ("burst", f"{BURST_BYTES}b", "latency", f"{LATENCY_MS}ms")
         _run(*add, *place, "tbf", "rate", f"{bits_per_second}bit", *bucket)
+
+
+def _carried(namespace: str, device: str) -> int:
+    shapers = json.loads(_run("tc", "-n", namespace, "-s", "-j", "qdisc", "show", "dev", device))
+    (counted,) = (shaper["bytes"] for shaper in shapers if shaper["kind"] == "tbf")
+    return int(counted)
 
 
 def _sweep() -> None:

@@ -97,7 +97,7 @@ class Cluster:
                     self._start(f"server{rank}", host, _run_role, "server", sets)
             workers = [
                 self._start(
-                    f"worker{rank}", host, work, task, rank, sets, f"tcp://{head.ipv4()}:{port}", output
+                    f"worker{rank}", host, work, task, rank, host, sets, f"tcp://{head.ipv4()}:{port}", output
                 )
                 for rank, host in enumerate(self._hosts)
             ]

@@ -25,13 +25,13 @@ clusters of one number of hosts and one speed.
 
 **A step** is one tensor that is synchronised: from a barrier to the end of the slowest rank. Its gradient is
 a new one, made beforehand, with duplicates as autograd makes them, so that compaction is timed. Two steps
-come before those that are timed; where the second takes more than 4 s, it is the only one that counts: ¹ marks it.
-The first step's sum must be that of all gradients, and the same on all ranks. `gloo dense` is
+come before those that are timed; where the second takes more than 4 s, it is the only one that counts: ¹
+marks it. The first step's sum must be that of all gradients, and the same on all ranks. `gloo dense` is
 `torch.distributed.all_reduce` of a gradient that lies ready, dense.
 
-**Bytes** are those that the hosts' own devices have counted in the very steps that are timed, with TCP's
-headers and acknowledgements. The busiest is the greatest of all hosts and both directions. The formulas are
-those of `zenps/costs.py`, of payload alone.
+**Bytes** are those that the token buckets have counted in the very steps that are timed, with the headers of
+all packets and acknowledgements. The busiest is the greatest of all hosts and both directions. The formulas
+are those of `zenps/costs.py`, of payload alone.
 
 **How near to the limit**: the median time over what the busiest link's bytes take at its speed, less the
 128 KiB that the bucket lets through at once.

@@ -1,7 +1,8 @@
 """One worker of ``bench_net.py``: one scheme on every workload, between shaped links.
 
 Each call starts at a barrier, on a fresh gradient, and takes as long as its slowest rank. The bytes of a step
-are those that the host's own device has counted meanwhile. Before a scheme is timed, its sum must be right.
+are those that the shapers of the host's link have counted meanwhile. Before a scheme is timed, its sum must
+be right.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Final, NamedTuple
 import msgspec
 import torch
 import torch.distributed as dist
+from hosts import Host
 from torch import Tensor
 from workloads import WORKLOADS, Workload
 
@@ -97,11 +99,11 @@ class Step(NamedTuple):
     pulled_bytes: int
 
 
-def work(task: Task, rank: int, sets: Sequence[str], store: str, output: Path) -> None:
-    """Measures on this host. Rank 0 writes a list of :class:`Measurement` as JSON.
+def work(task: Task, rank: int, host: Host, sets: Sequence[str], store: str, output: Path) -> None:
+    """Measures. Rank 0 writes a list of :class:`Measurement` as JSON.
 
     Args:
-        rank: this worker's.
+        rank, host: this worker's.
         sets: settings of the cluster.
         store: where the ranks find one another for gloo, ``tcp://host:port``.
     """
@@ -110,7 +112,7 @@ def work(task: Task, rank: int, sets: Sequence[str], store: str, output: Path) -
     dist.init_process_group("gloo", init_method=store, **world)
     if task.scheme != GLOO:
         zps.init(sets=sets)
-    measurements = [_measure(task, name) for name in task.workloads]
+    measurements = [_measure(task, name, host) for name in task.workloads]
     if rank == 0:
         output.write_bytes(msgspec.json.encode(measurements))
     dist.barrier()
@@ -118,16 +120,16 @@ def work(task: Task, rank: int, sets: Sequence[str], store: str, output: Path) -
     dist.destroy_process_group()
 
 
-def _measure(task: Task, name: str) -> Measurement:
+def _measure(task: Task, name: str, host: Host) -> Measurement:
     workload, rank = task.workload(name), dist.get_rank()
     call = _all_reduce(workload) if task.scheme == GLOO else _push_pull(name)
-    result, _ = _step(call, workload.gradient(rank, 0))
+    result, _ = _step(call, workload.gradient(rank, 0), host)
     _check(result, workload)
     del result
-    _, second = _step(call, workload.gradient(rank, 1))
+    _, second = _step(call, workload.gradient(rank, 1), host)
     count = count_steps(float(_over_ranks([second.seconds]).max()), task.steps)
     gradients = (workload.gradient(rank, WARM_UP_STEPS + step) for step in range(count))
-    steps = [_step(call, gradient)[1] for gradient in gradients] or [second]
+    steps = [_step(call, gradient, host)[1] for gradient in gradients] or [second]
     by_rank = _over_ranks(steps)  # rank × step × number
     mean = by_rank.mean(dim=1)
     return Measurement(
@@ -169,27 +171,22 @@ def _all_reduce(workload: Workload) -> Callable[[Tensor], Callable[[], Tensor]]:
     return prepare
 
 
-def _step(prepare: Callable[[Tensor], Callable[[], Tensor]], gradient: Tensor) -> tuple[Tensor, Step]:
+def _step(
+    prepare: Callable[[Tensor], Callable[[], Tensor]], gradient: Tensor, host: Host
+) -> tuple[Tensor, Step]:
     call, stats = prepare(gradient), zps.stats() if zps.is_initialized() else None
-    out_before, in_before = _link_bytes()
+    out_before, in_before = host.carried_bytes()
     dist.barrier()
     begin = time.perf_counter()
     result = call()
     seconds = time.perf_counter() - begin
     dist.barrier()
-    out_after, in_after = _link_bytes()
+    out_after, in_after = host.carried_bytes()
     pushed = pulled = 0
     if stats is not None:
         now = zps.stats()
         pushed, pulled = now.pushed_bytes - stats.pushed_bytes, now.pulled_bytes - stats.pulled_bytes
     return result, Step(seconds, out_after - out_before, in_after - in_before, pushed, pulled)
-
-
-def _link_bytes() -> tuple[int, int]:
-    """Sent and received by this host so far."""
-    lines = Path("/proc/self/net/dev").read_text().splitlines()
-    (counters,) = (line.split(":")[1].split() for line in lines if line.strip().startswith("eth0:"))
-    return int(counters[8]), int(counters[0])
 
 
 def _check(result: Tensor, workload: Workload) -> None:
