@@ -3,7 +3,7 @@ PARTITION ?= balanced
 BIN       ?= .venv/bin
 
 .PHONY: demo test check bench test-long test-monitoring test-browser test-hosts test-docker fuzz soak simulate chaos \
-        test-gpu bench-gpu
+        test-gpu bench-gpu bench-net
 
 demo: .venv/installed
 	$(BIN)/zenps launch --workers 2 --servers 2 --set sync.partition=$(PARTITION) -- $(BIN)/python examples/lstm_lm.py
@@ -32,6 +32,10 @@ check: .venv/installed
 bench: .venv/installed
 	$(BIN)/python benchmarks/bench_sync.py --quick
 
+# Needs root and iproute2. QUICK=1: under 3 minutes. What a run that was cut lacks: RESUME=1.
+bench-net: .venv/installed
+	$(BIN)/python benchmarks/bench_net.py $(if $(QUICK),--quick) $(if $(RESUME),--resume)
+
 INPUTS ?= 1000000
 STEPS  ?= 20000
 ROUNDS ?= 100000
@@ -59,7 +63,7 @@ test-browser: .venv/installed
 
 # Needs root and iproute2.
 test-hosts: .venv/installed
-	ZENPS_TEST_HOSTS=1 $(BIN)/pytest tests/netns
+	ZENPS_TEST_HOSTS=1 $(BIN)/pytest tests/netns tests/benchmarks/test_bench_net.py
 
 # Needs a Docker engine, and Compose of either generation.
 test-docker: .venv/installed

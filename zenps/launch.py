@@ -9,7 +9,7 @@ import signal
 import socket as net
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Final
 
@@ -49,7 +49,12 @@ _SIGNALLED: Final = 128
 _HANDLED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def launch(config: Config, command: Sequence[str], environment: Mapping[str, str]) -> int:
+def launch(
+    config: Config,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    prefix: Callable[[str], Sequence[str]] = lambda _: (),
+) -> int:
     """Run ``command`` as every worker of a new cluster; returns when no process of it is left.
 
     Args:
@@ -57,6 +62,8 @@ def launch(config: Config, command: Sequence[str], environment: Mapping[str, str
             is set, must be an address of this machine.
         command: program and arguments of a worker.
         environment: of all roles; settings in it must give ``config``.
+        prefix: what the command of a process begins with, by its name, ``server 0``: a program that runs the
+            rest, as ``env`` does, in its own place.
 
     Returns:
         0 when all workers ended with 0. Otherwise the exit code of the process that failed first, or
@@ -70,7 +77,7 @@ def launch(config: Config, command: Sequence[str], environment: Mapping[str, str
     with collected(config.sync.trace) as trace:
         for variables in environment_of.values() if trace else ():
             variables["ZENPS_SYNC_TRACE"] = trace
-        job = _Job(config, command, environment_of)
+        job = _Job(config, command, environment_of, prefix)
         with _signals(job):
             try:
                 return job.run()
@@ -82,11 +89,16 @@ class _Job:
     """The processes and their pipes, in one thread. Each turn passes output on, then looks who has ended."""
 
     def __init__(
-        self, config: Config, command: Sequence[str], environment_of: dict[str, dict[str, str]]
+        self,
+        config: Config,
+        command: Sequence[str],
+        environment_of: dict[str, dict[str, str]],
+        prefix: Callable[[str], Sequence[str]],
     ) -> None:
         self._config = config
         self._command = command
         self._environment_of = environment_of
+        self._prefix = prefix
         self._output = Output(["launch", *environment_of])
         self._selector = selectors.DefaultSelector()
         self._guard = Guard()
@@ -152,6 +164,7 @@ class _Job:
     def _start(self, name: str, command: Sequence[str], inherited_fd: int | None = None) -> None:
         # One progress bar can be watched: that of rank 0, which gets a terminal where we have one.
         columns = self._output.columns if name == "worker 0" else None
+        command = [*self._prefix(name), *command]
         try:
             process = Process(name, command, self._environment_of[name], self._guard, columns, inherited_fd)
         except OSError as error:

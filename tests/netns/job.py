@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import zenps as zps
+from benchmarks.hosts import Host, Hosts
 from tests.integration.cluster import DEADLINE_SECONDS, Process, await_file
 from tests.integration.embedding_model import loss_of, make_model, state_of
-from tests.netns.hosts import Host, Hosts
 from zenps import cli
 
 __all__ = ["Job", "train"]

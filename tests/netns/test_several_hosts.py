@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import zenps as zps
+from benchmarks.hosts import BURST_BYTES, Hosts
 from tests.integration.cluster import Cluster
 from tests.integration.progress import await_step
-from tests.netns.hosts import BURST_BYTES, Hosts
 from tests.netns.job import Job, train
 
 ONE_EACH = {name: [0] for name in ("head", "server0", "server1", "worker0", "worker1")}

@@ -14,7 +14,7 @@ from typing import IO
 
 import pytest
 
-from tests.netns.hosts import Host, Hosts
+from benchmarks.hosts import Host, Hosts
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch")

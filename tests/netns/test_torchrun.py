@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.netns.hosts import Host, Hosts
+from benchmarks.hosts import Host, Hosts
 from tests.netns.job import Job
 
 SECONDS = 200

@@ -2,9 +2,12 @@
 
 Hosts are joined by bridges in one more namespace, so that nothing of the machine's own network, not even
 its packet filter, touches them. Any number of such testbeds, of any number of processes, may exist at once:
-all have the same addresses, and none sees another.
+all have the same addresses, and none sees another. However their creator ends, nothing of them stays: a
+guard outlives it, and removes what is left.
 
 Needs root and iproute2. Namespaces have names, so that one can look: ``ip netns exec NAME CMD``.
+
+As a program of its own, without torch, it is that guard, or moves a command to a host.
 """
 
 from __future__ import annotations
@@ -12,18 +15,21 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import json
 import os
+import select
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["Host", "Hosts", "why_not_here"]
+__all__ = ["BURST_BYTES", "Host", "Hosts", "why_no_delay", "why_not_here"]
 
 NAMESPACES: Final = Path("/run/netns")
 FILES: Final = Path("/etc/netns")
@@ -41,6 +47,12 @@ BURST_BYTES: Final = 128 * 1024
 LATENCY_MS: Final = 100
 
 END_SECONDS: Final = 5.0
+
+# The creator may have been killed while a program of its own was adding a host.
+SETTLE_SECONDS: Final = 0.5
+
+# -I and -S: it needs the standard library alone, and starts in a third of the time.
+_PROGRAM: Final = (sys.executable, "-I", "-S", str(Path(__file__).resolve()))
 
 _serial = itertools.count()
 
@@ -72,9 +84,22 @@ class Host:
         _call("mount", bytes(FILES / self.namespace / "hosts"), b"/etc/hosts", None, MS_BIND, None)
         socket.sethostname(self.name)
 
+    def entering(self) -> list[str]:
+        """What a command has to begin with to run on this host."""
+        return [*_PROGRAM, "enter", self.namespace, self.name]
+
     def ip(self, *arguments: str) -> None:
         """``ip`` with these arguments, on this host."""
         _ip("-n", self.namespace, *arguments)
+
+    def carried_bytes(self) -> tuple[int, int]:
+        """What left and reached it over its first network, which is shaped, with the headers of all packets.
+
+        The shapers' own count. The devices' is less: to them, what is cut into packets on its way is one.
+        """
+        network = self.networks[0]
+        out = _carried(self.namespace, f"eth{network}")
+        return out, _carried(_bridges_of(self.namespace), _port(self.number, network))
 
     @contextlib.contextmanager
     def unplugged(self) -> Iterator[None]:
@@ -90,14 +115,15 @@ class Host:
 class Hosts(contextlib.AbstractContextManager["Hosts"]):
     """Hosts that reach one another, from the beginning of the block to its end.
 
-    At the end, whatever runs on them is killed. What a creator that was killed has left behind is removed by
-    the next one on the machine.
+    At the end, whatever runs on them is killed. If the creator is, the guard does the same; and if that was
+    killed, too, the next creator on the machine.
 
     Args:
         networks: the hosts by name, and which networks each is on. All hosts have all names, of which
             ``NAME`` leads to the IPv4 and IPv6 address on the host's first network, ``NAME.v4`` and
             ``NAME.v6`` to one of them.
         bits_per_second: of each link in each direction; 0: as fast as the machine can.
+        delay_seconds: what each link adds in each direction.
         lines: of a host's own /etc/hosts, in place of its own names there.
     """
 
@@ -106,9 +132,11 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
         networks: Mapping[str, Sequence[int]],
         bits_per_second: int = 0,
         lines: Mapping[str, Sequence[str]] | None = None,
+        delay_seconds: float = 0.0,
     ) -> None:
         self._prefix = f"{_own_prefix()}{next(_serial)}-"
         self._bits_per_second = bits_per_second
+        self._delay_seconds = delay_seconds
         self._lines = lines or {}
         self._hosts = {
             name: Host(name, self._prefix + name, number, tuple(joined))
@@ -124,6 +152,13 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
 
     def __enter__(self) -> Hosts:
         _sweep()
+        self._guard = subprocess.Popen(
+            [*_PROGRAM, "guard", self._prefix, str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         try:
             bridges = _bridges_of(self._prefix)
             _ip("netns", "add", bridges)
@@ -138,6 +173,8 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
 
     def __exit__(self, *exception: object) -> None:
         _remove(self._prefix)
+        self._guard.kill()
+        self._guard.wait()
 
     def _add(self, host: Host, bridges: str) -> None:
         files = FILES / host.namespace
@@ -165,9 +202,8 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
                 f"addr add {host.ipv6(network)}/112 dev {device} nodad",
                 f"link set {device} up",
             )
-            if self._bits_per_second:
-                _shape(bridges, port, self._bits_per_second)
-                _shape(host.namespace, device, self._bits_per_second)
+            _shape(bridges, port, self._bits_per_second, self._delay_seconds)
+            _shape(host.namespace, device, self._bits_per_second, self._delay_seconds)
 
 
 def why_not_here() -> str:
@@ -177,12 +213,31 @@ def why_not_here() -> str:
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"{missing[0]} is missing; it comes with Debian's package iproute2"
-    name = f"{_own_prefix()}{next(_serial)}-trial"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
-    if made.returncode != 0:
-        return f"network namespaces cannot be made: {made.stderr.strip()}"
-    _ip("netns", "del", name)
+    try:
+        with _trial():
+            return ""
+    except OSError as error:
+        return f"network namespaces cannot be made: {error}"
+
+
+def why_no_delay() -> str:
+    """Why links cannot have a delay on this machine, where hosts can be made; empty where they can."""
+    try:
+        with _trial() as namespace:
+            _shape(namespace, "lo", 0, 0.001)
+    except OSError as error:
+        return f"this kernel has no netem: {error}"
     return ""
+
+
+@contextlib.contextmanager
+def _trial() -> Iterator[str]:
+    name = f"{_own_prefix()}{next(_serial)}-trial"
+    _ip("netns", "add", name)
+    try:
+        yield name
+    finally:
+        _ip("netns", "del", name)
 
 
 # ── names ───────────────────────────────────────────────────────────────────────────────────────
@@ -214,17 +269,23 @@ def _port(number: int, network: int) -> str:
 # ── the machine ─────────────────────────────────────────────────────────────────────────────────
 
 
-def _shape(namespace: str, device: str, bits_per_second: int) -> None:
-    bucket = [
-        "tbf",
-        "rate",
-        f"{bits_per_second}bit",
-        "burst",
-        f"{BURST_BYTES}b",
-        "latency",
-        f"{LATENCY_MS}ms",
-    ]
-    _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *bucket)
+def _shape(namespace: str, device: str, bits_per_second: int, delay_seconds: float) -> None:
+    """What is sent on ``device``. Of both, the bucket is behind the delay, as tc-netem(8) has it."""
+    add = ("tc", "-n", namespace, "qdisc", "add", "dev", device)
+    place = ["root", "handle", "1:"]
+    if delay_seconds:
+        in_flight = int(bits_per_second / 8 * delay_seconds) // 1000 + 1000  # in packets
+        _run(*add, *place, "netem", "delay", f"{1000 * delay_seconds:g}ms", "limit", str(in_flight))
+        place = ["parent", "1:1"]
+    if bits_per_second:
+        bucket = ("burst", f"{BURST_BYTES}b", "latency", f"{LATENCY_MS}ms")
+        _run(*add, *place, "tbf", "rate", f"{bits_per_second}bit", *bucket)
+
+
+def _carried(namespace: str, device: str) -> int:
+    shapers = json.loads(_run("tc", "-n", namespace, "-s", "-j", "qdisc", "show", "dev", device))
+    (counted,) = (shaper["bytes"] for shaper in shapers if shaper["kind"] == "tbf")
+    return int(counted)
 
 
 def _sweep() -> None:
@@ -241,9 +302,13 @@ def _remove(prefix: str) -> None:
     for path in FILES.glob(f"{prefix}*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in NAMESPACES.glob(f"{prefix}*"):
-        # They would keep the namespace alive, without a name.
-        _kill_all_in(path.name)
-        _ip("netns", "del", path.name)
+        try:
+            # They would keep the namespace alive, without a name.
+            _kill_all_in(path.name)
+            _ip("netns", "del", path.name)
+        except OSError:
+            if path.exists():  # else a guard or another creator was faster
+                raise
 
 
 def _kill_all_in(namespace: str) -> None:
@@ -277,3 +342,34 @@ def _call(name: str, *arguments: object) -> None:
     if getattr(libc, name)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+# ── the program ─────────────────────────────────────────────────────────────────────────────────
+
+
+def _guard(prefix: str, creator: int) -> None:
+    """Waits for the end of the process ``creator``, and removes what is left of its testbed."""
+    # The end of a pipe would come late: processes that were forked hold the other end, too.
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(creator)
+        # Its number may have passed to another before.
+        if prefix.startswith(f"zenps-{creator}.{_started(creator)}-"):
+            select.select([descriptor], [], [])
+    for _ in range(2):
+        _remove(prefix)
+        time.sleep(SETTLE_SECONDS)
+
+
+def _enter(namespace: str, name: str, *command: str) -> None:
+    Host(name, namespace, 0, ()).enter()
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["guard", prefix, creator]:
+            _guard(prefix, int(creator))
+        case ["enter", *arguments]:
+            _enter(*arguments)
+        case _:
+            sys.exit("expected: guard PREFIX PID, or enter NAMESPACE NAME COMMAND...")

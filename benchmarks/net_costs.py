@@ -1,0 +1,27 @@
+"""What a scheme should cost on a workload of ``bench_net.py``, by the formulas of :mod:`zenps.costs`."""
+
+from __future__ import annotations
+
+from net_worker import GLOO
+from workloads import Character
+
+from zenps.costs import Cost, Links, Tensor, expected_imbalance, predict
+
+__all__ = ["expect"]
+
+
+def expect(scheme: str, character: Character, workers: int, mbit: float) -> Cost:
+    """Bytes and seconds of one synchronisation; for a number of workers that ``character`` has."""
+    levels = [size for size in sorted(character.union_rows) if size <= workers]
+    tensor = Tensor(
+        rows=character.rows,
+        columns=character.columns,
+        density=character.density,
+        unions=tuple(character.union_rows[size] / character.rows for size in levels),
+        skew=character.skew[workers],
+        imbalance=expected_imbalance(workers, character.union_rows[workers]),
+        blocks=character.blocks,
+        union_blocks=character.union_blocks[workers],
+    )
+    links = Links(workers=workers, bytes_per_second=mbit * 1e6 / 8)
+    return predict("allreduce" if scheme == GLOO else scheme, tensor, links)

@@ -1,0 +1,255 @@
+"""What ``bench_net.py`` writes: JSON, tables and plots."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+from hosts import BURST_BYTES
+from matplotlib.figure import Figure
+from net_costs import expect
+from net_worker import GLOO, Measurement, Task
+from rich.table import Table
+from sync_report import Machine
+from workloads import WORKLOADS, Character
+
+__all__ = ["Report", "Sheet", "describe_links", "plots", "sheets"]
+
+MARKERS: Final = ("o-", "s-", "^-", "D-", "v-", "P-", "X-", "<-", ">-", "*-")
+CONGESTION: Final = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+
+
+class Links(msgspec.Struct):
+    """How links are shaped, apart from their speed."""
+
+    shaper: str
+    burst_bytes: int
+    congestion_control: str
+
+
+class Report(msgspec.Struct):
+    """The JSON file."""
+
+    started: str
+    command: list[str]
+    machine: Machine
+    links: Links
+    versions: dict[str, str]
+    scale: float
+    sets: list[str]
+    characters: dict[str, Character]
+    measurements: list[Measurement]
+
+    def has(self, task: Task) -> bool:
+        """Whether all that the task would measure is there."""
+        found = {(m.workload, m.scheme, m.workers, m.mbit) for m in self.measurements}
+        return found.issuperset((name, task.scheme, task.workers, task.mbit) for name in task.workloads)
+
+
+class Row(NamedTuple):
+    """A measurement, and what follows from it."""
+
+    measured: Measurement
+    p50_seconds: float
+    p95_seconds: float
+    busiest_bytes: float
+    """Of all links and directions."""
+    imbalance: float
+    """``busiest_bytes`` over the mean of all links and directions."""
+    expected_bytes: float
+    """By the scheme's formula, of the payload."""
+    ideal_seconds: float
+    """What ``busiest_bytes`` take at the link's speed, when the shaper's bucket is full at first."""
+    speedup: float
+    """Over gloo's dense all_reduce; NaN where that was not measured."""
+
+    @property
+    def over_ideal(self) -> float:
+        """The median time over ``ideal_seconds``."""
+        return self.p50_seconds / self.ideal_seconds
+
+
+class Sheet(NamedTuple):
+    """A table, for the terminal or for a page."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+
+    def table(self) -> Table:
+        """For rich."""
+        table = Table(title=self.title, title_justify="left")
+        for number, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if number else "left", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def markdown(self) -> str:
+        """For a page."""
+        lines = [self.columns, ["---", *["---:"] * (len(self.columns) - 1)], *self.rows]
+        return f"{self.title}:\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def describe_links() -> Links:
+    """Of this machine."""
+    return Links("tbf", BURST_BYTES, CONGESTION.read_text().strip())
+
+
+def evaluate(report: Report) -> list[Row]:
+    """Every measurement with what follows from it."""
+    base = {
+        (m.workload, m.workers, m.mbit): statistics.median(m.seconds)
+        for m in report.measurements
+        if m.scheme == GLOO
+    }
+    rows = []
+    for m in report.measurements:
+        p50, p95 = np.quantile(m.seconds, [0.5, 0.95]).tolist()
+        links = [*m.out_bytes, *m.in_bytes]
+        busiest = max(links)
+        cost = expect(m.scheme, report.characters[m.workload], m.workers, m.mbit)
+        rows.append(
+            Row(
+                measured=m,
+                p50_seconds=p50,
+                p95_seconds=p95,
+                busiest_bytes=busiest,
+                imbalance=busiest / statistics.mean(links),
+                expected_bytes=cost.serial_bytes,
+                ideal_seconds=max(busiest - BURST_BYTES, 1) * 8 / (m.mbit * 1e6),
+                speedup=base.get((m.workload, m.workers, m.mbit), float("nan")) / p50,
+            )
+        )
+    return rows
+
+
+# ── tables ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def sheets(report: Report) -> list[Sheet]:
+    """What was synchronised; then for each workload times, bytes, and how near to the links' limit it was."""
+    rows = evaluate(report)
+    tables = [describe_workloads(report)]
+    for name in report.characters:
+        own = [row for row in rows if row.measured.workload == name]
+        for mbit in sorted({row.measured.mbit for row in own}):
+            chosen = [row for row in own if row.measured.mbit == mbit]
+            link = f"{name}, {mbit:g} Mbit/s"
+            tables.append(_grid(f"{link}: ms per step, p50 / p95; times faster than {GLOO}", chosen, _time))
+            tables.append(_grid(f"{link}: p50 over busiest link ÷ bandwidth", chosen, _over_ideal))
+        slowest = min((row.measured.mbit for row in own), default=0.0)
+        chosen = [row for row in own if row.measured.mbit == slowest]
+        title = f"{name}: MB on the busiest link and direction / by formula; busiest ÷ mean"
+        tables.append(_grid(title, chosen, _bytes))
+    return tables
+
+
+def describe_workloads(report: Report) -> Sheet:
+    """Published figures beside those measured here."""
+    rows = []
+    for name, character in report.characters.items():
+        workload = WORKLOADS[name]
+        rows.append(
+            [
+                f"{name}: {workload.title}",
+                f"{character.rows} × {character.columns}",
+                f"{100 * character.density:.2f} %",
+                " / ".join(f"{character.densification(size):.2f}" for size in character.union_rows),
+                " / ".join(f"{character.skew[parts]:.1f}" for parts in (8, 16, 128)),
+                f"{100 * character.blocks:.0f} %",
+            ]
+        )
+    sizes = ", ".join(map(str, next(iter(report.characters.values())).union_rows))
+    columns = ["workload", "rows × columns", "density", f"γ of {sizes}", "skew 8 / 16 / 128", "blocks"]
+    return Sheet("What is synchronised", columns, rows)
+
+
+def _grid(title: str, rows: Sequence[Row], cell: Callable[[Row], str]) -> Sheet:
+    """Schemes by hosts."""
+    sizes = sorted({row.measured.workers for row in rows})
+    by_scheme: dict[str, dict[int, str]] = {}
+    for row in rows:
+        by_scheme.setdefault(row.measured.scheme, {})[row.measured.workers] = cell(row)
+    columns = ["scheme", *(f"{size} hosts" for size in sizes)]
+    lines = [[name, *(own.get(size, "") for size in sizes)] for name, own in by_scheme.items()]
+    return Sheet(title, columns, lines)
+
+
+def _time(row: Row) -> str:
+    few = "¹" if len(row.measured.seconds) == 1 else ""
+    return f"{1e3 * row.p50_seconds:.0f} / {1e3 * row.p95_seconds:.0f}{few}  {row.speedup:.1f}×"
+
+
+def _over_ideal(row: Row) -> str:
+    return f"{row.over_ideal:.2f}"
+
+
+def _bytes(row: Row) -> str:
+    return f"{row.busiest_bytes / 1e6:.2f} / {row.expected_bytes / 1e6:.2f}  {row.imbalance:.2f}"
+
+
+# ── plots ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def plots(report: Report, json: Path) -> list[Path]:
+    """Draws both beside the JSON file."""
+    rows = evaluate(report)
+    drawn = {"time": _plot_times(report, rows), "bytes": _plot_bytes(report, rows)}
+    paths = {json.with_name(f"{json.stem}-{name}.png"): figure for name, figure in drawn.items()}
+    for path, figure in paths.items():
+        figure.savefig(path, dpi=110)
+    return list(paths)
+
+
+def _plot_times(report: Report, rows: Sequence[Row]) -> Figure:
+    """Median time by hosts: a line for each scheme, a column for each workload, a row for each speed."""
+    names, speeds = list(report.characters), sorted({row.measured.mbit for row in rows})
+    figure = Figure(figsize=(3.4 * len(names), 0.8 + 3 * len(speeds)), layout="constrained")
+    grid = figure.subplots(len(speeds), len(names), squeeze=False, sharex=True)
+    schemes = list(dict.fromkeys(row.measured.scheme for row in rows))
+    for line, mbit in enumerate(speeds):
+        for column, name in enumerate(names):
+            axes = grid[line][column]
+            for number, scheme in enumerate(schemes):
+                own = sorted(
+                    (row.measured.workers, row.p50_seconds)
+                    for row in rows
+                    if (row.measured.workload, row.measured.mbit, row.measured.scheme) == (name, mbit, scheme)
+                )
+                style = MARKERS[number % len(MARKERS)]
+                axes.plot(*zip(*own, strict=True), style, label=scheme, color=f"C{number}", markersize=4)
+            axes.set(xscale="log", yscale="log", title=f"{name}, {mbit:g} Mbit/s")
+            sizes = sorted({row.measured.workers for row in rows})
+            axes.set_xticks(sizes, map(str, sizes))
+            axes.minorticks_off()
+        grid[line][0].set_ylabel("seconds per step, p50")
+    for axes in grid[-1]:
+        axes.set_xlabel("hosts")
+    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=5)
+    return figure
+
+
+def _plot_bytes(report: Report, rows: Sequence[Row]) -> Figure:
+    """Bytes on the busiest link against the formula, all measurements."""
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    axes = figure.subplots()
+    for number, scheme in enumerate(dict.fromkeys(row.measured.scheme for row in rows)):
+        own = [row for row in rows if row.measured.scheme == scheme]
+        axes.plot(
+            [row.expected_bytes / 1e6 for row in own],
+            [row.busiest_bytes / 1e6 for row in own],
+            MARKERS[number % len(MARKERS)][0],
+            label=scheme,
+            color=f"C{number}",
+            markersize=5,
+        )
+    ends = [min(row.expected_bytes for row in rows) / 1e6, max(row.expected_bytes for row in rows) / 1e6]
+    axes.plot(ends, ends, color="grey", linewidth=0.8)
+    axes.set(xscale="log", yscale="log", xlabel="MB by the formula", ylabel="MB on the busiest link")
+    axes.legend()
+    return figure

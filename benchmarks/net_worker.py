@@ -1,0 +1,222 @@
+"""One worker of ``bench_net.py``: one scheme on every workload, between shaped links.
+
+Each call starts at a barrier, on a fresh gradient, and takes as long as its slowest rank. The bytes of a step
+are those that the shapers of the host's link have counted meanwhile. Before a scheme is timed, its sum must
+be right.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+import torch
+import torch.distributed as dist
+from hosts import Host
+from torch import Tensor
+from workloads import WORKLOADS, Workload
+
+import zenps as zps
+
+__all__ = ["GLOO", "WARM_UP_STEPS", "Measurement", "Task", "count_steps", "work"]
+
+GLOO: Final = "gloo dense"
+"""What PyTorch offers, as if it were a scheme: ``all_reduce`` of the gradient, made dense untimed."""
+
+WARM_UP_STEPS: Final = 2
+"""The first makes tables of positions, and is checked. The second tells how long a step takes."""
+
+SLOW_SECONDS: Final = 4.0
+"""Of a scheme that takes this long, the second step is the only one, and counts."""
+
+ENOUGH_SECONDS: Final = 8.0
+"""Timed steps are as many as this allows, but three at least."""
+FEWEST_STEPS: Final = 3
+
+TIMEOUT: Final = timedelta(minutes=3)
+
+# torch 2.13 renamed it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What the workers of one cluster measure.
+
+    Attributes:
+        scheme: one of SCHEMES, or :data:`GLOO`.
+        workers: one on each host.
+        mbit: of each link in each direction, in Mbit/s.
+        workloads: their names.
+        scale: how many times the rows of each.
+        steps: that are timed at most.
+    """
+
+    scheme: str
+    workers: int
+    mbit: float
+    workloads: tuple[str, ...]
+    scale: float
+    steps: int
+
+    def workload(self, name: str) -> Workload:
+        """That of the name, in the size of this task."""
+        return WORKLOADS[name].resized(self.scale)
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+    """One scheme on one workload.
+
+    Attributes:
+        warm_up_steps: what came before.
+        seconds: of the slowest rank, by step.
+        out_bytes, in_bytes: by host, what left and reached it, headers included; the mean over steps.
+        pushed_bytes, pulled_bytes: by worker and step, as ``zenps.stats()`` has it; 0 for :data:`GLOO`.
+    """
+
+    workload: str
+    scheme: str
+    workers: int
+    mbit: float
+    warm_up_steps: int
+    seconds: list[float]
+    out_bytes: list[float]
+    in_bytes: list[float]
+    pushed_bytes: float
+    pulled_bytes: float
+
+
+class Step(NamedTuple):
+    """One call on this rank."""
+
+    seconds: float
+    out_bytes: int
+    in_bytes: int
+    pushed_bytes: int
+    pulled_bytes: int
+
+
+def work(task: Task, rank: int, host: Host, sets: Sequence[str], store: str, output: Path) -> None:
+    """Measures. Rank 0 writes a list of :class:`Measurement` as JSON.
+
+    Args:
+        rank, host: this worker's.
+        sets: settings of the cluster.
+        store: where the ranks find one another for gloo, ``tcp://host:port``.
+    """
+    torch.set_num_threads(1)
+    world = {"rank": rank, "world_size": task.workers, "timeout": TIMEOUT}
+    dist.init_process_group("gloo", init_method=store, **world)
+    if task.scheme != GLOO:
+        zps.init(sets=sets)
+    measurements = [_measure(task, name, host) for name in task.workloads]
+    if rank == 0:
+        output.write_bytes(msgspec.json.encode(measurements))
+    dist.barrier()
+    zps.shutdown()
+    dist.destroy_process_group()
+
+
+def _measure(task: Task, name: str, host: Host) -> Measurement:
+    workload, rank = task.workload(name), dist.get_rank()
+    call = _all_reduce(workload) if task.scheme == GLOO else _push_pull(name)
+    result, _ = _step(call, workload.gradient(rank, 0), host)
+    _check(result, workload)
+    del result
+    _, second = _step(call, workload.gradient(rank, 1), host)
+    count = count_steps(float(_over_ranks([second.seconds]).max()), task.steps)
+    gradients = (workload.gradient(rank, WARM_UP_STEPS + step) for step in range(count))
+    steps = [_step(call, gradient, host)[1] for gradient in gradients] or [second]
+    by_rank = _over_ranks(steps)  # rank × step × number
+    mean = by_rank.mean(dim=1)
+    return Measurement(
+        workload=name,
+        scheme=task.scheme,
+        workers=task.workers,
+        mbit=task.mbit,
+        warm_up_steps=WARM_UP_STEPS if count else 1,
+        seconds=by_rank[:, :, 0].amax(dim=0).tolist(),
+        out_bytes=mean[:, 1].tolist(),
+        in_bytes=mean[:, 2].tolist(),
+        pushed_bytes=float(mean[:, 3].mean()),
+        pulled_bytes=float(mean[:, 4].mean()),
+    )
+
+
+def count_steps(seconds: float, most: int) -> int:
+    """How many steps are timed, of which the second took ``seconds``; 0: that one counts."""
+    if seconds > SLOW_SECONDS:
+        return 0
+    return min(most, max(FEWEST_STEPS, int(ENOUGH_SECONDS / seconds)))
+
+
+def _push_pull(name: str) -> Callable[[Tensor], Callable[[], Tensor]]:
+    return lambda gradient: lambda: zps.push_pull(gradient, name, average=False)
+
+
+def _all_reduce(workload: Workload) -> Callable[[Tensor], Callable[[], Tensor]]:
+    dense = torch.empty(workload.shape)
+
+    def prepare(gradient: Tensor) -> Callable[[], Tensor]:
+        dense.zero_().index_add_(0, gradient._indices()[0], gradient._values())
+        return call
+
+    def call() -> Tensor:
+        dist.all_reduce(dense)
+        return dense
+
+    return prepare
+
+
+def _step(
+    prepare: Callable[[Tensor], Callable[[], Tensor]], gradient: Tensor, host: Host
+) -> tuple[Tensor, Step]:
+    call, stats = prepare(gradient), zps.stats() if zps.is_initialized() else None
+    out_before, in_before = host.carried_bytes()
+    dist.barrier()
+    begin = time.perf_counter()
+    result = call()
+    seconds = time.perf_counter() - begin
+    dist.barrier()
+    out_after, in_after = host.carried_bytes()
+    pushed = pulled = 0
+    if stats is not None:
+        now = zps.stats()
+        pushed, pulled = now.pushed_bytes - stats.pushed_bytes, now.pulled_bytes - stats.pulled_bytes
+    return result, Step(seconds, out_after - out_before, in_after - in_before, pushed, pulled)
+
+
+def _check(result: Tensor, workload: Workload) -> None:
+    """Raises AssertionError where ``result`` is not the sum of step 0, or not the same on all ranks."""
+    if result.is_sparse:
+        result = result.coalesce()
+    else:
+        (rows,) = (result != 0).view(workload.rows, -1).any(1).nonzero(as_tuple=True)
+        result = torch.sparse_coo_tensor(
+            rows.unsqueeze(0), result[rows], workload.shape, is_coalesced=True, check_invariants=False
+        )
+    if dist.get_rank() == 0:
+        gradients = [workload.gradient(rank, 0) for rank in range(dist.get_world_size())]
+        wanted = torch.sparse_coo_tensor(
+            torch.cat([gradient._indices() for gradient in gradients], dim=1),
+            torch.cat([gradient._values() for gradient in gradients]),
+            workload.shape,
+            check_invariants=False,
+        ).coalesce()
+        assert torch.equal(result.indices(), wanted.indices()), f"{workload.name}: other rows than expected"
+        # Of up to a thousand duplicates, in any order.
+        torch.testing.assert_close(result.values(), wanted.values(), rtol=1e-4, atol=1e-4)
+    numbers = result.indices().double().sum().item(), result.values().double().abs().sum().item()
+    digests = _over_ranks(numbers)
+    torch.testing.assert_close(digests, digests[:1].expand_as(digests), rtol=1e-6, atol=0)
+
+
+def _over_ranks(numbers: object) -> Tensor:
+    """Each rank's ``numbers``, stacked by rank."""
+    mine = torch.tensor(numbers, dtype=torch.float64)
+    stacked = mine.new_empty(dist.get_world_size(), *mine.shape)
+    _all_gather(stacked.view(-1, *mine.shape[1:]), mine)
+    return stacked

@@ -1,0 +1,100 @@
+"""The command that runs a script on hosts with slow links, as a user runs it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.hosts import FILES, NAMESPACES
+
+TESTBED = Path(__file__).parents[2] / "benchmarks" / "testbed.py"
+SECONDS = 100
+
+SCRIPT = """
+import os, sys, time
+import torch, torch.distributed as dist
+import zenps as zps
+
+zps.init()
+dist.init_process_group("gloo")
+gradient = torch.ones(1_000_000)
+zps.barrier()
+begin = time.monotonic()
+assert zps.push_pull(gradient, "x", average=False)[0] == zps.size()
+seconds = time.monotonic() - begin
+dist.all_reduce(gradient)
+assert gradient[0] == zps.size()
+host = os.uname().nodename
+print(f"rank {zps.rank()} of {zps.size()}, {zps.local_rank()} on {host}, {seconds > 0.3}")
+zps.barrier()
+if sys.argv[1:] == ["sleep"]:
+    time.sleep(600)
+zps.shutdown()
+sys.exit(7 if zps.is_initialized() or (sys.argv[1:] == ["fail"] and host == "host1") else 0)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return str(tmp_path / "train.py")
+
+
+def run_testbed(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(TESTBED), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+
+
+@pytest.mark.parametrize("servers", [(), ("--servers", "1", "--apart")])
+def test_a_script_runs_on_all_hosts(servers: tuple[str, ...], script: str) -> None:
+    # Half of 4 MB leaves each host, or all of it; 2 MB at 50 Mbit/s take 0.32 s.
+    done = run_testbed("--hosts", "2", "--mbit", "50", *servers, "--", sys.executable, script)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert f"worker {rank}  | rank {rank} of 2, 0 on host{rank}, True" in done.stdout
+    assert not list(NAMESPACES.glob("zenps-*"))
+
+
+def test_the_exit_code_is_the_script_s(script: str) -> None:
+    done = run_testbed("--mbit", "0", "--", sys.executable, script, "fail")
+    assert done.returncode == 7, done.stderr
+    assert "worker 1 failed: exit code 7" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_stays_whatever_ends_it(number: signal.Signals, script: str) -> None:
+    command = [sys.executable, str(TESTBED), "--mbit", "0", "--", sys.executable, script, "sleep"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert running.stdout is not None
+    assert "on host" in running.stdout.readline()
+    left = f"zenps-{running.pid}.*"
+    assert list(NAMESPACES.glob(left))
+    running.send_signal(number)
+    running.stdout.read()  # until nobody is left who could write
+    assert running.wait(SECONDS) == (-number if number == signal.SIGKILL else 128 + number)
+    until = time.monotonic() + SECONDS
+    while [*NAMESPACES.glob(left), *FILES.glob(left)]:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--hosts", "2"), "expected -- CMD"),
+        (("--", "nonesuch"), "nonesuch: expected a program"),
+        (("--hosts", "0", "--", "true"), "expected 1 host"),
+        (("--mbit", "-1", "--", "true"), "expected --mbit"),
+        (("--set", "sync.scheme=best", "--", "true"), "sync.scheme = 'best': expected one of"),
+    ],
+)
+def test_what_is_wrong_is_refused_in_a_line(arguments: tuple[str, ...], message: str) -> None:
+    done = run_testbed(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
