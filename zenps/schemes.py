@@ -14,7 +14,7 @@ from zenps.codecs.base import CodecName
 
 __all__ = ["SCHEMES", "Answer", "Scheme", "SchemeName"]
 
-SchemeName = Literal["zenps", "zen", "sparse-ps", "byteps"]
+SchemeName = Literal["zenps", "zen", "sparse-ps", "byteps", "omnireduce"]
 
 Answer = CodecName | Literal["auto"]
 """How the positions of a union travel; auto: as suits the chunk."""
@@ -33,6 +33,7 @@ class Scheme(Struct, frozen=True, kw_only=True):
         pull_codec: of positions that are pulled.
         streams: whether tensors are cut into chunks of ``sync.chunk_bytes``, so that one is summed while the
             next travels.
+        blocks: whether what travels dense leaves out its blocks of zeros, phase by phase.
     """
 
     keys: Literal["rows", "elements", "none"] = "rows"
@@ -41,6 +42,7 @@ class Scheme(Struct, frozen=True, kw_only=True):
     push_codec: CodecName | Literal[""] = ""
     pull_codec: Answer = "auto"
     streams: bool = True
+    blocks: bool = False
 
 
 SCHEMES: Final[dict[SchemeName, Scheme]] = {
@@ -53,5 +55,7 @@ SCHEMES: Final[dict[SchemeName, Scheme]] = {
     "sparse-ps": Scheme(partition="parallel", ranges=True, push_codec="coo", pull_codec="coo", streams=False),
     # A parameter server for dense tensors (OSDI '20).
     "byteps": Scheme(keys="none", partition="parallel"),
+    # Non-zero blocks, found by look-ahead (SIGCOMM '21); streams of them to contiguous ranges.
+    "omnireduce": Scheme(keys="none", partition="parallel", ranges=True, blocks=True),
 }
 assert tuple(SCHEMES) == get_args(SchemeName)
