@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ __all__ = ["BlockTransfer"]
 
 
 class BlockTransfer(Transfer):
-    """A strided tensor of any shape, flattened. A block is zero where all its bytes are: -0.0 travels.
+    """A strided tensor of any shape, flattened. A block of zeros counts as 0.0, be they -0.0.
 
     Args:
         tensor: on the CPU.
@@ -103,10 +104,14 @@ def _as_blocks(tensor: Tensor, plan: Plan, pool: BufferPool) -> Tensor:
 
 
 def _not_zero(table: Tensor) -> NDArray[np.bool_]:
-    """For each block, whether any of its bits is set."""
-    words = table.view(torch.uint8).numpy()
-    width = next(width for width in (8, 4, 2, 1) if words.shape[1] % width == 0)
-    return words.view(f"u{width}").max(axis=1) != 0
+    """For each block, whether any of its elements is not zero."""
+    bits, item_bytes = table.view(torch.uint8).numpy(), table.dtype.itemsize
+    width = 8 if bits.shape[1] % 8 == 0 else item_bytes
+    # -0.0 has the sign's bit alone.
+    magnitude = (1 << 8 * item_bytes - table.dtype.is_floating_point) - 1
+    mask = sum(magnitude << shift for shift in range(0, 8 * width, 8 * item_bytes))
+    united: NDArray[np.unsignedinteger[Any]] = np.bitwise_or.reduce(bits.view(f"u{width}"), axis=1)
+    return united & united.dtype.type(mask) != 0
 
 
 def _items(table: Tensor) -> NDArray[np.void]:

@@ -153,7 +153,7 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             le=4096,
         ),
     ] = 256
-    fusion: Annotated[int, Meta(description="omnireduce: blocks in a message at most", ge=1, le=65536)] = 64
+    fusion: Annotated[int, Meta(description="omnireduce: blocks in a message at most", ge=1, le=65536)] = 256
     table_bytes: Annotated[
         int,
         Meta(description="budget of a worker's cached permutation tables; 0: compute anew", ge=0, le=TIB),

@@ -47,7 +47,7 @@ SETTINGS = {
     "sync.block": 256,
     "sync.bucket_bytes": 4 << 20,
     "sync.chunk_bytes": 8 << 20,
-    "sync.fusion": 64,
+    "sync.fusion": 256,
     "sync.granule": 32,
     "sync.partition": "balanced",
     "sync.scheme": "zenps",
