@@ -135,14 +135,14 @@ class Cluster(Communicator):
         except BaseException:  # Ctrl-C too: a name in flight for ever could not be pushed again
             self._take_back(name, previous)
             raise
-        handle = self._handle(name, progress, transfer, average)
+        handle, begin = self._handle(name, progress, transfer, average)
 
         def push() -> None:
             progress.compacted_seconds = time.perf_counter() - progress.began
             if is_staged:
                 self._spans.trace.since(begin_ns, "stage", tensor=name, step=progress.step)
             handle.pushed()
-            for round_ in handle.rounds():
+            for round_ in begin():
                 self._session.channel.submit(round_, handle)
 
         def fail(error: ZenPSError) -> None:
@@ -152,18 +152,18 @@ class Cluster(Communicator):
         self._staging.add(transfer, push, fail)
         return handle if back is None else Converted(handle, back)
 
-    def _handle(self, name: str, progress: Progress, transfer: Transfer, average: bool) -> Handle:
+    def _handle(
+        self, name: str, progress: Progress, transfer: Transfer, average: bool
+    ) -> tuple[Handle, Callable[[], list[Round]]]:
+        """What the caller gets, and what makes its rounds once the transfer is prepared."""
         waiting = self._wait, self._timeout_seconds, self._record, self._spans
         if isinstance(transfer, BlockTransfer | StagedBlocks):
             new_round = partial(self._phase, name, progress.step, transfer, average)
-            return StreamedHandle(name, progress, transfer, new_round, *waiting)
-
-        def begin() -> list[Round]:
-            sent = transfer.sent
-            outgoing = self._pushes(name, progress.step, sent, average)
-            return [Round(name, progress.step, sent.cut.epoch, outgoing, sent)]
-
-        return Handle(name, progress, transfer, begin, *waiting)
+            handle = StreamedHandle(name, progress, transfer, new_round, *waiting)
+            return handle, handle.begin
+        return Handle(name, progress, transfer, *waiting), lambda: [
+            self._round(name, progress.step, transfer, average)
+        ]
 
     def barrier(self) -> None:
         """As :meth:`Session.barrier`."""
@@ -226,6 +226,10 @@ class Cluster(Communicator):
         self.size = len(self.ranks)
         self._here = [worker.rank for worker in view.workers if worker.host == net.gethostname()]
         self.local_size = len(self._here)
+
+    def _round(self, name: str, step: int, transfer: Transfer, average: bool) -> Round:
+        sent = transfer.sent
+        return Round(name, step, sent.cut.epoch, self._pushes(name, step, sent, average), sent)
 
     def _phase(
         self, name: str, step: int, transfer: Transfer, average: bool, phase: int, part: Part

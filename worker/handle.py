@@ -55,7 +55,6 @@ class Handle(Pending):
         name: of the tensor.
         progress: of this round.
         transfer: turns the answers into the result, on the thread that waits.
-        begin: makes its rounds, once the transfer is prepared.
         wait: how to wait for answers.
         timeout_seconds: a last resort; the exchange's own deadlines come before it.
         record: for metrics.
@@ -67,7 +66,6 @@ class Handle(Pending):
         name: str,
         progress: Progress,
         transfer: Transfer,
-        begin: Callable[[], Sequence[Round]],
         wait: Wait,
         timeout_seconds: float,
         record: Recorder,
@@ -76,7 +74,6 @@ class Handle(Pending):
         self.name = name
         self._progress = progress
         self._transfer: Transfer | None = transfer
-        self.rounds = begin
         self._wait = wait
         self._timeout_seconds = timeout_seconds
         self._record = record

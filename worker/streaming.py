@@ -43,7 +43,7 @@ class StreamedHandle(Handle):
         record: Recorder,
         spans: Spans | None = None,
     ) -> None:
-        super().__init__(name, progress, transfer, self._begin, wait, timeout_seconds, record, spans)
+        super().__init__(name, progress, transfer, wait, timeout_seconds, record, spans)
         self._streamed = transfer
         self._new_round = new_round
         self._streams_left = transfer.plan.streams
@@ -71,7 +71,8 @@ class StreamedHandle(Handle):
     def restart(self, sent: Sent) -> None:
         """The ring has changed; a phase goes to another server, perhaps, and has no answer yet."""
 
-    def _begin(self) -> list[Round]:
+    def begin(self) -> list[Round]:
+        """The first phase of each stream, once the transfer is prepared."""
         rounds = [self._push(stream) for stream in range(self._streamed.plan.streams)]
         return [round_ for round_ in rounds if round_ is not None]
 
