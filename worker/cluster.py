@@ -36,7 +36,7 @@ from .spans import Spans
 from .staged import StagedBlocks
 from .staging import Staging
 from .streaming import StreamedHandle
-from .streams import PHASES
+from .streams import LONGEST_NAME, PHASES, stream_name
 from .transfer import Part, Sent, Transfer
 from .transfers import Transfers
 
@@ -107,6 +107,9 @@ class Cluster(Communicator):
             raise self._too_early(f"tensor {name!r}")
         plan = self._transfers.plan(tensor)
         names = plan.streams if plan else 1
+        if plan and len(name) > LONGEST_NAME:
+            reason = f"expected at most {LONGEST_NAME} characters, for its streams have longer names"
+            raise UsageError(f"tensor name {name!r:.60}: {reason}")
         with self._submitting:
             previous = self._latest.get(name)
             if previous is not None and not previous.ended:
@@ -236,7 +239,7 @@ class Cluster(Communicator):
     ) -> Round:
         """A phase of a stream."""
         sent = self._transfers.place(name, transfer.sent, part)
-        name, step = f"{name}#{part.chunk}", step * PHASES + phase
+        name, step = stream_name(name, part.chunk), step * PHASES + phase
         return Round(name, step, sent.cut.epoch, self._pushes(name, step, sent, average), sent)
 
     def _cut_again(self, round_: Round) -> tuple[Sent, list[Outgoing]]:

@@ -139,7 +139,7 @@ class Exchange:
             return [Fail(round_, self.failure)]
         round_.deadline = now + self._deadline_seconds + PATIENCE_SECONDS
         round_.workers = self._workers
-        round_.previous = self._newest.get(round_.tensor, -1)
+        round_.previous = min(self._newest.get(round_.tensor, -1), round_.step - 1)
         self._newest[round_.tensor] = round_.step
         self._in_flight[round_.tensor, round_.step] = round_
         if round_.epoch != self._epoch:  # the ring changed while it was compacted

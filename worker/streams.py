@@ -20,7 +20,7 @@ from zenps.errors import ProtocolError
 from zenps.wire.blocks import NONE_LEFT, Ahead
 from zenps.wire.messages import POSITION_BYTES
 
-__all__ = ["MOST_STREAMS", "PHASES", "Plan", "Stream", "plan_streams"]
+__all__ = ["LONGEST_NAME", "MOST_STREAMS", "PHASES", "Plan", "Stream", "plan_streams", "stream_name"]
 
 Blocks = NDArray[np.int64]
 
@@ -30,6 +30,10 @@ MOST_STREAMS = 64
 # A stream's rounds are numbered step · PHASES + phase: ranks whose round failed in different phases agree
 # on the next step's number all the same.
 PHASES = 10**9
+
+
+LONGEST_NAME = 1024 - len(f"#{MOST_STREAMS}")
+"""How many characters a tensor's name may have: those of its streams have as many as a name may."""
 
 
 class Plan(NamedTuple):
@@ -65,6 +69,11 @@ def plan_streams(count: int, item_bytes: int, block: int, fusion: int, most_byte
     # Half a message for the values leaves room for pointers and envelope.
     columns = max(1, min(fusion, most_bytes // 2 // (block * item_bytes + POSITION_BYTES)))
     return Plan(block, blocks, max(1, min(MOST_STREAMS, blocks // columns)), columns)
+
+
+def stream_name(name: str, stream: int) -> str:
+    """Under which a stream of the tensor ``name`` counts its rounds."""
+    return f"{name}#{stream}"
 
 
 class Stream:

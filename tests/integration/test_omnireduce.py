@@ -116,6 +116,9 @@ def use_up_names() -> Any:
     zps.worker.cluster.MOST_NAMES = 100  # type: ignore[attr-defined]
     for _ in range(2):
         zps.push_pull(tensor_of(zps.rank(), 0), "t")
+    too_long = attempt(zps.push_pull, torch.ones(3), "n" * 1022)
+    assert too_long == Raised("UsageError", too_long.text)
+    assert "expected at most 1021 characters" in too_long.text
     return attempt(zps.push_pull, tensor_of(zps.rank(), 0), "u"), zps.push_pull(torch.ones(3), "v").tolist()
 
 
