@@ -111,7 +111,8 @@ def _not_zero(table: Tensor) -> NDArray[np.bool_]:
     magnitude = (1 << 8 * item_bytes - table.dtype.is_floating_point) - 1
     mask = sum(magnitude << shift for shift in range(0, 8 * width, 8 * item_bytes))
     united: NDArray[np.unsignedinteger[Any]] = np.bitwise_or.reduce(bits.view(f"u{width}"), axis=1)
-    return united & united.dtype.type(mask) != 0
+    is_zero: NDArray[np.bool_] = united & united.dtype.type(mask) == 0
+    return ~is_zero
 
 
 def _items(table: Tensor) -> NDArray[np.void]:

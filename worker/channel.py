@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import zmq
 
@@ -37,6 +36,7 @@ from .handle import Handle
 from .reach import Reach
 from .round import Action, Deliver, Fail, Outgoing, Round, SendPush
 from .spans import Spans
+from .transfer import Sent
 
 __all__ = ["Channel", "CutAgain"]
 
@@ -44,8 +44,7 @@ logger = logging.getLogger("zenps.worker")
 
 TICK_SECONDS = 0.5
 
-CutAgain = Callable[[Round], tuple[Any, Sequence[Outgoing]]]
-"""Makes :attr:`Round.sent`, which a handle understands, and the pushes."""
+CutAgain = Callable[[Round], tuple[Sent, Sequence[Outgoing]]]
 
 # Enough to receive what is there, too little to notice.
 LOOK_SECONDS = 0.001
@@ -110,9 +109,14 @@ class Channel:
         self._commands: deque[Callable[[], None]] = deque()
         self._closed = False
 
-    def submit(self, round_: Round, handle: Handle) -> None:
-        """Pushes a round; its answers go to ``handle``."""
-        self._post(lambda: self._begin(round_, handle))
+    def submit(self, rounds: Sequence[Round], handle: Handle) -> None:
+        """Pushes the rounds of a tensor; their answers go to ``handle``."""
+
+        def push() -> None:
+            for round_ in rounds:
+                self._begin(round_, handle)
+
+        self._post(push)
 
     def on_view(self, view: View) -> None:
         """Members have changed: connects to new servers, and begins again what the ring concerns."""

@@ -145,8 +145,7 @@ class Cluster(Communicator):
             if is_staged:
                 self._spans.trace.since(begin_ns, "stage", tensor=name, step=progress.step)
             handle.pushed()
-            for round_ in begin():
-                self._session.channel.submit(round_, handle)
+            self._session.channel.submit(begin(), handle)
 
         def fail(error: ZenPSError) -> None:
             self._take_back(name, previous)

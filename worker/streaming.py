@@ -91,7 +91,7 @@ class StreamedHandle(Handle):
                 return self._late()
         waited = time.perf_counter() - begin
         if self._answers:
-            (error,) = self._answers
+            error = self._answers[0]
             assert isinstance(error, ZenPSError)
             return error
         result = transfer.finish()

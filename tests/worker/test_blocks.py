@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
+from tests.worker.host_accelerator import HostAccelerator
 from zenps.buffers import BufferPool
 from zenps.errors import ProtocolError
 from zenps.kernels.cpu import CpuKernels
@@ -18,6 +19,7 @@ from zenps.server.aggregation import Aggregator, read_payload
 from zenps.wire.messages import Push, Result
 from zenps.wire.tensors import dtype_name
 from zenps.worker.blocks import BlockTransfer
+from zenps.worker.staged import StagedBlocks
 from zenps.worker.streams import Plan, plan_streams
 from zenps.worker.transfer import Part
 
@@ -26,7 +28,21 @@ AGGREGATOR = Aggregator(CpuKernels(POOL), POOL)
 NAN = float("nan")
 
 
-def push_of(transfer: BlockTransfer, rank: int, part: Part, average: bool) -> Push:
+Streamed = BlockTransfer | StagedBlocks
+Make = Callable[[Tensor, Plan], Streamed]
+
+
+def on_the_cpu(tensor: Tensor, plan: Plan) -> BlockTransfer:
+    return BlockTransfer(tensor, plan, POOL)
+
+
+def on_a_device(tensor: Tensor, plan: Plan) -> StagedBlocks:
+    transfer = StagedBlocks(tensor, plan, HostAccelerator())
+    transfer.prepare()
+    return transfer
+
+
+def push_of(transfer: Streamed, rank: int, part: Part, average: bool) -> Push:
     return Push(
         *(1, rank, "t", 0, part.chunk, transfer.chunks, transfer.kind, dtype_name(transfer.dtype)),
         *(tuple(transfer.shape), part.span, transfer.columns, part.rows, "bitmap", average),
@@ -34,10 +50,10 @@ def push_of(transfer: BlockTransfer, rank: int, part: Part, average: bool) -> Pu
 
 
 def reduce_in_streams(
-    tensors: Sequence[Tensor], plan: Plan, average: bool, rng: random.Random
+    tensors: Sequence[Tensor], plan: Plan, average: bool, rng: random.Random, make: Make = on_the_cpu
 ) -> list[Tensor]:
     """What each rank gets, when streams are answered in any order; checks what is pushed for it."""
-    transfers = [BlockTransfer(tensor, plan, POOL) for tensor in tensors]
+    transfers = [make(tensor, plan) for tensor in tensors]
     going = list(range(plan.streams))
     pushed_blocks = [0] * len(tensors)
     while going:
@@ -115,6 +131,13 @@ def test_minus_zero_needs_a_block_that_travels_from_all_ranks() -> None:
     first, second = torch.tensor([-0.0, 1.0, -0.0, 1.0, -0.0, -0.0]), torch.tensor([-0.0, 1.0, *[-0.0] * 4])
     for result in reduce_in_streams([first, second], plan, False, random.Random(0)):
         assert torch.signbit(result).tolist() == [True, False, False, False, False, False]
+
+
+def test_a_tensor_on_a_device_takes_the_same_way() -> None:
+    tensors = [torch.arange(60.0).view(3, 20) * rank for rank in range(3)]
+    plan = plan_streams(60, 4, 8, 2, 1 << 20)
+    for result in reduce_in_streams(tensors, plan, False, random.Random(0), on_a_device):
+        assert_same_bits(result, reduce_in_rank_order(tensors, average=False))
 
 
 @pytest.fixture
