@@ -6,7 +6,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from zenps.worker.cluster import Cluster as World
 
 BLOCK, FUSION = 16, 4
 SETTINGS = {"sync.scheme": "omnireduce", "sync.block": BLOCK, "sync.fusion": FUSION}
-BLOCKS = 5000
+BLOCKS = 3000
 LEASE_SECONDS = 2.0
 
 
@@ -145,17 +144,15 @@ def train(begun: Path) -> list[Tensor]:
     return results
 
 
-@pytest.mark.parametrize("more", [0, 1], ids=["survivors", "with a newcomer"])
-def test_a_server_may_die_between_phases(tmp_path: Path, more: int) -> None:
+def test_servers_may_die_and_join_between_phases(tmp_path: Path) -> None:
     settings = {**SETTINGS, "sync.fusion": 1}
     with Cluster(servers=3, settings=settings, lease_seconds=LEASE_SECONDS) as cluster:
         begun = tmp_path / "begun"
         workers = [cluster.start(train, begun, rank=rank) for rank in range(2)]
         await_file(begun)
         victim = cluster.servers.pop(1)
-        for _ in range(more):
-            cluster.add_server()
         victim.kill()
+        cluster.add_server()
         outcomes = [worker.result() for worker in workers]
         cluster.drain()
         assert victim.wait() == -signal.SIGKILL

@@ -81,12 +81,15 @@ def reduce_in_streams(
 
 
 def blocks_not_zero(tensor: Tensor, plan: Plan) -> int:
-    return sum(bool((block != 0).any()) for block in tensor.split(plan.block))
+    return sum(bool((block != 0).any()) for block in tensor.reshape(-1).split(plan.block))
 
 
 def without_minus_zeros(tensor: Tensor, plan: Plan) -> Tensor:
     """Blocks of nothing but zeros count as 0.0."""
-    parts = [block if (block != 0).any() else torch.zeros_like(block) for block in tensor.split(plan.block)]
+    parts = [
+        block if (block != 0).any() else torch.zeros_like(block)
+        for block in tensor.reshape(-1).split(plan.block)
+    ]
     return torch.cat(parts)
 
 
