@@ -14,6 +14,7 @@ from zenps.codecs.base import Positions
 from zenps.codecs.registry import CODECS, choose
 from zenps.errors import ProtocolError
 from zenps.kernels.base import ACCUMULATE, Kernels, Rows
+from zenps.wire.blocks import NONE_LEFT, Ahead, decode_blocks, encode_blocks
 from zenps.wire.messages import POSITION_BYTES, Dtype, Push, Result
 from zenps.wire.tensors import DTYPES, RECEIVE_BUFFER_BYTES, check_size, tensor_bytes, tensor_from_bytes
 
@@ -30,15 +31,20 @@ _NOTHING = memoryview(b"")
 
 
 class Payload(NamedTuple):
-    """A push's tensors: positions ``[rows]`` int64 (None if dense), and values as they were received."""
+    """A push's tensors: positions ``[rows]`` int64 (None if dense), and values as they were received.
+
+    Of blocks also the next one of each column: uint32 ``[span]``.
+    """
 
     positions: Positions | None
     values: memoryview
+    ahead: Ahead | None = None
 
     @property
     def size_bytes(self) -> int:
         """What it takes in memory: positions are larger here than on the wire, and small frames keep more."""
         tensors = self.values.nbytes + (0 if self.positions is None else self.positions.nbytes)
+        tensors += 0 if self.ahead is None else self.ahead.nbytes
         return tensors + RECEIVE_BUFFER_BYTES
 
 
@@ -50,7 +56,7 @@ def check_span(push: Push, max_message_bytes: int) -> None:
     Raises:
         ProtocolError: no worker with the same ``cluster.max_message_bytes`` cuts such chunks.
     """
-    row_bytes = push.columns * DTYPES[push.dtype].itemsize + (POSITION_BYTES if push.kind == "sparse" else 0)
+    row_bytes = push.columns * DTYPES[push.dtype].itemsize + (0 if push.kind == "dense" else POSITION_BYTES)
     if push.span * row_bytes > max_message_bytes:
         reason = (
             f"a span of {push.span} rows of {row_bytes} bytes, expected {max_message_bytes} bytes at most"
@@ -76,6 +82,11 @@ def read_payload(push: Push, frames: Sequence[memoryview]) -> Payload:
         if push.codec != "none" or frames[0].nbytes or not whole_or_nothing or push.columns != 1:
             raise ProtocolError("payload", "a dense chunk is whole or empty, and has no positions")
         return Payload(None, frames[1])
+    if push.kind == "blocks":
+        if push.codec != "bitmap":
+            raise ProtocolError("payload", f"blocks with codec {push.codec!r}, expected bitmap")
+        positions, ahead = decode_blocks(frames[0], push.rows, push.span)
+        return Payload(positions, frames[1], ahead)
     if push.codec == "none":
         raise ProtocolError("payload", "a sparse chunk needs a codec for its positions")
     return Payload(CODECS[push.codec].decode(frames[0], push.rows, push.span), frames[1])
@@ -99,6 +110,10 @@ class Aggregator:
             frames = (_NOTHING, self._sum_dense(parts, push.dtype, divisor) if parts else _NOTHING)
             rows = push.span if parts else 0
             return Result(push.epoch, push.tensor, push.step, push.chunk, rows, "none"), frames
+        if push.kind == "blocks":
+            present, ahead, summed = self._sum_blocks(pushes, divisor)
+            result = Result(push.epoch, push.tensor, push.step, push.chunk, len(present), "bitmap")
+            return result, (encode_blocks(present, ahead), summed)
         positions, values = self._kernels.aggregate([_rows(*pushed) for pushed in pushes], divisor)
         row_bytes = push.columns * DTYPES[push.dtype].itemsize
         codec = choose(push.answer, len(positions), push.span, row_bytes)
@@ -120,17 +135,53 @@ class Aggregator:
             np.add(first, _widened(parts[1], dtype), out=total)
         for part in parts[2:]:
             total += _widened(part, dtype)
-        if divisor != 1:
-            total /= divisor
-        if dtype in _SUMMED_AS_THEY_ARE:
-            return total.data.cast("B")
-        return tensor_bytes(torch.from_numpy(total).to(DTYPES[dtype]))
+        return _divided(total, divisor, dtype)
+
+    @np.errstate(invalid="ignore", over="ignore")
+    def _sum_blocks(
+        self, pushes: Sequence[tuple[Push, Payload]], divisor: int
+    ) -> tuple[Positions, Ahead, memoryview]:
+        """The blocks that any rank has, the least of the next ones, and the sums: as of whole tensors.
+
+        A block that a rank has left out counts as zeros there.
+        """
+        push = pushes[0][0]
+        times = np.zeros(push.span, dtype=np.int64)
+        ahead = np.full(push.span, NONE_LEFT, dtype=np.uint32)
+        for _, payload in pushes:
+            assert payload.positions is not None
+            assert payload.ahead is not None
+            times[payload.positions] += 1
+            np.minimum(ahead, payload.ahead, out=ahead)
+        present = np.flatnonzero(times)
+        place = np.cumsum(times > 0) - 1
+        dtype = _SUMMED_AS_THEY_ARE.get(push.dtype, np.dtype(np.float32))
+        total = self._pool.array(len(present) * push.columns, dtype).reshape(len(present), push.columns)
+        # -0.0, not 0.0, leaves every number that is added to it as it is.
+        total.fill(-0.0)
+        total[times[present] < len(pushes)] = 0.0
+        for _, payload in pushes:
+            assert payload.positions is not None
+            values = _widened(payload.values, push.dtype).reshape(len(payload.positions), push.columns)
+            if len(values) == len(present):
+                total += values
+            else:
+                total[place[payload.positions]] += values
+        return present, ahead, _divided(total.reshape(-1), divisor, push.dtype)
 
 
 def _rows(push: Push, payload: Payload) -> Rows:
     assert payload.positions is not None
     values = tensor_from_bytes(payload.values, DTYPES[push.dtype], (push.rows, push.columns))
     return torch.from_numpy(payload.positions), values
+
+
+def _divided(total: Summed, divisor: int, dtype: Dtype) -> memoryview:
+    if divisor != 1:
+        total /= divisor
+    if dtype in _SUMMED_AS_THEY_ARE:
+        return total.data.cast("B")
+    return tensor_bytes(torch.from_numpy(total).to(DTYPES[dtype]))
 
 
 def _widened(values: memoryview, dtype: Dtype) -> Summed:

@@ -81,7 +81,8 @@ class Channel:
         self._exchange = Exchange(cluster.patience_seconds, self._recut)
         self._reach = Reach(cluster)
         self._decoder: Decoder[FromServer] = Decoder(cluster.job, FromServer)
-        self._handles: dict[int, Handle] = {}
+        self._handles: dict[int, tuple[Round, Handle]] = {}
+        """Who waits for which round, by the round's id."""
         self._next_tick = 0.0
         self._admitted = 0
         self._ctx = ctx
@@ -113,12 +114,12 @@ class Channel:
         self._commands: deque[Callable[[], None]] = deque()
         self._closed = False
 
-    def submit(self, round_: Round, handle: Handle) -> None:
-        """Pushes a round; its answers go to ``handle``."""
+    def submit(self, rounds: Sequence[Round], handle: Handle) -> None:
+        """Pushes the rounds of a tensor; their answers go to ``handle``."""
 
         def push() -> None:
-            self._handles[id(round_)] = handle
-            self._execute(self._exchange.submit(round_, time.monotonic()))
+            for round_ in rounds:
+                self._begin(round_, handle)
 
         self._post(push)
 
@@ -261,6 +262,32 @@ class Channel:
         self._metrics.pull_bytes.inc(sum([frame.nbytes for frame in frames]))
         self._execute(self._exchange.on_reply(rank, message, frames[1:], time.monotonic()))
 
+    def _begin(self, round_: Round, handle: Handle) -> None:
+        self._handles[id(round_)] = round_, handle
+        self._execute(self._exchange.submit(round_, time.monotonic()))
+
+    def _deliver(self, answer: Deliver) -> None:
+        key = id(answer.round)
+        _, handle = self._handles.pop(key) if answer.last else self._handles[key]
+        try:
+            following = handle.deliver((answer.server, answer.result, answer.frames), answer.last)
+        except ProtocolError as error:
+            self._fail(handle, error)
+            return
+        if following is not None:
+            self._begin(following, handle)
+        self._tell_sleepers()
+
+    def _fail(self, handle: Handle, error: ZenPSError) -> None:
+        """Fails a tensor, with all rounds that it has in flight."""
+        self._metrics.rounds.labels(outcome="failed").inc()
+        handle.fail(error)
+        for key, (round_, its_handle) in list(self._handles.items()):
+            if its_handle is handle:
+                del self._handles[key]
+                self._exchange.give_up(round_)
+        self._tell_sleepers()
+
     def _look_for_servers(self, now: float) -> None:
         if self._exchange.in_flight and (error := self._reach.look(now)):
             self._execute(self._exchange.on_lost(error))
@@ -304,10 +331,10 @@ class Channel:
     def _recut(self, round_: Round) -> Sequence[Outgoing]:
         sent, outgoing = self.cut_again(round_)
         round_.sent = sent
-        handle = self._handles.get(id(round_))
-        if handle is not None:  # else it has ended here, and is pushed for others
-            handle.restart(sent)
-        self._metrics.repeated_rounds.labels(cause="unanswered" if handle else "wanted").inc()
+        awaited = self._handles.get(id(round_))
+        if awaited is not None:  # else it has ended here, and is pushed for others
+            awaited[1].restart(sent)
+        self._metrics.repeated_rounds.labels(cause="unanswered" if awaited else "wanted").inc()
         return outgoing
 
     def _refuse(self, rank: int, error: ProtocolError) -> None:
@@ -325,14 +352,11 @@ class Channel:
                     except zmq.Again:
                         self._lose(out.server)
                         return
-                case Deliver(round=round_, server=server, result=result, frames=frames, last=last):
-                    handle = self._handles.pop(id(round_)) if last else self._handles[id(round_)]
-                    handle.deliver((server, result, frames), last)
-                    self._tell_sleepers()
+                case Deliver():
+                    self._deliver(action)
                 case Fail(round=round_, error=error):
-                    self._metrics.rounds.labels(outcome="failed").inc()
-                    self._handles.pop(id(round_)).fail(error)
-                    self._tell_sleepers()
+                    if id(round_) in self._handles:  # else another of its tensor's rounds has failed before
+                        self._fail(self._handles[id(round_)][1], error)
 
     def _send(self, out: Outgoing) -> None:
         push = out.push

@@ -6,6 +6,7 @@ import socket as net
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -24,6 +25,7 @@ from zenps.wire.link import new_register
 from zenps.wire.messages import Load, Push, View
 from zenps.wire.tensors import dtype_name
 
+from .blocks import BlockTransfer
 from .communicator import Communicator, Pending, Stats
 from .exchange import PATIENCE_SECONDS
 from .forms import Converted
@@ -31,8 +33,11 @@ from .handle import Handle, Progress, Recorder
 from .round import Outgoing, Round
 from .session import Session
 from .spans import Spans
+from .staged import StagedBlocks
 from .staging import Staging
-from .transfer import Sent, Transfer
+from .streaming import StreamedHandle
+from .streams import LONGEST_NAME, PHASES, stream_name
+from .transfer import Part, Sent, Transfer
 from .transfers import Transfers
 
 __all__ = ["Cluster"]
@@ -84,6 +89,8 @@ class Cluster(Communicator):
         self._timeout_seconds = config.cluster.patience_seconds + 2 * PATIENCE_SECONDS
         self._latest: dict[str, Progress] = {}
         """By name, at most :data:`MOST_NAMES`: ranks count steps by them, and cannot forget one together."""
+        self._names = 0
+        """How many all of these take."""
         self._recording = threading.Lock()
         self._submitting = threading.Lock()
         self._last_step = -1
@@ -105,16 +112,24 @@ class Cluster(Communicator):
         """Begins a round; with what makes its result what the caller expects, where that is not the same."""
         if self.is_newcomer:
             raise self._too_early(f"tensor {name!r}")
+        plan = self._transfers.plan(tensor)
+        names = plan.streams if plan else 1
+        if plan and len(name) > LONGEST_NAME:
+            reason = f"expected at most {LONGEST_NAME} characters, for its streams have longer names"
+            raise UsageError(f"tensor name {name!r:.60}: {reason}")
         with self._submitting:
             previous = self._latest.get(name)
             if previous is not None and not previous.ended:
                 raise UsageError(f"tensor {name!r} is in flight; wait for its handle before pushing it again")
-            if previous is None and len(self._latest) >= MOST_NAMES:
+            taken = previous.names if previous else 0
+            if self._names + names - taken > MOST_NAMES:
                 raise UsageError(
-                    f"tensor {name!r}: {MOST_NAMES} different names were used before it, as many as may be; "
+                    f"tensor {name!r}: {self._names} different names were used before it, and "
+                    f"{MOST_NAMES} may be; "
                     "use one name for a tensor in all steps, without the step's number in it"
                 )
-            progress = Progress(previous.step + 1 if previous else 0)
+            progress = Progress(previous.step + 1 if previous else 0, names=max(names, taken))
+            self._names += progress.names - taken
             self._latest[name] = progress
             if progress.step > self._last_step:
                 self._last_step = log.here.step = progress.step
@@ -130,16 +145,14 @@ class Cluster(Communicator):
         except BaseException:  # Ctrl-C too: a name in flight for ever could not be pushed again
             self._take_back(name, previous)
             raise
-        handle = Handle(name, progress, transfer, self._wait, self._timeout_seconds, record, self._spans)
+        handle, begin = self._handle(name, progress, transfer, average, record)
 
         def push() -> None:
             progress.compacted_seconds = time.perf_counter() - progress.began
             if is_staged:
                 self._spans.trace.since(begin_ns, "stage", tensor=name, step=progress.step)
-            sent = transfer.sent
-            outgoing = self._pushes(name, progress.step, sent, average)
             handle.pushed()
-            self._session.channel.submit(Round(name, progress.step, sent.cut.epoch, outgoing, sent), handle)
+            self._session.channel.submit(begin(), handle)
 
         def fail(error: ZenPSError) -> None:
             self._take_back(name, previous)
@@ -147,6 +160,19 @@ class Cluster(Communicator):
 
         self._staging.add(transfer, push, fail)
         return handle, back
+
+    def _handle(
+        self, name: str, progress: Progress, transfer: Transfer, average: bool, record: Recorder
+    ) -> tuple[Handle, Callable[[], list[Round]]]:
+        """What the caller gets, and what makes its rounds once the transfer is prepared."""
+        waiting = self._wait, self._timeout_seconds, record, self._spans
+        if isinstance(transfer, BlockTransfer | StagedBlocks):
+            new_round = partial(self._phase, name, progress.step, transfer, average)
+            handle = StreamedHandle(name, progress, transfer, new_round, *waiting)
+            return handle, handle.begin
+        return Handle(name, progress, transfer, *waiting), lambda: [
+            self._round(name, progress.step, transfer, average)
+        ]
 
     def barrier(self) -> None:
         """As :meth:`Session.barrier`."""
@@ -186,6 +212,7 @@ class Cluster(Communicator):
     def _take_back(self, name: str, previous: Progress | None) -> None:
         """The round was refused before anything was sent: the name is free again."""
         with self._submitting:
+            self._names += (previous.names if previous else 0) - self._latest[name].names
             if previous is None:
                 del self._latest[name]
             else:
@@ -200,6 +227,7 @@ class Cluster(Communicator):
             self._admitted = view.admitted
             with self._submitting:
                 self._latest.clear()
+                self._names = 0
                 self._last_step = -1
 
     def _know(self, view: View) -> None:
@@ -207,6 +235,18 @@ class Cluster(Communicator):
         self.size = len(self.ranks)
         self._here = [worker.rank for worker in view.workers if worker.host == net.gethostname()]
         self.local_size = len(self._here)
+
+    def _round(self, name: str, step: int, transfer: Transfer, average: bool) -> Round:
+        sent = transfer.sent
+        return Round(name, step, sent.cut.epoch, self._pushes(name, step, sent, average), sent)
+
+    def _phase(
+        self, name: str, step: int, transfer: Transfer, average: bool, phase: int, part: Part
+    ) -> Round:
+        """A phase of a stream."""
+        sent = self._transfers.place(name, transfer.sent, part)
+        name, step = stream_name(name, part.chunk), step * PHASES + phase
+        return Round(name, step, sent.cut.epoch, self._pushes(name, step, sent, average), sent)
 
     def _cut_again(self, round_: Round) -> tuple[Sent, list[Outgoing]]:
         assert isinstance(round_.sent, Sent)

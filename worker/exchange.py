@@ -66,6 +66,8 @@ class Exchange:
         self._workers: Set[int] = frozenset()
         self._in_flight: dict[tuple[str, int], Round] = {}
         self._kept: dict[tuple[str, int], Round] = {}
+        self._newest: dict[str, int] = {}
+        """The step of each tensor's last round. Of streams, steps are not consecutive."""
         self.failure: ZenPSError | None = None
         """Why no round can succeed any more."""
         self.wave = 0
@@ -127,6 +129,7 @@ class Exchange:
             actions += self._fail(round_, UsageError(f"{reason} TrainingState.commit()"))
         self._in_flight.clear()
         self._kept.clear()
+        self._newest.clear()
         self.wave = self._heard_wave = 0
         return actions
 
@@ -136,10 +139,17 @@ class Exchange:
             return [Fail(round_, self.failure)]
         round_.deadline = now + self._deadline_seconds + PATIENCE_SECONDS
         round_.workers = self._workers
+        round_.previous = min(self._newest.get(round_.tensor, -1), round_.step - 1)
+        self._newest[round_.tensor] = round_.step
         self._in_flight[round_.tensor, round_.step] = round_
         if round_.epoch != self._epoch:  # the ring changed while it was compacted
             return self._cut_again(round_, now)
         return self._push(round_, now)
+
+    def give_up(self, round_: Round) -> None:
+        """Nobody waits for the answers to this round any more."""
+        if round_.state == "pushed":
+            self._end(round_, "failed")
 
     def on_reply(self, server: int, message: FromServer, frames: Frames, now: float) -> list[Action]:
         """A server answered. What belongs to no round in flight is a late repetition, and ignored."""
@@ -257,21 +267,20 @@ class Exchange:
 
     def _on_result(self, round_: Round, server: int, result: Result, frames: Frames) -> list[Action]:
         del round_.unanswered[server, result.chunk]
-        step = round_.step - 1
-        while self._settle((round_.tensor, step)):
-            step -= 1
+        settled: Round | None = round_
+        while settled is not None:
+            settled = self._settle((round_.tensor, settled.previous))
         is_awaited, last = round_.state == "pushed", not round_.unanswered
         if last:
             self._end(round_, "answered")
         return [Deliver(round_, server, result, frames, last)] if is_awaited else []
 
-    def _settle(self, key: tuple[str, int]) -> bool:
-        """Forgets a round that all ranks have ended; False if there is none."""
+    def _settle(self, key: tuple[str, int]) -> Round | None:
+        """Forgets a round that all ranks have ended, if there is one."""
         round_ = self._kept.pop(key, None) or self._in_flight.pop(key, None)
-        if round_ is None:
-            return False
-        round_.state = ROUND[round_.state]["ended everywhere"]
-        return True
+        if round_ is not None:
+            round_.state = ROUND[round_.state]["ended everywhere"]
+        return round_
 
     def _end(self, round_: Round, event: Literal["answered", "failed"]) -> None:
         key = round_.tensor, round_.step

@@ -15,10 +15,11 @@ from zenps.errors import DeadlineError, ZenPSError
 from zenps.wire.messages import Result
 
 from .communicator import Pending
+from .round import Round
 from .spans import Spans
 from .transfer import Sent, Transfer
 
-__all__ = ["Handle", "Progress", "Recorder"]
+__all__ = ["Answer", "Handle", "Progress", "Recorder", "Wait"]
 
 Answer = tuple[int, Result, Sequence[memoryview]]
 
@@ -34,6 +35,8 @@ class Progress(Struct):
     compacted_seconds: float = 0.0
     """From there until the tensor was ready to be pushed."""
     ended: bool = False
+    names: int = 1
+    """How many it takes of those that a job may use: one for each stream."""
     pulled_rows: int = 0
     pulled_bytes: int = 0
 
@@ -116,16 +119,12 @@ class Handle(Pending):
         if self._spans.trace.is_on:
             self._pushed_ns = now_ns()
 
-    def deliver(self, answer: Answer, last: bool) -> None:
-        """One part was answered."""
-        server, result, frames = answer
-        if self._spans.trace.is_on:
-            about = _about(self.name, server, result, frames)
-            self._spans.trace.since(self._pushed_ns, "pull", **about)
-        self._progress.pulled_rows += result.rows
-        self._progress.pulled_bytes += sum([frame.nbytes for frame in frames])
+    def deliver(self, answer: Answer, last: bool) -> Round | None:
+        """One part was answered. The result is a round to begin now, if any."""
+        self._count(answer)
         self._answers.append(answer)
         self._progress.ended = last
+        return None
 
     def restart(self, sent: Sent) -> None:
         """The ring has changed, and the round begins again as ``sent``. Not once it has ended."""
@@ -143,6 +142,17 @@ class Handle(Pending):
         self._answers.append(error)
         self._progress.ended = True
 
+    def _count(self, answer: Answer) -> None:
+        server, result, frames = answer
+        if self._spans.trace.is_on:
+            about = _about(self.name, server, result, frames)
+            self._spans.trace.since(self._pushed_ns, "pull", **about)
+        self._progress.pulled_rows += result.rows
+        self._progress.pulled_bytes += sum([frame.nbytes for frame in frames])
+
+    def _late(self) -> DeadlineError:
+        return DeadlineError(f"tensor {self.name!r}: no answer within {self._timeout_seconds:g} s")
+
     def _finish(self, transfer: Transfer) -> Tensor | ZenPSError:
         """Absorbs each answer while the next ones travel."""
         waited = worked = 0.0
@@ -153,7 +163,7 @@ class Handle(Pending):
                 self._wait(self._has_answer, until)
             if not self._answers:
                 self._progress.ended = True
-                return DeadlineError(f"tensor {self.name!r}: no answer within {self._timeout_seconds:g} s")
+                return self._late()
             answer = self._answers.popleft()
             got = time.perf_counter()
             waited += got - begin

@@ -59,6 +59,8 @@ class Round(Struct, eq=False):
     """The ranks that were members when it began."""
     again: bool = False
     """Whether it was pushed under an older ring before: others may have ended it there."""
+    previous: int = -1
+    """The step of the tensor's round before it."""
     state: State = "pushed"
     unanswered: dict[tuple[int, int], Outgoing] = {}
     """By server and chunk. Pushes are kept whole: a server may ask for one again."""

@@ -33,10 +33,12 @@ from zenps.wire.messages import Result
 from zenps.wire.tensors import tensor_bytes
 
 from .accelerator import Accelerator, Event
+from .blocks import BlockTransfer
 from .compaction import as_sparse, row_numbers
+from .streams import Plan
 from .transfer import Cut, Part, Piece, Sent, Transfer, table_shape
 
-__all__ = ["StagedDense", "StagedSparse"]
+__all__ = ["StagedBlocks", "StagedDense", "StagedSparse"]
 
 
 class _Staged(Transfer):
@@ -306,3 +308,26 @@ class StagedDense(_Staged):
         gpu.wait_for(gpu.mark())
         gpu.hand_over(result)
         return result
+
+
+class StagedBlocks(StagedDense):
+    """As :class:`StagedDense`, then in streams as one on the CPU.
+
+    Args:
+        tensor: of any shape; it must not change before the round is done.
+        plan: how it falls into streams.
+    """
+
+    _inner: BlockTransfer
+
+    def __init__(self, tensor: Tensor, plan: Plan, accelerator: Accelerator) -> None:
+        self.plan = plan
+        super().__init__(tensor, lambda copy: BlockTransfer(copy, plan, accelerator.pinned), accelerator)
+
+    @property
+    def pushed_bytes(self) -> int:
+        return self._inner.pushed_bytes
+
+    def push(self, stream: int) -> tuple[int, Part] | None:
+        """As :meth:`BlockTransfer.push`."""
+        return self._inner.push(stream)

@@ -18,7 +18,7 @@ from zenps.codecs.base import CodecName
 from zenps.errors import TensorError
 from zenps.kernels.base import ACCUMULATE
 from zenps.layout import Layout
-from zenps.wire.messages import MAX_COLUMNS, Result
+from zenps.wire.messages import MAX_COLUMNS, Kind, Result
 
 __all__ = ["Cut", "Part", "Piece", "Sent", "Transfer", "check_tensor", "table_shape"]
 
@@ -50,12 +50,14 @@ class Cut(NamedTuple):
         home: the server whose chunk 0 is pushed even if it is empty: there ranks meet that disagree
             about the shape, and so about which servers have any of it.
         epoch: the ring's. A push names it, so that no server takes it for a part of another cut.
+        slot: of a stream: where it lies, under any ring.
     """
 
     layout: Layout | None
     chunks: int
     home: int
     epoch: int = 0
+    slot: int = 0
 
     def pieces(self) -> dict[tuple[int, int], Piece]:
         """What is pushed, by server and chunk. In this order they cover all positions without a gap."""
@@ -85,12 +87,12 @@ class Sent(Struct, frozen=True):
     It keeps alive the frames and the layout; neither the tensor nor any result.
     """
 
-    kind: Literal["dense", "sparse"]
+    kind: Kind
     shape: torch.Size
     """Of the whole tensor."""
     dtype: torch.dtype
     columns: int
-    """Elements of a row; 1 of a dense tensor."""
+    """Elements of a row, or of a block; 1 of a dense tensor."""
     expected_rows: int
     """How many rows all ranks together pushed last time, by which a sparse tensor is cut; else 0."""
     cut: Cut
@@ -112,7 +114,7 @@ class Transfer(ABC):
     """Rows that a hash compaction placed at the first try, by another hash, and serially; that overflowed."""
 
     @property
-    def kind(self) -> Literal["dense", "sparse"]:
+    def kind(self) -> Kind:
         return self.sent.kind
 
     @property

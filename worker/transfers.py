@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from msgspec import structs
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from zenps.kernels.cpu import CpuKernels
 from zenps.kernels.place import Placement
 from zenps.layout import Layout, LayoutCache
 from zenps.placement import place_on
+from zenps.ring import SLOTS
 from zenps.schemes import SCHEMES, Scheme
 from zenps.strategies.centralized import home_slot
 from zenps.strategies.parallel import Parallel
@@ -26,13 +28,15 @@ from zenps.strategies.registry import strategy
 from zenps.wire.messages import POSITION_BYTES
 
 from .accelerator import Accelerator, CudaAccelerator
+from .blocks import BlockTransfer
 from .compaction import SparseTransfer
 from .dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from .forms import convert
 from .peer_round import DenseSum, SparseSum, Sum
 from .recut import recut
-from .staged import StagedDense, StagedSparse
-from .transfer import Cut, Sent, Transfer, table_shape
+from .staged import StagedBlocks, StagedDense, StagedSparse
+from .streams import Plan, plan_streams
+from .transfer import Cut, Part, Sent, Transfer, table_shape
 
 __all__ = ["Transfers"]
 
@@ -91,10 +95,32 @@ class Transfers:
         gpu = self._accelerator(tensor.device)
         if tensor.is_sparse:
             return self._begin_sparse(tensor, name, expected_rows, gpu)
+        plan = self.plan(tensor)
+        if plan is not None:
+            if gpu is None:
+                return BlockTransfer(tensor, plan, self._pool)
+            return StagedBlocks(tensor, plan, gpu)
         cut = self._ring.cut_dense(name, tensor.numel(), tensor.dtype)
         if gpu is None:
             return _begin_dense(cut, self._pool, contributes, tensor)
         return StagedDense(tensor, partial(_begin_dense, cut, gpu.pinned, contributes), gpu)
+
+    def plan(self, tensor: Tensor) -> Plan | None:
+        """How ``tensor`` falls into streams; None where it goes in chunks, as broadcasts always do."""
+        if not self._scheme.blocks or tensor.dtype == torch.uint8:
+            return None
+        sync, most_bytes = self._config.sync, self._config.cluster.max_message_bytes
+        return plan_streams(tensor.shape.numel(), tensor.dtype.itemsize, sync.block, sync.fusion, most_bytes)
+
+    def place(self, name: str, sent: Sent, part: Part) -> Sent:
+        """What the tensor ``name`` pushes of the stream ``part.chunk``.
+
+        Its streams lie at equal distances from a slot that its name gives, and so with their neighbours.
+        """
+        first = home_slot(name, self._config.sync.seed)
+        slot = (first + part.chunk * SLOTS // sent.cut.chunks) % SLOTS
+        cut = self._ring.cut_stream(slot, sent.cut.chunks)
+        return structs.replace(sent, cut=cut, parts=[structs.replace(part, server=cut.home)])
 
     def convert(self, tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
         """As :func:`~zenps.worker.forms.convert`; None where the scheme sends it as it is."""
@@ -115,7 +141,9 @@ class Transfers:
     def recut(self, name: str, sent: Sent) -> Sent:
         """What the tensor ``name`` pushes under the present ring: ``sent`` itself if it was cut by that."""
         ring = self._ring
-        if sent.cut.layout is None or sent.kind == "dense":
+        if sent.kind == "blocks":
+            cut = ring.cut_stream(sent.cut.slot, sent.cut.chunks)
+        elif sent.cut.layout is None or sent.kind == "dense":
             cut = ring.cut_dense(name, sent.shape.numel(), sent.dtype)
         else:
             rows = sent.cut.layout.rows_total
@@ -186,6 +214,10 @@ class _Ring:
             LayoutCache(kind, config.sync.seed, owners, servers, config.sync.table_bytes)
             for kind in (chosen, chosen if chosen.per_tensor else Parallel())
         )
+
+    def cut_stream(self, slot: int, streams: int) -> Cut:
+        """Of one of a tensor's ``streams``, which lies at ``slot``."""
+        return Cut(None, streams, int(self._owners[slot]), self._epoch, slot)
 
     def cut_sparse(self, name: str, rows: int, columns: int, dtype: torch.dtype, expected_rows: int) -> Cut:
         """Of ``rows`` rows, at least 1.

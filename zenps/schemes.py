@@ -19,6 +19,7 @@ SchemeName = Literal[
     "zen",
     "sparse-ps",
     "byteps",
+    "omnireduce",
     "allreduce",
     "agsparse",
     "sparcml",
@@ -44,6 +45,7 @@ class Scheme(Struct, frozen=True, kw_only=True):
         pull_codec: of positions that are pulled.
         streams: whether tensors are cut into chunks of ``sync.chunk_bytes``, so that one is summed while the
             next travels.
+        blocks: whether what travels dense leaves out its blocks of zeros, phase by phase.
     """
 
     exchange: Literal["servers", "peers"] = "servers"
@@ -53,6 +55,7 @@ class Scheme(Struct, frozen=True, kw_only=True):
     push_codec: CodecName | Literal[""] = ""
     pull_codec: Answer = "auto"
     streams: bool = True
+    blocks: bool = False
 
 
 SCHEMES: Final[dict[SchemeName, Scheme]] = {
@@ -65,6 +68,8 @@ SCHEMES: Final[dict[SchemeName, Scheme]] = {
     "sparse-ps": Scheme(partition="parallel", ranges=True, push_codec="coo", pull_codec="coo", streams=False),
     # A parameter server for dense tensors (OSDI '20).
     "byteps": Scheme(keys="none", partition="parallel"),
+    # Non-zero blocks, found by look-ahead (SIGCOMM '21); streams of them to contiguous ranges.
+    "omnireduce": Scheme(keys="none", partition="parallel", ranges=True, blocks=True),
     # What torch.distributed offers for dense tensors.
     "allreduce": Scheme(exchange="peers", keys="none"),
     # What it offers for sparse ones: everybody sends everything to everybody.

@@ -145,6 +145,15 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         int,
         Meta(description="elements that move together in a one-column tensor; a power of two", ge=1, le=256),
     ] = 32
+    block: Annotated[
+        int,
+        Meta(
+            description="omnireduce: elements that travel, or are left out, together; a power of two",
+            ge=1,
+            le=4096,
+        ),
+    ] = 256
+    fusion: Annotated[int, Meta(description="omnireduce: blocks in a message at most", ge=1, le=65536)] = 256
     table_bytes: Annotated[
         int,
         Meta(description="budget of a worker's cached permutation tables; 0: compute anew", ge=0, le=TIB),
@@ -269,8 +278,10 @@ def shared_settings(config: Config) -> dict[str, str | int | float]:
     return {
         "cluster.max_message_bytes": config.cluster.max_message_bytes,
         "cluster.on_worker_loss": config.cluster.on_worker_loss,
+        "sync.block": config.sync.block,
         "sync.bucket_bytes": config.sync.bucket_bytes,
         "sync.chunk_bytes": config.sync.chunk_bytes,
+        "sync.fusion": config.sync.fusion,
         "sync.granule": config.sync.granule,
         "sync.partition": config.sync.partition,
         "sync.scheme": config.sync.scheme,

@@ -109,6 +109,7 @@ def _plugins() -> set[str]:
 _RULES: Final[dict[str, Callable[[Any], object]]] = {
     "cluster.host": _reachable_host,
     "cluster.scheduler": _plain_address,
+    "sync.block": _power_of_two,
     "sync.granule": _power_of_two,
     "sync.partition": _partition_name,
 }
@@ -128,7 +129,9 @@ def _allowed(name: str) -> str:
     if kind is str:
         return f"a string of {meta.min_length or 0} to {meta.max_length} characters"
     show: Callable[[float], str] = format_bytes if name.endswith("_bytes") else str
-    noun = {"sync.granule": "a power of two"}.get(name, "a number" if kind is float else "an integer")
+    noun = "a number" if kind is float else "an integer"
+    if _RULES.get(name) is _power_of_two:
+        noun = "a power of two"
     assert meta.le is not None, name
     lower = f"above {meta.gt} and up" if meta.ge is None else f"from {show(meta.ge)}"
     return f"{noun} {lower} to {show(meta.le)}" + (

@@ -20,6 +20,7 @@ from zenps.scheduler.membership import Membership
 from zenps.server.aggregation import Aggregator, Payload, check_span, read_payload
 from zenps.server.rounds import Aggregate, Held, Rounds
 from zenps.settings import ClusterConfig, SyncConfig
+from zenps.wire.blocks import decode_blocks, encode_blocks
 from zenps.wire.frames import PROTOCOL_VERSION, Decoder, checksum_of, encode
 from zenps.wire.messages import (
     Barrier,
@@ -49,9 +50,11 @@ from zenps.wire.messages import (
     Wanted,
     WhoAreYou,
 )
+from zenps.worker.blocks import BlockTransfer
 from zenps.worker.broadcast import unpack_object
 from zenps.worker.exchange import Exchange
 from zenps.worker.round import Deliver, Outgoing, Round
+from zenps.worker.streams import Plan
 from zenps.worker.transfers import Transfers
 
 __all__ = ["SEEDS", "TARGETS", "reseal"]
@@ -125,6 +128,7 @@ class Worker:
         self._begin = {
             name: partial(transfers.begin, tensor, name, 0, True) for name, tensor in tensors.items()
         }
+        self._begin["blocks"] = partial(_begin_blocks, torch.arange(40.0))
         self._begin_all()
 
     def _begin_all(self) -> None:
@@ -134,9 +138,14 @@ class Worker:
 
     def _submit(self, name: str) -> Any:
         transfer = self._begin[name]()
+        parts = transfer.parts
+        if isinstance(transfer, BlockTransfer):
+            _, part = transfer.push(0) or (0, None)
+            assert part is not None
+            parts = [part]
         pushes = [
             Outgoing(0, msgspec.structs.replace(PUSH, tensor=name, chunk=part.chunk), part.frames)
-            for part in transfer.parts
+            for part in parts
         ]
         self._exchange.submit(Round(name, 0, 1, pushes), 0.0)
         return transfer
@@ -158,6 +167,18 @@ class Worker:
                 self._begin_all()
 
 
+def _begin_blocks(tensor: torch.Tensor) -> BlockTransfer:
+    """One stream of five columns."""
+    return BlockTransfer(tensor, Plan(COLUMNS, 10, 1, 5), BufferPool(1 << 20))
+
+
+def _blocks(frames: Frames) -> None:
+    """The first frame is rows and span, as for a codec."""
+    rows, span = struct.unpack("<QQ", frames[0][:16].ljust(16, b"\0"))
+    data = memoryview(frames[1] if len(frames) > 1 else b"")
+    decode_blocks(data, rows % (1 << 62), span % (1 << 62))
+
+
 def _codec(name: str, frames: Frames) -> None:
     """The first frame is rows and span, which an envelope would bound."""
     rows, span = struct.unpack("<QQ", frames[0][:16].ljust(16, b"\0"))
@@ -177,6 +198,7 @@ TARGETS: dict[str, Callable[[], Callable[[Frames], None]]] = {
     "coo": lambda: partial(_codec, "coo"),
     "bitmap": lambda: partial(_codec, "bitmap"),
     "delta": lambda: partial(_codec, "delta"),
+    "blocks": lambda: _blocks,
     "object": lambda: lambda frames: unpack_object(frames[0]) and None,
 }
 """By name, what makes a reader."""
@@ -207,6 +229,11 @@ _DENSE = msgspec.structs.replace(
     PUSH, tensor="small", kind="dense", shape=(100,), span=100, columns=1, rows=100, codec="none"
 )
 _ELEMENTS = np.ones(100, dtype="<f4").tobytes()
+_AHEAD = np.arange(5, 10, dtype=np.uint32)
+_PHASE, _BLOCKS = bytes(encode_blocks(np.arange(5), _AHEAD)), np.ones((5, COLUMNS), dtype="<f4").tobytes()
+_STREAM = msgspec.structs.replace(
+    PUSH, tensor="blocks", kind="blocks", shape=(40,), span=5, rows=5, codec="bitmap"
+)
 
 VIEW = View(1, 0, (MEMBER,), (MEMBER,), bytes(8192), 1)
 _NODE = NodeStatus("server", 0, "host", 1, "tcp://127.0.0.1:1", "", 1, "present", 4096, 0.1, {"rounds": 1.0})
@@ -232,6 +259,8 @@ SEEDS: dict[str, list[Frames]] = {
         _sealed(msgspec.structs.replace(PUSH, codec="delta"), _encoded("delta", [1, 7, 300]), _ROWS),
         _sealed(msgspec.structs.replace(PUSH, rows=0), b"", b""),
         _sealed(_DENSE, b"", _ELEMENTS),
+        _sealed(_STREAM, _PHASE, _BLOCKS),
+        _sealed(msgspec.structs.replace(_STREAM, rows=0), bytes(encode_blocks(np.arange(0), _AHEAD)), b""),
         _sealed(msgspec.structs.replace(_DENSE, dtype="float16", span=200, rows=200), b"", _ELEMENTS),
     ],
     "worker": [
@@ -240,12 +269,14 @@ SEEDS: dict[str, list[Frames]] = {
         _sealed(Result(1, "table", 0, 0, 3, "delta"), _encoded("delta", [1, 7, 300]), _ROWS),
         _sealed(Result(1, "small", 0, 0, 100, "none"), b"", _ELEMENTS),
         _sealed(Result(1, "vector", 0, 0, 0, "none"), b"", b""),
+        _sealed(Result(1, "blocks", 0, 0, 5, "bitmap"), _PHASE, _BLOCKS),
         *map(_sealed, (Failure(1, "table", 0, 0, "lost", "gone"), Busy(1, "table", 0, 0))),
         *map(_sealed, (Resume(1, "table", 0, 0), Resend(1, "small", 0, 0), Wanted(1, "table", 0, 0))),
     ],
     "coo": [[struct.pack("<QQ", 3, SPAN), _POSITIONS]],
     "bitmap": [[struct.pack("<QQ", 3, SPAN), _encoded("bitmap", [1, 7, 300])]],
     "delta": [[struct.pack("<QQ", 3, SPAN), _encoded("delta", [1, 7, 300])]],
+    "blocks": [[struct.pack("<QQ", 5, 5), _PHASE]],
     "object": [
         [msgpack.packb(value)] for value in ({"a": [1, 2.5, None, "text", b"bytes"]}, [{1: True}, []], 7)
     ],

@@ -44,8 +44,10 @@ REFUSED = "zenps_refused_connections_total"
 SETTINGS = {
     "cluster.max_message_bytes": 256 << 20,
     "cluster.on_worker_loss": "fail",
+    "sync.block": 256,
     "sync.bucket_bytes": 4 << 20,
     "sync.chunk_bytes": 8 << 20,
+    "sync.fusion": 256,
     "sync.granule": 32,
     "sync.partition": "balanced",
     "sync.scheme": "zenps",

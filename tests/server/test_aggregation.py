@@ -16,6 +16,7 @@ from zenps.errors import ProtocolError
 from zenps.kernels.base import ACCUMULATE
 from zenps.kernels.cpu import CpuKernels
 from zenps.server.aggregation import Aggregator, Payload, check_span, read_payload
+from zenps.wire.blocks import NONE_LEFT, decode_blocks, encode_blocks
 from zenps.wire.messages import Push, Result
 from zenps.wire.tensors import DTYPES, RECEIVE_BUFFER_BYTES, dtype_name, tensor_bytes, tensor_from_bytes
 
@@ -44,6 +45,17 @@ def dense_push(rank: int, values: Tensor | None, like: Tensor, average: bool = F
     rows = 0 if values is None else span
     push = Push(1, rank, "t", 5, 2, 4, "dense", dtype, (span,), span, 1, rows, "none", average)
     return push, (memoryview(b""), memoryview(b"") if values is None else tensor_bytes(values))
+
+
+def blocks_push(
+    rank: int, blocks: dict[int, list[float]], ahead: Sequence[int], columns: int = 2, average: bool = False
+) -> tuple[Push, Frames]:
+    span, rows = len(ahead), len(blocks)
+    push = Push(
+        *(1, rank, "t", 5, 2, 4, "blocks", "float32", (9,), span, columns, rows, "bitmap", average),
+    )
+    frame = encode_blocks(np.array(list(blocks), dtype=np.int64), np.array(ahead, dtype=np.uint32))
+    return push, (frame, tensor_bytes(torch.tensor(list(blocks.values()), dtype=torch.float32)))
 
 
 def aggregate(pushes: Sequence[tuple[Push, Frames]]) -> tuple[Result, Tensor | None, Tensor]:
@@ -305,3 +317,57 @@ def test_a_chunk_whose_union_fits_into_no_message_is_refused(
     else:
         with pytest.raises(ProtocolError, match=f"payload: a span of {span} rows"):
             check_span(push, 2000)
+
+
+# ── blocks ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_blocks_are_summed_as_if_all_ranks_had_pushed_all() -> None:
+    pushes = [
+        blocks_push(0, {0: [-0.0, 1.0], 2: [-0.0, 5.0]}, [4, NONE_LEFT, 9]),
+        blocks_push(1, {}, [8, 7, NONE_LEFT]),
+        blocks_push(2, {0: [1e8, -1.0], 1: [-0.0, 2.0]}, [NONE_LEFT, NONE_LEFT, 6]),
+    ]
+    result, frames = AGGREGATOR.aggregate([(push, read_payload(push, frames)) for push, frames in pushes])
+    assert (result.tensor, result.step, result.chunk, result.rows) == ("t", 5, 2, 3)
+    assert result.codec == "bitmap"
+    positions, ahead = decode_blocks(frames[0], 3, 3)
+    assert (positions.tolist(), ahead.tolist()) == ([0, 1, 2], [4, 7, 6])
+    values = tensor_from_bytes(frames[1], torch.float32, (3, 2))
+    assert same_bits(values, torch.tensor([[1e8, 0.0], [0.0, 2.0], [0.0, 5.0]]))
+
+
+def test_minus_zero_survives_where_all_ranks_have_pushed_it() -> None:
+    pushes = [blocks_push(rank, {0: [-0.0, 1.0]}, [NONE_LEFT], average=True) for rank in range(2)]
+    _, frames = AGGREGATOR.aggregate([(push, read_payload(push, frames)) for push, frames in pushes])
+    assert same_bits(tensor_from_bytes(frames[1], torch.float32, (1, 2)), torch.tensor([[-0.0, 1.0]]))
+
+
+def test_a_phase_without_blocks_says_what_comes_next() -> None:
+    pushes = [blocks_push(rank, {}, [3 + rank, NONE_LEFT]) for rank in range(2)]
+    result, frames = AGGREGATOR.aggregate([(push, read_payload(push, frames)) for push, frames in pushes])
+    assert (result.rows, frames[1].nbytes) == (0, 0)
+    assert decode_blocks(frames[0], 0, 2)[1].tolist() == [3, NONE_LEFT]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"codec": "coo"}, "expected bitmap"),
+        ({"codec": "none"}, "expected bitmap"),
+        ({"rows": 1}, "bytes of values"),
+        ({"span": 4}, "blocks: "),
+        ({"columns": 3}, "bytes of values"),
+    ],
+)
+def test_malformed_blocks_are_refused(changes: dict[str, object], says: str) -> None:
+    push, frames = blocks_push(0, {0: [1.0, 2.0], 1: [3.0, 4.0]}, [NONE_LEFT] * 2)
+    with pytest.raises(ProtocolError, match=says):
+        read_payload(msgspec.structs.replace(push, **changes), frames)
+
+
+def test_blocks_that_might_not_fit_into_an_answer_are_refused() -> None:
+    push, _ = blocks_push(0, {}, [NONE_LEFT] * 3, columns=4)
+    check_span(push, 3 * (4 * 4 + 8))
+    with pytest.raises(ProtocolError, match="a span of 3 rows"):
+        check_span(push, 3 * (4 * 4 + 8) - 1)

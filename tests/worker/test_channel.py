@@ -54,7 +54,7 @@ def test_views_that_come_in_a_heap_are_gone_by_one_after_the_other(channel: Chan
     first = view_of(1, [0, 1])
     channel.on_view(first)
     round_, handle = Round("t", 0, 1, pushes_of(first)), Restarts()
-    channel.submit(round_, handle)  # type: ignore[arg-type]
+    channel.submit([round_], handle)  # type: ignore[arg-type]
 
     has_role, go_on = threading.Event(), threading.Event()
 

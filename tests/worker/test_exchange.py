@@ -423,6 +423,27 @@ def test_the_next_steps_first_answer_settles_a_round() -> None:
     assert (first.state, worker.exchange.kept) == ("settled", 0)
 
 
+def test_the_next_step_may_be_any_later_one() -> None:
+    worker = Recovering()
+    rounds = [worker.submit(step=step) for step in (3, 7)]
+    for round_ in rounds:
+        worker.exchange.give_up(round_)
+    last = worker.submit(step=100)
+    worker.answer(last)
+    assert [round_.state for round_ in (*rounds, last)] == ["settled", "settled", "kept"]
+
+
+def test_a_round_that_was_given_up_is_neither_answered_nor_waited_for() -> None:
+    worker = Recovering()
+    round_ = worker.submit()
+    worker.exchange.on_wave(1)
+    worker.exchange.give_up(round_)
+    assert (round_.state, worker.exchange.in_flight, worker.exchange.wave) == ("kept", 0, 1)
+    assert worker.answer(round_, [(0, 0)]) == []
+    worker.exchange.give_up(round_)
+    assert round_.state == "kept"
+
+
 def test_waves_settle_what_has_no_next_step() -> None:
     worker = Recovering()
     round_ = worker.submit()

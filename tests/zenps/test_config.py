@@ -155,8 +155,8 @@ class TestUnknownKeys:
     def test_in_set(self) -> None:
         assert refusal(sets=["sync.partitoin=x"]) == (
             "sync.partitoin: unknown key; did you mean sync.partition? "
-            "(sync has: scheme, partition, codec, chunk_bytes, bucket_bytes, granule, table_bytes, seed, "
-            "trace)"
+            "(sync has: scheme, partition, codec, chunk_bytes, bucket_bytes, granule, block, fusion, "
+            "table_bytes, seed, trace)"
         )
         sections = "cluster, sync, cuda, security, metrics, status, log"
         assert refusal(sets=["zzz=x"]) == f"zzz: unknown key; sections: {sections}"

@@ -33,6 +33,7 @@ __all__ = [
     "FromServer",
     "Heartbeat",
     "HeartbeatReply",
+    "Kind",
     "Leave",
     "Member",
     "NodeStatus",
@@ -56,6 +57,7 @@ __all__ = [
 Role = Literal["worker", "server"]
 Dtype = Literal["float16", "bfloat16", "float32", "float64", "int64", "uint8"]
 FailureKind = Literal["mismatch", "deadline", "lost"]
+Kind = Literal["dense", "sparse", "blocks"]
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Name = Annotated[str, Meta(min_length=1, max_length=1024)]
@@ -287,7 +289,8 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
 
     Frames: envelope, positions (by ``codec``, relative to the chunk), values ``[rows, columns]``.
     A dense chunk has no positions frame bytes and ``rows`` is ``span``, or 0 from a rank that
-    takes part without contributing.
+    takes part without contributing. Of blocks, the positions frame also says which come next
+    (:mod:`zenps.wire.blocks`).
     """
 
     epoch: Count
@@ -298,7 +301,7 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
     chunk: Count
     chunks: Annotated[int, Meta(ge=1, lt=1 << 32)]
     """How many chunks the worker cuts each server's range into."""
-    kind: Literal["dense", "sparse"]
+    kind: Kind
     dtype: Dtype
     shape: Annotated[tuple[Count, ...], Meta(max_length=64)]
     """Of the whole tensor: ranks must agree on it."""
