@@ -29,6 +29,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "poll",
+    "push_gradient_async",
     "push_pull",
     "push_pull_async",
     "rank",
@@ -170,8 +171,19 @@ def push_pull_async(tensor: Tensor, name: str, average: bool = True) -> Pending:
     return world.push_pull_async(tensor, name, average=average)
 
 
+def push_gradient_async(tensor: Tensor, name: str, average: bool = True) -> Pending:
+    """As :func:`push_pull_async`, but float32 travels as ``sync.values`` says: for gradients alone."""
+    world = communicator()
+    check_name(name)
+    check_tensor(tensor, average)
+    return world.push_pull_async(tensor, name, average=average, is_gradient=True)
+
+
 def push_pull(tensor: Tensor, name: str, average: bool = True) -> Tensor:
     """The sum, or average, of ``tensor`` over all ranks; ranks are added in order 0, 1, ….
+
+    Whatever ``sync.values`` is, nothing is rounded on the way: that is for the gradients of
+    :class:`DistributedOptimizer` and :func:`comm_hook`.
 
     Arguments and errors are those of :func:`push_pull_async`.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zenps import log, metrics
 from zenps.clock import now_ns
+from zenps.codecs.values import RUN
 from zenps.config import Config
 from zenps.errors import UsageError, ZenPSError
 from zenps.metrics import HASH_OUTCOMES, WorkerMetrics
@@ -71,6 +72,7 @@ class Cluster(Communicator):
         self._completed = self._metrics.rounds.labels(outcome="completed")
         self.stats = Stats(partition=self._scheme.partition or config.sync.partition)
         self.bucket_bytes = config.sync.bucket_bytes
+        self.run = RUN if config.sync.values == "int8" else 1
         self.rank = view.rank
         self._metrics.set_rank(view.rank)
         self.goes_on = config.cluster.goes_on
@@ -90,7 +92,13 @@ class Cluster(Communicator):
         self._session.start(self._load, self._follow, self._cut_again)
 
     def push_pull_async(
-        self, tensor: Tensor, name: str, *, average: bool, contributes: bool = True
+        self,
+        tensor: Tensor,
+        name: str,
+        *,
+        average: bool,
+        contributes: bool = True,
+        is_gradient: bool = False,
     ) -> Pending:
         """Compacts and pushes on this thread; libzmq's own moves the bytes.
 
@@ -117,7 +125,7 @@ class Cluster(Communicator):
             tensor, back = self._transfers.convert(tensor)
             expected_rows = previous.pulled_rows if previous else 0
             with self._spans("compact", name, progress.step) as span:
-                transfer = self._transfers.begin(tensor, name, expected_rows, contributes)
+                transfer = self._transfers.begin(tensor, name, expected_rows, contributes, is_gradient)
                 if span:
                     span.note(rows=transfer.rows_given)
         except BaseException:  # Ctrl-C too: a name in flight for ever could not be pushed again
@@ -231,6 +239,7 @@ class Cluster(Communicator):
                     average=average,
                     again=again,
                     answer=self._scheme.pull_codec,
+                    values=sent.values,
                 ),
                 part.frames,
             )
