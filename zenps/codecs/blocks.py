@@ -70,7 +70,7 @@ class Blocks(Codec):
             )
         starts = _DELTA.decode(data[end:], count, _blocks_of(span)) << _BITS
         within = np.flatnonzero(np.unpackbits(bitmaps, bitorder="little").view(np.bool_))
-        positions = starts[within >> _BITS] + (within & (1 << _BITS) - 1)
+        positions: Positions = starts[within >> _BITS] + (within & (1 << _BITS) - 1)
         if positions[-1] >= span:
             raise ProtocolError("payload", f"blocks: a position beyond a span of {span}")
         return positions

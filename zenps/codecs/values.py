@@ -173,7 +173,7 @@ def _dither(runs: NDArray[np.float32], salts: NDArray[np.uint32]) -> NDArray[Any
     dither = mixed[:, None] * salts
     dither >>= 16
     dither |= 1  # never 0, and as far from 1
-    return dither * np.float32(2**-16)
+    return np.multiply(dither, 2**-16, dtype=np.float32)
 
 
 def _salts(step: int, width: int) -> NDArray[np.uint32]:
@@ -183,4 +183,4 @@ def _salts(step: int, width: int) -> NDArray[np.uint32]:
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed ^= mixed >> np.uint64(shift)
         mixed *= np.uint64(factor)
-    return (mixed >> np.uint64(32)).astype(np.uint32) | 1
+    return (mixed >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
