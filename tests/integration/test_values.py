@@ -20,7 +20,7 @@ WORDS, WIDTH, STEPS = 500, 48, 60
 
 
 class Model(nn.Module):
-    """Tells from two words which of 20 classes they make: a sparse table, and dense layers."""
+    """Tells from two words which of 20 classes the first one is of: a sparse table, and dense layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Model(nn.Module):
     def loss(self, step: int, rank: int, *, uses_rare: bool) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * step + rank)
         words = (WORDS * torch.rand((64, 2), generator=generator) ** 2).long()
-        classes = words.sum(1) // 50
+        classes = words[:, 0] // 25
         both = self.words(words).flatten(1)
         loss = functional.cross_entropy(self.out(torch.relu(self.hidden(both))), classes)
         # So small a gradient beside the others is 0 by a scale that fits them.
@@ -48,7 +48,7 @@ def train(progress: Path | None = None) -> dict[str, Any]:
     """One loss for each step, the weights, and the bytes that a step pushes and pulls."""
     model = Model()
     optimizer = zps.DistributedOptimizer(
-        torch.optim.Adagrad(model.parameters(), lr=0.05), model.named_parameters()
+        torch.optim.Adagrad(model.parameters(), lr=0.02), model.named_parameters()
     )
     losses, without_gradient = [], set()
     for step in range(STEPS):
@@ -107,8 +107,8 @@ def test_ranks_stay_the_same_bit_by_bit(form: str) -> None:
 @every_form
 def test_the_loss_is_that_of_exact_gradients(form: str) -> None:
     exact, narrow = trained("same"), trained(form)
-    assert final_loss(exact) < 0.7 * exact[0]["losses"][0]
-    assert final_loss(narrow) == pytest.approx(final_loss(exact), rel=0.02)
+    assert final_loss(exact) < 0.5 * exact[0]["losses"][0]
+    assert final_loss(narrow) == pytest.approx(final_loss(exact), rel=0.01)
     assert narrow[0]["losses"] != exact[0]["losses"]
 
 
