@@ -1,7 +1,7 @@
 """What narrower gradients cost and save: loss curves and bytes of one training, for each ``sync.values``.
 
-Everything but the form of the values is the same: data, model, batches, samples. Each form is trained with
-what rounding has kept back added to later pushes, as it always is, and once without, to show what that is for.
+Everything but the form of the values is the same: data, model, batches, samples. Each form is trained as it
+always is, with what rounding has kept back added to later pushes; and once without, to show what that is for.
 """
 
 from __future__ import annotations

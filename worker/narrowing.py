@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zenps.buffers import BufferPool
 from zenps.codecs.base import ValueCodec, ValueForm
+from zenps.errors import TensorError
 from zenps.kernels.cpu import put_rows
 
 __all__ = ["Narrowing", "Residuals"]
@@ -83,8 +84,8 @@ class Narrowing:
 class Residuals:
     """What has been rounded off each tensor. Thread-safe; a table is for the tensor's one round in flight.
 
-    It is as large as the tensor, in float32. Of a large one the system gives memory only for the pages with
-    rows that are pushed.
+    It is as large as the tensor, in float32. To keep only the rows that were pushed saves little for long,
+    and takes a search in each step.
     """
 
     def __init__(self) -> None:
@@ -92,10 +93,21 @@ class Residuals:
         self._lock = threading.Lock()
 
     def of(self, name: str, rows: int, columns: int) -> Tensor:
-        """The table of the tensor ``name``, float32 ``[rows, columns]``; zeros if it had another shape."""
+        """The table of the tensor ``name``, float32 ``[rows, columns]``; zeros if it had another shape.
+
+        Raises:
+            TensorError: there is no memory for it.
+        """
         with self._lock:
             table = self._tables.get(name)
             if table is None or table.shape != (rows, columns):
-                # NumPy's zeros are calloc's: torch would write them, and so take all pages at once.
-                table = self._tables[name] = torch.from_numpy(np.zeros((rows, columns), np.float32))
+                try:
+                    # NumPy's zeros are calloc's: torch would write them first.
+                    zeros = np.zeros((rows, columns), np.float32)
+                except MemoryError:
+                    raise TensorError(
+                        f"tensor {name!r}: no memory for what rounding keeps back of {rows} × {columns} "
+                        "values; set sync.values to same, on all workers"
+                    ) from None
+                table = self._tables[name] = torch.from_numpy(zeros)
             return table

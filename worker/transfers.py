@@ -95,7 +95,8 @@ class Transfers:
             is_gradient: whether values may be rounded, as ``sync.values`` says.
 
         Raises:
-            TensorError: indices lie outside the tensor, or a row of it is too large for a message.
+            TensorError: indices lie outside the tensor, a row of it is too large for a message, or what
+                rounding keeps back finds no memory.
             ConfigError: the tensor is on a GPU, and CuPy is not installed.
         """
         gpu = self._accelerator(tensor.device)
