@@ -25,7 +25,7 @@ from tests.worker.test_transfer import (
 from zenps.codecs.base import ValueCodec, ValueForm
 from zenps.codecs.values import VALUE_CODECS, value_codec
 from zenps.config import Config
-from zenps.errors import ProtocolError
+from zenps.errors import ProtocolError, TensorError
 from zenps.ring import rebalance
 from zenps.settings import CudaConfig, SyncConfig
 from zenps.worker.compaction import SparseTransfer
@@ -306,3 +306,5 @@ def test_a_tensor_of_another_shape_has_had_nothing_rounded_off() -> None:
     assert not residuals.of("weight", 5, 2).any()
     assert not residuals.of("weight", 4, 2).any()
     assert not residuals.of("bias", 4, 2).any()
+    with pytest.raises(TensorError, match=r"tensor 'huge': no memory .* sync.values to same"):
+        residuals.of("huge", 10**12, 100)
