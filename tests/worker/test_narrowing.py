@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.integration.reference import assert_same_bits
 from tests.worker.test_transfer import (
@@ -23,11 +23,12 @@ from tests.worker.test_transfer import (
     sparse,
 )
 from zenps.codecs.base import ValueCodec, ValueForm
-from zenps.codecs.values import VALUE_CODECS, value_codec
+from zenps.codecs.values import RUN, VALUE_CODECS, value_codec
 from zenps.config import Config
 from zenps.errors import ProtocolError, TensorError
 from zenps.ring import rebalance
 from zenps.settings import CudaConfig, SyncConfig
+from zenps.worker.buckets import Bucket
 from zenps.worker.compaction import SparseTransfer
 from zenps.worker.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from zenps.worker.narrowing import Narrowing, Residuals
@@ -308,3 +309,18 @@ def test_a_tensor_of_another_shape_has_had_nothing_rounded_off() -> None:
     assert not residuals.of("bias", 4, 2).any()
     with pytest.raises(TensorError, match=r"tensor 'huge': no memory .* sync.values to same"):
         residuals.of("huge", 10**12, 100)
+
+
+@pytest.mark.parametrize("average_over", [1, 4096])
+def test_a_bucket_says_who_has_a_gradient_whatever_lies_beside(average_over: int) -> None:
+    """By elements that no gradient's scale, and no other such element's, can make 0."""
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (3, 70, 5)]
+    parameters[0].grad, parameters[2].grad = torch.full((3,), 1e9), torch.ones(5)
+    bucket, int8 = Bucket("bucket", parameters, RUN), VALUE_CODECS["int8"]
+    for step in range(20):
+        flat = bucket.fused()
+        flat[bucket._present_from + 2 * RUN] /= average_over
+        bucket.spread(travelled(int8, flat[:, None], step)[:, 0])
+        assert parameters[1].grad is None
+        assert parameters[2].grad is not None
+        parameters[0].grad, parameters[2].grad = torch.full((3,), 1e9), torch.ones(5)
