@@ -214,6 +214,18 @@ def test_nothing_is_lost_for_good(form: ValueForm, columns: int) -> None:
         assert (pushed - there_was).abs().max() > 1e-2
 
 
+def test_a_component_below_half_a_step_moves_by_what_was_kept_back() -> None:
+    """Without, it never would: it is rounded to 0 in each step."""
+    rows, gradient_of_a_step = torch.tensor([3]), torch.tensor([[1.0, 1e-3, -2e-3, 0.0, 1.0]])
+    narrowing, int8 = make_narrowing("int8", 5, "table"), VALUE_CODECS["int8"]
+    moved = torch.zeros(1, 5)
+    for _ in range(1000):
+        data = narrowing.narrow(gradient_of_a_step.clone(), rows)
+        moved += narrowing.widened(data.numpy().data, (1, 5))
+    assert (moved - 1000 * gradient_of_a_step).abs().max() < 1 / 64
+    assert travelled(int8, gradient_of_a_step).tolist() == [[1.0, 0.0, 0.0, 0.0, 1.0]]
+
+
 @pytest.mark.parametrize("bad", [NAN, float("inf"), -float("inf"), 1e30])
 @every_form
 def test_what_is_no_number_is_seen_and_not_kept(form: ValueForm, bad: float) -> None:
