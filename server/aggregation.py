@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from zenps.buffers import BufferPool
 from zenps.codecs.base import Positions
 from zenps.codecs.registry import CODECS, choose
+from zenps.codecs.values import VALUE_CODECS
 from zenps.errors import ProtocolError
 from zenps.kernels.base import ACCUMULATE, Kernels, Rows
 from zenps.wire.blocks import NONE_LEFT, Ahead, decode_blocks, encode_blocks
@@ -76,15 +78,16 @@ def read_payload(push: Push, frames: Sequence[memoryview]) -> Payload:
         raise ProtocolError("payload", f"{push.rows} rows in a span of {push.span}")
     if push.average and not DTYPES[push.dtype].is_floating_point:
         raise ProtocolError("payload", f"an average of {push.dtype}")
-    check_size(frames[1], DTYPES[push.dtype], (push.rows, push.columns))
+    _check_values(push, frames[1])
     if push.kind == "dense":
         whole_or_nothing = push.rows in (0, push.span)
         if push.codec != "none" or frames[0].nbytes or not whole_or_nothing or push.columns != 1:
             raise ProtocolError("payload", "a dense chunk is whole or empty, and has no positions")
         return Payload(None, frames[1])
     if push.kind == "blocks":
-        if push.codec != "bitmap":
-            raise ProtocolError("payload", f"blocks with codec {push.codec!r}, expected bitmap")
+        if push.codec != "bitmap" or push.values != "same":
+            got = f"blocks with codec {push.codec!r} and values {push.values!r}"
+            raise ProtocolError("payload", f"{got}, expected bitmap and same")
         positions, ahead = decode_blocks(frames[0], push.rows, push.span)
         return Payload(positions, frames[1], ahead)
     if push.codec == "none":
@@ -107,35 +110,58 @@ class Aggregator:
         divisor = len(pushes) if push.average else 1
         if push.kind == "dense":
             parts = [payload.values for _, payload in pushes if payload.values.nbytes]
-            frames = (_NOTHING, self._sum_dense(parts, push.dtype, divisor) if parts else _NOTHING)
+            frames = (_NOTHING, self._sum_dense(parts, push, divisor) if parts else _NOTHING)
             rows = push.span if parts else 0
             return Result(push.epoch, push.tensor, push.step, push.chunk, rows, "none"), frames
         if push.kind == "blocks":
             present, ahead, summed = self._sum_blocks(pushes, divisor)
             result = Result(push.epoch, push.tensor, push.step, push.chunk, len(present), "bitmap")
             return result, (encode_blocks(present, ahead), summed)
-        positions, values = self._kernels.aggregate([_rows(*pushed) for pushed in pushes], divisor)
-        row_bytes = push.columns * DTYPES[push.dtype].itemsize
-        codec = choose(push.answer, len(positions), push.span, row_bytes)
-        encoded = codec.encode(positions.numpy(), push.span)
-        result = Result(push.epoch, push.tensor, push.step, push.chunk, len(positions), codec.name)
-        return result, (encoded.data, tensor_bytes(values))
+        positions, values = self._kernels.aggregate([self._rows(*pushed) for pushed in pushes], divisor)
+        rows, numbers, data = len(positions), positions.numpy(), self._narrowed(values, push)
+        codec = choose(push.answer, rows, push.span, data.nbytes // max(rows, 1), numbers)
+        encoded = codec.encode(numbers, push.span)
+        result = Result(push.epoch, push.tensor, push.step, push.chunk, rows, codec.name)
+        return result, (encoded.data, data)
+
+    def _rows(self, push: Push, payload: Payload) -> Rows:
+        assert payload.positions is not None
+        shape = (push.rows, push.columns)
+        if push.values == "same":
+            values = tensor_from_bytes(payload.values, DTYPES[push.dtype], shape)
+        else:
+            values = self._widened_rows(payload.values, push, shape)
+        return torch.from_numpy(payload.positions), values
+
+    def _widened_rows(self, data: memoryview, push: Push, shape: tuple[int, int]) -> Tensor:
+        values = self._pool.empty(shape, torch.float32)
+        VALUE_CODECS[push.values].decode(data, values)
+        return values
+
+    def _narrowed(self, values: Tensor, push: Push) -> memoryview:
+        """A sum ``[rows, columns]`` as it travels."""
+        if push.values == "same":
+            return tensor_bytes(values)
+        codec = VALUE_CODECS[push.values]
+        data = self._pool.empty((codec.size_bytes(*values.shape),), torch.uint8)
+        codec.encode(values, data, push.step)
+        return tensor_bytes(data)
 
     # NaN and infinities travel as they are.
     @np.errstate(invalid="ignore", over="ignore")
-    def _sum_dense(self, parts: Sequence[memoryview], dtype: Dtype, divisor: int) -> memoryview:
+    def _sum_dense(self, parts: Sequence[memoryview], push: Push, divisor: int) -> memoryview:
         """The sum in order, started from the first part so that -0.0 survives."""
         if len(parts) == 1 and divisor == 1:
             return parts[0]
-        first = _widened(parts[0], dtype)
+        first = self._widened(parts[0], push)
         total = self._pool.array(first.size, first.dtype)
         if len(parts) == 1:
             total[:] = first
         else:
-            np.add(first, _widened(parts[1], dtype), out=total)
+            np.add(first, self._widened(parts[1], push), out=total)
         for part in parts[2:]:
-            total += _widened(part, dtype)
-        return _divided(total, divisor, dtype)
+            total += self._widened(part, push)
+        return self._divided(total, divisor, push)
 
     @np.errstate(invalid="ignore", over="ignore")
     def _sum_blocks(
@@ -160,35 +186,45 @@ class Aggregator:
         # -0.0, not 0.0, leaves every number that is added to it as it is.
         total.fill(-0.0)
         total[times[present] < len(pushes)] = 0.0
-        for _, payload in pushes:
+        for pushed, payload in pushes:
             assert payload.positions is not None
-            values = _widened(payload.values, push.dtype).reshape(len(payload.positions), push.columns)
+            values = self._widened(payload.values, pushed).reshape(len(payload.positions), push.columns)
             if len(values) == len(present):
                 total += values
             else:
                 total[place[payload.positions]] += values
-        return present, ahead, _divided(total.reshape(-1), divisor, push.dtype)
+        return present, ahead, self._divided(total.reshape(-1), divisor, push)
+
+    def _divided(self, total: Summed, divisor: int, push: Push) -> memoryview:
+        if divisor != 1:
+            total /= divisor
+        if push.values != "same":
+            return self._narrowed(torch.from_numpy(total)[:, None], push)
+        if push.dtype in _SUMMED_AS_THEY_ARE:
+            return total.data.cast("B")
+        return tensor_bytes(torch.from_numpy(total).to(DTYPES[push.dtype]))
+
+    def _widened(self, data: memoryview, push: Push) -> Summed:
+        """A dense part in the dtype in which it is summed, uncopied where that is its own."""
+        widened: Summed
+        if push.values != "same":
+            widened = self._widened_rows(data, push, (push.span, 1)).view(-1).numpy()
+            return widened
+        if push.dtype in _SUMMED_AS_THEY_ARE:
+            return np.frombuffer(data, _SUMMED_AS_THEY_ARE[push.dtype])
+        narrow = DTYPES[push.dtype]
+        tensor = tensor_from_bytes(data, narrow, (data.nbytes // narrow.itemsize,))
+        widened = tensor.to(ACCUMULATE[narrow]).numpy()
+        return widened
 
 
-def _rows(push: Push, payload: Payload) -> Rows:
-    assert payload.positions is not None
-    values = tensor_from_bytes(payload.values, DTYPES[push.dtype], (push.rows, push.columns))
-    return torch.from_numpy(payload.positions), values
-
-
-def _divided(total: Summed, divisor: int, dtype: Dtype) -> memoryview:
-    if divisor != 1:
-        total /= divisor
-    if dtype in _SUMMED_AS_THEY_ARE:
-        return total.data.cast("B")
-    return tensor_bytes(torch.from_numpy(total).to(DTYPES[dtype]))
-
-
-def _widened(values: memoryview, dtype: Dtype) -> Summed:
-    """A dense part in the dtype in which it is summed, uncopied where that is its own."""
-    if dtype in _SUMMED_AS_THEY_ARE:
-        return np.frombuffer(values, _SUMMED_AS_THEY_ARE[dtype])
-    narrow = DTYPES[dtype]
-    tensor = tensor_from_bytes(values, narrow, (values.nbytes // narrow.itemsize,))
-    widened: Summed = tensor.to(ACCUMULATE[narrow]).numpy()
-    return widened
+def _check_values(push: Push, data: memoryview) -> None:
+    if push.values == "same":
+        check_size(data, DTYPES[push.dtype], (push.rows, push.columns))
+        return
+    if push.dtype != "float32":
+        raise ProtocolError("payload", f"{push.dtype} as {push.values}: expected float32")
+    expected = VALUE_CODECS[push.values].size_bytes(push.rows, push.columns)
+    if data.nbytes != expected:
+        got = f"{data.nbytes} bytes of {push.values} values"
+        raise ProtocolError("payload", f"{got} for {push.rows} × {push.columns}, expected {expected}")

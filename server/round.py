@@ -132,11 +132,12 @@ def disagreement(pushes: Sequence[Push]) -> str:
 
 
 def _signature(push: Push) -> tuple[object, ...]:
-    return push.kind, push.dtype, push.shape, push.average, push.chunks, push.span, push.columns
+    return push.kind, push.dtype, push.shape, push.average, push.chunks, push.span, push.columns, push.values
 
 
 def _describe(alike: Sequence[Push]) -> str:
     push, ranks = alike[0], listing(push.rank for push in alike)
     average = "averaged" if push.average else "summed"
     chunk = f"in {push.chunks} chunk(s), this one {push.span} × {push.columns}"
-    return f"rank(s) {ranks} pushed {push.kind} {push.dtype} {push.shape}, {average}, {chunk}"
+    form = "" if push.values == "same" else f" as {push.values}"
+    return f"rank(s) {ranks} pushed {push.kind} {push.dtype}{form} {push.shape}, {average}, {chunk}"

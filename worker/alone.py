@@ -31,6 +31,7 @@ class Alone(Communicator):
     rank = local_rank = 0
     size = local_size = 1
     bucket_bytes = 1
+    run = 1
     ranks = (0,)
     goes_on = is_newcomer = False
 
@@ -39,7 +40,13 @@ class Alone(Communicator):
         self._kernels = CpuKernels(BufferPool(keep_bytes=1 << 28))
 
     def push_pull_async(
-        self, tensor: Tensor, name: str, *, average: bool, contributes: bool = True
+        self,
+        tensor: Tensor,
+        name: str,
+        *,
+        average: bool,
+        contributes: bool = True,
+        is_gradient: bool = False,
     ) -> Pending:
         """A copy of a dense tensor; a sparse one coalesced, on the CPU in order of occurrence."""
         if not tensor.is_sparse:

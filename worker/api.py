@@ -32,6 +32,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "poll",
+    "push_gradient_async",
     "push_pull",
     "push_pull_async",
     "rank",
@@ -171,16 +172,28 @@ def push_pull_async(tensor: Tensor, name: str, average: bool = True) -> Pending:
         ConfigError: the tensor is on a CUDA device, and CuPy is not installed.
         UsageError: ``name`` is in flight already, or 65536 others have been used.
     """
+    return _begin(tensor, name, average, is_gradient=False)
+
+
+def push_gradient_async(tensor: Tensor, name: str, average: bool = True) -> Pending:
+    """As :func:`push_pull_async`, but float32 travels as ``sync.values`` says: for gradients alone."""
+    return _begin(tensor, name, average, is_gradient=True)
+
+
+def _begin(tensor: Tensor, name: str, average: bool, *, is_gradient: bool) -> Pending:
     world = communicator()
     check_name(name)
     check_tensor(tensor, average)
     if _recorder is not None:
         _recorder.note(tensor, name)
-    return world.push_pull_async(tensor, name, average=average)
+    return world.push_pull_async(tensor, name, average=average, is_gradient=is_gradient)
 
 
 def push_pull(tensor: Tensor, name: str, average: bool = True) -> Tensor:
     """The sum, or average, of ``tensor`` over all ranks; ranks are added in order 0, 1, ….
+
+    Whatever ``sync.values`` is, nothing is rounded on the way: that is for the gradients of
+    :class:`DistributedOptimizer` and :func:`comm_hook`.
 
     Arguments and errors are those of :func:`push_pull_async`.
 

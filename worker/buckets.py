@@ -16,30 +16,38 @@ class Bucket:
 
     After them comes one element for each parameter that says whether this rank has a gradient for it,
     so that a parameter that no rank used keeps ``grad = None`` and its optimizer leaves it alone.
+
+    Args:
+        name: of the round.
+        parameters: of one dtype, on one device.
+        run: elements that are rounded by a common scale. Beside larger ones these could become 0, so each
+            of them is the first of a run.
     """
 
-    def __init__(self, name: str, parameters: Sequence[Parameter]) -> None:
+    def __init__(self, name: str, parameters: Sequence[Parameter], run: int = 1) -> None:
         self.name = name
         self.parameters = parameters
+        self._run = run
+        self._present_from = -(-sum(parameter.numel() for parameter in parameters) // run) * run
         self.waiting_for = set(parameters)
         """Parameters whose gradient this step has not yet brought."""
 
     def fused(self) -> Tensor:
-        """The gradients as they are now, ``[n + len(parameters)]``; zeros where there is none."""
+        """The gradients as they are now, filled up to whole runs, and what comes after them; else zeros."""
         first = self.parameters[0]
-        length = sum(p.numel() for p in self.parameters) + len(self.parameters)
+        length = self._present_from + len(self.parameters) * self._run
         flat = torch.zeros(length, dtype=first.dtype, device=first.device)
         begin = 0
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
                 flat[begin : begin + parameter.numel()].view(parameter.shape).copy_(parameter.grad)
-                flat[index - len(self.parameters)] = 1
+                flat[self._present_from + index * self._run] = 1
             begin += parameter.numel()
         return flat
 
     def spread(self, flat: Tensor) -> None:
         """Makes the pulled tensor the parameters' gradients; they share its memory."""
-        present = flat[-len(self.parameters) :].tolist()
+        present = flat[self._present_from :: self._run].tolist()
         begin = 0
         for index, parameter in enumerate(self.parameters):
             piece = flat[begin : begin + parameter.numel()].view(parameter.shape)
@@ -48,8 +56,11 @@ class Bucket:
         self.waiting_for = set(self.parameters)
 
 
-def fuse(prefix: str, parameters: Iterable[Parameter], limit_bytes: int) -> list[Bucket]:
-    """Buckets of at most ``limit_bytes``, or of one parameter, in the order given, by dtype and device."""
+def fuse(prefix: str, parameters: Iterable[Parameter], limit_bytes: int, run: int) -> list[Bucket]:
+    """Buckets of at most ``limit_bytes``, or of one parameter, in the order given, by dtype and device.
+
+    ``run`` is as for :class:`Bucket`.
+    """
     groups: list[list[Parameter]] = []
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[Parameter], int]] = {}
     for parameter in parameters:
@@ -61,4 +72,4 @@ def fuse(prefix: str, parameters: Iterable[Parameter], limit_bytes: int) -> list
             groups.append(group)
         group.append(parameter)
         open_groups[kind] = (group, used + size)
-    return [Bucket(f"{prefix}/{index}", group) for index, group in enumerate(groups)]
+    return [Bucket(f"{prefix}/{index}", group, run) for index, group in enumerate(groups)]

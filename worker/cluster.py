@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zenps import log, metrics
 from zenps.clock import now_ns
+from zenps.codecs.values import RUN
 from zenps.config import Config
 from zenps.errors import UsageError, ZenPSError
 from zenps.metrics import HASH_OUTCOMES, WorkerMetrics
@@ -76,6 +77,7 @@ class Cluster(Communicator):
         self._completed = self._metrics.rounds.labels(outcome="completed")
         self.stats = Stats(partition=self._scheme.partition or config.sync.partition)
         self.bucket_bytes = config.sync.bucket_bytes
+        self.run = RUN if config.sync.values == "int8" else 1
         self.rank = view.rank
         self._metrics.set_rank(view.rank)
         self.goes_on = config.cluster.goes_on
@@ -97,17 +99,29 @@ class Cluster(Communicator):
         self._session.start(self._load, self._follow, self._cut_again)
 
     def push_pull_async(
-        self, tensor: Tensor, name: str, *, average: bool, contributes: bool = True
+        self,
+        tensor: Tensor,
+        name: str,
+        *,
+        average: bool,
+        contributes: bool = True,
+        is_gradient: bool = False,
     ) -> Pending:
         """Compacts and pushes on this thread; libzmq's own moves the bytes.
 
         What lies on a GPU is pushed later, when the GPU has got so far and this worker is called again.
         """
-        handle, back = self._push(tensor, name, average, contributes, self._record)
+        handle, back = self._push(tensor, name, average, contributes, is_gradient, self._record)
         return handle if back is None else Converted(handle, back)
 
     def _push(
-        self, tensor: Tensor, name: str, average: bool, contributes: bool, record: Recorder
+        self,
+        tensor: Tensor,
+        name: str,
+        average: bool,
+        contributes: bool,
+        is_gradient: bool,
+        record: Recorder,
     ) -> tuple[Handle, Callable[[Tensor], Tensor] | None]:
         """Begins a round; with what makes its result what the caller expects, where that is not the same."""
         if self.is_newcomer:
@@ -139,7 +153,7 @@ class Cluster(Communicator):
             tensor, back = self._transfers.convert(tensor)
             expected_rows = previous.pulled_rows if previous else 0
             with self._spans("compact", name, progress.step) as span:
-                transfer = self._transfers.begin(tensor, name, expected_rows, contributes)
+                transfer = self._transfers.begin(tensor, name, expected_rows, contributes, is_gradient)
                 if span:
                     span.note(rows=transfer.rows_given)
         except BaseException:  # Ctrl-C too: a name in flight for ever could not be pushed again
@@ -276,6 +290,7 @@ class Cluster(Communicator):
                     average=average,
                     again=again,
                     answer=self._scheme.pull_codec,
+                    values=sent.values,
                 ),
                 part.frames,
             )

@@ -68,6 +68,8 @@ class Communicator(ABC):
     stats: Stats
     bucket_bytes: int
     """Up to where small dense gradients are fused."""
+    run: int
+    """Elements of a dense gradient that are rounded by a common scale; 1 where each has its own."""
     ranks: Sequence[int]
     """Those of the workers that are present; without losses 0, 1, …, ``size`` - 1."""
     goes_on: bool
@@ -77,9 +79,18 @@ class Communicator(ABC):
 
     @abstractmethod
     def push_pull_async(
-        self, tensor: Tensor, name: str, *, average: bool, contributes: bool = True
+        self,
+        tensor: Tensor,
+        name: str,
+        *,
+        average: bool,
+        contributes: bool = True,
+        is_gradient: bool = False,
     ) -> Pending:
-        """Begins a round of a checked tensor; one that does not contribute only gets the others' sum."""
+        """Begins a round of a checked tensor; one that does not contribute only gets the others' sum.
+
+        A gradient may be rounded on the way, as ``sync.values`` says.
+        """
 
     @abstractmethod
     def barrier(self) -> None:

@@ -13,15 +13,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from zenps.codecs.base import ValueForm
 from zenps.codecs.registry import CODECS, choose
 from zenps.errors import ProtocolError, TensorError
 from zenps.kernels.base import Kernels, Rows
 from zenps.wire.messages import Result
 from zenps.wire.tensors import tensor_bytes, tensor_from_bytes
 
+from .narrowing import Narrowing
 from .transfer import Cut, Part, Sent, Transfer, table_shape
 
-__all__ = ["SparseTransfer", "as_sparse", "as_table", "coalesced", "cut_rows", "row_numbers"]
+__all__ = ["SparseTransfer", "as_sparse", "as_table", "coalesced", "cut_rows", "row_numbers", "wire_form"]
 
 
 def as_table(tensor: Tensor) -> Rows:
@@ -87,6 +89,13 @@ def row_numbers(indices: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]
     return rows, outside
 
 
+def wire_form(narrowing: Narrowing | None, columns: int, dtype: torch.dtype) -> tuple[ValueForm, int]:
+    """In which form a sparse tensor's values travel, and how many bytes each row has there."""
+    if narrowing is None:
+        return "same", columns * dtype.itemsize
+    return narrowing.form, narrowing.size_bytes(1, columns)
+
+
 def cut_rows(
     cut: Cut, positions: NDArray[np.int64], values: memoryview, row_bytes: int, codec: str
 ) -> list[Part]:
@@ -101,8 +110,9 @@ def cut_rows(
     ends = np.searchsorted(positions, [piece.stop for piece in pieces]).tolist()
     parts, begin = [], 0
     for piece, end in zip(pieces, ends, strict=True):
-        chosen = choose(codec, end - begin, piece.span, row_bytes)
-        encoded = chosen.encode(positions[begin:end] - piece.start, piece.span)
+        inside = positions[begin:end] - piece.start
+        chosen = choose(codec, end - begin, piece.span, row_bytes, inside)
+        encoded = chosen.encode(inside, piece.span)
         frames = (encoded.data, values[begin * row_bytes : end * row_bytes])
         parts.append(Part(piece.server, piece.chunk, piece.span, end - begin, chosen.name, frames))
         begin = end
@@ -117,15 +127,23 @@ class SparseTransfer(Transfer):
         cut: how its rows are cut.
         codec: the setting ``sync.codec``.
         expected_rows: what ``cut`` was made by.
+        narrowing: for values that travel narrower.
 
     Raises:
         TensorError: indices lie outside the tensor.
     """
 
     def __init__(
-        self, tensor: Tensor, cut: Cut, codec: str, kernels: Kernels, expected_rows: int = 0
+        self,
+        tensor: Tensor,
+        cut: Cut,
+        codec: str,
+        kernels: Kernels,
+        expected_rows: int = 0,
+        narrowing: Narrowing | None = None,
     ) -> None:
         self._kernels = kernels
+        self._narrowing = narrowing
         self._sparse_dim = tensor.sparse_dim()
         self._pulled: list[Rows] = []
 
@@ -133,9 +151,12 @@ class SparseTransfer(Transfer):
         rows, values = as_table(tensor)
         self.rows_given, columns = values.shape
         positions, values = kernels.compact(cut.layout.positions(rows), values)
-        row_bytes = columns * tensor.dtype.itemsize
+        form, row_bytes = wire_form(narrowing, columns, tensor.dtype)
+        if narrowing is not None:
+            values = narrowing.narrow(values, cut.layout.rows(positions))
         parts = cut_rows(cut, positions.numpy(), tensor_bytes(values), row_bytes, codec)
-        self.restart(Sent("sparse", tensor.shape, tensor.dtype, columns, expected_rows, cut, parts))
+        sent = Sent("sparse", tensor.shape, tensor.dtype, columns, expected_rows, cut, parts, form, row_bytes)
+        self.restart(sent)
 
     def restart(self, sent: Sent) -> None:
         assert sent.cut.layout is not None
@@ -149,7 +170,11 @@ class SparseTransfer(Transfer):
         if result.rows > piece.span:
             raise ProtocolError("payload", f"{result.rows} rows in a chunk of {piece.span}")
         positions = torch.from_numpy(CODECS[result.codec].decode(frames[0], result.rows, piece.span))
-        values = tensor_from_bytes(frames[1], self.dtype, (result.rows, self.columns))
+        shape = (result.rows, self.columns)
+        if self._narrowing is None:
+            values = tensor_from_bytes(frames[1], self.dtype, shape)
+        else:
+            values = self._narrowing.widened(frames[1], shape)
         self._pulled.append((self._layout.rows(positions.add_(piece.start)), values))
 
     def finish(self) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from .api import push_pull_async
+from .api import push_gradient_async
 from .communicator import Pending
 
 __all__ = ["CommHookState", "comm_hook"]
@@ -89,7 +89,7 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
     # DDP rebuilds its dense buckets after the first step: the size keeps old and new ones apart.
     kind = "sparse" if gradient.is_sparse else f"dense{gradient.numel()}"
     name = f"{state._prefix}/{kind}/{bucket.index()}"
-    handle = push_pull_async(gradient, name)
+    handle = push_gradient_async(gradient, name)
     devices: list[int | str | torch.device] | None = [gradient.device] if gradient.is_cuda else None
     result: Future[Tensor] = Future(devices=devices)
     state._finisher.submit(handle, result)

@@ -15,7 +15,7 @@ from zenps.errors import MismatchError, UsageError, listing
 
 from .agreement import ask_all
 from .alone import Alone
-from .api import communicator, push_pull_async
+from .api import communicator, push_gradient_async, push_pull_async
 from .broadcast import broadcast_object
 from .buckets import Bucket, fuse
 from .communicator import Pending
@@ -185,13 +185,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         elif not gradient.is_sparse:
             raise self._changed_kind(parameter, "sparse", "dense")
         name = f"{self._prefix}/{self._names[parameter]}"
-        self._in_flight[parameter] = push_pull_async(gradient, name, self._average)
+        self._in_flight[parameter] = push_gradient_async(gradient, name, self._average)
 
     def _push_bucket(self, bucket: Bucket) -> None:
         for parameter in bucket.parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise self._changed_kind(parameter, "dense", "sparse")
-        self._in_flight[bucket] = push_pull_async(bucket.fused(), bucket.name, self._average)
+        self._in_flight[bucket] = push_gradient_async(bucket.fused(), bucket.name, self._average)
 
     def _changed_kind(self, parameter: Parameter, agreed: str, now: str) -> MismatchError:
         name = self._names[parameter]
@@ -228,7 +228,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._sparse = {own[name] for name in agreed["sparse"]}
         self._buckets = {}
         for bucket_name, names in agreed["buckets"]:
-            bucket = Bucket(bucket_name, [own[name] for name in names])
+            bucket = Bucket(bucket_name, [own[name] for name in names], communicator().run)
             self._buckets |= dict.fromkeys(bucket.parameters, bucket)
 
     def _agree_on_names(self, own: dict[str, Parameter]) -> dict[str, Parameter]:
@@ -270,9 +270,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._unknown = unknown
         # Backward computes the last layers' gradients first, so buckets are filled from the end.
         generation = len(self._buckets)
-        for bucket in fuse(
-            f"{self._prefix}/bucket{generation}", reversed(dense), communicator().bucket_bytes
-        ):
+        prefix, world = f"{self._prefix}/bucket{generation}", communicator()
+        for bucket in fuse(prefix, reversed(dense), world.bucket_bytes, world.run):
             self._buckets |= dict.fromkeys(bucket.parameters, bucket)
 
 

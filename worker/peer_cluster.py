@@ -59,7 +59,13 @@ class PeerCluster(Cluster):
             self._peers.fail(session.failure)
 
     def push_pull_async(
-        self, tensor: Tensor, name: str, *, average: bool, contributes: bool = True
+        self,
+        tensor: Tensor,
+        name: str,
+        *,
+        average: bool,
+        contributes: bool = True,
+        is_gradient: bool = False,
     ) -> Pending:
         """Compacts or copies on this thread; another exchanges. What lies on a GPU is copied first."""
         if tensor.dtype == torch.uint8:  # a broadcast
@@ -99,7 +105,9 @@ class PeerCluster(Cluster):
 
     def _meet(self, table: Tensor, name: str) -> Handle:
         """A round over servers that is a part of one among workers: it is not counted."""
-        return self._push(table, name, average=False, contributes=True, record=lambda *_: None)[0]
+        return self._push(
+            table, name, average=False, contributes=True, is_gradient=False, record=lambda *_: None
+        )[0]
 
     def _await_loss(self) -> ZenPSError | None:
         """What has become of a rank that cannot be reached, once the scheduler has found out."""

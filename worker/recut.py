@@ -16,7 +16,7 @@ from zenps.codecs.registry import CODECS
 from zenps.layout import Layout
 
 from .compaction import cut_rows
-from .dense import DENSE_GRANULE, cut_values, granule_order
+from .dense import cut_values, granule_order
 from .transfer import Cut, Part, Sent
 
 __all__ = ["recut"]
@@ -51,20 +51,18 @@ def _recut_rows(sent: Sent, old: Layout, new: Layout, cut: Cut, codec: str) -> l
     )
     positions = new.positions(old.rows(torch.from_numpy(before))).numpy()
     order = np.argsort(positions)
-    row_bytes = sent.columns * sent.dtype.itemsize
-    values = _joined(sent).reshape(len(order), row_bytes).take(order, axis=0)
-    return cut_rows(cut, positions[order], values.reshape(-1).data, row_bytes, codec)
+    values = _joined(sent).reshape(len(order), sent.row_bytes).take(order, axis=0)
+    return cut_rows(cut, positions[order], values.reshape(-1).data, sent.row_bytes, codec)
 
 
 def _recut_values(sent: Sent, old: Layout, new: Layout, cut: Cut) -> list[Part]:
-    item_bytes = sent.dtype.itemsize
     if not any(part.rows for part in sent.parts):  # this rank does not contribute
-        return cut_values(cut, None, item_bytes)
+        return cut_values(cut, None, sent.row_bytes)
     granules, moved = granule_order(old).numpy(), granule_order(new).numpy()
     place = np.empty_like(granules)
     place[granules] = np.arange(len(granules))
-    values = _joined(sent).reshape(len(granules), DENSE_GRANULE * item_bytes).take(place[moved], axis=0)
-    return cut_values(cut, values.reshape(-1).data, item_bytes)
+    values = _joined(sent).reshape(len(granules), sent.row_bytes).take(place[moved], axis=0)
+    return cut_values(cut, values.reshape(-1).data, sent.row_bytes)
 
 
 def _joined(sent: Sent) -> NDArray[np.uint8]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from msgspec import structs
+from numpy.typing import NDArray
 from torch import Tensor
 
 from zenps.codecs.base import Codec
@@ -34,7 +35,8 @@ from zenps.wire.tensors import tensor_bytes
 
 from .accelerator import Accelerator, Event
 from .blocks import BlockTransfer
-from .compaction import as_sparse, row_numbers
+from .compaction import as_sparse, row_numbers, wire_form
+from .narrowing import Narrowing
 from .streams import Plan
 from .transfer import Cut, Part, Piece, Sent, Transfer, table_shape
 
@@ -80,6 +82,8 @@ class StagedSparse(_Staged):
         cut, codec, expected_rows: as for ``SparseTransfer``.
         settings: how it is compacted.
         place: a layout as the device reads it.
+        narrowing: for values that travel narrower. That is done on the host, where what is rounded off is
+            kept: on the device it would take as much memory as the table once more.
     """
 
     def __init__(
@@ -91,8 +95,10 @@ class StagedSparse(_Staged):
         place: Callable[[Layout], Placement],
         accelerator: Accelerator,
         expected_rows: int = 0,
+        narrowing: Narrowing | None = None,
     ) -> None:
         self.rows_given = tensor._nnz()
+        self._narrowing = narrowing
         self._sparse_dim = tensor.sparse_dim()
         self._indices, self._values = tensor._indices(), tensor._values().detach()
         self._codec, self._settings, self._place_on_device = codec, settings, place
@@ -100,14 +106,15 @@ class StagedSparse(_Staged):
         self._faults: list[Tensor] = []
         self._held: list[Tensor] = []
         _, columns = table_shape(tensor)
-        self.restart(Sent("sparse", tensor.shape, tensor.dtype, columns, expected_rows, cut, ()))
+        form, row_bytes = wire_form(narrowing, columns, tensor.dtype)
+        sent = Sent("sparse", tensor.shape, tensor.dtype, columns, expected_rows, cut, (), form, row_bytes)
+        self.restart(sent)
         super().__init__(accelerator)
 
     def restart(self, sent: Sent) -> None:
         assert sent.cut.layout is not None
         self._layout, self._placement = sent.cut.layout, self._place_on_device(sent.cut.layout)
         self.sent, self._pieces = sent, sent.cut.pieces()
-        self._row_bytes = sent.columns * sent.dtype.itemsize
         # What is held stays: copies from it may still be under way.
         self._pulled.clear()
         self._faults.clear()
@@ -148,7 +155,8 @@ class StagedSparse(_Staged):
         yield gpu.mark()
 
         del self._indices, self._values
-        parts = [self._part(run, numbers, bitmaps.get(run), values) for run in runs]
+        data = tensor_bytes(values if self._narrowing is None else self._narrowed(runs, numbers, values))
+        parts = [self._part(run, numbers, bitmaps.get(run), data) for run in runs]
         self.sent = structs.replace(self.sent, parts=parts)
 
     def _place(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,7 +189,7 @@ class StagedSparse(_Staged):
         """The rows of each piece, given how many rows lie before its end."""
         begins = (0, *ends[:-1])
         return [
-            _Run(piece, begin, end, choose(self._codec, end - begin, piece.span, self._row_bytes))
+            _Run(piece, begin, end, choose(self._codec, end - begin, piece.span, self.sent.row_bytes))
             for piece, begin, end in zip(self._pieces.values(), begins, ends, strict=True)
         ]
 
@@ -189,13 +197,18 @@ class StagedSparse(_Staged):
         launcher, piece = self._accelerator.launcher, run.piece
         return encode_bitmap(launcher, rows.positions, run.begin, run.end, piece.start, piece.span)
 
-    def _part(self, run: _Run, numbers: Tensor, bitmap: Tensor | None, values: Tensor) -> Part:
-        piece = run.piece
+    def _narrowed(self, runs: Sequence[_Run], numbers: Tensor, values: Tensor) -> Tensor:
+        assert self._narrowing is not None
+        positions = torch.cat([numbers[run.begin : run.end].long() + run.piece.start for run in runs])
+        return self._narrowing.narrow(values, self._layout.rows(positions))
+
+    def _part(self, run: _Run, numbers: Tensor, bitmap: Tensor | None, values: memoryview) -> Part:
+        piece, row_bytes = run.piece, self.sent.row_bytes
         if bitmap is None:
             encoded = run.codec.encode(numbers[run.begin : run.end].numpy(), piece.span).data
         else:
             encoded = tensor_bytes(bitmap)
-        frames = (encoded, tensor_bytes(values[run.begin : run.end]))
+        frames = (encoded, values[run.begin * row_bytes : run.end * row_bytes])
         return Part(piece.server, piece.chunk, piece.span, run.end - run.begin, run.codec.name, frames)
 
     # ── back ────────────────────────────────────────────────────────────────────────────────────
@@ -208,16 +221,17 @@ class StagedSparse(_Staged):
         if count > span:
             raise ProtocolError("payload", f"{count} rows in a chunk of {span}")
         codec, positions = CODECS[result.codec], frames[0]
-        if result.codec == "delta":  # has no kernel
+        if result.codec not in ("coo", "bitmap"):  # the others have no kernel
             codec = CODECS["coo"]
-            positions = codec.encode(CODECS["delta"].decode(positions, count, span), span).data
-        expected = (codec.most_bytes(count, span), count * self._row_bytes)
+            positions = codec.encode(CODECS[result.codec].decode(positions, count, span), span).data
+        expected = (codec.most_bytes(count, span), count * self.sent.row_bytes)
         got = (positions.nbytes, frames[1].nbytes)
         if got != expected:
             raise ProtocolError("payload", f"frames of {got} bytes, expected {expected} for {count} rows")
         gpu = self._accelerator
         with gpu.stream():
-            encoded, values = (self._to_device(frame) for frame in (positions, frames[1]))
+            encoded = self._to_device(np.frombuffer(positions, np.uint8))
+            values = self._to_device(self._widened(frames[1], count))
             if codec.name == "bitmap":
                 rows, fault = decode_bitmap(gpu.launcher, self._placement, encoded, count, start, span)
             else:
@@ -243,10 +257,16 @@ class StagedSparse(_Staged):
         gpu.hand_over(result._indices(), result._values())
         return result
 
-    def _to_device(self, frame: memoryview) -> Tensor:
+    def _widened(self, data: memoryview, rows: int) -> NDArray[np.uint8]:
+        """The bytes of values of the tensor's own dtype."""
+        if self._narrowing is not None:
+            data = tensor_bytes(self._narrowing.widened(data, (rows, self.columns)))
+        return np.frombuffer(data, np.uint8)
+
+    def _to_device(self, data: NDArray[np.uint8]) -> Tensor:
         """uint8 on the device, by way of pinned memory that is held until the round is done."""
-        pinned = self._accelerator.pinned.empty((frame.nbytes,), torch.uint8)
-        pinned.numpy()[:] = np.frombuffer(frame, dtype=np.uint8)
+        pinned = self._accelerator.pinned.empty((data.nbytes,), torch.uint8)
+        pinned.numpy()[:] = data
         self._held.append(pinned)
         return pinned.to(self._accelerator.device, non_blocking=True)
 

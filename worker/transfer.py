@@ -14,7 +14,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 from torch import Tensor
 
-from zenps.codecs.base import CodecName
+from zenps.codecs.base import CodecName, ValueForm
 from zenps.errors import TensorError
 from zenps.kernels.base import ACCUMULATE
 from zenps.layout import Layout
@@ -97,6 +97,10 @@ class Sent(Struct, frozen=True):
     """How many rows all ranks together pushed last time, by which a sparse tensor is cut; else 0."""
     cut: Cut
     parts: Sequence[Part]
+    values: ValueForm = "same"
+    """In which form the values are."""
+    row_bytes: int = 0
+    """What the values of a row take; of a dense tensor, those of a granule. Not used where it goes whole."""
 
 
 class Transfer(ABC):

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from zenps.buffers import BufferPool
+from zenps.codecs.values import value_codec
 from zenps.config import Config
 from zenps.errors import TensorError
 from zenps.kernels.cpu import CpuKernels
@@ -32,6 +33,7 @@ from .blocks import BlockTransfer
 from .compaction import SparseTransfer
 from .dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from .forms import convert
+from .narrowing import Narrowing, Residuals
 from .peer_round import DenseSum, SparseSum, Sum
 from .recut import recut
 from .staged import StagedBlocks, StagedDense, StagedSparse
@@ -63,6 +65,7 @@ class Transfers:
         self._epoch = 0
         self._pool = BufferPool(POOL_BYTES)
         self._kernels = CpuKernels(self._pool)
+        self._residuals = Residuals()
         self._accelerators: dict[torch.device, Accelerator] = {}
         # A placement lives as long as its layout, and so as long as whatever was cut by it.
         self._placements: WeakKeyDictionary[Layout, dict[torch.device, Placement]] = WeakKeyDictionary()
@@ -81,20 +84,30 @@ class Transfers:
             self._ring = _Ring(self._config, self._scheme, epoch, owners, servers)
             self._epoch = epoch
 
-    def begin(self, tensor: Tensor, name: str, expected_rows: int, contributes: bool) -> Transfer:
+    def begin(
+        self,
+        tensor: Tensor,
+        name: str,
+        expected_rows: int,
+        contributes: bool = True,
+        is_gradient: bool = False,
+    ) -> Transfer:
         """The transfer of ``tensor``; for one on the CPU, compacted on this thread.
 
         Args:
             expected_rows: how many rows of it all ranks together pushed last time; equal on all.
             contributes: whether a dense tensor's values count.
+            is_gradient: whether values may be rounded, as ``sync.values`` says.
 
         Raises:
-            TensorError: indices lie outside the tensor, or a row of it is too large for a message.
+            TensorError: indices lie outside the tensor, a row of it is too large for a message, or what
+                rounding keeps back finds no memory.
             ConfigError: the tensor is on a GPU, and CuPy is not installed.
         """
         gpu = self._accelerator(tensor.device)
+        narrowing = self._narrowing(tensor, name) if is_gradient else None
         if tensor.is_sparse:
-            return self._begin_sparse(tensor, name, expected_rows, gpu)
+            return self._begin_sparse(tensor, name, expected_rows, gpu, narrowing)
         plan = self.plan(tensor)
         if plan is not None:
             if gpu is None:
@@ -102,8 +115,8 @@ class Transfers:
             return StagedBlocks(tensor, plan, gpu)
         cut = self._ring.cut_dense(name, tensor.numel(), tensor.dtype)
         if gpu is None:
-            return _begin_dense(cut, self._pool, contributes, tensor)
-        return StagedDense(tensor, partial(_begin_dense, cut, gpu.pinned, contributes), gpu)
+            return _begin_dense(cut, self._pool, contributes, narrowing, tensor)
+        return StagedDense(tensor, partial(_begin_dense, cut, gpu.pinned, contributes, narrowing), gpu)
 
     def plan(self, tensor: Tensor) -> Plan | None:
         """How ``tensor`` falls into streams; None where it goes in chunks, as broadcasts always do."""
@@ -152,14 +165,30 @@ class Transfers:
         return sent if cut == sent.cut else recut(sent, cut, self._codec)
 
     def _begin_sparse(
-        self, tensor: Tensor, name: str, expected_rows: int, gpu: Accelerator | None
+        self,
+        tensor: Tensor,
+        name: str,
+        expected_rows: int,
+        gpu: Accelerator | None,
+        narrowing: Narrowing | None,
     ) -> Transfer:
         rows, columns = table_shape(tensor)
         cut = self._ring.cut_sparse(name, max(rows, 1), columns, tensor.dtype, expected_rows)
         if gpu is None:
-            return SparseTransfer(tensor, cut, self._codec, self._kernels, expected_rows)
+            return SparseTransfer(tensor, cut, self._codec, self._kernels, expected_rows, narrowing)
         place = partial(self._placement, gpu)
-        return StagedSparse(tensor, cut, self._codec, self._config.cuda, place, gpu, expected_rows)
+        settings = self._config.cuda
+        return StagedSparse(tensor, cut, self._codec, settings, place, gpu, expected_rows, narrowing)
+
+    def _narrowing(self, tensor: Tensor, name: str) -> Narrowing | None:
+        """None where the values travel as they are: only float32 has room to be narrower."""
+        rows, columns = table_shape(tensor) if tensor.is_sparse else (tensor.numel(), 1)
+        codec = value_codec(self._config.sync.values, columns, is_dense=not tensor.is_sparse)
+        if codec is None or tensor.dtype != torch.float32 or not rows * columns:
+            return None
+        if not tensor.is_sparse and tensor.nbytes >= SPLIT_FROM_BYTES:
+            rows = -(-rows // DENSE_GRANULE) * DENSE_GRANULE
+        return Narrowing(codec, self._residuals.of(name, rows, columns), self._pool)
 
     def _accelerator(self, device: torch.device) -> Accelerator | None:
         """None for the CPU."""
@@ -181,10 +210,12 @@ class Transfers:
             return placements[gpu.device]
 
 
-def _begin_dense(cut: Cut, pool: BufferPool, contributes: bool, tensor: Tensor) -> Transfer:
+def _begin_dense(
+    cut: Cut, pool: BufferPool, contributes: bool, narrowing: Narrowing | None, tensor: Tensor
+) -> Transfer:
     if cut.layout is None:
-        return WholeTransfer(tensor, cut, contributes)
-    return DenseTransfer(tensor, cut, pool, contributes)
+        return WholeTransfer(tensor, cut, contributes, narrowing)
+    return DenseTransfer(tensor, cut, pool, contributes, narrowing)
 
 
 class _Ring:

@@ -107,13 +107,17 @@ def load(
         raise ConfigError(
             "sync.chunk_bytes", config.sync.chunk_bytes, f"at most cluster.max_message_bytes = {limit}"
         )
-    _check_peers(config)
+    _check_scheme(config)
     return Loaded(config, {name: settings[name][1] if name in settings else "default" for name in FIELDS})
 
 
-def _check_peers(config: Config) -> None:
-    """Refuses what cannot be had where workers exchange among themselves."""
-    if SCHEMES[config.sync.scheme].exchange != "peers":
+def _check_scheme(config: Config) -> None:
+    """Refuses what cannot be had where workers exchange among themselves, or blocks."""
+    scheme = SCHEMES[config.sync.scheme]
+    if config.sync.values != "same" and (scheme.exchange == "peers" or scheme.blocks):
+        wanted = f"same, because sync.scheme = {config.sync.scheme} sends values as they are"
+        raise ConfigError("sync.values", config.sync.values, wanted)
+    if scheme.exchange != "peers":
         return
     among_workers = f"because sync.scheme = {config.sync.scheme} exchanges among workers"
     if config.cluster.goes_on:

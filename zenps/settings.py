@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, get_args, get_typ
 import msgspec
 from msgspec import Meta
 
+from zenps.codecs.base import ValueForm
 from zenps.schemes import SchemeName
 
 __all__ = [
@@ -131,9 +132,15 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         ),
     ] = "balanced"
     codec: Annotated[
-        Literal["auto", "coo", "bitmap", "delta"],
+        Literal["auto", "coo", "bitmap", "delta", "blocks", "dense"],
         Meta(description="how positions travel; auto: what [suits the chunk](protocol.md#position-codecs)"),
     ] = "auto"
+    values: Annotated[
+        ValueForm,
+        Meta(
+            description="how float32 gradients travel; same: as they are; else [narrower](schemes.md#values)"
+        ),
+    ] = "same"
     chunk_bytes: Annotated[
         int,
         Meta(description="size of the pieces in which a tensor is pushed and pulled", ge=4 * KIB, le=GIB),
@@ -286,4 +293,5 @@ def shared_settings(config: Config) -> dict[str, str | int | float]:
         "sync.partition": config.sync.partition,
         "sync.scheme": config.sync.scheme,
         "sync.seed": config.sync.seed,
+        "sync.values": config.sync.values,
     }

@@ -14,6 +14,7 @@ import torch
 
 from zenps.buffers import BufferPool
 from zenps.codecs.registry import CODECS
+from zenps.codecs.values import VALUE_CODECS
 from zenps.config import Config
 from zenps.kernels.cpu import CpuKernels
 from zenps.scheduler.membership import Membership
@@ -113,11 +114,12 @@ class Server:
 
 
 class Worker:
-    """A worker that has a sparse tensor, a large dense and a small one in flight."""
+    """A worker that has a sparse tensor, a large dense and a small one in flight; and each as a gradient."""
 
     def __init__(self) -> None:
         config = Config(
-            cluster=ClusterConfig(max_message_bytes=MAX_MESSAGE_BYTES), sync=SyncConfig(granule=1)
+            cluster=ClusterConfig(max_message_bytes=MAX_MESSAGE_BYTES),
+            sync=SyncConfig(granule=1, values="bfloat16"),
         )
         self._decoder: Decoder[FromServer] = Decoder(JOB, FromServer)
         transfers = Transfers(config)
@@ -127,6 +129,9 @@ class Worker:
         tensors = {"table": table, "vector": torch.ones(20_000), "small": torch.ones(100)}
         self._begin = {
             name: partial(transfers.begin, tensor, name, 0, True) for name, tensor in tensors.items()
+        } | {
+            f"{name}16": partial(transfers.begin, tensor, f"{name}16", 0, True, is_gradient=True)
+            for name, tensor in tensors.items()
         }
         self._begin["blocks"] = partial(_begin_blocks, torch.arange(40.0))
         self._begin_all()
@@ -186,6 +191,13 @@ def _codec(name: str, frames: Frames) -> None:
     CODECS[name].decode(data, rows % (1 << 62), span % (1 << 62))
 
 
+def _values(form: str, frames: Frames) -> None:
+    """The first frame is rows and columns, which an envelope and the size of a message would bound."""
+    rows, columns = struct.unpack("<QQ", frames[0][:16].ljust(16, b"\0"))
+    data = memoryview(frames[1] if len(frames) > 1 else b"")
+    VALUE_CODECS[form].decode(data, torch.empty(rows % 1000, columns % 100))  # type: ignore[index]
+
+
 def _from_scheduler(frames: Frames) -> None:
     _NODE_DECODER.decode(frames[0])
 
@@ -198,7 +210,12 @@ TARGETS: dict[str, Callable[[], Callable[[Frames], None]]] = {
     "coo": lambda: partial(_codec, "coo"),
     "bitmap": lambda: partial(_codec, "bitmap"),
     "delta": lambda: partial(_codec, "delta"),
-    "blocks": lambda: _blocks,
+    "phase": lambda: _blocks,
+    "blocks": lambda: partial(_codec, "blocks"),
+    "dense": lambda: partial(_codec, "dense"),
+    "float16": lambda: partial(_values, "float16"),
+    "bfloat16": lambda: partial(_values, "bfloat16"),
+    "int8": lambda: partial(_values, "int8"),
     "object": lambda: lambda frames: unpack_object(frames[0]) and None,
 }
 """By name, what makes a reader."""
@@ -222,6 +239,13 @@ def reseal(frames: Sequence[bytes]) -> Frames:
 
 def _encoded(codec: str, positions: list[int]) -> bytes:
     return CODECS[codec].encode(np.array(positions), SPAN).tobytes()
+
+
+def _narrow(form: str, rows: int, columns: int) -> bytes:
+    codec = VALUE_CODECS[form]  # type: ignore[index]
+    data = torch.empty(codec.size_bytes(rows, columns), dtype=torch.uint8)
+    codec.encode(torch.ones(rows, columns), data)
+    return data.numpy().tobytes()
 
 
 _POSITIONS, _ROWS = np.array([1, 7, 300], dtype="<i4").tobytes(), np.ones((3, COLUMNS), dtype="<f4").tobytes()
@@ -257,6 +281,11 @@ SEEDS: dict[str, list[Frames]] = {
         _sealed(PUSH, _POSITIONS, _ROWS),
         _sealed(msgspec.structs.replace(PUSH, codec="bitmap"), _encoded("bitmap", [1, 7, 300]), _ROWS),
         _sealed(msgspec.structs.replace(PUSH, codec="delta"), _encoded("delta", [1, 7, 300]), _ROWS),
+        _sealed(msgspec.structs.replace(PUSH, codec="blocks"), _encoded("blocks", [1, 7, 300]), _ROWS),
+        _sealed(msgspec.structs.replace(PUSH, codec="dense", span=3), b"", _ROWS),
+        _sealed(msgspec.structs.replace(PUSH, values="int8"), _POSITIONS, _narrow("int8", 3, COLUMNS)),
+        _sealed(msgspec.structs.replace(_DENSE, values="float16"), b"", _narrow("float16", 100, 1)),
+        _sealed(msgspec.structs.replace(_DENSE, values="int8"), b"", _narrow("int8", 100, 1)),
         _sealed(msgspec.structs.replace(PUSH, rows=0), b"", b""),
         _sealed(_DENSE, b"", _ELEMENTS),
         _sealed(_STREAM, _PHASE, _BLOCKS),
@@ -267,6 +296,9 @@ SEEDS: dict[str, list[Frames]] = {
         _sealed(Result(1, "table", 0, 0, 3, "coo"), _POSITIONS, _ROWS),
         _sealed(Result(1, "table", 0, 0, 3, "bitmap"), _encoded("bitmap", [1, 7, 300]), _ROWS),
         _sealed(Result(1, "table", 0, 0, 3, "delta"), _encoded("delta", [1, 7, 300]), _ROWS),
+        _sealed(Result(1, "table", 0, 0, 3, "blocks"), _encoded("blocks", [1, 7, 300]), _ROWS),
+        _sealed(Result(1, "table16", 0, 0, 3, "coo"), _POSITIONS, _narrow("bfloat16", 3, COLUMNS)),
+        _sealed(Result(1, "small16", 0, 0, 100, "none"), b"", _narrow("bfloat16", 100, 1)),
         _sealed(Result(1, "small", 0, 0, 100, "none"), b"", _ELEMENTS),
         _sealed(Result(1, "vector", 0, 0, 0, "none"), b"", b""),
         _sealed(Result(1, "blocks", 0, 0, 5, "bitmap"), _PHASE, _BLOCKS),
@@ -276,7 +308,15 @@ SEEDS: dict[str, list[Frames]] = {
     "coo": [[struct.pack("<QQ", 3, SPAN), _POSITIONS]],
     "bitmap": [[struct.pack("<QQ", 3, SPAN), _encoded("bitmap", [1, 7, 300])]],
     "delta": [[struct.pack("<QQ", 3, SPAN), _encoded("delta", [1, 7, 300])]],
-    "blocks": [[struct.pack("<QQ", 5, 5), _PHASE]],
+    "phase": [[struct.pack("<QQ", 5, 5), _PHASE]],
+    "blocks": [[struct.pack("<QQ", 3, SPAN), _encoded("blocks", [1, 7, 300])]],
+    "dense": [[struct.pack("<QQ", 3, 5), CODECS["dense"].encode(np.array([1, 2, 4]), 5).tobytes()]],
+    "float16": [[struct.pack("<QQ", 3, COLUMNS), _narrow("float16", 3, COLUMNS)]],
+    "bfloat16": [[struct.pack("<QQ", 3, COLUMNS), _narrow("bfloat16", 3, COLUMNS)]],
+    "int8": [
+        [struct.pack("<QQ", 3, COLUMNS), _narrow("int8", 3, COLUMNS)],
+        [struct.pack("<QQ", 100, 1), _narrow("int8", 100, 1)],
+    ],
     "object": [
         [msgpack.packb(value)] for value in ({"a": [1, 2.5, None, "text", b"bytes"]}, [{1: True}, []], 7)
     ],

@@ -56,23 +56,23 @@ def train(make_state: Any) -> tuple[dict[str, Tensor], list[str]]:
     from zenps.worker import ddp as module
 
     pushed: list[str] = []
-    push_pull_async = module.push_pull_async
+    push_gradient_async = module.push_gradient_async
 
     def watched(tensor: Tensor, name: str) -> Any:
         pushed.append("sparse" if tensor.is_sparse else "dense")
-        return push_pull_async(tensor, name)
+        return push_gradient_async(tensor, name)
 
     model = make_model()
     # Small buckets, so that there are several, and DDP makes new ones after the first step.
     parallel = DistributedDataParallel(model, bucket_cap_mb=0.05)
     parallel.register_comm_hook(make_state(), zps.comm_hook)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
-    module.push_pull_async = watched
+    module.push_gradient_async = watched
     for step in range(STEPS):
         optimizer.zero_grad()
         loss_of(parallel, step, zps.rank()).backward()
         optimizer.step()
-    module.push_pull_async = push_pull_async
+    module.push_gradient_async = push_gradient_async
     return state_of(model), pushed
 
 

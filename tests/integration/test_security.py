@@ -52,6 +52,7 @@ SETTINGS = {
     "sync.partition": "balanced",
     "sync.scheme": "zenps",
     "sync.seed": 0x5A454E,
+    "sync.values": "same",
 }
 
 

@@ -170,13 +170,13 @@ def watch_pushes() -> list[list[str]]:
     model = make_model()
     (optimizer,) = wrap(model, OPTIMIZERS["sgd"](model))
     events: list[str] = []
-    push_pull_async = module.push_pull_async
+    push_gradient_async = module.push_gradient_async
 
     def watched(tensor: Tensor, name: str, *options: Any, **named: Any) -> Any:
         events.append("push sparse" if tensor.is_sparse else f"push {name}")
-        return push_pull_async(tensor, name, *options, **named)
+        return push_gradient_async(tensor, name, *options, **named)
 
-    module.push_pull_async = watched
+    module.push_gradient_async = watched
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(f"gradient {name}"))
     steps = []
@@ -188,7 +188,7 @@ def watch_pushes() -> list[list[str]]:
         optimizer.step()
         steps.append(events[:])
         events.clear()
-    module.push_pull_async = push_pull_async
+    module.push_gradient_async = push_gradient_async
     return steps
 
 

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zenps.buffers import BufferPool
+from zenps.codecs.base import ValueForm
 from zenps.codecs.registry import CODECS
+from zenps.codecs.values import VALUE_CODECS
 from zenps.errors import ProtocolError
 from zenps.kernels.base import ACCUMULATE
 from zenps.kernels.cpu import CpuKernels
@@ -191,10 +193,12 @@ def test_the_union_takes_the_codec_that_suits_it() -> None:
     values, narrow = torch.ones(20, 64), torch.ones(20, 1)
     few = [sparse_push(rank, range(20), values, 10_000, "bitmap") for rank in (0, 1)]
     many = [sparse_push(rank, range(20 * rank, 20 * rank + 20), values, 1000, "coo") for rank in (0, 1)]
-    scalars = [sparse_push(rank, range(20), narrow, 10_000, "bitmap") for rank in (0, 1)]
+    scalars = [sparse_push(rank, range(0, 10_000, 500), narrow, 10_000, "bitmap") for rank in (0, 1)]
+    neighbours = [sparse_push(rank, range(20), narrow, 10_000, "bitmap") for rank in (0, 1)]
     assert aggregate(few)[0].codec == "coo"
     assert aggregate(many)[0].codec == "bitmap"
     assert aggregate(scalars)[0].codec == "delta"
+    assert aggregate(neighbours)[0].codec == "blocks"
 
 
 def test_inputs_are_not_written_to() -> None:
@@ -237,6 +241,19 @@ EMPTY = memoryview(b"")
         (msgspec.structs.replace(DENSE, codec="coo"), DENSE_FRAMES, "dense chunk"),
         (msgspec.structs.replace(DENSE, columns=2, span=4, rows=4), DENSE_FRAMES, "dense chunk"),
         (msgspec.structs.replace(DENSE, dtype="uint8", average=True), DENSE_FRAMES, "average of uint8"),
+        (
+            msgspec.structs.replace(SPARSE, values="int8"),
+            SPARSE_FRAMES,
+            "24 bytes of int8 values .* expected 8",
+        ),
+        (msgspec.structs.replace(SPARSE, values="float16"), SPARSE_FRAMES, "for 2 × 3, expected 12"),
+        (msgspec.structs.replace(DENSE, values="bfloat16"), DENSE_FRAMES, "for 8 × 1, expected 16"),
+        (msgspec.structs.replace(DENSE, values="int8"), DENSE_FRAMES, "for 8 × 1, expected 9"),
+        (
+            msgspec.structs.replace(DENSE, dtype="bfloat16", values="int8"),
+            (EMPTY, memoryview(bytes(9))),
+            "bfloat16 as int8: expected float32",
+        ),
     ],
 )
 def test_frames_that_are_not_as_announced(push: Push, frames: Sequence[memoryview], message: str) -> None:
@@ -257,6 +274,7 @@ DTYPE_NAMES = list(DTYPES)
     rows=st.one_of(st.integers(0, 9), st.integers(0, (1 << 62) - 1)),
     columns=st.one_of(st.integers(0, 3), st.integers(0, (1 << 28) - 1)),
     average=st.booleans(),
+    values=st.sampled_from(["same", "same", *VALUE_CODECS]),
     frames=st.lists(st.binary(max_size=80), min_size=2, max_size=2),
     cut=st.booleans(),
 )
@@ -268,14 +286,19 @@ def test_what_is_accepted_can_be_aggregated(
     rows: int,
     columns: int,
     average: bool,
+    values: ValueForm,
     frames: list[bytes],
     cut: bool,
 ) -> None:
     """Whatever a hostile push announces: it is refused, or summed with a second one like it."""
-    push = Push(1, 0, "t", 0, 0, 1, kind, dtype, (9,), span, columns, rows, codec, average)
+    if values != "same":
+        dtype = "float32"
+    push = Push(1, 0, "t", 0, 0, 1, kind, dtype, (9,), span, columns, rows, codec, average, values=values)
+    values_bytes = rows * columns * DTYPES[push.dtype].itemsize
+    if values != "same":
+        values_bytes = VALUE_CODECS[values].size_bytes(rows, columns)
     views = [memoryview(frame) for frame in frames]
     if cut and rows < 10:
-        values_bytes = rows * columns * DTYPES[push.dtype].itemsize
         views[1] = memoryview(bytes(values_bytes if values_bytes < 10_000 else 0))
         if push.codec != "none":
             positions_bytes = CODECS[push.codec].most_bytes(rows, span)
@@ -287,7 +310,7 @@ def test_what_is_accepted_can_be_aggregated(
     assert isinstance(payload, Payload)
     result, answer = AGGREGATOR.aggregate([(push, payload), (push, payload)])
     assert result.rows == rows
-    assert answer[1].nbytes == rows * columns * DTYPES[push.dtype].itemsize
+    assert answer[1].nbytes == values_bytes
 
 
 def test_a_payload_counts_its_decoded_positions() -> None:

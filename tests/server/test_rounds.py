@@ -360,6 +360,7 @@ def test_without_a_deadline_a_round_waits_and_counts_for_whom() -> None:
         ({"average": False}, "rank(s) 1 pushed sparse float32 (8, 4), summed"),
         ({"chunks": 3}, "in 3 chunk(s)"),
         ({"columns": 2}, "this one 4 × 2"),
+        ({"values": "int8"}, "rank(s) 1 pushed sparse float32 as int8 (8, 4)"),
         ({"span": 7}, "this one 7 × 4"),
     ],
 )

@@ -97,6 +97,7 @@ def make_push(transfer: Transfer, part: Part, rank: int, average: bool) -> Push:
     return Push(
         1, rank, "weight", 3, part.chunk, transfer.chunks, transfer.kind, dtype_name(transfer.dtype),
         tuple(transfer.shape), part.span, transfer.columns, part.rows, part.codec, average,
+        values=transfer.sent.values,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from zenps.buffers import BufferPool
 from zenps.kernels.base import ACCUMULATE, Kernels, Rows
 
-__all__ = ["CpuKernels"]
+__all__ = ["CpuKernels", "put_rows"]
 
 Indices = NDArray[np.int64]
 
@@ -55,7 +55,7 @@ class CpuKernels(Kernels):
         merged = self._pool.empty((len(order), parts[0][1].shape[1]), parts[0][1].dtype)
         begin = 0
         for part_keys, values in parts:
-            _put_rows(values, target[begin : begin + len(part_keys)], merged)
+            put_rows(values, target[begin : begin + len(part_keys)], merged)
             begin += len(part_keys)
         return torch.from_numpy(keys), merged
 
@@ -105,7 +105,8 @@ def _group(keys: Indices) -> tuple[Indices, Indices, NDArray[np.bool_]]:
     return keys, order, is_first
 
 
-def _put_rows(source: Tensor, rows: Indices, out: Tensor) -> None:
+def put_rows(source: Tensor, rows: Indices, out: Tensor) -> None:
+    """``out[rows] = source``: contiguous tables ``[n, columns]`` and ``[m, columns]`` of one dtype."""
     if source.shape[1]:
         _as_items(out)[rows] = _as_items(source)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from zenps.codecs.base import CodecName
+from zenps.codecs.base import CodecName, ValueForm
 from zenps.lateness import MOST_RANKS
 from zenps.schemes import Answer
 
@@ -315,6 +315,8 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
     """Whether the round began under an older ring: others may have ended it, and have to push it again."""
     answer: Answer = "auto"
     """How the union's positions shall travel."""
+    values: ValueForm = "same"
+    """In which form the values travel, here and in the result; but for ``same``, ``dtype`` is float32."""
 
 
 # ── server → worker ─────────────────────────────────────────────────────────────────────────────

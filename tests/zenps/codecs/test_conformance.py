@@ -58,7 +58,8 @@ def test_round_trip(codec: Codec, chunk: tuple[Positions, int]) -> None:
         return
     data = codec.encode(positions, span)
     assert data.dtype == np.uint8
-    assert data.shape == (size,) if codec.name != "delta" else len(data) <= size
+    assert len(data) <= size
+    assert len(data) == size or codec.name in ("delta", "blocks")
     decoded = codec.decode(data.data, len(positions), span)
     assert decoded.dtype == np.int64
     assert np.array_equal(decoded, positions)

@@ -1,0 +1,158 @@
+"""What narrower gradients cost and save: loss curves and bytes of one training, for each ``sync.values``.
+
+Everything but the form of the values is the same: data, model, batches, samples. Each form is trained as it
+always is, with what rounding has kept back added to later pushes; and once without, to show what that is for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import numpy as np
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from sync_report import find_versions
+from values_worker import Case, Curve
+
+from zenps.codecs.base import ValueForm
+
+HERE = Path(__file__).resolve().parent
+TIMEOUT_SECONDS = 900
+SMOOTHED_STEPS = 50
+
+
+class Run(msgspec.Struct):
+    """One training."""
+
+    form: str
+    case: Case
+    curve: Curve
+    last_loss: float
+    """Mean of the last :data:`SMOOTHED_STEPS` steps."""
+    loss_ratio: float
+    """Its last loss over that of ``same``."""
+    bytes_ratio: float
+    """What ``same`` pushes and pulls over what it does."""
+
+    @property
+    def label(self) -> str:
+        """For the legend and the table."""
+        return self.form + (", no feedback" if self.case.forgets else "")
+
+
+class Report(msgspec.Struct):
+    """The JSON file."""
+
+    workers: int
+    servers: int
+    versions: dict[str, str]
+    runs: list[Run]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Trains once for each form, prints the table, writes JSON and plot."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workers", type=int, default=2, metavar="N")
+    parser.add_argument("--servers", type=int, default=2, metavar="N")
+    parser.add_argument("--steps", type=int, default=1000, metavar="N")
+    parser.add_argument("--forms", nargs="+", default=get_args(ValueForm)[1:], metavar="NAME")
+    parser.add_argument("--json", type=Path, metavar="FILE", default=HERE / "out" / "values.json")
+    options = parser.parse_args(arguments)
+    plan = [("same", Case(options.steps, forgets=False))]
+    plan += [(form, Case(options.steps, forgets)) for form in options.forms for forgets in (False, True)]
+    console = Console(stderr=True)
+    curves = [
+        train(options.workers, options.servers, form, case)
+        for form, case in track(plan, "Training", console=console, transient=True)
+    ]
+    runs = [compare(form, case, curve, curves[0]) for (form, case), curve in zip(plan, curves, strict=True)]
+    report = Report(options.workers, options.servers, find_versions(), runs)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_bytes(msgspec.json.encode(report) + b"\n")
+    plot(runs, options.json.with_suffix(".png"))
+    Console(width=100).print(tabulate(runs))
+    print(f"written: {options.json}, {options.json.with_suffix('.png')}")
+
+
+def train(workers: int, servers: int, form: str, case: Case) -> Curve:
+    """One cluster, which trains ``case``.
+
+    Raises:
+        SystemExit: it failed; the message is its output.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench_values.") as folder:
+        output = Path(folder, "curve.json")
+        launch = [str(Path(sys.executable).with_name("zenps")), "launch"]
+        launch += ["--workers", str(workers), "--servers", str(servers)]
+        launch += ["--set", f"sync.values={form}", "--set", "log.level=warning", "--"]
+        worker = [sys.executable, str(HERE / "values_worker.py"), msgspec.json.encode(case).decode()]
+        done = subprocess.run(
+            [*launch, *worker, str(output)],
+            # One thread per process, so that every run adds in the same order.
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+        )
+        if done.returncode:
+            sys.exit(f"{form}: exit status {done.returncode}\n{done.stdout}")
+        return msgspec.json.decode(output.read_bytes(), type=Curve)
+
+
+def compare(form: str, case: Case, curve: Curve, same: Curve) -> Run:
+    """``curve`` beside that of exact gradients."""
+    last, exact = (float(np.mean(each.losses[-SMOOTHED_STEPS:])) for each in (curve, same))
+    moved, whole = (each.pushed_bytes + each.pulled_bytes for each in (curve, same))
+    return Run(form, case, curve, last, last / exact, whole / moved)
+
+
+def tabulate(runs: Sequence[Run]) -> Table:
+    """Losses and bytes."""
+    table = Table("values", f"loss, last {SMOOTHED_STEPS} steps", "÷ same", "held out", "MB a step", "same ÷")
+    for run in runs:
+        steps, moved = len(run.curve.losses), run.curve.pushed_bytes + run.curve.pulled_bytes
+        table.add_row(
+            run.label,
+            f"{run.last_loss:.4f}",
+            f"{run.loss_ratio:.4f}",
+            f"{run.curve.held_out_loss:.4f}",
+            f"{moved / steps / 1e6:.3f}",
+            f"{run.bytes_ratio:.2f}",
+        )
+    return table
+
+
+def plot(runs: Sequence[Run], path: Path) -> None:
+    """Smoothed loss over steps, and what each differs from exact gradients by."""
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    over_steps, apart = figure.subplots(1, 2)
+    window = min(SMOOTHED_STEPS, len(runs[0].curve.losses))
+    smooth = [np.convolve(run.curve.losses, np.ones(window) / window, "valid") for run in runs]
+    for run, losses in zip(runs, smooth, strict=True):
+        style = {"linestyle": ":" if run.case.forgets else "-", "linewidth": 1.2, "label": run.label}
+        over_steps.plot(losses, **style)
+        apart.plot(losses - smooth[0], **style)
+    over_steps.set(xlabel="step", ylabel=f"loss, mean of {window} steps")
+    apart.set(xlabel="step", ylabel="loss - that of same")
+    over_steps.legend()
+    for axis in (over_steps, apart):
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

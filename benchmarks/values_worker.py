@@ -1,0 +1,90 @@
+"""One worker of ``bench_values.py``: trains the model of ``examples/lstm_lm.py``, always in the same way.
+
+Runs under ``zenps launch``. Rank 0 writes a :class:`Curve` as JSON.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+
+import zenps as zps
+from zenps.worker.narrowing import Residuals
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+import lstm_lm
+
+__all__ = ["Case", "Curve"]
+
+
+class Case(msgspec.Struct, frozen=True):
+    """What is trained."""
+
+    steps: int
+    forgets: bool
+    """Whether nothing is kept of what was rounded off, as if there were no error feedback."""
+    vocabulary: int = 10_000
+    width: int = 48
+    samples: int = 256
+    batch: int = 16
+    learning_rate: float = 0.1
+
+
+class Curve(msgspec.Struct):
+    """What came of it."""
+
+    losses: list[float]
+    """Of each step, mean over ranks."""
+    held_out_loss: float
+    pushed_bytes: int
+    """By rank 0, in all steps; of gradients alone, but for a loss in each step."""
+    pulled_bytes: int
+
+
+def train(case: Case) -> Curve:
+    """The same on every call, but for what gradients lose on the way."""
+    torch.manual_seed(zps.rank())
+    torch.sparse.check_sparse_tensor_invariants.disable()
+    documents = lstm_lm.read_standard_library()
+    vocabulary = lstm_lm.most_frequent(documents, case.vocabulary)
+    held_out = lstm_lm.encode(documents[::40], vocabulary)[: lstm_lm.VALIDATION_WORDS + 1]
+    del documents[::40]
+    words = lstm_lm.encode(documents[zps.rank() :: zps.size()], vocabulary)
+    model = lstm_lm.LanguageModel(len(vocabulary) + 1, case.width, case.samples)
+    optimizer = zps.DistributedOptimizer(
+        torch.optim.Adagrad(model.parameters(), lr=case.learning_rate), model.named_parameters()
+    )
+    zps.broadcast_parameters(model.state_dict(), root_rank=0)
+    before, losses, state = zps.stats(), [], None
+    batches = lstm_lm.windows(words, case.batch)
+    for _, (inputs, targets) in zip(range(case.steps), batches, strict=False):
+        optimizer.zero_grad()
+        loss, state = model(inputs, targets, state)
+        loss.backward()
+        optimizer.step()
+        losses.append(zps.push_pull(loss.detach(), "loss").item())
+    now = zps.stats()
+    return Curve(
+        losses,
+        model.validate(held_out).item(),
+        now.pushed_bytes - before.pushed_bytes,
+        now.pulled_bytes - before.pulled_bytes,
+    )
+
+
+def main() -> None:
+    case = msgspec.json.decode(sys.argv[1], type=Case)
+    if case.forgets:
+        Residuals.of = lambda self, name, rows, columns: torch.zeros(rows, columns)  # type: ignore[method-assign]
+    zps.init()
+    curve = train(case)
+    if zps.rank() == 0:
+        Path(sys.argv[2]).write_bytes(msgspec.json.encode(curve))
+    zps.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Which blocks of 32 positions have any row, and a bitmap of each: for rows that come in clusters.
+
+Where granules of neighbouring elements move together, an element that is there has others beside it. Gaps are
+then far from geometrically distributed, and ``delta`` pays for each element what here a whole block costs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zenps.codecs.base import Codec, Positions
+from zenps.codecs.delta import Delta
+from zenps.errors import ProtocolError
+
+__all__ = ["Blocks", "count_blocks"]
+
+_BITS = 5  # of a position within its block: 32 positions, the default of sync.granule
+_WORD = np.dtype("<u4")
+
+_DELTA = Delta()
+
+
+class Blocks(Codec):
+    """How many blocks have rows, int32 little-endian; a bitmap of 32 bits for each; the blocks, as ``delta``.
+
+    A block's bit is set for each position that is there, least significant first. Empty without rows.
+    """
+
+    name = "blocks"
+
+    def most_bytes(self, rows: int, span: int) -> int:
+        return self.size_bytes(min(rows, _blocks_of(span)), span)
+
+    def size_bytes(self, blocks: int, span: int) -> int:
+        """What ``blocks`` that have rows take at most."""
+        if not blocks:
+            return 0
+        return _WORD.itemsize * (1 + blocks) + _DELTA.most_bytes(blocks, _blocks_of(span))
+
+    def encode(self, positions: Positions, span: int) -> NDArray[np.uint8]:
+        if not len(positions):
+            return np.empty(0, np.uint8)
+        numbers = positions >> _BITS
+        begins = np.flatnonzero(np.diff(numbers, prepend=-1))
+        bits = np.left_shift(np.uint32(1), (positions & (1 << _BITS) - 1).astype(np.uint32))
+        header = np.array([len(begins)], _WORD)
+        bitmaps = np.bitwise_or.reduceat(bits, begins).astype(_WORD, copy=False)
+        blocks = _DELTA.encode(numbers[begins], _blocks_of(span))
+        return np.concatenate([header.view(np.uint8), bitmaps.view(np.uint8), blocks])
+
+    def decode(self, data: memoryview, rows: int, span: int) -> Positions:
+        if rows > span or bool(rows) != bool(data.nbytes) or 0 < data.nbytes < _WORD.itemsize:
+            raise ProtocolError("payload", f"blocks: {data.nbytes} bytes for {rows} rows of {span}")
+        if not rows:
+            return np.empty(0, np.int64)
+        count = int.from_bytes(data[: _WORD.itemsize], "little")
+        end = _WORD.itemsize * (1 + count)
+        if not 0 < count <= min(rows, _blocks_of(span)) or data.nbytes < end:
+            raise ProtocolError(
+                "payload", f"blocks: {count} in {data.nbytes} bytes for {rows} rows of {span}"
+            )
+        bitmaps = np.frombuffer(data[_WORD.itemsize : end], np.uint8)
+        words = bitmaps.view(_WORD)
+        # Counted before they are spread out, which takes 64 times the memory.
+        bits_set = int(np.bitwise_count(bitmaps).sum(dtype=np.int64))
+        if bits_set != rows or not words.all():
+            raise ProtocolError(
+                "payload", f"blocks: {bits_set} bits set in {count} for {rows} rows of {span}"
+            )
+        starts = _DELTA.decode(data[end:], count, _blocks_of(span)) << _BITS
+        within = np.flatnonzero(np.unpackbits(bitmaps, bitorder="little").view(np.bool_))
+        positions: Positions = starts[within >> _BITS] + (within & (1 << _BITS) - 1)
+        if positions[-1] >= span:
+            raise ProtocolError("payload", f"blocks: a position beyond a span of {span}")
+        return positions
+
+
+def count_blocks(positions: Positions) -> int:
+    """How many blocks have any of ``positions``."""
+    return int(np.count_nonzero(np.diff(positions >> _BITS, prepend=-1)))
+
+
+def _blocks_of(span: int) -> int:
+    return (span + (1 << _BITS) - 1) >> _BITS

@@ -1,0 +1,186 @@
+"""How float32 values travel narrower: as 16-bit floats, or as int8 with a scale for each run.
+
+Sums are float32 all the same: a server widens what it gets, and narrows the sum once.
+"""
+
+from __future__ import annotations
+
+from typing import Final, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zenps.codecs.base import ValueCodec, ValueForm
+from zenps.errors import ProtocolError
+
+__all__ = ["RUN", "VALUE_CODECS", "value_codec"]
+
+RUN: Final = 64
+"""Elements of a tensor of one column that share a scale: one byte in 65 is a scale."""
+
+_BLOCK_ELEMENTS = 1 << 18  # coded at a time: what lies between input and output takes 1 MiB and a few
+
+
+class _Float(ValueCodec):
+    """Rounded to the nearest, ties to even, as IEEE 754 says; beyond the range it becomes infinite.
+
+    16 bits lose at most one part in 2¹¹ (float16, from 6·10⁻⁵ to 65504) or 2⁸ (bfloat16, in float32's
+    range) of a sum: less than what the batches differ by, so that nearest is good enough for every step.
+    """
+
+    _dtype: torch.dtype
+
+    def size_bytes(self, rows: int, columns: int) -> int:
+        return 2 * rows * columns
+
+    def encode(self, values: Tensor, out: Tensor, step: int | None = None) -> None:
+        out.view(self._dtype).view(values.shape).copy_(values)
+
+    def decode(self, data: memoryview, out: Tensor) -> None:
+        _check_size(self, data, out)
+        # A copy: frames lie at odd addresses, and some are read-only.
+        narrow = torch.empty(out.shape, dtype=self._dtype, device="cpu")
+        narrow.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8)
+        out.copy_(narrow)
+
+
+class Float16(_Float):
+    """11 significant bits, up to 65504."""
+
+    form = "float16"
+    _dtype = torch.float16
+
+
+class BFloat16(_Float):
+    """8 significant bits, in the range of float32."""
+
+    form = "bfloat16"
+    _dtype = torch.bfloat16
+
+
+class Int8(ValueCodec):
+    """A run is one byte e and an int8 for each value, which is that times 2^(e - 127); e = 255 makes it NaN.
+
+    The scale is the E8M0 of OCP's microscaling formats (https://www.opencompute.org/documents/
+    ocp-microscaling-formats-mx-v1-0-spec-final-pdf): a power of two, so that widening is exact, and what was
+    narrow already is the same bytes again. It is the least with which no value of the run is beyond ±127.
+    A row is a run; of one column, :data:`RUN` rows are, and the last may be shorter.
+    """
+
+    form = "int8"
+
+    def size_bytes(self, rows: int, columns: int) -> int:
+        return rows - (-rows // RUN) if columns == 1 else rows * (1 + columns)
+
+    def encode(self, values: Tensor, out: Tensor, step: int | None = None) -> None:
+        for runs, coded in _runs(values, out):
+            salts = None if step is None else _salts(step, runs.shape[1])
+            for block in _blocks(runs):
+                _encode_runs(runs[block], coded[block], salts)
+
+    def decode(self, data: memoryview, out: Tensor) -> None:
+        _check_size(self, data, out)
+        # torch warns of read-only memory, although nobody writes to it.
+        received = np.frombuffer(data, np.uint8)
+        coded = torch.from_numpy(received if received.flags.writeable else received.copy())
+        for runs, codes in _runs(out, coded):
+            for block in _blocks(runs):
+                scales = _SCALES.index_select(0, codes[block, 0].int())
+                torch.mul(codes[block, 1:].view(torch.int8), scales[:, None], out=runs[block])
+
+
+VALUE_CODECS: Final[dict[ValueForm, ValueCodec]] = {
+    codec.form: codec for codec in (Float16(), BFloat16(), Int8())
+}
+assert ("same", *VALUE_CODECS) == get_args(ValueForm)
+
+_EXPONENTS = np.arange(255)
+_SCALES, _INVERSE_SCALES = (
+    torch.from_numpy(np.append(np.ldexp(np.float32(1), sign * (_EXPONENTS - 127)), np.float32(np.nan)))
+    for sign in (1, -1)
+)
+_INFINITY = 0x7F800000
+_MIXING = 0x9E3779B1 - (1 << 32)  # 2³² ÷ the golden ratio, as an int32
+
+
+def value_codec(form: ValueForm, columns: int, *, is_dense: bool) -> ValueCodec | None:
+    """Which codec gradients go by under ``sync.values = form``; None where they travel as they are.
+
+    Neighbours in a push of single elements are strangers, and others on each rank and each ring. So there
+    int8 has nobody to share a scale with; a byte of scale and a byte of value is bfloat16.
+    """
+    if form == "int8" and columns == 1 and not is_dense:
+        form = "bfloat16"
+    return VALUE_CODECS.get(form)
+
+
+def _check_size(codec: ValueCodec, data: memoryview, out: Tensor) -> None:
+    rows, columns = out.shape
+    if data.nbytes != codec.size_bytes(rows, columns):
+        raise ProtocolError("payload", f"{data.nbytes} bytes of {codec.form} values for {rows} × {columns}")
+
+
+def _runs(values: Tensor, coded: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Runs ``[n, w]`` and their codes ``[n, 1 + w]``; of one column, the whole ones and what is left."""
+    rows, columns = values.shape
+    if columns != 1:
+        return [(values, coded.view(rows, 1 + columns))]
+    whole = rows // RUN
+    elements, split = values.view(-1), whole * (RUN + 1)
+    parts = [(elements[: whole * RUN].view(whole, RUN), coded[:split].view(whole, RUN + 1))]
+    if rows % RUN:
+        parts.append((elements[None, whole * RUN :], coded[None, split:]))
+    return parts
+
+
+def _blocks(runs: Tensor) -> list[slice]:
+    count = max(_BLOCK_ELEMENTS // max(runs.shape[1], 1), 1)
+    return [slice(begin, begin + count) for begin in range(0, len(runs), count)]
+
+
+def _encode_runs(runs: Tensor, out: Tensor, salts: Tensor | None) -> None:
+    if not runs.numel():
+        out.zero_()
+        return
+    # NumPy takes eight times as long for the greatest of a short row.
+    greatest = torch.maximum(runs.amax(1), runs.amin(1).neg_())
+    bits = greatest.view(torch.int32) & 0x7FFFFFFF
+    # 2⁶ × scale has the exponent of the greatest value, or the next one where that is beyond 127/64 × 2⁶.
+    exponents = (bits + 0x1FFFF >> 23).sub_(6).clamp_(min=0)
+    is_number = bits < _INFINITY
+    exponents.masked_fill_(~is_number, 255)
+    scaled = runs * _INVERSE_SCALES.index_select(0, exponents)[:, None]
+    if not is_number.all():
+        scaled[~is_number] = 0
+    if salts is None:
+        scaled.round_()
+    else:
+        scaled.add_(_dither(runs, salts)).floor_()
+    out[:, 0] = exponents
+    out[:, 1:].view(torch.int8).copy_(scaled)
+
+
+def _dither(runs: Tensor, salts: Tensor) -> Tensor:
+    """What makes rounding down one to either side, whose mean is right: evenly distributed in (0, 1).
+
+    It follows from the run's own values and the step. A position would be as good, but changes with the
+    ring, and then a sum that is computed again after a server was lost would be another one.
+    """
+    mixed = runs.view(torch.int32).sum(1, dtype=torch.int32).mul_(_MIXING)
+    mixed ^= mixed >> 15
+    dither = mixed[:, None] * salts
+    dither >>= 16
+    dither &= 0xFFFF
+    dither |= 1  # never 0, and as far from 1
+    return dither.to(torch.float32).mul_(2**-16)
+
+
+def _salts(step: int, width: int) -> Tensor:
+    """For each place in a run, another odd number in each step (the mixing is that of SplitMix64)."""
+    mixed = np.arange(width, dtype=np.uint64)
+    mixed += np.uint64(step * 0x9E3779B97F4A7C15 % (1 << 64))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed ^= mixed >> np.uint64(shift)
+        mixed *= np.uint64(factor)
+    return torch.from_numpy((mixed >> np.uint64(32)).astype(np.uint32).view(np.int32) | 1)
