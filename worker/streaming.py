@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from zenps.clock import now_ns
 from zenps.errors import ZenPSError
 
 from .blocks import BlockTransfer
@@ -47,6 +48,8 @@ class StreamedHandle(Handle):
         self._streamed = transfer
         self._new_round = new_round
         self._streams_left = transfer.plan.streams
+        self._begun_ns = [0] * transfer.plan.streams
+        """When the present phase of each was pushed, for a timeline."""
         self._absorbed = 0
         self._worked_seconds = 0.0
 
@@ -58,6 +61,7 @@ class StreamedHandle(Handle):
         """
         begin = time.perf_counter()
         server, result, frames = answer
+        self._pushed_ns = self._begun_ns[result.chunk]
         self._count(answer)
         self._streamed.absorb(server, result.chunk, result, frames)
         following = self._push(result.chunk)
@@ -77,6 +81,8 @@ class StreamedHandle(Handle):
         return [round_ for round_ in rounds if round_ is not None]
 
     def _push(self, stream: int) -> Round | None:
+        if self._spans.trace.is_on:
+            self._begun_ns[stream] = now_ns()
         pushed = self._streamed.push(stream)
         return None if pushed is None else self._new_round(*pushed)
 
