@@ -81,7 +81,7 @@ def test_precedence(tmp_path: Path, height: int) -> None:
 def test_every_field_can_be_set_by_its_variable() -> None:
     other = {"sync.partition": "parallel", "sync.codec": "coo", "log.level": "debug", "log.format": "json"}
     other |= {"cuda.compaction": "hash", "cuda.serial_factor": "0.5", "cluster.on_worker_loss": "continue"}
-    other |= {"sync.scheme": "zen"}
+    other |= {"sync.scheme": "zen", "sync.values": "int8"}
     for name, field in FIELDS.items():
         text = other.get(name) or ("h:1" if field.kind is str else "16777216" if "_bytes" in name else "2")
         variable = "ZENPS_" + name.replace(".", "_").upper()
@@ -155,7 +155,7 @@ class TestUnknownKeys:
     def test_in_set(self) -> None:
         assert refusal(sets=["sync.partitoin=x"]) == (
             "sync.partitoin: unknown key; did you mean sync.partition? "
-            "(sync has: scheme, partition, codec, chunk_bytes, bucket_bytes, granule, block, fusion, "
+            "(sync has: scheme, partition, codec, values, chunk_bytes, bucket_bytes, granule, block, fusion, "
             "table_bytes, seed, trace)"
         )
         sections = "cluster, sync, cuda, security, metrics, status, log"
@@ -193,7 +193,7 @@ class TestUnknownKeys:
         ("cluster.host=::", "an address or name by which others reach this machine, or '' to find one"),
         ("sync.granule=48", "a power of two from 1 to 256"),
         ("sync.granule=512", "a power of two from 1 to 256"),
-        ("sync.codec=zip", "one of auto, coo, bitmap, delta"),
+        ("sync.codec=zip", "one of auto, coo, bitmap, delta, blocks, dense"),
         (
             "sync.partition=alphabetical",
             "one of balanced, centralized, parallel, or the dotted path of a strategy",

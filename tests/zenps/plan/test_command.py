@@ -17,23 +17,23 @@ from zenps.plan.recording import encode
 def trace(tmp_path: Path, made_up: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """In a folder without settings."""
     monkeypatch.chdir(tmp_path)
-    pushes = made_up(np.where(np.arange(8192) < 1024, 0.4, 0.01), name="a [bold]table")
+    pushes = made_up(np.where(np.arange(8192) < 1024, 0.9, 0.01), name="a [bold]table")
     (tmp_path / "t").write_bytes(b"".join(encode(item) for pair in pushes for item in pair))
     (tmp_path / "train.py").write_text("import zenps")
     return "t"
 
 
 def test_json_is_the_whole_plan(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--workers", "4,512", "--servers", "2", "--bandwidth", "1Gbit", "--latency", "1ms", "--json"]
+    options = ["--workers", "8,512", "--servers", "8", "--bandwidth", "1Gbit", "--latency", "1ms", "--json"]
     assert main(["plan", "--trace", trace, *options, "--write", "new.toml"]) == 0
     out, err = capsys.readouterr()
     plan = json.loads(out)
-    assert (plan["workers"], plan["servers"], plan["scheme"]) == (4, 2, "zenps")
+    assert (plan["workers"], plan["servers"], plan["scheme"]) == (8, 8, "zenps")
     assert (plan["bytes_per_second"], plan["latency_seconds"]) == (1.25e8, 1e-3)
     (tensor,) = plan["tensors"]
     assert (tensor["rows"], tensor["columns"], tensor["is_sparse"]) == (8192, 16, True)
-    assert tensor["skewness"]["8"] == pytest.approx(8 * 409.6 / (409.6 + 71.7), rel=0.03)
-    assert {prediction["workers"] for prediction in plan["predictions"]} == {4, 512}
+    assert tensor["skewness"]["8"] == pytest.approx(8 * 921.6 / (921.6 + 71.7), rel=0.03)
+    assert {prediction["workers"] for prediction in plan["predictions"]} == {8, 512}
     assert err == "set sync.scheme = 'zenps' in new.toml\n"
     assert Path("new.toml").read_text() == '[sync]\nscheme = "zenps"\n'
 

@@ -24,18 +24,25 @@ def links(workers: int = 8, gbits: float = 10, latency_seconds: float = 0.0) -> 
 
 
 @pytest.fixture
-def spread(made_up: Any) -> list[Profile]:
-    return profiles(made_up(np.full(50_000, 0.01), columns=64))[0]
+def hot(made_up: Any) -> list[Profile]:
+    """Some rows that nearly all workers push, side by side."""
+    return profiles(made_up(np.where(np.arange(50_000) < 500, 0.9, 0.0004), columns=64))[0]
 
 
-def test_sparse_rows_are_for_zenps(spread: list[Profile]) -> None:
-    plan = make_plan(spread, links(), COUNTS)
+def test_rows_in_common_are_for_zenps(hot: list[Profile]) -> None:
+    plan = make_plan(hot, links(), COUNTS)
     assert plan.scheme == "zenps"
     assert plan.reason.startswith("zenps for 8 workers: ")
     assert "Pulls decide" in plan.reason
-    assert "'table', of whose 50000 rows one worker pushes 1.0" in plan.reason
+    assert "'table', of whose 50000 rows one worker pushes 0.9" in plan.reason
     assert [(p.workers, p.scheme) for p in plan.predictions] == [(n, s) for n in COUNTS for s in COSTS]
     assert {p.scheme for p in plan.predictions if p.exists} >= {"zenps", "byteps"}
+
+
+def test_rows_of_one_worker_each_are_merged_in_pairs(made_up: Any) -> None:
+    """Where nothing is in common, that sends (n - 1)·d, and servers (n - 1)·d·(1 + 1/n) (OSDI '25, theorem 1)."""
+    plan = make_plan(profiles(made_up(np.full(50_000, 0.01), columns=64))[0], links(), COUNTS)
+    assert plan.scheme == "sparcml"
 
 
 def test_nearly_dense_rows_are_not(made_up: Any) -> None:
@@ -52,7 +59,7 @@ def test_nearly_dense_rows_are_not(made_up: Any) -> None:
 
 def test_where_another_overtakes(made_up: Any) -> None:
     # Of a thousand servers, the fullest has far more than its share of two thousand rows.
-    chances = np.where(np.arange(2000) < 400, 0.25, 0.02)
+    chances = np.where(np.arange(2000) < 400, 0.9, 0.01)
     found, _ = profiles(made_up(chances, columns=64))
     plan = make_plan(found, links(4), [4, 1024])
     assert plan.scheme == "zenps"
