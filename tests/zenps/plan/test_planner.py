@@ -40,7 +40,7 @@ def test_rows_in_common_are_for_zenps(hot: list[Profile]) -> None:
 
 
 def test_rows_of_one_worker_each_are_merged_in_pairs(made_up: Any) -> None:
-    """Where nothing is in common, that sends (n - 1)·d, and servers that times 1 + 1/n (OSDI '25, theorem 1)."""
+    """With nothing in common it sends (n - 1)·d, and servers 1 + 1/n times that (OSDI '25, theorem 1)."""
     plan = make_plan(profiles(made_up(np.full(50_000, 0.01), columns=64))[0], links(), COUNTS)
     assert plan.scheme == "sparcml"
 
