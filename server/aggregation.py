@@ -107,7 +107,7 @@ class Aggregator:
     ) -> tuple[Result, tuple[memoryview, memoryview]]:
         """The result of a round, and its frames. ``pushes`` are in rank order and agree in shape."""
         push = pushes[0][0]
-        divisor = len(pushes) if push.average else 1
+        divisor = sum([len(push.ranks) for push, _ in pushes]) if push.average else 1
         if push.kind == "dense":
             parts = [payload.values for _, payload in pushes if payload.values.nbytes]
             frames = (_NOTHING, self._sum_dense(parts, push, divisor) if parts else _NOTHING)

@@ -106,6 +106,9 @@ class Round(Struct, eq=False):
     """The peers that were refused, and how much each wanted to push."""
     opened: float = 0.0
     held: dict[int, Held] = {}
+    """By the rank that pushed it."""
+    ranks: set[int] = set()
+    """Those whose part is in one of ``held``."""
     arrivals: list[float] = []
     """When each of ``held`` came."""
     is_again: bool = False
@@ -136,7 +139,7 @@ def _signature(push: Push) -> tuple[object, ...]:
 
 
 def _describe(alike: Sequence[Push]) -> str:
-    push, ranks = alike[0], listing(push.rank for push in alike)
+    push, ranks = alike[0], listing(rank for push in alike for rank in push.ranks)
     average = "averaged" if push.average else "summed"
     chunk = f"in {push.chunks} chunk(s), this one {push.span} × {push.columns}"
     form = "" if push.values == "same" else f" as {push.values}"

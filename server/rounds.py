@@ -116,8 +116,8 @@ class Rounds:
                 many, or comes from a rank whose pushes have been refused for too many rounds already.
         """
         push = held.push
-        if push.epoch != self._epoch or push.rank not in self._peers:
-            raise ProtocolError("unexpected", f"push of rank {push.rank} for epoch {push.epoch}")
+        if push.epoch != self._epoch or not self._peers.keys() >= set(push.ranks):
+            raise ProtocolError("unexpected", f"push of rank {listing(push.ranks)} for epoch {push.epoch}")
         key = Key(push.tensor, push.step, push.chunk)
         ended = self._ended.get((key.tensor, key.chunk))
         if ended is not None and push.step <= ended.key.step:
@@ -148,7 +148,7 @@ class Rounds:
         actions: Actions = []
         for round_ in list(self._open.values()):
             if now - round_.opened > self._deadline_seconds:
-                missing = sorted(self._peers.keys() - round_.held.keys())
+                missing = sorted(self._peers.keys() - round_.ranks)
                 reason = f"no push within {self._deadline_seconds:g} s from rank(s) {listing(missing)}"
                 actions += self._fail(round_, "deadline", "deadline", reason, now)
         for key in list(self._reopened):
@@ -201,9 +201,13 @@ class Rounds:
         if push.rank in round_.held:
             self.duplicates += 1
             return []
+        if twice := round_.ranks & set(push.ranks):
+            reason = f"push of rank {push.rank} for rank(s) {listing(sorted(twice))}, whose part is there"
+            raise ProtocolError("unexpected", reason)
         round_.advance("push")
         self.late.wait((push.rank,), round_.arrivals, len(self._peers), now)
         round_.held[push.rank] = held
+        round_.ranks.update(push.ranks)
         round_.arrivals.append(now)
         self._reserve(round_, held.size_bytes)
         return self._complete(round_, now)
@@ -214,19 +218,19 @@ class Rounds:
         A round that was begun under an older ring may have been answered there, with the push of a rank that
         is gone since, so it cannot do without. Nor can one whose outcome was forgotten that had it.
         """
-        lost = self._gone - round_.held.keys() - round_.without
+        lost = self._gone - round_.ranks - round_.without
         if lost and round_.is_again:
             reason = f"rank {min(lost)} was lost after a server had been, within one round of both"
             if round_.key in self._reopened:
                 reason = f"rank {min(lost)} was lost, and the sum that it has part in had to be forgotten"
             return self._fail(round_, "rank gone", "lost", reason, now)
-        if self._peers.keys() <= round_.held.keys():
+        if self._peers.keys() <= round_.ranks:
             pushes = [round_.held[rank] for rank in sorted(round_.held)]
             if reason := disagreement([held.push for held in pushes]):
                 return self._fail(round_, "ranks disagree", "mismatch", reason, now)
             round_.advance("last push")
             return [Aggregate(round_.key, pushes, now - round_.opened)]
-        absent = self._departed.keys() - round_.held.keys()
+        absent = self._departed.keys() - round_.ranks
         if absent:
             return self._fail(round_, "rank gone", "lost", self._departed[min(absent)], now)
         return []
@@ -234,7 +238,7 @@ class Rounds:
     def _fail_without(self, departed: Mapping[int, str], now: float) -> Actions:
         actions: Actions = []
         for round_ in list(self._open.values()):
-            absent = departed.keys() - round_.held.keys()
+            absent = departed.keys() - round_.ranks
             if absent and round_.held:
                 actions += self._fail(round_, "rank gone", "lost", departed[min(absent)], now)
         return actions
@@ -248,8 +252,8 @@ class Rounds:
         actions: Actions = []
         for round_ in list(self._open.values()) if gone else ():
             if not round_.is_again:
-                for rank in gone:
-                    round_.held.pop(rank, None)
+                for rank in gone & round_.held.keys():
+                    round_.ranks.difference_update(round_.held.pop(rank).push.ranks)
             actions += self._complete(round_, now) if round_.held else self._cancel(round_, now)
         return actions
 
@@ -284,8 +288,8 @@ class Rounds:
         del self._open[round_.key]
         round_.advance(event)
         if self._gone:
-            round_.without = self._gone - round_.held.keys()
-        round_.held = {}
+            round_.without = self._gone - round_.ranks
+        round_.held, round_.ranks = {}, set()
         round_.message, round_.frames = message, frames
         place = (round_.key.tensor, round_.key.chunk)
         self._forget(place, "next step")
@@ -313,15 +317,15 @@ class Rounds:
         actions: Actions = []
         for key, round_ in self._open.items():
             if round_.is_again:
-                absent = sorted(self._peers.keys() - round_.held.keys())
+                absent = sorted(self._peers.keys() - round_.ranks)
                 actions.append(Reply([self._peers[rank] for rank in absent], Wanted(self._epoch, *key)))
         return actions
 
     def _count_late(self, now: float) -> None:
         """Counts those that are waited for now. One round will do: its waits overlap those of the others."""
         for round_ in self._open.values():
-            if 2 * len(round_.held) >= len(self._peers):
-                missing = self._peers.keys() - round_.held.keys()
+            if 2 * len(round_.ranks) >= len(self._peers):
+                missing = self._peers.keys() - round_.ranks
                 return self.late.wait(missing, round_.arrivals, len(self._peers), now)
 
     # ── the byte budget ─────────────────────────────────────────────────────────────────────────

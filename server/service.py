@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from zenps import log, metrics
 from zenps.buffers import BufferPool
 from zenps.config import Config, rank_from_environment
-from zenps.errors import PeerLostError, ProtocolError
+from zenps.errors import PeerLostError, ProtocolError, listing
 from zenps.kernels.cpu import CpuKernels
 from zenps.keys import load_keys, node_name
 from zenps.lateness import latest
@@ -101,6 +101,7 @@ class _Service:
         self._peers: dict[int, bytes] = {}
         self._ranks: dict[bytes, int] = {}
         self._names: dict[bytes, str] = {}
+        self._hosts: dict[int, str] = {}
         self._descriptors: dict[bytes, int] = {}
         self._failure = ""
         counters.late.seconds = self._rounds.late.seconds
@@ -174,6 +175,7 @@ class _Service:
         self._peers = {worker.rank: worker.identity for worker in view.workers}
         self._ranks = {worker.identity: worker.rank for worker in view.workers}
         self._names = {worker.identity: str(worker) for worker in view.workers}
+        self._hosts = {worker.rank: worker.host for worker in view.workers}
         departed = {
             worker.rank: f"{worker} left the job" for worker in view.workers if worker.rank in view.left
         }
@@ -210,6 +212,7 @@ class _Service:
             self._gate.check(frames[0], node_name("worker", push.rank))
             if self._peers.get(push.rank) != peer:
                 raise ProtocolError("unexpected", f"push of rank {push.rank} by another peer")
+            self._check_ranks(push)
             if peer in self._stalled:
                 raise ProtocolError("unexpected", f"push of rank {push.rank}, which was dropped")
             check_span(push, self._config.cluster.max_message_bytes)
@@ -217,6 +220,15 @@ class _Service:
             if span:
                 span.note(**about(push), rank=push.rank, rows=push.rows, bytes=size_bytes(frames))
         return self._rounds.on_push(Held(peer, push, payload, payload.size_bytes), time.monotonic())
+
+    def _check_ranks(self, push: Push) -> None:
+        """A rank stands for others of its own host, each once."""
+        host, ranks = self._hosts[push.rank], set(push.ranks)
+        if len(ranks) < len(push.ranks) or any(self._hosts.get(rank) != host for rank in ranks):
+            others = listing(push.stands_for)
+            raise ProtocolError(
+                "unexpected", f"push of rank {push.rank} for rank(s) {others}: not others of its host"
+            )
 
     def _ask_again(self, peer: bytes, error: CorruptedError) -> list[Aggregate | Reply]:
         """The rank's own peer repeats a push that was damaged; a stranger gets no answer."""

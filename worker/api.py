@@ -20,6 +20,7 @@ from .alone import Alone
 from .cluster import Cluster
 from .communicator import Communicator, Pending, Stats, check_name
 from .exits import exit_on_sigterm, leave_at_exit, restore_sigterm
+from .host_cluster import HostCluster
 from .peer_cluster import PeerCluster
 from .recorder import Recorder, open_recorder
 from .transfer import check_tensor
@@ -74,13 +75,18 @@ def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
         local = settings.local_rank_from_environment(os.environ) if "LOCAL_RANK" in os.environ else None
         exit_on_sigterm()
         try:
-            among_peers = SCHEMES[loaded.config.sync.scheme].exchange == "peers"
-            cluster = PeerCluster if among_peers else Cluster
+            cluster = _kind_of(loaded.config)
             _communicator = cluster(loaded.config, settings.rank_from_environment(os.environ), local)
         except BaseException:  # SIGTERM meanwhile, too
             restore_sigterm()
             raise
         _recorder = open_recorder(_communicator.rank, _communicator.size)
+
+
+def _kind_of(config: settings.Config) -> type[Cluster]:
+    if SCHEMES[config.sync.scheme].exchange == "peers":
+        return PeerCluster
+    return HostCluster if config.sync.levels == 2 else Cluster
 
 
 def shutdown() -> None:

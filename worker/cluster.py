@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -16,7 +17,7 @@ from zenps import log, metrics
 from zenps.clock import now_ns
 from zenps.codecs.values import RUN
 from zenps.config import Config
-from zenps.errors import UsageError, ZenPSError
+from zenps.errors import PeerLostError, UsageError, ZenPSError, listing
 from zenps.metrics import HASH_OUTCOMES, WorkerMetrics
 from zenps.schemes import SCHEMES
 from zenps.settings import MOST_NAMES, shared_settings
@@ -41,7 +42,19 @@ from .streams import LONGEST_NAME, PHASES, stream_name
 from .transfer import Part, Sent, Transfer
 from .transfers import Transfers
 
-__all__ = ["Cluster"]
+__all__ = ["Cluster", "How"]
+
+
+class How(NamedTuple):
+    """How a tensor is summed.
+
+    Attributes:
+        average: whether the sum is divided by the number of ranks.
+        stands_for: the other ranks of this host whose parts are in this one's.
+    """
+
+    average: bool
+    stands_for: tuple[int, ...] = ()
 
 
 class Cluster(Communicator):
@@ -111,14 +124,14 @@ class Cluster(Communicator):
 
         What lies on a GPU is pushed later, when the GPU has got so far and this worker is called again.
         """
-        handle, back = self._push(tensor, name, average, contributes, is_gradient, self._record)
+        handle, back = self._push(tensor, name, How(average), contributes, is_gradient, self._record)
         return handle if back is None else Converted(handle, back)
 
     def _push(
         self,
         tensor: Tensor,
         name: str,
-        average: bool,
+        how: How,
         contributes: bool,
         is_gradient: bool,
         record: Recorder,
@@ -159,7 +172,7 @@ class Cluster(Communicator):
         except BaseException:  # Ctrl-C too: a name in flight for ever could not be pushed again
             self._take_back(name, previous)
             raise
-        handle, begin = self._handle(name, progress, transfer, average, record)
+        handle, begin = self._handle(name, progress, transfer, how, record)
 
         def push() -> None:
             progress.compacted_seconds = time.perf_counter() - progress.began
@@ -176,16 +189,16 @@ class Cluster(Communicator):
         return handle, back
 
     def _handle(
-        self, name: str, progress: Progress, transfer: Transfer, average: bool, record: Recorder
+        self, name: str, progress: Progress, transfer: Transfer, how: How, record: Recorder
     ) -> tuple[Handle, Callable[[], list[Round]]]:
         """What the caller gets, and what makes its rounds once the transfer is prepared."""
         waiting = self._wait, self._timeout_seconds, record, self._spans
         if isinstance(transfer, BlockTransfer | StagedBlocks):
-            new_round = partial(self._phase, name, progress.step, transfer, average)
+            new_round = partial(self._phase, name, progress.step, transfer, how)
             handle = StreamedHandle(name, progress, transfer, new_round, *waiting)
             return handle, handle.begin
         return Handle(name, progress, transfer, *waiting), lambda: [
-            self._round(name, progress.step, transfer, average)
+            self._round(name, progress.step, transfer, how)
         ]
 
     def barrier(self) -> None:
@@ -223,6 +236,20 @@ class Cluster(Communicator):
             "construct zenps.TrainingState before"
         )
 
+    def _meet(self, table: Tensor, name: str) -> Handle:
+        """A round that is a part of one among workers: it is not counted."""
+        return self._push(
+            table, name, How(average=False), contributes=True, is_gradient=False, record=lambda *_: None
+        )[0]
+
+    def _await_loss(self, is_over: Callable[[], bool] = lambda: False) -> ZenPSError | None:
+        """What has become of a rank that cannot be reached, once the scheduler has found out."""
+        session = self._session
+        until = time.monotonic() + self._config.cluster.lease_seconds + PATIENCE_SECONDS
+        session.channel.wait(lambda: bool(session.failure or session.view.left or is_over()), until)
+        gone = [worker for worker in session.view.workers if worker.rank in session.view.left]
+        return session.failure or (PeerLostError(f"{listing(gone)} left the job") if gone else None)
+
     def _take_back(self, name: str, previous: Progress | None) -> None:
         """The round was refused before anything was sent: the name is free again."""
         with self._submitting:
@@ -250,25 +277,24 @@ class Cluster(Communicator):
         self._here = [worker.rank for worker in view.workers if worker.host == net.gethostname()]
         self.local_size = len(self._here)
 
-    def _round(self, name: str, step: int, transfer: Transfer, average: bool) -> Round:
+    def _round(self, name: str, step: int, transfer: Transfer, how: How) -> Round:
         sent = transfer.sent
-        return Round(name, step, sent.cut.epoch, self._pushes(name, step, sent, average), sent)
+        return Round(name, step, sent.cut.epoch, self._pushes(name, step, sent, how), sent)
 
-    def _phase(
-        self, name: str, step: int, transfer: Transfer, average: bool, phase: int, part: Part
-    ) -> Round:
+    def _phase(self, name: str, step: int, transfer: Transfer, how: How, phase: int, part: Part) -> Round:
         """A phase of a stream."""
         sent = self._transfers.place(name, transfer.sent, part)
         name, step = stream_name(name, part.chunk), step * PHASES + phase
-        return Round(name, step, sent.cut.epoch, self._pushes(name, step, sent, average), sent)
+        return Round(name, step, sent.cut.epoch, self._pushes(name, step, sent, how), sent)
 
     def _cut_again(self, round_: Round) -> tuple[Sent, list[Outgoing]]:
         assert isinstance(round_.sent, Sent)
         sent = self._transfers.recut(round_.tensor, round_.sent)
-        average = round_.outgoing[0].push.average
-        return sent, self._pushes(round_.tensor, round_.step, sent, average, round_.again)
+        push = round_.outgoing[0].push
+        how = How(push.average, push.stands_for)
+        return sent, self._pushes(round_.tensor, round_.step, sent, how, round_.again)
 
-    def _pushes(self, name: str, step: int, sent: Sent, average: bool, again: bool = False) -> list[Outgoing]:
+    def _pushes(self, name: str, step: int, sent: Sent, how: How, again: bool = False) -> list[Outgoing]:
         shape, dtype = tuple(sent.shape), dtype_name(sent.dtype)
         return [
             Outgoing(
@@ -287,10 +313,11 @@ class Cluster(Communicator):
                     columns=sent.columns,
                     rows=part.rows,
                     codec=part.codec,
-                    average=average,
+                    average=how.average,
                     again=again,
                     answer=self._scheme.pull_codec,
                     values=sent.values,
+                    stands_for=how.stands_for,
                 ),
                 part.frames,
             )

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import time
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from zenps.config import Config
-from zenps.errors import PeerLostError, ZenPSError, listing
+from zenps.errors import PeerLostError
 from zenps.wire.addresses import find_host
 
 from .cluster import Cluster
 from .communicator import Pending
-from .exchange import PATIENCE_SECONDS
 from .forms import Converted
-from .handle import Handle
 from .peer_group import MOST_SECONDS, GlooGroup, GroupError
 from .peer_round import PeerRound
 from .peers import Peers
@@ -102,20 +99,6 @@ class PeerCluster(Cluster):
                 f"worker {self.rank} and the others do not reach one another: {error}; set cluster.host of "
                 "each to an address of its machine that the others reach at any port"
             ) from error
-
-    def _meet(self, table: Tensor, name: str) -> Handle:
-        """A round over servers that is a part of one among workers: it is not counted."""
-        return self._push(
-            table, name, average=False, contributes=True, is_gradient=False, record=lambda *_: None
-        )[0]
-
-    def _await_loss(self) -> ZenPSError | None:
-        """What has become of a rank that cannot be reached, once the scheduler has found out."""
-        session = self._session
-        until = time.monotonic() + self._config.cluster.lease_seconds + PATIENCE_SECONDS
-        session.channel.wait(lambda: bool(session.failure or session.view.left), until)
-        gone = [worker for worker in session.view.workers if worker.rank in session.view.left]
-        return session.failure or (PeerLostError(f"{listing(gone)} left the job") if gone else None)
 
     def _record_exchange(self, round_: PeerRound, waited: float) -> None:
         """Counts a round that is done."""

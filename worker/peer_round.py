@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -10,12 +9,11 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from zenps.buffers import BufferPool
-from zenps.errors import DeadlineError, ZenPSError
 from zenps.kernels.base import ACCUMULATE, Kernels
 from zenps.layout import check_rows
 from zenps.schemes import SchemeName
 
-from .communicator import Pending
+from .awaited import Awaited
 from .compaction import as_sparse, as_table
 from .handle import Handle
 from .meeting import Entry
@@ -102,15 +100,14 @@ class SparseSum(Sum):
         return as_sparse(rows, values, self._shape, self._sparse_dim)
 
 
-class PeerRound(Pending):
+class PeerRound(Awaited):
     """A tensor in flight among workers. The exchange's thread ends it; any thread may wait for it.
 
     Args:
         name: of the tensor.
         sum_: what this rank brings.
-        timeout_seconds: a last resort: the exchange's own deadlines come first.
+        timeout_seconds, spans: as for :class:`Awaited`.
         record: is called once with the seconds that the caller waited.
-        spans: for a timeline.
         began: when it did, by the performance counter.
 
     Attributes:
@@ -128,53 +125,15 @@ class PeerRound(Pending):
         spans: Spans,
         began: float,
     ) -> None:
-        self.name = name
+        super().__init__(name, timeout_seconds, lambda waited: record(self, waited), spans)
         self.sum = sum_
         self.began = began
         self.compacted_seconds = time.perf_counter() - began
         self.meeting: Handle | None = None
         self.said: Sequence[Entry] = ()
         self.sent_bytes = self.received_bytes = 0
-        self._timeout_seconds = timeout_seconds
-        self._record: Callable[[PeerRound, float], None] | None = record
-        self._spans = spans
-        self._has_ended = threading.Event()
-        self._finishing = threading.Lock()
-        self._outcome: Tensor | ZenPSError | None = None
-
-    def __repr__(self) -> str:
-        return f"PeerRound({self.name!r}, done={self.done()})"
 
     @property
     def has_met(self) -> bool:
         """Whether the meeting is over, one way or the other."""
         return self.meeting is not None and self.meeting.has_ended
-
-    def done(self) -> bool:
-        return self._has_ended.is_set()
-
-    def wait(self) -> Tensor:
-        with self._finishing:
-            if self._record is not None:
-                self._await()
-        outcome = self._outcome
-        assert outcome is not None
-        if isinstance(outcome, ZenPSError):
-            raise outcome
-        return outcome
-
-    def end(self, outcome: Tensor | ZenPSError) -> None:
-        """For the exchange: this round is over. Once it is, nothing changes its outcome."""
-        if self._outcome is None:
-            self._outcome = outcome
-            self._has_ended.set()
-
-    def _await(self) -> None:
-        assert self._record is not None
-        begin = time.perf_counter()
-        with self._spans("wait", self.name):
-            if not self._has_ended.wait(min(self._timeout_seconds, threading.TIMEOUT_MAX)):
-                self.end(DeadlineError(f"tensor {self.name!r}: no sum within {self._timeout_seconds:g} s"))
-        if isinstance(self._outcome, Tensor):
-            self._record(self, time.perf_counter() - begin)
-        self._record = None

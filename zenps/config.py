@@ -112,11 +112,17 @@ def load(
 
 
 def _check_scheme(config: Config) -> None:
-    """Refuses what cannot be had where workers exchange among themselves, or blocks."""
+    """Refuses what cannot be had where workers exchange among themselves, or blocks, or on two levels."""
     scheme = SCHEMES[config.sync.scheme]
     if config.sync.values != "same" and (scheme.exchange == "peers" or scheme.blocks):
         wanted = f"same, because sync.scheme = {config.sync.scheme} sends values as they are"
         raise ConfigError("sync.values", config.sync.values, wanted)
+    if config.sync.levels == 2 and scheme.exchange == "peers":
+        wanted = f"1, because sync.scheme = {config.sync.scheme} exchanges among workers"
+        raise ConfigError("sync.levels", 2, wanted)
+    if config.sync.levels == 2 and config.cluster.goes_on:
+        wanted = "1, because cluster.on_worker_loss = continue: a host cannot do without its leader"
+        raise ConfigError("sync.levels", 2, wanted)
     if scheme.exchange != "peers":
         return
     among_workers = f"because sync.scheme = {config.sync.scheme} exchanges among workers"

@@ -161,6 +161,15 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         ),
     ] = 256
     fusion: Annotated[int, Meta(description="omnireduce: blocks in a message at most", ge=1, le=65536)] = 256
+    levels: Annotated[
+        int,
+        Meta(
+            description="2: the workers of a host [reduce there first](schemes.md#two-levels), "
+            "and one of them speaks to the servers",
+            ge=1,
+            le=2,
+        ),
+    ] = 1
     table_bytes: Annotated[
         int,
         Meta(description="budget of a worker's cached permutation tables; 0: compute anew", ge=0, le=TIB),
@@ -290,6 +299,7 @@ def shared_settings(config: Config) -> dict[str, str | int | float]:
         "sync.chunk_bytes": config.sync.chunk_bytes,
         "sync.fusion": config.sync.fusion,
         "sync.granule": config.sync.granule,
+        "sync.levels": config.sync.levels,
         "sync.partition": config.sync.partition,
         "sync.scheme": config.sync.scheme,
         "sync.seed": config.sync.seed,

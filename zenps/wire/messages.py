@@ -17,6 +17,7 @@ from zenps.schemes import Answer
 __all__ = [
     "LAST_BARRIER",
     "MAX_COLUMNS",
+    "MOST_STOOD_FOR",
     "POSITION_BYTES",
     "Admit",
     "Barrier",
@@ -68,6 +69,8 @@ Address = Annotated[str, Meta(max_length=300)]
 MAX_COLUMNS = (1 << 28) - 1
 # What a row of a sparse tensor counts for beside its values, when chunks are cut and bounded.
 POSITION_BYTES = 8
+# Those of one host.
+MOST_STOOD_FOR = 1024
 Load = Annotated[dict[Annotated[str, Meta(max_length=64)], float], Meta(max_length=32)]
 """What a node reports of itself with each heartbeat, for ``zenps status``."""
 Late = Annotated[dict[Rank, float], Meta(max_length=MOST_RANKS)]
@@ -317,6 +320,13 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
     """How the union's positions shall travel."""
     values: ValueForm = "same"
     """In which form the values travel, here and in the result; but for ``same``, ``dtype`` is float32."""
+    stands_for: Annotated[tuple[Rank, ...], Meta(max_length=MOST_STOOD_FOR)] = ()
+    """The other ranks of its host whose parts are in this one: they push none."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Whose parts it has."""
+        return self.rank, *self.stands_for
 
 
 # ── server → worker ─────────────────────────────────────────────────────────────────────────────

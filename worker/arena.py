@@ -1,0 +1,106 @@
+"""Memory that the ranks of one host share: each writes its own, and others read it.
+
+It is an anonymous file (memfd): no name of it can be left behind, whatever ends its processes, the size of
+``/dev/shm`` does not bound it, and only those who are given its descriptor can open it. The file is long and
+almost empty, and mapped once as a whole: what is used again costs neither side another page fault.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from zenps.buffers import BufferPool
+from zenps.errors import ProtocolError, TensorError
+
+__all__ = ["Arena", "Window"]
+
+# Of addresses, not of memory: only pages that were written take any.
+CAPACITY_BYTES = 1 << 38
+
+
+class Arena:
+    """What this rank lets others of its host read. Every method may be called from any thread.
+
+    Memory is used again once nobody here refers to it any more: others must have read it by then.
+
+    Args:
+        keep_bytes: at most so much unused memory is kept.
+
+    Attributes:
+        fd: for those who read it.
+    """
+
+    def __init__(self, keep_bytes: int) -> None:
+        self.fd = os.memfd_create("zenps", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, CAPACITY_BYTES)
+        self._memory = mmap.mmap(self.fd, CAPACITY_BYTES)
+        self._bytes = np.frombuffer(self._memory, np.uint8)
+        self._base = self._bytes.ctypes.data
+        self._end = 0
+        self._freed: dict[int, deque[int]] = {}
+        """Where pages were given back to the system, by how many bytes."""
+        self._growing = threading.Lock()
+        self._pool = BufferPool(keep_bytes, self._allocate)
+
+    def lease(self, size_bytes: int) -> tuple[int, Tensor]:
+        """Where in the file uninitialised memory lies, and itself: uint8 ``[size_bytes]``, at least 1.
+
+        Raises:
+            TensorError: so much cannot be shared.
+        """
+        memory = self._pool.empty((size_bytes,), torch.uint8)
+        return memory.data_ptr() - self._base, memory
+
+    def close(self) -> None:
+        """Closes the file. Its memory lasts as long as somebody has it."""
+        os.close(self.fd)
+
+    def _allocate(self, size: int) -> NDArray[np.uint8]:
+        with self._growing:
+            if self._freed.get(size):
+                begin = self._freed[size].pop()
+            else:
+                begin = self._end
+                self._end += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+            if self._end > CAPACITY_BYTES:
+                raise TensorError(f"{self._end} bytes in flight on one host, expected {CAPACITY_BYTES}")
+        block = self._bytes[begin : begin + size]
+        weakref.finalize(block, self._free, begin, size).atexit = False
+        return block
+
+    def _free(self, begin: int, size: int) -> None:
+        self._memory.madvise(mmap.MADV_REMOVE, begin, size)
+        self._freed.setdefault(size, deque()).append(begin)
+
+
+class Window:
+    """What another rank's arena has.
+
+    Args:
+        fd: of the arena.
+
+    Raises:
+        OSError: it is none.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._memory = memoryview(mmap.mmap(fd, CAPACITY_BYTES, prot=mmap.PROT_READ))
+
+    def look(self, offset: int, size_bytes: int) -> memoryview:
+        """What lies there.
+
+        Raises:
+            ProtocolError: it has no such place.
+        """
+        if offset + size_bytes > CAPACITY_BYTES:
+            raise ProtocolError("payload", f"{size_bytes} bytes at {offset} are not in what a rank shares")
+        return self._memory[offset : offset + size_bytes]

@@ -1,0 +1,92 @@
+"""A rank that is not the leader of its host: gives its parts to that, and takes the sums."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+from zenps.buffers import BufferPool
+from zenps.errors import DeadlineError, MismatchError, PeerLostError, TensorError, ZenPSError
+
+from .arena import Window
+from .host_link import Failed, Give, Link, LinkError, Take, Taken
+from .host_round import HostRound, Part
+from .host_rounds import HostRounds
+
+__all__ = ["Follower"]
+
+_FAILURES = {kind.__name__: kind for kind in (DeadlineError, MismatchError, PeerLostError, TensorError)}
+
+
+class Follower(HostRounds):
+    """For the arguments after these, see :class:`HostRounds`.
+
+    Args:
+        link: to the leader.
+        await_loss: waits, after that broke, until it is known what became of the leader; None if that stays
+            unknown.
+    """
+
+    def __init__(self, link: Link, await_loss: Callable[[], ZenPSError | None], *common: Any) -> None:
+        super().__init__(*common)
+        self._link, self._await_loss = link, await_loss
+        self._window = Window(link.fd)
+
+    @property
+    def _own_pool(self) -> BufferPool | None:
+        return None
+
+    def _give(self, round_: HostRound) -> None:
+        part, form = round_.part, round_.form
+        rows, offset = len(part.rows), 0
+        size = form.size_bytes(rows)
+        if size:
+            offset, round_.lease = self._arena.lease(size)
+            form.write(part, round_.lease)
+        round_.part = part._replace(values=part.values[:0])  # there is a copy of it now
+        with contextlib.suppress(LinkError):  # that the leader is gone, the meeting will say
+            self._link.send(Give(round_.name, round_.number, rows, offset, size))
+
+    def _listen(self) -> None:
+        while (message := self._link.receive()) is not None:
+            match message:
+                case Take():
+                    self._take(message)
+                case Failed(number=number, kind=kind, reason=reason):
+                    self._finish(number, _FAILURES.get(kind, ZenPSError)(reason))
+                case _:
+                    raise LinkError(f"rank {self._link.rank} sent what a leader does not")
+        if not self.is_over:
+            broken = PeerLostError(
+                f"worker {self._link.rank}, the leader of this host, broke off; see its log"
+            )
+            self.fail(self._await_loss() or broken)
+
+    def _take(self, take: Take) -> None:
+        round_ = self._round(take.number)
+        if round_ is None:
+            return
+        shared = round_.form.read(self._window.look(take.offset, take.size_bytes), take.rows)
+        values = self._pool.empty(tuple(shared.values.shape), shared.values.dtype).copy_(shared.values)
+        result = round_.form.tensor(Part(shared.rows.clone(), values), is_coalesced=True)
+        with contextlib.suppress(LinkError):
+            self._link.send(Taken(take.number))
+        self._finish(take.number, result)
+
+    def _finish(self, number: int, outcome: Any) -> None:
+        round_ = self._round(number)
+        if round_ is not None:
+            # The leader may have heard of the meeting's end before. Until it is heard of here, too, the
+            # tensor is in flight.
+            self._wait(lambda: round_.has_met or self.is_over, math.inf)
+            round_.lease = None
+            self._end(round_, outcome)
+
+    def _round(self, number: int) -> HostRound | None:
+        with self._news:
+            return next((each for each in self._in_flight.values() if each.number == number), None)
+
+    def _shut_down(self) -> None:
+        self._link.shut_down()
