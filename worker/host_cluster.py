@@ -113,8 +113,9 @@ class HostCluster(Cluster):
             return [connect(b"\0" + address.strip(b"\0"), self.rank, self._arena.fd, leader)]
         except LinkError as error:
             raise PeerLostError(
-                f"workers {listing(ranks)} have the host name {host}, but worker {self.rank} does not reach the "
-                f"others there: {error}; give machines and containers names of their own, or set sync.levels = 1"
+                f"workers {listing(ranks)} have the host name {host}, but worker {self.rank} does not reach "
+                f"the others there: {error}; give machines and containers names of their own, or set "
+                "sync.levels = 1"
             ) from error
         finally:
             if listener is not None:

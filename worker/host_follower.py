@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from zenps.buffers import BufferPool
@@ -14,6 +14,7 @@ from .arena import Window
 from .host_link import Failed, Give, Link, LinkError, Take, Taken
 from .host_round import HostRound, Part
 from .host_rounds import HostRounds
+from .meeting import Entry
 
 __all__ = ["Follower"]
 
@@ -59,9 +60,8 @@ class Follower(HostRounds):
                 case _:
                     raise LinkError(f"rank {self._link.rank} sent what a leader does not")
         if not self.is_over:
-            broken = PeerLostError(
-                f"worker {self._link.rank}, the leader of this host, broke off; see its log"
-            )
+            leader = f"worker {self._link.rank}, the leader of this host,"
+            broken = PeerLostError(f"{leader} cannot be reached any more; see its log")
             self.fail(self._await_loss() or broken)
 
     def _take(self, take: Take) -> None:
@@ -87,6 +87,12 @@ class Follower(HostRounds):
     def _round(self, number: int) -> HostRound | None:
         with self._news:
             return next((each for each in self._in_flight.values() if each.number == number), None)
+
+    def _on_met(self, round_: HostRound, said: Sequence[Entry]) -> None:
+        """The leader, who hears it too, does the rest."""
+
+    def _on_answer(self, round_: HostRound) -> None:
+        raise AssertionError("a round over servers that only a leader begins")
 
     def _shut_down(self) -> None:
         self._link.shut_down()

@@ -137,7 +137,7 @@ class Leader(HostRounds):
             self._tell(link, Take(number, rows, offset, size))
 
     def _refuse(self, round_: HostRound, error: ZenPSError) -> None:
-        """Ends a round on all ranks of this host. That this one has left, others hear in words of their own."""
+        """Ends a round on all ranks of this host. That this one has left, others find out themselves."""
         if not isinstance(error, UsageError):
             for link in self._links:
                 number = round_.numbers[link.rank]

@@ -1,4 +1,4 @@
-"""Rounds of the ranks of one host: all give their parts to the leader, who gets the sum for them from servers.
+"""Rounds of the ranks of one host: all give their parts to the leader, who gets the sum from servers.
 
 For every tensor all ranks of the job first meet at a server (:mod:`.meeting`), as those that exchange among
 themselves do: there, deadlines, losses and disagreements end a round on all ranks alike. Once they have met,
@@ -105,18 +105,9 @@ class HostRounds(ABC):
         with self._news:
             if name in self._in_flight:
                 raise UsageError(f"tensor {name!r} is in flight; wait for its handle before pushing it again")
-            how = average, is_gradient
-            round_ = HostRound(
-                name,
-                self._next_number,
-                form,
-                how,
-                part,
-                began,
-                self._timeout_seconds,
-                self._record,
-                self._spans,
-            )
+            number, how = self._next_number, (average, is_gradient)
+            waiting = self._timeout_seconds, self._record, self._spans
+            round_ = HostRound(name, number, form, how, part, began, *waiting)
             self._next_number += 1
             self._in_flight[name] = round_
             failure = self._failure
@@ -172,11 +163,13 @@ class HostRounds(ABC):
     def _shut_down(self) -> None:
         """Ends whatever waits for other ranks of the host."""
 
+    @abstractmethod
     def _on_met(self, round_: HostRound, said: Sequence[Entry]) -> None:
         """All ranks have met, and agree: what they said, by rank."""
 
+    @abstractmethod
     def _on_answer(self, round_: HostRound) -> None:
-        """The leader's round over servers is over."""
+        """The round over servers is over, where this rank has begun one."""
 
     def _end(self, round_: HostRound, outcome: Tensor | ZenPSError) -> None:
         with self._news:

@@ -1,0 +1,213 @@
+"""Two levels: the ranks of a host reduce in shared memory, and one of them speaks to the servers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zenps as zps
+from tests.integration.cluster import DEADLINE_SECONDS, Cluster, Raised, attempt, await_file
+from tests.integration.embedding_model import assert_same
+from tests.integration.reference import assert_same_bits
+from tests.integration.test_losses import LEASE_SECONDS, SLACK_SECONDS
+from tests.integration.test_push_pull import CASES, ROUNDS, expected, push_all
+from tests.integration.test_training import train, train_in_one_process
+
+WORKERS = 3
+ROWS, COLUMNS = 50_000, 8
+
+
+def table(first: int, count: int = 10_000) -> Tensor:
+    """Rows ``first`` and following, of ones."""
+    rows = torch.arange(first, first + count).unsqueeze(0)
+    return torch.sparse_coo_tensor(rows, torch.ones(count, COLUMNS), (ROWS, COLUMNS), check_invariants=True)
+
+
+def on_host(name: str, function: Any, *args: Any) -> Any:
+    """Joins as if this machine were called ``name``, and calls ``function``."""
+    socket.gethostname = lambda: name
+    zps.init()
+    try:
+        return function(*args)
+    finally:
+        zps.shutdown()
+
+
+@pytest.fixture(scope="module")
+def sums() -> Iterator[list[dict[str, Any]]]:
+    with Cluster(WORKERS, 2, {"sync.levels": 2}) as cluster:
+        yield cluster.run(push_all)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_on_one_host_it_is_the_sum_in_rank_order(sums: Sequence[dict[str, Any]], name: str) -> None:
+    for number in range(ROUNDS):
+        for results in sums:
+            assert_same_bits(results[f"{name}/{number}"], expected(name, WORKERS, number))
+    for way, number in (("out of order", 0), ("own order", 1)):
+        for results in sums:
+            assert_same_bits(results[way][name], expected(name, WORKERS, number))
+
+
+def test_many_in_flight_from_several_threads(sums: Sequence[dict[str, Any]]) -> None:
+    for results in sums:
+        assert_same_bits(results["in flight"], torch.arange(500.0).mul(WORKERS).unsqueeze(1).expand(500, 3))
+        for pushed in results["threads"]:
+            assert_same_bits(pushed, torch.arange(30.0).mul(WORKERS).unsqueeze(1).expand(30, 5))
+
+
+def push_and_count() -> tuple[list[Tensor], int, int]:
+    """Sums whose order shows in float32, and what crossed the network for this rank."""
+    values = torch.full((40_000,), [1.0, 2.0**-24, 2.0**-24, -1.0][zps.rank()])
+    sums = [zps.push_pull(table(10_000 * zps.rank()), "table", average=False)]
+    sums += [zps.push_pull(values, "dense", average=False), zps.push_pull(values, "mean")]
+    stats = zps.stats()
+    return sums, stats.pushed_bytes, stats.pulled_bytes
+
+
+def test_hosts_are_added_in_order_and_only_leaders_push() -> None:
+    with Cluster(4, 2, {"sync.levels": 2}) as cluster:
+        workers = [
+            cluster.start(on_host, f"host{rank // 2}", push_and_count, rank=rank, init=False)
+            for rank in range(4)
+        ]
+        outcomes = [worker.result() for worker in workers]
+    dense = torch.tensor((1 + 2.0**-24) + (2.0**-24 - 1), dtype=torch.float32).expand(40_000)
+    for (sparse, summed, mean), *_ in outcomes:
+        assert_same_bits(sparse, torch.sparse_coo_tensor(
+            torch.arange(40_000).unsqueeze(0), torch.ones(40_000, COLUMNS), (ROWS, COLUMNS), is_coalesced=True
+        ))
+        assert_same_bits(summed, outcomes[0][0][1])
+        assert_same_bits(mean, summed / 4)
+        torch.testing.assert_close(summed, dense)
+    pushed = [outcome[1] for outcome in outcomes]
+    pulled = [outcome[2] for outcome in outcomes]
+    values_bytes = 20_000 * COLUMNS * 4 + 2 * 40_000 * 4
+    assert pushed[0] >= values_bytes
+    assert pushed[2] >= values_bytes
+    assert pulled[0] == pulled[2] >= 2 * 20_000 * COLUMNS * 4
+    assert pushed[1] == pushed[3] == pulled[1] == pulled[3] == 0
+
+
+def push_forever() -> tuple[Raised, float]:
+    """What a push raises in the end, and when."""
+    while True:
+        outcome = attempt(zps.push_pull, table(0), "table")
+        if isinstance(outcome, Raised):
+            return outcome, time.time()
+
+
+@pytest.mark.parametrize(("lost", "end"), [(0, signal.SIGKILL), (2, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_a_rank_that_is_lost_is_named(lost: int, end: signal.Signals) -> None:
+    with Cluster(WORKERS, 1, {"sync.levels": 2}, lease_seconds=LEASE_SECONDS) as cluster:
+        workers = [cluster.start(push_forever, rank=rank) for rank in range(WORKERS)]
+        cluster.await_state("running")
+        time.sleep(1)
+        victim = workers.pop(lost)
+        os.kill(victim.pid, end)
+        lost_at = time.time()
+        for worker in workers:
+            error, raised_at = worker.result()
+            assert error.kind == "PeerLostError"
+            assert f"worker {lost} (host {socket.gethostname()}, pid {victim.pid}) is lost" in error.text
+            assert raised_at - lost_at < LEASE_SECONDS + SLACK_SECONDS
+        victim.kill()
+
+
+def push_until(path: Path) -> list[Tensor]:
+    """A fresh sum of each step; rank 0 makes the file after some."""
+    results = []
+    for step in range(40):
+        results.append(zps.push_pull(table(1000 * step), "table", average=False))
+        if step == 10 and zps.rank() == 0:
+            path.touch()
+        time.sleep(0.02)
+    return [results[step]._values().sum() for step in range(40)]
+
+
+def test_a_server_that_is_lost(tmp_path: Path) -> None:
+    with Cluster(WORKERS, 2, {"sync.levels": 2}, lease_seconds=LEASE_SECONDS) as cluster:
+        workers = [cluster.start(push_until, tmp_path / "half", rank=rank) for rank in range(WORKERS)]
+        await_file(tmp_path / "half")
+        cluster.servers[1].kill()
+        for worker in workers:
+            assert worker.result() == [torch.tensor(WORKERS * 10_000.0 * COLUMNS)] * 40
+
+
+def disagree() -> list[object]:
+    """Another shape on rank 1, then another kind; then all is well."""
+    shapes = ((ROWS, COLUMNS), (ROWS, COLUMNS + 1))
+    mine = shapes[zps.rank() == 1]
+    other = torch.ones(mine) if zps.rank() == 1 else table(0)
+    outcomes: list[object] = [attempt(zps.push_pull, torch.ones(mine), "shape")]
+    outcomes += [attempt(zps.push_pull, other, "kind")]
+    return [*outcomes, zps.push_pull(torch.ones(shapes[0]), "shape", average=False)]
+
+
+def test_ranks_that_disagree_are_named_on_all() -> None:
+    with Cluster(WORKERS, 1, {"sync.levels": 2}) as cluster:
+        for shape, kind, well in cluster.run(disagree):
+            assert shape.kind == kind.kind == "MismatchError"
+            assert "tensor 'shape', step 0: ranks disagree: rank(s) 0, 2 pushed" in shape.text
+            assert "rank(s) 1 pushed dense float32 (50000, 9), averaged" in shape.text
+            assert "rank(s) 0, 2 pushed sparse float32 (50000, 8)" in kind.text
+            assert torch.equal(well, torch.full((ROWS, COLUMNS), 3.0))
+
+
+def push_late() -> tuple[object, Tensor]:
+    """Rank 1 comes late to one tensor. The ranks are in step again with the next."""
+    if zps.rank() == 1:
+        time.sleep(3)
+    return attempt(zps.push_pull, table(0), "late"), zps.push_pull(table(0), "x", average=False)
+
+
+def test_a_rank_that_is_late_is_named() -> None:
+    with Cluster(WORKERS, 1, {"sync.levels": 2, "cluster.deadline_seconds": 1.5}) as cluster:
+        for late, well in cluster.run(push_late):
+            assert late.kind == "DeadlineError"
+            assert late.text == "tensor 'late', step 0: no push within 1.5 s from rank(s) 1"
+            assert well._values().sum() == 3 * 10_000 * COLUMNS
+
+
+def test_training_is_that_of_one_process() -> None:
+    with Cluster(2, 1, {"sync.levels": 2, "sync.bucket_bytes": 1024}) as cluster:
+        first, second = cluster.run(train, "adagrad")
+    assert_same(first, train_in_one_process("adagrad"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_hosts_of_one_name_that_share_no_memory_are_refused() -> None:
+    """Two containers with one name: here, another network namespace would be needed; the leader is deaf."""
+    with Cluster(2, 1, {"sync.levels": 2}) as cluster:
+        deaf, other = (cluster.start(join_deaf, rank=rank, init=False) for rank in range(2))
+        error = other.result(DEADLINE_SECONDS)
+        assert error.kind == "PeerLostError"
+        assert "workers 0, 1 have the host name" in error.text
+        assert error.text.endswith("or set sync.levels = 1")
+        assert deaf.result().kind == "PeerLostError"
+
+
+def join_deaf() -> object:
+    """The leader's socket is closed before anybody comes."""
+    from zenps.worker import host_link
+
+    if os.environ["RANK"] == "0":
+        made = host_link.Listener.__init__
+
+        def make(self: host_link.Listener) -> None:
+            made(self)
+            self.close()
+
+        host_link.Listener.__init__ = make  # type: ignore[method-assign]
+    outcome = attempt(zps.init)
+    zps.shutdown()
+    return outcome
