@@ -105,8 +105,8 @@ class HostCluster(Cluster):
         try:
             table = torch.zeros((self.size, ADDRESS_BYTES), dtype=torch.uint8, device="cpu")
             if listener is not None:
-                address = torch.frombuffer(bytearray(listener.address), dtype=torch.uint8)
-                table[self.rank, : len(address)] = address
+                own = torch.frombuffer(bytearray(listener.address), dtype=torch.uint8)
+                table[self.rank, : len(own)] = own
             address = bytes(self._meet(table, "hosts/addresses").wait()[leader].tolist())
             if listener is not None:
                 return listener.accept(self.rank, self._arena.fd, others)

@@ -41,11 +41,9 @@ class Follower(HostRounds):
 
     def _give(self, round_: HostRound) -> None:
         part, form = round_.part, round_.form
-        rows, offset = len(part.rows), 0
-        size = form.size_bytes(rows)
-        if size:
-            offset, round_.lease = self._arena.lease(size)
-            form.write(part, round_.lease)
+        rows, size = len(part.rows), form.size_bytes(len(part.rows))
+        offset, round_.lease = self._arena.lease(max(size, 1))
+        form.write(part, round_.lease[:size])
         round_.part = part._replace(values=part.values[:0])  # there is a copy of it now
         with contextlib.suppress(LinkError):  # that the leader is gone, the meeting will say
             self._link.send(Give(round_.name, round_.number, rows, offset, size))

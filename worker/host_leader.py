@@ -123,17 +123,15 @@ class Leader(HostRounds):
             self._end(round_, round_.form.tensor(part, is_coalesced=True))
 
     def _hand_out(self, round_: HostRound, part: Part) -> None:
-        rows, offset = len(part.rows), 0
-        size = round_.form.size_bytes(rows)
         if not self._links:
             return
-        if size:
-            offset, memory = self._arena.lease(size)
-            round_.form.write(part, memory)
+        rows, size = len(part.rows), round_.form.size_bytes(len(part.rows))
+        # What is empty has a place, too: then there is one case less.
+        offset, memory = self._arena.lease(max(size, 1))
+        round_.form.write(part, memory[:size])
         for link in self._links:
             number = round_.numbers[link.rank]
-            if size:
-                self._leases[link.rank, number] = memory
+            self._leases[link.rank, number] = memory
             self._tell(link, Take(number, rows, offset, size))
 
     def _refuse(self, round_: HostRound, error: ZenPSError) -> None:

@@ -79,7 +79,7 @@ class Taken(Struct, frozen=True, array_like=True, tag="taken"):
 
 
 Message = Hello | Give | Take | Failed | Taken
-_decoder = msgspec.msgpack.Decoder(Message)
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 class Link:

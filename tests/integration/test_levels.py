@@ -75,7 +75,9 @@ def push_and_count() -> tuple[list[Tensor], int, int]:
 
 
 def test_hosts_are_added_in_order_and_only_leaders_push() -> None:
-    with Cluster(4, 2, {"sync.levels": 2}) as cluster:
+    # Under a name, for an address of loopback would tell that all hosts are one.
+    reached = {"cluster.host": socket.gethostname()}
+    with Cluster(4, 2, {"sync.levels": 2}, server_settings=reached) as cluster:
         workers = [
             cluster.start(on_host, f"host{rank // 2}", push_and_count, rank=rank, init=False)
             for rank in range(4)
@@ -83,9 +85,15 @@ def test_hosts_are_added_in_order_and_only_leaders_push() -> None:
         outcomes = [worker.result() for worker in workers]
     dense = torch.tensor((1 + 2.0**-24) + (2.0**-24 - 1), dtype=torch.float32).expand(40_000)
     for (sparse, summed, mean), *_ in outcomes:
-        assert_same_bits(sparse, torch.sparse_coo_tensor(
-            torch.arange(40_000).unsqueeze(0), torch.ones(40_000, COLUMNS), (ROWS, COLUMNS), is_coalesced=True
-        ))
+        assert_same_bits(
+            sparse,
+            torch.sparse_coo_tensor(
+                torch.arange(40_000).unsqueeze(0),
+                torch.ones(40_000, COLUMNS),
+                (ROWS, COLUMNS),
+                is_coalesced=True,
+            ),
+        )
         assert_same_bits(summed, outcomes[0][0][1])
         assert_same_bits(mean, summed / 4)
         torch.testing.assert_close(summed, dense)
