@@ -49,6 +49,7 @@ SETTINGS = {
     "sync.chunk_bytes": 8 << 20,
     "sync.fusion": 256,
     "sync.granule": 32,
+    "sync.levels": 1,
     "sync.partition": "balanced",
     "sync.scheme": "zenps",
     "sync.seed": 0x5A454E,

@@ -520,3 +520,32 @@ def test_a_late_push_of_what_all_have_ended_and_forgotten_keeps_no_room_for_ever
     # One that does lack the answer asks again.
     assert rounds.on_push(make_held(0, KEY, 100), 60.0) == []
     assert isinstance(rounds.on_push(make_held(1, KEY, 100), 60.0)[-1], Aggregate)
+
+
+def test_a_push_may_stand_for_others() -> None:
+    rounds, key = make_rounds(4), Key("t", 0, 0)
+    first, last = make_held(0, key, stands_for=(1, 3)), make_held(2, key)
+    assert rounds.on_push(first, 0.0) == []
+    with pytest.raises(ProtocolError, match=re.escape("push of rank 1 for rank(s) 1, whose part is there")):
+        rounds.on_push(make_held(1, key), 0.0)
+    with pytest.raises(ProtocolError, match=re.escape("push of rank 2 for rank(s) 3, whose part is there")):
+        rounds.on_push(make_held(2, key, stands_for=(3,)), 0.0)
+    with pytest.raises(ProtocolError, match="push of rank 2, 4 for epoch 1"):
+        rounds.on_push(make_held(2, key, stands_for=(4,)), 0.0)
+    (action,) = rounds.on_push(last, 0.0)
+    assert isinstance(action, Aggregate)
+    assert action.pushes == [first, last]
+    assert rounds.finish(key, result_of(key), (), 0.0) == [Reply([peer_of(0), peer_of(2)], result_of(key))]
+
+
+def test_whoever_nobody_stands_for_is_missing() -> None:
+    rounds, key = make_rounds(4), Key("t", 0, 0)
+    rounds.on_push(make_held(0, key, stands_for=(1,)), 0.0)
+    (action,) = rounds.on_tick(DEADLINE_SECONDS + 1)
+    assert isinstance(action, Reply)
+    assert isinstance(action.message, Failure)
+    assert action.message.reason.endswith("from rank(s) 2, 3")
+    rounds.on_push(make_held(0, Key("t", 1, 0), stands_for=(1,)), 0.0)
+    assert rounds.on_departed(1, "worker 1 left the job", 0.0) == []
+    (action,) = rounds.on_departed(3, "worker 3 left the job", 0.0)
+    assert isinstance(action, Reply)
