@@ -1,8 +1,8 @@
 """Synchronising embedding gradients: ZenPS next to PyTorch's own ways on gloo, in one run.
 
 The ways: push_pull under each partition strategy; dense all_reduce; all_reduce of a sparse tensor;
-all_gather and coalesce. A cluster has one strategy, so each strategy is one block, in which ZenPS and
-gloo take turns on the same gradients. Only times of one block are compared.
+all_gather and coalesce. A cluster has one strategy, on one level or two, so each of these is one block, in
+which ZenPS and gloo take turns on the same gradients. Only times of one block are compared.
 
 Of several values for an option, the first is the base: each further value is measured with all other
 options at their first.
@@ -11,6 +11,7 @@ options at their first.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -46,11 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     measurements = []
-    plan = [(*point, partition) for point in sweep(options) for partition in options.partitions]
-    for workers, case, partition in track(plan, "Measuring", console=Console(stderr=True), transient=True):
+    ways = list(itertools.product(sweep(options), options.partitions, options.levels))
+    for (workers, case), partition, levels in track(
+        ways, "Measuring", console=Console(stderr=True), transient=True
+    ):
         servers = options.servers or workers
-        block = run_block(workers, servers, partition, case)
-        measurements.append(evaluate(workers, servers, partition, case, block))
+        block = run_block(workers, servers, partition, levels, case)
+        measurements.append(evaluate(workers, servers, partition, levels, case, block))
     report = Report(started, sys.argv, describe_machine(), find_versions(), measurements)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
@@ -73,6 +76,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--skew", type=float, nargs="+", metavar="X", help="ids are rand**X * rows: 1 is uniform, 5 near Zipf"
     )
     parser.add_argument("--partitions", nargs="+", default=list(PARTITIONS), metavar="NAME")
+    parser.add_argument("--levels", type=int, nargs="+", default=[1], choices=(1, 2), metavar="N")
     parser.add_argument("--steps", type=int, metavar="N", help="timed steps of each block")
     parser.add_argument("--quick", action="store_true", help="by default few steps, and no sweep")
     parser.add_argument("--json", type=Path, metavar="FILE", default=HERE / "out" / "sync.json")
@@ -95,7 +99,7 @@ def sweep(options: argparse.Namespace) -> Iterator[tuple[int, Case]]:
         yield point["workers"], Case(point["rows"], point["dim"], point["ids"], point["skew"], options.steps)
 
 
-def run_block(workers: int, servers: int, partition: str, case: Case) -> Block:
+def run_block(workers: int, servers: int, partition: str, levels: int, case: Case) -> Block:
     """One cluster, in which the workers measure ``case``.
 
     Raises:
@@ -105,7 +109,8 @@ def run_block(workers: int, servers: int, partition: str, case: Case) -> Block:
         output = Path(folder, "block.json")
         launch = [str(Path(sys.executable).with_name("zenps")), "launch"]
         launch += ["--workers", str(workers), "--servers", str(servers)]
-        launch += ["--set", f"sync.partition={partition}", "--set", "log.level=warning", "--"]
+        launch += ["--set", f"sync.partition={partition}", "--set", f"sync.levels={levels}"]
+        launch += ["--set", "log.level=warning", "--"]
         worker = [sys.executable, str(HERE / "sync_worker.py"), msgspec.json.encode(case).decode()]
         done = subprocess.run(
             [*launch, *worker, str(Path(folder, "gloo")), str(output)],

@@ -39,6 +39,7 @@ class Measurement(msgspec.Struct):
     workers: int
     servers: int
     partition: str
+    levels: int
     case: Case
     block: Block
     best_gloo: str
@@ -53,6 +54,7 @@ class Measurement(msgspec.Struct):
         """What was measured, in three short lines."""
         case = self.case
         cluster = f"{self.workers} workers, {self.servers} servers"
+        cluster += " on two levels" if self.levels == 2 else ""
         return f"{cluster}, {self.partition}\n{case.rows}×{case.dim}, {case.ids} ids, skew {case.skew:g}"
 
 
@@ -66,7 +68,9 @@ class Report(msgspec.Struct):
     measurements: list[Measurement]
 
 
-def evaluate(workers: int, servers: int, partition: str, case: Case, block: Block) -> Measurement:
+def evaluate(
+    workers: int, servers: int, partition: str, levels: int, case: Case, block: Block
+) -> Measurement:
     """``block`` with its ratios."""
     times = {way: timing.p50_seconds for way, timing in block.table.items()}
     ours = times.pop(OURS)
@@ -76,6 +80,7 @@ def evaluate(workers: int, servers: int, partition: str, case: Case, block: Bloc
         workers=workers,
         servers=servers,
         partition=partition,
+        levels=levels,
         case=case,
         block=block,
         best_gloo=best,
