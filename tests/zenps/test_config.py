@@ -156,7 +156,7 @@ class TestUnknownKeys:
         assert refusal(sets=["sync.partitoin=x"]) == (
             "sync.partitoin: unknown key; did you mean sync.partition? "
             "(sync has: scheme, partition, codec, values, chunk_bytes, bucket_bytes, granule, block, fusion, "
-            "table_bytes, seed, trace)"
+            "levels, table_bytes, seed, trace)"
         )
         sections = "cluster, sync, cuda, security, metrics, status, log"
         assert refusal(sets=["zzz=x"]) == f"zzz: unknown key; sections: {sections}"
@@ -229,6 +229,12 @@ def test_what_workers_among_themselves_cannot_do(scheme: str, item: str, allowed
     line = refusal(sets=[item, f"sync.scheme={scheme}"])
     assert line.startswith(f"{name} = {value!r}: expected {allowed} sync.scheme = {scheme} exchanges among")
     load(sets=[item, "sync.scheme=byteps"], environ={})
+
+
+@pytest.mark.parametrize("item", ["sync.scheme=agsparse", "cluster.on_worker_loss=continue"])
+def test_what_two_levels_cannot_do(item: str) -> None:
+    line = refusal(sets=["sync.levels=2", item])
+    assert line.startswith(f"sync.levels = 2: expected 1, because {item.replace('=', ' = ')}")
 
 
 @given(name=st.sampled_from(sorted(FIELDS)), text=st.text(max_size=30) | st.just("9" * 5000))
