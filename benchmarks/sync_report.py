@@ -54,7 +54,7 @@ class Measurement(msgspec.Struct):
         """What was measured, in three short lines."""
         case = self.case
         cluster = f"{self.workers} workers, {self.servers} servers"
-        cluster += " on two levels" if self.levels == 2 else ""
+        cluster += ", 2 levels" if self.levels == 2 else ""
         return f"{cluster}, {self.partition}\n{case.rows}×{case.dim}, {case.ids} ids, skew {case.skew:g}"
 
 
