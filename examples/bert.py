@@ -55,9 +55,7 @@ def mask(words: Tensor, vocabulary: int) -> Masked:
 
 
 def windows(words: Tensor) -> Tensor:
-    """The text cut into windows, (n, WINDOW). Raises ValueError where it is too short for one."""
-    if len(words) < WINDOW:
-        raise ValueError(f"{len(words)} words are too few; expected at least {WINDOW}")
+    """The text cut into windows, (n, WINDOW)."""
     return words[: len(words) // WINDOW * WINDOW].view(-1, WINDOW)
 
 
@@ -147,11 +145,13 @@ def main() -> None:
     documents = read_standard_library() if args.data is None else TextFile(args.data)
     words = most_frequent(to_learn(documents), args.vocabulary, MASK)
     vocabulary = Vocabulary(zps.broadcast_object(words))
-    try:
-        text = windows(vocabulary.encode(itertools.islice(to_learn(documents), zps.rank(), None, zps.size())))
-        unseen = windows(vocabulary.encode(held_out(documents)).tensor_split(zps.size())[zps.rank()])
-    except ValueError as error:
-        parser.error(f"{args.data}: {error}")
+    text = windows(vocabulary.encode(itertools.islice(to_learn(documents), zps.rank(), None, zps.size())))
+    unseen = windows(vocabulary.encode(held_out(documents)).tensor_split(zps.size())[zps.rank()])
+    if not (len(text) and len(unseen)):
+        parser.error(
+            f"{len(text)} windows of {WINDOW} words to learn from and {len(unseen)} held out; "
+            "expected at least 1 and 1 for each worker"
+        )
     run.console.print(f"{len(vocabulary):,} words; rank 0 of {zps.size()} has {text.numel():,} to learn from")
 
     model = MaskedLanguageModel(len(vocabulary), args.width, args.layers, args.samples)
@@ -163,7 +163,7 @@ def main() -> None:
 
     run.console.print(
         f"held-out loss {loss_before:.3f} → {loss_after:.3f}, "
-        f"masked words filled in rightly {accuracy_before:.1%} → {accuracy_after:.1%}"
+        f"accuracy on masked words {accuracy_before:.1%} → {accuracy_after:.1%}"
     )
     run.finish(
         args.report,

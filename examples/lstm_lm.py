@@ -39,8 +39,6 @@ def windows(words: Tensor, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
     Row i of a window continues row i of the one before, so that the LSTM's state can be carried on.
     """
     streams = words[: len(words) // batch * batch].view(batch, -1)
-    if streams.shape[1] <= WINDOW:
-        raise ValueError(f"{len(words)} words are too few for a batch of {batch} windows of {WINDOW}")
     while True:
         for begin in range(0, streams.shape[1] - WINDOW, WINDOW):
             window = streams[:, begin : begin + WINDOW + 1]
@@ -96,6 +94,11 @@ def main() -> None:
     vocabulary = Vocabulary(zps.broadcast_object(most_frequent(documents, args.vocabulary)))
     unseen = vocabulary.encode(held_out(documents)).tensor_split(zps.size())[zps.rank()]
     words = vocabulary.encode(itertools.islice(to_learn(documents), zps.rank(), None, zps.size()))
+    if len(words) < (least := args.batch * (WINDOW + 1)) or len(unseen) < 2:
+        parser.error(
+            f"{len(words):,} words to learn from and {len(unseen):,} held out; "
+            f"expected at least {least:,} and 2 for each worker"
+        )
     run.console.print(f"{len(vocabulary):,} words; rank 0 of {zps.size()} has {len(words):,} to learn from")
 
     # Adagrad builds sparse tensors, and torch warns where nobody has said whether to check them.

@@ -155,7 +155,7 @@ def main() -> None:
 
     run.console.print(
         f"held-out loss {loss_before:.3f} → {loss_after:.3f}, "
-        f"words predicted rightly {accuracy_before:.1%} → {accuracy_after:.1%}"
+        f"token accuracy {accuracy_before:.1%} → {accuracy_after:.1%}"
     )
     run.finish(
         args.report,

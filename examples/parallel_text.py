@@ -2,7 +2,7 @@
 
 The files have one sentence per line, and line n of one is the translation of line n of the other, as in
 IWSLT14 German-English (https://wit3.fbk.eu/2014-01). Of IWSLT's tagged files, what is marked as
-``<seg>`` is read, and lines of other tags are skipped.
+``<seg>`` is read, and lines of other tags (``<url>``, ``<title>``, …) are skipped.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 END = "</s>"
-END_NUMBER = 0
+END_NUMBER = 0  # END is the first word of both vocabularies.
 LONGEST = 50
 """Pairs with more words in one of the languages are skipped, as Bahdanau et al. did (arXiv:1409.0473)."""
 
 ZIPF_EXPONENT = 1.0
 SYLLABLES = {"source": "bdgklmnprstwz", "target": "fhjvxyc"}
 
-_TAG = re.compile(r"\s*</?[a-zA-Z]+(?:\s[^>]*)?>")
+_TAG = re.compile(
+    r"\s*<[/?]?(?:description|doc|keywords|mteval|refset|reviewer|speaker|srcset|talkid|title|translator|tstset"
+    r"|url|xml)\b"
+)
 _SEGMENT = re.compile(r"\s*<seg\b[^>]*>(.*?)(?:</seg>)?\s*")
 
 Numbers = tuple[list[int], list[int]]
@@ -69,7 +72,7 @@ class ParallelText:
 
 
 def _sentences(path: Path) -> Iterator[str]:
-    """The lines without those that are nothing but markup; empty ones too, for they count."""
+    """All lines but those of markup; empty ones too, for they may have a translation."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if segment := _SEGMENT.fullmatch(line):
@@ -89,8 +92,7 @@ def batches(pairs: list[Numbers], size: int, seed: int) -> Iterator[Batch]:
     """Batches of sentences of about the same length, in random order, pass after pass, without end."""
     order = random.Random(seed)
     while True:
-        order.shuffle(pairs)
-        cut = list(cut_by_length(pairs, size))
+        cut = list(cut_by_length(order.sample(pairs, len(pairs)), size))
         order.shuffle(cut)
         yield from map(collate, cut)
 

@@ -245,8 +245,8 @@ def test_the_files_of_iwslt_are_read_without_their_tags(tmp_path: Path, example:
     german.write_text(
         '<refset>\n<doc docid="1">\n<seg id="1"> 5 < 6 </seg>\n<seg id="2">b</seg>\n</doc>\n</refset>\n'
     )
-    english.write_text("5 < 6\nc@@ d\n")
-    pairs = [("5 < 6", "5 < 6"), ("b", "c@@ d")]
+    english.write_text("5 < 6\n<unk> c@@ d\n")
+    pairs = [("5 < 6", "5 < 6"), ("b", "< unk > c@@ d")]
     assert [tuple(map(" ".join, p)) for p in example("parallel_text").ParallelText(german, english)] == pairs
 
 
@@ -302,14 +302,28 @@ def test_masked_language_model_learns_in_a_cluster_from_a_file(tmp_path: Path) -
     assert 0 < report["pushed_bytes"] + report["pulled_bytes"] < report["dense_bytes"]
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "bert",
+            "1 windows of 64 words to learn from and 0 held out; expected at least 1 and 1 for each worker",
+        ),
+        ("lstm_lm", "78 words to learn from and 2 held out; expected at least 1,056 and 2 for each worker"),
+    ],
+)
 def test_a_text_that_is_too_short_is_refused(
-    tmp_path: Path, example: Example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    message: str,
+    tmp_path: Path,
+    example: Example,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "short.txt"
-    path.write_bytes(b"")
-    refusal(example("bert"), monkeypatch, "--data", str(path))
-    expected = f"bert.py: error: {path}: 0 words are too few; expected at least 64"
-    assert capsys.readouterr().err.splitlines()[-1] == expected
+    path.write_text("word\n" * 80)
+    refusal(example(name), monkeypatch, "--data", str(path))
+    assert capsys.readouterr().err.splitlines()[-1] == f"{name}.py: error: {message}"
 
 
 def test_a_file_is_read_whatever_its_bytes(tmp_path: Path, example: Example) -> None:
