@@ -62,7 +62,7 @@ class ParallelText:
                 f"{source} has {sources:,} sentences, {target} {targets:,}; expected a translation of each"
             )
         self.pairs = sum(1 for _ in self)
-        """How many there are; other than empty and too long ones."""
+        """How many there are, without those that are empty or too long."""
 
     def __iter__(self) -> Iterator[tuple[list[str], list[str]]]:
         for lines in zip(_sentences(self._source), _sentences(self._target), strict=True):
@@ -120,9 +120,9 @@ def collate(pairs: list[Numbers]) -> Batch:
 def write_sample(source: Path, target: Path, sentences: int, words: int, seed: int) -> None:
     """Writes sentences of a made-up language, and their translation word for word, but for the order.
 
-    What comes last in the source, as a verb may in German, comes second in the target.
-    Words follow Zipf's law and do not depend on their neighbours, so that only who looks at the source,
-    and at the right place, can predict the target.
+    What comes last in the source, as a verb may in German, comes second in the target. Words follow Zipf's
+    law and do not depend on their neighbours: to predict the target one must look at the right word of the
+    source.
     """
     order = random.Random(seed)
     cumulative = list(itertools.accumulate((rank + 1) ** -ZIPF_EXPONENT for rank in range(words)))
