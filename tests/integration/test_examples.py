@@ -184,13 +184,13 @@ def watched(tmp_path: Path, script: str, *arguments: str) -> tuple[str, dict[str
 
 
 def test_translation_model_learns_in_a_cluster(tmp_path: Path) -> None:
-    output, report = watched(tmp_path, "nmt.py", *SMALL_NMT, "--sentences", "2000", "--steps", "50")
+    output, report = watched(tmp_path, "nmt.py", *SMALL_NMT, "--sentences", "2000", "--steps", "40")
     before, after = report["held_out_loss"]
     assert after < before - 0.7, output
     before, after = report["held_out_accuracy"]
     assert before < 0.15 < after, output
     assert report["vocabulary"] == [62, 62]
-    assert report["steps"] == 50
+    assert report["steps"] == 40
     assert "sentences/s" in output
 
 
@@ -292,13 +292,13 @@ def test_the_made_up_translation_keeps_words_and_moves_the_last_to_the_second_pl
 
 
 def test_masked_language_model_learns_in_a_cluster_from_a_file(tmp_path: Path) -> None:
-    arguments = [*SMALL_BERT, "--data", argparse.__file__, "--steps", "60", "--lr", "0.005"]
+    arguments = [*SMALL_BERT, "--data", argparse.__file__, "--steps", "40", "--lr", "0.005"]
     output, report = watched(tmp_path, "bert.py", *arguments)
     before, after = report["held_out_loss"]
     assert after < before - 1, output
     before, after = report["held_out_accuracy"]
     assert before < 0.05 < after, output
-    assert report["steps"] == 60
+    assert report["steps"] == 40
     assert 0 < report["pushed_bytes"] + report["pulled_bytes"] < report["dense_bytes"]
 
 
