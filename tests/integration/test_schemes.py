@@ -21,10 +21,20 @@ from zenps.schemes import SCHEMES, SchemeName
 
 WORKERS, SERVERS = 3, 2
 
+SHORT = ("zen", "omnireduce", "sparcml")
+"""Those in the default suite: one of each exchange."""
+
 Outcome = tuple[SchemeName, list[dict[str, Any]]]
 
 
-@pytest.fixture(scope="module", params=[name for name in SCHEMES if name != "zenps"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name in SHORT else pytest.mark.long)
+        for name in SCHEMES
+        if name != "zenps"
+    ],
+)
 def outcome(request: pytest.FixtureRequest) -> Iterator[Outcome]:
     with Cluster(WORKERS, SERVERS, {"sync.scheme": request.param}) as cluster:
         yield request.param, cluster.run(push_all)
