@@ -22,6 +22,7 @@ from zenps.schemes import SCHEMES
 from zenps.settings import MOST_NAMES, shared_settings
 from zenps.strategies.registry import strategy
 from zenps.trace import open_trace
+from zenps.wire.blocks import PHASES
 from zenps.wire.link import new_register
 from zenps.wire.messages import Load, Push, View
 from zenps.wire.tensors import dtype_name
@@ -37,7 +38,7 @@ from .spans import Spans
 from .staged import StagedBlocks
 from .staging import Staging
 from .streaming import StreamedHandle
-from .streams import LONGEST_NAME, PHASES, stream_name
+from .streams import LONGEST_NAME, stream_name
 from .transfer import Part, Sent, Transfer
 from .transfers import Transfers
 
