@@ -22,8 +22,8 @@ NONE_LEFT = (1 << 32) - 1
 """What is next in a column that has no further block. The greatest number, so that it is never the least."""
 
 PHASES = 10**9
-"""A stream's rounds are numbered step · PHASES + phase: ranks whose round failed in different phases agree on the
-next step's number all the same."""
+"""A stream's rounds are numbered step · PHASES + phase: ranks whose round failed in different phases agree
+on the next step's number all the same."""
 
 _POINTER = np.dtype("<u4")
 _BITMAP = CODECS["bitmap"]
