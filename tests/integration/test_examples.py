@@ -94,6 +94,7 @@ def test_language_model_learns_alone_with_its_whole_vocabulary(tmp_path: Path) -
     assert "words/s" in output
 
 
+@pytest.mark.long
 def test_language_model_shows_what_a_partition_changes_and_what_not(tmp_path: Path) -> None:
     reports = {}
     for partition in ("balanced", "centralized"):
@@ -183,6 +184,7 @@ def watched(tmp_path: Path, script: str, *arguments: str) -> tuple[str, dict[str
     return output, json.loads(report.read_text())
 
 
+@pytest.mark.long
 def test_translation_model_learns_in_a_cluster(tmp_path: Path) -> None:
     output, report = watched(tmp_path, "nmt.py", *SMALL_NMT, "--sentences", "2000", "--steps", "40")
     before, after = report["held_out_loss"]
@@ -291,6 +293,7 @@ def test_the_made_up_translation_keeps_words_and_moves_the_last_to_the_second_pl
 # ── the masked language model ───────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long
 def test_masked_language_model_learns_in_a_cluster_from_a_file(tmp_path: Path) -> None:
     arguments = [*SMALL_BERT, "--data", argparse.__file__, "--steps", "40", "--lr", "0.005"]
     output, report = watched(tmp_path, "bert.py", *arguments)
