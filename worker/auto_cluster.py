@@ -76,6 +76,8 @@ class AutoCluster(PeerCluster):
         else:
             pending, progress = self._exchange(tensor, name, average)
         chosen.table, chosen.progress = Table(*table_shape(tensor), tensor.dtype.itemsize), progress
+        # Not before: a name that was refused is none of those that a job may use.
+        self._chosen[name] = chosen
         self._metrics.chosen_rounds.labels(scheme=chosen.choice.scheme).inc()
         return pending
 
@@ -86,7 +88,7 @@ class AutoCluster(PeerCluster):
             UsageError: that has not ended.
         """
         with self._choosing:
-            chosen = self._chosen.setdefault(name, _Chosen(Choice(self._links)))
+            chosen = self._chosen.get(name) or _Chosen(Choice(self._links))
             table, latest = chosen.table, chosen.progress
             if table is None or latest is None:
                 return chosen
