@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -13,10 +14,12 @@ from torch import Tensor
 
 from zenps import config as settings
 from zenps import log
+from zenps.config import Config
 from zenps.errors import UsageError
-from zenps.schemes import SCHEMES
+from zenps.schemes import AUTO, over_servers
 
 from .alone import Alone
+from .auto_cluster import AutoCluster
 from .cluster import Cluster
 from .communicator import Communicator, Pending, Stats, check_name
 from .exits import exit_on_sigterm, leave_at_exit, restore_sigterm
@@ -41,6 +44,8 @@ __all__ = [
     "stats",
     "synchronize",
 ]
+
+logger = logging.getLogger("zenps.worker")
 
 _communicator: Communicator | None = None
 _recorder: Recorder | None = None
@@ -74,13 +79,21 @@ def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
         local = settings.local_rank_from_environment(os.environ) if "LOCAL_RANK" in os.environ else None
         exit_on_sigterm()
         try:
-            among_peers = SCHEMES[loaded.config.sync.scheme].exchange == "peers"
-            cluster = PeerCluster if among_peers else Cluster
+            cluster = _cluster_of(loaded.config)
             _communicator = cluster(loaded.config, settings.rank_from_environment(os.environ), local)
         except BaseException:  # SIGTERM meanwhile, too
             restore_sigterm()
             raise
         _recorder = open_recorder(_communicator.rank, _communicator.size)
+
+
+def _cluster_of(config: Config) -> type[Cluster]:
+    if config.sync.scheme != "auto":
+        return PeerCluster if over_servers(config.sync.scheme).exchange == "peers" else Cluster
+    if setting := settings.bound_to_servers(config):
+        logger.info("sync.scheme = auto: %s for every tensor, for %s needs servers", AUTO[0], setting)
+        return Cluster
+    return AutoCluster
 
 
 def shutdown() -> None:

@@ -17,7 +17,7 @@ from zenps.schemes import SchemeName
 
 from .communicator import Pending
 from .compaction import as_sparse, as_table
-from .handle import Handle
+from .handle import Handle, Progress
 from .meeting import Entry
 from .peer_group import Group
 from .peer_sums import Table, gathered, merged, sparcml
@@ -114,6 +114,7 @@ class PeerRound(Pending):
         began: when it did, by the performance counter.
 
     Attributes:
+        progress: what is known of it, without the tensor.
         meeting: ends when all ranks have told one another of the tensor; None before it has begun.
         said: what they said, once they have met and agree.
         sent_bytes, received_bytes: by this rank, for this tensor.
@@ -130,6 +131,7 @@ class PeerRound(Pending):
     ) -> None:
         self.name = name
         self.sum = sum_
+        self.progress = Progress(0, began)
         self.began = began
         self.compacted_seconds = time.perf_counter() - began
         self.meeting: Handle | None = None
@@ -167,6 +169,10 @@ class PeerRound(Pending):
         """For the exchange: this round is over. Once it is, nothing changes its outcome."""
         if self._outcome is None:
             self._outcome = outcome
+            if isinstance(outcome, Tensor):
+                self.progress.pushed_rows = sum(entry.rows for entry in self.said)
+                self.progress.pulled_rows = self.sum.pulled_rows
+            self.progress.ended = True
             self._has_ended.set()
 
     def _await(self) -> None:
