@@ -21,7 +21,7 @@ import torch
 from click_log import CATEGORIES, NUMBERS, ClickLog, Clicks, bucket, write_sample
 from torch import Tensor, nn
 from torch.nn import functional
-from training import TrainingRun, argument_parser
+from training import TrainingRun, argument_parser, existing_file
 
 import zenps as zps
 
@@ -101,7 +101,9 @@ def train(log: ClickLog, model: DeepFM, run: TrainingRun, batch: int, lr: float)
 
 def main() -> None:
     parser = argument_parser(__doc__, steps=400, seconds=90, batch=512)
-    parser.add_argument("--data", type=Path, metavar="FILE", help="a log in Criteo's format; none: made up")
+    parser.add_argument(
+        "--data", type=existing_file, metavar="FILE", help="a log in Criteo's format; none: made up"
+    )
     parser.add_argument("--write-sample", type=Path, metavar="FILE", help="only write a made-up log")
     parser.add_argument("--rows", type=int, default=500_000, help="lines to make up")
     parser.add_argument("--buckets", type=int, default=1_000_000, help="rows of the table")
@@ -111,8 +113,6 @@ def main() -> None:
     args = parser.parse_args()
     if args.write_sample is not None:
         return write_sample(args.write_sample, args.rows, args.seed)
-    if args.data is not None and not args.data.is_file():
-        parser.error(f"--data {args.data}: no such file")
 
     zps.init()
     torch.manual_seed(args.seed)

@@ -37,6 +37,13 @@ def argument_parser(description: str, *, steps: int, seconds: float, batch: int)
     return parser
 
 
+def existing_file(path: str) -> Path:
+    """The type of an option that names a file to read."""
+    if not Path(path).is_file():
+        raise argparse.ArgumentTypeError(f"{path}: no such file")
+    return Path(path)
+
+
 def _positive(kind: Callable[[str], Number]) -> Callable[[str], Number]:
     def parse(text: str) -> Number:
         if not (number := kind(text)) > 0:

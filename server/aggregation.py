@@ -108,20 +108,21 @@ class Aggregator:
         """The result of a round, and its frames. ``pushes`` are in rank order and agree in shape."""
         push = pushes[0][0]
         divisor = sum([len(push.ranks) for push, _ in pushes]) if push.average else 1
+        pushed = sum([push.rows for push, _ in pushes])
         if push.kind == "dense":
             parts = [payload.values for _, payload in pushes if payload.values.nbytes]
             frames = (_NOTHING, self._sum_dense(parts, push, divisor) if parts else _NOTHING)
             rows = push.span if parts else 0
-            return Result(push.epoch, push.tensor, push.step, push.chunk, rows, "none"), frames
+            return Result(push.epoch, push.tensor, push.step, push.chunk, rows, "none", pushed), frames
         if push.kind == "blocks":
             present, ahead, summed = self._sum_blocks(pushes, divisor)
-            result = Result(push.epoch, push.tensor, push.step, push.chunk, len(present), "bitmap")
+            result = Result(push.epoch, push.tensor, push.step, push.chunk, len(present), "bitmap", pushed)
             return result, (encode_blocks(present, ahead), summed)
         positions, values = self._kernels.aggregate([self._rows(*pushed) for pushed in pushes], divisor)
         rows, numbers, data = len(positions), positions.numpy(), self._narrowed(values, push)
         codec = choose(push.answer, rows, push.span, data.nbytes // max(rows, 1), numbers)
         encoded = codec.encode(numbers, push.span)
-        result = Result(push.epoch, push.tensor, push.step, push.chunk, rows, codec.name)
+        result = Result(push.epoch, push.tensor, push.step, push.chunk, rows, codec.name, pushed)
         return result, (encoded.data, data)
 
     def _rows(self, push: Push, payload: Payload) -> Rows:

@@ -25,6 +25,7 @@ from zenps.lateness import latest
 from zenps.metrics import ServerMetrics
 from zenps.trace import OFF, Trace, open_trace
 from zenps.wire.addresses import find_host
+from zenps.wire.blocks import PHASES
 from zenps.wire.connections import Connections
 from zenps.wire.curve import Gate, warn_if_open
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, CorruptedError, Decoder, encode
@@ -261,7 +262,8 @@ class _Service:
         self._metrics.round_wait_duration.observe(round_.waited_seconds)
         self._metrics.aggregation_duration.observe(end - begin)
         self._aggregated.inc()
-        log.here.step = round_.key.step
+        push, _ = pushes[0]
+        log.here.step = push.step // PHASES if push.kind == "blocks" else push.step
         return self._rounds.finish(round_.key, result, frames, end)
 
     def _reply(self, reply: Reply) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -13,10 +14,12 @@ from torch import Tensor
 
 from zenps import config as settings
 from zenps import log
+from zenps.config import Config
 from zenps.errors import UsageError
-from zenps.schemes import SCHEMES
+from zenps.schemes import AUTO, over_servers
 
 from .alone import Alone
+from .auto_cluster import AutoCluster
 from .cluster import Cluster
 from .communicator import Communicator, Pending, Stats, check_name
 from .exits import exit_on_sigterm, leave_at_exit, restore_sigterm
@@ -42,6 +45,8 @@ __all__ = [
     "stats",
     "synchronize",
 ]
+
+logger = logging.getLogger("zenps.worker")
 
 _communicator: Communicator | None = None
 _recorder: Recorder | None = None
@@ -75,7 +80,7 @@ def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
         local = settings.local_rank_from_environment(os.environ) if "LOCAL_RANK" in os.environ else None
         exit_on_sigterm()
         try:
-            cluster = _kind_of(loaded.config)
+            cluster = _cluster_of(loaded.config)
             _communicator = cluster(loaded.config, settings.rank_from_environment(os.environ), local)
         except BaseException:  # SIGTERM meanwhile, too
             restore_sigterm()
@@ -83,10 +88,15 @@ def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
         _recorder = open_recorder(_communicator.rank, _communicator.size)
 
 
-def _kind_of(config: settings.Config) -> type[Cluster]:
-    if SCHEMES[config.sync.scheme].exchange == "peers":
-        return PeerCluster
-    return HostCluster if config.sync.levels == 2 else Cluster
+def _cluster_of(config: Config) -> type[Cluster]:
+    over_servers_alone = HostCluster if config.sync.levels == 2 else Cluster
+    if config.sync.scheme != "auto":
+        among_peers = over_servers(config.sync.scheme).exchange == "peers"
+        return PeerCluster if among_peers else over_servers_alone
+    if setting := settings.bound_to_servers(config):
+        logger.info("sync.scheme = auto: %s for every tensor, for %s needs servers", AUTO[0], setting)
+        return over_servers_alone
+    return AutoCluster
 
 
 def shutdown() -> None:

@@ -19,16 +19,17 @@ from zenps.codecs.values import RUN
 from zenps.config import Config
 from zenps.errors import PeerLostError, UsageError, ZenPSError, listing
 from zenps.metrics import HASH_OUTCOMES, WorkerMetrics
-from zenps.schemes import SCHEMES
+from zenps.schemes import over_servers
 from zenps.settings import MOST_NAMES, shared_settings
 from zenps.strategies.registry import strategy
 from zenps.trace import open_trace
+from zenps.wire.blocks import PHASES
 from zenps.wire.link import new_register
 from zenps.wire.messages import Load, Push, View
 from zenps.wire.tensors import dtype_name
 
 from .blocks import BlockTransfer
-from .communicator import Communicator, Pending, Stats
+from .communicator import Communicator, Pending, Stats, in_flight
 from .exchange import PATIENCE_SECONDS
 from .forms import Converted
 from .handle import Handle, Progress, Recorder
@@ -38,7 +39,7 @@ from .spans import Spans
 from .staged import StagedBlocks
 from .staging import Staging
 from .streaming import StreamedHandle
-from .streams import LONGEST_NAME, PHASES, stream_name
+from .streams import LONGEST_NAME, stream_name
 from .transfer import Part, Sent, Transfer
 from .transfers import Transfers
 
@@ -72,7 +73,7 @@ class Cluster(Communicator):
 
     def __init__(self, config: Config, rank: int | None, local_rank: int | None) -> None:
         self._config = config
-        self._scheme = SCHEMES[config.sync.scheme]
+        self._scheme = over_servers(config.sync.scheme)
         strategy(config.sync.partition)  # refuses a wrong one before anybody is told of this worker
         registry = CollectorRegistry()
         self._metrics = WorkerMetrics(registry)
@@ -147,7 +148,7 @@ class Cluster(Communicator):
         with self._submitting:
             previous = self._latest.get(name)
             if previous is not None and not previous.ended:
-                raise UsageError(f"tensor {name!r} is in flight; wait for its handle before pushing it again")
+                raise in_flight(name)
             taken = previous.names if previous else 0
             if self._names + names - taken > MOST_NAMES:
                 raise UsageError(

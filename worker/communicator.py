@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zenps.errors import UsageError
 
-__all__ = ["Communicator", "Pending", "Stats", "check_name"]
+__all__ = ["Communicator", "Pending", "Stats", "check_name", "in_flight"]
 
 # Half a character: Python's str may hold one, UTF-8 may not.
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -23,6 +23,8 @@ class Stats(msgspec.Struct, kw_only=True):
     partition: str = "none"
     """The strategy in use; ``none`` without a cluster, and where workers exchange among themselves."""
     rounds: int = 0
+    peer_rounds: int = 0
+    """Those of ``rounds`` that workers have exchanged among themselves."""
     pushed_bytes: int = 0
     """Positions and values pushed to servers, or sent to other workers."""
     pulled_bytes: int = 0
@@ -107,6 +109,11 @@ class Communicator(ABC):
     @abstractmethod
     def close(self, *, together: bool = False) -> None:
         """Leaves, perhaps after a moment's wait for the others. It cannot be used afterwards."""
+
+
+def in_flight(name: str) -> UsageError:
+    """The error of a push under a name whose last round has not ended."""
+    return UsageError(f"tensor {name!r} is in flight; wait for its handle before pushing it again")
 
 
 def check_name(name: object) -> None:

@@ -37,6 +37,8 @@ class Progress(Struct):
     ended: bool = False
     names: int = 1
     """How many it takes of those that a job may use: one for each stream."""
+    pushed_rows: int = 0
+    """By all ranks together; as ``pulled_rows`` the same on all of them, and 0 if the round failed."""
     pulled_rows: int = 0
     pulled_bytes: int = 0
 
@@ -92,6 +94,11 @@ class Handle(Pending):
         return self._progress.step
 
     @property
+    def progress(self) -> Progress:
+        """What becomes of this round."""
+        return self._progress
+
+    @property
     def has_ended(self) -> bool:
         """What :meth:`done` returns, without a look at what has arrived."""
         return self._progress.ended
@@ -129,7 +136,7 @@ class Handle(Pending):
     def restart(self, sent: Sent) -> None:
         """The ring has changed, and the round begins again as ``sent``. Not once it has ended."""
         self.pushed()
-        self._progress.pulled_rows = self._progress.pulled_bytes = 0
+        self._progress.pushed_rows = self._progress.pulled_rows = self._progress.pulled_bytes = 0
         # The transfer belongs to the thread that waits, which may be absorbing an old answer just now: that
         # thread restarts it, before it takes the next. The queue is replaced, for if it were emptied even for
         # a moment, a thread that has been told of an answer would find none, and take that for the deadline.
@@ -138,7 +145,7 @@ class Handle(Pending):
     def fail(self, error: ZenPSError) -> None:
         """The round will not be answered."""
         # Ranks may have got different parts of it, and must cut the next round alike.
-        self._progress.pulled_rows = 0
+        self._progress.pushed_rows = self._progress.pulled_rows = 0
         self._answers.append(error)
         self._progress.ended = True
 
@@ -147,6 +154,7 @@ class Handle(Pending):
         if self._spans.trace.is_on:
             about = _about(self.name, server, result, frames)
             self._spans.trace.since(self._pushed_ns, "pull", **about)
+        self._progress.pushed_rows += result.pushed
         self._progress.pulled_rows += result.rows
         self._progress.pulled_bytes += sum([frame.nbytes for frame in frames])
 

@@ -15,6 +15,7 @@ from zenps.wire.addresses import find_host
 from .cluster import Cluster
 from .communicator import Pending
 from .forms import Converted
+from .handle import Progress
 from .peer_group import MOST_SECONDS, GlooGroup, GroupError
 from .peer_round import PeerRound
 from .peers import Peers
@@ -67,13 +68,20 @@ class PeerCluster(Cluster):
         """Compacts or copies on this thread; another exchanges. What lies on a GPU is copied first."""
         if tensor.dtype == torch.uint8:  # a broadcast
             return super().push_pull_async(tensor, name, average=average, contributes=contributes)
+        return self._exchange(tensor, name, average)[0]
+
+    def _exchange(self, tensor: Tensor, name: str, average: bool) -> tuple[Pending, Progress]:
+        """Begins a round among workers."""
         device = tensor.device
         sent, back = self._transfers.convert(tensor.detach().cpu())
         prepare = partial(self._transfers.sum, sent, average)
-        pending: Pending = self._peers.begin(sent, name, average, prepare)
+        round_ = self._peers.begin(sent, name, average, prepare)
+        pending: Pending = round_
         if back is not None:
             pending = Converted(pending, back)
-        return pending if device.type == "cpu" else Converted(pending, lambda result: result.to(device))
+        if device.type != "cpu":
+            pending = Converted(pending, lambda result: result.to(device))
+        return pending, round_.progress
 
     def close(self, *, together: bool = False) -> None:
         """As :meth:`Cluster.close`; connections to the other workers are closed last."""
@@ -104,6 +112,7 @@ class PeerCluster(Cluster):
         """Counts a round that is done."""
         sum_ = round_.sum
         with self._recording:
+            self.stats.peer_rounds += 1
             self._count(
                 (round_.sent_bytes, round_.received_bytes, sum_.dense_bytes),
                 round_.began,

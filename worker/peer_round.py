@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from zenps.buffers import BufferPool
+from zenps.errors import ZenPSError
 from zenps.kernels.base import ACCUMULATE, Kernels
 from zenps.layout import check_rows
 from zenps.schemes import SchemeName
 
 from .awaited import Awaited
 from .compaction import as_sparse, as_table
-from .handle import Handle
+from .handle import Handle, Progress
 from .meeting import Entry
 from .peer_group import Group
 from .peer_sums import Table, gathered, merged, sparcml
@@ -111,6 +112,7 @@ class PeerRound(Awaited):
         began: when it did, by the performance counter.
 
     Attributes:
+        progress: what is known of it, without the tensor.
         meeting: ends when all ranks have told one another of the tensor; None before it has begun.
         said: what they said, once they have met and agree.
         sent_bytes, received_bytes: by this rank, for this tensor.
@@ -127,6 +129,7 @@ class PeerRound(Awaited):
     ) -> None:
         super().__init__(name, timeout_seconds, lambda waited: record(self, waited), spans)
         self.sum = sum_
+        self.progress = Progress(0, began)
         self.began = began
         self.compacted_seconds = time.perf_counter() - began
         self.meeting: Handle | None = None
@@ -137,3 +140,11 @@ class PeerRound(Awaited):
     def has_met(self) -> bool:
         """Whether the meeting is over, one way or the other."""
         return self.meeting is not None and self.meeting.has_ended
+
+    def end(self, outcome: Tensor | ZenPSError) -> None:
+        if self._outcome is None:
+            if isinstance(outcome, Tensor):
+                self.progress.pushed_rows = sum(entry.rows for entry in self.said)
+                self.progress.pulled_rows = self.sum.pulled_rows
+            self.progress.ended = True
+        super().end(outcome)

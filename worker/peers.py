@@ -18,6 +18,7 @@ from torch import Tensor
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, UsageError, ZenPSError
 from zenps.metrics import WorkerMetrics
 
+from .communicator import in_flight
 from .handle import Handle
 from .meeting import disagreement, entries, entry_of, table_of
 from .peer_group import Group, GroupError
@@ -99,7 +100,7 @@ class Peers:
         round_ = PeerRound(name, sum_, self._timeout_seconds, self._record, self._spans, began)
         with self._news:
             if name in self._in_flight:
-                raise UsageError(f"tensor {name!r} is in flight; wait for its handle before pushing it again")
+                raise in_flight(name)
             self._in_flight[name] = round_
             failure, number = self._failure, self._next_number
             self._next_number += 1

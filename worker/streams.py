@@ -20,17 +20,12 @@ from zenps.errors import ProtocolError
 from zenps.wire.blocks import NONE_LEFT, Ahead
 from zenps.wire.messages import POSITION_BYTES
 
-__all__ = ["LONGEST_NAME", "MOST_STREAMS", "PHASES", "Plan", "Stream", "plan_streams", "stream_name"]
+__all__ = ["LONGEST_NAME", "MOST_STREAMS", "Plan", "Stream", "plan_streams", "stream_name"]
 
 Blocks = NDArray[np.int64]
 
 # How many messages of a tensor may be in flight, and how finely it is dealt to servers. Each takes a name.
 MOST_STREAMS = 64
-
-# A stream's rounds are numbered step · PHASES + phase: ranks whose round failed in different phases agree
-# on the next step's number all the same.
-PHASES = 10**9
-
 
 LONGEST_NAME = 1024 - len(f"#{MOST_STREAMS}")
 """How many characters a tensor's name may have: those of its streams have as many as a name may."""

@@ -22,7 +22,7 @@ from zenps.kernels.place import Placement
 from zenps.layout import Layout, LayoutCache
 from zenps.placement import place_on
 from zenps.ring import SLOTS
-from zenps.schemes import SCHEMES, Scheme
+from zenps.schemes import Scheme, among_workers, over_servers
 from zenps.strategies.centralized import home_slot
 from zenps.strategies.parallel import Parallel
 from zenps.strategies.registry import strategy
@@ -59,7 +59,7 @@ class Transfers:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._scheme = SCHEMES[config.sync.scheme]
+        self._scheme = over_servers(config.sync.scheme)
         self._codec = self._scheme.push_codec or config.sync.codec
         self._ring: _Ring
         self._epoch = 0
@@ -148,7 +148,7 @@ class Transfers:
             TensorError: indices lie outside the tensor.
         """
         if tensor.is_sparse:
-            return SparseSum(tensor, average, self._config.sync.scheme, self._kernels)
+            return SparseSum(tensor, average, among_workers(self._config.sync.scheme), self._kernels)
         return DenseSum(tensor, average, self._pool)
 
     def recut(self, name: str, sent: Sent) -> Sent:
@@ -223,7 +223,7 @@ class _Ring:
 
     Args:
         config: all settings.
-        scheme: the one of ``sync.scheme``.
+        scheme: that of tensors that go over servers.
         epoch, owners, servers: as for :meth:`Transfers.set_ring`.
     """
 

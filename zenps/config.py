@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from zenps.errors import ConfigError, UnknownKeyError
-from zenps.schemes import SCHEMES
+from zenps.schemes import over_servers
 from zenps.settings import FIELDS, PARTITIONS, ClusterConfig, Config, LogConfig, MetricsConfig, SyncConfig
 from zenps.values import checked, format_bytes, parse_address
 
@@ -113,7 +113,7 @@ def load(
 
 def _check_scheme(config: Config) -> None:
     """Refuses what cannot be had where workers exchange among themselves, or blocks, or on two levels."""
-    scheme = SCHEMES[config.sync.scheme]
+    scheme = over_servers(config.sync.scheme)
     if config.sync.values != "same" and (scheme.exchange == "peers" or scheme.blocks):
         wanted = f"same, because sync.scheme = {config.sync.scheme} sends values as they are"
         raise ConfigError("sync.values", config.sync.values, wanted)
@@ -131,6 +131,17 @@ def _check_scheme(config: Config) -> None:
     if config.security.keys:
         wanted = f"no keys, {among_workers}, over connections that know none"
         raise ConfigError("security.keys", config.security.keys, wanted)
+
+
+def bound_to_servers(config: Config) -> str:
+    """The setting that keeps workers from exchanging among themselves; empty if none does."""
+    reasons = {
+        "cluster.on_worker_loss": config.cluster.goes_on,
+        "security.keys": bool(config.security.keys),
+        "sync.levels": config.sync.levels == 2,
+        "sync.values": config.sync.values != "same",
+    }
+    return next((name for name, holds in reasons.items() if holds), "")
 
 
 def describe(loaded: Loaded) -> list[Setting]:

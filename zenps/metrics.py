@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCo
 
 from zenps.collectors import Durations, Late, Tally, WithoutCreated
 from zenps.errors import ProtocolError, cannot_listen
+from zenps.schemes import AUTO
 
 __all__ = ["Exporter", "Refusal", "SchedulerMetrics", "ServerMetrics", "WorkerMetrics", "serve"]
 
@@ -91,6 +92,11 @@ class WorkerMetrics(_RoleMetrics):
         )
         self.rounds = self._counter(
             "zenps_rounds_total", "Rounds by how they ended.", outcome=("completed", "failed")
+        )
+        self.chosen_rounds = self._counter(
+            "zenps_chosen_rounds_total",
+            "Rounds of sparse tensors by the scheme that sync.scheme = auto has chosen for them.",
+            scheme=AUTO,
         )
         self.rows = self._counter(
             "zenps_rows_total",

@@ -12,7 +12,16 @@ from msgspec import Struct
 
 from zenps.codecs.base import CodecName
 
-__all__ = ["SCHEMES", "Answer", "Scheme", "SchemeName"]
+__all__ = [
+    "AUTO",
+    "SCHEMES",
+    "Answer",
+    "Scheme",
+    "SchemeName",
+    "SchemeSetting",
+    "among_workers",
+    "over_servers",
+]
 
 SchemeName = Literal[
     "zenps",
@@ -25,6 +34,9 @@ SchemeName = Literal[
     "sparcml",
     "hierarchical-centralization",
 ]
+
+SchemeSetting = Literal[SchemeName, "auto"]
+"""What ``sync.scheme`` may be; auto: one of :data:`AUTO`, for each tensor the one that suits it."""
 
 Answer = CodecName | Literal["auto"]
 """How the positions of a union travel; auto: as suits the chunk."""
@@ -80,3 +92,17 @@ SCHEMES: Final[dict[SchemeName, Scheme]] = {
     "hierarchical-centralization": Scheme(exchange="peers"),
 }
 assert tuple(SCHEMES) == get_args(SchemeName)
+
+AUTO: Final[tuple[SchemeName, SchemeName]] = ("zenps", "agsparse")
+"""What auto chooses from: one over servers, one among workers. Both add in rank order and keep every touched
+row, so that a result is the same bit for bit, whichever it came by."""
+
+
+def over_servers(setting: SchemeSetting) -> Scheme:
+    """What becomes of tensors that go over servers."""
+    return SCHEMES[AUTO[0] if setting == "auto" else setting]
+
+
+def among_workers(setting: SchemeSetting) -> SchemeName:
+    """The scheme of tensors that go from worker to worker."""
+    return AUTO[1] if setting == "auto" else setting

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from zenps.codecs.base import ValueForm
-from zenps.schemes import SchemeName
+from zenps.schemes import SchemeSetting
 
 __all__ = [
     "FIELDS",
@@ -118,10 +118,10 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How gradients travel."""
 
     scheme: Annotated[
-        SchemeName,
+        SchemeSetting,
         Meta(
-            description="[in which form gradients travel, and to whom](schemes.md); "
-            "all but zenps bring their own partition and codec"
+            description="[in which form gradients travel, and to whom](schemes.md); all but zenps bring "
+            "their own partition and codec; auto: what is [predicted to be fastest](schemes.md#auto)"
         ),
     ] = "zenps"
     partition: Annotated[
@@ -161,6 +161,12 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         ),
     ] = 256
     fusion: Annotated[int, Meta(description="omnireduce: blocks in a message at most", ge=1, le=65536)] = 256
+    bandwidth_mbit: Annotated[
+        int, Meta(description="auto: what a host's link carries each way, in Mbit/s", ge=1, le=10**7)
+    ] = 10_000
+    latency_us: Annotated[
+        int, Meta(description="auto: how long a message takes beside, in µs", ge=0, le=10**7)
+    ] = 50
     levels: Annotated[
         int,
         Meta(
@@ -294,11 +300,13 @@ def shared_settings(config: Config) -> dict[str, str | int | float]:
     return {
         "cluster.max_message_bytes": config.cluster.max_message_bytes,
         "cluster.on_worker_loss": config.cluster.on_worker_loss,
+        "sync.bandwidth_mbit": config.sync.bandwidth_mbit,
         "sync.block": config.sync.block,
         "sync.bucket_bytes": config.sync.bucket_bytes,
         "sync.chunk_bytes": config.sync.chunk_bytes,
         "sync.fusion": config.sync.fusion,
         "sync.granule": config.sync.granule,
+        "sync.latency_us": config.sync.latency_us,
         "sync.levels": config.sync.levels,
         "sync.partition": config.sync.partition,
         "sync.scheme": config.sync.scheme,

@@ -34,6 +34,7 @@ def kept() -> list[dict[str, Any]]:
     return sets
 
 
+@pytest.mark.long
 def test_it_measures_what_is_kept(tmp_path: Path, kept: list[dict[str, Any]]) -> None:
     output = tmp_path / "codecs.json"
     sets = measured(output, "--spans", "10000", "100000", "--densities", "0.001", "0.1", "0.99")

@@ -18,6 +18,7 @@ def bench(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
 
 
+@pytest.mark.long
 def test_tiny_run_is_measured_and_written(tmp_path: Path) -> None:
     output = tmp_path / "new" / "tiny.json"
     case = {"rows": 20_000, "dim": 16, "ids": 2_000, "skew": 5.0, "steps": 2}
@@ -55,6 +56,7 @@ def test_tiny_run_is_measured_and_written(tmp_path: Path) -> None:
     assert traffic["wire_bytes"]["gloo dense"] > 2 * 4 * 20_000 * 16
 
 
+@pytest.mark.long
 def test_failed_block_ends_the_run_with_its_output(tmp_path: Path) -> None:
     output = tmp_path / "failed.json"
     done = bench("--quick", "--partitions", "nowhere", "--json", str(output))

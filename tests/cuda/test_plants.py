@@ -35,7 +35,9 @@ def rerun(reruns: dict[Sanitizer, Rerun], request: pytest.FixtureRequest) -> Rer
     return reruns[sanitizer]
 
 
-@pytest.mark.parametrize("tested", ["scan", *EXPRESSIONS])
+@pytest.mark.parametrize(
+    "tested", ["scan", *(pytest.param(name, marks=pytest.mark.long) for name in EXPRESSIONS)]
+)
 @pytest.mark.parametrize("rerun", [Sanitizer.THREAD, Sanitizer.ADDRESS], indirect=True)
 def test_sanitizers_find_nothing(rerun: Rerun, tested: str) -> None:
     outcome = rerun.run([str(TESTS / f"test_{tested}.py")])

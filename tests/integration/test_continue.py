@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -168,6 +169,7 @@ def test_a_worker_whose_script_raises_is_done_without_at_once(tmp_path: Path) ->
     assert results[0][7].ranks == (0, 1), "it had not come to the last round of that step"
 
 
+@pytest.mark.long
 def test_two_are_lost_at_once_and_both_come_back(tmp_path: Path) -> None:
     with going_on() as cluster:
         training = Training(cluster, tmp_path)
@@ -190,6 +192,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_a_newcomer_that_dies_before_it_has_the_state_holds_nobody_up(tmp_path: Path) -> None:
     with going_on() as cluster:
         training = Training(cluster, tmp_path)
@@ -217,6 +220,7 @@ def die_as_the_root(path: Path) -> None:
     torch.save((state.rank, model.out.weight), path / f"{zps.rank()}.pt")
 
 
+@pytest.mark.long
 def test_another_takes_the_place_of_a_root_that_dies(tmp_path: Path) -> None:
     with going_on() as cluster:
         workers = [cluster.start(die_as_the_root, tmp_path, rank=rank) for rank in ALL]

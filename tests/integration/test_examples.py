@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import argparse
+import importlib
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,11 +17,17 @@ from typing import Any
 import pytest
 import torch
 
+import zenps as zps
+
+Example = Callable[[str], ModuleType]
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 DEADLINE_SECONDS = 100.0
 
 SMALL_LSTM = ["--vocabulary", "4000", "--width", "64", "--samples", "256", "--batch", "4"]
+SMALL_NMT = ["--words", "60", "--width", "32", "--samples", "40", "--batch", "32", "--lr", "0.01"]
+SMALL_BERT = ["--vocabulary", "2000", "--width", "32", "--layers", "1", "--samples", "128", "--batch", "8"]
 SMALL_DEEPFM = ["--buckets", "20000", "--hidden", "32", "--batch", "256", "--lr", "0.004"]
 
 
@@ -52,9 +62,15 @@ def launched(
 
 
 @pytest.fixture
-def click_log(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def example(monkeypatch: pytest.MonkeyPatch) -> Example:
+    """Imports a module of the examples."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    return pytest.importorskip("click_log")
+    return importlib.import_module
+
+
+@pytest.fixture
+def click_log(example: Example) -> ModuleType:
+    return example("click_log")
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +94,7 @@ def test_language_model_learns_alone_with_its_whole_vocabulary(tmp_path: Path) -
     assert "words/s" in output
 
 
+@pytest.mark.long
 def test_language_model_shows_what_a_partition_changes_and_what_not(tmp_path: Path) -> None:
     reports = {}
     for partition in ("balanced", "centralized"):
@@ -133,6 +150,226 @@ def test_click_model_learns_in_a_cluster_and_counts_malformed_lines(tmp_path: Pa
     assert report["held_out_loss"][1] < report["held_out_loss"][0], output
     assert report["pushed_bytes"] + report["pulled_bytes"] < report["dense_bytes"]
     assert "imbalance" in output
+
+
+# ── the translation model ───────────────────────────────────────────────────────────────────────
+
+# Runs an example, and shows the weights that this rank has at its end.
+WATCHED = """
+import hashlib, runpy, sys
+import zenps as zps
+
+broadcast, weights = zps.broadcast_parameters, {}
+
+def remember(parameters, root_rank):
+    weights.update(parameters)
+    broadcast(parameters, root_rank=root_rank)
+
+zps.broadcast_parameters = remember
+del sys.argv[0]
+sys.path.insert(0, "examples")
+runpy.run_path(sys.argv[0], run_name="__main__")
+data = b"".join(tensor.numpy().tobytes() for tensor in weights.values())
+print("weights", hashlib.sha256(data).hexdigest())
+"""
+
+
+def watched(tmp_path: Path, script: str, *arguments: str) -> tuple[str, dict[str, Any]]:
+    """As ``launched``; both ranks must end with the same weights."""
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-c", WATCHED, f"examples/{script}", *arguments, "--report", str(report)]
+    output = run(["-m", "zenps.cli", "launch", "--workers", "2", "--servers", "2", "--", *command])
+    first, second = re.findall(r"weights ([0-9a-f]{64})", output)
+    assert first == second
+    return output, json.loads(report.read_text())
+
+
+@pytest.mark.long
+def test_translation_model_learns_in_a_cluster(tmp_path: Path) -> None:
+    output, report = watched(tmp_path, "nmt.py", *SMALL_NMT, "--sentences", "2000", "--steps", "40")
+    before, after = report["held_out_loss"]
+    assert after < before - 0.7, output
+    before, after = report["held_out_accuracy"]
+    assert before < 0.15 < after, output
+    assert report["vocabulary"] == [62, 62]
+    assert report["steps"] == 40
+    assert "sentences/s" in output
+
+
+def refusal(example: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{example.__name__}.py", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        example.main()
+    zps.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        ("a b\nc\n", "x y\n", "a.de has 2 sentences, {0}/a.en 1; expected a translation of each"),
+        ("", "", "a.de, {0}/a.en: 0 pairs of sentences; expected at least 40 for each worker"),
+        ("\n\n", "x\ny\n", "a.de, {0}/a.en: 0 pairs of sentences; expected at least 40 for each worker"),
+    ],
+    ids=["counts", "empty", "blank"],
+)
+def test_files_without_pairs_of_sentences_are_refused_in_a_line(
+    source: str,
+    target: str,
+    message: str,
+    example: Example,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "a.de").write_text(source)
+    (tmp_path / "a.en").write_text(target)
+    files = ["--source", str(tmp_path / "a.de"), "--target", str(tmp_path / "a.en")]
+    refusal(example("nmt"), monkeypatch, *files)
+    expected = f"nmt.py: error: {tmp_path}/{message.format(tmp_path)}"
+    assert capsys.readouterr().err.splitlines()[-1] == expected
+
+
+def test_one_file_without_the_other_is_refused(
+    example: Example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refusal(example("nmt"), monkeypatch, "--source", __file__)
+    assert "--source and --target: expected both or none" in capsys.readouterr().err
+
+
+def test_the_files_of_iwslt_are_read_without_their_tags(tmp_path: Path, example: Example) -> None:
+    german, english = tmp_path / "train.tags.de-en.de", tmp_path / "train.tags.de-en.en"
+    german.write_text(
+        "<url>http://www.ted.com/</url>\n<reviewer></reviewer>\n<title>W</title>\nDas ist es .\n\nJa , gut\n"
+    )
+    english.write_text("<url>http://www.ted.com/</url>\n<title>How</title>\nThat 's it .\nLost\nYes , good\n")
+    pairs = [("Das ist es .", "That ' s it ."), ("Ja , gut", "Yes , good")]
+    assert [tuple(map(" ".join, p)) for p in example("parallel_text").ParallelText(german, english)] == pairs
+    german.write_text(
+        '<refset>\n<doc docid="1">\n<seg id="1"> 5 < 6 </seg>\n<seg id="2">b</seg>\n</doc>\n</refset>\n'
+    )
+    english.write_text("5 < 6\n<unk> c@@ d\n")
+    pairs = [("5 < 6", "5 < 6"), ("b", "< unk > c@@ d")]
+    assert [tuple(map(" ".join, p)) for p in example("parallel_text").ParallelText(german, english)] == pairs
+
+
+def test_a_pass_has_each_pair_once_beside_others_of_its_length(example: Example) -> None:
+    parallel_text = example("parallel_text")
+    pairs = [([7] * (1 + i % 10), [i, parallel_text.END_NUMBER]) for i in range(1, 201)]
+    a_pass = list(itertools.islice(parallel_text.batches(pairs, 20, seed=3), 10))
+    assert sorted(word for batch in a_pass for word in batch.targets[:, 0].tolist()) == list(range(1, 201))
+    assert all(int(batch.source_lengths.min()) == batch.source.shape[1] for batch in a_pass)
+    assert [len(batch.source[0]) for batch in a_pass] != list(range(1, 11))
+
+
+def test_a_batch_is_padded_and_says_where(example: Example) -> None:
+    batch = example("parallel_text").collate([([5, 6], [3, 4, 0]), ([7], [8, 0])])
+    assert batch.source.tolist() == [[5, 6], [7, 0]]
+    assert batch.source_lengths.tolist() == [2, 1]
+    assert batch.inputs.tolist() == [[0, 3, 4], [0, 8, 0]]
+    assert batch.targets[batch.is_word].tolist() == [3, 4, 0, 8, 0]
+
+
+def test_padding_does_not_change_what_is_predicted(example: Example) -> None:
+    torch.manual_seed(5)
+    pairs = [([5, 6, 2, 1], [3, 4, 2, 0]), ([7], [8, 0])]
+    model, collate = example("nmt").Translator(9, 9, width=8, samples=4), example("parallel_text").collate
+    alone = torch.cat([model(collate([pair])) for pair in pairs])
+    torch.testing.assert_close(model(collate(pairs)), alone)
+
+
+def test_the_made_up_translation_keeps_words_and_moves_the_last_to_the_second_place(
+    tmp_path: Path, example: Example
+) -> None:
+    parallel_text = example("parallel_text")
+    parallel_text.write_sample(tmp_path / "s", tmp_path / "t", sentences=500, words=40, seed=2)
+    translation: dict[str, str] = {}
+    for source, target in parallel_text.ParallelText(tmp_path / "s", tmp_path / "t"):
+        source.insert(1, source.pop())
+        for word, translated in zip(source, target, strict=True):
+            assert translation.setdefault(word, translated) == translated
+    assert len(set(translation.values())) == len(translation) == 40
+
+
+# ── the masked language model ───────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.long
+def test_masked_language_model_learns_in_a_cluster_from_a_file(tmp_path: Path) -> None:
+    arguments = [*SMALL_BERT, "--data", argparse.__file__, "--steps", "40", "--lr", "0.005"]
+    output, report = watched(tmp_path, "bert.py", *arguments)
+    before, after = report["held_out_loss"]
+    assert after < before - 1, output
+    before, after = report["held_out_accuracy"]
+    assert before < 0.05 < after, output
+    assert report["steps"] == 40
+    assert 0 < report["pushed_bytes"] + report["pulled_bytes"] < report["dense_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "bert",
+            "1 windows of 64 words to learn from and 0 held out; expected at least 1 and 1 for each worker",
+        ),
+        ("lstm_lm", "78 words to learn from and 2 held out; expected at least 1,056 and 2 for each worker"),
+    ],
+)
+def test_a_text_that_is_too_short_is_refused(
+    name: str,
+    message: str,
+    tmp_path: Path,
+    example: Example,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text("word\n" * 80)
+    refusal(example(name), monkeypatch, "--data", str(path))
+    assert capsys.readouterr().err.splitlines()[-1] == f"{name}.py: error: {message}"
+
+
+def test_a_file_is_read_whatever_its_bytes(tmp_path: Path, example: Example) -> None:
+    path = tmp_path / "text"
+    path.write_bytes("Größe, 1\r\n\r\n \n".encode() + "Größe".encode("latin-1"))
+    documents = list(example("text").TextFile(path))
+    assert documents == [
+        ["Größe", ",", "1"],
+        ["Gr", "\N{REPLACEMENT CHARACTER}", "\N{REPLACEMENT CHARACTER}", "e"],
+    ]
+
+
+def test_words_outside_the_vocabulary_share_a_number(example: Example) -> None:
+    text = example("text")
+    documents = [["a", "b", "a"], ["c", "b", "a", "d"]]
+    vocabulary = text.Vocabulary(text.most_frequent(documents, 2, "[MASK]"))
+    assert len(vocabulary) == 4
+    assert vocabulary.encode(documents).tolist() == [2, 3, 2, 1, 3, 2, 1]
+
+
+def test_of_the_words_to_fill_in_most_are_masked(example: Example) -> None:
+    bert = example("bert")
+    torch.manual_seed(4)
+    words = torch.randint(1, 1_000_000, (2000, bert.WINDOW))
+    masked = bert.mask(words, 1_000_000)
+    assert torch.equal(words.gather(1, masked.positions), masked.targets)
+    shown = masked.words.gather(1, masked.positions)
+    assert masked.targets.numel() == 2000 * round(0.15 * bert.WINDOW)
+    assert (shown == bert.MASK_NUMBER).double().mean() == pytest.approx(0.8, abs=0.01)
+    assert (shown == masked.targets).double().mean() == pytest.approx(0.1, abs=0.01)
+    assert torch.equal(masked.words.scatter(1, masked.positions, masked.targets), words)
+
+
+def test_a_table_for_input_and_output_has_a_sparse_gradient(example: Example) -> None:
+    bert = example("bert")
+    model = bert.MaskedLanguageModel(50_000, width=8, layers=1, samples=16)
+    text = bert.mask(torch.randint(1, 50_000, (2, bert.WINDOW)), 50_000)
+    model.words.loss(model(text), text.targets.flatten()).backward()
+    gradient = model.words.weight.grad
+    assert gradient.is_sparse
+    rows = set(gradient.coalesce().indices()[0].tolist())
+    assert set(text.words.flatten().tolist()) | set(text.targets.flatten().tolist()) <= rows
+    assert len(rows) <= 2 * bert.WINDOW + text.targets.numel() + 16
 
 
 # ── click logs ──────────────────────────────────────────────────────────────────────────────────

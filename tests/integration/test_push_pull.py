@@ -266,7 +266,14 @@ class Outcome(NamedTuple):
     ranks: list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=CLUSTERS)
+SHORT = ("balanced", "plug-in", "chunked", "small messages")
+"""Those in the default suite."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in CLUSTERS],
+)
 def outcome(request: pytest.FixtureRequest) -> Iterator[Outcome]:
     workers, servers, settings = CLUSTERS[request.param]
     with Cluster(workers, servers, settings) as cluster:

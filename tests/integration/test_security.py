@@ -44,11 +44,13 @@ REFUSED = "zenps_refused_connections_total"
 SETTINGS = {
     "cluster.max_message_bytes": 256 << 20,
     "cluster.on_worker_loss": "fail",
+    "sync.bandwidth_mbit": 10_000,
     "sync.block": 256,
     "sync.bucket_bytes": 4 << 20,
     "sync.chunk_bytes": 8 << 20,
     "sync.fusion": 256,
     "sync.granule": 32,
+    "sync.latency_us": 50,
     "sync.levels": 1,
     "sync.partition": "balanced",
     "sync.scheme": "zenps",

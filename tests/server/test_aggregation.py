@@ -117,6 +117,7 @@ def test_sparse_sums_are_those_of_a_loop_over_ranks(
             sums[position] = sums[position] + row if position in sums else row
     result, positions_got, values_got = aggregate(pushes)
     assert result.rows == len(sums)
+    assert result.pushed == sum(push.rows for push, _ in pushes)
     assert positions_got is not None
     assert positions_got.tolist() == sorted(sums)
     rows = [sums[position] / ranks if average else sums[position] for position in sorted(sums)]
@@ -353,6 +354,7 @@ def test_blocks_are_summed_as_if_all_ranks_had_pushed_all() -> None:
     ]
     result, frames = AGGREGATOR.aggregate([(push, read_payload(push, frames)) for push, frames in pushes])
     assert (result.tensor, result.step, result.chunk, result.rows) == ("t", 5, 2, 3)
+    assert result.pushed == sum(push.rows for push, _ in pushes)
     assert result.codec == "bitmap"
     positions, ahead = decode_blocks(frames[0], 3, 3)
     assert (positions.tolist(), ahead.tolist()) == ([0, 1, 2], [4, 7, 6])

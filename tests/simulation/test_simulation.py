@@ -210,7 +210,12 @@ def name_of(parts: Parts | Scenario) -> str:
 
 @pytest.mark.parametrize(
     ("scenario", "parts"),
-    [(scenario, parts) for scenario, plants in PLANTS.items() for parts in plants],
+    [
+        # The first two of each scenario in the default suite.
+        pytest.param(scenario, parts, marks=() if parts in plants[:2] else pytest.mark.long)
+        for scenario, plants in PLANTS.items()
+        for parts in plants
+    ],
     ids=name_of,
 )
 def test_a_mistake_is_found(scenario: Scenario, parts: Parts) -> None:

@@ -8,6 +8,7 @@ from tests.soak.soak import Report, Sample, soak
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.long
 def test_nothing_grows_in_a_thousand_steps() -> None:
     report = soak(1000, every_seconds=0.1)
     assert min(map(len, report.samples.values())) > 8

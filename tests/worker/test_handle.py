@@ -61,7 +61,7 @@ class Network:
 
 
 def answer(chunk: int, epoch: int = 1) -> tuple[int, Result, Sequence[memoryview]]:
-    return 0, Result(epoch, "a", 0, chunk, 1, "none"), FRAMES
+    return 0, Result(epoch, "a", 0, chunk, 1, "none", 3), FRAMES
 
 
 def test_every_answer_is_absorbed_once_and_the_result_kept() -> None:
@@ -117,6 +117,7 @@ def test_a_restart_between_two_answers_forgets_the_first() -> None:
     assert scripted.handle.wait().tolist() == [1, 2]
     assert transfer.log == [0, "restart", 1, 2]
     assert (scripted.progress.pulled_rows, scripted.progress.pulled_bytes) == (2, 8)
+    assert scripted.progress.pushed_rows == 6
 
 
 def test_answers_that_nobody_absorbed_before_a_restart_never_are() -> None:
@@ -130,6 +131,14 @@ def test_answers_that_nobody_absorbed_before_a_restart_never_are() -> None:
     assert scripted.handle.wait().tolist() == [2]
     assert transfer.log == ["restart", 2]
     assert (scripted.progress.pulled_rows, scripted.progress.pulled_bytes) == (1, 4)
+    assert scripted.progress.pushed_rows == 3
+
+
+def test_of_a_round_that_failed_no_rows_are_known() -> None:
+    scripted = Scripted(Count(), delivers(0), lambda handle: handle.fail(DeadlineError("gone")))
+    with pytest.raises(DeadlineError):
+        scripted.handle.wait()
+    assert (scripted.progress.pushed_rows, scripted.progress.pulled_rows) == (0, 0)
 
 
 def test_a_restart_gives_the_answers_as_much_time_again() -> None:

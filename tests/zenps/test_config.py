@@ -156,7 +156,7 @@ class TestUnknownKeys:
         assert refusal(sets=["sync.partitoin=x"]) == (
             "sync.partitoin: unknown key; did you mean sync.partition? "
             "(sync has: scheme, partition, codec, values, chunk_bytes, bucket_bytes, granule, block, fusion, "
-            "levels, table_bytes, seed, trace)"
+            "bandwidth_mbit, latency_us, levels, table_bytes, seed, trace)"
         )
         sections = "cluster, sync, cuda, security, metrics, status, log"
         assert refusal(sets=["zzz=x"]) == f"zzz: unknown key; sections: {sections}"

@@ -42,6 +42,7 @@ NAMES: dict[Role, set[str]] = {
         "zenps_wait_duration_seconds",
         "zenps_compaction_duration_seconds",
         "zenps_scatter_duration_seconds",
+        "zenps_chosen_rounds_total",
         "zenps_compaction_ratio",
         "zenps_partition_imbalance_ratio",
         "zenps_refused_pushes_total",
@@ -123,7 +124,8 @@ def test_labels_are_closed_sets_that_start_at_zero(role: Role) -> None:
     for reason in ProtocolError.REASONS:
         assert registry.get_sample_value("zenps_protocol_errors_total", {"reason": reason}) == 0
     labels = {key for family in registry.collect() for sample in family.samples for key in sample.labels}
-    assert labels <= {"reason", "outcome", "cause", "role", "stage", "state", "version", "le", "rank"}
+    known = {"reason", "outcome", "cause", "role", "scheme", "stage", "state", "version", "le", "rank"}
+    assert labels <= known
 
 
 def test_of_thousands_of_ranks_the_latest_have_series() -> None:

@@ -13,13 +13,17 @@ from zenps.codecs.base import Positions
 from zenps.codecs.registry import CODECS
 from zenps.errors import ProtocolError
 
-__all__ = ["NONE_LEFT", "Ahead", "decode_blocks", "encode_blocks"]
+__all__ = ["NONE_LEFT", "PHASES", "Ahead", "decode_blocks", "encode_blocks"]
 
 Ahead = NDArray[np.uint32]
 """The next block of each column, ``[span]``."""
 
 NONE_LEFT = (1 << 32) - 1
 """What is next in a column that has no further block. The greatest number, so that it is never the least."""
+
+PHASES = 10**9
+"""A stream's rounds are numbered step · PHASES + phase: ranks whose round failed in different phases agree
+on the next step's number all the same."""
 
 _POINTER = np.dtype("<u4")
 _BITMAP = CODECS["bitmap"]

@@ -341,6 +341,8 @@ class Result(Struct, frozen=True, array_like=True, tag="result"):
     chunk: Count
     rows: Count
     codec: CodecName | Literal["none"]
+    pushed: Count = 0
+    """How many rows all ranks together have pushed: ``rows`` of each, added up."""
 
 
 class Failure(Struct, frozen=True, array_like=True, tag="failure"):
