@@ -110,7 +110,7 @@ def test_a_tensor_changes_its_scheme_and_no_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("step", [WENT, CAME])
 def test_a_server_is_lost_while_a_tensor_changes(tmp_path: Path, step: int) -> None:
     """The round before the change ends by another ring than it began by."""
-    with Cluster(WORKERS, SERVERS, SETTINGS, lease_seconds=2.0) as cluster:
+    with Cluster(WORKERS, SERVERS, SETTINGS, lease_seconds=4.0) as cluster:
         workers = [cluster.start(drift, tmp_path, step - 1, rank=rank) for rank in range(WORKERS)]
         for rank in range(WORKERS):
             await_file(tmp_path / f"at{rank}")

@@ -15,7 +15,7 @@ import zenps as zps
 from tests.integration.cluster import Cluster, Raised, attempt
 from tests.integration.scripts import run_script
 
-LEASE_SECONDS = 2.0
+LEASE_SECONDS = 4.0
 RENDEZVOUS_SECONDS = 4.0
 SLACK_SECONDS = 2.0
 """What a machine that is busy with others may add to the lease."""

@@ -18,7 +18,7 @@ from zenps.worker.cluster import Cluster as World
 BLOCK, FUSION = 16, 4
 SETTINGS = {"sync.scheme": "omnireduce", "sync.block": BLOCK, "sync.fusion": FUSION}
 BLOCKS = 3000
-LEASE_SECONDS = 2.0
+LEASE_SECONDS = 4.0
 
 
 def tensor_of(rank: int, step: int, blocks: int = BLOCKS, density: float = 0.05) -> Tensor:

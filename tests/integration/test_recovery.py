@@ -19,7 +19,7 @@ from tests.integration.progress import await_step, step_of
 from zenps.settings import ClusterConfig
 from zenps.status import drain
 
-LEASE_SECONDS = 2.0
+LEASE_SECONDS = 4.0
 STEPS = 60
 STEP_SECONDS = 0.03
 """Training would otherwise be over before anything can happen to it."""

@@ -51,7 +51,7 @@ zps.shutdown()
 def test_all_workers_begin_again_when_one_has_failed(tmp_path: Path, failure: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    with Cluster(workers=RANKS, lease_seconds=2.0) as cluster:
+    with Cluster(workers=RANKS, lease_seconds=4.0) as cluster:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("ZENPS_")}
         settings = {
             "ZENPS_CLUSTER_SCHEDULER": cluster.address,
