@@ -63,6 +63,8 @@ class Cluster(RuleBasedStateMachine):
         self.held: dict[Key, dict[int, Held]] = {}
         self.opened: dict[Key, float] = {}
         self.aggregated: set[Key] = set()
+        self.reopened: set[Key] = set()
+        """Those that were opened once more, for an outcome that was forgotten."""
         self.departed: dict[int, str] = {}
 
     # ── what ranks do ───────────────────────────────────────────────────────────────────────────
@@ -141,6 +143,7 @@ class Cluster(RuleBasedStateMachine):
             return
         self.opened.setdefault(key, self.now)
         self.held.setdefault(key, {})[rank] = held
+        self.reopened |= self.rounds._reopened
         self.execute(actions)
 
     def execute(self, actions: Sequence[Aggregate | Reply]) -> None:
@@ -155,6 +158,15 @@ class Cluster(RuleBasedStateMachine):
                     pass
                 case Reply() as reply:
                     self.on_end(reply)
+        for key in self.held.keys() - self.rounds._open.keys():
+            self.on_cancel(key)
+
+    def on_cancel(self, key: Key) -> None:
+        """Nobody could say what became of it: who asked ends by its own deadline."""
+        assert key in self.reopened
+        del self.opened[key]
+        for rank in self.held.pop(key):
+            self.end(rank, key)
 
     def aggregate(self, action: Aggregate) -> list[Aggregate | Reply]:
         assert action.key not in self.aggregated
