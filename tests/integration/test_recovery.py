@@ -132,7 +132,7 @@ def test_survivors_take_a_lost_servers_slots(
     for state in training.finish({victim.name: code}):
         _assert_equal(state, undisturbed)
     if code == 1:
-        assert "was silent for more than its lease of 2 s; start it again" in victim.log
+        assert f"was silent for more than its lease of {LEASE_SECONDS:g} s; start it again" in victim.log
     assert f"server {lost} (host" in cluster.scheduler.log
 
 

@@ -6,7 +6,7 @@ In float64 the two differ by nothing but the order of sums: a relative 1e-9 afte
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -165,18 +165,26 @@ def use_a_closure() -> tuple[dict[str, Tensor], bool]:
 
 def watch_pushes() -> list[list[str]]:
     """For each step, what happened in which order: a push, a gradient, the end of backward."""
+    with pytest.MonkeyPatch.context() as patch:
+        return _watch_pushes(patch)
+
+
+def _watch_pushes(patch: pytest.MonkeyPatch) -> list[list[str]]:
     from zenps.worker import optimizer as module
 
     model = make_model()
     (optimizer,) = wrap(model, OPTIMIZERS["sgd"](model))
     events: list[str] = []
-    push_gradient_async = module.push_gradient_async
 
-    def watched(tensor: Tensor, name: str, *options: Any, **named: Any) -> Any:
-        events.append("push sparse" if tensor.is_sparse else f"push {name}")
-        return push_gradient_async(tensor, name, *options, **named)
+    def watch(push: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(tensor: Tensor, name: str, *options: Any, **named: Any) -> Any:
+            events.append("push sparse" if tensor.is_sparse else f"push {name}")
+            return push(tensor, name, *options, **named)
 
-    module.push_gradient_async = watched
+        return watched
+
+    for push in ("push_gradient_async", "push_pull_async"):
+        patch.setattr(module, push, watch(getattr(module, push)))
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(f"gradient {name}"))
     steps = []
@@ -188,7 +196,6 @@ def watch_pushes() -> list[list[str]]:
         optimizer.step()
         steps.append(events[:])
         events.clear()
-    module.push_gradient_async = push_gradient_async
     return steps
 
 
