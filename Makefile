@@ -19,7 +19,8 @@ test: .venv/installed
 	$(BIN)/pytest $(JOBS)
 
 test-long: .venv/installed
-	$(BIN)/pytest $(IN_PARALLEL) -m long
+	$(BIN)/pytest $(IN_PARALLEL) -m long $(JOBS:%=--ignore=%)
+	$(BIN)/pytest -m long $(JOBS)
 
 check: .venv/installed
 	$(BIN)/ruff check

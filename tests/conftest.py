@@ -9,6 +9,8 @@ import pytest
 
 from benchmarks.hosts import why_not_here
 
+pytest_plugins = ["tests.stolen"]
+
 # torch reads it on import: test processes share few cores, and more threads would fight for them.
 os.environ["OMP_NUM_THREADS"] = "1"
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import zenps as zps
-from tests.integration.cluster import Cluster, attempt, await_file
+from tests.integration.cluster import LEASE_SECONDS, Cluster, attempt, await_file
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
 from tests.integration.scraping import parse, scrape
 from zenps.costs import Links
@@ -107,10 +107,10 @@ def test_a_tensor_changes_its_scheme_and_no_bit(tmp_path: Path) -> None:
     assert not any("from now on" in log for log in logs[1:])
 
 
-@pytest.mark.parametrize("step", [WENT, CAME])
+@pytest.mark.parametrize("step", [WENT, pytest.param(CAME, marks=pytest.mark.long)])
 def test_a_server_is_lost_while_a_tensor_changes(tmp_path: Path, step: int) -> None:
     """The round before the change ends by another ring than it began by."""
-    with Cluster(WORKERS, SERVERS, SETTINGS, lease_seconds=4.0) as cluster:
+    with Cluster(WORKERS, SERVERS, SETTINGS, lease_seconds=LEASE_SECONDS) as cluster:
         workers = [cluster.start(drift, tmp_path, step - 1, rank=rank) for rank in range(WORKERS)]
         for rank in range(WORKERS):
             await_file(tmp_path / f"at{rank}")

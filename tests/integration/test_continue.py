@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 import zenps as zps
-from tests.integration.cluster import DEADLINE_SECONDS, Cluster, Raised, attempt, await_file
+from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, Raised, attempt, await_file
 from tests.integration.embedding_model import OPTIMIZERS, Model, assert_same, loss_of, make_model, state_of
 from tests.integration.progress import await_step, step_of
 
-LEASE_SECONDS = 4.0
 STEP_SECONDS = 0.03
 """Training would otherwise be over before anything can happen to it."""
 
@@ -233,6 +232,7 @@ def test_another_takes_the_place_of_a_root_that_dies(tmp_path: Path) -> None:
         cluster.drain()
 
 
+@pytest.mark.long
 def test_a_lost_server_and_a_returning_worker(tmp_path: Path) -> None:
     with going_on(servers=3) as cluster:
         training = Training(cluster, tmp_path)
@@ -287,6 +287,7 @@ def test_averages_are_over_those_that_are_present() -> None:
         assert torch.equal(result, torch.full((70_000,), 1.0)), "of 0 and 2"
 
 
+@pytest.mark.long
 def test_a_lost_root_of_a_broadcast_is_an_error() -> None:
     for what in ("small broadcast", "large broadcast"):
         for result in lose_one(what):
@@ -352,6 +353,7 @@ def never_commit(told: Path) -> None:
     await_file(told)
 
 
+@pytest.mark.long
 def test_a_newcomer_that_nobody_lets_in_is_told_why(tmp_path: Path) -> None:
     with going_on(workers=2) as cluster:
         worker = cluster.start(never_commit, tmp_path / "told", rank=0)

@@ -83,6 +83,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ── the language model ──────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long
 def test_language_model_learns_alone_with_its_whole_vocabulary(tmp_path: Path) -> None:
     arguments = ["--width", "32", "--batch", "8", "--steps", "60"]
     output, report = alone("lstm_lm.py", *arguments, report=tmp_path / "report.json")
@@ -117,6 +118,7 @@ def test_language_model_shows_what_a_partition_changes_and_what_not(tmp_path: Pa
 # ── the click model ─────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long
 def test_click_model_learns_alone(tmp_path: Path, sample: Path) -> None:
     arguments = ["--data", str(sample), *SMALL_DEEPFM, "--steps", "60"]
     output, report = alone("deepfm.py", *arguments, report=tmp_path / "report.json")
@@ -127,6 +129,7 @@ def test_click_model_learns_alone(tmp_path: Path, sample: Path) -> None:
     assert "clicks/s" in output
 
 
+@pytest.mark.long
 def test_a_run_stops_by_the_clock(tmp_path: Path, sample: Path) -> None:
     arguments = ["--data", str(sample), *SMALL_DEEPFM, "--steps", "1000000", "--seconds", "0.5"]
     _, report = alone("deepfm.py", *arguments, report=tmp_path / "report.json")

@@ -18,13 +18,12 @@ import pytest
 import torch
 
 import zenps as zps
-from tests.integration.cluster import DEADLINE_SECONDS
+from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS
 from zenps import cli
 from zenps.settings import ClusterConfig
 from zenps.status import fetch
 
-END_SECONDS = 5.0
-LEASE_SECONDS = 2.0
+END_SECONDS = LEASE_SECONDS + 3
 
 
 class Job(contextlib.AbstractContextManager["Job"]):
@@ -158,11 +157,13 @@ def test_one_ends_and_all_do(
         assert "Exception ignored" not in job.log(f"worker {rank}")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long), (signal.SIGKILL, -9)]
+)
 def test_without_the_only_server_all_end_unless_another_comes(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
-    with Job(tmp_path, "cluster.rendezvous_seconds=4", "cluster.lease_seconds=1") as job:
+    with Job(tmp_path, "cluster.rendezvous_seconds=4") as job:
         job.start_server()
         for rank in range(2):
             job.start_worker(rank)
@@ -170,7 +171,7 @@ def test_without_the_only_server_all_end_unless_another_comes(
         begin = time.monotonic()
         job.signal("server 0", number)
         assert job.codes(20) == LOST | {"server 0": code}
-        assert 3.5 < time.monotonic() - begin < 12, "another might have come"
+        assert 3.5 < time.monotonic() - begin < 15, "another might have come"
         for name in ("scheduler", "worker 0", "worker 1"):
             assert "is gone, and no other server came within 4 s" in job.log(name)
 
@@ -198,7 +199,7 @@ def test_a_worker_that_ends_while_it_waits_for_the_others_makes_room(job: Job) -
 
 
 def test_without_the_scheduler_all_end_after_a_while(tmp_path: Path) -> None:
-    with Job(tmp_path, "cluster.rendezvous_seconds=5", "cluster.lease_seconds=1") as job:
+    with Job(tmp_path, "cluster.rendezvous_seconds=5") as job:
         job.start_server()
         for rank in range(2):
             job.start_worker(rank)
@@ -206,7 +207,7 @@ def test_without_the_scheduler_all_end_after_a_while(tmp_path: Path) -> None:
         begin = time.monotonic()
         job.signal("scheduler", signal.SIGKILL)
         assert job.codes(20) == LOST | {"scheduler": -9}
-        assert 4.5 < time.monotonic() - begin < 12, "it might have returned"
+        assert 4.5 < time.monotonic() - begin < 15, "it might have returned"
         for name in ("server 0", "worker 0", "worker 1"):
             assert "has been silent for a lease; it has" in job.log(name)
             assert "(cluster.rendezvous_seconds)" in job.log(name)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import zenps as zps
-from tests.integration.cluster import Cluster, attempt
+from tests.integration.cluster import LEASE_SECONDS, Cluster, attempt
 from tests.integration.scripts import run_script
 
 
@@ -84,7 +84,7 @@ def test_a_partition_that_does_not_exist() -> None:
 
 def test_rendezvous_names_who_is_missing() -> None:
     settings = {"cluster.rendezvous_seconds": 4}
-    with Cluster(workers=3, servers=2, settings=settings, lease_seconds=4.0) as cluster:
+    with Cluster(workers=3, servers=2, settings=settings, lease_seconds=LEASE_SECONDS) as cluster:
         error = cluster.start(join, rank=2, init=False).result()
         assert error.kind == "DeadlineError"
         assert "missing after 4 s: 2 of 3 worker(s) (rank 0, 1)" in error.text

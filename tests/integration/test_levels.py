@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 import zenps as zps
-from tests.integration.cluster import Cluster, Raised, attempt, await_file
+from tests.integration.cluster import LEASE_SECONDS, Cluster, Raised, attempt, await_file
 from tests.integration.embedding_model import assert_same
 from tests.integration.reference import assert_same_bits
-from tests.integration.test_losses import LEASE_SECONDS, SLACK_SECONDS
+from tests.integration.test_losses import SLACK_SECONDS
 from tests.integration.test_push_pull import CASES, ROUNDS, expected, push_all
 from tests.integration.test_training import train, train_in_one_process
 from zenps.worker import host_link
@@ -115,7 +115,14 @@ def push_forever() -> tuple[Raised, float]:
             return outcome, time.time()
 
 
-@pytest.mark.parametrize(("lost", "end"), [(0, signal.SIGKILL), (2, signal.SIGKILL), (1, signal.SIGSTOP)])
+@pytest.mark.parametrize(
+    ("lost", "end"),
+    [
+        (0, signal.SIGKILL),
+        pytest.param(2, signal.SIGKILL, marks=pytest.mark.long),
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.long),
+    ],
+)
 def test_a_rank_that_is_lost_is_named(lost: int, end: signal.Signals) -> None:
     with Cluster(WORKERS, 1, {"sync.levels": 2}, lease_seconds=LEASE_SECONDS) as cluster:
         workers = [cluster.start(push_forever, rank=rank) for rank in range(WORKERS)]

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 import zenps as zps
-from tests.integration.cluster import Cluster, Raised, attempt
+from tests.integration.cluster import LEASE_SECONDS, Cluster, Raised, attempt
 from tests.integration.scripts import run_script
 
-LEASE_SECONDS = 4.0
 RENDEZVOUS_SECONDS = 4.0
 SLACK_SECONDS = 2.0
 """What a machine that is busy with others may add to the lease."""
@@ -63,7 +62,7 @@ def wait_for_the_dead(name: str) -> tuple[Any, float]:
     return error, time.time()
 
 
-@pytest.mark.parametrize("wait", ["push", "barrier"])
+@pytest.mark.parametrize("wait", ["push", pytest.param("barrier", marks=pytest.mark.long)])
 def test_a_killed_worker_is_named_within_its_lease(wait: str) -> None:
     with Cluster(lease_seconds=LEASE_SECONDS) as cluster:
         survivor = cluster.start(wait_for_the_dead, wait, rank=0)
@@ -88,6 +87,7 @@ def push_forever() -> tuple[Any, float]:
             return outcome, time.time()
 
 
+@pytest.mark.long
 def test_the_last_server_is_named_if_no_other_comes() -> None:
     settings = {"cluster.rendezvous_seconds": RENDEZVOUS_SECONDS}
     with Cluster(servers=1, settings=settings, lease_seconds=LEASE_SECONDS) as cluster:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import zenps as zps
-from tests.integration.cluster import Cluster, Raised, attempt, await_file
+from tests.integration.cluster import LEASE_SECONDS, Cluster, Raised, attempt, await_file
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
 from zenps.worker.api import communicator
 from zenps.worker.cluster import Cluster as World
@@ -18,7 +18,6 @@ from zenps.worker.cluster import Cluster as World
 BLOCK, FUSION = 16, 4
 SETTINGS = {"sync.scheme": "omnireduce", "sync.block": BLOCK, "sync.fusion": FUSION}
 BLOCKS = 3000
-LEASE_SECONDS = 4.0
 
 
 def tensor_of(rank: int, step: int, blocks: int = BLOCKS, density: float = 0.05) -> Tensor:

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 import zenps as zps
-from tests.integration.cluster import Cluster, Raised, attempt
+from tests.integration.cluster import LEASE_SECONDS, Cluster, Raised, attempt
 from tests.integration.embedding_model import assert_same
-from tests.integration.test_losses import LEASE_SECONDS, SLACK_SECONDS
+from tests.integration.test_losses import SLACK_SECONDS
 from tests.integration.test_training import train, train_in_one_process
 
 WORKERS = 3
@@ -33,7 +33,10 @@ def push_forever() -> tuple[Raised, float, float]:
             return outcome, raised_at, time.time() - raised_at
 
 
-@pytest.mark.parametrize(("scheme", "end"), [("agsparse", signal.SIGKILL), ("sparcml", signal.SIGSTOP)])
+@pytest.mark.parametrize(
+    ("scheme", "end"),
+    [("agsparse", signal.SIGKILL), pytest.param("sparcml", signal.SIGSTOP, marks=pytest.mark.long)],
+)
 def test_a_worker_that_is_lost_in_an_exchange_is_named(scheme: str, end: signal.Signals) -> None:
     with Cluster(WORKERS, 1, {"sync.scheme": scheme}, lease_seconds=LEASE_SECONDS) as cluster:
         workers = [cluster.start(push_forever, rank=rank) for rank in range(WORKERS)]

@@ -74,6 +74,7 @@ def test_a_training_is_recorded_and_planned_for(folder: Path) -> None:
     assert "workers = 16 # in all" in (folder / "zenps.toml").read_text()
 
 
+@pytest.mark.long
 def test_a_training_that_fails_gives_no_plan(folder: Path) -> None:
     done = zenps(
         folder, "plan", "--trace", "none", "--local-workers", "1", "--", sys.executable, "train.py", "--fail"

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 import zenps as zps
-from tests.integration.cluster import DEADLINE_SECONDS, Cluster, Process
+from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, Process
 from tests.integration.embedding_model import OPTIMIZERS, loss_of, make_model, state_of
 from tests.integration.progress import await_step, step_of
 from zenps.settings import ClusterConfig
 from zenps.status import drain
 
-LEASE_SECONDS = 4.0
 STEPS = 60
 STEP_SECONDS = 0.03
 """Training would otherwise be over before anything can happen to it."""
@@ -136,6 +135,7 @@ def test_survivors_take_a_lost_servers_slots(
     assert f"server {lost} (host" in cluster.scheduler.log
 
 
+@pytest.mark.long
 def test_the_last_servers_successor_is_waited_for(tmp_path: Path, undisturbed: State) -> None:
     with Cluster(servers=1, lease_seconds=LEASE_SECONDS) as cluster:
         training = Training(cluster, tmp_path)
@@ -197,6 +197,7 @@ def test_a_job_goes_on_without_its_scheduler_which_returns(
         _assert_equal(state, undisturbed)
 
 
+@pytest.mark.long
 def test_what_happened_while_the_scheduler_was_away_is_noticed(
     cluster: Cluster, tmp_path: Path, undisturbed: State
 ) -> None:

@@ -104,11 +104,15 @@ def cases() -> list[Case]:
 
 
 # The others take minutes, most of which are imports of torch.
-DEFAULT = {
-    *(("rendezvous", "ctrl-c"), ("stopped", "sigterm"), ("backward", "kill"), ("ddp", "exception")),
-    *(("push_pull", "sys.exit"), ("push_pull", "return"), ("barrier", "os._exit")),
+SHORT = {("rendezvous", "ctrl-c"), ("stopped", "sigterm"), ("backward", "kill")}
+LONG = {
+    *(("ddp", "exception"), ("push_pull", "sys.exit"), ("push_pull", "return"), ("barrier", "os._exit")),
 }
-CHOSEN = [case for case in cases() if os.environ.get("ZENPS_TEST_EVERY") or case[:2] in DEFAULT]
+CHOSEN = [
+    pytest.param(case, marks=() if case[:2] in SHORT else pytest.mark.long, id=str(case))
+    for case in cases()
+    if os.environ.get("ZENPS_TEST_EVERY") or case[:2] in SHORT | LONG
+]
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +122,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("case", CHOSEN, ids=str)
+@pytest.mark.parametrize("case", CHOSEN)
 def test_launch(zenps: Any, train: Path, case: Case) -> None:
     arguments = ("launch", "--workers", "2", "--servers", "1", "--", sys.executable, str(train))
     popen = zenps.start(*arguments, env={"STATE": case.state, "WAY": case.way}, start_new_session=True)

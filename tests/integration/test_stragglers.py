@@ -49,7 +49,7 @@ def await_late(cluster: Cluster, rank: int, seconds: float) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("wait", ["push", "barrier"])
+@pytest.mark.parametrize("wait", ["push", pytest.param("barrier", marks=pytest.mark.long)])
 def test_a_worker_that_sleeps_is_named_and_nothing_fails(wait: str, tmp_path: Path) -> None:
     done = tmp_path / "done"
     with Cluster(workers=3, settings=NO_DEADLINE, lease_seconds=LEASE_SECONDS) as cluster:

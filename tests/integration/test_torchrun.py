@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.cluster import DEADLINE_SECONDS, Cluster
+from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster
 from tests.integration.embedding_model import OPTIMIZERS, assert_same, loss_of, make_model, state_of
 
 RANKS, STEPS, FAILS_AT = 2, 8, 3
@@ -47,15 +47,15 @@ zps.shutdown()
 """
 
 
-@pytest.mark.parametrize("failure", ["raise", "SIGKILL"])
+@pytest.mark.parametrize("failure", ["SIGKILL", pytest.param("raise", marks=pytest.mark.long)])
 def test_all_workers_begin_again_when_one_has_failed(tmp_path: Path, failure: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    with Cluster(workers=RANKS, lease_seconds=4.0) as cluster:
+    with Cluster(workers=RANKS, lease_seconds=LEASE_SECONDS) as cluster:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("ZENPS_")}
         settings = {
             "ZENPS_CLUSTER_SCHEDULER": cluster.address,
-            "ZENPS_CLUSTER_LEASE_SECONDS": "2",
+            "ZENPS_CLUSTER_LEASE_SECONDS": str(LEASE_SECONDS),
             "PYTHONPATH": os.getcwd(),
         }
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "2"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import zenps as zps
-from tests.integration.cluster import Cluster
+from tests.integration.cluster import LEASE_SECONDS, Cluster
 from tests.integration.progress import await_step
 from zenps.codecs.values import VALUE_CODECS
 
@@ -136,7 +136,7 @@ def test_a_parameter_has_a_gradient_if_any_rank_has_one(form: str) -> None:
 def test_weights_keep_their_bits_when_a_server_dies(tmp_path: Path) -> None:
     """What is pushed again was rounded once; and however rows lie on servers, they are rounded alike."""
     undisturbed = trained("int8")
-    with Cluster(servers=3, settings={"sync.values": "int8"}, lease_seconds=4.0) as cluster:
+    with Cluster(servers=3, settings={"sync.values": "int8"}, lease_seconds=LEASE_SECONDS) as cluster:
         workers = [cluster.start(train, tmp_path, rank=rank) for rank in range(2)]
         await_step(tmp_path, 0, 5, workers[0])
         cluster.servers[1].kill()

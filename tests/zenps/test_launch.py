@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.cluster import LEASE_SECONDS
 from zenps import launch as launching
 from zenps.keys import generate
 
@@ -65,6 +66,7 @@ def test_joined_cluster_ends_by_itself(zenps: Any) -> None:
     assert_nothing_is_left(zenps)
 
 
+@pytest.mark.long
 def test_secured_cluster_ends_by_itself(zenps: Any, tmp_path: Path) -> None:
     generate(tmp_path / "keys", workers=2, servers=1)
     sets = ["--set", "security.keys=keys/keys.toml", "--set", "security.secret=keys"]
@@ -168,7 +170,7 @@ zenps.shutdown()
     ],
 )
 def test_training_goes_on_after_a_crash(zenps: Any, role: str, says: str) -> None:
-    counts = ("--workers", "2", "--servers", "2", "--set", "cluster.lease_seconds=1")
+    counts = ("--workers", "2", "--servers", "2", "--set", f"cluster.lease_seconds={LEASE_SECONDS}")
     popen = zenps.start("launch", *counts, "--", sys.executable, "-c", TRAIN)
     for _ in range(2):
         assert "started" in popen.stdout.readline()
