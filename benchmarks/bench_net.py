@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     begin, done = time.monotonic(), 0.0
     for block in blocks(tasks):
         for task, measured in run_block(block, options.set):
-            report.measurements += measured
+            report.add(measured)
             write(report, options.json)
             done += estimate_seconds(task, report)
             passed = time.monotonic() - begin
@@ -91,7 +91,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, metavar="N", help="timed at most, for each scheme and workload")
     parser.add_argument("--quick", action="store_true", help="by default little of all that")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.FIELD=VALUE")
-    parser.add_argument("--resume", action="store_true", help="measure only what the JSON file lacks")
+    parser.add_argument("--resume", action="store_true", help="only what the JSON file lacks, or is doubtful")
     parser.add_argument("--render", action="store_true", help="measure nothing; show what the JSON file has")
     parser.add_argument("--json", type=Path, metavar="FILE", default=HERE / "out" / "net.json")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="write the page of results, too")

@@ -29,6 +29,9 @@ come before those that are timed; where the second takes more than 4 s, it is th
 marks it. The first step's sum must be that of all gradients, and the same on all ranks. `gloo dense` is
 `torch.distributed.all_reduce` of a gradient that lies ready, dense.
 
+² marks what was measured while a hypervisor gave more than a tenth of the processor time that was wanted here
+to others. `make bench-net RESUME=1` measures it again.
+
 **Bytes** are those that the token buckets have counted in the very steps that are timed, with the headers of
 all packets and acknowledgements. The busiest is the greatest of all hosts and both directions. The formulas
 are those of `zenps/costs.py`, of payload alone.

@@ -19,6 +19,9 @@ from workloads import WORKLOADS, Character
 
 __all__ = ["Report", "Sheet", "describe_links", "plots", "sheets"]
 
+MUCH_STOLEN: Final = 0.1
+"""A measurement is better taken again."""
+
 MARKERS: Final = ("o-", "s-", "^-", "D-", "v-", "P-", "X-", "<-", ">-", "*-")
 CONGESTION: Final = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
@@ -45,9 +48,16 @@ class Report(msgspec.Struct):
     measurements: list[Measurement]
 
     def has(self, task: Task) -> bool:
-        """Whether all that the task would measure is there."""
-        found = {(m.workload, m.scheme, m.workers, m.mbit) for m in self.measurements}
+        """Whether all that the task would measure is there, and little was stolen meanwhile."""
+        found = {m.key for m in self.measurements if m.stolen <= MUCH_STOLEN}
         return found.issuperset((name, task.scheme, task.workers, task.mbit) for name in task.workloads)
+
+    def add(self, measurements: Sequence[Measurement]) -> None:
+        """Of two that measured the same, the one remains from which less was stolen."""
+        by_key = {m.key: m for m in self.measurements}
+        for m in measurements:
+            by_key[m.key] = min(by_key.get(m.key, m), m, key=lambda each: each.stolen)
+        self.measurements = list(by_key.values())
 
 
 class Row(NamedTuple):
@@ -181,8 +191,9 @@ def _grid(title: str, rows: Sequence[Row], cell: Callable[[Row], str]) -> Sheet:
 
 
 def _time(row: Row) -> str:
-    few = "¹" if len(row.measured.seconds) == 1 else ""
-    return f"{1e3 * row.p50_seconds:.0f} / {1e3 * row.p95_seconds:.0f}{few}  {row.speedup:.1f}×"
+    marks = "¹" if len(row.measured.seconds) == 1 else ""
+    marks += "²" if row.measured.stolen > MUCH_STOLEN else ""
+    return f"{1e3 * row.p50_seconds:.0f} / {1e3 * row.p95_seconds:.0f}{marks}  {row.speedup:.1f}×"
 
 
 def _over_ideal(row: Row) -> str:

@@ -17,6 +17,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from hosts import Host
+from processors import now
 from torch import Tensor
 from workloads import WORKLOADS, Workload
 
@@ -75,6 +76,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
         seconds: of the slowest rank, by step.
         out_bytes, in_bytes: by host, what left and reached it, headers included; the mean over steps.
         pushed_bytes, pulled_bytes: by worker and step, as ``zenps.stats()`` has it; 0 for :data:`GLOO`.
+        stolen: of the processor time that the machine wanted meanwhile, the share that others got.
     """
 
     workload: str
@@ -87,6 +89,12 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     in_bytes: list[float]
     pushed_bytes: float
     pulled_bytes: float
+    stolen: float
+
+    @property
+    def key(self) -> tuple[str, str, int, float]:
+        """What was measured, of which there is one in a report."""
+        return self.workload, self.scheme, self.workers, self.mbit
 
 
 class Step(NamedTuple):
@@ -126,6 +134,7 @@ def _measure(task: Task, name: str, host: Host) -> Measurement:
     result, _ = _step(call, workload.gradient(rank, 0), host)
     _check(result, workload)
     del result
+    begin = now()
     _, second = _step(call, workload.gradient(rank, 1), host)
     count = count_steps(float(_over_ranks([second.seconds]).max()), task.steps)
     gradients = (workload.gradient(rank, WARM_UP_STEPS + step) for step in range(count))
@@ -143,6 +152,7 @@ def _measure(task: Task, name: str, host: Host) -> Measurement:
         in_bytes=mean[:, 2].tolist(),
         pushed_bytes=float(mean[:, 3].mean()),
         pulled_bytes=float(mean[:, 4].mean()),
+        stolen=now().stolen_since(begin),
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stolen import ProcessorTime, parse
+from benchmarks.processors import ProcessorTime, parse
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -16,7 +16,7 @@ QUIET = "cpu  100 20 30 400 50 6 7 0 0 0\ncpu0 1 2 3 4 5 6 7 8 9 10\n"
 BUSY = "cpu  130 30 50 400 50 6 7 30 0 0\n"
 
 FAILS_ONCE = """
-from pathlib import Path
+from benchmarks.processors import ProcessorTime
 from tests import stolen
 
 runs = 0
@@ -25,7 +25,7 @@ def test_fails_once():
     global runs
     runs += 1
     used, taken = stolen._began
-    stolen.now = lambda: stolen.ProcessorTime(used + 100, taken + {stolen})
+    stolen.now = lambda: ProcessorTime(used + 100, taken + {stolen})
     assert runs == 2
 """
 
