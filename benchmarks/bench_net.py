@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 
 import msgspec
 from hosts import why_not_here
@@ -23,13 +23,14 @@ from net_block import Block
 from net_costs import expect
 from net_docs import page
 from net_report import Report, describe_links, plots, sheets
-from net_worker import GLOO, WARM_UP_STEPS, Measurement, Task, count_steps
+from net_worker import GLOO, Measurement, Task, count_steps, count_warm_up_steps
 from rich.console import Console
 from sync_report import describe_machine, find_versions
 from workloads import SIZES, WORKLOADS, characterise
 
-from zenps.schemes import SCHEMES
+from zenps.schemes import SchemeSetting
 
+NAMES: Final[Sequence[str]] = get_args(SchemeSetting)
 HERE = Path(__file__).resolve().parent
 BLOCK_SECONDS: Final = 3600
 TABLE_WIDTH: Final = 120
@@ -84,7 +85,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--workloads", nargs="+", choices=WORKLOADS, metavar="NAME", help=f"of {[*WORKLOADS]}"
     )
-    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, metavar="NAME", help=f"of {[*SCHEMES]}")
+    parser.add_argument("--schemes", nargs="+", choices=NAMES, metavar="NAME", help=f"of {[*NAMES]}")
     parser.add_argument("--hosts", type=int, nargs="+", choices=SIZES, metavar="N", help=f"of {SIZES}")
     parser.add_argument("--mbit", type=float, nargs="+", metavar="X", help="of each link and direction")
     parser.add_argument("--scale", type=float, metavar="X", help="times the rows of each workload")
@@ -97,7 +98,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--docs", type=Path, metavar="FILE", help="write the page of results, too")
     options = parser.parse_args(arguments)
     options.workloads = options.workloads or (QUICK_WORKLOADS if options.quick else list(WORKLOADS))
-    options.schemes = options.schemes or list(SCHEMES)
+    options.schemes = options.schemes or NAMES
     options.hosts = options.hosts or (QUICK_SIZES if options.quick else SIZES)
     options.mbit = options.mbit or (QUICK_SPEEDS if options.quick else FULL_SPEEDS)
     options.scale = options.scale or (QUICK_SCALE if options.quick else 1.0)
@@ -172,7 +173,7 @@ def estimate_seconds(task: Task, report: Report) -> float:
     for name in task.workloads:
         cost = expect(task.scheme, report.characters[name], task.workers, task.mbit)
         seconds = USUAL_RATIO * cost.seconds + USUAL_SECONDS
-        total += seconds * (WARM_UP_STEPS + count_steps(seconds, task.steps))
+        total += seconds * (count_warm_up_steps(task.scheme) + count_steps(seconds, task.steps))
     return total
 
 

@@ -84,6 +84,7 @@ class Cluster:
             # Processes outnumber cores: the lease's thread may wait for long.
             "cluster.lease_seconds": 60,
             "sync.scheme": task.scheme,
+            "sync.bandwidth_mbit": task.mbit,
             "metrics.port": -1,
             "status.port": -1,
             "log.level": "warning",

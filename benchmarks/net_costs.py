@@ -6,6 +6,7 @@ from net_worker import GLOO
 from workloads import Character
 
 from zenps.costs import Cost, Links, Tensor, expected_imbalance, predict
+from zenps.schemes import AUTO
 
 __all__ = ["expect"]
 
@@ -24,4 +25,5 @@ def expect(scheme: str, character: Character, workers: int, mbit: float) -> Cost
         union_blocks=character.union_blocks[workers],
     )
     links = Links(workers=workers, bytes_per_second=mbit * 1e6 / 8)
-    return predict("allreduce" if scheme == GLOO else scheme, tensor, links)
+    names = {GLOO: ("allreduce",), "auto": AUTO}.get(scheme, (scheme,))
+    return min((predict(name, tensor, links) for name in names), key=lambda cost: cost.seconds)

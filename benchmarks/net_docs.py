@@ -36,6 +36,8 @@ to others. `make bench-net RESUME=1` measures it again.
 all packets and acknowledgements. The busiest is the greatest of all hosts and both directions. The formulas
 are those of `zenps/costs.py`, of payload alone.
 
+**What is predicted** is what `zenps plan` says and `auto` goes by: bytes by the formula, over the bandwidth.
+
 **How near to the limit**: the median time over what the busiest link's bytes take at its speed, less the
 128 KiB that the bucket lets through at once.
 
@@ -77,7 +79,7 @@ def page(report: Report, json: Path, docs: Path) -> str:
         f"Measured {report.started[:10]} on {machine.cores} cores ({machine.cpu}, {machine.system}); "
         f"{versions}; links by {report.links.shaper}, {report.links.congestion_control}.\n"
     )
-    first, *rest = sheets(report)
+    first, summary, *rest = sheets(report)
     data = Path(os.path.relpath(json.resolve(), docs.resolve().parent))
     pictures = "\n\n".join(
         f"![{alt}]({data.with_name(f'{json.stem}-{name}.png')})"
@@ -86,5 +88,5 @@ def page(report: Report, json: Path, docs: Path) -> str:
     tables = "\n".join(sheet.markdown() for sheet in rest)
     return (
         f"{METHOD}{published}\n{first.markdown()}\n{LIMITS}\n## Results\n\n{where}\n"
-        f"The data: [{data.name}]({data}).\n\n{pictures}\n\n{tables}"
+        f"The data: [{data.name}]({data}).\n\n{summary.markdown()}\n{pictures}\n\n{tables}"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -72,6 +72,8 @@ class Row(NamedTuple):
     """``busiest_bytes`` over the mean of all links and directions."""
     expected_bytes: float
     """By the scheme's formula, of the payload."""
+    expected_seconds: float
+    """By the same formula, as ``zenps plan`` and ``auto`` have it."""
     ideal_seconds: float
     """What ``busiest_bytes`` take at the link's speed, when the shaper's bucket is full at first."""
     speedup: float
@@ -131,6 +133,7 @@ def evaluate(report: Report) -> list[Row]:
                 busiest_bytes=busiest,
                 imbalance=busiest / statistics.mean(links),
                 expected_bytes=cost.serial_bytes,
+                expected_seconds=cost.seconds,
                 ideal_seconds=max(busiest - BURST_BYTES, 1) * 8 / (m.mbit * 1e6),
                 speedup=base.get((m.workload, m.workers, m.mbit), float("nan")) / p50,
             )
@@ -142,9 +145,9 @@ def evaluate(report: Report) -> list[Row]:
 
 
 def sheets(report: Report) -> list[Sheet]:
-    """What was synchronised; then for each workload times, bytes, and how near to the links' limit it was."""
+    """What was synchronised; who wins; for each workload times, bytes, and how near to the limits it was."""
     rows = evaluate(report)
-    tables = [describe_workloads(report)]
+    tables = [describe_workloads(report), compare(report, rows)]
     for name in report.characters:
         own = [row for row in rows if row.measured.workload == name]
         for mbit in sorted({row.measured.mbit for row in own}):
@@ -152,6 +155,7 @@ def sheets(report: Report) -> list[Sheet]:
             link = f"{name}, {mbit:g} Mbit/s"
             tables.append(_grid(f"{link}: ms per step, p50 / p95; times faster than {GLOO}", chosen, _time))
             tables.append(_grid(f"{link}: p50 over busiest link ÷ bandwidth", chosen, _over_ideal))
+            tables.append(_grid(f"{link}: p50 over what is predicted", chosen, _over_expected))
         slowest = min((row.measured.mbit for row in own), default=0.0)
         chosen = [row for row in own if row.measured.mbit == slowest]
         title = f"{name}: MB on the busiest link and direction / by formula; busiest ÷ mean"
@@ -179,6 +183,34 @@ def describe_workloads(report: Report) -> Sheet:
     return Sheet("What is synchronised", columns, rows)
 
 
+def compare(report: Report, rows: Sequence[Row]) -> Sheet:
+    """By workload, hosts and speed: zenps against what PyTorch has, the other schemes, and auto."""
+    lines = []
+    for name in report.characters:
+        own = [row.measured for row in rows if row.measured.workload == name]
+        for mbit, size in sorted({(m.mbit, m.workers) for m in own}):
+            seconds = {
+                m.scheme: statistics.median(m.seconds) for m in own if (m.mbit, m.workers) == (mbit, size)
+            }
+            others = seconds.keys() - {"zenps", "auto"}
+            best = min(others, key=lambda scheme: seconds[scheme], default="")
+            lines.append(
+                [
+                    f"{name}, {size} hosts, {mbit:g} Mbit/s",
+                    _ratio(seconds, GLOO, "zenps"),
+                    f"{_ratio(seconds, best, 'zenps')} ({best})",
+                    _ratio(seconds, "zen", "zenps"),
+                    _ratio(seconds, "zenps", "auto"),
+                ]
+            )
+    columns = ["workload", f"{GLOO} ÷ zenps", "fastest other ÷ zenps", "zen ÷ zenps", "zenps ÷ auto"]
+    return Sheet("Median times, divided", columns, lines)
+
+
+def _ratio(seconds: Mapping[str, float], slower: str, faster: str) -> str:
+    return f"{seconds[slower] / seconds[faster]:.2f}" if {slower, faster} <= seconds.keys() else ""
+
+
 def _grid(title: str, rows: Sequence[Row], cell: Callable[[Row], str]) -> Sheet:
     """Schemes by hosts."""
     sizes = sorted({row.measured.workers for row in rows})
@@ -198,6 +230,10 @@ def _time(row: Row) -> str:
 
 def _over_ideal(row: Row) -> str:
     return f"{row.over_ideal:.2f}"
+
+
+def _over_expected(row: Row) -> str:
+    return f"{row.p50_seconds / row.expected_seconds:.2f}"
 
 
 def _bytes(row: Row) -> str:

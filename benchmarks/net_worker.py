@@ -22,17 +22,18 @@ from torch import Tensor
 from workloads import WORKLOADS, Workload
 
 import zenps as zps
+from zenps.worker.choice import ROUNDS
 
-__all__ = ["GLOO", "WARM_UP_STEPS", "Measurement", "Task", "count_steps", "work"]
+__all__ = ["GLOO", "Measurement", "Task", "count_steps", "count_warm_up_steps", "work"]
 
 GLOO: Final = "gloo dense"
 """What PyTorch offers, as if it were a scheme: ``all_reduce`` of the gradient, made dense untimed."""
 
 WARM_UP_STEPS: Final = 2
-"""The first makes tables of positions, and is checked. The second tells how long a step takes."""
+"""The first makes tables of positions, and is checked. The last tells how long a step takes."""
 
 SLOW_SECONDS: Final = 4.0
-"""Of a scheme that takes this long, the second step is the only one, and counts."""
+"""Of a scheme that takes this long, the last step to warm up is the only one, and counts."""
 
 ENOUGH_SECONDS: Final = 8.0
 """Timed steps are as many as this allows, but three at least."""
@@ -134,11 +135,14 @@ def _measure(task: Task, name: str, host: Host) -> Measurement:
     result, _ = _step(call, workload.gradient(rank, 0), host)
     _check(result, workload)
     del result
+    warm_up_steps = count_warm_up_steps(task.scheme)
+    for step in range(1, warm_up_steps - 1):
+        _step(call, workload.gradient(rank, step), host)
     begin = now()
-    _, second = _step(call, workload.gradient(rank, 1), host)
-    count = count_steps(float(_over_ranks([second.seconds]).max()), task.steps)
-    gradients = (workload.gradient(rank, WARM_UP_STEPS + step) for step in range(count))
-    steps = [_step(call, gradient, host)[1] for gradient in gradients] or [second]
+    _, last = _step(call, workload.gradient(rank, warm_up_steps - 1), host)
+    count = count_steps(float(_over_ranks([last.seconds]).max()), task.steps)
+    gradients = (workload.gradient(rank, warm_up_steps + step) for step in range(count))
+    steps = [_step(call, gradient, host)[1] for gradient in gradients] or [last]
     by_rank = _over_ranks(steps)  # rank × step × number
     mean = by_rank.mean(dim=1)
     return Measurement(
@@ -146,7 +150,7 @@ def _measure(task: Task, name: str, host: Host) -> Measurement:
         scheme=task.scheme,
         workers=task.workers,
         mbit=task.mbit,
-        warm_up_steps=WARM_UP_STEPS if count else 1,
+        warm_up_steps=warm_up_steps - (0 if count else 1),
         seconds=by_rank[:, :, 0].amax(dim=0).tolist(),
         out_bytes=mean[:, 1].tolist(),
         in_bytes=mean[:, 2].tolist(),
@@ -156,8 +160,13 @@ def _measure(task: Task, name: str, host: Host) -> Measurement:
     )
 
 
+def count_warm_up_steps(scheme: str) -> int:
+    """How many steps come before those that are timed: of auto, until it has chosen."""
+    return WARM_UP_STEPS + (ROUNDS if scheme == "auto" else 0)
+
+
 def count_steps(seconds: float, most: int) -> int:
-    """How many steps are timed, of which the second took ``seconds``; 0: that one counts."""
+    """How many steps are timed, if the last before them took ``seconds``; 0: that one counts."""
     if seconds > SLOW_SECONDS:
         return 0
     return min(most, max(FEWEST_STEPS, int(ENOUGH_SECONDS / seconds)))
