@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["BURST_BYTES", "Host", "Hosts", "why_no_delay", "why_not_here"]
+__all__ = ["BURST_BYTES", "Host", "Hosts", "congestion_control", "why_no_delay", "why_not_here"]
 
 NAMESPACES: Final = Path("/run/netns")
 FILES: Final = Path("/etc/netns")
@@ -42,9 +42,14 @@ MS_BIND: Final = 1 << 12
 MS_REC: Final = 1 << 14
 MS_SLAVE: Final = 1 << 19
 
-# What a shaped link lets through at once, and how long a packet may wait for it before it is dropped.
+# What a shaped link lets through at once, and how long a packet may wait for it before it is dropped: about as
+# in a switch, or in Linux's own queues. A longer queue delays acknowledgements of what comes the other way.
 BURST_BYTES: Final = 128 * 1024
-LATENCY_MS: Final = 100
+LATENCY_MS: Final = 20
+
+# Linux's default, as on the hosts of most. BBR shares a short queue unevenly.
+USUAL_CONGESTION_CONTROL: Final = "cubic"
+TCP: Final = Path("/proc/sys/net/ipv4")
 
 END_SECONDS: Final = 5.0
 
@@ -188,6 +193,8 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
         (files / "hosts").write_text("\n".join(lines) + "\n")
         _ip("netns", "add", host.namespace)
         _batch(host.namespace, "link set lo up")
+        control = f"echo {congestion_control()} > {TCP}/tcp_congestion_control"
+        _ip("netns", "exec", host.namespace, "sh", "-c", control)
         for network in host.networks:
             port, device = _port(host.number, network), f"eth{network}"
             _batch(
@@ -267,6 +274,13 @@ def _port(number: int, network: int) -> str:
 
 
 # ── the machine ─────────────────────────────────────────────────────────────────────────────────
+
+
+def congestion_control() -> str:
+    """TCP's on all hosts: the usual one, or what this machine has in its place."""
+    has = (TCP / "tcp_available_congestion_control").read_text().split()
+    own = (TCP / "tcp_congestion_control").read_text().strip()
+    return USUAL_CONGESTION_CONTROL if USUAL_CONGESTION_CONTROL in has else own
 
 
 def _shape(namespace: str, device: str, bits_per_second: int, delay_seconds: float) -> None:

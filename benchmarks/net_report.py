@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
-from hosts import BURST_BYTES
+from hosts import BURST_BYTES, congestion_control
 from matplotlib.figure import Figure
 from net_costs import expect
 from net_worker import GLOO, Measurement, Task
@@ -23,7 +23,6 @@ MUCH_STOLEN: Final = 0.1
 """A measurement is better taken again."""
 
 MARKERS: Final = ("o-", "s-", "^-", "D-", "v-", "P-", "X-", "<-", ">-", "*-")
-CONGESTION: Final = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
 class Links(msgspec.Struct):
@@ -109,7 +108,7 @@ class Sheet(NamedTuple):
 
 def describe_links() -> Links:
     """Of this machine."""
-    return Links("tbf", BURST_BYTES, CONGESTION.read_text().strip())
+    return Links("tbf", BURST_BYTES, congestion_control())
 
 
 def evaluate(report: Report) -> list[Row]:
