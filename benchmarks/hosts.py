@@ -42,8 +42,8 @@ MS_BIND: Final = 1 << 12
 MS_REC: Final = 1 << 14
 MS_SLAVE: Final = 1 << 19
 
-# What a shaped link lets through at once, and how long a packet may wait for it before it is dropped: about as
-# in a switch, or in Linux's own queues. A longer queue delays acknowledgements of what comes the other way.
+# What a shaped link lets through at once, and how long a packet may wait for it before it is dropped: as in a
+# switch, or in Linux's own queues. A longer queue delays acknowledgements of what comes the other way.
 BURST_BYTES: Final = 128 * 1024
 LATENCY_MS: Final = 20
 
