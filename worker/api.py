@@ -23,8 +23,8 @@ from .auto_cluster import AutoCluster
 from .cluster import Cluster
 from .communicator import Communicator, Pending, Stats, check_name
 from .exits import exit_on_sigterm, leave_at_exit, restore_sigterm
-from .host_cluster import HostCluster
-from .peer_cluster import PeerCluster
+from .levels.cluster import HostCluster
+from .peers.cluster import PeerCluster
 from .recorder import Recorder, open_recorder
 from .transfer import check_tensor
 

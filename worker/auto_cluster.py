@@ -18,7 +18,7 @@ from .cluster import Cluster, How
 from .communicator import Pending, in_flight
 from .forms import Converted
 from .handle import Progress
-from .peer_cluster import PeerCluster
+from .peers.cluster import PeerCluster
 from .transfer import table_shape
 
 __all__ = ["AutoCluster"]

@@ -34,7 +34,7 @@ from .compaction import SparseTransfer
 from .dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from .forms import convert
 from .narrowing import Narrowing, Residuals
-from .peer_round import DenseSum, SparseSum, Sum
+from .peers.round import DenseSum, SparseSum, Sum
 from .recut import recut
 from .staged import StagedBlocks, StagedDense, StagedSparse
 from .streams import Plan, plan_streams

@@ -21,7 +21,7 @@ from tests.integration.reference import assert_same_bits
 from tests.integration.test_losses import SLACK_SECONDS
 from tests.integration.test_push_pull import CASES, ROUNDS, expected, push_all
 from tests.integration.test_training import train, train_in_one_process
-from zenps.worker import host_link
+from zenps.worker.levels.link import Listener
 
 WORKERS = 3
 ROWS, COLUMNS = 50_000, 8
@@ -214,11 +214,11 @@ def test_hosts_of_one_name_that_share_no_memory_are_refused() -> None:
 
 def join_apart() -> object:
     """What init raises, where the leader says another address than its own."""
-    made = host_link.Listener.__init__
+    made = Listener.__init__
 
-    def make(self: host_link.Listener) -> None:
+    def make(self: Listener) -> None:
         made(self)
         self.address = b"\0zenps-nobody"
 
-    host_link.Listener.__init__ = make  # type: ignore[method-assign]
+    Listener.__init__ = make  # type: ignore[method-assign]
     return attempt(zps.init)

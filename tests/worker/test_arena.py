@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zenps.errors import ProtocolError
-from zenps.worker.arena import CAPACITY_BYTES, Arena, Window
+from zenps.worker.levels.arena import CAPACITY_BYTES, Arena, Window
 
 MIB = 1 << 20
 

@@ -14,8 +14,8 @@ from tests.worker.local_group import on_all_ranks
 from zenps.buffers import BufferPool
 from zenps.kernels.base import ACCUMULATE, Rows
 from zenps.kernels.cpu import CpuKernels
-from zenps.worker.peer_group import Group
-from zenps.worker.peer_sums import Table, choose, gathered, merged, sparcml, split
+from zenps.worker.peers.group import Group
+from zenps.worker.peers.sums import Table, choose, gathered, merged, sparcml, split
 
 KERNELS = CpuKernels(BufferPool(keep_bytes=0))
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64)

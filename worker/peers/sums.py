@@ -18,7 +18,7 @@ from torch import Tensor
 from zenps.errors import ProtocolError
 from zenps.kernels.base import ACCUMULATE, Kernels, Rows
 
-from .peer_group import Group
+from .group import Group
 
 __all__ = ["Algorithm", "Table", "choose", "gathered", "merged", "sparcml", "split"]
 

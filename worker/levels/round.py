@@ -16,11 +16,11 @@ from zenps.layout import check_rows
 from zenps.wire.messages import POSITION_BYTES
 from zenps.wire.tensors import tensor_from_bytes
 
-from .awaited import Awaited
-from .compaction import as_sparse, as_table
-from .handle import Handle
-from .spans import Spans
-from .transfer import table_shape
+from ..awaited import Awaited
+from ..compaction import as_sparse, as_table
+from ..handle import Handle
+from ..spans import Spans
+from ..transfer import table_shape
 
 __all__ = ["Form", "HostRound", "Part", "added", "part_of"]
 

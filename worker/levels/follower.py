@@ -10,11 +10,11 @@ from typing import Any
 from zenps.buffers import BufferPool
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, TensorError, ZenPSError
 
+from ..peers.meeting import Entry
 from .arena import Window
-from .host_link import Failed, Give, Link, LinkError, Take, Taken
-from .host_round import HostRound, Part
-from .host_rounds import HostRounds
-from .meeting import Entry
+from .link import Failed, Give, Link, LinkError, Take, Taken
+from .round import HostRound, Part
+from .rounds import HostRounds
 
 __all__ = ["Follower"]
 

@@ -14,14 +14,14 @@ from zenps.kernels.base import ACCUMULATE, Kernels
 from zenps.layout import check_rows
 from zenps.schemes import SchemeName
 
-from .awaited import Awaited
-from .compaction import as_sparse, as_table
-from .handle import Handle, Progress
+from ..awaited import Awaited
+from ..compaction import as_sparse, as_table
+from ..handle import Handle, Progress
+from ..spans import Spans
+from ..transfer import table_shape
+from .group import Group
 from .meeting import Entry
-from .peer_group import Group
-from .peer_sums import Table, gathered, merged, sparcml
-from .spans import Spans
-from .transfer import table_shape
+from .sums import Table, gathered, merged, sparcml
 
 __all__ = ["DenseSum", "PeerRound", "SparseSum", "Sum"]
 

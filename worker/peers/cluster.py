@@ -12,13 +12,13 @@ from zenps.config import Config
 from zenps.errors import PeerLostError
 from zenps.wire.addresses import find_host
 
-from .cluster import Cluster
-from .communicator import Pending
-from .forms import Converted
-from .handle import Progress
-from .peer_group import MOST_SECONDS, GlooGroup, GroupError
-from .peer_round import PeerRound
-from .peers import Peers
+from ..cluster import Cluster
+from ..communicator import Pending
+from ..forms import Converted
+from ..handle import Progress
+from .group import MOST_SECONDS, GlooGroup, GroupError
+from .round import PeerRound
+from .rounds import Peers
 
 __all__ = ["PeerCluster"]
 

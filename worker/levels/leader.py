@@ -12,13 +12,13 @@ from torch import Tensor
 from zenps.buffers import BufferPool
 from zenps.errors import UsageError, ZenPSError
 
+from ..compaction import as_table
+from ..handle import Handle
+from ..peers.meeting import Entry
 from .arena import Window
-from .compaction import as_table
-from .handle import Handle
-from .host_link import Failed, Give, Link, LinkError, Take, Taken
-from .host_round import HostRound, Part, added
-from .host_rounds import HostRounds
-from .meeting import Entry
+from .link import Failed, Give, Link, LinkError, Take, Taken
+from .round import HostRound, Part, added
+from .rounds import HostRounds
 
 __all__ = ["Leader"]
 

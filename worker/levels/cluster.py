@@ -13,20 +13,20 @@ from zenps.config import Config
 from zenps.errors import PeerLostError, UsageError, listing
 from zenps.kernels.cpu import CpuKernels
 
+from ..cluster import Cluster, How
+from ..communicator import Pending
+from ..forms import Converted
+from ..handle import Handle, Progress
+from ..peers.group import MOST_SECONDS
+from ..streams import LONGEST_NAME
+from ..transfer import Transfer
+from ..transfers import POOL_BYTES, SPLIT_FROM_BYTES
 from .arena import Arena
-from .cluster import Cluster, How
-from .communicator import Pending
-from .forms import Converted
-from .handle import Handle, Progress
-from .host_follower import Follower
-from .host_leader import Leader
-from .host_link import Link, LinkError, Listener, connect
-from .host_round import HostRound
-from .host_rounds import HostRounds
-from .peer_group import MOST_SECONDS
-from .streams import LONGEST_NAME
-from .transfer import Transfer
-from .transfers import POOL_BYTES, SPLIT_FROM_BYTES
+from .follower import Follower
+from .leader import Leader
+from .link import Link, LinkError, Listener, connect
+from .round import HostRound
+from .rounds import HostRounds
 
 __all__ = ["HostCluster"]
 

@@ -18,12 +18,12 @@ from torch import Tensor
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, UsageError, ZenPSError
 from zenps.metrics import WorkerMetrics
 
-from .communicator import in_flight
-from .handle import Handle
+from ..communicator import in_flight
+from ..handle import Handle
+from ..spans import Spans
+from .group import Group, GroupError
 from .meeting import disagreement, entries, entry_of, table_of
-from .peer_group import Group, GroupError
-from .peer_round import PeerRound, Sum
-from .spans import Spans
+from .round import PeerRound, Sum
 
 __all__ = ["Peers"]
 

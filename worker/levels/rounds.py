@@ -1,8 +1,8 @@
 """Rounds of the ranks of one host: all give their parts to the leader, who gets the sum from servers.
 
-For every tensor all ranks of the job first meet at a server (:mod:`.meeting`), as those that exchange among
-themselves do: there, deadlines, losses and disagreements end a round on all ranks alike. Once they have met,
-every part lies in shared memory, and the leader waits for no rank of its host any more.
+For every tensor all ranks of the job first meet at a server (:mod:`..peers.meeting`), as those that exchange
+among themselves do: there, deadlines, losses and disagreements end a round on all ranks alike. Once they have
+met, every part lies in shared memory, and the leader waits for no rank of its host any more.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from zenps.errors import MismatchError, UsageError, ZenPSError
 from zenps.kernels.base import Kernels
 from zenps.metrics import WorkerMetrics
 
+from ..handle import Handle
+from ..peers.meeting import Entry, disagreement, entries, entry_of, table_of
+from ..peers.rounds import Wait
+from ..spans import Spans
 from .arena import Arena
-from .handle import Handle
-from .host_round import Form, HostRound, part_of
-from .meeting import Entry, disagreement, entries, entry_of, table_of
-from .peers import Wait
-from .spans import Spans
+from .round import Form, HostRound, part_of
 
 __all__ = ["HostRounds"]
 
