@@ -70,7 +70,7 @@ class Row(NamedTuple):
     imbalance: float
     """``busiest_bytes`` over the mean of all links and directions."""
     expected_bytes: float
-    """By the scheme's formula, of the payload."""
+    """The same by the scheme's formula, of the payload."""
     expected_seconds: float
     """By the same formula, as ``zenps plan`` and ``auto`` have it."""
     ideal_seconds: float
@@ -131,7 +131,7 @@ def evaluate(report: Report) -> list[Row]:
                 p95_seconds=p95,
                 busiest_bytes=busiest,
                 imbalance=busiest / statistics.mean(links),
-                expected_bytes=cost.serial_bytes,
+                expected_bytes=cost.busiest_bytes,
                 expected_seconds=cost.seconds,
                 ideal_seconds=max(busiest - BURST_BYTES, 1) * 8 / (m.mbit * 1e6),
                 speedup=base.get((m.workload, m.workers, m.mbit), float("nan")) / p50,

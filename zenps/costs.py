@@ -102,6 +102,7 @@ class Cost(Struct, frozen=True, kw_only=True):
     Attributes:
         push_bytes: in one direction of the busiest link, on their way to be summed.
         pull_bytes: the same, of sums.
+        busiest_bytes: of both, in the busier direction of the busiest link.
         serial_bytes: what of both has to pass one after the other, because it shares a direction or because
             pulls begin when pushes have ended.
         rounds: messages that wait for one another.
@@ -111,6 +112,7 @@ class Cost(Struct, frozen=True, kw_only=True):
 
     push_bytes: float
     pull_bytes: float
+    busiest_bytes: float
     serial_bytes: float
     rounds: int
     seconds: float
@@ -145,6 +147,7 @@ def predict_step(scheme: str, tensors: Iterable[Tensor], links: Links) -> Cost:
         links,
         push=sum(cost.push_bytes for cost in costs),
         pull=sum(cost.pull_bytes for cost in costs),
+        busiest=sum(cost.busiest_bytes for cost in costs),
         serial=sum(cost.serial_bytes for cost in costs),
         rounds=max(rounds, default=0) if scheme in SERVED else sum(rounds),
         variant=", ".join(sorted({cost.variant for cost in costs} - {""})),
@@ -211,7 +214,7 @@ def _byteps(tensor: Tensor, links: Links) -> Cost:
 
 
 def _omnireduce(tensor: Tensor, links: Links) -> Cost:
-    """f·s·(b + B)·M, with b of one worker's blocks not all zero and B of the union's (SIGCOMM '21, §3).
+    """f·(b + s·B)·M or less, b of one worker's blocks not all zero, B of the union's (SIGCOMM '21, §3).
 
     Blocks say by themselves where they belong. Servers own contiguous ranges, and stream.
     """
@@ -231,17 +234,17 @@ def _served(
     """
     workers, parts = links.workers, links.parts
     share = math.ceil(SLOTS / parts) / SLOTS  # a server owns whole slots
-    push_skew, pull_skew = (min(share * parts * skew, parts) for skew in (push_skew, pull_skew))
+    fullest_push, fullest_pull = (min(share * skew, 1.0) for skew in (push_skew, pull_skew))
     if links.servers:
-        pushed = push * max(1.0, workers / parts * push_skew)
-        pulled = pull * max(1.0, workers / parts * pull_skew)
-        serial = max(pushed, pulled) if streams else pushed + pulled
-        return _cost(links, push=pushed, pull=pulled, serial=serial, rounds=2)
-    others = (workers - 1) / workers
-    pushed, pulled = others * push * push_skew, others * pull * pull_skew
-    # The fullest server's host: its worker pushes to the others, and pulls from them, no more than any.
-    serial = max(pushed + others * pull, others * push + pulled) if streams else pushed + pulled
-    return _cost(links, push=pushed, pull=pulled, serial=serial, rounds=2)
+        pushed = push * max(1.0, workers * fullest_push)
+        pulled = pull * max(1.0, workers * fullest_pull)
+        busiest = max(pushed, pulled)
+    else:
+        pushed, pulled = (workers - 1) * push * fullest_push, (workers - 1) * pull * fullest_pull
+        # The fullest server's host: its worker pushes to other servers, and pulls from them, what is left.
+        busiest = max(pushed + pull * (1 - fullest_pull), push * (1 - fullest_push) + pulled)
+    serial = busiest if streams else pushed + pulled
+    return _cost(links, push=pushed, pull=pulled, busiest=busiest, serial=serial, rounds=2)
 
 
 # ── from worker to worker ───────────────────────────────────────────────────────────────────────
@@ -331,10 +334,24 @@ def _doubling(sizes: Sequence[float], links: Links, variant: str = "") -> Cost:
 # ── bytes ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _cost(links: Links, *, push: float, pull: float, serial: float, rounds: int, variant: str = "") -> Cost:
-    seconds = serial / links.bytes_per_second + rounds * links.latency_seconds
+def _cost(
+    links: Links,
+    *,
+    push: float,
+    pull: float,
+    serial: float,
+    rounds: int,
+    busiest: float | None = None,
+    variant: str = "",
+) -> Cost:
     return Cost(
-        push_bytes=push, pull_bytes=pull, serial_bytes=serial, rounds=rounds, seconds=seconds, variant=variant
+        push_bytes=push,
+        pull_bytes=pull,
+        busiest_bytes=serial if busiest is None else busiest,
+        serial_bytes=serial,
+        rounds=rounds,
+        seconds=serial / links.bytes_per_second + rounds * links.latency_seconds,
+        variant=variant,
     )
 
 
