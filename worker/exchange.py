@@ -164,6 +164,7 @@ class Exchange:
             return []
         match message:
             case Result():
+                round_.repeat_at = now + round_.repeat_seconds  # on a slow link a whole round takes longer
                 return self._on_result(round_, server, message, frames)
             case Failure(kind=kind, reason=reason):
                 return self._fail(round_, _FAILURES[kind](reason))

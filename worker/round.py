@@ -31,8 +31,9 @@ ROUND: Final[Transitions[State, Event]] = {
 """A round at a worker. In ``pushed`` and ``recalled`` it is in flight, and its pushes are repeated."""
 
 # A connection that was cut and made again may have lost a push or its answer. Nobody notices, where rounds
-# have no deadline; so what stays unanswered is pushed again: after this time, and then ever more seldom,
-# for the reason is nearly always a straggler. To a server a push is the same however often it comes.
+# have no deadline; so what stays unanswered is pushed again: after this time without any answer to its round,
+# and then ever more seldom, for the reason is nearly always a straggler. To a server a push is the same
+# however often it comes.
 REPEAT_SECONDS = 60.0
 Frames = Sequence[memoryview]
 

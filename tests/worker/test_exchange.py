@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, ProtocolError, UsageError, ZenPSError
 from zenps.wire.messages import Busy, Failure, FromServer, Member, Push, Resend, Result, Resume, Wanted
 from zenps.worker.exchange import MOST_REPETITIONS, PATIENCE_SECONDS, WAVES_TO_SETTLE, Exchange
-from zenps.worker.round import Action, Deliver, Fail, Outgoing, Round, SendPush
+from zenps.worker.round import REPEAT_SECONDS, Action, Deliver, Fail, Outgoing, Round, SendPush
 
 DEADLINE_SECONDS = 30.0
 PATIENT_SECONDS = DEADLINE_SECONDS + PATIENCE_SECONDS
@@ -268,6 +268,21 @@ def test_a_damaged_push_and_a_damaged_answer_repeat_the_push() -> None:
     assert exchange.on_corrupted(0, result(round_, 1)) == []
     assert exchange.on_corrupted(0, Result(1, "t", 5, 1, 2, "coo")) == []
     assert exchange.on_corrupted(1, result(round_, 7)) == []
+
+
+def test_what_stays_unanswered_is_repeated_ever_more_seldom_but_not_while_answers_come() -> None:
+    exchange, round_ = make_exchange(deadline_seconds=math.inf), make_round()
+    exchange.submit(round_, 0.0)
+    now = REPEAT_SECONDS - 1
+    for server, chunk in [(0, 0), (1, 0)]:  # on a slow link
+        assert exchange.on_tick(now) == []
+        exchange.on_reply(server, result(round_, chunk), FRAMES, now)
+        now += REPEAT_SECONDS - 1
+    repeated = [SendPush(round_.outgoing[1])]
+    assert exchange.on_tick(now) == []
+    assert exchange.on_tick(now + 2) == repeated
+    assert exchange.on_tick(now + 2 * REPEAT_SECONDS) == []
+    assert exchange.on_tick(now + 2 * REPEAT_SECONDS + 3) == repeated
 
 
 @pytest.mark.parametrize("kind", [Resume, Resend])

@@ -16,6 +16,7 @@ from zenps.errors import ConfigError
 from zenps.keys import Keys
 from zenps.values import parse_address
 from zenps.wire.addresses import bindable, bracketed, is_reached_by_ipv4
+from zenps.wire.frames import MAX_ENVELOPE_BYTES
 
 __all__ = [
     "COPY_BELOW_BYTES",
@@ -49,6 +50,14 @@ MOST_FRAMES = 5
 # What may wait for one peer of a ROUTER. More than any that reads leaves: the largest job's nodes are told
 # of some 5000 departures at once.
 SEND_AT_MOST_MESSAGES = 8192
+
+
+SILENT_SECONDS = 10
+"""After which a connection is taken for dead, if nothing comes by it, nor an answer to libzmq's heartbeat."""
+
+BUSY_SECONDS = 60
+"""The same where tensors travel: a heartbeat waits behind what TCP has buffered, some megabytes on each side.
+On a slow link that many share it takes longer than 10 s. That a node is gone, its lease says before."""
 
 
 @contextlib.contextmanager
@@ -185,6 +194,7 @@ def send_frames(socket: Socket, prefix: Sequence[bytes], frames: Sequence[memory
 
 def _socket(ctx: zmq.Context[Socket], kind: int, max_message_bytes: int) -> Socket:
     socket: Socket = ctx.socket(kind)
+    silent_seconds = BUSY_SECONDS if max_message_bytes > MAX_ENVELOPE_BYTES else SILENT_SECONDS
     options: dict[int, Any] = {
         zmq.LINGER: LINGER_MS,
         zmq.IPV6: 1,
@@ -199,7 +209,7 @@ def _socket(ctx: zmq.Context[Socket], kind: int, max_message_bytes: int) -> Sock
         zmq.RECONNECT_IVL_MAX: 2000,
         # Finds a connection whose other end vanished without a FIN.
         zmq.HEARTBEAT_IVL: 2000,
-        zmq.HEARTBEAT_TIMEOUT: 10000,
+        zmq.HEARTBEAT_TIMEOUT: 1000 * silent_seconds,
     }
     for option, value in options.items():
         socket.setsockopt(option, value)
