@@ -50,7 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measures what is missing; prints the tables; writes JSON, plots and, if asked, the page."""
     options = parse(arguments)
     report = load(options)
-    tasks = [] if options.render else [task for task in plan(options) if not report.has(task)]
+    tasks = [
+        msgspec.structs.replace(task, workloads=names)
+        for task in ([] if options.render else plan(options))
+        if (names := report.lacks(task))
+    ]
     if tasks and (reason := why_not_here()):
         sys.exit(f"bench_net.py: {reason}")
     total = sum(estimate_seconds(task, report) for task in tasks)

@@ -46,10 +46,12 @@ class Report(msgspec.Struct):
     characters: dict[str, Character]
     measurements: list[Measurement]
 
-    def has(self, task: Task) -> bool:
-        """Whether all that the task would measure is there, and little was stolen meanwhile."""
+    def lacks(self, task: Task) -> tuple[str, ...]:
+        """The workloads of a task that were not measured, or while much was stolen."""
         found = {m.key for m in self.measurements if m.stolen <= MUCH_STOLEN}
-        return found.issuperset((name, task.scheme, task.workers, task.mbit) for name in task.workloads)
+        return tuple(
+            name for name in task.workloads if (name, task.scheme, task.workers, task.mbit) not in found
+        )
 
     def add(self, measurements: Sequence[Measurement]) -> None:
         """Of two that measured the same, the one remains from which less was stolen."""
