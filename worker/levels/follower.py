@@ -10,7 +10,7 @@ from typing import Any
 from zenps.buffers import BufferPool
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, TensorError, ZenPSError
 
-from ..peers.meeting import Entry
+from ..meeting import Entry
 from .arena import Window
 from .link import Failed, Give, Link, LinkError, Take, Taken
 from .round import HostRound, Part

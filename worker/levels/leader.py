@@ -14,7 +14,7 @@ from zenps.errors import UsageError, ZenPSError
 
 from ..compaction import as_table
 from ..handle import Handle
-from ..peers.meeting import Entry
+from ..meeting import Entry
 from .arena import Window
 from .link import Failed, Give, Link, LinkError, Take, Taken
 from .round import HostRound, Part, added
@@ -52,9 +52,6 @@ class Leader(HostRounds):
     @property
     def _own_pool(self) -> BufferPool | None:
         return self._pool
-
-    def _give(self, round_: HostRound) -> None:
-        """The part lies here already."""
 
     def _listen(self) -> None:
         with selectors.DefaultSelector() as selector:

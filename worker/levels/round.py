@@ -16,9 +16,9 @@ from zenps.layout import check_rows
 from zenps.wire.messages import POSITION_BYTES
 from zenps.wire.tensors import tensor_from_bytes
 
-from ..awaited import Awaited
 from ..compaction import as_sparse, as_table
 from ..handle import Handle
+from ..met_rounds import MetRound
 from ..spans import Spans
 from ..transfer import table_shape
 
@@ -125,7 +125,7 @@ def added(parts: Sequence[Part], form: Form, pool: BufferPool) -> Tensor:
     return form.tensor(Part(rows, values), is_coalesced=len(parts) == 1)
 
 
-class HostRound(Awaited):
+class HostRound(MetRound):
     """A tensor in flight on a host.
 
     Args:
@@ -139,8 +139,6 @@ class HostRound(Awaited):
         record: is called once with the seconds that the caller waited.
 
     Attributes:
-        meeting: ends when all ranks have told one another of the tensor; None before it has begun.
-        is_heard: whether what came of the meeting was looked at.
         numbers: of this round, among those of each rank that the leader stands for.
         pushed: the leader's round over servers, and what makes its result what it shall be.
         pushed_bytes, pulled_bytes: by that.
@@ -164,8 +162,6 @@ class HostRound(Awaited):
         self.average, self.is_gradient = how
         self.part = part
         self.compacted_seconds = time.perf_counter() - began
-        self.meeting: Handle | None = None
-        self.is_heard = False
         self.numbers: dict[int, int] = {}
         self.pushed: tuple[Handle, Callable[[Tensor], Tensor] | None] | None = None
         self.pushed_bytes = self.pulled_bytes = 0
@@ -175,11 +171,6 @@ class HostRound(Awaited):
     def dense_bytes(self) -> int:
         """What pushing and pulling the tensor whole would move."""
         return 2 * self.form.shape.numel() * self.form.dtype.itemsize
-
-    @property
-    def has_met(self) -> bool:
-        """Whether the meeting is over, one way or the other."""
-        return self.meeting is not None and self.meeting.has_ended
 
     @property
     def has_answer(self) -> bool:

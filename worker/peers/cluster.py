@@ -52,6 +52,7 @@ class PeerCluster(Cluster):
             self._metrics,
             self._spans,
         )
+        self._peers.start()
         session.on_failure = self._peers.fail
         if session.failure is not None:
             self._peers.fail(session.failure)

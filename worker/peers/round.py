@@ -14,13 +14,13 @@ from zenps.kernels.base import ACCUMULATE, Kernels
 from zenps.layout import check_rows
 from zenps.schemes import SchemeName
 
-from ..awaited import Awaited
 from ..compaction import as_sparse, as_table
-from ..handle import Handle, Progress
+from ..handle import Progress
+from ..meeting import Entry
+from ..met_rounds import MetRound
 from ..spans import Spans
 from ..transfer import table_shape
 from .group import Group
-from .meeting import Entry
 from .sums import Table, gathered, merged, sparcml
 
 __all__ = ["DenseSum", "PeerRound", "SparseSum", "Sum"]
@@ -101,7 +101,7 @@ class SparseSum(Sum):
         return as_sparse(rows, values, self._shape, self._sparse_dim)
 
 
-class PeerRound(Awaited):
+class PeerRound(MetRound):
     """A tensor in flight among workers. The exchange's thread ends it; any thread may wait for it.
 
     Args:
@@ -113,7 +113,6 @@ class PeerRound(Awaited):
 
     Attributes:
         progress: what is known of it, without the tensor.
-        meeting: ends when all ranks have told one another of the tensor; None before it has begun.
         said: what they said, once they have met and agree.
         sent_bytes, received_bytes: by this rank, for this tensor.
     """
@@ -132,14 +131,8 @@ class PeerRound(Awaited):
         self.progress = Progress(0, began)
         self.began = began
         self.compacted_seconds = time.perf_counter() - began
-        self.meeting: Handle | None = None
         self.said: Sequence[Entry] = ()
         self.sent_bytes = self.received_bytes = 0
-
-    @property
-    def has_met(self) -> bool:
-        """Whether the meeting is over, one way or the other."""
-        return self.meeting is not None and self.meeting.has_ended
 
     def end(self, outcome: Tensor | ZenPSError) -> None:
         if self._outcome is None:
