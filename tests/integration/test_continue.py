@@ -382,6 +382,7 @@ def commit_until_three() -> None:
         time.sleep(STEP_SECONDS)
 
 
+@pytest.mark.long
 def test_a_newcomer_without_the_state_is_told_to_get_it() -> None:
     with going_on() as cluster:
         workers = [cluster.start(commit_until_three, rank=rank) for rank in (0, 1)]

@@ -198,6 +198,7 @@ def test_a_worker_that_ends_while_it_waits_for_the_others_makes_room(job: Job) -
 # ── without the scheduler ───────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long
 def test_without_the_scheduler_all_end_after_a_while(tmp_path: Path) -> None:
     with Job(tmp_path, "cluster.rendezvous_seconds=5") as job:
         job.start_server()

@@ -93,6 +93,7 @@ def test_rendezvous_names_who_is_missing() -> None:
             assert "2 of 3 worker(s) (rank 0, 1)" in process.log
 
 
+@pytest.mark.long
 def test_no_scheduler_there() -> None:
     with Cluster(workers=1, servers=1) as cluster:
         address = f"127.0.0.1:{unused_port()}"
@@ -111,6 +112,7 @@ def unused_port() -> int:
 # ── alone ───────────────────────────────────────────────────────────────────────────────────────
 
 ALONE = """
+import pytest
 import torch
 import zenps as zps
 

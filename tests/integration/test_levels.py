@@ -150,6 +150,7 @@ def push_until(path: Path) -> list[Tensor]:
     return [results[step]._values().sum() for step in range(40)]
 
 
+@pytest.mark.long
 def test_a_server_that_is_lost(tmp_path: Path) -> None:
     with Cluster(WORKERS, 2, {"sync.levels": 2}, lease_seconds=LEASE_SECONDS) as cluster:
         workers = [cluster.start(push_until, tmp_path / "half", rank=rank) for rank in range(WORKERS)]

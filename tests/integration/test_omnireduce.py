@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -143,6 +144,7 @@ def train(begun: Path) -> list[Tensor]:
     return results
 
 
+@pytest.mark.long
 def test_servers_may_die_and_join_between_phases(tmp_path: Path) -> None:
     settings = {**SETTINGS, "sync.fusion": 1}
     with Cluster(servers=3, settings=settings, lease_seconds=LEASE_SECONDS) as cluster:

@@ -113,7 +113,11 @@ def stop(process: Process) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "code"), [(Process.kill, -signal.SIGKILL), (stop, 1)], ids=["kill -9", "stopped"]
+    ("harm", "code"),
+    [
+        pytest.param(Process.kill, -signal.SIGKILL, id="kill -9"),
+        pytest.param(stop, 1, id="stopped", marks=pytest.mark.long),
+    ],
 )
 def test_survivors_take_a_lost_servers_slots(
     cluster: Cluster, tmp_path: Path, undisturbed: State, harm: Callable[[Process], None], code: int

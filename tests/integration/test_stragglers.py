@@ -83,6 +83,7 @@ def push_until(done: Path) -> int:
     return rounds
 
 
+@pytest.mark.long
 def test_a_worker_that_is_stopped_for_less_than_its_lease_holds_up_but_ends_nobody(tmp_path: Path) -> None:
     done = tmp_path / "done"
     with Cluster(workers=2, settings=NO_DEADLINE, lease_seconds=6.0) as cluster:

@@ -133,6 +133,7 @@ def test_a_parameter_has_a_gradient_if_any_rank_has_one(form: str) -> None:
         assert result["without gradient"] == {"never.weight", "never.bias"}
 
 
+@pytest.mark.long
 def test_weights_keep_their_bits_when_a_server_dies(tmp_path: Path) -> None:
     """What is pushed again was rounded once; and however rows lie on servers, they are rounded alike."""
     undisturbed = trained("int8")

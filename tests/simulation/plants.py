@@ -20,7 +20,7 @@ from zenps.server.rounds import Actions, Held, Rounds
 from zenps.settings import ClusterConfig
 from zenps.wire.messages import FromServer, Member, Register
 from zenps.worker.exchange import Exchange
-from zenps.worker.round import Action, Frames, Outgoing, Round
+from zenps.worker.round import Action, Frames, Outgoing, Round, SendPush
 
 from .nodes import Parts
 from .script import Scenario
@@ -71,10 +71,8 @@ class SaysItIsTheFirstTime(Exchange):
 class NeverRepeats(Exchange):
     """Relies on every message to arrive."""
 
-    def _push(self, round_: Round, now: float) -> list[Action]:
-        actions = super()._push(round_, now)
-        round_.repeat_at = math.inf
-        return actions
+    def on_tick(self, now: float) -> list[Action]:
+        return [action for action in super().on_tick(now) if not isinstance(action, SendPush)]
 
 
 class GoesOnWithOthers(Exchange):

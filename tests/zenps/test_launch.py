@@ -166,7 +166,11 @@ zenps.shutdown()
     ("role", "says"),
     [
         ("server", r"server \d ended: killed by signal 9 \(Killed\); server \d will take its slots"),
-        ("scheduler", r"scheduler ended: killed by signal 9 \(Killed\); starting it again"),
+        pytest.param(
+            "scheduler",
+            r"scheduler ended: killed by signal 9 \(Killed\); starting it again",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_training_goes_on_after_a_crash(zenps: Any, role: str, says: str) -> None:
