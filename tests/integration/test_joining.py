@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import zenps as zps
 from tests.integration.cluster import LEASE_SECONDS, Cluster, attempt
 from tests.integration.scripts import run_script
@@ -112,7 +114,6 @@ def unused_port() -> int:
 # ── alone ───────────────────────────────────────────────────────────────────────────────────────
 
 ALONE = """
-import pytest
 import torch
 import zenps as zps
 
