@@ -164,7 +164,10 @@ class Exchange:
             return []
         match message:
             case Result():
-                round_.repeat_at = now + round_.repeat_seconds  # on a slow link a whole round takes longer
+                # A whole round may take longer on a slow link. Put off by a time that was doubled, what is
+                # lost would be waited for too long.
+                round_.repeat_seconds = REPEAT_SECONDS
+                round_.repeat_at = now + REPEAT_SECONDS
                 return self._on_result(round_, server, message, frames)
             case Failure(kind=kind, reason=reason):
                 return self._fail(round_, _FAILURES[kind](reason))

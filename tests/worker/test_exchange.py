@@ -285,6 +285,16 @@ def test_what_stays_unanswered_is_repeated_ever_more_seldom_but_not_while_answer
     assert exchange.on_tick(now + 2 * REPEAT_SECONDS + 3) == repeated
 
 
+def test_an_answer_puts_off_what_is_lost_no_longer_than_at_first() -> None:
+    exchange, round_ = make_exchange(deadline_seconds=math.inf), make_round()
+    exchange.submit(round_, 0.0)
+    assert len(exchange.on_tick(REPEAT_SECONDS + 1)) == 3
+    answered_at = 2 * REPEAT_SECONDS
+    exchange.on_reply(0, result(round_, 0), FRAMES, answered_at)
+    assert exchange.on_tick(answered_at + REPEAT_SECONDS) == []
+    assert len(exchange.on_tick(answered_at + REPEAT_SECONDS + 1)) == 2
+
+
 @pytest.mark.parametrize("kind", [Resume, Resend])
 def test_one_push_is_not_repeated_for_ever(kind: type[Resume] | type[Resend]) -> None:
     exchange, round_, other = make_exchange(), make_round(), make_round("other")
