@@ -24,6 +24,7 @@ from tests.integration.test_training import train, train_in_one_process
 from zenps.worker.levels.link import Listener
 
 WORKERS = 3
+AT_ONCE_SECONDS = 3.0
 ROWS, COLUMNS = 50_000, 8
 
 
@@ -112,7 +113,11 @@ def push_forever() -> tuple[Raised, float]:
     while True:
         outcome = attempt(zps.push_pull, table(0), "table")
         if isinstance(outcome, Raised):
-            return outcome, time.time()
+            raised_at = time.time()
+            time.sleep(1)  # until all threads know
+            assert isinstance(attempt(zps.push_pull, table(0), "afterwards"), Raised)
+            assert time.time() - raised_at < 1 + AT_ONCE_SECONDS
+            return outcome, raised_at
 
 
 @pytest.mark.parametrize(
