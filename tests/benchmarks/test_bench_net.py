@@ -31,17 +31,22 @@ def test_tiny_run_is_measured_written_and_gone_on_with(tmp_path: Path) -> None:
     done = bench(*TINY, "--schemes", "zenps", "--json", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
     first = json.loads(file.read_text())
-    assert [m["scheme"] for m in first["measurements"]] == ["gloo dense", "zenps"]
+    gloo, zenps = first["measurements"]
+    assert [gloo["scheme"], zenps["scheme"]] == ["gloo dense", "zenps"]
+    # As if one had been measured in peace, and the other while much was stolen.
+    gloo["stolen"], zenps["stolen"] = 0.0, 1.0
+    file.write_text(json.dumps(first))
 
     done = bench(
         *TINY, "--schemes", "zenps", "sparse-ps", "--json", str(file), "--resume", "--docs", str(page)
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 clusters" in done.stderr
+    assert "2 clusters" in done.stderr
     report = json.loads(file.read_text())
-    assert report["measurements"][:2] == first["measurements"]
-    gloo, zenps, ranges = report["measurements"]
-    assert ranges["scheme"] == "sparse-ps"
+    assert report["measurements"][0] == gloo
+    assert report["measurements"][1] != zenps
+    _, zenps, ranges = report["measurements"]
+    assert [zenps["scheme"], ranges["scheme"]] == ["zenps", "sparse-ps"]
     for picture in ("net-time.png", "net-bytes.png"):
         assert (file.parent / picture).read_bytes().startswith(b"\x89PNG")
     for text in (done.stdout, page.read_text()):

@@ -15,6 +15,9 @@ from zenps.errors import ProtocolError
 
 __all__ = ["Delta"]
 
+MOST_LOW_BITS = 57
+"""So many lie within eight bytes, whichever bit of a byte they begin at."""
+
 
 class Delta(Codec):
     """First every gap's lowest bits, then all other bits in unary, each part filled up to whole bytes.
@@ -71,7 +74,8 @@ def low_bits(rows: int, span: int) -> int:
     "Selecting the Golomb parameter in Rice coding", IPN Progress Report 42-159), where -ln(1 - p) is near
     1 ÷ (1/p - ½). In integers, as both ends have to come to the same number.
     """
-    return max(((2 * span - rows) * 481 // (1000 * rows)).bit_length() - 1, 0)
+    best = ((2 * span - rows) * 481 // (1000 * rows)).bit_length() - 1
+    return min(max(best, 0), MOST_LOW_BITS)
 
 
 def _bytes(bits: int) -> int:
@@ -90,7 +94,14 @@ def _pack(numbers: NDArray[np.int64], width: int) -> NDArray[np.uint8]:
 
 
 def _unpack(packed: NDArray[np.uint8], count: int, width: int) -> NDArray[np.int64]:
-    bits = np.unpackbits(packed, count=count * width, bitorder="little").reshape(count, width)
-    numbers = np.zeros((count, 8), np.uint8)
-    numbers[:, : _bytes(width)] = np.packbits(bits, axis=1, bitorder="little")
-    return numbers.view("<i8").reshape(count)
+    """The inverse. Eight numbers fill ``width`` bytes, so every eighth begins at the same bit of a byte."""
+    groups = -(-count // 8)
+    padded = np.zeros(groups * width + 8, np.uint8)
+    padded[: len(packed)] = packed
+    numbers = np.empty((groups, 8), np.int64)
+    for place in range(8):
+        begin, shift = divmod(place * width, 8)
+        words = np.ndarray(groups, "<i8", padded, begin, (width,))
+        np.right_shift(words, shift, out=numbers[:, place])
+    numbers &= (1 << width) - 1
+    return numbers.reshape(-1)[:count]

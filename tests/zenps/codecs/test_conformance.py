@@ -200,3 +200,11 @@ def test_delta_splits_gaps_and_writes_their_high_parts_in_unary() -> None:
     low = 0b000 | 0b001 << 3 | 0b111 << 6 | 0b011 << 9 | 0b001 << 18
     high = 0b1 | 0b10 << 1 | 0b1 << 3 | 0b100 << 4 | 0b111 << 7
     assert delta.encode(positions, 70).tobytes() == low.to_bytes(3, "little") + high.to_bytes(2, "little")
+
+
+@pytest.mark.parametrize("rows", range(1, 20))
+@pytest.mark.parametrize("bit", range(50, 62))
+def test_delta_of_gaps_wider_than_a_word_holds_from_any_bit_on(rows: int, bit: int) -> None:
+    positions, span = np.append(np.arange(rows - 1), rows + (1 << bit)), 1 << 62
+    data = CODECS["delta"].encode(positions, span)
+    assert np.array_equal(CODECS["delta"].decode(data.data, rows, span), positions)
