@@ -23,17 +23,17 @@ from net_block import Block
 from net_costs import expect
 from net_docs import page
 from net_report import Report, describe_links, plots, sheets
-from net_worker import GLOO, Measurement, Task, count_steps, count_warm_up_steps
+from net_worker import GLOO, NARROW, Measurement, Task, count_steps, count_warm_up_steps
 from rich.console import Console
 from sync_report import describe_machine, find_versions
 from workloads import SIZES, WORKLOADS, characterise
 
 from zenps.schemes import SchemeSetting
 
-NAMES: Final[Sequence[str]] = get_args(SchemeSetting)
+NAMES: Final[Sequence[str]] = (*get_args(SchemeSetting), NARROW)
 HERE = Path(__file__).resolve().parent
 BLOCK_SECONDS: Final = 3600
-TABLE_WIDTH: Final = 120
+TABLE_WIDTH: Final = 150
 
 FULL_STEPS, QUICK_STEPS = 7, 3
 # Above, the two cores that all hosts share are the bottleneck.

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import msgspec
 from hosts import Host, Hosts
-from net_worker import GLOO, Task, work
+from net_worker import GLOO, NARROW, Task, work
 
 # For the roles that are forked.
 import zenps.scheduler.service
@@ -83,7 +83,8 @@ class Cluster:
             "cluster.servers": task.workers,
             # Processes outnumber cores: the lease's thread may wait for long.
             "cluster.lease_seconds": 60,
-            "sync.scheme": task.scheme,
+            "sync.scheme": "zenps" if task.scheme == NARROW else task.scheme,
+            "sync.values": "bfloat16" if task.scheme == NARROW else "same",
             "sync.bandwidth_mbit": task.mbit,
             "metrics.port": -1,
             "status.port": -1,

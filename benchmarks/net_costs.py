@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from net_worker import GLOO
+from net_worker import GLOO, NARROW
 from workloads import Character
 
 from zenps.costs import Cost, Links, Tensor, expected_imbalance, predict
@@ -17,13 +17,15 @@ def expect(scheme: str, character: Character, workers: int, mbit: float) -> Cost
     tensor = Tensor(
         rows=character.rows,
         columns=character.columns,
+        item_bytes=2 if scheme == NARROW else 4,
         density=character.density,
         unions=tuple(character.union_rows[size] / character.rows for size in levels),
         skew=character.skew[workers],
+        union_skew=character.union_skew[workers],
         imbalance=expected_imbalance(workers, character.union_rows[workers]),
         blocks=character.blocks,
         union_blocks=character.union_blocks[workers],
     )
     links = Links(workers=workers, bytes_per_second=mbit * 1e6 / 8)
-    names = {GLOO: ("allreduce",), "auto": AUTO}.get(scheme, (scheme,))
+    names = {GLOO: ("allreduce",), NARROW: ("zenps",), "auto": AUTO}.get(scheme, (scheme,))
     return min((predict(name, tensor, links) for name in names), key=lambda cost: cost.seconds)

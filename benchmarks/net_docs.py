@@ -27,7 +27,9 @@ clusters of one number of hosts and one speed.
 a new one, made beforehand, with duplicates as autograd makes them, so that compaction is timed. Two steps
 come before those that are timed; where the second takes more than 4 s, it is the only one that counts: ¹
 marks it. The first step's sum must be that of all gradients, and the same on all ranks. `gloo dense` is
-`torch.distributed.all_reduce` of a gradient that lies ready, dense.
+`torch.distributed.all_reduce` of a gradient that lies ready, dense. `zenps-bfloat16` is `zenps` with
+`sync.values = "bfloat16"`, error feedback included; what training makes of it is in
+[schemes](schemes.md#values).
 
 ² marks what was measured while a hypervisor gave more than a tenth of the processor time that was wanted here
 to others. `make bench-net RESUME=1` measures it again.

@@ -12,7 +12,7 @@ import numpy as np
 from hosts import BURST_BYTES, congestion_control
 from matplotlib.figure import Figure
 from net_costs import expect
-from net_worker import GLOO, Measurement, Task
+from net_worker import GLOO, NARROW, Measurement, Task
 from rich.table import Table
 from sync_report import Machine
 from workloads import WORKLOADS, Character
@@ -22,7 +22,8 @@ __all__ = ["Report", "Sheet", "describe_links", "plots", "sheets"]
 MUCH_STOLEN: Final = 0.1
 """A measurement is better taken again."""
 
-MARKERS: Final = ("o-", "s-", "^-", "D-", "v-", "P-", "X-", "<-", ">-", "*-")
+MARKERS: Final = ("o-", "s-", "^-", "D-", "v-", "P-", "X-", "<-", ">-", "*-", "h-")
+"""As colours repeat after ten, no two lines look alike."""
 
 
 class Links(msgspec.Struct):
@@ -185,7 +186,7 @@ def describe_workloads(report: Report) -> Sheet:
 
 
 def compare(report: Report, rows: Sequence[Row]) -> Sheet:
-    """By workload, hosts and speed: zenps against what PyTorch has, the other schemes, and auto."""
+    """By workload, hosts and speed: zenps against what PyTorch has, the other schemes, auto, and 16 bits."""
     lines = []
     for name in report.characters:
         own = [row.measured for row in rows if row.measured.workload == name]
@@ -193,7 +194,7 @@ def compare(report: Report, rows: Sequence[Row]) -> Sheet:
             seconds = {
                 m.scheme: statistics.median(m.seconds) for m in own if (m.mbit, m.workers) == (mbit, size)
             }
-            others = seconds.keys() - {"zenps", "auto"}
+            others = seconds.keys() - {"zenps", "auto", NARROW}
             best = min(others, key=lambda scheme: seconds[scheme], default="")
             lines.append(
                 [
@@ -202,10 +203,11 @@ def compare(report: Report, rows: Sequence[Row]) -> Sheet:
                     f"{_ratio(seconds, best, 'zenps')} ({best})",
                     _ratio(seconds, "zen", "zenps"),
                     _ratio(seconds, "zenps", "auto"),
+                    _ratio(seconds, "zenps", NARROW),
                 ]
             )
-    columns = ["workload", f"{GLOO} ÷ zenps", "fastest other ÷ zenps", "zen ÷ zenps", "zenps ÷ auto"]
-    return Sheet("Median times, divided", columns, lines)
+    columns = ["workload", f"{GLOO} ÷ zenps", "fastest other ÷ zenps", "zen ÷ zenps"]
+    return Sheet("Median times, divided", [*columns, "zenps ÷ auto", "zenps ÷ bfloat16"], lines)
 
 
 def _ratio(seconds: Mapping[str, float], slower: str, faster: str) -> str:

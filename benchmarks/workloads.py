@@ -183,6 +183,7 @@ class Character(msgspec.Struct, frozen=True, kw_only=True):
         overlap: rows that two workers share, over those of the one that has fewer.
         union_rows: that n workers together touch, by n.
         skew: of n even ranges of rows, those of the fullest over the mean, by n; the mean over workers.
+        union_skew: the same of what n workers together touch, in n ranges.
         blocks: the share of blocks of :data:`BLOCK` elements in which a worker touches any.
         union_blocks: the same of n workers together, by n.
     """
@@ -193,6 +194,7 @@ class Character(msgspec.Struct, frozen=True, kw_only=True):
     overlap: float
     union_rows: dict[int, int]
     skew: dict[int, float]
+    union_skew: dict[int, float]
     blocks: float
     union_blocks: dict[int, float]
 
@@ -222,6 +224,7 @@ def characterise(workload: Workload, sizes: Sequence[int] = SIZES) -> Character:
         skew={
             parts: sum(_skew(ids, workload.rows, parts) for ids in touched) / len(touched) for parts in PARTS
         },
+        union_skew={size: _skew(union, workload.rows, size) for size, union in unions.items()},
         blocks=_blocks(first, workload),
         union_blocks={size: _blocks(union, workload) for size, union in unions.items()},
     )

@@ -30,6 +30,13 @@ def test_the_first_of_8_ranges_has_most(character: Character) -> None:
     assert character.skew[8] > 0.6 * 8
 
 
+def test_what_workers_touch_together_is_less_skewed(character: Character) -> None:
+    for workers, skew in character.union_skew.items():
+        assert 1 < skew < 1.02 * character.skew[workers]
+    # Hot rows are the same for all of them, the others are not.
+    assert character.union_skew[16] < 0.95 * character.skew[16]
+
+
 def test_rows_overlap_in_part(character: Character) -> None:
     growth = [character.densification(workers) for workers in (2, 4, 8, 16)]
     assert growth == sorted(growth)
