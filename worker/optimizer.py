@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -48,6 +49,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         MismatchError: ranks have different parameters.
     """
 
+    # GradScaler would hand fused optimizers its scale as attributes, which the wrapped one would not see.
+    _step_supports_amp_scaling = False
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -71,10 +75,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._sparse: set[Parameter] = set()
         self._buckets: dict[Parameter, Bucket] = {}
         self._in_flight: dict[Parameter | Bucket, Pending] = {}
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
-            for parameter in self._names
-        ]
+        self._pushed: dict[Parameter, tuple[Tensor, int]] = {}
+        """What backward has pushed of each, and the version that it had."""
+        for parameter in self._names:
+            parameter.register_post_accumulate_grad_hook(_weakly(self._on_gradient))  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
         if name == "_inner":  # copy and pickle look at an object before it has any attributes
@@ -127,11 +131,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Replaces every gradient by its average over all ranks.
 
-        ``step()`` does this; call it yourself to clip or inspect gradients, and then step inside
+        ``step()`` does this; call it yourself to clip, unscale or inspect gradients, and then step inside
         :meth:`skip_synchronize`. Errors are those of :func:`zenps.push_pull`.
+
+        Raises:
+            UsageError: a gradient was changed since backward pushed it.
         """
         if isinstance(communicator(), Alone):
             return
+        self._check_unchanged()
         self._passes = dict.fromkeys(self._passes, 0)
         if self._unknown:
             self._agree_on_kinds()
@@ -141,6 +149,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if bucket not in self._in_flight:
                 self._push_bucket(bucket)
         in_flight, self._in_flight = self._in_flight, {}
+        self._pushed.clear()
         for owner, handle in in_flight.items():
             result = handle.wait()
             if isinstance(owner, Bucket):
@@ -166,7 +175,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._passes[parameter] > self._passes_per_step:
             raise UsageError(
                 f"gradient of {self._names[parameter]!r}: computed {self._passes[parameter]} times since "
-                f"the last step(), expected {self._passes_per_step}; set backward_passes_per_step"
+                f"the last step(), expected {self._passes_per_step}; set backward_passes_per_step, and drop "
+                "any older DistributedOptimizer of this parameter"
             )
         if self._passes[parameter] < self._passes_per_step:
             return
@@ -186,12 +196,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise self._changed_kind(parameter, "sparse", "dense")
         name = f"{self._prefix}/{self._names[parameter]}"
         self._in_flight[parameter] = push_gradient_async(gradient, name, self._average)
+        self._pushed[parameter] = gradient, gradient._version
 
     def _push_bucket(self, bucket: Bucket) -> None:
         for parameter in bucket.parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise self._changed_kind(parameter, "dense", "sparse")
         self._in_flight[bucket] = push_gradient_async(bucket.fused(), bucket.name, self._average)
+        for parameter in bucket.parameters:
+            if parameter.grad is not None:
+                self._pushed[parameter] = parameter.grad, parameter.grad._version
+
+    def _check_unchanged(self) -> None:
+        for parameter, (gradient, version) in self._pushed.items():
+            if parameter.grad is not gradient or gradient._version != version:
+                raise UsageError(
+                    f"gradient of {self._names[parameter]!r}: changed since backward pushed it; to clip or "
+                    "unscale, call synchronize() before, and step inside skip_synchronize()"
+                )
 
     def _changed_kind(self, parameter: Parameter, agreed: str, now: str) -> MismatchError:
         name = self._names[parameter]
@@ -273,6 +295,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         prefix, world = f"{self._prefix}/bucket{generation}", communicator()
         for bucket in fuse(prefix, reversed(dense), world.bucket_bytes, world.run):
             self._buckets |= dict.fromkeys(bucket.parameters, bucket)
+
+
+def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """A hook that does not keep its object alive: once that is gone, it does nothing."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(parameter: Tensor) -> None:
+        if (alive := reference()) is not None:
+            alive(parameter)
+
+    return hook
 
 
 def _name(

@@ -6,6 +6,7 @@ In float64 the two differ by nothing but the order of sums: a relative 1e-9 afte
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -119,6 +120,58 @@ def clip_in_one_process() -> dict[str, Tensor]:
     return state_of(model)
 
 
+def sparse_and_fused(model: Model) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(model.sparse(), lr=0.3), torch.optim.SGD(model.dense(), lr=0.3, fused=True)]
+
+
+def scale() -> dict[str, Tensor]:
+    """With a scaler, as for float16. In step 1 a gradient overflows, on one rank."""
+    model = make_model()
+    optimizers = wrap(model, sparse_and_fused(model))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(STEPS):
+        loss = loss_of(model, step, zps.rank())
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        scaler.scale(loss * float("inf") if (step, zps.rank()) == (1, 1) else loss).backward()
+        for optimizer in optimizers:
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+        scaler.update()
+    return state_of(model)
+
+
+def scale_in_one_process() -> dict[str, Tensor]:
+    model = make_model()
+    optimizers = sparse_and_fused(model)
+    for step in (0, *range(2, STEPS)):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        (sum(loss_of(model, step, rank) for rank in range(RANKS)) / RANKS).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return state_of(model)
+
+
+def rewrap() -> bool:
+    """Trains with one optimizer, then with another; whether nothing keeps the first one alive."""
+    model = make_model()
+    for first in wrap(model, OPTIMIZERS["sgd"](model)):
+        for step in range(2):
+            first.zero_grad()
+            loss_of(model, step, 0).backward()
+            first.step()
+    gone = weakref.ref(first)
+    del first
+    (second,) = wrap(model, OPTIMIZERS["momentum"](model))
+    for step in range(3):
+        second.zero_grad()
+        loss_of(model, step, 0).backward()
+        second.step()
+    return gone() is None
+
+
 def schedule() -> tuple[dict[str, Tensor], list[float]]:
     model = make_model()
     (optimizer,) = wrap(model, OPTIMIZERS["sgd"](model))
@@ -208,8 +261,11 @@ def misuse() -> dict[str, Any]:
         loss_of(model, step, 0).backward()
         if step == 1:
             outcomes["zero_grad"] = attempt(optimizer.zero_grad)
+            nn.utils.clip_grad_norm_(model.dense(), 1e-3)
+            outcomes["clipped"] = attempt(optimizer.step)
             outcomes["backward"] = attempt(loss_of(model, step, 0).backward)
-        optimizer.step()
+        else:
+            optimizer.step()
     group = {"params": [nn.Parameter(torch.ones(1))]}
     outcomes["group"] = attempt(optimizer.add_param_group, group)
     outcomes["passes"] = attempt(wrap, model, OPTIMIZERS["sgd"](model), backward_passes_per_step=0)
@@ -233,6 +289,8 @@ def run_all() -> dict[str, Any]:
     results["clip"] = clip()
     results["schedule"] = schedule()
     results["closure"] = use_a_closure()
+    results["scale"] = scale()
+    results["rewrap"] = rewrap()
     results["pushes"] = watch_pushes()
     results["misuse"] = misuse()
     return results
@@ -282,6 +340,16 @@ def test_clipping_between_synchronize_and_step(results: list[dict[str, Any]]) ->
         assert_same(outcome["clip"], wanted)
 
 
+def test_scaled_loss_of_which_one_overflows(results: list[dict[str, Any]]) -> None:
+    wanted = scale_in_one_process()
+    for outcome in results:
+        assert_same(outcome["scale"], wanted)
+
+
+def test_optimizer_that_is_dropped_pushes_no_more(results: list[dict[str, Any]]) -> None:
+    assert [outcome["rewrap"] for outcome in results] == [True] * RANKS
+
+
 def test_learning_rate_scheduler(results: list[dict[str, Any]]) -> None:
     state, rates = schedule_in_one_process()
     for outcome in results:
@@ -317,6 +385,7 @@ MISUSE = {
     "zero_grad": ("UsageError", "in flight"),
     "backward": ("UsageError", "backward_passes_per_step"),
     "group": ("UsageError", "before wrapping"),
+    "clipped": ("UsageError", "changed since backward pushed it"),
     "passes": ("UsageError", "at least 1"),
     "unnamed": ("UsageError", "1 parameter(s)"),
     "one name": ("UsageError", "one name"),
