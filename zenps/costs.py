@@ -44,7 +44,8 @@ class Tensor(Struct, frozen=True, kw_only=True):
         imbalance: the same of a permuted partition, for both.
         blocks, union_blocks: the share of blocks of 256 elements that are not all zero, for one worker and in
             the union; None: as if rows were spread at random.
-        is_sparse: otherwise it travels whole, under every scheme.
+        is_sparse: otherwise it is reckoned whole under every scheme; what omnireduce saves by leaving out its
+            blocks of zeros is not.
     """
 
     rows: int
@@ -383,8 +384,15 @@ def _index_bytes(span: int) -> int:
 
 
 def _blocks(tensor: Tensor, density: float) -> float:
-    """The share of blocks with a row in them, were rows spread at random."""
-    return 1 - math.pow(1 - density, max(BLOCK_ELEMENTS / tensor.columns, 1.0))
+    """The share of blocks with a row in them, were rows spread at random.
+
+    Blocks run over the flattened tensor, so that rows straddle them. Where b elements begin anywhere in rows of
+    c that is a multiple of g = gcd(b, c), they lie on q + 1 rows, and in r of c cases on one more: q and r are
+    quotient and remainder of (b - g) ÷ c. So the share is 1 - (1 - x)^(q + 1)·(1 - x·r ÷ c), x the density.
+    """
+    size = min(BLOCK_ELEMENTS, tensor.rows * tensor.columns)
+    whole, part = divmod(size - math.gcd(size, tensor.columns), tensor.columns)
+    return 1 - math.pow(1 - density, whole + 1) * (1 - density * part / tensor.columns)
 
 
 def _skew(tensor: Tensor, density: float) -> float:

@@ -107,6 +107,27 @@ def test_blocks_of_omnireduce() -> None:
     assert serial("omnireduce", wide, 2) == pytest.approx(0.5 * 0.03 * wide.dense_bytes)
 
 
+@given(columns=st.integers(1, 1000), rows=st.integers(1, 300), density=st.floats(0, 1))
+def test_rows_straddle_blocks_of_omnireduce(columns: int, rows: int, density: float) -> None:
+    rows *= 256 if rows * columns > 256 else 1  # whole blocks, or less than one
+    begins = np.arange(0, rows * columns, 256)
+    touched = np.minimum(begins + 255, rows * columns - 1) // columns - begins // columns + 1
+    tensor = Tensor(rows=rows, columns=columns, density=density, unions=(0.0,))
+    cost = predict("omnireduce", tensor, links(2, servers=2))
+    share = (1 - (1 - density) ** touched).mean()
+    assert cost.push_bytes == pytest.approx(share * tensor.dense_bytes, rel=1e-9, abs=1e-6)
+
+
+@pytest.mark.parametrize("columns", [1, 48, 64, 100, 192, 300, 512])
+def test_blocks_of_omnireduce_are_as_many_as_in_a_draw(columns: int) -> None:
+    rows, density = 512 * 1000, 0.002
+    drawn = np.flatnonzero(np.random.default_rng(0).random(rows) < density)
+    blocks = np.unique((drawn[:, None] * columns + np.arange(columns)) // 256)
+    tensor = Tensor(rows=rows, columns=columns, density=density, unions=(density,))
+    cost = predict("omnireduce", tensor, links(2, servers=2))
+    assert cost.push_bytes == pytest.approx(len(blocks) * 256 * 4, rel=0.08)
+
+
 @pytest.mark.parametrize(("workers", "overlap"), [(4, 0.275), (8, 0.059), (16, 0.014), (32, 0.004)])
 def test_where_balanced_parallelism_overtakes_hierarchical_centralization(
     workers: int, overlap: float
@@ -191,7 +212,7 @@ def test_directions_of_a_link() -> None:
     assert predict("zenps", tensor, links(8, servers=16)).pull_bytes == pytest.approx(apart.pull_bytes)
 
 
-def test_dense_tensors_travel_whole_under_every_scheme() -> None:
+def test_dense_tensors_are_reckoned_whole_under_every_scheme() -> None:
     dense = Tensor(rows=1000, columns=10, is_sparse=False)
     for scheme in COSTS:
         cost = predict(scheme, dense, links(4))

@@ -180,7 +180,7 @@ def _what_decides(found: Sequence[Profile], links: Links, choice: str, cost: Cos
     share /= sum(by_tensor)
     of = f"{share:.0%} of the bytes are those of {heaviest.tensor!r}"
     if not heaviest.is_sparse:
-        return f"Bytes decide: {sent}. {of}, which is dense and travels whole under every scheme."
+        return f"Bytes decide: {sent}. {of}, which is dense and reckoned whole under every scheme."
     grows = (
         f"of whose {heaviest.rows} rows one worker pushes {heaviest.density:.2%}, and the union of all has "
         f"{heaviest.densification(links.workers):.1f} times as many"

@@ -106,9 +106,26 @@ class Profile:
         self.step_overlap = _mean_overlap(samples, others=False)
         self._blocks: Growth | None = None
         self._blocks_total = -(-self.rows * self.columns // BLOCK_ELEMENTS)
-        if not halvings and self.columns < BLOCK_ELEMENTS:
-            blocks = [np.unique(rows * self.columns // BLOCK_ELEMENTS) for rows in samples.values()]
-            _, _, self._blocks = _accumulate(blocks, self._blocks_total)
+        if not halvings:
+            self._blocks = self._blocks_of(items, list(samples.values()))
+
+    def _blocks_of(self, items: Rows, samples: Sequence[Rows]) -> Growth:
+        """Those of the flattened tensor, in which a row may straddle two and more.
+
+        Args:
+            items: the rows that are in any of ``samples``.
+        """
+        ends = [np.unique(np.concatenate(self._first_and_last(rows))) for rows in samples]
+        _, counts, _ = _accumulate(ends, self._blocks_total)
+        # A block between a wide row's first and last has nothing of other rows: it is there when that row is.
+        first, last = self._first_and_last(items)
+        between = np.repeat(self._counts, np.maximum(last - first - 1, 0))
+        return Growth(np.concatenate([counts, between]), len(samples), self._blocks_total)
+
+    def _first_and_last(self, rows: Rows) -> tuple[Rows, Rows]:
+        """The blocks in which each of ``rows`` begins, and ends."""
+        begins = rows * self.columns
+        return begins // BLOCK_ELEMENTS, (begins + self.columns - 1) // BLOCK_ELEMENTS
 
     def densification(self, workers: int) -> float:
         """γ: how many times the rows of one worker the union of ``workers`` has."""

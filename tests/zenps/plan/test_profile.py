@@ -105,6 +105,22 @@ def test_a_tensor_as_costs_see_it(made_up: Any) -> None:
     assert tensor.union_blocks == pytest.approx((1 - (1 - blocks) ** 6).mean(), rel=0.03)
 
 
+@pytest.mark.parametrize("columns", [1, 48, 64, 100, 192, 300, 512, 1000])
+def test_blocks_are_those_of_the_flattened_tensor(made_up: Any, columns: int) -> None:
+    trace = made_up(np.full(1000, 0.01), columns=columns, steps=2)
+    tables = np.zeros((len(trace), 1000, columns), dtype=np.bool_)
+    for table, (_, push) in zip(tables, trace, strict=True):
+        table[push.row_numbers()] = True
+    elements = tables.reshape(len(trace), -1)
+    padded = np.pad(elements, [(0, 0), (0, -elements.shape[1] % 256)])
+    held = padded.reshape(len(trace), -1, 256).any(axis=2)
+    (profile,), _ = profiles(trace)
+    tensor = profile.as_tensor(links(2))
+    assert tensor.blocks == pytest.approx(held.mean())
+    pairs = [(a | b).mean() for i, a in enumerate(held) for b in held[i + 1 :]]
+    assert tensor.union_blocks == pytest.approx(np.mean(pairs))
+
+
 def test_dense_and_rare_tensors(made_up: Any) -> None:
     header = Header(rank=0, workers=1)
     trace = made_up(zipf(1.0, 100), workers=1, steps=8)
