@@ -7,6 +7,7 @@ files with what this returns, so that they cannot fall behind.
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import UnionType
@@ -19,7 +20,7 @@ from prometheus_client.metrics_core import Metric
 from zenps.metrics import SchedulerMetrics, ServerMetrics, WorkerMetrics
 from zenps.scheduler.states import JOB
 from zenps.server.round import ROUND as SERVER_ROUND
-from zenps.settings import FIELDS, Config
+from zenps.settings import FIELDS, Config, shared_settings
 from zenps.transitions import Transitions, diagram
 from zenps.values import format_bytes
 from zenps.worker.round import ROUND as WORKER_ROUND
@@ -45,8 +46,10 @@ choice.
 bounds is refused with the field, the value and what is allowed; the command then ends with exit code 2.
 A setting whose name ends in `_bytes` also takes a string such as `"8MiB"` (KiB, MiB, GiB, TiB).
 
-The scheduler refuses a worker whose `sync` section is not its own
-([why](decisions/0010-settings-must-equal.md)).
+The scheduler refuses a worker that differs from it in one of these
+([why](decisions/0010-settings-must-equal.md)):
+
+SHARED.
 """
 
 METRICS = """\
@@ -81,7 +84,8 @@ DIAGRAMS: dict[str, Transitions[Any, Any]] = {
 
 def configuration() -> str:
     """docs/configuration.md."""
-    lines = [CONFIGURATION]
+    shared = ", ".join(f"`{name}`" for name in shared_settings(Config()))
+    lines = [CONFIGURATION.replace("SHARED", textwrap.fill(shared, 110))]
     for section, struct in get_type_hints(Config).items():
         lines += [f"## {section}", "", struct.__doc__, ""]
         lines += _table(["setting", "default", "type", "meaning"], _settings(section, struct()))

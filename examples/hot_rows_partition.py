@@ -6,7 +6,7 @@ the hot rows round-robin over the slots, and keeps the long cold tail in contigu
 
 Use it by its dotted path, with this folder on PYTHONPATH::
 
-    ZENPS_SYNC_PARTITION=hot_rows_partition:HotRows zenps launch ... python train.py
+    ZENPS_SYNC_PARTITION=hot_rows_partition:HotRows zenps launch ... -- python train.py
 
 or install it as an entry point of the group ``zenps.partition``, and use the entry point's name.
 """

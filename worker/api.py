@@ -75,6 +75,7 @@ def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
         log.setup(loaded.config.log, "worker")
         if not loaded.config.cluster.scheduler:
             settings.check_partition(loaded.config)
+            logger.info("cluster.scheduler is not set: this worker trains alone")
             _communicator = Alone()
             return
         local = settings.local_rank_from_environment(os.environ) if "LOCAL_RANK" in os.environ else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import importlib.util
 import os
@@ -156,6 +157,10 @@ def _bind(name: str, host: str, port: int, advice: str) -> Check:
             probe.bind(target)
             probe.listen()
     except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return Check(
+                name, "warn", f"{shown}: in use", f"well if a node of yours runs here; else {advice}"
+            )
         return Check(name, "fail", f"{shown}: {error.strerror}", advice)
     return Check(name, "ok", shown)
 

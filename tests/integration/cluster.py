@@ -25,12 +25,12 @@ import torch
 import zmq
 
 import zenps as zps
+from tests.dealer import connect_dealer
 from zenps import config
 from zenps.keys import LIST_NAME, Keys, Player, load_keys
 from zenps.settings import SecurityConfig
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.messages import FromScheduler, NodeStatus, Status, StatusRequest
-from zenps.wire.sockets import connect_dealer
 
 __all__ = ["LEASE_SECONDS", "Cluster", "Process", "Raised", "attempt", "await_file"]
 

@@ -19,6 +19,7 @@ import torch
 import zmq
 
 import zenps as zps
+from tests.dealer import connect_dealer
 from tests.integration.cluster import Cluster, Raised, attempt, await_file
 from tests.integration.scraping import Samples, await_samples, parse, scrape
 from zenps.errors import ConfigError
@@ -37,7 +38,7 @@ from zenps.wire.messages import (
     StatusRequest,
     WhoAreYou,
 )
-from zenps.wire.sockets import Socket, connect_dealer
+from zenps.wire.sockets import Socket
 
 ERRORS = "zenps_protocol_errors_total"
 REFUSED = "zenps_refused_connections_total"

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 import zmq
 
+from tests.dealer import connect_dealer
 from tests.integration.cluster import Cluster
 from tests.monitoring.clusters import nodes_of, targets_of, watched
 from tests.monitoring.jobs import HARM, be_harmed, train
@@ -22,7 +23,6 @@ from tests.monitoring.prometheus import Prometheus, write_targets
 from tests.monitoring.test_live import TIMING
 from zenps.keys import generate
 from zenps.wire.frames import MAX_ENVELOPE_BYTES
-from zenps.wire.sockets import connect_dealer
 
 SIZE = 3
 SECONDS = 90.0

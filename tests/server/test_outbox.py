@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from tests.dealer import connect_dealer
 from zenps.server.outbox import Outbox, StalledError
-from zenps.wire.sockets import SEND_AT_MOST_MESSAGES, Socket, bind_router, connect_dealer, context
+from zenps.wire.sockets import SEND_AT_MOST_MESSAGES, Socket, bind_router, context
 
 BIG = memoryview(bytes(1 << 20))
 MOST_BYTES = 4 << 20

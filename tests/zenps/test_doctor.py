@@ -84,8 +84,15 @@ def test_taken_ports() -> None:
         checks = examined(
             f"metrics.port={port}", f"cluster.server_port={port}", "cluster.scheduler=127.0.0.1:1"
         )
-    assert checks["metrics"].verdict == checks["own address"].verdict == "fail"
+    assert checks["metrics"].verdict == checks["own address"].verdict == "warn"
+    assert "in use" in checks["metrics"].found
     assert examined("metrics.port=-1")["metrics"].found == "off"
+
+
+def test_address_that_is_not_here() -> None:
+    check = examined("metrics.host=203.0.113.1", "metrics.port=9100")["metrics"]
+    assert check.verdict == "fail"
+    assert "assign" in check.found
 
 
 def test_no_scheduler_listens() -> None:

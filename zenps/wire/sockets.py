@@ -26,7 +26,6 @@ __all__ = [
     "Socket",
     "bind_router",
     "connect",
-    "connect_dealer",
     "context",
     "open_dealer",
     "receive_frames",
@@ -68,20 +67,6 @@ def context() -> Iterator[zmq.Context[Socket]]:
         yield ctx
     finally:
         ctx.destroy(linger=LINGER_MS)
-
-
-def connect_dealer(
-    ctx: zmq.Context[Socket],
-    address: str,
-    identity: bytes,
-    max_message_bytes: int,
-    keys: Keys | None = None,
-    peer: str = "scheduler",
-) -> Socket:
-    """:func:`open_dealer`, connected to ``address``."""
-    socket = open_dealer(ctx, identity, max_message_bytes, keys, peer)
-    connect(socket, address)
-    return socket
 
 
 def open_dealer(

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import zmq
 
+from tests.dealer import connect_dealer
 from zenps.errors import ConfigError, ProtocolError
 from zenps.keys import LIST_NAME, Keys, Player, generate, load_keys
 from zenps.metrics import Refusal
 from zenps.settings import SecurityConfig
 from zenps.wire.connections import Connections
 from zenps.wire.curve import Gate, Handshakes, warn_if_open
-from zenps.wire.sockets import Socket, bind_router, connect_dealer, context, open_dealer, receive_frames
+from zenps.wire.sockets import Socket, bind_router, context, open_dealer, receive_frames
 
 SECONDS = 20.0
 
