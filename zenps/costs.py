@@ -22,7 +22,7 @@ from zenps.codecs.registry import CODECS, choose
 from zenps.errors import UsageError
 from zenps.ring import SLOTS
 
-__all__ = ["COSTS", "Cost", "Links", "Tensor", "expected_imbalance", "hot_keys", "predict", "predict_step"]
+__all__ = ["COSTS", "Cost", "Links", "Tensor", "expected_imbalance", "predict", "predict_step"]
 
 BLOCK_ELEMENTS: Final = 256
 """OmniReduce's blocks (SIGCOMM '21, §4)."""
@@ -153,18 +153,6 @@ def predict_step(scheme: str, tensors: Iterable[Tensor], links: Links) -> Cost:
         rounds=max(rounds, default=0) if scheme in SERVED else sum(rounds),
         variant=", ".join(sorted({cost.variant for cost in costs} - {""})),
     )
-
-
-def hot_keys(density: float, overlap: float, workers: int) -> tuple[float, ...]:
-    """``Tensor.unions`` where each worker draws each of the same rows with probability ``overlap``.
-
-    Then that is the overlap ratio of any two workers (Zen §2.2), and the union of k has (1 - (1 - p)ᵏ) ÷ p
-    times the rows of one. At overlap 0 all rows differ.
-    """
-    counts = [min(1 << level, workers) for level in range(1, (workers - 1).bit_length() + 1)]
-    # Summed as a series: the closed form loses its digits where p is small.
-    ratios = [sum((1 - overlap) ** i for i in range(k)) for k in counts]
-    return tuple(min(density * ratio, 1.0) for ratio in ratios)
 
 
 def expected_imbalance(parts: int, rows: float) -> float:
@@ -386,9 +374,10 @@ def _index_bytes(span: int) -> int:
 def _blocks(tensor: Tensor, density: float) -> float:
     """The share of blocks with a row in them, were rows spread at random.
 
-    Blocks run over the flattened tensor, so that rows straddle them. Where b elements begin anywhere in rows of
-    c that is a multiple of g = gcd(b, c), they lie on q + 1 rows, and in r of c cases on one more: q and r are
-    quotient and remainder of (b - g) ÷ c. So the share is 1 - (1 - x)^(q + 1)·(1 - x·r ÷ c), x the density.
+    Blocks run over the flattened tensor, so that rows straddle them. One of b elements begins in its row of c
+    at a multiple of g = gcd(b, c), each as often as any. With q and r, quotient and remainder of (b - g) ÷ c,
+    it lies on q + 1 rows, and in r of c cases on one more: the share is 1 - (1 - x)^(q + 1)·(1 - x·r ÷ c) at
+    density x.
     """
     size = min(BLOCK_ELEMENTS, tensor.rows * tensor.columns)
     whole, part = divmod(size - math.gcd(size, tensor.columns), tensor.columns)

@@ -234,7 +234,6 @@ def show_plan(plan: Plan) -> None:
     for tensor in plan.tensors:
         tensors.add_row(Text(_printable(tensor.tensor)), *_tensor_row(tensor))
     schemes = list(dict.fromkeys(prediction.scheme for prediction in plan.predictions))
-    missing = {prediction.scheme for prediction in plan.predictions if not prediction.exists}
     costs = _table("scheme")
     seconds = {(p.scheme, p.workers): p.seconds for p in plan.predictions}
     counts = list(dict.fromkeys(p.workers for p in plan.predictions))
@@ -245,7 +244,7 @@ def show_plan(plan: Plan) -> None:
         for workers in counts:
             is_best = seconds[scheme, workers] == min(seconds[other, workers] for other in schemes)
             cells.append(Text(show_seconds(seconds[scheme, workers]), "bold green" if is_best else ""))
-        costs.add_row(scheme + ("*" if scheme in missing else ""), *cells)
+        costs.add_row(scheme, *cells)
     where = (
         f"{plan.servers} servers on hosts of their own" if plan.servers else "a server on each worker's host"
     )
@@ -254,8 +253,6 @@ def show_plan(plan: Plan) -> None:
     _print(tensors)
     _print(Text(f"\nA step's synchronisation: {network}"))
     _print(costs)
-    if missing:
-        _print(Text("* cannot be set as sync.scheme", "dim"))
     _print(Text(f"\n{textwrap.fill(_printable(plan.reason), TEXT_COLUMNS)}"))
     for note in plan.notes:
         _print(Text(textwrap.fill(f"note: {_printable(note)}", TEXT_COLUMNS), "yellow"))

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zenps.costs import COSTS, Cost, Links, Tensor, hot_keys, predict
+from tests.zenps.hot_keys import hot_keys
+from zenps.costs import COSTS, Cost, Links, Tensor, predict
 from zenps.schemes import AUTO
 from zenps.worker.choice import MARGIN, ROUNDS, Choice, Table
 

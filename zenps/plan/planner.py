@@ -12,7 +12,6 @@ from msgspec import Struct
 
 from zenps.costs import COSTS, Cost, Links, predict_step
 from zenps.errors import ConfigError, listing
-from zenps.schemes import SCHEMES
 
 from .profile import Profile
 
@@ -69,8 +68,6 @@ class Prediction(Struct, kw_only=True):
     pull_bytes: float
     rounds: int
     variant: str
-    exists: bool
-    """Whether ``sync.scheme`` can be set to it."""
 
 
 class Plan(Struct, kw_only=True):
@@ -110,7 +107,6 @@ def make_plan(
             pull_bytes=cost.pull_bytes,
             rounds=cost.rounds,
             variant=cost.variant,
-            exists=scheme in SCHEMES,
         )
         for count in counts
         for scheme, cost in by_count[count].items()
@@ -138,7 +134,7 @@ def _costs(found: Sequence[Profile], links: Links, workers: int) -> dict[str, Co
 
 
 def _choose(costs: dict[str, Cost]) -> str:
-    fastest = min((scheme for scheme in costs if scheme in SCHEMES), key=lambda name: costs[name].seconds)
+    fastest = min(costs, key=lambda name: costs[name].seconds)
     return DEFAULT if costs[DEFAULT].seconds <= MARGIN * costs[fastest].seconds else fastest
 
 
@@ -159,10 +155,8 @@ def _reasons(
     ratio = costs[next_best].seconds / own.seconds
     how = f"takes {ratio:.2f} times as long" if ratio >= 1 else f"would take {ratio:.2f} of that"
     said.append(f"Next is {next_best}, which {how}: {_SPENDS[next_best]}.")
-    if ratio < 1 and next_best in SCHEMES:
+    if ratio < 1:
         said.append(f"{choice} is taken unless another wins by {MARGIN - 1:.0%}.")
-    elif ratio < 1:
-        said.append("It cannot be set as sync.scheme.")
     said.append(_where_it_changes(links.workers, by_count, choice))
     return said
 
@@ -195,9 +189,7 @@ def _where_it_changes(workers: int, by_count: dict[int, dict[str, Cost]], choice
     below = [count for count in choices if count < workers and choices[count] != choice]
     told = [f"Up to {max(below)} workers, {choices[max(below)]} is ahead."] if below else []
     told += [f"From {above} workers on, {choices[above]} is ahead."] if above is not None else []
-    return (
-        " ".join(told) or f"Of those that can be set, it is the one to take from 2 workers to {MOST_WORKERS}."
-    )
+    return " ".join(told) or f"It is the one to take from 2 workers to {MOST_WORKERS}."
 
 
 def _notes(found: Sequence[Profile]) -> list[str]:
