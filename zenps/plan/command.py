@@ -16,11 +16,11 @@ from zenps.costs import Links
 from zenps.errors import ConfigError
 from zenps.tables import show_plan
 
-from .planner import DOUBLINGS, Plan, make_plan, parse_bandwidth, parse_latency
+from .planner import DOUBLINGS, MOST_WORKERS, Plan, make_plan, parse_bandwidth, parse_latency
 from .plots import check_plots, write_plots
 from .profile import FEWEST_SAMPLES, profiles
 from .recording import read
-from .written import check_writable, write_scheme
+from .written import check_settings, check_writable, ruled_out, write_scheme
 
 __all__ = ["Request", "answer"]
 
@@ -36,6 +36,7 @@ class Request(Struct, frozen=True, kw_only=True):
     local_workers: int
     counts: list[int]
     links: Links
+    ruled_out: dict[str, str]
     write: Path | None
     plot: Path | None
     json: bool
@@ -45,13 +46,15 @@ class Request(Struct, frozen=True, kw_only=True):
         """Args: ``workers``: ``cluster.workers``, to plan for if it is more than one.
 
         Raises:
-            ConfigError: one is wrong. So whatever is wrong is known before a training is started.
+            ConfigError: one is wrong, or names a file that cannot be written. So whatever is wrong is known
+                before a training is started.
         """
         if not args.command and args.plan_trace is None:
             raise ConfigError("CMD", "", "-- CMD [ARG ...] to record, or --trace FILE with what was recorded")
-        planned = workers if workers > 1 else USUAL_WORKERS
-        usual = ",".join(map(str, [planned, *(count for count in DOUBLINGS if count > planned)]))
-        counts = [_integer("--workers", text, 2, 1024) for text in (args.plan_workers or usual).split(",")]
+        counts = _counts(args.plan_workers, workers)
+        excluded = ruled_out(args.set, args.config)
+        if args.plan_write is not None:
+            excluded |= check_settings(args.plan_write)
         request = cls(
             has_command=bool(args.command),
             trace=args.plan_trace,
@@ -64,12 +67,13 @@ class Request(Struct, frozen=True, kw_only=True):
                 bytes_per_second=parse_bandwidth(args.plan_bandwidth),
                 latency_seconds=parse_latency(args.plan_latency),
             ),
+            ruled_out=excluded,
             write=args.plan_write,
             plot=args.plan_plot,
             json=args.json,
         )
-        if request.write is not None:
-            check_writable(request.write)
+        if request.has_command and request.trace is not None:
+            check_writable("--trace", request.trace)
         if request.plot is not None:
             check_plots(request.plot)
         return request
@@ -87,7 +91,7 @@ class Request(Struct, frozen=True, kw_only=True):
 def answer(request: Request, trace: Path) -> None:
     """Plans by ``trace``, prints the plan, and writes what was asked for."""
     found, rare = profiles(read(trace))
-    plan = make_plan(found, request.links, request.counts, rare)
+    plan = make_plan(found, request.links, request.counts, rare, request.ruled_out)
     if request.json:
         print(msgspec.json.format(msgspec.json.encode(plan)).decode())
     else:
@@ -107,6 +111,16 @@ def _write(request: Request, plan: Plan) -> None:
         said.append(f"recorded {request.trace}")
     for line in said:
         print(line, file=sys.stderr if request.json else sys.stdout)
+
+
+def _counts(given: str | None, workers: int) -> list[int]:
+    """The number of workers to plan for, and others for comparison."""
+    if given is not None:
+        return [_integer("--workers", text, 2, MOST_WORKERS) for text in given.split(",")]
+    if workers > MOST_WORKERS:
+        raise ConfigError("cluster.workers", workers, f"at most {MOST_WORKERS} to plan for, or --workers")
+    planned = workers if workers > 1 else USUAL_WORKERS
+    return [planned, *(count for count in DOUBLINGS if count > planned)]
 
 
 def _integer(option: str, text: str, least: int, most: int) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -85,7 +86,11 @@ class Plan(Struct, kw_only=True):
 
 
 def make_plan(
-    found: Sequence[Profile], links: Links, counts: Sequence[int], rare: Sequence[str] = ()
+    found: Sequence[Profile],
+    links: Links,
+    counts: Sequence[int],
+    rare: Sequence[str] = (),
+    ruled_out: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
     """What each scheme costs, and which is the one to take.
 
@@ -94,9 +99,14 @@ def make_plan(
         links: the cluster; a scheme is chosen for as many workers as it has.
         counts: the numbers of workers for which there are predictions.
         rare: names of tensors that are left out.
+        ruled_out: schemes that are reckoned, but cannot be taken, each with the setting that is against it.
     """
     by_count = {count: _costs(found, links, count) for count in sorted({links.workers, *counts, *DOUBLINGS})}
-    choice = _choose(by_count[links.workers])
+    possible = {
+        count: {scheme: cost for scheme, cost in costs.items() if scheme not in ruled_out}
+        for count, costs in by_count.items()
+    }
+    choice = _choose(possible[links.workers])
     tensors = [_summary(profile, links) for profile in found]
     predictions = [
         Prediction(
@@ -119,11 +129,8 @@ def make_plan(
         tensors=tensors,
         predictions=predictions,
         scheme=choice,
-        reason=" ".join(_reasons(found, links, by_count, choice)),
-        notes=[
-            *_notes(found),
-            *([f"pushed in fewer than half of the steps: {listing(rare)}"] if rare else []),
-        ],
+        reason=" ".join(_reasons(found, links, possible, choice)),
+        notes=_notes(found, rare, ruled_out),
     )
 
 
@@ -192,7 +199,7 @@ def _where_it_changes(workers: int, by_count: dict[int, dict[str, Cost]], choice
     return " ".join(told) or f"It is the one to take from 2 workers to {MOST_WORKERS}."
 
 
-def _notes(found: Sequence[Profile]) -> list[str]:
+def _notes(found: Sequence[Profile], rare: Sequence[str], ruled_out: Mapping[str, str]) -> list[str]:
     notes = []
     for profile in found:
         name = repr(profile.tensor)
@@ -210,6 +217,11 @@ def _notes(found: Sequence[Profile]) -> list[str]:
             )
     if all(profile.workers == 1 for profile in found):
         notes.append("only one worker was recorded, whose steps stand for others")
+    if rare:
+        notes.append(f"pushed in fewer than half of the steps: {listing(rare)}")
+    for setting in dict.fromkeys(ruled_out.values()):
+        schemes = [scheme for scheme, against in ruled_out.items() if against == setting]
+        notes.append(f"{setting} rules out {listing(schemes)}")
     return notes
 
 

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from zenps.cli import main
+from zenps.config import load
 from zenps.plan.recording import encode
+from zenps.schemes import SCHEMES
 
 
 @pytest.fixture
@@ -51,6 +53,34 @@ def test_tables_are_for_people(trace: str, capsys: pytest.CaptureFixture[str]) -
     assert all(len(line) <= 120 for line in lines)
 
 
+def test_a_scheme_that_the_settings_rule_out_is_not_recommended(
+    tmp_path: Path, made_up: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pushes = made_up(np.full(8192, 0.001), columns=64)  # with hardly a row in common
+    Path("t").write_bytes(b"".join(encode(item) for pair in pushes for item in pair))
+    options = ["plan", "--trace", "t", "--workers", "4", "--latency", "0", "--json"]
+
+    def planned(*more: str) -> dict[str, Any]:
+        assert main([*options, *more]) == 0
+        plan: dict[str, Any] = json.loads(capsys.readouterr().out)
+        assert [prediction["scheme"] for prediction in plan["predictions"]] == list(SCHEMES)
+        return plan
+
+    assert SCHEMES[planned()["scheme"]].exchange == "peers"
+    among_workers = [name for name, scheme in SCHEMES.items() if scheme.exchange == "peers"]
+    note = f"security.keys rules out {', '.join(among_workers)}"
+    Path("zenps.toml").write_text('[security]\nkeys = "keys.toml"\n')
+    plan = planned("--write", "zenps.toml")
+    assert load(environ={}).config.sync.scheme == plan["scheme"]
+    assert note in plan["notes"]
+    assert not any(name in plan["reason"] for name in among_workers)
+    # As well by the settings of another file, and by those that are in force beside it.
+    Path("zenps.toml").rename("there.toml")
+    assert note in planned("--write", "there.toml")["notes"]
+    assert note in planned("--set", "security.keys=keys.toml", "--write", "new.toml")["notes"]
+
+
 WRONG = {
     "nothing to plan by": ([], "-- CMD [ARG ...] to record, or --trace FILE"),
     "no such trace": (["--trace", "nowhere"], "trace = 'nowhere': expected a readable file"),
@@ -62,6 +92,15 @@ WRONG = {
     "steps": (["--trace", "t", "--steps", "3"], "--steps = '3': expected an integer from 4"),
     "config": (["--trace", "t", "--write", "train.py"], "expected TOML"),
     "command": (["--", "./nowhere"], "CMD = './nowhere'"),
+    # ./nowhere is refused last of all, when a training is to start.
+    "trace into no folder": (["--trace", "no/t", "--", "./nowhere"], "--trace = 'no/t': expected a file"),
+    "trace onto a folder": (["--trace", ".", "--", "./nowhere"], "--trace = '.': expected a file"),
+    "trace into a file": (["--trace", "t/t", "--", "./nowhere"], "--trace = 't/t': expected a file"),
+    "write into no folder": (["--write", "no/z.toml", "--", "./nowhere"], "--write = 'no/z.toml': expected"),
+    "cluster.workers": (
+        ["--set", "cluster.workers=2000", "--", "./nowhere"],
+        "cluster.workers = 2000: expected at most 1024 to plan for, or --workers",
+    ),
 }
 
 
@@ -74,3 +113,9 @@ def test_wrong_input_is_refused_in_one_line(
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("zenps: ")
     assert part in err
+
+
+def test_more_workers_than_are_planned_for_may_train(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--set", "cluster.workers=2000", "--workers", "1024", "--json"]
+    assert main(["plan", "--trace", trace, *options]) == 0
+    assert json.loads(capsys.readouterr().out)["workers"] == 1024

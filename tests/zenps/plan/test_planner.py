@@ -14,7 +14,8 @@ from zenps.costs import COSTS, Links
 from zenps.errors import ConfigError
 from zenps.plan.planner import make_plan, parse_bandwidth, parse_latency, show_bytes, show_seconds
 from zenps.plan.profile import Profile, profiles
-from zenps.plan.written import write_scheme
+from zenps.plan.written import check_settings, ruled_out, write_scheme
+from zenps.schemes import SCHEMES
 
 COUNTS = [8, 16, 1024]
 
@@ -128,10 +129,47 @@ def test_a_file_without_a_scheme_gets_one(tmp_path: Path, before: str | None) ->
     assert tomllib.loads(file.read_text()) == {**tomllib.loads(before or ""), "sync": {"scheme": "zen"}}
 
 
+AMONG_WORKERS = {name for name, scheme in SCHEMES.items() if scheme.exchange == "peers"}
+AGAINST = {
+    "security.keys": ('[security]\nkeys = "keys.toml"\n', AMONG_WORKERS),
+    "cluster.on_worker_loss": ('[cluster]\non_worker_loss = "continue"\n', AMONG_WORKERS),
+    "sync.levels": ("[sync]\nlevels = 2\n", AMONG_WORKERS),
+    "sync.values": ('[sync]\nvalues = "int8"\n', AMONG_WORKERS | {"omnireduce"}),
+}
+
+
+@pytest.mark.parametrize("setting", AGAINST)
+def test_what_a_file_rules_out_is_not_written_into_it(tmp_path: Path, setting: str) -> None:
+    file, (text, schemes) = tmp_path / "zenps.toml", AGAINST[setting]
+    file.write_text(text)
+    assert check_settings(file) == dict.fromkeys(schemes, setting)
+    assert ruled_out(file=file, environ={}) == dict.fromkeys(schemes, setting)
+    for scheme in SCHEMES:
+        file.write_text(text)
+        if scheme not in schemes:
+            write_scheme(file, scheme)
+            assert load(file=file, environ={}).config.sync.scheme == scheme
+            continue
+        with pytest.raises(ConfigError, match=setting):
+            write_scheme(file, scheme)
+        assert file.read_text() == text
+
+
+def test_nothing_rules_out_a_scheme_where_nothing_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ruled_out(environ={}) == {}
+    assert check_settings(tmp_path / "new.toml") == {}
+    assert not (tmp_path / "new.toml").exists()
+
+
 @pytest.mark.parametrize("text", ["[sync", "[sinc]\n", "sync = 3\n", "[sync]\nscheme = 'none'\n", "\xff"])
 def test_a_file_that_is_no_configuration_is_left_alone(tmp_path: Path, text: str) -> None:
     file = tmp_path / "zenps.toml"
     file.write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError):
         write_scheme(file, "zenps")
+    with pytest.raises(ConfigError):
+        check_settings(file)
     assert file.read_bytes() == text.encode("latin-1")
