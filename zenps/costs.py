@@ -16,108 +16,21 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Final
 
-from msgspec import Struct
-
-from zenps.codecs.registry import CODECS, choose
 from zenps.errors import UsageError
 from zenps.ring import SLOTS
+from zenps.traffic import BLOCK_ELEMENTS, Cost, Links, Tensor, expected_imbalance, index_bytes
 
-__all__ = ["COSTS", "Cost", "Links", "Tensor", "expected_imbalance", "predict", "predict_step"]
-
-BLOCK_ELEMENTS: Final = 256
-"""OmniReduce's blocks (SIGCOMM '21, §4)."""
-
-DELTA_OVER_ENTROPY: Final = 1.03
-"""Measured, over densities of 0.01 % to 50 %; ``most_bytes`` of that codec is what none exceeds."""
-
-
-class Tensor(Struct, frozen=True, kw_only=True):
-    """A gradient as n workers have it.
-
-    Attributes:
-        rows, columns, item_bytes: the whole table; an element-sparse tensor has one column.
-        density: d, the share of rows that one worker pushes, duplicates summed; the mean of all workers.
-        unions: the density of the union of 2, 4, 8, … workers, and last of all n: D. ⌈log₂ n⌉ of them.
-        skew: how many times its even share of a worker's rows the fullest of the servers' contiguous ranges
-            has (Zen §2.2: skewness ratio); for schemes that partition so.
-        union_skew: the same of the union's rows; None: as ``skew``.
-        imbalance: the same of a permuted partition, for both.
-        blocks, union_blocks: the share of blocks of 256 elements that are not all zero, for one worker and in
-            the union; None: as if rows were spread at random.
-        is_sparse: otherwise it is reckoned whole under every scheme; what omnireduce saves by leaving out its
-            blocks of zeros is not.
-    """
-
-    rows: int
-    columns: int = 1
-    item_bytes: int = 4
-    density: float = 1.0
-    unions: tuple[float, ...] = ()
-    skew: float = 1.0
-    union_skew: float | None = None
-    imbalance: float = 1.0
-    blocks: float | None = None
-    union_blocks: float | None = None
-    is_sparse: bool = True
-
-    @property
-    def row_bytes(self) -> int:
-        """Of one row's values."""
-        return self.columns * self.item_bytes
-
-    @property
-    def dense_bytes(self) -> int:
-        """M."""
-        return self.rows * self.row_bytes
-
-    @property
-    def union(self) -> float:
-        """D."""
-        return self.unions[-1] if self.unions else self.density
-
-
-class Links(Struct, frozen=True, kw_only=True):
-    """A cluster: hosts with one full-duplex link each, all alike, on a network that is never the bottleneck.
-
-    Attributes:
-        workers: n, one on each host.
-        servers: k hosts that have nothing but a server; 0: one server on each worker's host.
-        bytes_per_second: of a link, in each direction.
-        latency_seconds: from the end of a message's last byte's sending to its use.
-    """
-
-    workers: int
-    servers: int = 0
-    bytes_per_second: float
-    latency_seconds: float = 0.0
-
-    @property
-    def parts(self) -> int:
-        """How many servers share a tensor."""
-        return self.servers or self.workers
-
-
-class Cost(Struct, frozen=True, kw_only=True):
-    """Of one synchronisation.
-
-    Attributes:
-        push_bytes: in one direction of the busiest link, on their way to be summed.
-        pull_bytes: the same, of sums.
-        busiest_bytes: of both, in the busier direction of the busiest link.
-        serial_bytes: what of both has to pass one after the other, because it shares a direction or because
-            pulls begin when pushes have ended.
-        rounds: messages that wait for one another.
-        seconds: ``serial_bytes`` by bandwidth, and the latency of ``rounds``.
-        variant: which of its algorithms the scheme takes, where it has several.
-    """
-
-    push_bytes: float
-    pull_bytes: float
-    busiest_bytes: float
-    serial_bytes: float
-    rounds: int
-    seconds: float
-    variant: str = ""
+__all__ = [
+    "BLOCK_ELEMENTS",
+    "COSTS",
+    "SERVED",
+    "Cost",
+    "Links",
+    "Tensor",
+    "expected_imbalance",
+    "predict",
+    "predict_step",
+]
 
 
 def predict(scheme: str, tensor: Tensor, links: Links) -> Cost:
@@ -155,15 +68,25 @@ def predict_step(scheme: str, tensors: Iterable[Tensor], links: Links) -> Cost:
     )
 
 
-def expected_imbalance(parts: int, rows: float) -> float:
-    """How many times its even share the fullest of ``parts`` has, when ``rows`` are dealt at random.
-
-    1 + √(2·k·ln k ÷ rows): the fullest of k bins (Raab and Steger, "Balls into Bins", 1998), which is Zen's
-    theorem 2 with its constant.
-    """
-    if parts < 2 or rows <= 0:
-        return 1.0
-    return min(1 + math.sqrt(2 * parts * math.log(parts) / rows), float(parts))
+def _cost(
+    links: Links,
+    *,
+    push: float,
+    pull: float,
+    serial: float,
+    rounds: int,
+    busiest: float | None = None,
+    variant: str = "",
+) -> Cost:
+    return Cost(
+        push_bytes=push,
+        pull_bytes=pull,
+        busiest_bytes=serial if busiest is None else busiest,
+        serial_bytes=serial,
+        rounds=rounds,
+        seconds=serial / links.bytes_per_second + rounds * links.latency_seconds,
+        variant=variant,
+    )
 
 
 # ── over servers ────────────────────────────────────────────────────────────────────────────────
@@ -174,15 +97,14 @@ def _zenps(tensor: Tensor, links: Links) -> Cost:
 
     Zen's balanced parallelism (§3.1, eq. 1) by row, in chunks that are summed while the next travel.
     """
-    push, pull = _by_best_codec(tensor, tensor.density), _by_best_codec(tensor, tensor.union)
+    push, pull = tensor.best_bytes(tensor.density), tensor.best_bytes(tensor.union)
     return _served(links, push, pull, tensor.imbalance, tensor.imbalance, streams=True)
 
 
 def _zen(tensor: Tensor, links: Links) -> Cost:
     """f·E·(d·(v + 4) + D·v + 1/8), E elements of v bytes: pushed as COO, pulled as a hash bitmap (§3.3)."""
     elements = tensor.rows * tensor.columns
-    index_bytes = _index_bytes(elements)
-    push = elements * tensor.density * (tensor.item_bytes + index_bytes)
+    push = elements * tensor.density * (tensor.item_bytes + index_bytes(elements))
     pull = elements * (tensor.union * tensor.item_bytes + 1 / 8)
     return _served(links, push, pull, tensor.imbalance, tensor.imbalance, streams=False)
 
@@ -192,8 +114,8 @@ def _sparse_ps(tensor: Tensor, links: Links) -> Cost:
 
     With s = 1 and one column of float32 this is Zen's eq. 1, 2·f·(d + D)·M.
     """
-    push, pull = _coo(tensor, tensor.density), _coo(tensor, tensor.union)
-    push_skew, pull_skew = _skew(tensor, tensor.density), _union_skew(tensor, tensor.union)
+    push, pull = tensor.coo_bytes(tensor.density), tensor.coo_bytes(tensor.union)
+    push_skew, pull_skew = tensor.skew_at(tensor.density), tensor.union_skew_at(tensor.union)
     return _served(links, push, pull, push_skew, pull_skew, streams=False)
 
 
@@ -207,10 +129,10 @@ def _omnireduce(tensor: Tensor, links: Links) -> Cost:
 
     Blocks say by themselves where they belong. Servers own contiguous ranges, and stream.
     """
-    own = _blocks(tensor, tensor.density) if tensor.blocks is None else tensor.blocks
-    union = _blocks(tensor, tensor.union) if tensor.union_blocks is None else tensor.union_blocks
+    own = tensor.random_blocks(tensor.density) if tensor.blocks is None else tensor.blocks
+    union = tensor.random_blocks(tensor.union) if tensor.union_blocks is None else tensor.union_blocks
     push, pull = own * tensor.dense_bytes, union * tensor.dense_bytes
-    return _served(links, push, pull, _skew(tensor, own), _union_skew(tensor, union), streams=True)
+    return _served(links, push, pull, tensor.skew_at(own), tensor.union_skew_at(union), streams=True)
 
 
 def _served(
@@ -251,14 +173,14 @@ def _agsparse(tensor: Tensor, links: Links) -> Cost:
     With one column of float32, 2·(n - 1)·d·M.
     """
     others = links.workers - 1
-    gathered = others * _coo(tensor, tensor.density)
+    gathered = others * tensor.coo_bytes(tensor.density)
     return _cost(links, push=gathered, pull=0.0, serial=gathered, rounds=others)
 
 
 def _hierarchical_centralization(tensor: Tensor, links: Links) -> Cost:
     """Σ COO of the union of 1, 2, 4, … n/2 workers, none more than M (Zen §2.4, eq. 2)."""
     levels = (tensor.density, *tensor.unions)
-    sizes = [min(_coo(tensor, density), tensor.dense_bytes) for density in levels]
+    sizes = [min(tensor.coo_bytes(density), tensor.dense_bytes) for density in levels]
     return _doubling(sizes, links)
 
 
@@ -274,10 +196,10 @@ def _recursive_doubling(tensor: Tensor, links: Links) -> Cost:
     That is when its two terms, were all their rows different, would take as much as M.
     """
     levels = (tensor.density, *tensor.unions)
-    sizes = [_coo(tensor, tensor.density)]
+    sizes = [tensor.coo_bytes(tensor.density)]
     for below, density in pairwise(levels):
-        is_dense = 2 * _coo(tensor, below) >= tensor.dense_bytes
-        sizes.append(tensor.dense_bytes if is_dense else _coo(tensor, density))
+        is_dense = 2 * tensor.coo_bytes(below) >= tensor.dense_bytes
+        sizes.append(tensor.dense_bytes if is_dense else tensor.coo_bytes(density))
     return _doubling(sizes, links, "recursive doubling")
 
 
@@ -288,9 +210,9 @@ def _split_sparse(tensor: Tensor, links: Links) -> Cost:
     """
     workers, stages = links.workers, (links.workers - 1).bit_length()
     others = (workers - 1) / workers
-    union = _coo(tensor, tensor.union)
-    push = others * _coo(tensor, tensor.density) * _skew(tensor, tensor.density)
-    pull = max(others * union, stages * union * _union_skew(tensor, tensor.union) / workers)
+    union = tensor.coo_bytes(tensor.union)
+    push = others * tensor.coo_bytes(tensor.density) * tensor.skew_at(tensor.density)
+    pull = max(others * union, stages * union * tensor.union_skew_at(tensor.union) / workers)
     rounds = workers - 1 + stages
     return _cost(links, push=push, pull=pull, serial=push + pull, rounds=rounds, variant="split")
 
@@ -299,7 +221,7 @@ def _split_dense(tensor: Tensor, links: Links) -> Cost:
     """DSAR_Split_allgather: the same, but sums are dense: f·s·COO of d, and f·M."""
     workers = links.workers
     others = (workers - 1) / workers
-    push = others * _coo(tensor, tensor.density) * _skew(tensor, tensor.density)
+    push = others * tensor.coo_bytes(tensor.density) * tensor.skew_at(tensor.density)
     pull = others * tensor.dense_bytes
     rounds = workers - 1 + (workers - 1).bit_length()
     return _cost(links, push=push, pull=pull, serial=push + pull, rounds=rounds, variant="split, dense")
@@ -318,80 +240,6 @@ def _doubling(sizes: Sequence[float], links: Links, variant: str = "") -> Cost:
     passed = sizes[:stages] if is_power else [sizes[0], *sizes[1 : stages + 1], sizes[-1]]
     total = sum(passed)
     return _cost(links, push=total, pull=0.0, serial=total, rounds=len(passed), variant=variant)
-
-
-# ── bytes ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def _cost(
-    links: Links,
-    *,
-    push: float,
-    pull: float,
-    serial: float,
-    rounds: int,
-    busiest: float | None = None,
-    variant: str = "",
-) -> Cost:
-    return Cost(
-        push_bytes=push,
-        pull_bytes=pull,
-        busiest_bytes=serial if busiest is None else busiest,
-        serial_bytes=serial,
-        rounds=rounds,
-        seconds=serial / links.bytes_per_second + rounds * links.latency_seconds,
-        variant=variant,
-    )
-
-
-def _coo(tensor: Tensor, density: float) -> float:
-    return tensor.rows * density * (tensor.row_bytes + _index_bytes(tensor.rows))
-
-
-def _by_best_codec(tensor: Tensor, density: float) -> float:
-    rows = round(tensor.rows * density)
-    codec = choose("auto", rows, tensor.rows, tensor.row_bytes)
-    if codec.name == "delta":
-        positions = DELTA_OVER_ENTROPY * _entropy_bytes(rows, tensor.rows)
-    else:
-        positions = codec.most_bytes(rows, tensor.rows)
-    return rows * tensor.row_bytes + positions
-
-
-def _entropy_bytes(rows: int, span: int) -> float:
-    """Of which ``rows`` of ``span`` there are, each as likely as any."""
-    present = rows / span
-    if present in (0.0, 1.0):
-        return 0.0
-    bits = -present * math.log2(present) - (1 - present) * math.log2(1 - present)
-    return span * bits / 8
-
-
-def _index_bytes(span: int) -> int:
-    return CODECS["coo"].most_bytes(1, span)
-
-
-def _blocks(tensor: Tensor, density: float) -> float:
-    """The share of blocks with a row in them, were rows spread at random.
-
-    Blocks run over the flattened tensor, so that rows straddle them. One of b elements begins in its row of c
-    at a multiple of g = gcd(b, c), each as often as any. With q and r, quotient and remainder of (b - g) ÷ c,
-    it lies on q + 1 rows, and in r of c cases on one more: the share is 1 - (1 - x)^(q + 1)·(1 - x·r ÷ c) at
-    density x.
-    """
-    size = min(BLOCK_ELEMENTS, tensor.rows * tensor.columns)
-    whole, part = divmod(size - math.gcd(size, tensor.columns), tensor.columns)
-    return 1 - math.pow(1 - density, whole + 1) * (1 - density * part / tensor.columns)
-
-
-def _skew(tensor: Tensor, density: float) -> float:
-    """No range is fuller than full."""
-    return min(tensor.skew, 1 / density) if density else 1.0
-
-
-def _union_skew(tensor: Tensor, density: float) -> float:
-    skew = tensor.skew if tensor.union_skew is None else tensor.union_skew
-    return min(skew, 1 / density) if density else 1.0
 
 
 COSTS: Final[dict[str, Callable[[Tensor, Links], Cost]]] = {

@@ -294,11 +294,14 @@ def test_a_better_network_is_never_slower(
 
 
 @given(SCHEME, SHAPES, st.floats(1, 50))
-def test_more_skew_is_never_faster(scheme: str, shape: tuple[Tensor, int], more: float) -> None:
+def test_more_skew_never_takes_bytes_off_the_fullest(
+    scheme: str, shape: tuple[Tensor, int], more: float
+) -> None:
+    # Seconds may be fewer: the worker beside the fullest server has less to push to others.
     tensor, workers = shape
     skewed = msgspec.structs.replace(tensor, skew=tensor.skew * more)
-    before, after = (predict(scheme, one, links(workers)).seconds for one in (tensor, skewed))
-    assert after >= before * (1 - 1e-9)
+    before, after = (predict(scheme, one, links(workers)) for one in (tensor, skewed))
+    assert after.push_bytes + after.pull_bytes >= (before.push_bytes + before.pull_bytes) * (1 - 1e-9)
 
 
 @given(st.sampled_from(sorted(COSTS.keys() - {"zenps"})), SHAPES, st.floats(0, 1))
