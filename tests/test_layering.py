@@ -22,7 +22,7 @@ FLOORS = (
     | {"transitions"},
     {"settings", "values", "config", "keys", "log", "strategies"},
     {"wire", "layout", "placement"},
-    {*ROLES, "doctor", "environments", "health", "launch", "plan", "status", "tables"},
+    {*ROLES, "arguments", "doctor", "environments", "health", "launch", "plan", "status", "tables"},
     {*DOORS},
 )
 FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}

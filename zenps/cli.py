@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
+import io
 import os
 import shutil
 import signal
@@ -11,8 +11,9 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Final
 
+from zenps.arguments import make_parser, split_command
 from zenps.config import Config, Loaded, describe, load, rank_from_environment, require_cluster
 from zenps.errors import ConfigError, ZenPSError, listing
 from zenps.keys import LIST_NAME, generate, load_keys
@@ -22,6 +23,7 @@ __all__ = ["main"]
 
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
+EXIT_CANNOT_START = 126  # as a shell has it
 
 # The status that a shell shows for a process that this signal ended is 128 + its number.
 _SIGNALLED = 128
@@ -30,18 +32,19 @@ _SIGNALLED = 128
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``zenps`` with the arguments ``argv`` (default: the process's) and return its exit code.
 
-    0: done. 1: the cluster or a check failed. 2: a setting or an argument was refused, in one line.
-    ``launch`` and ``worker`` otherwise end as the command that they were given.
+    0: done. 1: the cluster or a check failed, or output cannot be written. 2: a setting or an argument was
+    refused, in one line. ``launch`` and ``worker`` otherwise end as the command that they were given.
     """
-    options, command = _split_command(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
-    args = parser.parse_args(options)
+    options, command = split_command(sys.argv[1:] if argv is None else argv)
+    args = make_parser().parse_args(options)
     if args.takes_command is not None and bool(command) != args.takes_command:
         args.parser.error("expected -- CMD [ARG ...]" if args.takes_command else "unexpected -- CMD")
     args.command = command
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # not every encoding has what tables are made of
     try:
-        code = int(args.run(args))
-        sys.stdout.flush()  # what is still in the buffer meets a closed pipe here, not at exit
+        code = _RUN[args.subcommand](args)
+        sys.stdout.flush()  # what is still in the buffer fails here, not at exit
         return code
     except ConfigError as error:
         _complain(error)
@@ -51,135 +54,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except KeyboardInterrupt:
         return _SIGNALLED + signal.SIGINT
-    except BrokenPipeError:
-        # The reader of our output is gone. Python flushes stdout once more at exit, which must not fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of our output is gone
+        _drop_output()
         return _SIGNALLED + signal.SIGPIPE
+    except OSError as error:
+        _drop_output()
+        _complain(error)
+        return EXIT_FAILED
 
 
-def _split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """``options -- CMD`` in two. argparse's own treatment of ``--`` differs between Python versions."""
-    arguments = list(argv)
-    if "--" not in arguments:
-        return arguments, []
-    at = arguments.index("--")
-    return arguments[:at], arguments[at + 1 :]
+def _drop_output() -> None:
+    """Python flushes stdout once more at exit, which must not fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _complain(error: ZenPSError) -> None:
+def _complain(error: Exception) -> None:
     print("zenps:", *str(error).splitlines(), file=sys.stderr)
-
-
-# ── arguments ───────────────────────────────────────────────────────────────────────────────────
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="zenps", description="A parameter server for PyTorch that synchronises sparse gradients."
-    )
-    version = importlib.metadata.version("zenps")
-    parser.add_argument("--version", action="version", version=f"zenps {version}")
-    subcommands = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND", required=True)
-    common = _common_options()
-
-    def add(
-        name: str,
-        run: Callable[[argparse.Namespace], int],
-        summary: str,
-        command: bool | None = False,
-        operand: str = "",
-    ) -> argparse.ArgumentParser:
-        usage = f"zenps {name} [options]{operand}"
-        usage += {True: " -- CMD [ARG ...]", None: " [-- CMD [ARG ...]]", False: ""}[command]
-        sub = subcommands.add_parser(
-            name,
-            parents=[common],
-            usage=usage,
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
-        )
-        sub.set_defaults(run=run, parser=sub, takes_command=command)
-        return sub
-
-    launch = add("launch", _launch, "run CMD as the workers of a whole cluster on this machine", command=True)
-    scheduler = add("scheduler", _scheduler, "run the scheduler, at cluster.scheduler")
-    scheduler.add_argument(
-        "--print-address",
-        type=int,
-        metavar="FD",
-        help="write host:port to this file descriptor when nodes can register",
-    )
-    add("server", _server, "run one server")
-    add("worker", _worker, "run CMD as one worker, with these settings", command=True)
-    status = add("status", _status, "show a live cluster")
-    form = status.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="for programs")
-    form.add_argument("--watch", action="store_true", help="again every second, until Ctrl-C")
-    health = add("health", _health, "tell a container's probe whether a role is well, by exit code 0 or 1")
-    health.add_argument("--role", choices=("scheduler", "server"), required=True, help="that of this node")
-    drain = add("drain", _drain, "have a server hand its slots to the others, and end", operand=" RANK")
-    drain.add_argument("rank", type=int, metavar="RANK", help="the server's, as zenps status shows it")
-    for asking in (status, health, drain):
-        asking.add_argument(
-            "--timeout-seconds", type=float, default=5.0, metavar="S", help="how long to wait (default: 5)"
-        )
-    config = add("config", _config, "show every setting and where its value came from")
-    config.add_argument("--json", action="store_true", help="for programs; with descriptions")
-    add("doctor", _doctor, "check this machine and the way to the cluster")
-    trace = add("trace", _trace, "make one timeline of those of several processes", operand=" OUT PART...")
-    trace.add_argument("out", type=Path, metavar="OUT", help="the file to write")
-    trace.add_argument("parts", type=Path, nargs="+", metavar="PART", help="what sync.trace had a role write")
-    _add_plan(add("plan", _plan, "say which scheme suits CMD, or a trace of it, and a network", command=None))
-    keygen = add(
-        "keygen", _keygen, "make the keys that a directory lacks: who may be which node", operand=" DIR"
-    )
-    keygen.add_argument("directory", type=Path, metavar="DIR", help="made if need be, for its owner alone")
-    for counted in (launch, keygen):
-        counted.add_argument("--workers", metavar="N", help="number of workers: cluster.workers")
-        counted.add_argument("--servers", metavar="M", help="number of servers: cluster.servers")
-    return parser
-
-
-def _add_plan(plan: argparse.ArgumentParser) -> None:
-    options: dict[str, tuple[str, str, Any]] = {
-        "--trace": ("FILE", "with CMD, keep what is recorded here; without, plan by this", None),
-        "--steps": ("N", "how many steps of CMD are recorded (default: 20)", "20"),
-        "--local-workers": ("N", "how many workers run CMD here (default: 2)", "2"),
-        "--workers": ("N[,N...]", "plan for so many; others for comparison (default: 8, 16, ... 1024)", None),
-        "--servers": ("N", "hosts with a server alone (default: 0, a server on each worker's host)", "0"),
-        "--bandwidth": ("RATE", "of each host, in each direction (default: 10Gbit)", "10Gbit"),
-        "--latency": ("TIME", "of one message (default: 50us)", "50us"),
-        "--write": ("FILE", "set sync.scheme in this file of settings", None),
-        "--plot": ("DIR", "draw curves into this folder; needs matplotlib", None),
-    }
-    for name, (metavar, summary, default) in options.items():
-        is_path = name in ("--trace", "--write", "--plot")
-        kind = Path if is_path else str
-        # Not cluster.workers, which launch and keygen set by an option of this name.
-        plan.add_argument(
-            name,
-            dest=f"plan_{name[2:].replace('-', '_')}",
-            type=kind,
-            metavar=metavar,
-            default=default,
-            help=summary,
-        )
-    plan.add_argument("--json", action="store_true", help="for programs")
-
-
-def _common_options() -> argparse.ArgumentParser:
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
-        "--config", type=Path, metavar="FILE", help="settings (default: ZENPS_CONFIG, else ./zenps.toml)"
-    )
-    common.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.FIELD=VALUE",
-        help="one setting, above environment and file; may be repeated",
-    )
-    return common
 
 
 def _load(args: argparse.Namespace) -> Loaded:
@@ -271,7 +161,11 @@ def _worker(args: argparse.Namespace) -> int:
     require_cluster(loaded)
     _require_command(args.command)
     load_keys(loaded.config.security, "worker", rank_from_environment())
-    os.execvpe(args.command[0], args.command, _environment(args, loaded))
+    try:
+        os.execvpe(args.command[0], args.command, _environment(args, loaded))
+    except OSError as error:
+        print(f"zenps: {args.command[0]} cannot be started: {error.strerror}", file=sys.stderr)
+        return EXIT_CANNOT_START
 
 
 def _launch(args: argparse.Namespace) -> int:
@@ -383,6 +277,22 @@ def _keygen(args: argparse.Namespace) -> int:
     print(f"{len(made)} new key(s) in {args.directory}" + (f": {listing(made)}" if made else ""))
     print(f"every node needs {LIST_NAME} and the .secret of its own name, and should have no other's")
     return 0
+
+
+_RUN: Final[dict[str, Callable[[argparse.Namespace], int]]] = {
+    "launch": _launch,
+    "scheduler": _scheduler,
+    "server": _server,
+    "worker": _worker,
+    "status": _status,
+    "health": _health,
+    "drain": _drain,
+    "config": _config,
+    "doctor": _doctor,
+    "trace": _trace,
+    "plan": _plan,
+    "keygen": _keygen,
+}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 import pytest
 
 import zenps as zps
-from zenps import cli
+from zenps.arguments import make_parser
 from zenps.config import load
 from zenps.settings import FIELDS
 
@@ -58,7 +58,7 @@ def test_readme_shows_the_demo_and_the_tests() -> None:
 @every_page
 def test_subcommands_and_settings_exist(page: Path) -> None:
     (subparsers,) = (
-        action for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction)
+        action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction)
     )
     assert set(re.findall(r"(?:^|`)zenps ([a-z]+)", code(page), re.MULTILINE)) <= set(subparsers.choices)
     sections = "|".join({name.partition(".")[0] for name in FIELDS})

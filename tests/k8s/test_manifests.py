@@ -20,7 +20,7 @@ import pytest
 import yaml
 from msgspec import Meta
 
-from zenps import cli
+from zenps.arguments import make_parser, split_command
 from zenps.config import load
 from zenps.settings import Config
 from zenps.values import parse_address
@@ -226,8 +226,8 @@ def test_commands_are_ours(file: str, role: str) -> None:
     first, *probes = commands(file, role)
     for program, *arguments in (first, *probes):
         assert program == "zenps"
-        options, command = cli._split_command(arguments)
-        parsed = cli._parser().parse_args(options)
+        options, command = split_command(arguments)
+        parsed = make_parser().parse_args(options)
         assert bool(command) == parsed.takes_command
     assert first[1] == role
     for probe in probes:

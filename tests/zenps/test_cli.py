@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from zenps.cli import main
 from zenps.keys import generate
 from zenps.trace import open_trace
 
@@ -115,6 +116,14 @@ def test_wrong_usage(zenps: Any, arguments: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("seconds", ["inf", "1e300", "nan", "-1", "0", "604801", "soon"])
+def test_a_time_that_nobody_can_wait(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["status", "--timeout-seconds", seconds])
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.endswith(f"--timeout-seconds: {seconds!r}: expected seconds, above 0 and up to 604800")
+
+
 @pytest.mark.parametrize("module", ["zenps.cli", "zenps.launch", "zenps.status", "zenps.tables"])
 def test_starts_without_torch(module: str) -> None:
     script = f"import sys, {module}; sys.exit('torch' in sys.modules)"
@@ -192,6 +201,21 @@ def test_reader_that_leaves_is_no_error(zenps: Any, unbuffered: str) -> None:
     assert popen.returncode == 128 + signal.SIGPIPE
 
 
+def test_output_that_cannot_be_written(zenps: Any) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        popen = zenps.start("config", stdout=full)
+        _, err = popen.communicate(timeout=60)
+    assert popen.returncode == 1
+    assert err == "zenps: [Errno 28] No space left on device\n"
+
+
+def test_an_encoding_that_lacks_a_character(zenps: Any) -> None:
+    setting = ("config", "--set", "cluster.job=γ→")
+    done = zenps(*setting, env={"PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "1"})
+    assert done.returncode == 0, done.stderr
+    assert '"??"' in done.stdout
+
+
 # ── worker ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -214,6 +238,15 @@ def test_worker_hands_settings_on(zenps: Any, tmp_path: Path) -> None:
 
 def test_worker_ends_as_its_command(zenps: Any) -> None:
     assert zenps("worker", "--", "sh", "-c", "exit 7").returncode == 7
+
+
+def test_worker_that_cannot_be_started(zenps: Any, tmp_path: Path) -> None:
+    script = tmp_path / "script"
+    script.write_text("exit 0\n")
+    script.chmod(0o755)
+    done = zenps("worker", "--", str(script))
+    assert done.returncode == 126
+    assert done.stderr == f"zenps: {script} cannot be started: Exec format error\n"
 
 
 def test_one_of_several_workers_needs_a_scheduler(zenps: Any) -> None:
