@@ -13,9 +13,10 @@ import msgpack
 import torch
 from torch import Tensor
 
-from zenps.errors import ProtocolError, TensorError, UsageError
+from zenps.errors import MismatchError, ProtocolError, TensorError, UsageError, listing
 from zenps.settings import MOST_WORKERS
 
+from .agreement import ask_all
 from .api import communicator
 from .communicator import Pending
 from .dense import RootLostError
@@ -62,9 +63,28 @@ def broadcast_parameters(parameters: Named, root_rank: int = 0) -> None:
         TensorError: something else than a strided tensor.
         UsageError: no such rank.
         PeerLostError: the root is gone.
-        MismatchError: ranks have different shapes under a name.
+        MismatchError: ranks have other names, or other shapes or dtypes under them.
     """
     named = dict(parameters.items() if isinstance(parameters, Mapping) else parameters)
+    for name, tensor in named.items():
+        _check(tensor, f"broadcast/{name}")
+    _check_alike(named, root_rank)
+    _overwrite(named, root_rank)
+
+
+def _check_alike(named: Mapping[str, Tensor], root_rank: int) -> None:
+    own = {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in named.items()}
+    roots: dict[str, str] = broadcast_object(own, root_rank, "parameters")
+    differing = [name for name in own.keys() | roots.keys() if own.get(name) != roots.get(name)]
+    if others := ask_all(len(differing), "broadcast/parameters/differing"):
+        here = ""
+        if differing:
+            name = min(differing)
+            here = f"; {name!r} is {roots.get(name, 'missing')} there and {own.get(name, 'missing')} here"
+        raise MismatchError(f"rank(s) {listing(others)} have other parameters than rank {root_rank}{here}")
+
+
+def _overwrite(named: Mapping[str, Tensor], root_rank: int) -> None:
     pending = [(tensor, _begin(tensor, f"broadcast/{name}", root_rank)) for name, tensor in named.items()]
     lost: RootLostError | None = None
     with torch.no_grad():
@@ -151,7 +171,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     )
     if communicator().rank != root_rank:
         tensors = [torch.empty(shape, dtype=_DTYPES[dtype], device="cpu") for dtype, shape in described]
-    broadcast_parameters(((f"optimizer/{i}", tensor) for i, tensor in enumerate(tensors)), root_rank)
+    _overwrite({f"optimizer/{i}": tensor for i, tensor in enumerate(tensors)}, root_rank)
     if communicator().rank != root_rank:
         optimizer.load_state_dict(_put_together(skeleton, tensors))
 
@@ -162,13 +182,16 @@ def _begin(tensor: Tensor, name: str, root_rank: int) -> Pending:
     most = MOST_WORKERS if world.goes_on else world.size
     if not 0 <= root_rank < most:
         raise UsageError(f"root_rank {root_rank}: expected 0 to {most - 1}")
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    raw = flat.view(*tensor.shape, tensor.element_size())
+    return world.push_pull_async(raw, name, average=False, contributes=world.rank == root_rank)
+
+
+def _check(tensor: object, name: str) -> None:
     if not isinstance(tensor, Tensor):
         raise TensorError(f"{name}: expected a tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided:
         raise TensorError(f"{name}: expected a strided tensor, got {tensor.layout}; use .to_dense()")
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    raw = flat.view(*tensor.shape, tensor.element_size())
-    return world.push_pull_async(raw, name, average=False, contributes=world.rank == root_rank)
 
 
 def _wait_into(tensor: Tensor, name: str, root_rank: int) -> None:

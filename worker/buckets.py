@@ -30,7 +30,7 @@ class Bucket:
         self._run = run
         self._present_from = -(-sum(parameter.numel() for parameter in parameters) // run) * run
         self.waiting_for = set(parameters)
-        """Parameters whose gradient this step has not yet brought."""
+        """Parameters whose gradient backward has not brought since the last push."""
 
     def fused(self) -> Tensor:
         """The gradients as they are now, filled up to whole runs, and what comes after them; else zeros."""
@@ -53,7 +53,6 @@ class Bucket:
             piece = flat[begin : begin + parameter.numel()].view(parameter.shape)
             parameter.grad = piece if present[index] else None
             begin += parameter.numel()
-        self.waiting_for = set(self.parameters)
 
 
 def fuse(prefix: str, parameters: Iterable[Parameter], limit_bytes: int, run: int) -> list[Bucket]:

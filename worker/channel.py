@@ -219,7 +219,11 @@ class Channel:
                     if self._sleepers:
                         self._news.notify_all()
                     return
-            self._run_commands()
+            try:
+                self._run_commands()
+            except BaseException:  # the role must not stay with a thread that is about to leave
+                self._resign()
+                raise
 
     def _run_commands(self) -> None:
         while self._commands:

@@ -207,10 +207,12 @@ class Cluster(Communicator):
         if self.is_newcomer:
             raise self._too_early("barrier")
         with self._spans("barrier"):
+            self._push_staged()
             self._session.barrier()
 
     def admit(self) -> None:
         """As :meth:`Session.admit`."""
+        self._push_staged()
         self._session.admit()
 
     def has_newcomers(self) -> bool:
@@ -230,6 +232,10 @@ class Cluster(Communicator):
         """What other ranks wait for is pushed before this one waits itself."""
         self._staging.advance(until)
         self._session.channel.wait(ready, until)
+
+    def _push_staged(self) -> None:
+        """Before a wait that is not for a tensor: others may wait for what a device here has not prepared."""
+        self._staging.advance(time.monotonic() + self._timeout_seconds)
 
     def _too_early(self, what: str) -> UsageError:
         return UsageError(

@@ -15,9 +15,11 @@ from typing import get_type_hints
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .api import push_gradient_async
 from .communicator import Pending
@@ -39,6 +41,18 @@ class CommHookState:
 
     _prefix: str = field(default_factory=lambda: f"ddp{next(_prefixes)}")
     _finisher: _Finisher = field(default_factory=lambda: _Finisher())
+    _numbers: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    """Of parameters, in the order in which they were first seen: the same on all ranks."""
+    _next_number: itertools.count[int] = field(default_factory=itertools.count)
+
+    def _content(self, bucket: GradBucket) -> str:
+        """Which parameters it has: DDP rebuilds its dense buckets after the first step."""
+        parameters = bucket.parameters()
+        for parameter in parameters:
+            if parameter not in self._numbers:
+                self._numbers[parameter] = next(self._next_number)
+        numbers = [self._numbers[parameter] for parameter in parameters]
+        return xxhash.xxh3_64_hexdigest(repr(numbers).encode())
 
 
 class _Finisher:
@@ -86,9 +100,7 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
         work = dist.all_reduce(gradient, group=state.dense_group, async_op=True)
         averaged: Future[Tensor] = work.get_future().then(lambda reduced: reduced.value()[0])
         return averaged
-    # DDP rebuilds its dense buckets after the first step: the size keeps old and new ones apart.
-    kind = "sparse" if gradient.is_sparse else f"dense{gradient.numel()}"
-    name = f"{state._prefix}/{kind}/{bucket.index()}"
+    name = f"{state._prefix}/{'sparse' if gradient.is_sparse else 'dense'}/{state._content(bucket)}"
     handle = push_gradient_async(gradient, name)
     devices: list[int | str | torch.device] | None = [gradient.device] if gradient.is_cuda else None
     result: Future[Tensor] = Future(devices=devices)

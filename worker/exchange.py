@@ -136,6 +136,7 @@ class Exchange:
     def submit(self, round_: Round, now: float) -> list[Action]:
         """A round begins: pushes everything at once."""
         if self.failure is not None:
+            round_.state = ROUND[round_.state]["failed"]  # it was never in flight
             return [Fail(round_, self.failure)]
         round_.deadline = now + self._deadline_seconds + PATIENCE_SECONDS
         round_.workers = self._workers

@@ -83,7 +83,7 @@ class Handle(Pending):
         self._pushed_ns = 0
         self._answers: deque[Answer | Sent | ZenPSError] = deque()
         self._finishing = threading.Lock()
-        self._outcome: Tensor | ZenPSError | None = None
+        self._outcome: Tensor | Exception | None = None
 
     def __repr__(self) -> str:
         return f"Handle({self.name!r}, done={self._progress.ended})"
@@ -115,7 +115,7 @@ class Handle(Pending):
                 assert self._transfer is not None
                 self._outcome = self._finish(self._transfer)
                 self._transfer = None
-        if isinstance(self._outcome, ZenPSError):
+        if isinstance(self._outcome, Exception):
             raise self._outcome
         return self._outcome
 
@@ -161,8 +161,11 @@ class Handle(Pending):
     def _late(self) -> DeadlineError:
         return DeadlineError(f"tensor {self.name!r}: no answer within {self._timeout_seconds:g} s")
 
-    def _finish(self, transfer: Transfer) -> Tensor | ZenPSError:
-        """Absorbs each answer while the next ones travel."""
+    def _finish(self, transfer: Transfer) -> Tensor | Exception:
+        """Absorbs each answer while the next ones travel.
+
+        An answer that could not be absorbed, for want of memory perhaps, is not there for a second wait.
+        """
         waited = worked = 0.0
         until = time.monotonic() + self._timeout_seconds
         while self._answers or not self._progress.ended:
@@ -187,14 +190,14 @@ class Handle(Pending):
                         transfer.absorb(server, result.chunk, result, frames)
                         if span:
                             span.note(**_about(self.name, server, result, frames))
-            except ZenPSError as error:
+            except Exception as error:  # noqa: BLE001
                 return error
             worked += time.perf_counter() - got
         begin = time.perf_counter()
         try:
             with self._spans("scatter", self.name, self._progress.step):
                 result_tensor = transfer.finish()
-        except ZenPSError as error:
+        except Exception as error:  # noqa: BLE001
             return error
         self._record(transfer, self._progress, waited, worked + time.perf_counter() - begin)
         return result_tensor

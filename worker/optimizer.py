@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zenps.errors import MismatchError, UsageError, listing
+from zenps.errors import MismatchError, UsageError, ZenPSError, listing
 
 from .agreement import ask_all
 from .alone import Alone
@@ -49,9 +49,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         MismatchError: ranks have different parameters.
     """
 
-    # GradScaler would hand fused optimizers its scale as attributes, which the wrapped one would not see.
-    _step_supports_amp_scaling = False
-
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -66,7 +63,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._inner = optimizer
         self._average = average
         self._passes_per_step = backward_passes_per_step
-        self._skip = False
+        self._skip = self._synchronized = False
         self._prefix = f"optimizer{next(_prefixes)}"
         self._parameters = self._agree_on_names(_name(optimizer, named_parameters))
         self._names = {parameter: name for name, parameter in self._parameters.items()}
@@ -94,15 +91,34 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Synchronises, unless :meth:`skip_synchronize` says it was done, and steps.
 
         ``closure`` is evaluated once, before: optimizers that evaluate it again are not supported.
+
+        Raises:
+            UsageError: inside :meth:`skip_synchronize` without :meth:`synchronize`, or the other way round.
         """
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        if self._skip and any(self._passes.values()):
+            raise UsageError("step() inside skip_synchronize(): backward has run; call synchronize() before")
         if not self._skip:
+            if self._synchronized:
+                raise UsageError("step() after synchronize(): expected it inside skip_synchronize()")
             self.synchronize()
+        self._synchronized = False
         self._inner.step()
         return result
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """GradScaler.step asks for it. It would unscale what backward has pushed, and tell a fused optimizer
+        by attributes, which the wrapped one would not see.
+        """
+        if not (self._skip or isinstance(communicator(), Alone)):
+            raise UsageError(
+                "GradScaler: expected synchronize(), then scaler.step() inside skip_synchronize()"
+            )
+        return False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the wrapped optimizer's.
@@ -135,11 +151,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         :meth:`skip_synchronize`. Errors are those of :func:`zenps.push_pull`.
 
         Raises:
-            UsageError: a gradient was changed since backward pushed it.
+            UsageError: a gradient was changed since backward pushed it, or belongs to no parameter that ranks
+                have agreed on.
         """
         if isinstance(communicator(), Alone):
             return
-        self._check_unchanged()
+        self._check_gradients()
         self._passes = dict.fromkeys(self._passes, 0)
         if self._unknown:
             self._agree_on_kinds()
@@ -150,12 +167,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._push_bucket(bucket)
         in_flight, self._in_flight = self._in_flight, {}
         self._pushed.clear()
+        errors = []
         for owner, handle in in_flight.items():
-            result = handle.wait()
+            try:
+                result = handle.wait()
+            except ZenPSError as error:  # a round that nobody waits for would stay in flight
+                errors.append(error)
+                continue
             if isinstance(owner, Bucket):
                 owner.spread(result)
             else:
                 owner.grad = result if result._nnz() else None
+        if errors:
+            raise errors[0]
+        self._synchronized = True
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -171,6 +196,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         assert isinstance(parameter, Parameter)
         if isinstance(communicator(), Alone):
             return
+        self._synchronized = False
         self._passes[parameter] += 1
         if self._passes[parameter] > self._passes_per_step:
             raise UsageError(
@@ -203,11 +229,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise self._changed_kind(parameter, "dense", "sparse")
         self._in_flight[bucket] = push_gradient_async(bucket.fused(), bucket.name, self._average)
+        bucket.waiting_for = set(bucket.parameters)
         for parameter in bucket.parameters:
             if parameter.grad is not None:
                 self._pushed[parameter] = parameter.grad, parameter.grad._version
 
-    def _check_unchanged(self) -> None:
+    def _check_gradients(self) -> None:
+        for group in self._inner.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter not in self._names:
+                    raise UsageError(
+                        f"a parameter of shape {tuple(parameter.shape)} has a gradient, but was frozen or "
+                        "absent when its optimizer was wrapped; wrap it again, with all that is to be trained"
+                    )
         for parameter, (gradient, version) in self._pushed.items():
             if parameter.grad is not gradient or gradient._version != version:
                 raise UsageError(

@@ -20,7 +20,7 @@ from torch import Tensor
 from zenps.codecs.base import Codec
 from zenps.codecs.coo import item_dtype
 from zenps.codecs.registry import CODECS, choose
-from zenps.errors import ProtocolError, TensorError
+from zenps.errors import ProtocolError, TensorError, ZenPSError
 from zenps.kernels.bitmap_codec import decode_bitmap, decode_coo, encode_bitmap, encode_coo
 from zenps.kernels.bitmap_compact import bitmap_compact
 from zenps.kernels.hash_compact import HashMemory, hash_compact
@@ -52,14 +52,14 @@ class _Staged(Transfer):
         self._event = next(self._steps, None)
 
     def prepared(self) -> bool:
-        while self._event is not None and self._event.query():
-            self._event = next(self._steps, None)
+        try:
+            while self._event is not None and self._event.query():
+                self._event = next(self._steps, None)
+        except ZenPSError:
+            raise
+        except Exception as error:  # out of memory, say: an iterator that has raised looks as if it had ended
+            raise TensorError(f"a tensor on {self._accelerator.device}: {error}") from error
         return self._event is None
-
-    def prepare(self) -> None:
-        while not self.prepared():
-            assert self._event is not None
-            self._accelerator.wait_for(self._event)
 
     @abstractmethod
     def _prepare(self) -> Iterator[Event]:

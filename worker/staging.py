@@ -41,11 +41,10 @@ class Staging:
         One that is prepared already, as any on the CPU is, overtakes the queue.
         """
         waiting = _Waiting(transfer, begin, fail)
-        if _begin_if_prepared(waiting):
-            return
-        with self._lock:
-            self._queue.append(waiting)
-            self._begin_prepared()
+        if not _begin_if_prepared(waiting):
+            with self._lock:
+                self._queue.append(waiting)
+        self.advance(until=0.0)
 
     def advance(self, until: float) -> None:
         """Begins what is prepared; waits for the rest, at most until the monotonic time ``until``."""

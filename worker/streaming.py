@@ -86,7 +86,7 @@ class StreamedHandle(Handle):
         pushed = self._streamed.push(stream)
         return None if pushed is None else self._new_round(*pushed)
 
-    def _finish(self, transfer: Transfer) -> Tensor | ZenPSError:
+    def _finish(self, transfer: Transfer) -> Tensor | Exception:
         begin = time.perf_counter()
         while not self._progress.ended:
             absorbed = self._absorbed

@@ -94,7 +94,7 @@ class Sent(Struct, frozen=True):
     columns: int
     """Elements of a row, or of a block; 1 of a dense tensor."""
     expected_rows: int
-    """How many rows all ranks together pushed last time, by which a sparse tensor is cut; else 0."""
+    """How many rows were pulled last time, by which a sparse tensor is cut; else 0."""
     cut: Cut
     parts: Sequence[Part]
     values: ValueForm = "same"
@@ -155,17 +155,9 @@ class Transfer(ABC):
         """Whether ``parts`` are there; does what can be done towards it without waiting.
 
         Raises:
-            TensorError: the tensor proved to have rows outside its shape.
+            TensorError: the tensor proved to have rows outside its shape, or its device failed.
         """
         return True
-
-    def prepare(self) -> None:
-        """Waits until :meth:`prepared`, whose errors it raises.
-
-        Raises:
-            DeadlineError: the device took too long.
-        """
-        assert self.prepared()
 
     @abstractmethod
     def absorb(self, server: int, chunk: int, result: Result, frames: Sequence[memoryview]) -> None:

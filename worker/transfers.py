@@ -95,7 +95,7 @@ class Transfers:
         """The transfer of ``tensor``; for one on the CPU, compacted on this thread.
 
         Args:
-            expected_rows: how many rows of it all ranks together pushed last time; equal on all.
+            expected_rows: how many rows of it were pulled last time; equal on all ranks.
             contributes: whether a dense tensor's values count.
             is_gradient: whether values may be rounded, as ``sync.values`` says.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import zenps as zps
-from tests.integration.cluster import Cluster
+from tests.integration.cluster import Cluster, Raised, attempt
 from tests.integration.embedding_model import OPTIMIZERS, Model, assert_same, loss_of, make_model, state_of
 
 
@@ -75,8 +75,19 @@ def broadcast_state(name: str) -> list[dict[str, Any]]:
     return [optimizer.state_dict() for optimizer in optimizers]
 
 
+def broadcast_what_differs() -> dict[str, Any]:
+    here = zps.rank() == 1
+    cases = {
+        "dtype": {"weight": torch.ones(3, dtype=torch.bfloat16 if here else torch.float16)},
+        "shape": {"weight": torch.ones(4 if here else 3)},
+        "name": {"weight": torch.ones(3)} | ({"extra": torch.ones(1)} if here else {}),
+    }
+    return {case: attempt(zps.broadcast_parameters, tensors) for case, tensors in cases.items()}
+
+
 def run_all() -> dict[str, Any]:
     results: dict[str, Any] = {f"state {name}": broadcast_state(name) for name in OPTIMIZERS}
+    results["differs"] = broadcast_what_differs()
     return results | {"broadcast": broadcast(), "objects": broadcast_objects()}
 
 
@@ -96,6 +107,23 @@ def test_broadcast_parameters(results: list[dict[str, Any]], root: int) -> None:
             assert torch.equal(got[name].contiguous().view(-1).view(torch.uint8),
                                tensor.contiguous().view(-1).view(torch.uint8)), name  # fmt: skip
         assert_same(outcome["broadcast"]["model"], make_model().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("case", "how"),
+    {
+        "dtype": "'weight' is torch.float16 (3,) there and torch.bfloat16 (3,) here",
+        "shape": "'weight' is torch.float32 (3,) there and torch.float32 (4,) here",
+        "name": "'extra' is missing there and torch.float32 (1,) here",
+    }.items(),
+)
+def test_ranks_with_other_parameters(results: list[dict[str, Any]], case: str, how: str) -> None:
+    for rank, outcome in enumerate(results):
+        error = outcome["differs"][case]
+        assert isinstance(error, Raised), error
+        assert error.kind == "MismatchError"
+        assert "rank(s) 1 have other parameters than rank 0" in error.text
+        assert (how in error.text) == (rank == 1)
 
 
 def test_broadcast_object(results: list[dict[str, Any]]) -> None:

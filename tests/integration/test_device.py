@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,15 +14,15 @@ from tests.integration import test_training
 from tests.integration.cluster import Cluster, Raised, attempt
 from tests.integration.embedding_model import OPTIMIZERS, assert_same
 from tests.worker.host_accelerator import HostAccelerator
-from zenps.worker.accelerator import Accelerator
+from zenps.worker.accelerator import Accelerator, Event
 from zenps.worker.transfers import Transfers
 
 RANKS = 2
 
 
-def pretend_that_the_cpu_is_a_gpu() -> None:
+def pretend_that_the_cpu_is_a_gpu(accelerator: Accelerator | None = None) -> None:
     """In this process, from here on."""
-    accelerator = HostAccelerator()
+    accelerator = accelerator or HostAccelerator()
 
     def always(transfers: Transfers, device: torch.device) -> Accelerator:
         return accelerator
@@ -39,6 +42,36 @@ def test_training_is_that_of_one_process(name: str) -> None:
     expected = test_training.train_in_one_process(name)
     for result in results:
         assert_same(result, expected)
+
+
+class Slow(HostAccelerator):
+    """Each piece of work takes a while."""
+
+    def mark(self) -> Event:
+        return Later(time.monotonic() + 0.3)
+
+
+class Later(NamedTuple):
+    at: float
+
+    def query(self) -> bool:
+        return time.monotonic() >= self.at
+
+
+def wait_in_other_orders() -> list[float]:
+    pretend_that_the_cpu_is_a_gpu(Slow())
+    handle = zps.push_pull_async(torch.ones(5), "a", average=False)
+    if zps.rank() == 0:
+        zps.barrier()
+    result: list[float] = handle.wait().tolist()
+    if zps.rank() == 1:
+        zps.barrier()
+    return result
+
+
+def test_a_barrier_pushes_what_others_wait_for_before() -> None:
+    with Cluster(RANKS, settings={"cluster.deadline_seconds": 10}) as cluster:
+        assert cluster.run(wait_in_other_orders) == [[2.0] * 5] * RANKS
 
 
 def hash_rows() -> tuple[Tensor, float]:

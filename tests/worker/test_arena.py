@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from zenps.errors import ProtocolError
+from zenps.wire.tensors import tensor_from_bytes
 from zenps.worker.levels.arena import CAPACITY_BYTES, Arena, Window
 
 MIB = 1 << 20
@@ -27,13 +28,16 @@ def taken_bytes(arena: Arena) -> int:
 
 def test_what_is_written_is_seen_and_used_again(arena: Arena) -> None:
     window = Window(arena.fd)
-    offset, memory = arena.lease(1000)
-    other, _ = arena.lease(1000)
+    offset, memory = arena.lease(10_000)
+    other, _ = arena.lease(10_000)
     memory.fill_(7)
-    assert bytes(window.look(offset, 1000)) == bytes([7] * 1000)
+    seen = tensor_from_bytes(window.look(offset, 10_000), torch.uint8, (10_000,))
+    assert torch.equal(seen, memory)
+    memory[0] = 8
+    assert seen[0] == 8, "a copy"
     assert other != offset
     del memory
-    again, _ = arena.lease(1000)
+    again, _ = arena.lease(10_000)
     assert again == offset
 
 

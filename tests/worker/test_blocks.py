@@ -38,7 +38,8 @@ def on_the_cpu(tensor: Tensor, plan: Plan) -> BlockTransfer:
 
 def on_a_device(tensor: Tensor, plan: Plan) -> StagedBlocks:
     transfer = StagedBlocks(tensor, plan, HostAccelerator())
-    transfer.prepare()
+    while not transfer.prepared():
+        pass
     return transfer
 
 

@@ -8,6 +8,7 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
+from zenps.errors import PeerLostError, ZenPSError
 from zenps.metrics import WorkerMetrics
 from zenps.settings import ClusterConfig
 from zenps.wire.messages import Member, Push, View
@@ -74,6 +75,45 @@ def test_views_that_come_in_a_heap_are_gone_by_one_after_the_other(channel: Chan
     assert followed == [first, *views]
     assert handle.sent == views
     assert round_.unanswered.keys() == {(1, 0), (2, 0)}
+
+
+def test_each_push_after_a_loss_fails_with_its_reason(channel: Channel) -> None:
+    class Fails:
+        def pushed(self) -> None: ...
+        def fail(self, error: ZenPSError) -> None:
+            errors.append(error)
+
+    errors: list[ZenPSError] = []
+    lost = PeerLostError("worker 1 is lost")
+    channel.fail(lost)
+    for step in range(2):
+        channel.submit([Round("t", step, 1, ())], Fails())  # type: ignore[arg-type]
+    assert errors == [lost, lost]
+
+
+def test_a_command_that_raises_leaves_the_role_to_others(channel: Channel) -> None:
+    """The thread that has the role runs what others have posted meanwhile, when it is about to resign."""
+    has_role, go_on, ran = threading.Event(), threading.Event(), threading.Event()
+
+    def compute() -> None:
+        has_role.set()
+        assert go_on.wait(DEADLINE_SECONDS)
+
+    def drive() -> None:
+        with pytest.raises(ZeroDivisionError):
+            channel.then(compute)
+
+    driver = threading.Thread(target=drive)
+    driver.start()
+    assert has_role.wait(DEADLINE_SECONDS)
+    channel.then(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    channel.then(ran.set)
+    go_on.set()
+    driver.join(DEADLINE_SECONDS)
+    assert ran.is_set()
+    again = threading.Event()
+    channel.then(again.set)
+    assert again.is_set(), "the role was never given up"
 
 
 def test_a_server_that_the_scheduler_misses_is_not_called_unreachable(

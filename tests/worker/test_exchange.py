@@ -142,6 +142,8 @@ def test_after_a_loss_everything_fails_with_its_reason() -> None:
     late = make_round("c")
     assert exchange.submit(late, 0.0) == [Fail(late, error)]
     assert (exchange.in_flight, exchange.failure) == (0, error)
+    exchange.give_up(late)
+    assert exchange.in_flight == 0
 
 
 class Traffic(RuleBasedStateMachine):

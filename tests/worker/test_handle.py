@@ -85,6 +85,20 @@ def test_a_wait_without_answer_ends_and_frees_the_name() -> None:
     assert network.progress.ended
 
 
+def test_answer_that_could_not_be_absorbed_fails_every_wait() -> None:
+    class Full(Count):
+        def absorb(self, server: int, chunk: int, result: Result, frames: Sequence[memoryview]) -> None:
+            if not self.absorbed:
+                self.absorbed.append(-1)
+                raise MemoryError
+            super().absorb(server, chunk, result, frames)
+
+    handle = Scripted(Full(), delivers(0), delivers(1), delivers(2, last=True)).handle
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            handle.wait()
+
+
 # ── restart ─────────────────────────────────────────────────────────────────────────────────────
 
 

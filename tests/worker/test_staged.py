@@ -29,6 +29,7 @@ from zenps.settings import CudaConfig
 from zenps.wire.messages import Result
 from zenps.worker.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from zenps.worker.staged import StagedDense, StagedSparse
+from zenps.worker.staging import Staging
 from zenps.worker.transfer import Cut, Transfer
 
 LAYOUT = make_layout("balanced", 600, 1, [0, 1, 2], 0)
@@ -170,6 +171,27 @@ def test_a_device_that_hangs_is_an_error() -> None:
     assert not transfer.prepared()
     with pytest.raises(DeadlineError, match=r"cpu did not finish its work within 0.05 s"):
         hung.wait_for(hung.mark())
+
+
+def test_device_that_fails_fails_its_round_alone() -> None:
+    class Full(HostAccelerator):
+        def mark(self) -> Failing:
+            return Failing()
+
+    class Failing:
+        def query(self) -> bool:
+            raise RuntimeError("out of memory")  # as torch's OutOfMemoryError is one
+
+    staging, begun, failures = Staging(), [], []
+    transfer = StagedDense(torch.ones(3), lambda copy: WholeTransfer(copy, Cut(None, 1, 0), True), Full())
+    staging.add(transfer, lambda: begun.append(transfer), failures.append)
+    staging.advance(until=0.0)
+    (error,) = failures
+    assert isinstance(error, TensorError)
+    assert "a tensor on cpu: out of memory" in str(error)
+    assert not begun
+    staging.advance(until=0.0)
+    assert len(failures) == 1
 
 
 def test_the_result_of_answers_in_any_order_is_coalesced() -> None:

@@ -67,6 +67,15 @@ def test_what_is_prepared_overtakes_what_is_not() -> None:
     assert begun == [1]
 
 
+def test_whatever_is_added_pushes_what_has_become_ready() -> None:
+    staging, begun = Staging(), list[str]()
+    slow, ready = Slow(), Slow()
+    staging.add(slow, lambda: begun.append("slow"), never)
+    slow.ready = ready.ready = True
+    staging.add(ready, lambda: begun.append("ready"), never)
+    assert sorted(begun) == ["ready", "slow"]
+
+
 def test_a_transfer_that_fails_does_not_hold_up_the_next() -> None:
     staging, begun, failed = Staging(), list[int](), list[ZenPSError]()
     error = TensorError("indices outside")

@@ -93,7 +93,8 @@ class Window:
     """
 
     def __init__(self, fd: int) -> None:
-        self._memory = memoryview(mmap.mmap(fd, CAPACITY_BYTES, prot=mmap.PROT_READ))
+        # Not read-only, for of what is torch makes a copy. Nobody writes here.
+        self._memory = memoryview(mmap.mmap(fd, CAPACITY_BYTES))
 
     def look(self, offset: int, size_bytes: int) -> memoryview:
         """What lies there.
