@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
 import signal
-import socket as net
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -20,7 +17,7 @@ from zenps.environments import environments
 from zenps.errors import DeadlineError
 from zenps.keys import load_keys
 from zenps.output import Lines, Output
-from zenps.processes import Guard, Pipe, Process
+from zenps.processes import Guard, Pipe, Process, watched
 from zenps.status import fetch
 from zenps.timeline import collected
 from zenps.wire.messages import Status
@@ -28,7 +25,7 @@ from zenps.wire.messages import Status
 __all__ = ["launch"]
 
 GRACE_SECONDS: Final = 4.0
-"""From SIGTERM to SIGKILL; and how long scheduler and servers have to end after the last worker.
+"""From what ends the job to SIGKILL; and how long scheduler and servers have to end after the last worker.
 
 So that whatever happens everything has ended within 5 seconds.
 """
@@ -38,15 +35,18 @@ STATUS_SECONDS: Final = 1.0
 MOST_SCHEDULER_DEATHS: Final = 3
 """One that is killed this often is not the victim of an accident."""
 
-SETTLE_SECONDS: Final = 3.0
-"""How long a worker that has left the cluster has for the rest of its way out."""
+SETTLE_SECONDS: Final = 2.0
+"""How long after a failure a worker that had left the cluster has for the rest of its way out.
+
+What is left of the grace is the others'.
+"""
 
 _ZENPS: Final = (sys.executable, "-P", "-m", "zenps.cli")
 """Without -P a random.py in the working directory would be taken for Python's."""
 
+_FAILED: Final = 1
 _CANNOT_START: Final = 126  # as a shell has it
 _SIGNALLED: Final = 128
-_HANDLED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def launch(
@@ -67,7 +67,8 @@ def launch(
 
     Returns:
         0 when all workers ended with 0. Otherwise the exit code of the process that failed first, or
-        128 + n where signal n ended it or this process; all others are ended then.
+        128 + n where signal n ended it or this process; all others are ended then. Where workers go on
+        without one that is gone: the exit code of the worker that ended last.
 
     Raises:
         ConfigError: ``cluster.scheduler`` is not on this machine, fixed ports run out, or ``sync.trace``
@@ -78,7 +79,8 @@ def launch(
         for variables in environment_of.values() if trace else ():
             variables["ZENPS_SYNC_TRACE"] = trace
         job = _Job(config, command, environment_of, prefix)
-        with _signals(job):
+        with watched(job.on_signal) as news:
+            job.wake_by(news)
             try:
                 return job.run()
             finally:
@@ -114,7 +116,7 @@ class _Job:
         while not self._address.endswith(b"\n") and self._code is None:
             self._turn()
         self._start_others()
-        while any(process.exit_code is None for process in self._processes):
+        while self._running():
             self._turn()
         return self._code or 0
 
@@ -191,18 +193,16 @@ class _Job:
     def _turn(self) -> None:
         """Wait for output or an end, and deal with it."""
         self._read(max(self._patience_until - time.monotonic(), 0.0))
-        if self._output.is_broken and self._code is None:
-            self._end(_SIGNALLED + signal.SIGPIPE)
-        ended = [process for process in self._processes if process.exit_code is None and process.has_ended()]
-        if ended:
-            self._read_what_is_there()
-        for process in ended:
-            self._on_end(process)
+        if self._output.failure is not None and self._code is None:
+            is_unread = isinstance(self._output.failure, BrokenPipeError)
+            self._end(_SIGNALLED + signal.SIGPIPE if is_unread else _FAILED)
+        for process in [process for process in self._processes if process.exit_code is None]:
+            if process.has_ended():
+                self._read_what_is_there()
+                self._on_end(process)
         if time.monotonic() >= self._patience_until:
-            left = [process.name for process in self._processes if process.exit_code is None]
-            self._say(
-                f"{', '.join(left)}: not ended after {GRACE_SECONDS:g} s; sending {self._measures[0].name}"
-            )
+            left, measure = ", ".join(self._running()), self._measures[0].name
+            self._say(f"{left}: not ended after {GRACE_SECONDS:g} s; sending {measure}")
             self._take_next_measure()
 
     def _read(self, wait_seconds: float) -> bool:
@@ -226,14 +226,15 @@ class _Job:
     def _on_end(self, process: Process) -> None:
         if self._code is not None:
             return  # as it should
-        workers = [other for other in self._processes if _is_worker(other.name)]
-        if (process.exit_code or 0) > _SIGNALLED and self._survives(process):
+        began = time.monotonic()
+        if process.exit_code and self._survives(process):
             return
         if process.exit_code or not self._address:
-            cause = self._cause(process)
-            self._say(f"{cause.name} failed: {cause.how_it_ended()}; ending the others")
-            self._end(cause.exit_code or 1)
-        elif len(workers) == self._config.cluster.workers and all(w.exit_code == 0 for w in workers):
+            cause = self._cause(process, began + SETTLE_SECONDS)
+            if self._code is None:  # else somebody wanted an end meanwhile
+                self._say(f"{cause.name} failed: {cause.how_it_ended()}; ending the others")
+                self._end(cause.exit_code or _FAILED, began)
+        elif _is_worker(process.name) and not self._running("worker"):
             # The scheduler has seen them leave and tells the servers, unless they never joined.
             self._code = 0
             self._patience_until = time.monotonic() + GRACE_SECONDS
@@ -242,40 +243,54 @@ class _Job:
                 self._say("not all workers joined the cluster; does CMD call zenps.init()?")
                 self._take_next_measure()
 
-    def _survives(self, killed: Process) -> bool:
-        """Whether the job goes on without it: other servers take its slots; a scheduler is started again."""
-        if _is_worker(killed.name):
+    def _survives(self, failed: Process) -> bool:
+        """Whether the job goes on without it.
+
+        Other servers take the slots of one that was killed, and such a scheduler is started again. Other
+        workers do without one, however it ended, where the settings say so.
+        """
+        how = failed.how_it_ended()
+        if _is_worker(failed.name):
+            if not (self._config.cluster.goes_on and self._running("worker")):
+                return False
+            # Without an answer it goes on: if not all had met, the rendezvous will fail.
+            status = self._status()
+            if status is not None and status.state in ("gathering", "failed"):
+                return False
+            self._say(f"{failed.name} ended: {how}; the others go on")
+            return True
+        if (failed.exit_code or 0) <= _SIGNALLED:
             return False
-        if killed.name == "scheduler":
+        if failed.name == "scheduler":
             self._deaths += 1
             if not self._address or self._deaths > MOST_SCHEDULER_DEATHS:
                 return False
-            self._say(f"scheduler ended: {killed.how_it_ended()}; starting it again")
+            self._say(f"scheduler ended: {how}; starting it again")
             self._start("scheduler", [*_ZENPS, "scheduler"])
             return True
         status = self._status()
         if status is None or status.state == "gathering":
             return False
-        others = [p.name for p in self._processes if p.name.startswith("server") and p.exit_code is None]
+        others = self._running("server")
         if others:
-            how = killed.how_it_ended()
-            self._say(f"{killed.name} ended: {how}; {', '.join(others)} will take its slots")
+            self._say(f"{failed.name} ended: {how}; {', '.join(others)} will take its slots")
         return bool(others)
 
-    def _cause(self, failed: Process) -> Process:
-        """The process on which to blame that ``failed`` has.
+    def _cause(self, failed: Process, until: float) -> Process:
+        """The process on which to blame that ``failed`` has, known ``until`` then.
 
         A script that ends early leaves the cluster first. The others then fail at once, while it may take
-        its interpreter a second to end: so it is the worker that left first.
+        its interpreter a second to end: so it is the worker that left first. Workers that go on without
+        one do not fail by that.
         """
-        status = self._status() if _is_worker(failed.name) else None
+        is_asked = _is_worker(failed.name) and not self._config.cluster.goes_on
+        status = self._status() if is_asked else None
         left = [node for node in status.nodes if node.state == "left"] if status is not None else []
         if not left:
             return failed
         # The last message of a node that left was that it does.
         first = max(left, key=lambda node: node.silent_seconds)
         cause = next((p for p in self._processes if p.name == f"{first.role} {first.rank}"), failed)
-        until = time.monotonic() + SETTLE_SECONDS
         while not cause.has_ended() and self._code is None and time.monotonic() < until:
             self._read(0.05)
         return cause if cause.exit_code else failed
@@ -290,22 +305,30 @@ class _Job:
         except DeadlineError:
             return None
 
-    def _end(self, code: int) -> None:
+    def _end(self, code: int, began: float | None = None) -> None:
         """The job ends with ``code``, unless that is settled. Runs in the signal handler, too."""
         if self._code is None:
             self._code = code
-        self._take_next_measure()
+        self._take_next_measure(began)
 
-    def _take_next_measure(self) -> None:
-        """SIGTERM first, then SIGKILL, to all that were started and have not ended."""
+    def _take_next_measure(self, began: float | None = None) -> None:
+        """SIGTERM first, then SIGKILL, to all that were started and have not ended.
+
+        Between them is the grace, since ``began``; None: from now on.
+        """
         if not self._measures:
             return
         measure = self._measures.pop(0)
-        self._patience_until = time.monotonic() + GRACE_SECONDS if self._measures else float("inf")
+        began = time.monotonic() if began is None else began
+        self._patience_until = began + GRACE_SECONDS if self._measures else float("inf")
         # Workers first: they should not learn from a server or the scheduler that those have to go.
         for process in reversed(self._processes):
             process.signal(measure)
             process.signal(signal.SIGCONT)  # one that is stopped would not see it
+
+    def _running(self, role: str = "") -> list[str]:
+        """The names of those that have not ended, of a role or of all."""
+        return [p.name for p in self._processes if p.name.startswith(role) and p.exit_code is None]
 
     def _say(self, text: str) -> None:
         self._output.line("launch", text.encode(), is_stderr=True)
@@ -313,28 +336,3 @@ class _Job:
 
 def _is_worker(name: str) -> bool:
     return name.startswith("worker")
-
-
-@contextlib.contextmanager
-def _signals(job: _Job) -> Iterator[None]:
-    """Hands signals that ask for an end, and news of ended children, to ``job``."""
-    awake, wake = net.socketpair()
-    wake.setblocking(False)
-    job.wake_by(awake.fileno())
-
-    def on_signal(number: int, _: FrameType | None) -> None:
-        job.on_signal(number)
-
-    # nohup has SIGHUP ignored, and means it.
-    handled = [n for n in _HANDLED if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-    before = {number: signal.signal(number, on_signal) for number in handled}
-    before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
-    fd_before = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(fd_before)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        awake.close()
-        wake.close()

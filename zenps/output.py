@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import select
 import sys
 from typing import Final
 
@@ -11,6 +13,9 @@ __all__ = ["Lines", "Output"]
 
 # A line this long is cut, so that output without line ends does not fill the memory.
 MAX_LINE_BYTES: Final = 1 << 16
+
+STALLED_SECONDS: Final = 60.0
+"""Whoever reads nothing for this long is taken for dead, where writing does not wait by itself."""
 
 # Erasing and moving would hit the prefix and the lines of others. Colours are let through.
 _CURSOR: Final = re.compile(rb"\x1b\[[0-9;]*[A-HJKSTfsu]")
@@ -24,7 +29,8 @@ class Output:
 
     Attributes:
         columns: width left beside the prefix where both are a terminal, else None.
-        is_broken: whoever read stdout or stderr is gone; what comes is dropped.
+        failure: why stdout or stderr cannot be written any more, ``BrokenPipeError`` where whoever read
+            it is gone; what comes is dropped.
     """
 
     def __init__(self, names: list[str]) -> None:
@@ -32,7 +38,7 @@ class Output:
         self._colour = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(names)}
         self._coloured = not os.environ.get("NO_COLOR")  # https://no-color.org
         self._unfinished = b""
-        self.is_broken = False
+        self.failure: OSError | None = None
         self.columns: int | None = None
         if sys.stdout.isatty() and sys.stderr.isatty():
             self.columns = os.get_terminal_size(sys.stdout.fileno()).columns - self._width - len(" | ")
@@ -65,10 +71,26 @@ class Output:
 
     def _write(self, fd: int, data: bytes) -> None:
         try:
-            while data and not self.is_broken:
-                data = data[os.write(fd, data) :]
-        except BrokenPipeError:
-            self.is_broken = True
+            while data and self.failure is None:
+                data = data[_write_some(fd, data) :]
+        except OSError as error:
+            self.failure = error
+            if not isinstance(error, BrokenPipeError):
+                line = f"zenps: output cannot be written: {error.strerror}\n"
+                with contextlib.suppress(OSError):
+                    os.write(sys.stderr.fileno(), line.encode())
+
+
+def _write_some(fd: int, data: bytes) -> int:
+    """How many bytes were taken, which may be none: others can make a pipe or a terminal non-blocking."""
+    try:
+        return os.write(fd, data)
+    except BlockingIOError:
+        poll = select.poll()
+        poll.register(fd, select.POLLOUT)
+        if not poll.poll(1000 * STALLED_SECONDS):
+            raise
+        return 0
 
 
 class Lines:

@@ -1,21 +1,27 @@
-"""Programs that run as process groups of their own, so that each can be ended with all that it started."""
+"""Programs that run as process groups of their own, so that each can be ended with all that it started.
+
+And how this process hears of their ends, and that they shall end.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import socket as net
 import subprocess
 import sys
 import termios
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Final, NamedTuple
 
-__all__ = ["Guard", "Pipe", "Process"]
+__all__ = ["Guard", "Pipe", "Process", "watched"]
 
 TERMINAL_ROWS: Final = 24
 _GUARD: Final = Path(__file__).with_name("guard.py")
+_HANDLED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Pipe(NamedTuple):
@@ -135,3 +141,30 @@ class Process:
         """``exit code 3``, or ``killed by signal 9 (Killed)``."""
         code = self._popen.returncode
         return f"killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
+
+
+@contextlib.contextmanager
+def watched(on_signal: Callable[[int], None]) -> Iterator[int]:
+    """Calls ``on_signal`` with the number of a signal that asks for an end.
+
+    Gives a file descriptor that can be read after such a signal, and when a child has ended.
+    """
+    awake, wake = net.socketpair()
+    wake.setblocking(False)
+
+    def handle(number: int, _: FrameType | None) -> None:
+        on_signal(number)
+
+    # nohup has SIGHUP ignored, and means it.
+    handled = [n for n in _HANDLED if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in handled}
+    before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+    fd_before = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    try:
+        yield awake.fileno()
+    finally:
+        signal.set_wakeup_fd(fd_before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        awake.close()
+        wake.close()

@@ -100,6 +100,15 @@ def test_exit_code_of_the_first_failure_is_passed_on(zenps: Any) -> None:
     assert_nothing_is_left(zenps)
 
 
+def test_workers_that_go_on_without_others_must_have_met(zenps: Any) -> None:
+    script = "import os, sys, time; time.sleep(600 * (os.environ['RANK'] == '0')); sys.exit(7)"
+    going_on = ("--set", "cluster.on_worker_loss=continue")
+    done = zenps("launch", "--workers", "2", *going_on, "--", *PYTHON, script)
+    assert done.returncode == 7
+    assert "launch    | worker 1 failed: exit code 7; ending the others" in done.stderr
+    assert_nothing_is_left(zenps)
+
+
 def test_worker_killed_by_a_signal(zenps: Any) -> None:
     done = zenps("launch", "--workers", "1", "--", *PYTHON, "import os; os.kill(os.getpid(), 11)")
     assert done.returncode == 128 + signal.SIGSEGV
@@ -187,6 +196,42 @@ def test_training_goes_on_after_a_crash(zenps: Any, role: str, says: str) -> Non
     assert_nothing_is_left(zenps)
 
 
+ALONE = """
+import os, sys, time, torch, zenps
+way, code = sys.argv[1:]
+zenps.init()
+print("started", os.getpid(), flush=True)
+steps_alone = 0
+while steps_alone < 3:
+    total = zenps.push_pull(torch.full((50_000,), 1.0), "x", average=False)
+    steps_alone += total[0] == 1
+    if zenps.rank() == 1 and way == "raise":
+        raise RuntimeError("the user's own")
+    time.sleep(0.05)
+sys.exit(int(code))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("way", "how", "code"),
+    [("kill", r"killed by signal 9 \(Killed\)", 0), ("raise", "exit code 1", 0), ("kill", "", 7)],
+)
+def test_training_goes_on_without_a_worker(zenps: Any, way: str, how: str, code: int) -> None:
+    sets = ("--set", f"cluster.lease_seconds={LEASE_SECONDS}", "--set", "cluster.on_worker_loss=continue")
+    train = (sys.executable, "-c", ALONE, way, str(code))
+    popen = zenps.start("launch", "--workers", "2", *sets, "--", *train)
+    pids = dict(re.findall(r"worker (\d).*started (\d+)", popen.stdout.readline() + popen.stdout.readline()))
+    if way == "kill":
+        os.kill(int(pids["1"]), signal.SIGKILL)
+    _, err = popen.communicate(timeout=60)
+    assert popen.returncode == code, err
+    assert re.search(rf"launch    \| worker 1 ended: {how}.*; the others go on", err)
+    assert ("launch    | worker 0 failed: exit code 7; ending the others" in err) == (code == 7)
+    assert "sending" not in err
+    assert_nothing_is_left(zenps)
+
+
 def test_a_scheduler_that_is_killed_again_and_again_ends_all(zenps: Any, sleepers: Any) -> None:
     for _ in range(launching.MOST_SCHEDULER_DEATHS + 1):
         os.kill(zenps.pid_of("zenps.cli scheduler"), signal.SIGKILL)
@@ -266,6 +311,23 @@ def test_reader_of_the_output_leaves(zenps: Any) -> None:
     popen.stdout = None
     popen.communicate(timeout=60)
     assert popen.returncode == 128 + signal.SIGPIPE
+    assert_nothing_is_left(zenps)
+
+
+def test_full_disk_ends_all(zenps: Any, tmp_path: Path) -> None:
+    script = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('told to end', file=open('told', 'w'))))\n"
+        "print('x', flush=True)\n"
+        "signal.pause()"
+    )
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        popen = zenps.start("launch", "--", *PYTHON, script, stdout=full)
+        _, err = popen.communicate(timeout=60)
+    assert popen.returncode == 1
+    assert err.count("zenps: output cannot be written: No space left on device\n") == 1
+    assert "Traceback" not in err
+    assert (tmp_path / "told").read_text() == "told to end\n"
     assert_nothing_is_left(zenps)
 
 

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import errno
 import os
+import threading
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zenps import output as outputs
 from zenps.output import MAX_LINE_BYTES, Lines, Output
 
 
@@ -83,5 +87,58 @@ def test_reader_that_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     with os.fdopen(writer, "w") as gone:
         monkeypatch.setattr("sys.stdout", gone)
         output.line("a", b"x", is_stderr=False)
-        assert output.is_broken
+        assert isinstance(output.failure, BrokenPipeError)
         output.line("a", b"y", is_stderr=False)
+
+
+def test_full_disk(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    output = Output(["a"])
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        for text in (b"x", b"y"):
+            output.line("a", text, is_stderr=False)
+    assert output.failure is not None
+    assert output.failure.errno == errno.ENOSPC
+    assert capfd.readouterr().err == "zenps: output cannot be written: No space left on device\n"
+
+
+def full_pipe() -> tuple[int, int]:
+    """Its two ends, of which writing does not block."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    try:
+        while True:
+            os.write(writer, b"." * 4096)
+    except BlockingIOError:
+        return reader, writer
+
+
+def test_pipe_that_does_not_block_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = Output(["a"])
+    reader, writer = full_pipe()
+    received = []
+
+    def read() -> None:
+        time.sleep(0.1)
+        with os.fdopen(reader, "rb") as stream:
+            received.append(stream.read().lstrip(b"."))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    with os.fdopen(writer, "w") as stream:
+        monkeypatch.setattr("sys.stdout", stream)
+        output.line("a", b"x" * 200_000, is_stderr=False)
+    thread.join(timeout=30)
+    assert output.failure is None
+    assert received == [b"a | " + b"x" * 200_000 + b"\n"]
+
+
+def test_pipe_that_nobody_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs, "STALLED_SECONDS", 0.1)
+    output = Output(["a"])
+    reader, writer = full_pipe()
+    with os.fdopen(writer, "w") as stream:
+        monkeypatch.setattr("sys.stdout", stream)
+        output.line("a", b"x", is_stderr=False)
+    os.close(reader)
+    assert isinstance(output.failure, BlockingIOError)
