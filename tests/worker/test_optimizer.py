@@ -36,7 +36,7 @@ class World(Communicator):
 
     rank = local_rank = 0
     size = local_size = 1
-    bucket_bytes = 1
+    bucket_bytes = 1 << 20
     run = 1
     ranks = (0,)
     goes_on = is_newcomer = False
