@@ -94,4 +94,6 @@ class Return:
     def _rank_before(self, message: Register) -> int | None:
         """Its rank in the newest view, by host and process: its own view may be older, or none."""
         process = (message.role, message.host, message.pid, message.address)
-        return next((m.rank for m in self._before() if (m.role, m.host, m.pid, m.address) == process), None)
+        ranks = [m.rank for m in self._before() if (m.role, m.host, m.pid, m.address) == process]
+        # Containers on one machine's network have its name, and each has a process 1.
+        return message.rank if message.rank in ranks else next(iter(ranks), None)

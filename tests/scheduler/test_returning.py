@@ -135,6 +135,19 @@ def test_a_node_that_had_not_heard_of_its_membership_is_known_by_its_process() -
     assert nodes.views[worker(1)].rank == 1
 
 
+def test_workers_in_containers_of_one_host_are_known_by_their_ranks() -> None:
+    nodes, after = Nodes(), make_membership()
+    for number in (0, 1):  # each is process 1 of its container, and all have the machine's network
+        nodes.registers[worker(number)] = register("worker", number, pid=1)
+    nodes.before = make_membership()
+    for peer, message in nodes.registers.items():
+        nodes.hear(nodes.before.on_message(peer, message, 0.0))
+    nodes.confirm()
+    assert nodes.come(after, [worker(1), server(0), worker(0), server(1)]) == []
+    assert (after.state, after.epoch) == ("running", 1)
+    assert [after.name_of(worker(number)) for number in (0, 1)] == ["worker-0", "worker-1"]
+
+
 def test_members_that_came_before_any_with_a_view_are_asked_again() -> None:
     nodes = Nodes()
     nodes.views.pop(worker(1))
