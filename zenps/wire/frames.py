@@ -20,7 +20,15 @@ import xxhash
 
 from zenps.errors import ProtocolError
 
-__all__ = ["MAX_ENVELOPE_BYTES", "PROTOCOL_VERSION", "CorruptedError", "Decoder", "checksum_of", "encode"]
+__all__ = [
+    "MAX_ENVELOPE_BYTES",
+    "MAX_STATUS_BYTES",
+    "PROTOCOL_VERSION",
+    "CorruptedError",
+    "Decoder",
+    "checksum_of",
+    "encode",
+]
 
 PROTOCOL_VERSION = 3
 
@@ -28,8 +36,11 @@ Message = TypeVar("Message")
 
 _encoder = msgspec.msgpack.Encoder()
 
-# A view of 4096 + 1024 members is about 700 KB; nothing else comes near.
+# A view of 4096 + 1024 members is about 700 KB; nothing else comes near, but for the status.
 MAX_ENVELOPE_BYTES = 1 << 20
+
+# That says more of each node: of as many it is about 2 MB.
+MAX_STATUS_BYTES = 4 << 20
 
 
 class CorruptedError(ProtocolError):
@@ -70,8 +81,11 @@ def checksum_of(body: bytes | memoryview, frames: Sequence[memoryview]) -> int:
 class Decoder(Generic[Message]):
     """Reads the envelopes that one socket accepts."""
 
-    def __init__(self, job: str, accepted: UnionType | type[Message]) -> None:
+    def __init__(
+        self, job: str, accepted: UnionType | type[Message], max_bytes: int = MAX_ENVELOPE_BYTES
+    ) -> None:
         self._job = job
+        self._max_bytes = max_bytes
         self._envelope = msgspec.msgpack.Decoder(_Envelope)
         # msgspec's stubs have no form for a union.
         accepted_type: Any = accepted
@@ -85,8 +99,8 @@ class Decoder(Generic[Message]):
             CorruptedError: it is, but its checksum is another than that of what came.
         """
         size = frame.nbytes if isinstance(frame, memoryview) else len(frame)
-        if size > MAX_ENVELOPE_BYTES:
-            raise ProtocolError("envelope", f"{size} bytes, at most {MAX_ENVELOPE_BYTES} are allowed")
+        if size > self._max_bytes:
+            raise ProtocolError("envelope", f"{size} bytes, at most {self._max_bytes} are allowed")
         try:
             envelope = self._envelope.decode(frame)
         # TypeError and RecursionError come from unhashable map keys and hostile nesting.

@@ -14,8 +14,8 @@ from zenps.errors import DeadlineError, ProtocolError
 from zenps.keys import Keys
 from zenps.settings import ClusterConfig
 from zenps.wire.curve import Handshakes
-from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
-from zenps.wire.messages import Drain, StatusRequest
+from zenps.wire.frames import MAX_ENVELOPE_BYTES, MAX_STATUS_BYTES, Decoder, encode
+from zenps.wire.messages import Drain, Status, StatusRequest
 from zenps.wire.sockets import Socket, connect, open_dealer
 
 __all__ = ["ask"]
@@ -38,13 +38,14 @@ def ask(
     """
     ctx: zmq.Context[Socket] = zmq.Context()
     try:
-        socket = open_dealer(ctx, f"status-{uuid.uuid4().hex}".encode(), MAX_ENVELOPE_BYTES, keys)
+        max_bytes = MAX_STATUS_BYTES if answer is Status else MAX_ENVELOPE_BYTES
+        socket = open_dealer(ctx, f"status-{uuid.uuid4().hex}".encode(), max_bytes, keys)
         handshakes = Handshakes(ctx, socket)
         try:
             connect(socket, cluster.scheduler)
             with contextlib.suppress(zmq.Again):  # refused already: the handshakes say why
                 socket.send(encode(cluster.job, question))
-            decoder = Decoder(cluster.job, answer)
+            decoder = Decoder(cluster.job, answer, max_bytes)
             return _await(socket, handshakes, decoder, cluster, timeout_seconds, keys)
         finally:
             handshakes.close()
