@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from zenps.lateness import Lateness, stragglers
+from zenps.lateness import MOST_RANKS, Lateness, stragglers
 
 __all__ = ["Straggler", "Stragglers"]
 
@@ -33,25 +33,32 @@ class Stragglers:
     def __init__(self, workers: int) -> None:
         self._workers = workers
         self.barriers = Lateness()
-        self._reports: dict[bytes, Mapping[int, float]] = {}
+        self._reports: dict[bytes, tuple[Mapping[int, float], Mapping[int, float]]] = {}
+        """The first and the latest of each server."""
         self._window_began = 0.0
         self._before: Mapping[int, float] | None = None
         self._named = False
 
     def report(self, server: bytes, late: Mapping[int, float]) -> None:
-        """A server says how long its rounds have waited for whom, in all."""
-        self._reports[server] = late
+        """A server says how long its rounds have waited for whom, since it began.
+
+        What it says first is from before this began, with another scheduler or another generation of workers.
+        """
+        first, _ = self._reports.get(server, (late, late))
+        self._reports[server] = first, late
 
     def seconds(self) -> dict[int, float]:
-        """How long others have waited for each rank.
+        """How long others have waited for each rank since this began.
 
         Servers wait for a push at the same time, so the longest of their waits counts; at a barrier nobody
         waits for a push, so that comes on top.
         """
         total: dict[int, float] = {}
-        for late in self._reports.values():
+        for first, late in self._reports.values():
+            # A rank that was not among the latest then was at most as late as they.
+            unsaid = min(first.values()) if len(first) == MOST_RANKS else 0.0
             for rank, seconds in late.items():
-                total[rank] = max(total.get(rank, 0.0), seconds)
+                total[rank] = max(total.get(rank, 0.0), seconds - first.get(rank, unsaid))
         for rank, seconds in self.barriers.seconds.items():
             total[rank] = total.get(rank, 0.0) + seconds
         return total

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from zenps.lateness import MOST_RANKS
 from zenps.scheduler.stragglers import WINDOW_SECONDS, Straggler, Stragglers
 
 
 def test_servers_wait_at_the_same_time_and_barriers_besides() -> None:
     known = Stragglers(2)
+    known.report(b"server-0", {})
+    known.report(b"server-1", {})
     known.report(b"server-0", {1: 2.0, 0: 0.5})
     known.report(b"server-1", {1: 3.0})
     known.report(b"server-1", {1: 4.0})
@@ -32,8 +35,27 @@ def test_a_little_now_and_then_is_no_news() -> None:
 def test_what_was_before_does_not_count() -> None:
     known = Stragglers(2)
     assert known.news(0.0) == []
+    known.report(b"server", {})
     known.report(b"server", {1: 2.0})
     assert known.news(1.0) == []
     assert known.news(1.0 + WINDOW_SECONDS) == []
     known.report(b"server", {1: 4.0})
     assert known.news(2.0 + WINDOW_SECONDS) == []
+
+
+def test_what_a_server_reports_first_is_from_before() -> None:
+    known = Stragglers(2)
+    assert known.news(0.0) == []
+    known.report(b"server", {1: 900.0})
+    assert known.news(1.0) == []
+    known.report(b"server", {1: 904.0})
+    assert known.news(5.0) == [Straggler(1, 4.0, 5.0)]
+    assert known.seconds() == {1: 4.0}
+
+
+def test_so_is_what_it_has_not_said_of_ranks_that_were_less_late() -> None:
+    known = Stragglers(100)
+    known.report(b"server", {rank: 900.0 + rank for rank in range(MOST_RANKS)})
+    assert known.news(0.0) == []
+    known.report(b"server", {rank: 901.0 + rank for rank in range(1, MOST_RANKS + 1)})
+    assert known.news(1.0) == [Straggler(MOST_RANKS, 17.0, 1.0)]
