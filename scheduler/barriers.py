@@ -16,7 +16,7 @@ __all__ = ["Barriers"]
 class _Barrier(Struct):
     opened: float
     waiting: dict[int, bytes] = {}
-    arrivals: list[float] = []
+    arrivals: dict[int, float] = {}
 
 
 class Barriers:
@@ -48,18 +48,19 @@ class Barriers:
         if gone and not self._goes_on:
             error = f"barrier {sequence}: {names(gone)} left before it"
             return [Send(node.peer, BarrierReply(sequence, error))]
+        if sequence != LAST_BARRIER:  # it waits at one counted barrier, or any number would stay open
+            self._withdraw(node.rank, sequence, LAST_BARRIER)
         world = len(self._members.present("worker"))
         barrier = self._open.setdefault(sequence, _Barrier(now))
         if node.rank not in barrier.waiting:
-            self._late.wait([node.rank], barrier.arrivals, world, now)
-            barrier.arrivals.append(now)
+            self._late.wait([node.rank], [*barrier.arrivals.values()], world, now)
+            barrier.arrivals[node.rank] = now
         barrier.waiting[node.rank] = node.peer
         return self._complete(sequence)
 
     def on_gone(self, node: Node) -> list[Send]:
         """A worker is gone, and the others go on: it may have been the only one that they waited for."""
-        for barrier in self._open.values():
-            barrier.waiting.pop(node.rank, None)
+        self._withdraw(node.rank)
         return [send for sequence in list(self._open) for send in self._complete(sequence)]
 
     def begin_anew(self) -> None:
@@ -73,7 +74,8 @@ class Barriers:
         workers = self._members.present("worker")
         for sequence, barrier in list(self._open.items()):
             absent = [node for node in workers if node.rank not in barrier.waiting]
-            self._late.wait([node.rank for node in absent], barrier.arrivals, len(workers), now)
+            arrivals = [*barrier.arrivals.values()]
+            self._late.wait([node.rank for node in absent], arrivals, len(workers), now)
             if now > barrier.opened + self._deadline_seconds:
                 reason = f"not reached within {self._deadline_seconds:g} s by {names(absent)}"
                 sends += self._answer(sequence, f"barrier {sequence}: {reason}")
@@ -90,6 +92,15 @@ class Barriers:
     def clear(self) -> None:
         """Nobody will be answered."""
         self._open.clear()
+
+    def _withdraw(self, rank: int, *stays: int) -> None:
+        """A worker waits no more at any barrier but those where it ``stays``."""
+        for sequence, barrier in list(self._open.items()):
+            if sequence not in stays:
+                barrier.waiting.pop(rank, None)
+                barrier.arrivals.pop(rank, None)
+                if not barrier.waiting:
+                    del self._open[sequence]
 
     def _complete(self, sequence: int) -> list[Send]:
         """Answers those that wait, if these are all."""

@@ -15,7 +15,7 @@ from tests.scheduler.nodes import (
     worker,
 )
 from zenps.scheduler.membership import Send
-from zenps.wire.messages import Barrier, BarrierReply, Leave
+from zenps.wire.messages import LAST_BARRIER, Barrier, BarrierReply, Leave
 
 
 def test_a_barrier_answers_all_workers_when_the_last_one_comes() -> None:
@@ -35,6 +35,25 @@ def test_barriers_of_different_sequence_are_different() -> None:
     assert membership.on_message(worker(0), Barrier(1), 0.0) == []
     assert membership.on_message(worker(1), Barrier(2), 0.0) == []
     assert len(membership.on_message(worker(1), Barrier(1), 0.0)) == 2
+
+
+def test_a_worker_waits_at_one_counted_barrier() -> None:
+    membership = running(workers=3)
+    membership.on_message(worker(0), Barrier(LAST_BARRIER), 0.0)
+    membership.on_message(worker(1), Barrier(7), 0.0)
+    for sequence in range(1, 1000):
+        assert membership.on_message(worker(0), Barrier(sequence), 0.0) == []
+    is_open = membership._job.barriers._open
+    assert {number: [*barrier.waiting] for number, barrier in is_open.items()} == {
+        LAST_BARRIER: [0],
+        7: [1],
+        999: [0],
+    }
+    # As often as it comes and goes, it has come to one once.
+    for sequence in (7, 8, 7, 8, 7):
+        assert membership.on_message(worker(0), Barrier(sequence), 0.0) == []
+    assert [*is_open[7].arrivals] == [1, 0]
+    assert len(membership.on_message(worker(2), Barrier(7), 0.0)) == 3
 
 
 def test_a_barrier_that_is_not_reached_names_who_is_missing() -> None:
