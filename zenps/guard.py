@@ -19,7 +19,8 @@ def main() -> None:
     for line in sys.stdin:
         (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
     for group in groups:
-        with contextlib.suppress(ProcessLookupError):
+        # It may have ended, or run as another user: the others have to go in any case.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
 
 
