@@ -35,7 +35,7 @@ class Drains:
             error = f"server {rank} is the only one; start another first"
         if error:
             return [Send(peer, DrainReply(error))], False
-        nodes[rank].state = "leaving"
+        self._members.turn(nodes[rank], "leaving")
         self._asking[peer] = rank
         return [], True
 
@@ -43,7 +43,7 @@ class Drains:
         """All other servers are gone: those that were told to leave are needed."""
         leaving = self._members.with_state("server", "leaving")
         for node in leaving:
-            node.state = "present"
+            self._members.turn(node, "present")
         return self.answer("the other servers are gone; start another first") if leaving else []
 
     def answer(self, error: str = "") -> list[Send]:

@@ -67,8 +67,10 @@ class Job:
 
     def confirm(self) -> list[Send]:
         """Workers learn of a view, and drained servers may go, once all servers have it."""
+        if self.state != "confirming":
+            return []
         servers = self.members.present("server")
-        if self.state != "confirming" or not servers or any(n.epoch < self.views.epoch for n in servers):
+        if not servers or any(server.epoch < self.views.epoch for server in servers):
             return []
         self.advance("servers confirmed")
         self.until = math.inf
@@ -144,7 +146,7 @@ class Job:
         self.until = math.inf
         for worker in self.members.present("worker"):
             if worker.epoch < self.views.admitted:  # it counts from another admission
-                worker.wave = 0
+                self.members.report(worker, 0)
         lost = [member for member in self.returning.missing() if member.role == "worker"]
         if lost and (self.may_restart() or not self.can_go_on()):
             reason = f"{lost[0]} is lost: it did not return to the scheduler, which was started anew"

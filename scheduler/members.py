@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -17,6 +17,8 @@ from .rates import Rates
 
 __all__ = ["Members", "Node", "names"]
 
+NodeState = Literal["waiting", "present", "leaving", "left", "lost"]
+
 
 class Node(msgspec.Struct, eq=False):
     """A worker or a server."""
@@ -27,12 +29,13 @@ class Node(msgspec.Struct, eq=False):
     seen: float
     epoch: int = 0
     """Of the newest view that it has applied."""
-    state: Literal["waiting", "present", "leaving", "left", "lost"] = "present"
+    state: NodeState = "present"
     """``waiting``: a worker that came to a running job, and is no member yet. ``leaving``: a server that is
-    being drained, and has no slots in the newest ring."""
+    being drained, and has no slots in the newest ring. Of one in the table :meth:`Members.turn` sets it."""
     load: Load = {}
     rates: Rates = msgspec.field(default_factory=Rates)
     wave: int = 0
+    """The newest that it has reported, by :meth:`Members.report`."""
 
     @property
     def role(self) -> Role:
@@ -47,10 +50,20 @@ class Node(msgspec.Struct, eq=False):
 
 
 class Members:
-    """All nodes of a job that have registered, by their routing identity."""
+    """All nodes of a job that have registered, by their routing identity.
+
+    Each heartbeat asks who is present, and for the least wave. There may be thousands of nodes, so answers
+    are kept until something changes.
+    """
 
     def __init__(self) -> None:
         self._nodes: dict[bytes, Node] = {}
+        self._found: dict[tuple[Role | None, tuple[NodeState, ...]], Sequence[Node]] = {}
+        self._wave = 0
+        self._counted: Sequence[Node] = ()
+        """The workers among which that is the least."""
+        self._behind: set[bytes] = set()
+        """Those of them that have not reported it yet."""
 
     def __iter__(self) -> Iterator[Node]:
         return iter(list(self._nodes.values()))
@@ -62,30 +75,57 @@ class Members:
     def add(self, node: Node) -> None:
         """One that has registered. It takes the place of one that was lost, or has left, with its rank."""
         self._nodes[node.peer] = node
+        self._found.clear()
         self._replace(node)
+
+    def turn(self, node: Node, state: NodeState) -> None:
+        """The node is in another state."""
+        node.state = state
+        self._found.clear()
 
     def forget(self, node: Node) -> None:
         """As if it had never come."""
         self._nodes.pop(node.peer, None)
+        self._found.clear()
 
-    def present(self, role: Role | None = None) -> list[Node]:
+    def present(self, role: Role | None = None) -> Sequence[Node]:
         """Those that are members, servers first, in order of rank."""
-        nodes = [n for n in self if n.state == "present" and (role is None or n.role == role)]
-        return sorted(nodes, key=lambda n: (n.role, n.rank))
+        return self.with_state(role, "present")
 
     def alive(self) -> list[Node]:
         """Those that can be told something."""
         return [node for node in self if node.state in ("waiting", "present", "leaving")]
 
-    def with_state(self, role: Role, *states: str) -> list[Node]:
-        """Those of a role that are in one of ``states``."""
-        return [node for node in self if node.role == role and node.state in states]
+    def with_state(self, role: Role | None, *states: NodeState) -> Sequence[Node]:
+        """Those of a role that are in one of ``states``, in order of rank."""
+        if (role, states) not in self._found:
+            nodes = (n for n in self if n.state in states and role in (None, n.role))
+            self._found[role, states] = tuple(sorted(nodes, key=lambda n: (n.role, n.rank)))
+        return self._found[role, states]
+
+    def report(self, node: Node, wave: int) -> None:
+        """All rounds of a worker that were in flight when it heard of ``wave`` have ended."""
+        if wave < node.wave:  # it counts anew
+            self._behind.clear()
+        elif wave >= self._wave:
+            self._behind.discard(node.peer)
+        node.wave = wave
+
+    def next_wave(self) -> int:
+        """One more than the least that a worker that is present has reported."""
+        workers = self.present("worker")
+        if workers is not self._counted or not self._behind:
+            self._counted = workers
+            self._wave = 1 + min((worker.wave for worker in workers), default=0)
+            self._behind = {worker.peer for worker in workers if worker.wave < self._wave}
+        return self._wave
 
     def assign_ranks(self, role: Role) -> None:
         """Wanted ranks as they are; the others in order of registration."""
         for node in self.alive():
             if node.role == role and node.rank < 0:
                 node.rank = self.free_rank(role)
+                self._found.clear()
                 self._replace(node)
 
     def free_rank(self, role: Role) -> int:

@@ -258,12 +258,12 @@ class Membership:
         elif 0 <= (step := message.load.get("step", -1.0)) < 1 << 62:  # what comes may be NaN, or no end
             self.step = int(step)
         if self.state == "recovering":  # no wave begins before all workers are heard
-            node.wave = message.wave
+            self._job.members.report(node, message.wave)
             return [Send(node.peer, HeartbeatReply())]
         node.epoch = min(message.epoch, self.epoch)
-        node.wave = message.wave if node.epoch >= self._job.views.admitted else 0
-        wave = 1 + min((worker.wave for worker in self._job.members.present("worker")), default=0)
-        sends = [Send(node.peer, HeartbeatReply(wave, len(self._job.newcomers.waiting())))]
+        self._job.members.report(node, message.wave if node.epoch >= self._job.views.admitted else 0)
+        reply = HeartbeatReply(self._job.members.next_wave(), len(self._job.newcomers.waiting()))
+        sends = [Send(node.peer, reply)]
         if self._is_unneeded(node):
             return [*sends, Send(node.peer, Stop())]
         if node.state in ("leaving", "waiting"):
@@ -274,7 +274,8 @@ class Membership:
         return sends + self._job.confirm()
 
     def _is_at_work(self, node: Node) -> bool:
-        return node in self._job.members.present("worker") and self.state in ("running", "confirming")
+        is_member = (node.role, node.state) == ("worker", "present")
+        return is_member and self.state in ("running", "confirming")
 
     def _is_unneeded(self, node: Node) -> bool:
         if self.state == "draining":
@@ -303,7 +304,8 @@ class Membership:
         if self.state == "gathering" or node.state == "waiting":
             self._job.members.forget(node)
             return []
-        was_leaving, node.state = node.state == "leaving", "left"
+        was_leaving = node.state == "leaving"
+        self._job.members.turn(node, "left")
         if self.state == "draining":
             return self._job.end_drained()
         if was_leaving or self.state in ("failed", "recovering"):
@@ -325,7 +327,8 @@ class Membership:
         if self.state == "gathering" or node.state == "waiting":
             self._job.members.forget(node)
             return []
-        was_leaving, node.state = node.state == "leaving", "lost"
+        was_leaving = node.state == "leaving"
+        self._job.members.turn(node, "lost")
         if self.state == "draining":
             return self._job.end_drained()
         silent, lease = now - node.seen, self._cluster.lease_seconds

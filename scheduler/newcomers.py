@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .members import Members, Node
 
 __all__ = ["Newcomers"]
@@ -20,7 +22,7 @@ class Newcomers:
         node.state = "waiting"
         self._members.add(node)
 
-    def waiting(self) -> list[Node]:
+    def waiting(self) -> Sequence[Node]:
         """Those that are no members yet."""
         return self._members.with_state("worker", "waiting")
 
@@ -37,6 +39,6 @@ class Newcomers:
         """Those that wait become members, and all count waves from 0 again."""
         self._asked.clear()
         for node in self.waiting():
-            node.state = "present"
+            self._members.turn(node, "present")
         for worker in self._members.present("worker"):
-            worker.wave = 0
+            self._members.report(worker, 0)

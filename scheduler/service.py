@@ -50,6 +50,10 @@ logger = logging.getLogger("zenps.scheduler")
 
 TICK_SECONDS = 0.1
 
+# libzmq takes messages from all connections in turn. Of so many, some are from every node of the largest job
+# that has sent any: however long this process was held up, it has heard them before it looks at leases.
+MOST_AT_ONCE = 8192
+
 # Workers that did not come to the end together: somebody will ask who left first, once their processes, which
 # take a while for that, have ended.
 FAREWELL_SECONDS = 2.0
@@ -133,38 +137,52 @@ class _Service:
             raise
 
     def _run(self) -> None:
-        failed_at = stopped_at = None
+        next_tick = 0.0
         poller = zmq.Poller()
         for waiting in (self._socket, *self._gate.sockets):
             poller.register(waiting, zmq.POLLIN)
         while True:
-            poller.poll(int(1000 * TICK_SECONDS))
+            poller.poll(int(1000 * max(next_tick - time.monotonic(), 0.0)) + 1)
             self._gate.attend()
             self._receive()
             now = time.monotonic()
-            self._send(self._membership.on_tick(now))
-            self._page.answer(lambda: self._complete(self._membership.status(time.monotonic())))
-            self._cut_endless()
-            self._show_gauges()
-            for straggler in self._membership.stragglers(now):
-                logger.warning("%s", straggler)
-            if self._membership.state == "stopped":
-                stopped_at = stopped_at or now
-                if self._membership.ended_together or now > stopped_at + FAREWELL_SECONDS:
+            if now >= next_tick:  # it looks at every node and connection: too much for each message
+                self._on_tick(now)
+                if self._has_ended(now):
                     return
-            if self._membership.state == "failed":
-                # Nodes that come or ask in the meantime are told why; all leave within a lease.
-                failed_at = failed_at or now
-                everyone_left = not self._membership.live("worker") + self._membership.live("server")
-                if everyone_left or now > failed_at + self._config.cluster.lease_seconds:
-                    raise PeerLostError(self._membership.failure)
+                next_tick = now + TICK_SECONDS
+
+    def _on_tick(self, now: float) -> None:
+        self._send(self._membership.on_tick(now))
+        self._page.answer(lambda: self._complete(self._membership.status(time.monotonic())))
+        self._cut_endless()
+        self._show_gauges()
+        for straggler in self._membership.stragglers(now):
+            logger.warning("%s", straggler)
+
+    def _has_ended(self, now: float) -> bool:
+        """Whether nobody will come or ask any more. Raises :class:`PeerLostError` if the job has failed."""
+        if self._membership.state not in ("stopped", "failed"):
+            return False
+        self._ended_at = self._ended_at or now
+        if self._membership.state == "stopped":
+            return self._membership.ended_together or now > self._ended_at + FAREWELL_SECONDS
+        # Nodes that come or ask in the meantime are told why; all leave within a lease.
+        everyone_left = not self._membership.live("worker") + self._membership.live("server")
+        if everyone_left or now > self._ended_at + self._config.cluster.lease_seconds:
+            raise PeerLostError(self._membership.failure)
+        return False
+
+    _ended_at: float | None = None
 
     def close(self) -> None:
         """Lets go of what must not outlive the sockets."""
         self._gate.close()
 
     def _receive(self) -> None:
-        while self._socket.poll(0):
+        for _ in range(MOST_AT_ONCE):
+            if not self._socket.poll(0):
+                return
             descriptor, frames = receive_routed(self._socket)
             peer = bytes(frames[0])
             self._connections.spoke(descriptor)
@@ -221,6 +239,13 @@ class _Service:
         for barrier in replies.values():
             self._trace.instant("barrier", barrier.sequence, error=barrier.error)
             self._metrics.barriers.labels(outcome="failed" if barrier.error else "completed").inc()
+        departures = {m.member: m for m in (send.message for send in sends) if isinstance(m, Departed)}
+        for departed in departures.values():
+            if departed.lost:
+                logger.warning("%s", departed.reason)
+                self._metrics.lost_nodes.labels(role=departed.member.role).inc()
+                where = f"{departed.member.role} {departed.member.rank}"
+                self._trace.instant("lost", where, reason=departed.reason)
         for send in sends:
             message = send.message
             match message:
@@ -228,10 +253,6 @@ class _Service:
                     self._show_view(message)
                 case Status():
                     message = self._complete(message)
-                case Departed(member=member, lost=True, reason=reason):
-                    if log.once(logger, reason, "%s", reason):
-                        self._metrics.lost_nodes.labels(role=member.role).inc()
-                        self._trace.instant("lost", f"{member.role} {member.rank}", reason=reason)
             try:
                 self._send_one(
                     send.peer, encode(self._config.cluster.job, message), isinstance(message, Status)

@@ -55,7 +55,7 @@ class Views:
         Its workers are all that rounds wait for: one that has left is missed, unless others go on without it.
         """
         states = ("present",) if self._goes_on else ("present", "left")
-        nodes = sorted(self._members.with_state("worker", *states), key=lambda node: node.rank)
+        nodes = self._members.with_state("worker", *states)
         workers = tuple(node.member for node in nodes)
         if receiver.role == "worker":
             # Whoever knows a routing identity can take its connection over; a worker needs nobody's.

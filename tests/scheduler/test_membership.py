@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests.scheduler.nodes import (
@@ -17,6 +19,7 @@ from tests.scheduler.nodes import (
 )
 from zenps.scheduler.membership import Send
 from zenps.wire.messages import (
+    LAST_BARRIER,
     Barrier,
     Heartbeat,
     HeartbeatReply,
@@ -118,6 +121,22 @@ def test_a_wave_begins_when_all_workers_have_reported_the_one_before() -> None:
     # Who has left has no rounds any more.
     membership.on_message(worker(1), Leave(), 1.0)
     assert beat(0, 2) == 3
+
+
+def test_a_beat_costs_the_same_however_many_nodes_there_are() -> None:
+    def cost(workers: int) -> float:
+        """Of one beat, where each brings a new wave; at best, for others use this processor, too."""
+        membership = running(workers)
+        seconds = []
+        for wave in range(1, 6):
+            begin = time.process_time()
+            for number in range(workers):
+                membership.on_message(worker(number), Heartbeat(1, {}, {}, wave), 1.0)
+                membership.on_message(worker(number), Barrier(1 if number else LAST_BARRIER), 1.0)
+            seconds.append(time.process_time() - begin)
+        return min(seconds) / workers
+
+    assert cost(800) < 3 * cost(40)
 
 
 # ── strangers and status ────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,111 @@
+"""The scheduler's loop around a real socket, with a membership that does what a test wants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from zenps import log
+from zenps.config import Config
+from zenps.metrics import SchedulerMetrics
+from zenps.scheduler import page, service
+from zenps.scheduler.membership import Send
+from zenps.scheduler.service import _Service
+from zenps.trace import open_trace
+from zenps.wire.frames import MAX_ENVELOPE_BYTES, encode
+from zenps.wire.messages import Departed, Heartbeat, Member
+from zenps.wire.sockets import context, open_dealer
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def scheduler(registry: CollectorRegistry, tmp_path: Path) -> Iterator[_Service]:
+    config = Config()
+    with context() as ctx, closing(open_trace("", "scheduler")) as trace:
+        made = _Service(config, ctx, None, "", page.Page(), SchedulerMetrics(registry), trace)
+        with closing(made):
+            yield made
+
+
+class Ticked(Exception):
+    pass
+
+
+class Enough(Exception):
+    pass
+
+
+@pytest.fixture
+def waiting(scheduler: _Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The first 1000 messages that are taken, of any number that wait; and when ticks came between them."""
+    taken: list[str] = []
+    envelope = memoryview(encode("default", Heartbeat(1, {})))
+
+    def take(_: object) -> tuple[int, list[memoryview]]:
+        """As if another had come for each that is taken: the one that did come stays where it is."""
+        taken.append("message")
+        if len(taken) > 1000:
+            raise Enough
+        return -1, [memoryview(b"stranger"), envelope]
+
+    def tick(_: float) -> list[Send]:
+        taken.append("tick")
+        return []
+
+    monkeypatch.setattr(service, "receive_routed", take)
+    monkeypatch.setattr(scheduler._membership, "on_tick", tick)
+    with context() as ctx:
+        dealer = open_dealer(ctx, b"somebody", MAX_ENVELOPE_BYTES)
+        dealer.connect(f"tcp://{scheduler.address}")
+        dealer.send(envelope)
+        assert scheduler._socket.poll(30_000)
+        yield taken
+
+
+def test_time_passes_however_many_messages_wait(
+    scheduler: _Service, waiting: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MOST_AT_ONCE", 100)
+    monkeypatch.setattr(service, "TICK_SECONDS", 0.0)
+    with pytest.raises(Enough):
+        scheduler._run()
+    assert waiting.index("tick") == 100
+    assert waiting.count("tick") >= 9
+
+
+def test_time_does_not_pass_with_each_message(
+    scheduler: _Service, waiting: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MOST_AT_ONCE", 1)
+    monkeypatch.setattr(service, "TICK_SECONDS", 1000.0)
+    with pytest.raises(Enough):
+        scheduler._run()
+    assert waiting.count("tick") == 1
+
+
+def test_each_loss_is_counted_and_logged_once_though_strangers_were_logged_before(
+    scheduler: _Service,
+    registry: CollectorRegistry,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(log, "_seen", set())
+    for number in range(log.ONCE_KEYS + 1):
+        log.once(service.logger, number, "dropped a message of peer %d", number)
+    caplog.clear()
+    losses = [
+        Departed(Member("worker", rank, "box", 7, "", ""), True, f"worker {rank} is lost") for rank in (0, 1)
+    ]
+    left = Departed(Member("server", 0, "box", 8, "", ""), False, "server 0 left the job")
+    scheduler._send([Send(peer, message) for message in (*losses, left) for peer in (b"a", b"b", b"c")])
+    assert registry.get_sample_value("zenps_lost_nodes_total", {"role": "worker"}) == 2
+    assert registry.get_sample_value("zenps_lost_nodes_total", {"role": "server"}) in (None, 0)
+    assert [record.getMessage() for record in caplog.records] == ["worker 0 is lost", "worker 1 is lost"]
