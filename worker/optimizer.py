@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zenps.errors import MismatchError, UsageError, ZenPSError, listing
+from zenps.errors import MismatchError, UsageError, ZenPSError
 
-from .agreement import ask_all
+from .agreed import Agreed, named
 from .alone import Alone
-from .api import communicator, push_gradient_async, push_pull_async
-from .broadcast import broadcast_object
-from .buckets import Bucket, fuse
+from .api import communicator, push_gradient_async
+from .buckets import Bucket
 from .communicator import Pending
 
 __all__ = ["DistributedOptimizer"]
@@ -65,16 +64,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._passes_per_step = backward_passes_per_step
         self._skip = self._synchronized = False
         self._prefix = f"optimizer{next(_prefixes)}"
-        self._parameters = self._agree_on_names(_name(optimizer, named_parameters))
-        self._names = {parameter: name for name, parameter in self._parameters.items()}
-        self._passes = dict.fromkeys(self._names, 0)
-        self._unknown = list(self._names)
-        self._sparse: set[Parameter] = set()
-        self._buckets: dict[Parameter, Bucket] = {}
+        self._agreed = Agreed(self._prefix, named(optimizer, named_parameters))
+        self._passes = dict.fromkeys(self._agreed.names, 0)
         self._in_flight: dict[Parameter | Bucket, Pending] = {}
         self._pushed: dict[Parameter, tuple[Tensor, int]] = {}
         """What backward has pushed of each, and the version that it had."""
-        for parameter in self._names:
+        for parameter in self._agreed.names:
             parameter.register_post_accumulate_grad_hook(_weakly(self._on_gradient))  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
@@ -158,11 +153,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         self._check_gradients()
         self._passes = dict.fromkeys(self._passes, 0)
-        if self._unknown:
-            self._agree_on_kinds()
-        for parameter in self._sparse - self._in_flight.keys():
+        self._agreed.agree_on_kinds()
+        for parameter in self._agreed.sparse - self._in_flight.keys():
             self._push_sparse(parameter)
-        for bucket in dict.fromkeys(self._buckets.values()):
+        for bucket in self._agreed.buckets:
             if bucket not in self._in_flight:
                 self._push_bucket(bucket)
         in_flight, self._in_flight = self._in_flight, {}
@@ -199,17 +193,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._synchronized = False
         self._passes[parameter] += 1
         if self._passes[parameter] > self._passes_per_step:
+            name, times = self._agreed.names[parameter], self._passes[parameter]
             raise UsageError(
-                f"gradient of {self._names[parameter]!r}: computed {self._passes[parameter]} times since "
-                f"the last step(), expected {self._passes_per_step}; set backward_passes_per_step, and drop "
-                "any older DistributedOptimizer of this parameter"
+                f"gradient of {name!r}: computed {times} times since the last step(), expected "
+                f"{self._passes_per_step}; set backward_passes_per_step, and drop any older "
+                "DistributedOptimizer of this parameter"
             )
         if self._passes[parameter] < self._passes_per_step:
             return
-        if parameter in self._sparse:
+        if parameter in self._agreed.sparse:
             self._push_sparse(parameter)
-        elif parameter in self._buckets:
-            bucket = self._buckets[parameter]
+        elif bucket := self._agreed.bucket_of.get(parameter):
             bucket.waiting_for.discard(parameter)
             if not bucket.waiting_for:
                 self._push_bucket(bucket)
@@ -220,7 +214,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             gradient = _without_rows(parameter)
         elif not gradient.is_sparse:
             raise self._changed_kind(parameter, "sparse", "dense")
-        name = f"{self._prefix}/{self._names[parameter]}"
+        name = f"{self._prefix}/{self._agreed.names[parameter]}"
         self._in_flight[parameter] = push_gradient_async(gradient, name, self._average)
         self._pushed[parameter] = gradient, gradient._version
 
@@ -234,101 +228,33 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if parameter.grad is not None:
                 self._pushed[parameter] = parameter.grad, parameter.grad._version
 
+    def adopt_agreement(self, root_rank: int) -> None:
+        """Takes over what the root's optimizer has agreed on, as :meth:`Agreed.adopt` says; for
+        :class:`zenps.TrainingState`.
+        """
+        self._agreed.adopt(root_rank)
+
     def _check_gradients(self) -> None:
         for group in self._inner.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and parameter not in self._names:
+                if parameter.grad is not None and parameter not in self._agreed.names:
                     raise UsageError(
                         f"a parameter of shape {tuple(parameter.shape)} has a gradient, but was frozen or "
                         "absent when its optimizer was wrapped; wrap it again, with all that is to be trained"
                     )
         for parameter, (gradient, version) in self._pushed.items():
             if parameter.grad is not gradient or gradient._version != version:
+                name = self._agreed.names[parameter]
                 raise UsageError(
-                    f"gradient of {self._names[parameter]!r}: changed since backward pushed it; to clip or "
-                    "unscale, call synchronize() before, and step inside skip_synchronize()"
+                    f"gradient of {name!r}: changed since backward pushed it; to clip or unscale, call "
+                    "synchronize() before, and step inside skip_synchronize()"
                 )
 
     def _changed_kind(self, parameter: Parameter, agreed: str, now: str) -> MismatchError:
-        name = self._names[parameter]
+        name = self._agreed.names[parameter]
         return MismatchError(
             f"gradient of {name!r} on rank {communicator().rank}: {now}, but ranks agreed that it is {agreed}"
         )
-
-    # ── agreements between ranks ────────────────────────────────────────────────────────────────
-
-    def adopt_agreement(self, root_rank: int) -> None:
-        """Takes over what the root's optimizer has agreed on with others: which gradients are sparse, and how
-        the dense are fused. For :class:`zenps.TrainingState`; between two steps, on all ranks.
-
-        Raises:
-            MismatchError: the root has other parameters.
-            PeerLostError: the root is gone.
-        """
-        agreed = {
-            "names": list(self._parameters),
-            "unknown": [self._names[parameter] for parameter in self._unknown],
-            "sparse": [name for name, parameter in self._parameters.items() if parameter in self._sparse],
-            "buckets": [
-                [bucket.name, [self._names[parameter] for parameter in bucket.parameters]]
-                for bucket in dict.fromkeys(self._buckets.values())
-            ],
-        }
-        agreed = broadcast_object(agreed, root_rank, f"{self._prefix}/agreed")
-        if differing := set(agreed["names"]) ^ self._parameters.keys():
-            raise MismatchError(f"rank {root_rank} or this one alone has {listing(sorted(differing))}")
-        own = self._parameters
-        self._parameters = {name: own[name] for name in agreed["names"]}
-        self._names = {parameter: name for name, parameter in self._parameters.items()}
-        self._unknown = [own[name] for name in agreed["unknown"]]
-        self._sparse = {own[name] for name in agreed["sparse"]}
-        self._buckets = {}
-        for bucket_name, names in agreed["buckets"]:
-            bucket = Bucket(bucket_name, [own[name] for name in names], communicator().run)
-            self._buckets |= dict.fromkeys(bucket.parameters, bucket)
-
-    def _agree_on_names(self, own: dict[str, Parameter]) -> dict[str, Parameter]:
-        """The parameters in the first rank's order: ranks may have been given them in different ones.
-
-        A newcomer would be alone with that; it adopts what the others have agreed on.
-        """
-        world = communicator()
-        if world.is_newcomer:
-            return own
-        root = min(world.ranks)
-        names = broadcast_object(list(own), root, name=f"{self._prefix}/names")
-        differing = set(names) ^ own.keys()
-        if others := ask_all(len(differing), f"{self._prefix}/differing"):
-            here = f"; rank {root} or this one alone has {listing(sorted(differing))}" if differing else ""
-            raise MismatchError(f"rank(s) {listing(others)} have other parameters than rank {root}{here}")
-        return {name: own[name] for name in names}
-
-    def _agree_on_kinds(self) -> None:
-        """Asks all ranks how they see the gradients that were never seen before, and fuses the dense."""
-        seen = torch.zeros((len(self._unknown), 2), dtype=torch.int64, device="cpu")
-        for index, parameter in enumerate(self._unknown):
-            if parameter.grad is not None:
-                seen[index, int(parameter.grad.is_sparse)] = 1
-        counts = push_pull_async(seen, f"{self._prefix}/kinds", average=False).wait().tolist()
-        unknown, dense = [], []
-        for parameter, (as_dense, as_sparse) in zip(self._unknown, counts, strict=True):
-            if as_dense and as_sparse:
-                raise MismatchError(
-                    f"gradient of {self._names[parameter]!r}: dense on {as_dense} rank(s), "
-                    f"sparse on {as_sparse}; use the same sparse=… everywhere"
-                )
-            if as_sparse:
-                self._sparse.add(parameter)
-            elif as_dense:
-                dense.append(parameter)
-            else:
-                unknown.append(parameter)
-        self._unknown = unknown
-        # Backward computes the last layers' gradients first, so buckets are filled from the end.
-        generation = len(self._buckets)
-        prefix, world = f"{self._prefix}/bucket{generation}", communicator()
-        for bucket in fuse(prefix, reversed(dense), world.bucket_bytes, world.run):
-            self._buckets |= dict.fromkeys(bucket.parameters, bucket)
 
 
 def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
@@ -340,23 +266,6 @@ def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
             alive(parameter)
 
     return hook
-
-
-def _name(
-    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Parameter]] | None
-) -> dict[str, Parameter]:
-    """The optimizer's parameters that need gradients, by name."""
-    own = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if named is None:
-        return {f"parameter{index}": parameter for index, parameter in enumerate(own)}
-    wanted = set(own)
-    pairs = [(name, parameter) for name, parameter in named if parameter in wanted]
-    if len(dict(pairs)) < len(pairs):
-        raise UsageError("two parameters have one name in named_parameters; give each its own")
-    missing = len(wanted - {parameter for _, parameter in pairs})
-    if missing:
-        raise UsageError(f"{missing} parameter(s) of the optimizer are not in named_parameters")
-    return dict(pairs)
 
 
 def _without_rows(parameter: Parameter) -> Tensor:

@@ -223,7 +223,8 @@ def watch_pushes() -> list[list[str]]:
 
 
 def _watch_pushes(patch: pytest.MonkeyPatch) -> list[list[str]]:
-    from zenps.worker import optimizer as module
+    from zenps.worker import agreed
+    from zenps.worker import optimizer as wrapper
 
     model = make_model()
     (optimizer,) = wrap(model, OPTIMIZERS["sgd"](model))
@@ -236,8 +237,8 @@ def _watch_pushes(patch: pytest.MonkeyPatch) -> list[list[str]]:
 
         return watched
 
-    for push in ("push_gradient_async", "push_pull_async"):
-        patch.setattr(module, push, watch(getattr(module, push)))
+    patch.setattr(wrapper, "push_gradient_async", watch(wrapper.push_gradient_async))
+    patch.setattr(agreed, "push_pull_async", watch(agreed.push_pull_async))
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(f"gradient {name}"))
     steps = []
