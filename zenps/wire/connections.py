@@ -44,6 +44,8 @@ class _Connection(Struct):
     remote: object
     """Its other end: a descriptor may have been closed and given to another since."""
     bytes_at_last_message: int
+    is_suspect: bool = False
+    """Whether it had brought too much at the last look."""
 
 
 class Connections:
@@ -80,11 +82,12 @@ class Connections:
     def look(self) -> list[str]:
         """Cuts the connections that brought too much; returns whom they led to, ``host:port``.
 
-        To be called now and then; what arrives between two calls comes on top of ``most_bytes``.
+        To be called now and then; what arrives until the second call after comes on top of ``most_bytes``.
         """
         self._read_events()
         # Messages are taken from all connections in turn: fewer than there are connections prove nothing
-        # about one that did not speak, unless nothing is left to take.
+        # about one that did not speak, unless nothing is left to take. And what has come since the last was
+        # taken may be whole messages: that counts only if it was there at the last look already.
         if self._socket.poll(0) and self._messages <= len(self._known):
             return []
         cut = []
@@ -96,9 +99,12 @@ class Connections:
                 received = _bytes_received(connection)
                 if descriptor in self._spoke:
                     known.bytes_at_last_message = received
-                elif received - known.bytes_at_last_message > self._most_bytes:
+                    known.is_suspect = False
+                elif known.is_suspect:
                     cut.append(_shut_down(connection))
                     del self._known[descriptor]
+                else:
+                    known.is_suspect = received - known.bytes_at_last_message > self._most_bytes
         self._spoke.clear()
         self._messages = 0
         return cut

@@ -78,6 +78,42 @@ def test_who_does_not_end_a_message_is_cut(router: tuple[Socket, str, Connection
         assert bytes(take(socket)[1][-1]) == b"still here"
 
 
+def test_whole_messages_that_came_after_the_last_was_taken_are_no_endless_message(
+    router: tuple[Socket, str, Connections],
+) -> None:
+    """A server sums for long, as it has taken some messages: more than there are connections."""
+    socket, address, connections = router
+    with connected(address) as busy, connected(address) as peer:
+        for _ in range(4):
+            busy.sendall(frame(b"small"))
+            connections.spoke(take(socket)[0])
+        for _ in range(4):
+            peer.sendall(frame(bytes(MOST_BYTES // 2), MORE) + frame(b""))
+            busy.sendall(frame(b"small"))
+        time.sleep(0.1)
+        assert connections.look() == []
+        for _ in range(8):
+            connections.spoke(take(socket)[0])
+        assert connections.look() == connections.look() == []
+
+
+def test_an_endless_message_is_cut_at_the_second_look_though_others_speak_on(
+    router: tuple[Socket, str, Connections],
+) -> None:
+    socket, address, connections = router
+    with connected(address) as busy, connected(address) as peer:
+        peer.sendall(frame(bytes(2 * MOST_BYTES), MORE))
+        time.sleep(0.1)
+        cut = []
+        for _ in range(2):
+            for _ in range(4):
+                busy.sendall(frame(b"small"))
+                connections.spoke(take(socket)[0])
+            cut.append(len(connections.look()))
+        assert cut == [0, 1]
+        assert hung_up(peer)
+
+
 def test_the_whole_of_an_unread_queue_is_no_endless_message(router: tuple[Socket, str, Connections]) -> None:
     socket, address, connections = router
     with connected(address) as peer:
