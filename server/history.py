@@ -1,4 +1,4 @@
-"""What a server remembers of rounds that are past: a few numbers for each tensor. No socket, no clock.
+"""What a server remembers of rounds that are past: outcomes, and a few numbers. No socket, no clock.
 
 A worker counts the steps of each tensor from 0, so a name must not be forgotten by one node while another
 still has it. All forget together, when the ring changes; until then names are bounded.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
+from typing import Literal
 
 from zenps.errors import ProtocolError
 from zenps.settings import MOST_NAMES
 from zenps.wire.messages import Push
 
-from .round import Key
+from .round import Key, Round
 
 __all__ = ["FORGOTTEN_BYTES", "MOST_FORGOTTEN", "NAME_BYTES", "RANK_BYTES", "History"]
 
@@ -29,28 +30,49 @@ MOST_FORGOTTEN = 1 << 20
 
 
 class History:
-    """The steps that ranks have pushed, and those whose outcome is forgotten.
+    """The steps that ranks have pushed, and the last outcome of each tensor and chunk: kept, or forgotten.
 
     Attributes:
         size_bytes: what all this takes in memory.
+        kept_bytes: what outcomes take of that.
     """
 
     def __init__(self) -> None:
         self.size_bytes = 0
+        self.kept_bytes = 0
         self._newest: dict[str, dict[int, int]] = {}
         """By tensor and rank, the last step pushed: the rank has ended those before."""
+        self._kept: OrderedDict[tuple[str, int], Round] = OrderedDict()
+        """By tensor and chunk, the last round that was answered or failed: whoever asks is told again."""
         self._forgotten: OrderedDict[tuple[str, int], tuple[int, Set[int]]] = OrderedDict()
         """By tensor and chunk, the last step whose outcome was forgotten, and who had no part in it: if
         needed, it is summed again."""
 
+    def __iter__(self) -> Iterator[Round]:
+        """The rounds whose outcomes are kept, the oldest first."""
+        return iter(self._kept.values())
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def evictable_bytes(self) -> int:
+        """What there is to gain if all outcomes are forgotten."""
+        return self.kept_bytes - FORGOTTEN_BYTES * len(self._kept)
+
     def clear(self) -> None:
         """The ring has changed: workers push again by that."""
+        for round_ in self:
+            round_.advance("ring changed")
         self._newest.clear()
+        self._kept.clear()
         self._forgotten.clear()
-        self.size_bytes = 0
+        self.size_bytes = self.kept_bytes = 0
 
-    def is_news(self, push: Push) -> bool:
-        """Whether ``push`` is of a later step than its rank's last one of this tensor; notes it.
+    # ── steps ───────────────────────────────────────────────────────────────────────────────────
+
+    def note(self, push: Push) -> None:
+        """A rank has pushed a step.
 
         Raises:
             ProtocolError: there are too many tensors already.
@@ -64,35 +86,59 @@ class History:
         last = newest.get(push.rank)
         if last is None:
             self.size_bytes += RANK_BYTES
-        elif push.step <= last:
-            return False
-        newest[push.rank] = push.step
-        return True
+        newest[push.rank] = push.step if last is None else max(last, push.step)
 
-    def is_past(self, tensor: str, step: int, ranks: Iterable[int]) -> bool:
-        """Whether all of these ranks, which have pushed ``tensor``, have pushed a later step since."""
-        newest = self._newest[tensor]
-        return all(newest[rank] > step for rank in ranks)
+    def gone_on(self, key: Key, ranks: Iterable[int]) -> set[int]:
+        """Those of ``ranks`` that have pushed a later step of this tensor: they have ended this one."""
+        newest = self._newest[key.tensor]
+        return {rank for rank in ranks if newest.get(rank, -1) > key.step}
 
-    def forget(self, key: Key, without: Set[int]) -> None:
-        """The outcome of a round, in which the ranks ``without`` had no part, is not kept any more."""
-        place = (key.tensor, key.chunk)
-        self.recall(place)
-        if len(self._forgotten) == MOST_FORGOTTEN:
-            self.recall(next(iter(self._forgotten)))
-        self._forgotten[place] = key.step, without
-        self.size_bytes += _size_bytes(without)
+    # ── outcomes ────────────────────────────────────────────────────────────────────────────────
 
-    def recall(self, place: tuple[str, int]) -> None:
-        """There is an outcome of this tensor and chunk again."""
-        _, without = self._forgotten.pop(place, (0, None))
-        if without is not None:
-            self.size_bytes -= _size_bytes(without)
+    def outcome(self, key: Key) -> Round | None:
+        """The last round of its tensor and chunk, if its outcome is kept."""
+        return self._kept.get(key.place)
 
     def forgotten(self, key: Key) -> Set[int] | None:
         """If it is the last round of its tensor and chunk, and its outcome is forgotten: who had no part."""
-        step, without = self._forgotten.get((key.tensor, key.chunk), (-1, frozenset()))
+        step, without = self._forgotten.get(key.place, (-1, frozenset()))
         return without if step == key.step else None
+
+    def keep(self, round_: Round) -> None:
+        """A round has ended: it takes the place of the one before, but never that of a later step."""
+        place = round_.key.place
+        kept = self._kept.get(place)
+        last = self._forgotten.get(place, (-1, None))[0] if kept is None else kept.key.step
+        if last > round_.key.step:
+            round_.advance("next step")
+            return
+        if kept is not None:
+            self._drop(kept, "next step")
+        self._recall(place)
+        self._kept[place] = round_
+        self.kept_bytes += round_.size_bytes
+        self.size_bytes += round_.size_bytes
+
+    def forget_oldest(self) -> None:
+        """There is no room for the outcome that is kept longest."""
+        round_ = next(iter(self))
+        self._drop(round_, "over the budget")
+        if len(self._forgotten) == MOST_FORGOTTEN:
+            self._recall(next(iter(self._forgotten)))
+        self._forgotten[round_.key.place] = round_.key.step, round_.without
+        self.size_bytes += _size_bytes(round_.without)
+
+    def _drop(self, round_: Round, event: Literal["next step", "over the budget"]) -> None:
+        del self._kept[round_.key.place]
+        round_.advance(event)
+        self.kept_bytes -= round_.size_bytes
+        self.size_bytes -= round_.size_bytes
+
+    def _recall(self, place: tuple[str, int]) -> None:
+        """No outcome of this tensor and chunk counts as forgotten any more."""
+        _, without = self._forgotten.pop(place, (0, None))
+        if without is not None:
+            self.size_bytes -= _size_bytes(without)
 
 
 def _size_bytes(without: Set[int]) -> int:

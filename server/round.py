@@ -23,6 +23,7 @@ Event = Literal[
     "ranks disagree",
     "deadline",
     "rank gone",
+    "given up",
     "next step",
     "over the budget",
     "nobody left",
@@ -43,6 +44,7 @@ ROUND: Final[Transitions[State, Event]] = {
         "ranks disagree": "failed",
         "deadline": "failed",
         "rank gone": "failed",
+        "given up": "failed",
         "nobody left": "forgotten",
         "ring changed": "forgotten",
     },
@@ -63,6 +65,11 @@ ROUND: Final[Transitions[State, Event]] = {
 }
 """A round at a server."""
 
+# A question may be lost, or come before the view that it belongs to; so it is put again, and then ever more
+# seldom: a rank that computes for long would have all of them waiting for it.
+ASK_SECONDS = 0.5
+MOST_ASK_SECONDS = 16.0
+
 
 class Key(NamedTuple):
     """What identifies a round on one server, under one ring."""
@@ -70,6 +77,11 @@ class Key(NamedTuple):
     tensor: str
     step: int
     chunk: int
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Which rounds follow one another: those of one tensor and chunk."""
+        return self.tensor, self.chunk
 
 
 class Held(Struct, frozen=True):
@@ -113,6 +125,10 @@ class Round(Struct, eq=False):
     """When each of ``held`` came."""
     is_again: bool = False
     """Whether others may have ended it: under an older ring, or here before its outcome was forgotten."""
+    is_reopened: bool = False
+    """Whether its outcome was forgotten."""
+    ask_at: float = 0.0
+    ask_seconds: float = ASK_SECONDS
     without: Set[int] = frozenset()
     """The ranks that are gone and have no part in its outcome."""
     size_bytes: int = 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence, Set
+from itertools import chain
 from typing import Literal
 
 from zenps.errors import ProtocolError, listing
@@ -21,7 +22,7 @@ from zenps.lateness import Lateness
 from zenps.wire.messages import Busy, Failure, FailureKind, Result, Resume, Wanted
 
 from .history import History
-from .round import Aggregate, Held, Key, Reply, Round, disagreement
+from .round import MOST_ASK_SECONDS, Aggregate, Event, Held, Key, Reply, Round, disagreement
 
 __all__ = ["Aggregate", "Held", "Key", "Reply", "Rounds"]
 
@@ -57,13 +58,8 @@ class Rounds:
         self._refused: OrderedDict[Key, Round] = OrderedDict()
         self._refusals: Counter[bytes] = Counter()
         self._open: dict[Key, Round] = {}
-        self._ended: OrderedDict[tuple[str, int], Round] = OrderedDict()
-        """The last round of each tensor and chunk that was answered or failed: whoever asks is told again."""
-        self._reopened: set[Key] = set()
-        """The rounds of ``_open`` that are summed again."""
+        self._open_bytes = 0
         self._history = History()
-        self.held_bytes = 0
-        """What rounds take, open or ended."""
         self.duplicates = 0
         self.late = Lateness()
         """How long rounds have waited for which rank."""
@@ -74,9 +70,14 @@ class Rounds:
         return len(self._open)
 
     @property
+    def held_bytes(self) -> int:
+        """What rounds take, open or ended."""
+        return self._open_bytes + self._history.kept_bytes
+
+    @property
     def used_bytes(self) -> int:
         """What counts against the budget."""
-        return self.held_bytes + self._history.size_bytes
+        return self._open_bytes + self._history.size_bytes
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────
 
@@ -98,14 +99,13 @@ class Rounds:
             return self._do_without(gone, now) + self._fail_without(departed, now)
         self._epoch = ring
         self._gone.clear()
-        for rounds in (self._refused, self._open, self._ended):
+        for rounds in (self._refused, self._open):
             for round_ in rounds.values():
                 round_.advance("ring changed")
             rounds.clear()
-        self._reopened.clear()
+        self._open_bytes = 0
         self._history.clear()
         self._refusals.clear()
-        self.held_bytes = 0
         return []
 
     def on_push(self, held: Held, now: float) -> Actions:
@@ -119,17 +119,17 @@ class Rounds:
         if push.epoch != self._epoch or not self._peers.keys() >= set(push.ranks):
             raise ProtocolError("unexpected", f"push of rank {listing(push.ranks)} for epoch {push.epoch}")
         key = Key(push.tensor, push.step, push.chunk)
-        ended = self._ended.get((key.tensor, key.chunk))
+        ended = self._history.outcome(key)
         if ended is not None and push.step <= ended.key.step:
             return self._repeat(ended, held)
-        actions = self._let_go(push.tensor, now) if self._history.is_news(push) else []
+        self._history.note(push)
         if key in self._open:
-            return actions + self._hold(self._open[key], held, now)
-        if self._history.is_past(push.tensor, push.step, [push.rank]):
+            return self._hold(self._open[key], held, now)
+        if self._history.gone_on(key, [push.rank]):
             # Late, or for others that have been answered meanwhile.
             self.duplicates += 1
-            return actions
-        return actions + self._admit(key, held, now)
+            return []
+        return self._admit(key, held, now)
 
     def finish(self, key: Key, result: Result, frames: Sequence[memoryview], now: float) -> Actions:
         """The aggregation of ``key`` is done: answers all ranks, and lets refused rounds in."""
@@ -143,18 +143,10 @@ class Rounds:
         return self._fail_without({rank: reason}, now)
 
     def on_tick(self, now: float) -> Actions:
-        """Time passed: rounds may have reached their deadline, or wait for ranks that have to be asked."""
+        """Time passed: rounds may have waited long enough, or wait for ranks that have to be asked."""
         self._count_late(now)
-        actions: Actions = []
-        for round_ in list(self._open.values()):
-            if now - round_.opened > self._deadline_seconds:
-                missing = sorted(self._peers.keys() - round_.ranks)
-                reason = f"no push within {self._deadline_seconds:g} s from rank(s) {listing(missing)}"
-                actions += self._fail(round_, "deadline", "deadline", reason, now)
-        for key in list(self._reopened):
-            if now - self._open[key].opened > REOPENED_SECONDS:
-                actions += self._cancel(self._open[key], now)
-        return actions + self._ask()
+        ended = [self._look_at(round_, now) for round_ in list(self._open.values())]
+        return [*chain.from_iterable(ended), *self._ask(now)]
 
     # ── transitions ─────────────────────────────────────────────────────────────────────────────
 
@@ -165,13 +157,12 @@ class Rounds:
         for a new ring, and those whose outcome is forgotten but was lost on its way to this rank.
         """
         without = self._history.forgotten(key)
-        is_forgotten = without is not None
         round_ = self._refused.get(key) or Round(key)
-        round_.is_again, round_.without = is_forgotten, without or frozenset()
-        if not self._make_room(self._estimate(held.size_bytes)) and not (is_forgotten or held.push.again):
+        round_.is_again = round_.is_reopened = without is not None
+        round_.without = without or frozenset()
+        is_due = round_.is_reopened or held.push.again
+        if not self._make_room(self._estimate(held.size_bytes), is_due=is_due):
             return self._refuse(round_, held)
-        if is_forgotten:
-            self._reopened.add(key)
         return self._open_round(round_, "push", held.size_bytes, now) + self._hold(round_, held, now)
 
     def _open_round(
@@ -187,13 +178,25 @@ class Rounds:
         self._reserve(round_, size_bytes)
         return [Reply(peers, Resume(self._epoch, *round_.key))] if peers else []
 
-    def _let_go(self, tensor: str, now: float) -> Actions:
-        """Ends rounds that were opened again for a late push: who pushes a later step needs no answer."""
-        actions: Actions = []
-        for key in [key for key in self._reopened if key.tensor == tensor]:
-            if self._history.is_past(tensor, key.step, self._open[key].held):
-                actions += self._cancel(self._open[key], now)
-        return actions
+    def _look_at(self, round_: Round, now: float) -> Actions:
+        """Ends a round that has waited long enough, or that can never be complete.
+
+        A rank that pushes a later step has ended this one; if its part is missing, without an answer. What it
+        may have pushed before it is asked for instead, as long as anybody needs the answer.
+        """
+        key, age = round_.key, now - round_.opened
+        gone_on = self._history.gone_on(key, self._peers)
+        if round_.is_again and round_.held.keys() <= gone_on:
+            return self._cancel(round_, now)
+        if not round_.is_again and (given_up := gone_on - round_.ranks):
+            ranks = f"rank(s) {listing(sorted(given_up))}"
+            reason = f"ranks disagree: {ranks} pushed a later step without this part; see what failed there"
+            return self._fail(round_, "given up", "mismatch", reason, now)
+        if age > self._deadline_seconds:
+            missing = sorted(self._peers.keys() - round_.ranks)
+            reason = f"no push within {self._deadline_seconds:g} s from rank(s) {listing(missing)}"
+            return self._fail(round_, "deadline", "deadline", reason, now)
+        return self._cancel(round_, now) if round_.is_reopened and age > REOPENED_SECONDS else []
 
     def _hold(self, round_: Round, held: Held, now: float) -> Actions:
         push = held.push
@@ -221,7 +224,7 @@ class Rounds:
         lost = self._gone - round_.ranks - round_.without
         if lost and round_.is_again:
             reason = f"rank {min(lost)} was lost after a server had been, within one round of both"
-            if round_.key in self._reopened:
+            if round_.is_reopened:
                 reason = f"rank {min(lost)} was lost, and the sum that it has part in had to be forgotten"
             return self._fail(round_, "rank gone", "lost", reason, now)
         if self._peers.keys() <= round_.ranks:
@@ -259,15 +262,18 @@ class Rounds:
 
     def _cancel(self, round_: Round, now: float) -> Actions:
         """Nobody waits for this round any more: the next push opens another."""
-        self._open.pop(round_.key).advance("nobody left")
-        self._reopened.discard(round_.key)
-        self.held_bytes -= round_.size_bytes
+        self._end(round_, "nobody left")
         return self._readmit(now)
+
+    def _end(self, round_: Round, event: Event) -> None:
+        del self._open[round_.key]
+        self._open_bytes -= round_.size_bytes
+        round_.advance(event)
 
     def _fail(
         self,
         round_: Round,
-        event: Literal["ranks disagree", "deadline", "rank gone"],
+        event: Literal["ranks disagree", "deadline", "rank gone", "given up"],
         kind: FailureKind,
         reason: str,
         now: float,
@@ -279,26 +285,21 @@ class Rounds:
     def _close(
         self,
         round_: Round,
-        event: Literal["summed", "ranks disagree", "deadline", "rank gone"],
+        event: Event,
         message: Result | Failure,
         frames: Sequence[memoryview],
         now: float,
     ) -> Actions:
         peers = [held.peer for held in round_.held.values()]
-        del self._open[round_.key]
-        round_.advance(event)
+        self._end(round_, event)
         if self._gone:
             round_.without = self._gone - round_.ranks
         round_.held, round_.ranks = {}, set()
         round_.message, round_.frames = message, frames
-        place = (round_.key.tensor, round_.key.chunk)
-        self._forget(place, "next step")
-        self._history.recall(place)
-        self._reopened.discard(round_.key)
-        self._ended[place] = round_
-        self._resize(round_, ROUND_BYTES + sum(frame.nbytes for frame in frames))
-        while len(self._ended) > 1 and self.used_bytes > self.budget_bytes:
-            self._forget_oldest()
+        round_.size_bytes = ROUND_BYTES + sum(frame.nbytes for frame in frames)
+        self._history.keep(round_)
+        while len(self._history) > 1 and self.used_bytes > self.budget_bytes:
+            self._history.forget_oldest()
         return [Reply(peers, message, frames), *self._readmit(now)]
 
     def _repeat(self, ended: Round, held: Held) -> Actions:
@@ -309,14 +310,13 @@ class Rounds:
         assert ended.message is not None
         return [Reply([held.peer], ended.message, ended.frames)]
 
-    def _ask(self) -> Actions:
-        """Asks ranks for pushes that they may have had an answer to, under an older ring or by this server.
-
-        At each tick, for the question may be lost, or come before the view that it belongs to.
-        """
+    def _ask(self, now: float) -> Actions:
+        """Asks for pushes that ranks may have had an answer to, under an older ring or by this server."""
         actions: Actions = []
         for key, round_ in self._open.items():
-            if round_.is_again:
+            if round_.is_again and now >= round_.ask_at:
+                round_.ask_at = now + round_.ask_seconds
+                round_.ask_seconds = min(2 * round_.ask_seconds, MOST_ASK_SECONDS)
                 absent = sorted(self._peers.keys() - round_.ranks)
                 actions.append(Reply([self._peers[rank] for rank in absent], Wanted(self._epoch, *key)))
         return actions
@@ -339,25 +339,20 @@ class Rounds:
         self._resize(round_, max(round_.size_bytes, self._estimate(push_bytes)))
 
     def _resize(self, round_: Round, size_bytes: int) -> None:
-        self.held_bytes += size_bytes - round_.size_bytes
+        self._open_bytes += size_bytes - round_.size_bytes
         round_.size_bytes = size_bytes
 
-    def _make_room(self, size_bytes: int) -> bool:
-        """Whether a round of this size may open. One always may: then it can finish."""
-        while self._ended and self.used_bytes + size_bytes > self.budget_bytes:
-            self._forget_oldest()
-        return not self._open or self.used_bytes + size_bytes <= self.budget_bytes
+    def _make_room(self, size_bytes: int, *, is_due: bool = False) -> bool:
+        """Whether a round of this size may open. One always may: then it can finish.
 
-    def _forget_oldest(self) -> None:
-        place, round_ = next(iter(self._ended.items()))
-        self._history.forget(round_.key, round_.without)
-        self._forget(place, "over the budget")
-
-    def _forget(self, place: tuple[str, int], event: Literal["next step", "over the budget"]) -> None:
-        round_ = self._ended.pop(place, None)
-        if round_ is not None:
-            round_.advance(event)
-            self.held_bytes -= round_.size_bytes
+        For one that may not, no outcome is forgotten.
+        """
+        least_bytes = self.used_bytes - self._history.evictable_bytes + size_bytes
+        if self._open and not is_due and least_bytes > self.budget_bytes:
+            return False
+        while len(self._history) and self.used_bytes + size_bytes > self.budget_bytes:
+            self._history.forget_oldest()
+        return True
 
     def _refuse(self, round_: Round, held: Held) -> Actions:
         if held.peer not in round_.refused:

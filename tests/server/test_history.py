@@ -8,10 +8,15 @@ from tests.server.test_rounds import complete, make_held, make_rounds, peer_of, 
 from zenps.errors import ProtocolError
 from zenps.server import history
 from zenps.server.history import FORGOTTEN_BYTES, NAME_BYTES, RANK_BYTES, History
+from zenps.server.round import Round
 from zenps.server.rounds import ROUND_BYTES, Key, Reply
 from zenps.wire.messages import Busy
 
 RANKS = 8
+
+
+def ended(key: Key, without: frozenset[int] = frozenset()) -> Round:
+    return Round(key, state="answered", size_bytes=ROUND_BYTES, without=without)
 
 
 def test_its_memory_is_counted() -> None:
@@ -19,8 +24,9 @@ def test_its_memory_is_counted() -> None:
     past, before = History(), tracemalloc.get_traced_memory()[0]
     for number in range(5000):
         for rank in range(RANKS):
-            past.is_news(make_held(rank, Key(f"loss-{number}", 1 << 40, 0)).push)
-        past.forget(Key(f"loss-{number}", 1 << 40, 0), frozenset())
+            past.note(make_held(rank, Key(f"loss-{number}", 1 << 40, 0)).push)
+        past.keep(ended(Key(f"loss-{number}", 1 << 40, 0)))
+        past.forget_oldest()
     taken = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert 0.4 * past.size_bytes < taken < past.size_bytes
@@ -30,22 +36,34 @@ def test_its_memory_is_counted() -> None:
 
 def test_a_name_counts_once_and_what_is_known_again_does_not() -> None:
     past, key = History(), Key("a", 3, 0)
-    push = make_held(0, key).push
-    assert past.is_news(push)
+    past.note(make_held(0, key).push)
     size = past.size_bytes
     assert size > NAME_BYTES + RANK_BYTES
-    assert not past.is_news(push)
-    assert not past.is_past("a", 3, [0])
-    assert past.is_news(make_held(0, Key("a", 4, 1)).push)
-    assert past.is_past("a", 3, [0])
+    past.note(make_held(0, key).push)
+    assert past.gone_on(key, [0, 1]) == set()
+    past.note(make_held(0, Key("a", 4, 1)).push)
+    past.note(make_held(0, key).push)
+    assert past.gone_on(key, [0, 1]) == {0}
     assert past.size_bytes == size
-    for _ in range(2):
-        past.forget(key, frozenset({2}))
+    past.keep(ended(key, frozenset({2})))
+    assert past.size_bytes == size + ROUND_BYTES
+    past.forget_oldest()
     assert past.forgotten(key) == {2}
     assert past.size_bytes == size + FORGOTTEN_BYTES + RANK_BYTES
-    past.recall(("a", 0))
+    past.keep(ended(key))
     assert past.forgotten(key) is None
-    assert past.size_bytes == size
+    assert past.size_bytes == size + ROUND_BYTES
+    assert past.kept_bytes == ROUND_BYTES
+
+
+def test_what_all_outcomes_take_can_be_had_for_other_rounds() -> None:
+    past = History()
+    for chunk in range(3):
+        past.keep(ended(Key("a", 0, chunk)))
+    to_gain, before = past.evictable_bytes, past.size_bytes
+    while len(past):
+        past.forget_oldest()
+    assert before - past.size_bytes == to_gain
 
 
 def test_names_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +86,8 @@ def test_forgotten_outcomes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(history, "MOST_FORGOTTEN", 3)
     past = History()
     for chunk in range(5):
-        past.forget(Key("a", 0, chunk), frozenset())
+        past.keep(ended(Key("a", 0, chunk)))
+        past.forget_oldest()
     assert [past.forgotten(Key("a", 0, chunk)) is None for chunk in range(5)] == [
         True,
         True,

@@ -42,7 +42,7 @@ def result_of(key: Key) -> Result:
 
 
 class Cluster(RuleBasedStateMachine):
-    """Ranks that push, are refused, push again, repeat themselves, disagree and leave, against one server.
+    """Ranks that push, are refused, push again, repeat themselves, disagree, give up and leave: one server.
 
     A rank's round is ``idle``, ``waiting`` (pushed), ``busy`` (refused), ``resumed`` (asked to push
     again); ``answered`` rounds make room for the next step of the same tensor and chunk.
@@ -66,6 +66,10 @@ class Cluster(RuleBasedStateMachine):
         self.reopened: set[Key] = set()
         """Those that were opened once more, for an outcome that was forgotten."""
         self.departed: dict[int, str] = {}
+        self.newest: dict[tuple[int, str], int] = {}
+        """The last step of each tensor that a rank has pushed."""
+        self.ended: dict[tuple[str, int], int] = {}
+        """The last step of each chunk that has an outcome."""
 
     # ── what ranks do ───────────────────────────────────────────────────────────────────────────
 
@@ -106,12 +110,31 @@ class Cluster(RuleBasedStateMachine):
         assert self.rounds.on_push(self.held[key][rank], self.now) == []
         assert (self.rounds.held_bytes, self.rounds.duplicates) == (before[0], before[1] + 1)
 
+    @precondition(lambda self: self.in_state("waiting", "busy", "resumed"))
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        """One part has failed: the rank drops the others, and goes on."""
+        rank, (tensor, step, _) = data.draw(st.sampled_from(self.in_state("waiting", "busy", "resumed")))
+        for chunk in range(CHUNKS):
+            if self.steps[rank, tensor, chunk] == step:
+                self.end(rank, Key(tensor, step, chunk))
+        later = Key(tensor, step + 1, data.draw(st.integers(0, CHUNKS - 1)))
+        if rank not in self.departed and (rank, later) not in self.states:
+            self.send(make_held(rank, later, data.draw(st.sampled_from(self.sizes))))
+
     @rule(seconds=st.sampled_from([0.1, 10.0, DEADLINE_SECONDS + 1]))
     def tick(self, seconds: float) -> None:
         self.now += seconds
-        late = {key for key, opened in self.opened.items() if self.now - opened > DEADLINE_SECONDS}
+        expected = set()
+        for key, held in self.held.items():
+            is_late = self.now - self.opened[key] > DEADLINE_SECONDS
+            if self.rounds._open[key].is_reopened:
+                if is_late and not all(self.has_gone_on(rank, key) for rank in held):
+                    expected.add(key)
+            elif is_late or any(self.has_gone_on(rank, key) for rank in self.ranks if rank not in held):
+                expected.add(key)
         actions = self.rounds.on_tick(self.now)
-        assert self.failed(actions) == late
+        assert self.failed(actions) == expected
         self.execute(actions)
 
     @precondition(lambda self: len(self.live()) > 1)
@@ -128,8 +151,10 @@ class Cluster(RuleBasedStateMachine):
 
     def send(self, held: Held) -> None:
         key, rank = Key(held.push.tensor, held.push.step, held.push.chunk), held.push.rank
-        outcome = self.rounds._ended.get((key.tensor, key.chunk))
+        outcome = self.rounds._history.outcome(key)
         actions = self.rounds.on_push(held, self.now)
+        if outcome is None or outcome.key.step < key.step:
+            self.newest[rank, key.tensor] = max(key.step, self.newest.get((rank, key.tensor), -1))
         if outcome is not None and outcome.key.step >= key.step:
             # Failed without this rank. One that is a step behind ends by its own deadline.
             assert outcome.message is not None
@@ -143,7 +168,7 @@ class Cluster(RuleBasedStateMachine):
             return
         self.opened.setdefault(key, self.now)
         self.held.setdefault(key, {})[rank] = held
-        self.reopened |= self.rounds._reopened
+        self.reopened |= {key for key, round_ in self.rounds._open.items() if round_.is_reopened}
         self.execute(actions)
 
     def execute(self, actions: Sequence[Aggregate | Reply]) -> None:
@@ -182,8 +207,9 @@ class Cluster(RuleBasedStateMachine):
         ranks = [rank for rank in self.ranks if peer_of(rank) in peers]
         assert len(ranks) == len(peers) > 0
         for rank in ranks:
-            assert self.states[rank, key] == "busy"
-            self.states[rank, key] = "resumed"
+            if self.states[rank, key] != "answered":  # else it has given up
+                assert self.states[rank, key] == "busy"
+                self.states[rank, key] = "resumed"
         self.opened.setdefault(key, self.now)
         self.held.setdefault(key, {})
 
@@ -192,6 +218,8 @@ class Cluster(RuleBasedStateMachine):
         assert isinstance(message, Result | Failure)
         key = Key(message.tensor, message.step, message.chunk)
         held = self.held.pop(key)
+        place = key.tensor, key.chunk
+        self.ended[place] = max(key.step, self.ended.get(place, -1))
         assert list(reply.peers) == [peer_of(rank) for rank in held]
         if isinstance(message, Failure):
             self.check_failure(message, held, self.now - self.opened[key])
@@ -211,14 +239,20 @@ class Cluster(RuleBasedStateMachine):
         missing = [rank for rank in self.ranks if rank not in held]
         assert f"tensor {failure.tensor!r}, step {failure.step}: " in failure.reason
         match failure.kind:
+            case "mismatch" if missing:
+                key = Key(failure.tensor, failure.step, failure.chunk)
+                given_up = [rank for rank in missing if self.has_gone_on(rank, key)]
+                assert f"rank(s) {', '.join(map(str, given_up))} pushed a later step" in failure.reason
             case "mismatch":
-                assert not missing
                 assert len({each.push.shape for each in held.values()}) > 1
             case "deadline":
                 assert age_seconds > DEADLINE_SECONDS
                 assert failure.reason.endswith(f"from rank(s) {', '.join(map(str, missing))}")
             case "lost":
                 assert any(failure.reason.endswith(self.departed.get(rank, "?")) for rank in missing)
+
+    def has_gone_on(self, rank: int, key: Key) -> bool:
+        return self.newest.get((rank, key.tensor), -1) > key.step
 
     @staticmethod
     def failed(actions: Sequence[Aggregate | Reply]) -> set[Key]:
@@ -231,7 +265,7 @@ class Cluster(RuleBasedStateMachine):
     @invariant()
     def memory_is_counted_and_bounded(self) -> None:
         rounds, ranks = self.rounds, len(self.ranks)
-        kept = sum(round_.size_bytes for round_ in rounds._ended.values())
+        kept = sum(round_.size_bytes for round_ in rounds._history)
         reserved = sum(round_.size_bytes for round_ in rounds._open.values())
         assert rounds.held_bytes == kept + reserved
         for key, held in self.held.items():
@@ -242,8 +276,13 @@ class Cluster(RuleBasedStateMachine):
         one_round = ROUND_BYTES + ranks * max(self.sizes)
         growth = ranks * (max(self.sizes) - min(self.sizes)) * len(self.held)
         # One that is summed again for whom its outcome was forgotten needs no room, nor has its outcome any.
-        reopened = sum(rounds._open[key].size_bytes for key in rounds._reopened)
+        reopened = sum(round_.size_bytes for round_ in rounds._open.values() if round_.is_reopened)
         assert rounds.held_bytes <= max(rounds.budget_bytes, one_round) + growth + reopened + one_round
+
+    @invariant()
+    def what_is_kept_is_the_last_outcome(self) -> None:
+        for round_ in self.rounds._history:
+            assert round_.key.step == self.ended[round_.key.place]
 
     @invariant()
     def nobody_waits_for_nothing(self) -> None:
@@ -532,6 +571,105 @@ def test_a_late_push_of_what_all_have_ended_and_forgotten_keeps_no_room_for_ever
     # One that does lack the answer asks again.
     assert rounds.on_push(make_held(0, KEY, 100), 60.0) == []
     assert isinstance(rounds.on_push(make_held(1, KEY, 100), 60.0)[-1], Aggregate)
+
+
+GIVEN_UP = "ranks disagree: rank(s) 1 pushed a later step without this part; see what failed there"
+
+
+def test_what_a_rank_has_given_up_ends_and_makes_room() -> None:
+    """They cut a tensor differently: chunk 0 has failed on both, and rank 1 has no chunk 1."""
+    rounds = Rounds(16_000, math.inf)
+    rounds.on_view(1, {rank: peer_of(rank) for rank in range(2)}, {}, 0.0)
+    left, other = Key("a", 0, 1), Key("b", 0, 0)
+    rounds.on_push(make_held(0, KEY), 0.0)
+    rounds.on_push(make_held(0, left, BUSY_SIZE), 0.0)
+    (mismatch,) = rounds.on_push(make_held(1, KEY, chunks=1), 0.0)
+    assert isinstance(mismatch, Reply)
+    assert isinstance(mismatch.message, Failure)
+    assert rounds.on_push(make_held(0, other, BUSY_SIZE), 1.0) == [Reply([peer_of(0)], Busy(1, *other))]
+    assert rounds.on_tick(1e3) == [], "rank 1 may be late"
+    rounds.on_push(make_held(1, KEY._replace(step=1)), 1e3)
+    failure, resume = rounds.on_tick(1e3 + 0.5)
+    reason = f"tensor 'a', step 0: {GIVEN_UP}"
+    assert failure == Reply([peer_of(0)], Failure(1, *left, "mismatch", reason))
+    assert resume == Reply([peer_of(0)], Resume(1, *other))
+    complete(rounds, KEY._replace(step=1), [0])
+    late = dict(rounds.late.seconds)
+    rounds.on_tick(2e3)
+    assert rounds.late.seconds == late, "nobody is waited for in what was given up"
+    # The answer was lost, or comes before the push does.
+    assert rounds.on_push(make_held(0, left), 2e3) == [failure]
+
+
+def test_what_is_pushed_only_after_others_have_gone_on_ends_too() -> None:
+    rounds = make_rounds(2)
+    rounds.on_push(make_held(1, KEY._replace(step=1)), 0.0)
+    assert rounds.on_push(make_held(0, KEY), 0.0) == []
+    (failure,) = rounds.on_tick(0.5)
+    assert isinstance(failure, Reply)
+    assert failure.message == Failure(1, *KEY, "mismatch", f"tensor 'a', step 0: {GIVEN_UP}")
+
+
+def test_no_room_is_kept_for_a_rank_that_was_refused_and_has_gone_on() -> None:
+    rounds, other, later = make_rounds(2, 12_000), Key("b", 0, 0), KEY._replace(step=1)
+    rounds.on_push(make_held(0, other, BUSY_SIZE), 0.0)
+    assert rounds.on_push(make_held(0, KEY, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *KEY))]
+    complete(rounds, later, [0, 1])
+    rounds.on_push(make_held(1, other, BUSY_SIZE), 0.0)
+    _, resume = rounds.finish(other, result_of(other), (), 0.0)
+    assert resume == Reply([peer_of(0)], Resume(1, *KEY))
+    assert rounds.open_rounds == 1
+    rounds.on_tick(0.5)
+    assert rounds.open_rounds == 0
+
+
+def test_what_was_begun_under_an_older_ring_is_waited_for_until_all_have_gone_on() -> None:
+    rounds = make_rounds(3)
+    rounds.on_push(make_held(0, KEY, again=True), 0.0)
+    for rank, left in ((1, 1), (2, 1), (0, 0)):
+        rounds.on_push(make_held(rank, KEY._replace(step=1, chunk=1)), 0.0)
+        assert rounds.on_tick(1.0) in ([], [Reply([peer_of(1), peer_of(2)], Wanted(1, *KEY))])
+        assert (KEY in rounds._open) == left
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_an_older_round_never_takes_the_place_of_a_newer_outcome(is_forgotten: bool) -> None:
+    rounds, newer = make_rounds(2), KEY._replace(step=1)
+    rounds.on_push(make_held(1, newer), 0.0)
+    rounds.on_push(make_held(0, KEY, again=True), 20.0)
+    failed, _ = rounds.on_tick(DEADLINE_SECONDS + 1)
+    assert isinstance(failed, Reply)
+    if is_forgotten:
+        rounds._history.forget_oldest()
+    (older,) = rounds.on_tick(DEADLINE_SECONDS + 21)
+    assert isinstance(older, Reply)
+    assert isinstance(older.message, Failure)
+    assert (older.peers, older.message.step) == ([peer_of(0)], 0)
+    if is_forgotten:
+        assert rounds._history.forgotten(newer) == frozenset()
+        assert rounds.held_bytes == 0
+    else:
+        assert rounds.on_push(make_held(0, newer), 60.0) == [Reply([peer_of(0)], failed.message)]
+        assert rounds.held_bytes == ROUND_BYTES
+
+
+def test_ranks_are_asked_ever_more_seldom() -> None:
+    rounds = Rounds(1 << 30, math.inf)
+    rounds.on_view(1, {rank: peer_of(rank) for rank in range(2)}, {}, 0.0)
+    rounds.on_push(make_held(0, KEY, again=True), 0.0)
+    question = [Reply([peer_of(1)], Wanted(1, *KEY))]
+    asked = [tick / 2 for tick in range(150) if rounds.on_tick(tick / 2) == question]
+    assert asked == [0.0, 0.5, 1.5, 3.5, 7.5, 15.5, 31.5, 47.5, 63.5]
+
+
+def test_a_push_that_is_refused_costs_no_outcome() -> None:
+    rounds = make_rounds(2, 10_000)
+    complete(rounds, KEY, [0, 1])
+    rounds.on_push(make_held(0, Key("b", 0, 0), 3000), 0.0)
+    assert rounds.on_push(make_held(0, Key("c", 0, 0), BUSY_SIZE), 0.0) == [
+        Reply([peer_of(0)], Busy(1, "c", 0, 0))
+    ]
+    assert rounds.on_push(make_held(1, KEY), 0.0) == [Reply([peer_of(1)], result_of(KEY))]
 
 
 def test_a_push_may_stand_for_others() -> None:

@@ -115,17 +115,17 @@ class KeepsTheOldRing(Rounds):
 class NeverAsks(Rounds):
     """Waits for pushes that ranks do not know to be missing."""
 
-    def _ask(self) -> Actions:
+    def _ask(self, now: float) -> Actions:
         return []
 
 
 class ForgetsToForget(Rounds):
     """Loses count of its memory."""
 
-    def _forget(self, place: tuple[str, int], event: Any) -> None:
-        before = self.held_bytes
-        super()._forget(place, event)
-        self.held_bytes = before
+    def _end(self, round_: ServerRound, event: Any) -> None:
+        before = self._open_bytes
+        super()._end(round_, event)
+        self._open_bytes = before
 
 
 class RefusesWhatIsOlder(Rounds):

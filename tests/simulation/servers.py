@@ -82,7 +82,7 @@ class Server(Member):
 
     def check(self) -> None:
         """What it holds is what it counts, and within bounds."""
-        held = [*self.rounds._open.values(), *self.rounds._ended.values()]
+        held = [*self.rounds._open.values(), *self.rounds._history]
         size = sum(round_.size_bytes for round_ in held)
         if size != self.rounds.held_bytes:
             raise Violation(f"{self.name!r} holds {size} bytes, and counts {self.rounds.held_bytes}")
