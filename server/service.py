@@ -165,8 +165,12 @@ class _Service:
         return False
 
     def _on_view(self, view: View) -> None:
-        if view.epoch < self._epoch:
-            return
+        if view.epoch > self._epoch:
+            self._follow(view)
+        # Also if it is known: then the scheduler has not heard so.
+        self._link.beat(time.monotonic(), self._epoch, self._load())
+
+    def _follow(self, view: View) -> None:
         if not self._epoch:
             self._trace.name(view.rank)
         if view.epoch > self._epoch:
@@ -185,7 +189,6 @@ class _Service:
         self._metrics.set_rank(view.rank)
         self._metrics.slots.set(slots)
         self._metrics.epoch.set(view.epoch)
-        self._link.beat(time.monotonic(), self._epoch, self._load())
         logger.info("epoch %d: %d slots, listening on %s", view.epoch, slots, self._address)
 
     # ── workers ─────────────────────────────────────────────────────────────────────────────────

@@ -15,7 +15,7 @@ State = TypeVar("State", bound=str)
 Event = TypeVar("Event", bound=str)
 
 Transitions = Mapping[State, Mapping[Event, State]]
-"""``table[state][event]`` is the next state; an event that a state does not list changes nothing there."""
+"""``table[state][event]`` is the next state; an event that a state does not list cannot come there."""
 
 
 def diagram(table: Transitions[State, Event]) -> str:
