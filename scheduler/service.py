@@ -253,6 +253,7 @@ class _Service:
                     self._show_view(message)
                 case Status():
                     message = self._complete(message)
+                    self._show_gauges()  # whoever has seen it finds no less in the metrics
             try:
                 self._send_one(
                     send.peer, encode(self._config.cluster.job, message), isinstance(message, Status)

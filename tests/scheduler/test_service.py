@@ -109,3 +109,11 @@ def test_each_loss_is_counted_and_logged_once_though_strangers_were_logged_befor
     assert registry.get_sample_value("zenps_lost_nodes_total", {"role": "worker"}) == 2
     assert registry.get_sample_value("zenps_lost_nodes_total", {"role": "server"}) in (None, 0)
     assert [record.getMessage() for record in caplog.records] == ["worker 0 is lost", "worker 1 is lost"]
+
+
+def test_the_metrics_say_what_a_status_says(scheduler: _Service, registry: CollectorRegistry) -> None:
+    stragglers = scheduler._membership._job.stragglers
+    stragglers.report(b"server", {})
+    stragglers.report(b"server", {1: 4.0})
+    scheduler._send([Send(b"visitor", scheduler._membership.status(0.0))])
+    assert registry.get_sample_value("zenps_late_seconds_total", {"rank": "1"}) == 4.0
