@@ -173,8 +173,7 @@ class _Service:
     def _follow(self, view: View) -> None:
         if not self._epoch:
             self._trace.name(view.rank)
-        if view.epoch > self._epoch:
-            self._trace.epoch(view.epoch, len(view.workers), len(view.servers))
+        self._trace.epoch(view.epoch, len(view.workers), len(view.servers))
         self._epoch = log.here.epoch = view.epoch
         log.here.rank = view.rank
         self._peers = {worker.rank: worker.identity for worker in view.workers}
