@@ -127,6 +127,7 @@ class _Service:
         self._decoder: Decoder[ToScheduler] = Decoder(config.cluster.job, ToScheduler)
         shared = shared_settings(config)
         self._membership = Membership(config.cluster.job, config.cluster, shared, time.monotonic())
+        self._ended_at: float | None = None
 
     def run(self) -> None:
         try:
@@ -172,8 +173,6 @@ class _Service:
         if everyone_left or now > self._ended_at + self._config.cluster.lease_seconds:
             raise PeerLostError(self._membership.failure)
         return False
-
-    _ended_at: float | None = None
 
     def close(self) -> None:
         """Lets go of what must not outlive the sockets."""
