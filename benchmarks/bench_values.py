@@ -94,7 +94,7 @@ def train(workers: int, servers: int, form: str, case: Case) -> Curve:
     """
     with tempfile.TemporaryDirectory(prefix="bench_values.") as folder:
         output = Path(folder, "curve.json")
-        launch = [str(Path(sys.executable).with_name("zenps")), "launch"]
+        launch = [sys.executable, "-m", "zenps.cli", "launch"]
         launch += ["--workers", str(workers), "--servers", str(servers)]
         launch += ["--set", f"sync.values={form}", "--set", "log.level=warning", "--"]
         worker = [sys.executable, str(HERE / "values_worker.py"), msgspec.json.encode(case).decode()]

@@ -83,7 +83,9 @@ def compile_source(source: str, expressions: Sequence[str], architecture: str) -
     options = (
         *OPTIONS,
         f"-I{folder()}",
-        "-ftz=true",  # CuPy adds it
+        # CuPy adds these two.
+        "-ftz=true",
+        "--device-as-default-execution-space",
         f"--gpu-architecture={architecture}",
         "--ptxas-options=-v",
     )

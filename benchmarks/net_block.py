@@ -85,7 +85,7 @@ class Cluster:
             "cluster.lease_seconds": 60,
             "sync.scheme": "zenps" if task.scheme == NARROW else task.scheme,
             "sync.values": "bfloat16" if task.scheme == NARROW else "same",
-            "sync.bandwidth_mbit": task.mbit,
+            "sync.bandwidth_mbit": max(1, round(task.mbit)),
             "metrics.port": -1,
             "status.port": -1,
             "log.level": "warning",

@@ -5,6 +5,7 @@ Runs under ``zenps launch``. Rank 0 writes a :class:`Curve` as JSON.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from zenps.worker.narrowing import Residuals
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import lstm_lm
+import text
 
 __all__ = ["Case", "Curve"]
 
@@ -48,12 +50,12 @@ def train(case: Case) -> Curve:
     """The same on every call, but for what gradients lose on the way."""
     torch.manual_seed(zps.rank())
     torch.sparse.check_sparse_tensor_invariants.disable()
-    documents = lstm_lm.read_standard_library()
-    vocabulary = lstm_lm.most_frequent(documents, case.vocabulary)
-    held_out = lstm_lm.encode(documents[::40], vocabulary)[: lstm_lm.VALIDATION_WORDS + 1]
-    del documents[::40]
-    words = lstm_lm.encode(documents[zps.rank() :: zps.size()], vocabulary)
-    model = lstm_lm.LanguageModel(len(vocabulary) + 1, case.width, case.samples)
+    documents = text.read_standard_library()
+    vocabulary = text.Vocabulary(text.most_frequent(documents, case.vocabulary))
+    held_out = vocabulary.encode(text.held_out(documents))[: lstm_lm.VALIDATION_WORDS + 1]
+    own = itertools.islice(text.to_learn(documents), zps.rank(), None, zps.size())
+    words = vocabulary.encode(own)
+    model = lstm_lm.LanguageModel(len(vocabulary), case.width, case.samples)
     optimizer = zps.DistributedOptimizer(
         torch.optim.Adagrad(model.parameters(), lr=case.learning_rate), model.named_parameters()
     )
@@ -67,9 +69,10 @@ def train(case: Case) -> Curve:
         optimizer.step()
         losses.append(zps.push_pull(loss.detach(), "loss").item())
     now = zps.stats()
+    loss, _, count = model.validate(held_out).tolist()
     return Curve(
         losses,
-        model.validate(held_out).item(),
+        loss / count,
         now.pushed_bytes - before.pushed_bytes,
         now.pulled_bytes - before.pulled_bytes,
     )

@@ -45,4 +45,5 @@ def place_on(layout: Layout, device: torch.device) -> Placement:
     granule_bits = layout.granule.bit_length() - 1
     words = [layout.rows_total, granule_bits, granules, kind, *halves, *keys]
     words += [len(layout.placing.starts), *pointers[:2], len(layout.unplacing.starts), *pointers[2:]]
-    return Placement(torch.tensor(words, device=device), kept, layout.size, layout.granule)
+    words_there = torch.tensor(words, device=device)
+    return Placement(words_there, kept, layout.rows_total, layout.size, layout.granule)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zenps.kernels.launcher import Launcher
+from zenps.kernels.place import KINDS
 
 __all__ = ["ON_A_GPU", "Mirror"]
 
@@ -22,6 +23,7 @@ ON_A_GPU: Final = os.environ.get("ZENPS_TEST_GPU", "0") == "1"
 
 # Words of struct Placement (cuda/keyspace.cuh): of each pointer, what it points to and where its length is.
 PLACEMENT_WORDS = 18
+LEAST_ADDRESS = 1 << 16
 POINTERS = {
     11: (torch.int64, 10),
     12: (torch.int64, 10),
@@ -70,8 +72,13 @@ class Mirror(Launcher):
 
 
 def _is_placement(tensor: Tensor) -> bool:
-    # What a look-back starts from may have as many words, but is zero.
-    return tensor.dtype == torch.int64 and tensor.numel() == PLACEMENT_WORDS and bool(tensor[0])
+    """Other arguments may have as many words, but none that describe a layout and have addresses in place."""
+    if tensor.dtype != torch.int64 or tensor.numel() != PLACEMENT_WORDS:
+        return False
+    rows, granule_bits, granules, kind, *_ = words = tensor.tolist()
+    is_layout = rows > 0 and 0 <= granule_bits < 63 and granules == -(-rows >> granule_bits)
+    addresses = [words[place] for place in POINTERS if words[place]]
+    return is_layout and kind in KINDS.values() and bool(addresses) and min(addresses) > LEAST_ADDRESS
 
 
 def _at(address: int, dtype: torch.dtype, length: int) -> Tensor:

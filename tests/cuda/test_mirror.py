@@ -32,3 +32,10 @@ def test_results_come_back() -> None:
     assert int(rows.count) == 2
     assert rows.positions[:2].tolist() == [3, 5]
     assert rows.values[:2].tolist() == [[2.0], [4.0]]
+
+
+def test_as_many_numbers_as_a_placement_has_words_are_numbers() -> None:
+    for first in (7, 1 << 40):
+        positions = torch.arange(first, first + 18).flip(0)
+        rows = sort_compact(MIRROR, positions, torch.ones(18, 1))
+        assert torch.equal(rows.positions[:18].long(), positions.flip(0))

@@ -160,8 +160,8 @@ def launch(
         (torch.zeros(100, dtype=torch.float64), "float64: expected one of float32, float16, bfloat16"),
         (torch.zeros(100, 1), "expected 1 dimensions"),
         (torch.zeros(200)[::2], "contiguous"),
-        (torch.zeros(96), "a dense gradient of 96 rows: expected 97 to 128"),
-        (torch.zeros(129), "a dense gradient of 129 rows"),
+        (torch.zeros(99), "a dense gradient of 99 rows: expected 100"),
+        (torch.zeros(101), "a dense gradient of 101 rows"),
         (torch.zeros(0), "a dense gradient of 0 rows"),
     ],
 )

@@ -93,10 +93,11 @@ def test_the_callers_stream_goes_first(accelerator: CudaAccelerator) -> None:
     """What is compacted is what the gradient is once all work before it is done."""
     layout = make_layout("balanced", 1000, 1, [0, 1], 0)
     placement = place_on(layout, accelerator.device)
+    tensor = sparse(torch.arange(1000), torch.full((1000, 4), 3.0), (1000, 4)).cuda()
+    torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(200_000_000)
-        values = torch.zeros(1000, 4, device="cuda").add_(3)
-        tensor = sparse(torch.arange(1000), values.cpu(), (1000, 4)).cuda() * 2
+        tensor._values().mul_(2)
         transfer = StagedSparse(
             tensor, Cut(layout, 1, 0), "coo", CudaConfig(), lambda _: placement, accelerator
         )
@@ -121,9 +122,10 @@ def test_dense(accelerator: CudaAccelerator) -> None:
         assert_same_bits(result.cpu(), reduce_in_rank_order(tensors, average=True))
 
 
+@pytest.mark.timeout(300)
 def test_two_workers_train_on_one_gpu(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    launch = [sys.executable, "-m", "zenps", "launch", "--workers", "2", "--servers", "2", "--"]
+    launch = [sys.executable, "-m", "zenps.cli", "launch", "--workers", "2", "--servers", "2", "--"]
     script = [sys.executable, str(EXAMPLES / "lstm_lm.py"), "--device", "cuda", "--steps", "60"]
     done = subprocess.run(
         [*launch, *script, "--report", str(report)], capture_output=True, text=True, timeout=240, check=False

@@ -252,9 +252,17 @@ def test_settings_are_ours(file: str, role: str, tmp_path: Path) -> None:
         assert config.cluster.server_budget_bytes <= 1 << 30, "half of it"
     assert ports == expected
     assert pod(file, role)["metadata"]["annotations"]["prometheus.io/port"] == str(config.metrics.port)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_pods_reach_one_another_at_all_ports_and_others_their_metrics_alone(file: str) -> None:
     policy = next(document for document in documents(file) if document["kind"] == "NetworkPolicy")
-    open_ports = {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
-    assert set(ports.values()) <= open_ports
+    selector = policy["spec"]["podSelector"]
+    for role in ("scheduler", "server", "worker"):
+        assert selector["matchLabels"].items() <= pod(file, role)["metadata"]["labels"].items()
+    among_them, from_anywhere = policy["spec"]["ingress"]
+    assert among_them == {"from": [{"podSelector": selector}]}
+    assert from_anywhere == {"ports": [{"port": 9101}]}
 
 
 def test_the_scheduler_s_name() -> None:

@@ -34,6 +34,8 @@ class CupyLauncher(Launcher):
             raise ConfigError("device", "cuda", expected) from error
         self._cupy: Any = cupy
         self._modules: dict[str, Any] = {}
+        self._kernels: dict[tuple[str, str], Any] = {}
+        """CuPy would look each up anew, by all of its source."""
 
     def launch(
         self, source: str, expression: str, grid: int, block: int, args: Sequence[Tensor | int]
@@ -46,7 +48,14 @@ class CupyLauncher(Launcher):
         # CuPy launches on its own current stream, which is not torch's.
         stream = self._cupy.cuda.Stream.from_external(_TorchStream(torch.cuda.current_stream(device)))
         with self._cupy.cuda.Device(device.index), stream:
-            self._module(source).get_function(expression)((grid,), (block,), words)
+            self._kernel(source, expression)((grid,), (block,), words)
+
+    def _kernel(self, source: str, expression: str) -> Any:
+        """As CuPy has it, for all devices."""
+        key = source, expression
+        if key not in self._kernels:
+            self._kernels[key] = self._module(source).get_function(expression)
+        return self._kernels[key]
 
     def _module(self, source: str) -> Any:
         if source not in self._modules:

@@ -21,12 +21,14 @@ class Placement(NamedTuple):
     Attributes:
         words: int64 on the device, ``struct Placement`` of ``cuda/keyspace.cuh``.
         kept: the tensors that ``words`` points to.
+        rows: of the tensor.
         size: how many positions there are.
         granule: neighbouring rows that stay together.
     """
 
     words: Tensor
     kept: tuple[Tensor, ...]
+    rows: int
     size: int
     granule: int
 

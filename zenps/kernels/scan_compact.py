@@ -62,9 +62,8 @@ def check_dense(placement: Placement, dense: Tensor) -> None:
         TensorError: another dtype or shape, or another number of rows.
     """
     check_on_device("a dense gradient", dense, DENSE_DTYPES, 1)
-    if -(-len(dense) // placement.granule) * placement.granule != placement.size:
-        least = placement.size - placement.granule + 1
-        raise TensorError(f"a dense gradient of {len(dense)} rows: expected {least} to {placement.size}")
+    if len(dense) != placement.rows:
+        raise TensorError(f"a dense gradient of {len(dense)} rows: expected {placement.rows}")
 
 
 def _takes_packs(placement: Placement, dense: Tensor) -> bool:
