@@ -191,27 +191,33 @@ def compare(report: Report, rows: Sequence[Row]) -> Sheet:
     for name in report.characters:
         own = [row.measured for row in rows if row.measured.workload == name]
         for mbit, size in sorted({(m.mbit, m.workers) for m in own}):
-            seconds = {
-                m.scheme: statistics.median(m.seconds) for m in own if (m.mbit, m.workers) == (mbit, size)
-            }
-            others = seconds.keys() - {"zenps", "auto", NARROW}
-            best = min(others, key=lambda scheme: seconds[scheme], default="")
+            measured = {m.scheme: m for m in own if (m.mbit, m.workers) == (mbit, size)}
+            others = measured.keys() - {"zenps", "auto", NARROW}
+            best = min(others, key=lambda scheme: _median(measured[scheme]), default="")
             lines.append(
                 [
                     f"{name}, {size} hosts, {mbit:g} Mbit/s",
-                    _ratio(seconds, GLOO, "zenps"),
-                    f"{_ratio(seconds, best, 'zenps')} ({best})",
-                    _ratio(seconds, "zen", "zenps"),
-                    _ratio(seconds, "zenps", "auto"),
-                    _ratio(seconds, "zenps", NARROW),
+                    _ratio(measured, GLOO, "zenps"),
+                    f"{_ratio(measured, best, 'zenps')} ({best})",
+                    _ratio(measured, "zen", "zenps"),
+                    _ratio(measured, "zenps", "auto"),
+                    _ratio(measured, "zenps", NARROW),
                 ]
             )
     columns = ["workload", f"{GLOO} ÷ zenps", "fastest other ÷ zenps", "zen ÷ zenps"]
     return Sheet("Median times, divided", [*columns, "zenps ÷ auto", "zenps ÷ bfloat16"], lines)
 
 
-def _ratio(seconds: Mapping[str, float], slower: str, faster: str) -> str:
-    return f"{seconds[slower] / seconds[faster]:.2f}" if {slower, faster} <= seconds.keys() else ""
+def _ratio(measured: Mapping[str, Measurement], slower: str, faster: str) -> str:
+    if not {slower, faster} <= measured.keys():
+        return ""
+    above, below = measured[slower], measured[faster]
+    mark = "²" if max(above.stolen, below.stolen) > MUCH_STOLEN else ""
+    return f"{_median(above) / _median(below):.2f}{mark}"
+
+
+def _median(measured: Measurement) -> float:
+    return statistics.median(measured.seconds)
 
 
 def _grid(title: str, rows: Sequence[Row], cell: Callable[[Row], str]) -> Sheet:
