@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import json
 import subprocess
 import sys
@@ -131,6 +132,17 @@ def test_the_walk_sees_every_part() -> None:
         for path in (ROOT / top).rglob("*.py")
     }
     assert seen >= {*ROLES, "__init__", "errors", "wire", "strategies"}
+
+
+def test_every_package_is_installed() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    found = {
+        module_name(ROOT, init.parent)
+        for part in ("zenps", *ROLES)
+        for init in (ROOT / part).rglob("__init__.py")
+    }
+    assert set(setup["options"]["packages"].split()) == {*found, "zenps.cuda"}
 
 
 def test_scheduler_loads_neither_torch_nor_cupy() -> None:

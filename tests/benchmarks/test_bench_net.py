@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 BENCHMARK = ROOT / "benchmarks" / "bench_net.py"
 RESULTS = ROOT / "benchmarks" / "results" / "net.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
+README = ROOT / "README.md"
 SECONDS = 150
 TINY = ("--hosts", "2", "--mbit", "50", "--workloads", "lstm", "--scale", "0.05", "--steps", "3")
 
@@ -98,3 +99,21 @@ def test_the_page_is_what_the_results_say(tmp_path: Path) -> None:
         "python benchmarks/bench_net.py --render --json benchmarks/results/net.json --docs docs/benchmarks.md"
     )
     assert page.read_text("utf-8") == PAGE.read_text("utf-8"), f"run: {command}"
+
+
+README_SCHEMES = ("zenps", "zen", "sparse-ps", "gloo dense")
+"""Those in the columns of the README's table, of 8 hosts with 50 Mbit/s."""
+
+
+def test_the_readme_has_these_results() -> None:
+    measured = {
+        (m["workload"], m["scheme"]): 1e3 * statistics.median(m["seconds"])
+        for m in json.loads(RESULTS.read_text())["measurements"]
+        if (m["workers"], m["mbit"]) == (8, 50.0)
+    }
+    lines = {line[2:].split(",")[0].lower(): line for line in README.read_text("utf-8").splitlines()}
+    for workload in ("lstm", "deepfm", "nmt", "opt"):
+        *_, zenps, zen, ranges, dense, ratio = lines[workload].strip("| ").split(" | ")
+        shown = [float(cell.replace(" ", "")) for cell in (zenps, zen, ranges, dense)]
+        assert shown == [round(measured[workload, scheme]) for scheme in README_SCHEMES], workload
+        assert float(ratio.rstrip(" ×")) == pytest.approx(shown[-1] / shown[0], rel=0.02)
