@@ -56,7 +56,9 @@ def hold_and_identify() -> tuple[int, int, int, int]:
 def test_a_rank_can_be_taken_once() -> None:
     with Cluster(workers=2, servers=1) as cluster:
         first = cluster.start(identify, rank=0)
+        until = time.monotonic() + 30
         while not cluster.nodes("worker"):
+            assert time.monotonic() < until
             time.sleep(0.05)
         second = cluster.start(join, rank=0, init=False).result()
         assert second.kind == "UsageError"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -45,9 +46,21 @@ def script(tmp_path: Path) -> str:
     return str(tmp_path / "train.py")
 
 
-def run_testbed(*arguments: str) -> subprocess.CompletedProcess[str]:
+class Done(NamedTuple):
+    pid: int
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_testbed(*arguments: str) -> Done:
     command = [sys.executable, str(TESTBED), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            out, err = running.communicate(timeout=SECONDS)
+        finally:
+            running.kill()
+    return Done(running.pid, running.returncode, out, err)
 
 
 @pytest.mark.parametrize("servers", [(), ("--servers", "1", "--apart")])
@@ -57,7 +70,7 @@ def test_a_script_runs_on_all_hosts(servers: tuple[str, ...], script: str) -> No
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         assert f"worker {rank}  | rank {rank} of 2, 0 on host{rank}, True" in done.stdout
-    assert not list(NAMESPACES.glob("zenps-*"))
+    assert not list(NAMESPACES.glob(f"zenps-{done.pid}.*"))
 
 
 def test_the_exit_code_is_the_script_s(script: str) -> None:
@@ -69,14 +82,17 @@ def test_the_exit_code_is_the_script_s(script: str) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_stays_whatever_ends_it(number: signal.Signals, script: str) -> None:
     command = [sys.executable, str(TESTBED), "--mbit", "0", "--", sys.executable, script, "sleep"]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert running.stdout is not None
-    assert "on host" in running.stdout.readline()
-    left = f"zenps-{running.pid}.*"
-    assert list(NAMESPACES.glob(left))
-    running.send_signal(number)
-    running.stdout.read()  # until nobody is left who could write
-    assert running.wait(SECONDS) == (-number if number == signal.SIGKILL else 128 + number)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stdout is not None
+            assert "on host" in running.stdout.readline()
+            left = f"zenps-{running.pid}.*"
+            assert list(NAMESPACES.glob(left))
+            running.send_signal(number)
+            running.stdout.read()  # until nobody is left who could write
+            assert running.wait(SECONDS) == (-number if number == signal.SIGKILL else 128 + number)
+        finally:
+            running.kill()
     until = time.monotonic() + SECONDS
     while [*NAMESPACES.glob(left), *FILES.glob(left)]:
         assert time.monotonic() < until

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -274,8 +275,9 @@ def test_scheduler_ends_on_a_signal(zenps: Any, number: signal.Signals, code: in
 def test_server_ends_on_sigterm(zenps: Any, scheduler: str) -> None:
     popen = zenps.start("server", "--set", f"cluster.scheduler={scheduler}")
     status = ("status", "--json", "--set", f"cluster.scheduler={scheduler}")
+    until = time.monotonic() + 30
     while len(json.loads(zenps(*status).stdout)["nodes"]) < 2:
-        pass
+        assert time.monotonic() < until
     popen.terminate()
     _, err = popen.communicate(timeout=30)
     assert popen.returncode == 143
