@@ -116,4 +116,4 @@ def test_the_readme_has_these_results() -> None:
         *_, zenps, zen, ranges, dense, ratio = lines[workload].strip("| ").split(" | ")
         shown = [float(cell.replace(" ", "")) for cell in (zenps, zen, ranges, dense)]
         assert shown == [round(measured[workload, scheme]) for scheme in README_SCHEMES], workload
-        assert float(ratio.rstrip(" ×")) == pytest.approx(shown[-1] / shown[0], rel=0.02)
+        assert float(ratio.rstrip(" ×")) == pytest.approx(shown[-1] / shown[0], rel=0.04)
