@@ -92,7 +92,7 @@ def mutate(dice: random.Random, seeds: Sequence[Frames]) -> Frames:
 
 
 def fuzz(inputs: int, seed: int, targets: Sequence[str] = tuple(TARGETS)) -> Report:
-    """Reports what ``inputs`` mutated inputs do, spread evenly over the targets."""
+    """Reports what ``inputs`` mutated inputs do, or a few more, spread evenly over the targets."""
     report = Report(seed=seed)
     began = time.monotonic()
     for warm in (True, False):
@@ -101,7 +101,7 @@ def fuzz(inputs: int, seed: int, targets: Sequence[str] = tuple(TARGETS)) -> Rep
         if not warm:
             report.resident_before_bytes = _resident_bytes()
         for name in targets:
-            _fuzz_one(name, count // len(targets), random.Random(f"{seed} {name} {warm}"), report)
+            _fuzz_one(name, -(-count // len(targets)), random.Random(f"{seed} {name} {warm}"), report)
     report.resident_after_bytes = _resident_bytes()
     report.seconds = time.monotonic() - began
     return report

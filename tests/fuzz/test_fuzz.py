@@ -38,7 +38,7 @@ def test_what_once_crashed_is_refused(name: str, path: Path) -> None:
 
 def test_mutated_inputs_are_taken_or_refused() -> None:
     report = fuzz(INPUTS, seed=1)
-    assert report.inputs > 0.99 * INPUTS
+    assert report.inputs >= INPUTS
     assert report.crashes == []
     assert report.hangs == 0
     assert report.resident_after_bytes - report.resident_before_bytes < MOST_GROWTH_BYTES
