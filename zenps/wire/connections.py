@@ -150,7 +150,8 @@ class Connections:
 def _borrowed(descriptor: int, remote: object) -> Iterator[net.socket | None]:
     """libzmq's own socket under a descriptor of ours; None if it is gone, or leads elsewhere than thought."""
     try:
-        connection = net.socket(fileno=os.dup(descriptor))
+        # Which family it is of makes no difference here, and would take three calls more to find out.
+        connection = net.socket(net.AF_INET6, net.SOCK_STREAM, 0, os.dup(descriptor))
     except OSError:
         yield None
         return
