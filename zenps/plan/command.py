@@ -20,7 +20,7 @@ from .planner import DOUBLINGS, MOST_WORKERS, Plan, make_plan, parse_bandwidth, 
 from .plots import check_plots, write_plots
 from .profile import FEWEST_SAMPLES, profiles
 from .recording import read
-from .written import check_settings, check_writable, ruled_out, write_scheme
+from .written import check_settings, check_writable, ruled_out, write_settings
 
 __all__ = ["Request", "answer"]
 
@@ -104,9 +104,13 @@ def _write(request: Request, plan: Plan) -> None:
     if request.plot is not None:
         said += [f"drew {file}" for file in write_plots(plan, request.plot)]
     if request.write is not None:
-        before = write_scheme(request.write, plan.scheme)
-        instead = f", which was {before!r}" if before and before != plan.scheme else ""
-        said.append(f"set sync.scheme = {plan.scheme!r}{instead} in {request.write}")
+        settings: dict[str, str | int] = {"scheme": plan.scheme}
+        if plan.granule is not None:
+            settings["granule"] = plan.granule
+        before = write_settings(request.write, settings)
+        for name, value in settings.items():
+            instead = f", which was {before[name]!r}" if before.get(name, value) != value else ""
+            said.append(f"set sync.{name} = {value!r}{instead} in {request.write}")
     if request.trace is not None and request.has_command:
         said.append(f"recorded {request.trace}")
     for line in said:

@@ -81,6 +81,8 @@ class Plan(Struct, kw_only=True):
     tensors: list[TensorSummary]
     predictions: list[Prediction]
     scheme: str
+    granule: int | None
+    """``sync.granule``, where a sparse tensor has single elements for rows."""
     reason: str
     notes: list[str]
 
@@ -108,6 +110,8 @@ def make_plan(
     }
     choice = _choose(possible[links.workers])
     tensors = [_summary(profile, links) for profile in found]
+    granules = [granule for profile in found if (granule := profile.granule(links.parts)) is not None]
+    granule = min(granules, default=None)
     predictions = [
         Prediction(
             workers=count,
@@ -129,7 +133,8 @@ def make_plan(
         tensors=tensors,
         predictions=predictions,
         scheme=choice,
-        reason=" ".join(_reasons(found, links, possible, choice)),
+        granule=granule,
+        reason=" ".join(_reasons(found, links, possible, choice, granule)),
         notes=_notes(found, rare, ruled_out),
     )
 
@@ -149,7 +154,11 @@ def _choose(costs: dict[str, Cost]) -> str:
 
 
 def _reasons(
-    found: Sequence[Profile], links: Links, by_count: dict[int, dict[str, Cost]], choice: str
+    found: Sequence[Profile],
+    links: Links,
+    by_count: dict[int, dict[str, Cost]],
+    choice: str,
+    granule: int | None,
 ) -> list[str]:
     costs = by_count[links.workers]
     own = costs[choice]
@@ -165,6 +174,8 @@ def _reasons(
     if ratio < 1:
         said.append(f"{choice} is taken unless another wins by {MARGIN - 1:.0%}.")
     said.append(_where_it_changes(links.workers, by_count, choice))
+    if granule is not None:
+        said.append(f"Single elements move by {granule} (sync.granule), so that servers have even shares.")
     return said
 
 

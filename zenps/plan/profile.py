@@ -22,6 +22,12 @@ __all__ = ["Growth", "Profile", "profiles"]
 FEWEST_SAMPLES: Final = 4
 """A curve's slope, and how it changes, takes three points, each twice the one before."""
 
+GRANULES: Final = tuple(1 << bits for bits in range(9))
+"""What ``sync.granule`` can be."""
+
+MOST_IMBALANCE: Final = 1.05
+"""For which a granule is large enough: the bytes that it saves are fewer than this costs."""
+
 
 class Growth:
     """How many different items some samples have among them: an accumulation curve.
@@ -104,6 +110,12 @@ class Profile:
         self._slots = items * SLOTS // self.rows
         self.overlap = _mean_overlap(samples, others=True)
         self.step_overlap = _mean_overlap(samples, others=False)
+        self._equal_granules = {
+            granule: self.rows * self.density / granule
+            if halvings
+            else float(np.mean([_equal_granules(rows // granule) for rows in samples.values()]))
+            for granule in (GRANULES if self.columns == 1 else ())
+        }
         self._blocks: Growth | None = None
         self._blocks_total = -(-self.rows * self.columns // BLOCK_ELEMENTS)
         if not halvings:
@@ -146,6 +158,18 @@ class Profile:
         by_slot = np.bincount(self._slots, weights, minlength=SLOTS)
         counts = np.array([part.sum() for part in np.array_split(by_slot, parts)])  # servers own whole slots
         return float(counts.max() / counts.mean()) if counts.any() else 1.0
+
+    def granule(self, parts: int) -> int | None:
+        """The largest with which ``parts`` servers nearly have their even share of what a worker pushes.
+
+        None where rows are no single elements: one row is one granule then. Of a thinned trace, which says
+        nothing of neighbours, all that could be in a granule are taken to be there.
+        """
+        if not self.is_sparse or self.columns > 1:
+            return None
+        equal = self._equal_granules
+        even = (size for size in GRANULES if expected_imbalance(parts, equal[size]) <= MOST_IMBALANCE)
+        return max(even, default=1)
 
     def as_tensor(self, links: Links) -> costs.Tensor:
         """As it looks to the cluster that ``links`` describe."""
@@ -190,6 +214,19 @@ def profiles(trace: Iterable[tuple[Header, Push]]) -> tuple[list[Profile], list[
         )
     found.sort(key=lambda profile: -profile.rows * profile.columns * profile.item_bytes)
     return found, rare
+
+
+def _equal_granules(granules: Rows) -> float:
+    """How many granules of one size would be dealt as unevenly as those of which each element is in one.
+
+    (Σw)² ÷ Σw² for granules of w elements: they are dealt at random, and variances add up.
+
+    Args:
+        granules: sorted.
+    """
+    begins = np.flatnonzero(np.diff(granules, prepend=-1))
+    weights = np.diff(begins, append=len(granules)).astype(np.float64)
+    return float(weights.sum() ** 2 / (weights @ weights)) if len(weights) else 0.0
 
 
 def _accumulate(samples: Iterable[Rows], total: float) -> tuple[Rows, NDArray[np.int64], Growth]:

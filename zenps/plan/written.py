@@ -1,4 +1,4 @@
-"""Which schemes settings allow, and how one gets into a file of them, whose other lines stay as they are."""
+"""Which schemes settings allow, and how a plan gets into their file, whose other lines stay as they are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zenps.config import load
 from zenps.errors import ConfigError
 from zenps.schemes import SCHEMES
 
-__all__ = ["check_settings", "check_writable", "ruled_out", "write_scheme"]
+__all__ = ["check_settings", "check_writable", "ruled_out", "write_settings"]
 
 
 def ruled_out(
@@ -62,8 +62,8 @@ def check_settings(path: Path) -> dict[str, str]:
     return ruled_out(file=path, environ={}) if _document(path) else {}
 
 
-def write_scheme(path: Path, scheme: str) -> str:
-    """Sets ``sync.scheme`` in ``path``, which is made if need be; returns what it said before, or "".
+def write_settings(path: Path, settings: Mapping[str, str | int]) -> dict[str, object]:
+    """Sets those of ``sync`` in ``path``, which is made if need be; returns those that it had, as they were.
 
     Raises:
         ConfigError: the file is no valid configuration, or would be none, or cannot be written; it is left
@@ -71,8 +71,8 @@ def write_scheme(path: Path, scheme: str) -> str:
     """
     document = _document(path)
     sync = document.setdefault("sync", tomlkit.table())
-    before = str(sync.get("scheme", ""))
-    sync["scheme"] = scheme
+    before = {name: sync[name] for name in settings if name in sync}
+    sync.update(settings)
     text = tomlkit.dumps(document)
     with tempfile.TemporaryDirectory(prefix="zenps-plan-") as folder:
         draft = Path(folder) / path.name

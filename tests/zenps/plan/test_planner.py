@@ -14,7 +14,7 @@ from zenps.costs import COSTS, Links
 from zenps.errors import ConfigError
 from zenps.plan.planner import make_plan, parse_bandwidth, parse_latency, show_bytes, show_seconds
 from zenps.plan.profile import Profile, profiles
-from zenps.plan.written import check_settings, ruled_out, write_scheme
+from zenps.plan.written import check_settings, ruled_out, write_settings
 from zenps.schemes import SCHEMES
 
 COUNTS = [8, 16, 1024]
@@ -114,9 +114,11 @@ def test_a_bad_bandwidth_is_refused(text: str) -> None:
 def test_a_file_keeps_what_else_it_says(tmp_path: Path) -> None:
     file = tmp_path / "zenps.toml"
     file.write_text('# ours\n[cluster]\nworkers = 4  # four\n\n[sync]\nscheme = "byteps"\ncodec = "coo"\n')
-    assert write_scheme(file, "zenps") == "byteps"
+    assert write_settings(file, {"scheme": "zenps", "granule": 8}) == {"scheme": "byteps"}
     text = file.read_text()
-    assert text == '# ours\n[cluster]\nworkers = 4  # four\n\n[sync]\nscheme = "zenps"\ncodec = "coo"\n'
+    assert text == (
+        '# ours\n[cluster]\nworkers = 4  # four\n\n[sync]\nscheme = "zenps"\ncodec = "coo"\ngranule = 8\n'
+    )
     assert load(file=file, environ={}).config.sync.scheme == "zenps"
 
 
@@ -125,7 +127,7 @@ def test_a_file_without_a_scheme_gets_one(tmp_path: Path, before: str | None) ->
     file = tmp_path / "zenps.toml"
     if before is not None:
         file.write_text(before)
-    assert write_scheme(file, "zen") == ""
+    assert write_settings(file, {"scheme": "zen"}) == {}
     assert tomllib.loads(file.read_text()) == {**tomllib.loads(before or ""), "sync": {"scheme": "zen"}}
 
 
@@ -147,11 +149,11 @@ def test_what_a_file_rules_out_is_not_written_into_it(tmp_path: Path, setting: s
     for scheme in SCHEMES:
         file.write_text(text)
         if scheme not in schemes:
-            write_scheme(file, scheme)
+            write_settings(file, {"scheme": scheme})
             assert load(file=file, environ={}).config.sync.scheme == scheme
             continue
         with pytest.raises(ConfigError, match=setting):
-            write_scheme(file, scheme)
+            write_settings(file, {"scheme": scheme})
         assert file.read_text() == text
 
 
@@ -169,7 +171,7 @@ def test_a_file_that_is_no_configuration_is_left_alone(tmp_path: Path, text: str
     file = tmp_path / "zenps.toml"
     file.write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError):
-        write_scheme(file, "zenps")
+        write_settings(file, {"scheme": "zenps"})
     with pytest.raises(ConfigError):
         check_settings(file)
     assert file.read_bytes() == text.encode("latin-1")

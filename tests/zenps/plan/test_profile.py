@@ -121,6 +121,38 @@ def test_blocks_are_those_of_the_flattened_tensor(made_up: Any, columns: int) ->
     assert tensor.union_blocks == pytest.approx(np.mean(pairs))
 
 
+def dealt_unevenly(rows: np.ndarray, granule: int, parts: int) -> float:
+    """How many times its even share the fullest has, on average, of granules dealt at random."""
+    granules, inverse = np.unique(rows // granule, return_inverse=True)
+    generator = np.random.default_rng(3)
+    owners = (generator.integers(parts, size=len(granules))[inverse] for _ in range(50))
+    return float(np.mean([np.bincount(owner, minlength=parts).max() for owner in owners]) / len(rows) * parts)
+
+
+@pytest.mark.parametrize(("run", "expected"), [(1, 16), (256, 2)], ids=["apart", "together"])
+def test_the_granule_is_the_largest_that_servers_share_evenly(made_up: Any, run: int, expected: int) -> None:
+    trace = made_up(np.full(200_000 // run, 0.05), columns=1, steps=2)
+    for _, push in trace:
+        rows = (push.row_numbers()[:, None] * run + np.arange(run)).ravel()
+        push.pushed, push.rows, push.shape = len(rows), rows.astype("<i8").tobytes(), (200_000, 1)
+    (profile,), _ = profiles(trace)
+    assert profile.granule(4) == expected
+    assert dealt_unevenly(rows, expected, 4) < 1.05 < dealt_unevenly(rows, 8 * expected, 4)
+
+
+def test_a_thinned_trace_says_nothing_of_neighbours(made_up: Any) -> None:
+    (apart,), _ = profiles(made_up(np.full(1_000_000, 0.0655), columns=1, steps=2))
+    (thinned,), _ = profiles(made_up(np.full(1_000_000, 0.066), columns=1, steps=2))
+    assert (apart.granule(4), thinned.granule(4)) == (128, 8)
+
+
+def test_rows_are_granules_where_they_have_more_than_one_element(made_up: Any) -> None:
+    (profile,), _ = profiles(made_up(np.full(1000, 0.1), columns=2))
+    assert profile.granule(4) is None
+    (profile,), _ = profiles(made_up(np.zeros(1000), columns=1))
+    assert profile.granule(4) == 256  # nothing to share
+
+
 def test_dense_and_rare_tensors(made_up: Any) -> None:
     header = Header(rank=0, workers=1)
     trace = made_up(zipf(1.0, 100), workers=1, steps=8)
