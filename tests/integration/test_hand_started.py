@@ -159,9 +159,8 @@ def test_one_ends_and_all_do(
         assert "Exception ignored" not in job.log(f"worker {rank}")
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long), (signal.SIGKILL, -9)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_without_the_only_server_all_end_unless_another_comes(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:

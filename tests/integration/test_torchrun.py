@@ -47,7 +47,8 @@ zps.shutdown()
 """
 
 
-@pytest.mark.parametrize("failure", ["SIGKILL", pytest.param("raise", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("failure", ["SIGKILL", "raise"])
 def test_all_workers_begin_again_when_one_has_failed(tmp_path: Path, failure: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
