@@ -107,7 +107,8 @@ def test_a_tensor_changes_its_scheme_and_no_bit(tmp_path: Path) -> None:
     assert not any("from now on" in log for log in logs[1:])
 
 
-@pytest.mark.parametrize("step", [WENT, pytest.param(CAME, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("step", [WENT, CAME])
 def test_a_server_is_lost_while_a_tensor_changes(tmp_path: Path, step: int) -> None:
     """The round before the change ends by another ring than it began by."""
     with Cluster(WORKERS, SERVERS, SETTINGS, lease_seconds=LEASE_SECONDS) as cluster:

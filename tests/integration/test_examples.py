@@ -137,6 +137,7 @@ def test_a_run_stops_by_the_clock(tmp_path: Path, sample: Path) -> None:
     assert report["steps"] < 1_000_000
 
 
+@pytest.mark.long
 def test_click_model_learns_in_a_cluster_and_counts_malformed_lines(tmp_path: Path, sample: Path) -> None:
     lines = sample.read_text().splitlines()[:6000]
     lines[3] = lines[3].replace("\t", " ", 1)

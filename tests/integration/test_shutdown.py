@@ -104,9 +104,13 @@ def cases() -> list[Case]:
 
 
 # The others take minutes, most of which are imports of torch.
-SHORT = {("rendezvous", "ctrl-c"), ("stopped", "sigterm"), ("backward", "kill")}
+SHORT = {("rendezvous", "ctrl-c"), ("stopped", "sigterm")}
 LONG = {
-    *(("ddp", "exception"), ("push_pull", "sys.exit"), ("push_pull", "return"), ("barrier", "os._exit")),
+    ("backward", "kill"),
+    ("ddp", "exception"),
+    ("push_pull", "sys.exit"),
+    ("push_pull", "return"),
+    ("barrier", "os._exit"),
 }
 CHOSEN = [
     pytest.param(case, marks=() if case[:2] in SHORT else pytest.mark.long, id=str(case))

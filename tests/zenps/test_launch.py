@@ -171,15 +171,12 @@ zenps.shutdown()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("role", "says"),
     [
         ("server", r"server \d ended: killed by signal 9 \(Killed\); server \d will take its slots"),
-        pytest.param(
-            "scheduler",
-            r"scheduler ended: killed by signal 9 \(Killed\); starting it again",
-            marks=pytest.mark.long,
-        ),
+        ("scheduler", r"scheduler ended: killed by signal 9 \(Killed\); starting it again"),
     ],
 )
 def test_training_goes_on_after_a_crash(zenps: Any, role: str, says: str) -> None:
@@ -414,6 +411,7 @@ def test_no_color(zenps: Any) -> None:
 # ── a timeline ──────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long
 def test_one_timeline_of_all_processes(zenps: Any, tmp_path: Path) -> None:
     script = "import torch, zenps as zps; zps.init(); zps.push_pull(torch.ones(3), 'a'); zps.shutdown()"
     done = zenps("launch", "--workers", "2", "--set", "sync.trace=t.json", "--", sys.executable, "-c", script)
