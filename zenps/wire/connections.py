@@ -17,7 +17,7 @@ import struct
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import zmq
 from msgspec import Struct
@@ -40,8 +40,18 @@ BYTES_RECEIVED_OFFSET = 128
 TCP_INFO_BYTES = 136
 
 
+Address = tuple[Any, ...]
+
+
+class _Borrowed(NamedTuple):
+    """libzmq's own connection. Its peer may hang up at any moment."""
+
+    connection: net.socket
+    remote: Address
+
+
 class _Connection(Struct):
-    remote: object
+    remote: Address
     """Its other end: a descriptor may have been closed and given to another since."""
     bytes_at_last_message: int
     is_suspect: bool = False
@@ -92,16 +102,16 @@ class Connections:
             return []
         cut = []
         for descriptor, known in list(self._known.items()):
-            with _borrowed(descriptor, known.remote) as connection:
-                if connection is None:
+            with _borrowed(descriptor, known.remote) as borrowed:
+                if borrowed is None:
                     del self._known[descriptor]
                     continue
-                received = _bytes_received(connection)
+                received = _bytes_received(borrowed.connection)
                 if descriptor in self._spoke:
                     known.bytes_at_last_message = received
                     known.is_suspect = False
                 elif known.is_suspect:
-                    cut.append(_shut_down(connection))
+                    cut.append(_shut_down(borrowed))
                     del self._known[descriptor]
                 else:
                     known.is_suspect = received - known.bytes_at_last_message > self._most_bytes
@@ -124,9 +134,9 @@ class Connections:
         """Cuts the connection of this descriptor: what waits to be sent to it is dropped."""
         known = self._known.pop(descriptor, None)
         if known is not None:
-            with _borrowed(descriptor, known.remote) as connection:
-                if connection is not None:
-                    _shut_down(connection)
+            with _borrowed(descriptor, known.remote) as borrowed:
+                if borrowed is not None:
+                    _shut_down(borrowed)
 
     def _read_events(self) -> None:
         while self.monitor.poll(0):
@@ -140,15 +150,15 @@ class Connections:
 
     def _watch(self, descriptor: int) -> None:
         if sys.platform == "linux":
-            with _borrowed(descriptor, None) as connection:
-                if connection is not None:
+            with _borrowed(descriptor) as borrowed:
+                if borrowed is not None:
                     # What it has brought so far counts, too.
-                    self._known[descriptor] = _Connection(connection.getpeername(), 0)
+                    self._known[descriptor] = _Connection(borrowed.remote, 0)
 
 
 @contextlib.contextmanager
-def _borrowed(descriptor: int, remote: object) -> Iterator[net.socket | None]:
-    """libzmq's own socket under a descriptor of ours; None if it is gone, or leads elsewhere than thought."""
+def _borrowed(descriptor: int, remote: Address | None = None) -> Iterator[_Borrowed | None]:
+    """The connection under a descriptor of ours; None if it is gone, or does not lead to ``remote``."""
     try:
         # Which family it is of makes no difference here, and would take three calls more to find out.
         connection = net.socket(net.AF_INET6, net.SOCK_STREAM, 0, os.dup(descriptor))
@@ -157,10 +167,10 @@ def _borrowed(descriptor: int, remote: object) -> Iterator[net.socket | None]:
         return
     with connection:
         try:
-            same = connection.getpeername() == remote or remote is None
+            found = connection.getpeername()
         except OSError:
-            same = False
-        yield connection if same else None
+            found = None
+        yield _Borrowed(connection, found) if found and remote in (None, found) else None
 
 
 def _bytes_received(connection: net.socket) -> int:
@@ -168,10 +178,11 @@ def _bytes_received(connection: net.socket) -> int:
     return int(struct.unpack_from("=Q", info, BYTES_RECEIVED_OFFSET)[0])
 
 
-def _shut_down(connection: net.socket) -> str:
-    host, port = connection.getpeername()[:2]
+def _shut_down(borrowed: _Borrowed) -> str:
+    connection, (host, port, *_) = borrowed
     # libzmq sees the end of the stream, closes its descriptor and frees what it holds. Without a linger the
     # peer is told so at once, and does not hang at a window that no longer opens.
     connection.setsockopt(net.SOL_SOCKET, net.SO_LINGER, struct.pack("ii", 1, 0))
-    connection.shutdown(net.SHUT_RDWR)
+    with contextlib.suppress(OSError):  # the peer has hung up meanwhile
+        connection.shutdown(net.SHUT_RDWR)
     return f"{host}:{port}"

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import socket as net
+import struct
+import threading
 import time
 from collections.abc import Iterator
 
@@ -64,6 +66,29 @@ def test_who_sends_whole_messages_stays(router: tuple[Socket, str, Connections])
             peer.sendall(frame(bytes(MOST_BYTES // 2), MORE) + frame(b""))
             connections.spoke(take(socket)[0])
             assert connections.look() == []
+
+
+def test_a_peer_may_hang_up_while_it_is_looked_at(router: tuple[Socket, str, Connections]) -> None:
+    _, address, connections = router
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    stop = threading.Event()
+
+    def knock() -> None:
+        while not stop.is_set():
+            with net.create_connection((host, int(port))) as peer:
+                peer.setsockopt(net.SOL_SOCKET, net.SO_LINGER, struct.pack("ii", 1, 0))
+
+    knockers = [threading.Thread(target=knock) for _ in range(2)]
+    for knocker in knockers:
+        knocker.start()
+    try:
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            assert connections.look() == []
+    finally:
+        stop.set()
+        for knocker in knockers:
+            knocker.join()
 
 
 def test_who_does_not_end_a_message_is_cut(router: tuple[Socket, str, Connections]) -> None:
