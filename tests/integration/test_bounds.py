@@ -22,7 +22,7 @@ from tests.integration.cluster import DEADLINE_SECONDS, Cluster, Raised, attempt
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
 from tests.integration.scraping import parse, scrape
 from tests.integration.test_hostile import make_table, make_vector, resident_bytes, train
-from tests.integration.zmtp import MORE, connected, frame
+from tests.integration.zmtp import MORE, connected, frame, knock
 from zenps import config
 from zenps.settings import shared_settings
 from zenps.wire.frames import encode
@@ -179,6 +179,15 @@ def most_growth(pid: int, before: int) -> int:
     while (growth := resident_bytes(pid) - before) > 16 * MIB and time.monotonic() < until:
         time.sleep(0.1)
     return growth
+
+
+@pytest.mark.parametrize("role", ["scheduler", "server"])
+def test_peers_that_connect_and_hang_up_are_no_matter(training: dict[str, Target], role: str) -> None:
+    target = training[role]
+    cut, until = target.cut(), time.monotonic() + 2
+    while time.monotonic() < until:
+        knock(target.address)
+    assert target.cut() == cut
 
 
 @pytest.mark.parametrize("role", ["scheduler", "server"])

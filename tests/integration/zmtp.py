@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import socket as net
+import struct
 from collections.abc import Iterator
 
-__all__ = ["MORE", "connected", "frame"]
+__all__ = ["MORE", "connected", "frame", "knock"]
 
 MORE = 1
 _LONG = 2
@@ -35,6 +36,13 @@ def connected(address: str, seconds: float = 20.0) -> Iterator[net.socket]:
             assert got, "the ROUTER hung up"
             read += got
         yield peer
+
+
+def knock(address: str, seconds: float = 20.0) -> None:
+    """Connects to ``tcp://host:port``, and hangs up at once by a reset."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    with net.create_connection((host, int(port)), timeout=seconds) as peer:
+        peer.setsockopt(net.SOL_SOCKET, net.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def _property(name: bytes, value: bytes) -> bytes:

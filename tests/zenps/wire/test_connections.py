@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import socket as net
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -9,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from tests.integration.zmtp import MORE, connected, frame
+from tests.integration.zmtp import MORE, connected, frame, knock
 from zenps.wire.connections import Connections
 from zenps.wire.sockets import MOST_FRAMES, Socket, bind_router, context, receive_routed
 
@@ -70,15 +69,13 @@ def test_who_sends_whole_messages_stays(router: tuple[Socket, str, Connections])
 
 def test_a_peer_may_hang_up_while_it_is_looked_at(router: tuple[Socket, str, Connections]) -> None:
     _, address, connections = router
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
     stop = threading.Event()
 
-    def knock() -> None:
+    def knock_on() -> None:
         while not stop.is_set():
-            with net.create_connection((host, int(port))) as peer:
-                peer.setsockopt(net.SOL_SOCKET, net.SO_LINGER, struct.pack("ii", 1, 0))
+            knock(address)
 
-    knockers = [threading.Thread(target=knock) for _ in range(2)]
+    knockers = [threading.Thread(target=knock_on) for _ in range(2)]
     for knocker in knockers:
         knocker.start()
     try:
