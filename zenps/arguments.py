@@ -99,7 +99,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--servers": ("N", "hosts with a server alone (default: 0, a server on each worker's host)", "0"),
         "--bandwidth": ("RATE", "of each host, in each direction (default: 10Gbit)", "10Gbit"),
         "--latency": ("TIME", "of one message (default: 50us)", "50us"),
-        "--write": ("FILE", "set sync.scheme in this file of settings", None),
+        "--write": ("FILE", "set sync.scheme, and sync.granule for single elements, in this file", None),
         "--plot": ("DIR", "draw curves into this folder; needs matplotlib", None),
     }
     for name, (metavar, summary, default) in options.items():

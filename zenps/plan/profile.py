@@ -26,7 +26,7 @@ GRANULES: Final = tuple(1 << bits for bits in range(9))
 """What ``sync.granule`` can be."""
 
 MOST_IMBALANCE: Final = 1.05
-"""For which a granule is large enough: the bytes that it saves are fewer than this costs."""
+"""Expected of the fullest server, over its even share, with a granule that is not too large."""
 
 
 class Growth:
