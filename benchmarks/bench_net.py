@@ -196,8 +196,12 @@ def run_block(tasks: Sequence[Task], sets: Sequence[str]) -> Iterator[tuple[Task
         stdout=subprocess.PIPE,
     ) as process:
         assert process.stdout is not None
-        for task, line in zip(tasks, process.stdout, strict=False):
-            yield task, msgspec.json.decode(line, type=list[Measurement])
+        try:
+            for task, line in zip(tasks, process.stdout, strict=False):
+                yield task, msgspec.json.decode(line, type=list[Measurement])
+        except BaseException:  # Ctrl-C, too: it ends at once, and its hosts with all that runs on them
+            process.kill()
+            raise
     if process.returncode:
         sys.exit(process.returncode)
 

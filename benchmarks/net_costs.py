@@ -25,6 +25,8 @@ def expect(scheme: str, character: Character, workers: int, mbit: float) -> Cost
         imbalance=expected_imbalance(workers, character.union_rows[workers]),
         blocks=character.blocks,
         union_blocks=character.union_blocks[workers],
+        block_skew=character.block_skew[workers],
+        union_block_skew=character.union_block_skew[workers],
     )
     links = Links(workers=workers, bytes_per_second=mbit * 1e6 / 8)
     names = {GLOO: ("allreduce",), NARROW: ("zenps",), "auto": AUTO}.get(scheme, (scheme,))

@@ -186,6 +186,7 @@ class Character(msgspec.Struct, frozen=True, kw_only=True):
         union_skew: the same of what n workers together touch, in n ranges.
         blocks: the share of blocks of :data:`BLOCK` elements in which a worker touches any.
         union_blocks: the same of n workers together, by n.
+        block_skew, union_block_skew: as ``skew`` and ``union_skew``, of these blocks.
     """
 
     rows: int
@@ -197,6 +198,8 @@ class Character(msgspec.Struct, frozen=True, kw_only=True):
     union_skew: dict[int, float]
     blocks: float
     union_blocks: dict[int, float]
+    block_skew: dict[int, float]
+    union_block_skew: dict[int, float]
 
     @property
     def density(self) -> float:
@@ -215,6 +218,10 @@ def characterise(workload: Workload, sizes: Sequence[int] = SIZES) -> Character:
     count = sum(map(len, touched)) / len(touched)
     shared = torch.isin(first, second, assume_unique=True).sum().item()
     unions = {size: torch.cat(touched[:size]).unique() for size in sizes}
+    width = max(1, BLOCK // workload.columns)
+    total = -(-workload.rows // width)
+    blocks = (first // width).unique()
+    union_blocks = {size: (union // width).unique() for size, union in unions.items()}
     return Character(
         rows=workload.rows,
         columns=workload.columns,
@@ -225,14 +232,11 @@ def characterise(workload: Workload, sizes: Sequence[int] = SIZES) -> Character:
             parts: sum(_skew(ids, workload.rows, parts) for ids in touched) / len(touched) for parts in PARTS
         },
         union_skew={size: _skew(union, workload.rows, size) for size, union in unions.items()},
-        blocks=_blocks(first, workload),
-        union_blocks={size: _blocks(union, workload) for size, union in unions.items()},
+        blocks=len(blocks) / total,
+        union_blocks={size: len(union) / total for size, union in union_blocks.items()},
+        block_skew={size: _skew(blocks, total, size) for size in sizes},
+        union_block_skew={size: _skew(union, total, size) for size, union in union_blocks.items()},
     )
-
-
-def _blocks(ids: Tensor, workload: Workload) -> float:
-    width = max(1, BLOCK // workload.columns)
-    return len((ids // width).unique()) / -(-workload.rows // width)
 
 
 def _skew(ids: Tensor, rows: int, parts: int) -> float:

@@ -15,6 +15,10 @@ from zenps.wire.sockets import COPY_BELOW_BYTES, SEND_AT_MOST_MESSAGES, Socket
 
 __all__ = ["Outbox", "StalledError"]
 
+# Plain integers: an enum's operator takes a microsecond, for each frame.
+LAST = int(zmq.DONTWAIT)
+MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
+
 
 class StalledError(Exception):
     """A peer has not taken what it was sent."""
@@ -63,7 +67,7 @@ class Outbox:
         last = len(parts) - 1
         try:
             for number, part in enumerate(parts):
-                flags = zmq.DONTWAIT | (zmq.SNDMORE if number < last else 0)
+                flags = MORE if number < last else LAST
                 if len(part) < COPY_BELOW_BYTES:
                     self._socket.send(part, flags)
                     continue

@@ -19,7 +19,7 @@ DOORS = ("__init__", "cli")
 # From the ground up; a part imports from its own floor and those below.
 FLOORS = (
     {"buffers", "clock", "costs", "errors", "metrics", "keyspace", "lateness", "ring", "codecs", "kernels"}
-    | {"collectors", "guard", "output", "processes", "schemes", "timeline", "trace", "traffic"}
+    | {"collectors", "guard", "output", "processes", "schemes", "sparcml", "timeline", "trace", "traffic"}
     | {"transitions"},
     {"settings", "values", "config", "keys", "log", "strategies"},
     {"wire", "layout", "placement"},

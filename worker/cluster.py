@@ -355,9 +355,9 @@ class Cluster(Communicator):
             # Dense elements would drown the rows: there are many more, and no strategy misplaces them.
             if transfer.kind == "sparse":
                 self._record_rows(transfer, progress.pulled_rows)
-            if transfer.hashed_rows.any():
-                for outcome, rows in zip(HASH_OUTCOMES, transfer.hashed_rows.tolist(), strict=True):
-                    self._metrics.hashed_rows.labels(outcome=outcome).inc(rows)
+                if transfer.hashed_rows.any():
+                    for outcome, rows in zip(HASH_OUTCOMES, transfer.hashed_rows.tolist(), strict=True):
+                        self._metrics.hashed_rows.labels(outcome=outcome).inc(rows)
 
     def _count(
         self, moved: tuple[int, int, int], began: float, compacted_seconds: float, waited_seconds: float

@@ -64,8 +64,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'zenps' has no attribute {name!r}; it has: {', '.join(__all__)}")
-    return getattr(import_module("zenps.worker"), name)
+    # Kept, for to come here each time costs microseconds.
+    value = globals()[name] = getattr(import_module("zenps.worker"), name)
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__})

@@ -18,7 +18,8 @@ from typing import Final
 
 from zenps.errors import UsageError
 from zenps.ring import SLOTS
-from zenps.traffic import BLOCK_ELEMENTS, Cost, Links, Tensor, expected_imbalance, index_bytes
+from zenps.sparcml import choose, is_worth_dense
+from zenps.traffic import BLOCK_ELEMENTS, Cost, Links, Tensor, expected_imbalance, index_bytes, skew_at
 
 __all__ = [
     "BLOCK_ELEMENTS",
@@ -115,7 +116,8 @@ def _sparse_ps(tensor: Tensor, links: Links) -> Cost:
     With s = 1 and one column of float32 this is Zen's eq. 1, 2·f·(d + D)·M.
     """
     push, pull = tensor.coo_bytes(tensor.density), tensor.coo_bytes(tensor.union)
-    push_skew, pull_skew = tensor.skew_at(tensor.density), tensor.union_skew_at(tensor.union)
+    push_skew = skew_at(tensor.density, tensor.skew)
+    pull_skew = skew_at(tensor.union, tensor.union_skew, tensor.skew)
     return _served(links, push, pull, push_skew, pull_skew, streams=False)
 
 
@@ -132,7 +134,9 @@ def _omnireduce(tensor: Tensor, links: Links) -> Cost:
     own = tensor.random_blocks(tensor.density) if tensor.blocks is None else tensor.blocks
     union = tensor.random_blocks(tensor.union) if tensor.union_blocks is None else tensor.union_blocks
     push, pull = own * tensor.dense_bytes, union * tensor.dense_bytes
-    return _served(links, push, pull, tensor.skew_at(own), tensor.union_skew_at(union), streams=True)
+    push_skew = skew_at(own, tensor.block_skew, tensor.skew)
+    pull_skew = skew_at(union, tensor.union_block_skew, tensor.union_skew, tensor.skew)
+    return _served(links, push, pull, push_skew, pull_skew, streams=True)
 
 
 def _served(
@@ -185,9 +189,15 @@ def _hierarchical_centralization(tensor: Tensor, links: Links) -> Cost:
 
 
 def _sparcml(tensor: Tensor, links: Links) -> Cost:
-    """The fastest of SparCML's three (SC '19, §5.3)."""
-    three = (_recursive_doubling, _split_sparse, _split_dense)
-    return min((algorithm(tensor, links) for algorithm in three), key=lambda cost: cost.seconds)
+    """What takes least if workers touch rows uniformly and independently: more nobody knows beforehand."""
+    rows = [tensor.density * tensor.rows] * links.workers
+    match choose(tensor.rows, tensor.row_bytes, rows):
+        case "recursive doubling":
+            return _recursive_doubling(tensor, links)
+        case "split":
+            return _split_sparse(tensor, links)
+        case "dense split":
+            return _split_dense(tensor, links)
 
 
 def _recursive_doubling(tensor: Tensor, links: Links) -> Cost:
@@ -198,7 +208,7 @@ def _recursive_doubling(tensor: Tensor, links: Links) -> Cost:
     levels = (tensor.density, *tensor.unions)
     sizes = [tensor.coo_bytes(tensor.density)]
     for below, density in pairwise(levels):
-        is_dense = 2 * tensor.coo_bytes(below) >= tensor.dense_bytes
+        is_dense = is_worth_dense(2 * tensor.rows * below, tensor.rows, tensor.row_bytes)
         sizes.append(tensor.dense_bytes if is_dense else tensor.coo_bytes(density))
     return _doubling(sizes, links, "recursive doubling")
 
@@ -210,18 +220,23 @@ def _split_sparse(tensor: Tensor, links: Links) -> Cost:
     """
     workers, stages = links.workers, (links.workers - 1).bit_length()
     others = (workers - 1) / workers
-    union = tensor.coo_bytes(tensor.union)
-    push = others * tensor.coo_bytes(tensor.density) * tensor.skew_at(tensor.density)
-    pull = max(others * union, stages * union * tensor.union_skew_at(tensor.union) / workers)
+    own, union = tensor.coo_bytes(tensor.density), tensor.coo_bytes(tensor.union)
+    push = others * own * skew_at(tensor.density, tensor.skew)
+    pull_skew = skew_at(tensor.union, tensor.union_skew, tensor.skew)
+    pull = max(others * union, stages * union * pull_skew / workers)
+    # That owner's link carries the others' rows in one direction, and its range in the other.
+    busiest = max(push + others * union, others * own + pull)
     rounds = workers - 1 + stages
-    return _cost(links, push=push, pull=pull, serial=push + pull, rounds=rounds, variant="split")
+    return _cost(
+        links, push=push, pull=pull, busiest=busiest, serial=push + pull, rounds=rounds, variant="split"
+    )
 
 
 def _split_dense(tensor: Tensor, links: Links) -> Cost:
     """DSAR_Split_allgather: the same, but sums are dense: f·s·COO of d, and f·M."""
     workers = links.workers
     others = (workers - 1) / workers
-    push = others * tensor.coo_bytes(tensor.density) * tensor.skew_at(tensor.density)
+    push = others * tensor.coo_bytes(tensor.density) * skew_at(tensor.density, tensor.skew)
     pull = others * tensor.dense_bytes
     rounds = workers - 1 + (workers - 1).bit_length()
     return _cost(links, push=push, pull=pull, serial=push + pull, rounds=rounds, variant="split, dense")

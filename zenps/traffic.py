@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from zenps.codecs.registry import CODECS, choose
 
-__all__ = ["BLOCK_ELEMENTS", "Cost", "Links", "Tensor", "expected_imbalance", "index_bytes"]
+__all__ = ["BLOCK_ELEMENTS", "Cost", "Links", "Tensor", "expected_imbalance", "index_bytes", "skew_at"]
 
 BLOCK_ELEMENTS: Final = 256
 """OmniReduce's blocks (SIGCOMM '21, §4)."""
@@ -34,6 +34,8 @@ class Tensor(Struct, frozen=True, kw_only=True):
         imbalance: the same of a permuted partition, for both.
         blocks, union_blocks: the share of blocks of 256 elements that are not all zero, for one worker and in
             the union; None: as if rows were spread at random.
+        block_skew, union_block_skew: the skew of these; None: as of rows. Where rows lie close together, more
+            of them share a block.
         is_sparse: otherwise it is reckoned whole under every scheme; what omnireduce saves by leaving out its
             blocks of zeros is not.
     """
@@ -48,6 +50,8 @@ class Tensor(Struct, frozen=True, kw_only=True):
     imbalance: float = 1.0
     blocks: float | None = None
     union_blocks: float | None = None
+    block_skew: float | None = None
+    union_block_skew: float | None = None
     is_sparse: bool = True
 
     @property
@@ -90,15 +94,6 @@ class Tensor(Struct, frozen=True, kw_only=True):
         size = min(BLOCK_ELEMENTS, self.rows * self.columns)
         whole, part = divmod(size - math.gcd(size, self.columns), self.columns)
         return 1 - math.pow(1 - density, whole + 1) * (1 - density * part / self.columns)
-
-    def skew_at(self, density: float) -> float:
-        """``skew``, but no range is fuller than full."""
-        return min(self.skew, 1 / density) if density else 1.0
-
-    def union_skew_at(self, density: float) -> float:
-        """The same of ``union_skew``."""
-        skew = self.skew if self.union_skew is None else self.union_skew
-        return min(skew, 1 / density) if density else 1.0
 
 
 class Links(Struct, frozen=True, kw_only=True):
@@ -143,6 +138,12 @@ class Cost(Struct, frozen=True, kw_only=True):
     rounds: int
     seconds: float
     variant: str = ""
+
+
+def skew_at(density: float, *skews: float | None) -> float:
+    """The first of ``skews`` that is known, but no range is fuller than full."""
+    known = next(skew for skew in skews if skew is not None)
+    return min(known, 1 / density) if density else 1.0
 
 
 def expected_imbalance(parts: int, rows: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -11,12 +12,16 @@ from typing import Any
 
 import pytest
 
+from benchmarks.hosts import NAMESPACES
+from tests.zenps.conftest import eventually
+
 ROOT = Path(__file__).parents[2]
 BENCHMARK = ROOT / "benchmarks" / "bench_net.py"
 RESULTS = ROOT / "benchmarks" / "results" / "net.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
 SECONDS = 150
+AT_ONCE_SECONDS = 10.0
 TINY = ("--hosts", "2", "--mbit", "50", "--workloads", "lstm", "--scale", "0.05", "--steps", "3")
 
 
@@ -73,6 +78,18 @@ def test_tiny_run_is_measured_written_and_gone_on_with(tmp_path: Path) -> None:
     payload = (zenps["pushed_bytes"] + zenps["pulled_bytes"]) / 2
     assert payload < statistics.mean(zenps["out_bytes"]) < 1.5 * payload
     assert max(zenps["out_bytes"]) < max(ranges["out_bytes"]) < max(gloo["out_bytes"])
+
+
+@pytest.mark.usefixtures("several_hosts")
+def test_nothing_is_left_of_one_that_is_interrupted(tmp_path: Path) -> None:
+    before = set(NAMESPACES.glob("*"))
+    slow = ("--hosts", "2", "--mbit", "1", "--workloads", "lstm")  # a step takes minutes
+    command = [sys.executable, str(BENCHMARK), *slow, "--json", str(tmp_path / "net.json")]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
+        eventually(lambda: len({*NAMESPACES.glob("*")} - before) > 2)
+        running.send_signal(signal.SIGINT)  # to it alone, not to what it has started
+        assert running.wait(timeout=AT_ONCE_SECONDS)
+    eventually(lambda: before >= {*NAMESPACES.glob("*")}, AT_ONCE_SECONDS)
 
 
 @pytest.mark.usefixtures("several_hosts")

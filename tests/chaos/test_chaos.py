@@ -16,6 +16,7 @@ from tests.chaos.schedule import KILLS, Counts, Done, draw
 from tests.chaos.workers import lose_with_gloo
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_weights_keep_their_bits_while_servers_and_the_scheduler_are_killed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

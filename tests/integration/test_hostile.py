@@ -51,6 +51,8 @@ from zenps.wire.messages import (
     WhoAreYou,
 )
 
+pytestmark = pytest.mark.long
+
 MESSAGES = 10_000
 BATCH = 50
 MOST_GROWTH_BYTES = 64 << 20

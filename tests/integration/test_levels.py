@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -15,17 +16,21 @@ import torch
 from torch import Tensor
 
 import zenps as zps
-from tests.integration.cluster import LEASE_SECONDS, Cluster, Raised, attempt, await_file
+from tests.integration.cluster import LEASE_SECONDS, Cluster, Process, Raised, attempt, await_file
 from tests.integration.embedding_model import assert_same
 from tests.integration.reference import assert_same_bits
 from tests.integration.test_losses import SLACK_SECONDS
 from tests.integration.test_push_pull import CASES, ROUNDS, expected, push_all
 from tests.integration.test_training import train, train_in_one_process
+from zenps.timeline import merge
 from zenps.worker.levels.link import Listener
 
 WORKERS = 3
 AT_ONCE_SECONDS = 3.0
 ROWS, COLUMNS = 50_000, 8
+
+# Under a name, for an address of loopback would tell that all hosts are one.
+REACHED = {"cluster.host": socket.gethostname()}
 
 
 def table(first: int, count: int = 10_000) -> Tensor:
@@ -42,6 +47,14 @@ def on_host(name: str, function: Any, *args: Any) -> Any:
         return function(*args)
     finally:
         zps.shutdown()
+
+
+def start_on_two_hosts(cluster: Cluster, workers: int, function: Any, *args: Any) -> list[Process]:
+    """Ranks 0 and 1 on the first."""
+    return [
+        cluster.start(on_host, f"host{rank // 2}", function, *args, rank=rank, init=False)
+        for rank in range(workers)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +90,8 @@ def push_and_count() -> tuple[list[Tensor], int, int]:
 
 
 def test_hosts_are_added_in_order_and_only_leaders_push() -> None:
-    # Under a name, for an address of loopback would tell that all hosts are one.
-    reached = {"cluster.host": socket.gethostname()}
-    with Cluster(4, 2, {"sync.levels": 2}, server_settings=reached) as cluster:
-        workers = [
-            cluster.start(on_host, f"host{rank // 2}", push_and_count, rank=rank, init=False)
-            for rank in range(4)
-        ]
-        outcomes = [worker.result() for worker in workers]
+    with Cluster(4, 2, {"sync.levels": 2}, server_settings=REACHED) as cluster:
+        outcomes = [worker.result() for worker in start_on_two_hosts(cluster, 4, push_and_count)]
     dense = torch.tensor((1 + 2.0**-24) + (2.0**-24 - 1), dtype=torch.float32).expand(40_000)
     for (sparse, summed, mean), *_ in outcomes:
         assert_same_bits(
@@ -106,6 +113,30 @@ def test_hosts_are_added_in_order_and_only_leaders_push() -> None:
     assert pushed[2] >= values_bytes
     assert pulled[0] == pulled[2] >= 2 * 20_000 * COLUMNS * 4
     assert pushed[1] == pushed[3] == pulled[1] == pulled[3] == 0
+
+
+def test_on_one_host_no_gradient_goes_to_servers() -> None:
+    with Cluster(2, 1, {"sync.levels": 2}) as cluster:
+        outcomes = cluster.run(push_and_count)
+    for (sparse, summed, mean), pushed, pulled in outcomes:
+        assert torch.equal(sparse._indices()[0], torch.arange(20_000))
+        assert torch.equal(summed, torch.full((40_000,), 1 + 2.0**-24))
+        assert_same_bits(mean, summed / 2)
+        assert pushed == pulled == 0
+
+
+def test_the_leaders_sum_is_on_the_timeline(tmp_path: Path) -> None:
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    with Cluster(2, 1, {"sync.levels": 2, "sync.trace": parts / "trace.json"}) as cluster:
+        cluster.run(push_and_count)
+        merge(sorted(parts.iterdir()), tmp_path / "whole.json")
+    events = json.loads((tmp_path / "whole.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    sums = [event for event in events if event.get("cat") == "aggregate"]
+    of_workers = {(names[event["pid"]], event["args"]["tensor"]) for event in sums}
+    expected = {("worker 0", tensor) for tensor in ("table", "dense", "mean")}
+    assert {each for each in of_workers if each[0].startswith("worker")} == expected
 
 
 def push_forever() -> tuple[Raised, float]:
@@ -157,8 +188,9 @@ def push_until(path: Path) -> list[Tensor]:
 
 @pytest.mark.long
 def test_a_server_that_is_lost(tmp_path: Path) -> None:
-    with Cluster(WORKERS, 2, {"sync.levels": 2}, lease_seconds=LEASE_SECONDS) as cluster:
-        workers = [cluster.start(push_until, tmp_path / "half", rank=rank) for rank in range(WORKERS)]
+    settings = {"sync.levels": 2}
+    with Cluster(WORKERS, 2, settings, lease_seconds=LEASE_SECONDS, server_settings=REACHED) as cluster:
+        workers = start_on_two_hosts(cluster, WORKERS, push_until, tmp_path / "half")
         await_file(tmp_path / "half")
         cluster.servers[1].kill()
         for worker in workers:

@@ -15,7 +15,7 @@ from zenps.buffers import BufferPool
 from zenps.kernels.base import ACCUMULATE, Rows
 from zenps.kernels.cpu import CpuKernels
 from zenps.worker.peers.group import Group
-from zenps.worker.peers.sums import Table, choose, gathered, merged, sparcml, split
+from zenps.worker.peers.sums import Table, gathered, merged, sparcml, split
 
 KERNELS = CpuKernels(BufferPool(keep_bytes=0))
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64)
@@ -117,30 +117,6 @@ def test_sparcml_is_one_of_its_three(drawn: tuple[Table, list[list[int]]]) -> No
 # ── which of the three, and what it costs ───────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(
-    ("share", "ranks", "chosen"),
-    [
-        (0.00002, 8, "recursive doubling"),  # latency counts
-        (0.02, 8, "recursive doubling"),  # nearly disjoint: nothing is sent twice
-        (0.2, 8, "split"),  # 0.83 of all rows together
-        (0.2, 2, "recursive doubling"),  # one direct exchange
-        (0.5, 8, "dense split"),
-        (0.9, 1, "recursive doubling"),  # nothing to exchange
-    ],
-)
-def test_choice(share: float, ranks: int, chosen: str) -> None:
-    table = Table(4_000_000, 16, torch.float32)
-    assert choose(table, [int(share * table.rows)] * ranks) == chosen
-
-
-def test_switch_to_dense_is_where_indices_make_up_for_the_rest() -> None:
-    """The paper's δ: half of all rows where index and value take as much, and more with wider rows."""
-    for columns, least in [(1, 500), (3, 750), (15, 938)]:
-        table = Table(1000, columns, torch.float32)
-        assert not table.is_worth_dense(least - 1)
-        assert table.is_worth_dense(least)
-
-
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_bytes_are_those_of_the_formulas(ranks: int) -> None:
     """Disjoint rows, in which each scheme sends most (zen §2.3; SparCML §5): (n - 1) of one's own rows."""
@@ -155,11 +131,26 @@ def test_bytes_are_those_of_the_formulas(ranks: int) -> None:
             algorithm(group, parts[group.rank], table, 1)
             return group.sent_bytes
 
-        messages = {"gathered": ranks - 1, "merged": ranks.bit_length() - 1, "split": 2 * (ranks - 1)}[name]
+        stages = ranks.bit_length() - 1
+        messages = {"gathered": ranks - 1, "merged": stages, "split": ranks - 1 + stages}[name]
         rows = (ranks - 1) * each
-        if name == "split":  # each sends its rows but one part, and one part of the sum to all others
+        if name == "split":  # each sends its rows but one part, then 1, 2, 4, … parts of the sum
             rows = (ranks - 1) * each // ranks + (ranks - 1) * table.rows // ranks
         assert on_all_ranks(ranks, sent_bytes) == [rows * item_bytes + 8 * messages] * ranks
+
+
+def test_the_fullest_range_of_a_split_is_not_sent_to_everybody() -> None:
+    table = Table(800, 3, torch.float32)
+    parts = make(table, [list(range(100))] * 8)  # all of them rank 0's
+
+    def sent_bytes(group: Group) -> int:
+        split(group, parts[group.rank], table, 1, KERNELS, densifies=False)
+        return group.sent_bytes
+
+    once = 100 * (4 + table.row_bytes)
+    sent = [count - 8 * (7 + 3) for count in on_all_ranks(8, sent_bytes)]
+    # The owner sends it in each of three stages. Others give their part, and pass on what has come.
+    assert sent == [parts * once for parts in (3, 3, 2, 2, 1, 1, 1, 1)]
 
 
 def test_dense_streams_take_a_bit_more_for_each_row() -> None:

@@ -141,7 +141,7 @@ class HostCluster(Cluster):
             (link,) = self._links
             return Follower(link, lambda: self._await_loss(self._is_over), *common)
         self._stands_for = tuple(ranks[1:])
-        return Leader(self._links, self._push_for_host, *common)
+        return Leader(self._links, self._push_for_host if len(ranks) < self.size else None, *common)
 
     def _is_over(self) -> bool:
         return self._rounds is None or self._rounds.is_over

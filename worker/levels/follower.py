@@ -13,7 +13,7 @@ from zenps.errors import DeadlineError, MismatchError, PeerLostError, TensorErro
 from ..meeting import Entry
 from .arena import Window
 from .link import Failed, Give, Link, LinkError, Take, Taken
-from .round import HostRound, Part
+from .round import HostRound
 from .rounds import HostRounds
 
 __all__ = ["Follower"]
@@ -43,7 +43,7 @@ class Follower(HostRounds):
         part, form = round_.part, round_.form
         rows, size = len(part.rows), form.size_bytes(len(part.rows))
         offset, round_.lease = self._arena.lease(max(size, 1))
-        form.write(part, round_.lease[:size])
+        form.place(round_.lease[:size], rows).copy_(part)
         round_.part = part._replace(values=part.values[:0])  # there is a copy of it now
         with contextlib.suppress(LinkError):  # that the leader is gone, the meeting will say
             self._link.send(Give(round_.name, round_.number, rows, offset, size))
@@ -67,8 +67,7 @@ class Follower(HostRounds):
         if round_ is None:
             return
         shared = round_.form.read(self._window.look(take.offset, take.size_bytes), take.rows)
-        values = self._pool.empty(tuple(shared.values.shape), shared.values.dtype).copy_(shared.values)
-        result = round_.form.tensor(Part(shared.rows.clone(), values), is_coalesced=True)
+        result = round_.form.tensor(shared.copy(self._pool), is_coalesced=True)
         with contextlib.suppress(LinkError):
             self._link.send(Taken(take.number))
         self._finish(take.number, result)

@@ -19,6 +19,7 @@ from .arena import Window
 from .link import Failed, Give, Link, LinkError, Take, Taken
 from .round import HostRound, Part, added
 from .rounds import HostRounds
+from .sums import Adder
 
 __all__ = ["Leader"]
 
@@ -37,12 +38,14 @@ class Leader(HostRounds):
 
     Args:
         links: to the other ranks, in rank order.
-        push: begins a round over servers, for all ranks of this host.
+        push: begins a round over servers, for all ranks of this host; None: there is no other host, and this
+            one's sum is the whole.
     """
 
-    def __init__(self, links: Sequence[Link], push: Push, *common: Any) -> None:
+    def __init__(self, links: Sequence[Link], push: Push | None, *common: Any) -> None:
         super().__init__(*common)
         self._links, self._push = links, push
+        self._adder = Adder(self._kernels, 1 + len(links))
         self._windows = {link.rank: Window(link.fd) for link in links}
         self._given: dict[tuple[int, str], Give] = {}
         """The latest by rank and tensor."""
@@ -79,6 +82,11 @@ class Leader(HostRounds):
                 raise LinkError(f"rank {link.rank} sent what only a leader does")
         return True
 
+    def close(self) -> None:
+        """As :meth:`MetRounds.close`."""
+        super().close()
+        self._adder.close()
+
     def _shut_down(self) -> None:
         for link in self._links:
             link.shut_down()
@@ -87,7 +95,13 @@ class Leader(HostRounds):
         round_.numbers = {link.rank: said[link.rank].number for link in self._links}
         try:
             parts = [round_.part, *(self._part_of(link, round_, said[link.rank]) for link in self._links)]
-            round_.pushed = self._push(round_, added(parts, round_.form, self._pool))
+            if self._push is None:
+                with self._spans("aggregate", round_.name):
+                    pieces = self._adder.add(parts, round_.form, self._size if round_.average else 1)
+                own = self._hand_out(round_, pieces).copy(self._pool)
+                self._end(round_, round_.form.tensor(own, is_coalesced=True))
+            else:
+                round_.pushed = self._push(round_, added(parts, round_.form, self._pool))
         except ZenPSError as error:
             self._refuse(round_, error)
 
@@ -111,25 +125,28 @@ class Leader(HostRounds):
         handle, back = round_.pushed
         try:
             result = handle.wait() if back is None else back(handle.wait())
-            part = Part(*as_table(result)) if result.is_sparse else Part(round_.part.rows, result)
+            part = Part(*as_table(result)) if result.is_sparse else Part(round_.part.rows, result.view(-1))
             part = Part(part.rows, part.values.to(round_.form.dtype))
-            self._hand_out(round_, part)
+            if self._links:
+                self._hand_out(round_, [part])
         except ZenPSError as error:
             self._refuse(round_, error)
         else:
             self._end(round_, round_.form.tensor(part, is_coalesced=True))
 
-    def _hand_out(self, round_: HostRound, part: Part) -> None:
-        if not self._links:
-            return
-        rows, size = len(part.rows), round_.form.size_bytes(len(part.rows))
+    def _hand_out(self, round_: HostRound, pieces: Sequence[Part]) -> Part:
+        """Shares the sum with the other ranks; returns what they see."""
+        rows = sum(len(piece.rows) for piece in pieces)
+        size = round_.form.size_bytes(rows)
         # What is empty has a place, too: then there is one case less.
         offset, memory = self._arena.lease(max(size, 1))
-        round_.form.write(part, memory[:size])
+        shared = round_.form.place(memory[:size], rows)
+        self._adder.copy(pieces, shared)
         for link in self._links:
             number = round_.numbers[link.rank]
             self._leases[link.rank, number] = memory
             self._tell(link, Take(number, rows, offset, size))
+        return shared
 
     def _refuse(self, round_: HostRound, error: ZenPSError) -> None:
         """Ends a round on all ranks of this host. That this one has left, others find out themselves."""

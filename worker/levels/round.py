@@ -30,11 +30,27 @@ class Part(NamedTuple):
 
     Attributes:
         rows: of a sparse one, the numbers of its rows, int64 ``[n]``; of a strided one none.
-        values: ``[n, columns]``; of a strided one all elements, ``[numel]``.
+        values: ``[n, columns]``; of a strided one all elements, ``[numel]``, or in its own shape until they
+            are copied.
     """
 
     rows: Tensor
     values: Tensor
+
+    def copy(self, pool: BufferPool) -> Part:
+        """Of its own memory."""
+        values = pool.empty(tuple(self.values.shape), self.values.dtype)
+        return Part(torch.empty_like(self.rows), values).copy_(self)
+
+    def copy_(self, other: Part) -> Part:
+        """Becomes ``other``, in its own dtype; returns itself."""
+        self.rows.copy_(other.rows)
+        self.values.view(other.values.shape).copy_(other.values)
+        return self
+
+    def cut(self, begin: int, end: int) -> Part:
+        """Some of its rows, or of a strided one's elements: on the same memory."""
+        return Part(self.rows[begin:end], self.values[begin:end])
 
 
 class Form(NamedTuple):
@@ -59,11 +75,12 @@ class Form(NamedTuple):
         """What a part takes in memory."""
         return rows * POSITION_BYTES + math.prod(self.values_shape(rows)) * self.dtype.itemsize
 
-    def write(self, part: Part, memory: Tensor) -> None:
-        """Into uint8 ``[size_bytes]``; values become this dtype."""
-        begin = part.rows.nbytes
-        memory[:begin].view(torch.int64).copy_(part.rows)
-        memory[begin:].view(self.dtype).view(part.values.shape).copy_(part.values)
+    def place(self, memory: Tensor, rows: int) -> Part:
+        """A part of so many rows, uninitialised, on uint8 ``[size_bytes]``."""
+        begin = rows * POSITION_BYTES
+        return Part(
+            memory[:begin].view(torch.int64), memory[begin:].view(self.dtype).view(self.values_shape(rows))
+        )
 
     def read(self, memory: memoryview, rows: int) -> Part:
         """A part, on this memory.
@@ -99,7 +116,8 @@ def part_of(tensor: Tensor, kernels: Kernels, pool: BufferPool | None) -> Part:
     if not tensor.is_sparse:
         values = tensor.detach()
         if pool is not None:
-            values = pool.empty(tuple(tensor.shape), tensor.dtype).copy_(values)
+            values = pool.empty((tensor.numel(),), tensor.dtype)
+            values.view(tensor.shape).copy_(tensor.detach())
         return Part(torch.empty(0, dtype=torch.int64, device="cpu"), values)
     rows, values = as_table(tensor)
     check_rows(rows, max(table_shape(tensor)[0], 1))

@@ -1,4 +1,6 @@
-"""Rounds of the ranks of one host: all give their parts to the leader, who gets the sum from servers.
+"""Rounds of the ranks of one host: all give their parts to the leader, who has the sum.
+
+It gets it from servers, or where all ranks of the job are on one host has added it itself.
 
 For every tensor all ranks of the job first meet at a server (:mod:`..met_rounds`), as those that exchange
 among themselves do: there, deadlines, losses and disagreements end a round on all ranks alike. Once they have

@@ -1,15 +1,14 @@
 """How workers sum sparse rows among themselves: AGsparse, SparCML, hierarchical centralization. Pure.
 
-SparCML: Renggli et al., "SparCML: High-Performance Sparse Communication for Machine Learning", SC '19, §5;
-hierarchical centralization and AGsparse: Zen, OSDI '25, §2.3. Keys are rows, where these have elements.
+SparCML's algorithms: :mod:`zenps.sparcml`; hierarchical centralization and AGsparse: Zen, OSDI '25, §2.3.
+Keys are rows, where these have elements.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,16 +16,11 @@ from torch import Tensor
 
 from zenps.errors import ProtocolError
 from zenps.kernels.base import ACCUMULATE, Kernels, Rows
+from zenps.sparcml import choose, is_worth_dense
 
 from .group import Group
 
-__all__ = ["Algorithm", "Table", "choose", "gathered", "merged", "sparcml", "split"]
-
-Algorithm = Literal["recursive doubling", "split", "dense split"]
-"""SparCML's SSAR_Recursive_double, SSAR_Split_allgather and DSAR_Split_allgather."""
-
-# What a link of 10 Gbit/s carries in the 50 µs that a message takes at least: latency, in bytes.
-MESSAGE_BYTES = 64 * 1024
+__all__ = ["Table", "gathered", "merged", "sparcml", "split"]
 
 _DENSE = -1
 """In place of a count: every row, and a bit for each that says whether any rank has touched it."""
@@ -48,10 +42,6 @@ class Table(NamedTuple):
     def key_dtype(self) -> torch.dtype:
         """In which a row's number travels."""
         return torch.int32 if self.rows <= 1 << 31 else torch.int64
-
-    def is_worth_dense(self, rows: float) -> bool:
-        """Whether so many rows with their keys take no less than the whole table without."""
-        return rows * (self.key_dtype.itemsize + self.row_bytes) >= self.rows * self.row_bytes
 
 
 class _Dense(NamedTuple):
@@ -79,101 +69,104 @@ def gathered(group: Group, own: Rows, table: Table, divisor: int, kernels: Kerne
 
 
 def merged(group: Group, own: Rows, table: Table, divisor: int, kernels: Kernels, *, densifies: bool) -> Rows:
-    """Recursive doubling: in stage t a rank swaps all that it has with the one 2^t away, and merges.
+    """Recursive doubling: ranks are added in pairs, pairs of pairs and so on, as :func:`_doubled` has it.
 
-    So ranks are added in pairs, pairs of pairs and so on. Of another number than a power of two, the first
-    ranks fold two by two before, and every second one is sent the result. Partial sums travel in the dtype in
-    which they are summed.
+    Partial sums travel in the dtype in which they are summed.
 
     Args:
         densifies: whether a stream becomes dense where that is smaller, as in SparCML.
     """
     wide = table._replace(dtype=ACCUMULATE[table.dtype])
-    most = wide if densifies else None
-    whole = 1 << (group.size.bit_length() - 1)
-    folded = group.size - whole
-    is_folded = group.rank < 2 * folded
-    stream: Stream = own[0], own[1].to(wide.dtype)
-    if is_folded and group.rank % 2 == 0:
-        _give(group, group.rank + 1, stream, wide)
-        return _divided(_rows(_get(group, group.rank + 1, wide)), divisor, table.dtype)
-    if is_folded:
-        stream = _merge(_get(group, group.rank - 1, wide), stream, most, kernels)
-    place = group.rank // 2 if is_folded else group.rank - folded
-    for stage in range(whole.bit_length() - 1):
-        other = place ^ (1 << stage)
-        partner = 2 * other + 1 if other < folded else other + folded
-        theirs = _swapped(group, {partner: _packed(stream, wide)}, {partner: wide})[partner]
-        # The lower ranks first on both sides, so that both get the same bits.
-        lower, upper = (stream, theirs) if place < other else (theirs, stream)
-        stream = _merge(lower, upper, most, kernels)
-    if is_folded:
-        _give(group, group.rank - 1, stream, wide)
+
+    def merge(lower: Stream, upper: Stream, _: Table) -> Stream:
+        return _merge(lower, upper, wide if densifies else None, kernels)
+
+    stream = _doubled(group, (own[0], own[1].to(wide.dtype)), lambda begin, end: wide, merge)
     return _divided(_rows(stream), divisor, table.dtype)
 
 
 def split(group: Group, own: Rows, table: Table, divisor: int, kernels: Kernels, *, densifies: bool) -> Rows:
-    """Split and allgather: each rank sums one contiguous range of rows in rank order, and sends it to all.
+    """Split and allgather: each rank sums one contiguous range of rows in rank order, and all gather these.
+
+    They do so by recursive doubling: who owns the fullest range sends it log₂ n times, and not to everybody.
 
     Args:
-        densifies: whether what a rank sends to all is dense.
+        densifies: whether sums are gathered dense.
     """
     bounds = [table.rows * rank // group.size for rank in range(group.size + 1)]
-    ranges = [table._replace(rows=end - begin) for begin, end in pairwise(bounds)]
     cuts = np.searchsorted(own[0].numpy(), bounds).tolist()
+
+    def among(begin: int, end: int) -> Table:
+        return table._replace(rows=bounds[end] - bounds[begin])
+
     parts = [
         (own[0][begin:end] - first, own[1][begin:end])
         for first, (begin, end) in zip(bounds, pairwise(cuts), strict=False)
     ]
     others = [rank for rank in range(group.size) if rank != group.rank]
-    mine, here = parts[group.rank], ranges[group.rank]
-    pushed = {rank: _packed(parts[rank], ranges[rank]) for rank in others}
+    mine, here = parts[group.rank], among(group.rank, group.rank + 1)
+    pushed = {rank: _packed(parts[rank], among(rank, rank + 1)) for rank in others}
     pulled = _swapped(group, pushed, dict.fromkeys(others, here))
     mine = kernels.aggregate([_rows(pulled.get(rank, mine)) for rank in range(group.size)], divisor)
-    result = _packed(_densified(mine, here) if densifies else mine, here)
-    theirs = _swapped(group, dict.fromkeys(others, result), {rank: ranges[rank] for rank in others})
-    tables = [_rows(theirs.get(rank, mine)) for rank in range(group.size)]
-    keys = torch.cat([keys + first for first, (keys, _) in zip(bounds, tables, strict=False)])
-    return keys, torch.cat([values for _, values in tables])
+    return _rows(_doubled(group, _densified(mine, here) if densifies else mine, among, _joined))
 
 
 def sparcml(
     group: Group, own: Rows, table: Table, divisor: int, kernels: Kernels, *, counts: Sequence[int]
 ) -> Rows:
     """Whichever of SparCML's three algorithms :func:`choose` takes, by how many rows each rank has."""
-    algorithm = choose(table, counts)
+    algorithm = choose(table.rows, table.row_bytes, counts)
     if algorithm == "recursive doubling":
         return merged(group, own, table, divisor, kernels, densifies=True)
     return split(group, own, table, divisor, kernels, densifies=algorithm == "dense split")
 
 
-def choose(table: Table, rows: Sequence[int]) -> Algorithm:
-    """Which of SparCML's algorithms takes least time, as far as one can tell before.
+# ── recursive doubling ──────────────────────────────────────────────────────────────────────────
 
-    By §5 of the paper: the dense one where the sum is expected to take more sparse than dense; else the one
-    with the smaller sum of latency and bytes. Ranks are taken to touch rows independently and uniformly.
+Combine = Callable[[Stream, Stream, Table], Stream]
+"""Makes one stream of what neighbouring ranks have, the lower ones' first; the table is that of the first."""
+
+
+def _doubled(group: Group, stream: Stream, among: Callable[[int, int], Table], combine: Combine) -> Stream:
+    """In stage t a rank swaps all that it has with the one 2^t away, and combines both.
+
+    So streams are combined in pairs, pairs of pairs and so on. Of another number than a power of two, the
+    first ranks fold two by two before, and every first one of these is sent the result.
 
     Args:
-        rows: how many rows each rank has, the same on all of them.
+        among: the table of what ranks ``[begin, end)`` have together.
     """
-    ranks = len(rows)
-    union = _expected_union(table.rows, rows)
-    if ranks == 1:
-        return "recursive doubling"
-    if table.is_worth_dense(union):
-        return "dense split"
-    stages = math.ceil(math.log2(ranks))
-    item_bytes = table.key_dtype.itemsize + table.row_bytes
-    mean = sum(rows) / ranks
-    doubling_rows = sum(_expected_union(table.rows, [mean] * (1 << stage)) for stage in range(stages))
-    doubling_bytes = stages * MESSAGE_BYTES + doubling_rows * item_bytes
-    split_bytes = (ranks - 1 + stages) * MESSAGE_BYTES + (mean + union) * item_bytes * (ranks - 1) / ranks
-    return "recursive doubling" if doubling_bytes <= split_bytes else "split"
+    places = 1 << (group.size.bit_length() - 1)
+    folded = group.size - places
+    # Which ranks a place stands for: from its own bound to the next. The last of them speaks.
+    bounds = [2 * place if place < folded else place + folded for place in range(places + 1)]
+    own, everything = among(group.rank, group.rank + 1), among(0, group.size)
+    if group.rank < 2 * folded and group.rank % 2 == 0:
+        _swapped(group, {group.rank + 1: _packed(stream, own)}, {})
+        return _swapped(group, {}, {group.rank + 1: everything})[group.rank + 1]
+    if group.rank < 2 * folded:
+        before = among(group.rank - 1, group.rank)
+        stream = combine(_swapped(group, {}, {group.rank - 1: before})[group.rank - 1], stream, before)
+    place = group.rank // 2 if group.rank < 2 * folded else group.rank - folded
+    for stage in range(places.bit_length() - 1):
+        width = 1 << stage
+        here, there = (first & -width for first in (place, place ^ width))
+        ours, theirs = (among(bounds[first], bounds[first + width]) for first in (here, there))
+        partner = bounds[(place ^ width) + 1] - 1
+        received = _swapped(group, {partner: _packed(stream, ours)}, {partner: theirs})[partner]
+        # The lower ranks first on both sides, so that both get the same bits.
+        stream = combine(stream, received, ours) if here < there else combine(received, stream, theirs)
+    if group.rank < 2 * folded:
+        _swapped(group, {group.rank - 1: _packed(stream, everything)}, {})
+    return stream
 
 
-def _expected_union(total: int, rows: Sequence[float]) -> float:
-    """How many of ``total`` rows are touched by ranks that touch so many each, independently."""
-    return total * (1 - math.prod(1 - count / total for count in rows)) if total else 0.0
+def _joined(lower: Stream, upper: Stream, below: Table) -> Stream:
+    """What two ranges of rows have, the upper one right after ``below``; dense if both are."""
+    if isinstance(lower, _Dense) and isinstance(upper, _Dense):
+        return _Dense(torch.cat([lower.touched, upper.touched]), torch.cat([lower.values, upper.values]))
+    (keys, values), (more_keys, more_values) = _rows(lower), _rows(upper)
+    return torch.cat([keys, more_keys + below.rows]), torch.cat([values, more_values])
 
 
 # ── streams ─────────────────────────────────────────────────────────────────────────────────────
@@ -184,14 +177,6 @@ class _Packed(NamedTuple):
 
     rows: int
     frames: Sequence[Tensor]
-
-
-def _give(group: Group, rank: int, stream: Stream, table: Table) -> None:
-    _swapped(group, {rank: _packed(stream, table)}, {})
-
-
-def _get(group: Group, rank: int, table: Table) -> Stream:
-    return _swapped(group, {}, {rank: table})[rank]
 
 
 def _packed(stream: Stream, table: Table) -> _Packed:
@@ -249,7 +234,8 @@ def _merge(lower: Stream, upper: Stream, most: Table | None, kernels: Kernels) -
         lower, upper = upper, lower
     assert not isinstance(upper, _Dense)
     if not isinstance(lower, _Dense):
-        if most is None or not most.is_worth_dense(len(lower[0]) + len(upper[0])):
+        rows = len(lower[0]) + len(upper[0])
+        if most is None or not is_worth_dense(rows, most.rows, most.row_bytes):
             return kernels.aggregate([lower, upper], 1)
         lower = _densified(lower, most)
     keys, values = upper

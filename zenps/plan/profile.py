@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Final
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from zenps import costs
@@ -72,6 +73,41 @@ class Growth:
         return np.array([1 - math.comb(every - j, samples) / ways for j in range(every + 1)])
 
 
+class Occurrences:
+    """Which items, rows or blocks, are in some samples.
+
+    Args:
+        items: their numbers, of all that are in any.
+        counts: in how many samples each is.
+        samples: how many there are, at least :data:`FEWEST_SAMPLES`.
+        total: of how many items.
+        kept: the share of all items that was looked at.
+    """
+
+    def __init__(
+        self, items: Rows, counts: NDArray[np.int64], samples: int, total: int, kept: float = 1.0
+    ) -> None:
+        self._counts, self._slots = counts, items * SLOTS // total
+        self._looked_at = total * kept
+        self._growth = Growth(counts, samples, self._looked_at)
+
+    def density(self, workers: int) -> float:
+        """Of the union of so many."""
+        return min(self._growth.items(workers) / self._looked_at, 1.0)
+
+    def skew(self, parts: int, workers: int = 0) -> float:
+        """How many times its even share the fullest of ``parts`` contiguous ranges has.
+
+        Args:
+            parts: at most 4096.
+            workers: of whose union; 0: of what is pushed to it, by all together.
+        """
+        weights = self._growth.chances(workers)[self._counts] if workers else self._counts
+        by_slot = np.bincount(self._slots, weights, minlength=SLOTS)
+        counts = np.array([part.sum() for part in np.array_split(by_slot, parts)])  # servers own whole slots
+        return float(counts.max() / counts.mean()) if counts.any() else 1.0
+
+
 class Profile:
     """One sparse tensor; or a dense one, of which there is less to know.
 
@@ -105,9 +141,8 @@ class Profile:
         halvings = max(push.halvings for _, push in pushes)
         samples = {(rank, push.step): thinned(push.row_numbers(), halvings) for rank, push in pushes}
         self.samples = len(samples)
-        self._kept = 0.5**halvings
-        items, self._counts, self._growth = _accumulate(samples.values(), self.rows * self._kept)
-        self._slots = items * SLOTS // self.rows
+        items, counts = _counted(samples.values())
+        self._rows = Occurrences(items, counts, self.samples, self.rows, 0.5**halvings)
         self.overlap = _mean_overlap(samples, others=True)
         self.step_overlap = _mean_overlap(samples, others=False)
         self._equal_granules = {
@@ -116,23 +151,28 @@ class Profile:
             else float(np.mean([_equal_granules(rows // granule) for rows in samples.values()]))
             for granule in (GRANULES if self.columns == 1 else ())
         }
-        self._blocks: Growth | None = None
-        self._blocks_total = -(-self.rows * self.columns // BLOCK_ELEMENTS)
+        self._blocks: Occurrences | None = None
         if not halvings:
-            self._blocks = self._blocks_of(items, list(samples.values()))
+            self._blocks = self._blocks_of(items, counts, list(samples.values()))
 
-    def _blocks_of(self, items: Rows, samples: Sequence[Rows]) -> Growth:
+    def _blocks_of(self, items: Rows, counts: NDArray[np.int64], samples: Sequence[Rows]) -> Occurrences:
         """Those of the flattened tensor, in which a row may straddle two and more.
 
         Args:
             items: the rows that are in any of ``samples``.
+            counts: in how many.
         """
-        ends = [np.unique(np.concatenate(self._first_and_last(rows))) for rows in samples]
-        _, counts, _ = _accumulate(ends, self._blocks_total)
+        ends, at_ends = _counted(np.unique(np.concatenate(self._first_and_last(rows))) for rows in samples)
         # A block between a wide row's first and last has nothing of other rows: it is there when that row is.
         first, last = self._first_and_last(items)
-        between = np.repeat(self._counts, np.maximum(last - first - 1, 0))
-        return Growth(np.concatenate([counts, between]), len(samples), self._blocks_total)
+        widths = np.maximum(last - first - 1, 0)
+        between = np.repeat(last - np.cumsum(widths), widths) + np.arange(widths.sum())
+        return Occurrences(
+            np.concatenate([ends, between]),
+            np.concatenate([at_ends, np.repeat(counts, widths)]),
+            len(samples),
+            -(-self.rows * self.columns // BLOCK_ELEMENTS),
+        )
 
     def _first_and_last(self, rows: Rows) -> tuple[Rows, Rows]:
         """The blocks in which each of ``rows`` begins, and ends."""
@@ -145,19 +185,11 @@ class Profile:
 
     def union(self, workers: int) -> float:
         """The density of the union of ``workers``."""
-        return min(self._growth.items(workers) / (self.rows * self._kept), 1.0)
+        return self._rows.density(workers)
 
     def skew(self, parts: int, workers: int = 0) -> float:
-        """How many times its even share the fullest of ``parts`` contiguous ranges has.
-
-        Args:
-            parts: at most 4096.
-            workers: of whose union; 0: of what is pushed to it, by all together.
-        """
-        weights = self._growth.chances(workers)[self._counts] if workers else self._counts
-        by_slot = np.bincount(self._slots, weights, minlength=SLOTS)
-        counts = np.array([part.sum() for part in np.array_split(by_slot, parts)])  # servers own whole slots
-        return float(counts.max() / counts.mean()) if counts.any() else 1.0
+        """As :meth:`Occurrences.skew`, of rows."""
+        return self._rows.skew(parts, workers)
 
     def granule(self, parts: int) -> int | None:
         """The largest with which ``parts`` servers nearly have their even share of what a worker pushes.
@@ -179,10 +211,7 @@ class Profile:
         unions = tuple(
             self.union(min(1 << level, workers)) for level in range(1, (workers - 1).bit_length() + 1)
         )
-        own = union = None
-        if self._blocks is not None:
-            own, union = (min(self._blocks.items(count) / self._blocks_total, 1.0) for count in (1, workers))
-        return costs.Tensor(
+        tensor = costs.Tensor(
             rows=self.rows,
             columns=self.columns,
             item_bytes=self.item_bytes,
@@ -191,8 +220,15 @@ class Profile:
             skew=self.skew(parts),
             union_skew=self.skew(parts, workers),
             imbalance=expected_imbalance(parts, self.union(workers) * self.rows),
-            blocks=own,
-            union_blocks=union,
+        )
+        if self._blocks is None:
+            return tensor
+        return structs.replace(
+            tensor,
+            blocks=self._blocks.density(1),
+            union_blocks=self._blocks.density(workers),
+            block_skew=self._blocks.skew(parts),
+            union_block_skew=self._blocks.skew(parts, workers),
         )
 
 
@@ -229,10 +265,9 @@ def _equal_granules(granules: Rows) -> float:
     return float(weights.sum() ** 2 / (weights @ weights)) if len(weights) else 0.0
 
 
-def _accumulate(samples: Iterable[Rows], total: float) -> tuple[Rows, NDArray[np.int64], Growth]:
-    every = list(samples)
-    items, counts = np.unique(np.concatenate(every), return_counts=True)
-    return items, counts, Growth(counts, len(every), total)
+def _counted(samples: Iterable[Rows]) -> tuple[Rows, NDArray[np.int64]]:
+    """Which items are in any of ``samples``, and in how many."""
+    return np.unique(np.concatenate(list(samples)), return_counts=True)
 
 
 def _mean_overlap(samples: dict[tuple[int, int], Rows], *, others: bool) -> float:

@@ -12,6 +12,7 @@ from zenps.costs import Links
 from zenps.errors import UsageError
 from zenps.plan.profile import Growth, profiles
 from zenps.plan.recording import Header, Push
+from zenps.ring import SLOTS
 
 ROWS = 100_000
 
@@ -93,6 +94,12 @@ def test_thinned_pushes_say_the_same(made_up: Any) -> None:
     assert profile.as_tensor(links(8)).blocks is None
 
 
+def fullest(chances: np.ndarray, parts: int = 3) -> float:
+    """How many times its even share the fullest of some ranges has."""
+    sums = [part.sum() for part in np.array_split(chances, parts)]
+    return float(max(sums) / np.mean(sums))
+
+
 def test_a_tensor_as_costs_see_it(made_up: Any) -> None:
     chances = zipf(1.0, 2000)
     (profile,), _ = profiles(made_up(chances, columns=64))
@@ -102,7 +109,11 @@ def test_a_tensor_as_costs_see_it(made_up: Any) -> None:
     assert tensor.skew == profile.skew(3) > tensor.union_skew > 1
     blocks = 1 - np.prod(1 - chances.reshape(-1, 4), axis=1)  # four rows each
     assert tensor.blocks == pytest.approx(blocks.mean(), rel=0.03)
-    assert tensor.union_blocks == pytest.approx((1 - (1 - blocks) ** 6).mean(), rel=0.03)
+    union = 1 - (1 - blocks) ** 6
+    assert tensor.union_blocks == pytest.approx(union.mean(), rel=0.03)
+    assert tensor.block_skew == pytest.approx(fullest(blocks), rel=0.03)
+    assert tensor.union_block_skew == pytest.approx(fullest(union), rel=0.03)
+    assert tensor.union_block_skew < tensor.union_skew  # where rows are dense, they share blocks
 
 
 @pytest.mark.parametrize("columns", [1, 48, 64, 100, 192, 300, 512, 1000])
@@ -119,6 +130,9 @@ def test_blocks_are_those_of_the_flattened_tensor(made_up: Any, columns: int) ->
     assert tensor.blocks == pytest.approx(held.mean())
     pairs = [(a | b).mean() for i, a in enumerate(held) for b in held[i + 1 :]]
     assert tensor.union_blocks == pytest.approx(np.mean(pairs))
+    parts = np.arange(held.shape[1]) * SLOTS // held.shape[1] * 64 // SLOTS
+    by_part = np.bincount(parts, held.sum(axis=0), minlength=64)
+    assert profile.as_tensor(links(2, servers=64)).block_skew == pytest.approx(by_part.max() / by_part.mean())
 
 
 def dealt_unevenly(rows: np.ndarray, granule: int, parts: int) -> float:
