@@ -277,10 +277,13 @@ def _port(number: int, network: int) -> str:
 
 
 def congestion_control() -> str:
-    """TCP's on all hosts: the usual one, or what this machine has in its place."""
-    has = (TCP / "tcp_available_congestion_control").read_text().split()
+    """TCP's on all hosts: the usual one, or this machine's own.
+
+    In a network namespace, root is not asked: Linux sets what is in the machine's list of allowed ones.
+    """
+    allowed = (TCP / "tcp_allowed_congestion_control").read_text().split()
     own = (TCP / "tcp_congestion_control").read_text().strip()
-    return USUAL_CONGESTION_CONTROL if USUAL_CONGESTION_CONTROL in has else own
+    return USUAL_CONGESTION_CONTROL if USUAL_CONGESTION_CONTROL in allowed else own
 
 
 def _shape(namespace: str, device: str, bits_per_second: int, delay_seconds: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ class Agreed:
 
     Attributes:
         names: of all parameters, in the order of all ranks.
+        priorities: of their gradients: those of the first layers, which forward needs first, are the highest.
         sparse: those whose gradient is.
         bucket_of: the others, once their gradients were seen.
 
@@ -39,7 +40,7 @@ class Agreed:
         self._prefix = prefix
         self._own = own
         names = list(own) if communicator().is_newcomer else self._names_of_all()
-        self.names = {own[name]: name for name in names}
+        self._put_in_order(names)
         self.sparse: set[Parameter] = set()
         self.bucket_of: dict[Parameter, Bucket] = {}
         self._unknown = list(self.names)
@@ -101,13 +102,17 @@ class Agreed:
         own = self._own
         if differing := set(agreed["names"]) ^ own.keys():
             raise MismatchError(f"rank {root_rank} or this one alone has {listing(sorted(differing))}")
-        self.names = {own[name]: name for name in agreed["names"]}
+        self._put_in_order(agreed["names"])
         self._unknown = [own[name] for name in agreed["unknown"]]
         self.sparse = {own[name] for name in agreed["sparse"]}
         self.bucket_of = {}
         for bucket_name, names in agreed["buckets"]:
             bucket = Bucket(bucket_name, [own[name] for name in names], communicator().run)
             self.bucket_of |= dict.fromkeys(bucket.parameters, bucket)
+
+    def _put_in_order(self, names: Sequence[str]) -> None:
+        self.names = {self._own[name]: name for name in names}
+        self.priorities = {parameter: -place for place, parameter in enumerate(self.names)}
 
     def _names_of_all(self) -> list[str]:
         root = min(communicator().ranks)

@@ -47,6 +47,7 @@ class Alone(Communicator):
         average: bool,
         contributes: bool = True,
         is_gradient: bool = False,
+        priority: int = 0,
     ) -> Pending:
         """A copy of a dense tensor; a sparse one coalesced, on the CPU in order of occurrence."""
         if not tensor.is_sparse:

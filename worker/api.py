@@ -173,7 +173,7 @@ def barrier() -> None:
     communicator().barrier()
 
 
-def push_pull_async(tensor: Tensor, name: str, average: bool = True) -> Pending:
+def push_pull_async(tensor: Tensor, name: str, average: bool = True, priority: int = 0) -> Pending:
     """Begins to sum ``tensor`` over all ranks; the result comes from :func:`synchronize`.
 
     Args:
@@ -182,6 +182,9 @@ def push_pull_async(tensor: Tensor, name: str, average: bool = True) -> Pending:
             CUDA device once its result is there.
         name: the same on all ranks and in all steps, and in flight once at a time.
         average: divide by the number of ranks, after summing in float32 or wider.
+        priority: under ``sync.scheme = byteps``, what waits for the network goes by falling priority, in
+            pieces of ``sync.chunk_bytes``: so what is needed first can overtake what was pushed before. Other
+            schemes send in order.
 
     Raises:
         TensorError: the tensor cannot be synchronised; nothing was sent. That the indices of one on a CUDA
@@ -189,21 +192,21 @@ def push_pull_async(tensor: Tensor, name: str, average: bool = True) -> Pending:
         ConfigError: the tensor is on a CUDA device, and CuPy is not installed.
         UsageError: ``name`` is in flight already, or 65536 others have been used.
     """
-    return _begin(tensor, name, average, is_gradient=False)
+    return _begin(tensor, name, average, priority, is_gradient=False)
 
 
-def push_gradient_async(tensor: Tensor, name: str, average: bool = True) -> Pending:
+def push_gradient_async(tensor: Tensor, name: str, average: bool = True, priority: int = 0) -> Pending:
     """As :func:`push_pull_async`, but float32 travels as ``sync.values`` says: for gradients alone."""
-    return _begin(tensor, name, average, is_gradient=True)
+    return _begin(tensor, name, average, priority, is_gradient=True)
 
 
-def _begin(tensor: Tensor, name: str, average: bool, *, is_gradient: bool) -> Pending:
+def _begin(tensor: Tensor, name: str, average: bool, priority: int, *, is_gradient: bool) -> Pending:
     world = communicator()
     check_name(name)
     check_tensor(tensor, average)
     if _recorder is not None:
         _recorder.note(tensor, name)
-    return world.push_pull_async(tensor, name, average=average, is_gradient=is_gradient)
+    return world.push_pull_async(tensor, name, average=average, is_gradient=is_gradient, priority=priority)
 
 
 def push_pull(tensor: Tensor, name: str, average: bool = True) -> Tensor:

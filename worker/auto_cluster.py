@@ -62,11 +62,18 @@ class AutoCluster(PeerCluster):
         average: bool,
         contributes: bool = True,
         is_gradient: bool = False,
+        priority: int = 0,
     ) -> Pending:
         """As :class:`Cluster` or :class:`PeerCluster` does it, by the scheme of this round."""
         if not tensor.is_sparse:
             return Cluster.push_pull_async(
-                self, tensor, name, average=average, contributes=contributes, is_gradient=is_gradient
+                self,
+                tensor,
+                name,
+                average=average,
+                contributes=contributes,
+                is_gradient=is_gradient,
+                priority=priority,
             )
         chosen = self._choose(name)
         if chosen.choice.scheme == AUTO[0]:

@@ -13,29 +13,29 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket as net
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import zmq
 
 from zenps import log
 from zenps.errors import PeerLostError, ProtocolError, UsageError, ZenPSError
-from zenps.keys import Keys, node_name
+from zenps.keys import Keys
 from zenps.metrics import WorkerMetrics
 from zenps.settings import ClusterConfig
-from zenps.wire.curve import Handshakes
 from zenps.wire.frames import CorruptedError, Decoder, encode
 from zenps.wire.messages import FromServer, Member, View
-from zenps.wire.sockets import Socket, connect, open_dealer, receive_frames, send_frames
+from zenps.wire.sockets import Socket, receive_frames
 
+from .backlog import Backlog
 from .exchange import Exchange
 from .handle import Handle
-from .reach import Reach
 from .round import Action, Deliver, Fail, Outgoing, Round, SendPush
+from .servers import Servers
 from .spans import Spans
 from .transfer import Sent
 
@@ -53,6 +53,10 @@ LOOK_SECONDS = 0.001
 # How long close() waits for a driver on another thread to step aside.
 CLOSE_SECONDS = 1.0
 
+# Where pushes have priorities: messages of up to sync.chunk_bytes that no other can overtake any more. The
+# second keeps the link busy until somebody has seen that the first is gone.
+AHEAD_MESSAGES = 2
+
 
 class Channel:
     """All rounds of one worker. Every method may be called from any thread.
@@ -64,6 +68,8 @@ class Channel:
         metrics: for bytes, refusals and failures.
         keys: this worker's, or None.
         spans: for a timeline.
+        has_priorities: whether what is pushed later goes first if its priority is higher. Otherwise libzmq
+            gets all at once, and sends it in that order.
     """
 
     def __init__(
@@ -74,27 +80,17 @@ class Channel:
         metrics: WorkerMetrics,
         keys: Keys | None = None,
         spans: Spans | None = None,
+        has_priorities: bool = False,
     ) -> None:
         self._spans = spans or Spans()
         self._job = cluster.job
         self._metrics = metrics
         self._exchange = Exchange(cluster.patience_seconds, self._recut)
-        self._reach = Reach(cluster)
         self._decoder: Decoder[FromServer] = Decoder(cluster.job, FromServer)
         self._handles: dict[int, tuple[Round, Handle]] = {}
         """Who waits for which round, by the round's id."""
         self._next_tick = 0.0
-        self._admitted = 0
-        self._ctx = ctx
-        self._keys = keys
-        self._open = partial(
-            open_dealer, ctx, identity=identity, max_message_bytes=cluster.max_message_bytes, keys=keys
-        )
-        self._servers: dict[int, tuple[str, Socket]] = {}
-        """Each server's address and the socket to it."""
-        self._ranks: dict[Socket, int] = {}
-        self._handshakes: dict[int, Handshakes] = {}
-        """Of each server's socket; only with keys can one fail for good."""
+        self._ring = self._admitted = 0
         self.follow: Callable[[View], None]
         """Is called with each view, at once before the channel goes by it; set before the first one."""
         self.cut_again: CutAgain
@@ -104,6 +100,12 @@ class Channel:
         self._wake_writer.setblocking(False)
         self._poller = zmq.Poller()
         self._poller.register(self._wake_reader, zmq.POLLIN)
+        most_queued = AHEAD_MESSAGES if has_priorities else 0
+        self._servers = Servers(ctx, cluster, identity, keys, self._poller, most_queued)
+        self._backlog = Backlog() if has_priorities else None
+        self._is_behind = threading.Event()
+        """Something waits in the backlog."""
+        self._pusher: threading.Thread | None = None
 
         self._role = threading.RLock()
         """Guards the fields below. A handler of signals may come here on a thread that has it already."""
@@ -130,6 +132,9 @@ class Channel:
             # In the role, with what comes after: a round must not be cut for a ring whose servers are not
             # connected yet, nor pushed by one that has been.
             self.follow(view)
+            if self._backlog is not None and (view.ring, view.admitted) != (self._ring, self._admitted):
+                self._backlog.clear()
+            self._ring = view.ring
             if view.admitted > self._admitted:
                 self._admitted = view.admitted
                 self._execute(self._exchange.begin_anew())
@@ -149,7 +154,7 @@ class Channel:
 
     def on_departed(self, server: int) -> None:
         """The scheduler misses a server itself, so that it is no wonder that it cannot be reached."""
-        self._post(lambda: self._reach.on_answer(server))
+        self._post(lambda: self._servers.reach.on_answer(server))
 
     @property
     def wave(self) -> int:
@@ -240,18 +245,21 @@ class Channel:
                 self._look_for_servers(now)
                 self._next_tick = now + TICK_SECONDS
                 continue
-            for socket, _ in self._poller.poll(int(1000 * (min(until, self._next_tick) - now)) + 1):
+            for socket, event in self._poller.poll(int(1000 * (min(until, self._next_tick) - now)) + 1):
                 if isinstance(socket, int):
                     self._wake_reader.recv(4096)
-                elif socket in self._ranks:
-                    self._receive(socket)
-                else:
+                elif (rank := self._servers.rank_of(socket)) is None:
                     self._look_for_refusals()
+                else:
+                    if event & zmq.POLLOUT:
+                        assert self._backlog is not None
+                        self._send_waiting(rank, self._backlog)
+                    if event & zmq.POLLIN:
+                        self._receive(rank, socket)
 
     # ── with the role ───────────────────────────────────────────────────────────────────────────
 
-    def _receive(self, socket: Socket) -> None:
-        rank = self._ranks[socket]
+    def _receive(self, rank: int, socket: Socket) -> None:
         frames = receive_frames(socket)
         try:
             message = self._decoder.decode(frames[0], frames[1:])
@@ -262,7 +270,7 @@ class Channel:
         except ProtocolError as error:
             self._refuse(rank, error)
             return
-        self._reach.on_answer(rank)
+        self._servers.reach.on_answer(rank)
         self._metrics.pull_bytes.inc(sum([frame.nbytes for frame in frames]))
         self._execute(self._exchange.on_reply(rank, message, frames[1:], time.monotonic()))
 
@@ -293,44 +301,21 @@ class Channel:
         self._tell_sleepers()
 
     def _look_for_servers(self, now: float) -> None:
-        if self._exchange.in_flight and (error := self._reach.look(now)):
+        if self._exchange.in_flight and (error := self._servers.reach.look(now)):
             self._execute(self._exchange.on_lost(error))
 
     def _look_for_refusals(self) -> None:
-        """Sending does not always tell: libzmq may still take messages for a server that has refused us."""
-        for rank, handshakes in self._handshakes.items():
-            if any(failure != "other" for failure in handshakes.failures()):
-                self._lose(rank)
-                return
+        rank = self._servers.refused_by()
+        if rank is not None:
+            self._lose(rank)
 
     def _lose(self, rank: int) -> None:
         reason = f"server {rank} has refused this worker; see its log and its security.keys"
         self._execute(self._exchange.on_lost(PeerLostError(reason)))
 
     def _reconnect(self, servers: dict[int, Member]) -> None:
-        if self._closed and servers:
-            return
-        for rank, (address, socket) in list(self._servers.items()):
-            if rank not in servers or servers[rank].address != address:
-                self._reach.on_answer(rank)
-                self._poller.unregister(socket)
-                del self._servers[rank], self._ranks[socket]
-                if rank in self._handshakes:
-                    handshakes = self._handshakes.pop(rank)
-                    self._poller.unregister(handshakes.socket)
-                    handshakes.close()
-                socket.close(linger=0)
-        for rank, server in servers.items():
-            if rank not in self._servers:
-                socket = self._open(peer=node_name("server", rank))
-                if self._keys is not None:
-                    self._handshakes[rank] = handshakes = Handshakes(self._ctx, socket)
-                    self._poller.register(handshakes.socket, zmq.POLLIN)
-                connect(socket, server.address)
-                self._reach.on_connect(server, time.monotonic())
-                self._servers[rank] = server.address, socket
-                self._ranks[socket] = rank
-                self._poller.register(socket, zmq.POLLIN)
+        if not (self._closed and servers):
+            self._servers.follow(servers, time.monotonic())
 
     def _recut(self, round_: Round) -> Sequence[Outgoing]:
         sent, outgoing = self.cut_again(round_)
@@ -351,6 +336,10 @@ class Channel:
                 case SendPush(outgoing=out, again=again):
                     if again:
                         self._metrics.refused_pushes.inc()
+                    if self._backlog is not None:
+                        self._backlog.add(out)
+                        self._send_waiting(out.server, self._backlog)
+                        continue
                     try:
                         self._send(out)
                     except zmq.Again:
@@ -362,11 +351,32 @@ class Channel:
                     if id(round_) in self._handles:  # else another of its tensor's rounds has failed before
                         self._fail(self._handles[id(round_)][1], error)
 
+    def _send_waiting(self, server: int, backlog: Backlog) -> None:
+        """Sends what there is room for; the rest is sent by whoever drives when there is more."""
+        while (out := backlog.first(server)) is not None and self._servers.has_room(server):
+            backlog.remove_first(server)
+            self._send(out)
+        is_behind = out is not None
+        self._servers.watch_for_room(server, is_behind)
+        self._metrics.waiting_pushes.set(len(backlog))
+        if is_behind:
+            self._is_behind.set()
+            if self._pusher is None:
+                self._pusher = threading.Thread(target=self._push_on, name="zenps-pusher", daemon=True)
+                self._pusher.start()
+
+    def _push_on(self) -> None:
+        """Drives while pushes wait: those who asked for them may be computing now."""
+        while not self._closed:
+            self._is_behind.wait()
+            self._is_behind.clear()
+            self.wait(lambda: self._closed or not self._backlog, math.inf)
+
     def _send(self, out: Outgoing) -> None:
         push = out.push
         with self._spans("push", push.tensor, push.step) as span:
             envelope = encode(self._job, push, out.frames)
-            send_frames(self._servers[out.server][1], [envelope], out.frames)
+            self._servers.send(out.server, envelope, out.frames)
             size = len(envelope) + sum([frame.nbytes for frame in out.frames])
             if span:
                 where = {"chunk": push.chunk, "epoch": push.epoch, "server": out.server}
@@ -380,6 +390,7 @@ class Channel:
 
     def _close_sockets(self) -> None:
         self._closed = True
+        self._is_behind.set()
         self._reconnect({})
         self._wake_reader.close()
         self._wake_writer.close()

@@ -52,10 +52,12 @@ class How(NamedTuple):
     Attributes:
         average: whether the sum is divided by the number of ranks.
         stands_for: the other ranks of this host whose parts are in this one's.
+        priority: among what waits for the network, where the scheme has priorities.
     """
 
     average: bool
     stands_for: tuple[int, ...] = ()
+    priority: int = 0
 
 
 class Cluster(Communicator):
@@ -120,12 +122,15 @@ class Cluster(Communicator):
         average: bool,
         contributes: bool = True,
         is_gradient: bool = False,
+        priority: int = 0,
     ) -> Pending:
         """Compacts and pushes on this thread; libzmq's own moves the bytes.
 
         What lies on a GPU is pushed later, when the GPU has got so far and this worker is called again.
         """
-        handle, back = self._push(tensor, name, How(average), contributes, is_gradient, self._record)
+        handle, back = self._push(
+            tensor, name, How(average, (), priority), contributes, is_gradient, self._record
+        )
         return handle if back is None else Converted(handle, back)
 
     def _push(
@@ -297,8 +302,8 @@ class Cluster(Communicator):
     def _cut_again(self, round_: Round) -> tuple[Sent, list[Outgoing]]:
         assert isinstance(round_.sent, Sent)
         sent = self._transfers.recut(round_.tensor, round_.sent)
-        push = round_.outgoing[0].push
-        how = How(push.average, push.stands_for)
+        _, push, _, priority = round_.outgoing[0]
+        how = How(push.average, push.stands_for, priority)
         return sent, self._pushes(round_.tensor, round_.step, sent, how, round_.again)
 
     def _pushes(self, name: str, step: int, sent: Sent, how: How, again: bool = False) -> list[Outgoing]:
@@ -327,6 +332,7 @@ class Cluster(Communicator):
                     stands_for=how.stands_for,
                 ),
                 part.frames,
+                how.priority,
             )
             for part in sent.parts
         ]

@@ -88,10 +88,12 @@ class Communicator(ABC):
         average: bool,
         contributes: bool = True,
         is_gradient: bool = False,
+        priority: int = 0,
     ) -> Pending:
         """Begins a round of a checked tensor; one that does not contribute only gets the others' sum.
 
-        A gradient may be rounded on the way, as ``sync.values`` says.
+        A gradient may be rounded on the way, as ``sync.values`` says. Of those that wait for the network, the
+        one of the highest priority goes first, where the scheme has priorities.
         """
 
     @abstractmethod

@@ -101,7 +101,8 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
         averaged: Future[Tensor] = work.get_future().then(lambda reduced: reduced.value()[0])
         return averaged
     name = f"{state._prefix}/{'sparse' if gradient.is_sparse else 'dense'}/{state._content(bucket)}"
-    handle = push_gradient_async(gradient, name)
+    # DDP numbers its buckets as backward fills them: the last ones are of the first layers.
+    handle = push_gradient_async(gradient, name, priority=bucket.index())
     devices: list[int | str | torch.device] | None = [gradient.device] if gradient.is_cuda else None
     result: Future[Tensor] = Future(devices=devices)
     state._finisher.submit(handle, result)

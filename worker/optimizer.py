@@ -215,14 +215,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         elif not gradient.is_sparse:
             raise self._changed_kind(parameter, "sparse", "dense")
         name = f"{self._prefix}/{self._agreed.names[parameter]}"
-        self._in_flight[parameter] = push_gradient_async(gradient, name, self._average)
+        priority = self._agreed.priorities[parameter]
+        self._in_flight[parameter] = push_gradient_async(gradient, name, self._average, priority)
         self._pushed[parameter] = gradient, gradient._version
 
     def _push_bucket(self, bucket: Bucket) -> None:
         for parameter in bucket.parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise self._changed_kind(parameter, "dense", "sparse")
-        self._in_flight[bucket] = push_gradient_async(bucket.fused(), bucket.name, self._average)
+        priority = max(self._agreed.priorities[parameter] for parameter in bucket.parameters)
+        self._in_flight[bucket] = push_gradient_async(bucket.fused(), bucket.name, self._average, priority)
         bucket.waiting_for = set(bucket.parameters)
         for parameter in bucket.parameters:
             if parameter.grad is not None:

@@ -39,11 +39,12 @@ Frames = Sequence[memoryview]
 
 
 class Outgoing(NamedTuple):
-    """One push, and the server it is for."""
+    """One push, and the server it is for; where pushes have priorities, the highest goes first."""
 
     server: int
     push: Push
     frames: Frames
+    priority: int = 0
 
 
 class Round(Struct, eq=False):

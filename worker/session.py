@@ -20,6 +20,7 @@ from zenps.config import Config
 from zenps.errors import DeadlineError, PeerLostError, UsageError, ZenPSError
 from zenps.keys import load_keys
 from zenps.metrics import WorkerMetrics
+from zenps.schemes import over_servers
 from zenps.wire.curve import warn_if_open
 from zenps.wire.link import SchedulerLink
 from zenps.wire.messages import (
@@ -90,7 +91,8 @@ class Session:
             spans.trace.follow(self._link.clock)
             self.view: View = self._link.join(register)
             identity = self._link.identity
-            self.channel = Channel(self._ctx, self._cluster, identity, metrics, keys, spans)
+            has_priorities = over_servers(config.sync.scheme).has_priorities
+            self.channel = Channel(self._ctx, self._cluster, identity, metrics, keys, spans, has_priorities)
         except BaseException:  # Ctrl-C while others are waited for, too: sockets would linger at exit
             self._ctx.destroy(linger=0)
             raise

@@ -123,6 +123,9 @@ class WorkerMetrics(_RoleMetrics):
             "zenps_partition_imbalance_ratio",
             "Rows pushed in the latest round to the busiest server over the mean of all servers.",
         )
+        self.waiting_pushes = self._gauge(
+            "zenps_waiting_pushes", "Pushes that wait for the network, where others may still overtake them."
+        )
         self.refused_pushes = self._counter(
             "zenps_refused_pushes_total", "Pushes that a server refused as busy and that were sent again."
         )

@@ -58,6 +58,7 @@ class Scheme(Struct, frozen=True, kw_only=True):
         streams: whether tensors are cut into chunks of ``sync.chunk_bytes``, so that one is summed while the
             next travels.
         blocks: whether what travels dense leaves out its blocks of zeros, phase by phase.
+        has_priorities: whether pushes that wait for the network go by priority, not by age.
     """
 
     exchange: Literal["servers", "peers"] = "servers"
@@ -68,6 +69,7 @@ class Scheme(Struct, frozen=True, kw_only=True):
     pull_codec: Answer = "auto"
     streams: bool = True
     blocks: bool = False
+    has_priorities: bool = False
 
 
 SCHEMES: Final[dict[SchemeName, Scheme]] = {
@@ -78,8 +80,8 @@ SCHEMES: Final[dict[SchemeName, Scheme]] = {
     ),
     # Parallax and its like: contiguous ranges of rows, whichever of them are hot.
     "sparse-ps": Scheme(partition="parallel", ranges=True, push_codec="coo", pull_codec="coo", streams=False),
-    # A parameter server for dense tensors (OSDI '20).
-    "byteps": Scheme(keys="none", partition="parallel"),
+    # A parameter server for dense tensors (OSDI '20), to which gradients of the first layers go first.
+    "byteps": Scheme(keys="none", partition="parallel", has_priorities=True),
     # Non-zero blocks, found by look-ahead (SIGCOMM '21); streams of them to contiguous ranges.
     "omnireduce": Scheme(keys="none", partition="parallel", ranges=True, blocks=True),
     # What torch.distributed offers for dense tensors.

@@ -51,16 +51,18 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def train(make_state: Any) -> tuple[dict[str, Tensor], list[str]]:
-    """The weights after some steps, and the names under which gradients were pushed."""
+def train(make_state: Any) -> tuple[dict[str, Tensor], list[str], list[list[int]]]:
+    """The weights after some steps; the kinds of gradients that were pushed; by step, their priorities."""
     from zenps.worker import ddp as module
 
     pushed: list[str] = []
+    priorities: list[list[int]] = []
     push_gradient_async = module.push_gradient_async
 
-    def watched(tensor: Tensor, name: str) -> Any:
+    def watched(tensor: Tensor, name: str, priority: int) -> Any:
         pushed.append("sparse" if tensor.is_sparse else "dense")
-        return push_gradient_async(tensor, name)
+        priorities[-1].append(priority)
+        return push_gradient_async(tensor, name, priority=priority)
 
     model = make_model()
     # Small buckets, so that there are several, and DDP makes new ones after the first step.
@@ -69,11 +71,12 @@ def train(make_state: Any) -> tuple[dict[str, Tensor], list[str]]:
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
     module.push_gradient_async = watched
     for step in range(STEPS):
+        priorities.append([])
         optimizer.zero_grad()
         loss_of(parallel, step, zps.rank()).backward()
         optimizer.step()
     module.push_gradient_async = push_gradient_async
-    return state_of(model), pushed
+    return state_of(model), pushed, priorities
 
 
 def join_group(store: Path) -> None:
@@ -110,7 +113,7 @@ def train_in_one_process() -> dict[str, Tensor]:
 @pytest.mark.parametrize("way", ["gloo for dense", "ours for both", "no state"])
 def test_training_is_that_of_one_process(results: list[dict[str, Any]], way: str) -> None:
     wanted = train_in_one_process()
-    (first, _), (second, _) = (outcome[way] for outcome in results)
+    (first, *_), (second, *_) = (outcome[way] for outcome in results)
     torch.testing.assert_close(first, wanted, rtol=1e-9, atol=1e-12)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -121,6 +124,12 @@ def test_what_travels_over_which_way(results: list[dict[str, Any]]) -> None:
         assert outcome["ours for both"][1].count("sparse") == 2 * STEPS
         # One bucket in the first step, and several once DDP knows the order of the gradients.
         assert outcome["ours for both"][1].count("dense") > STEPS
+
+
+def test_what_backward_computes_last_is_the_most_important(results: list[dict[str, Any]]) -> None:
+    for outcome in results:
+        for priorities in outcome["ours for both"][2]:
+            assert priorities == list(range(len(priorities)))
 
 
 def leave_before_backward(store: Path) -> Any:

@@ -153,6 +153,35 @@ def test_slow_links(tmp_path: Path) -> None:
             assert floor_seconds < seconds < 10 * floor_seconds
 
 
+LAYERS = 16
+
+
+def push_layers_in_order_of_backward(by_layer: bool) -> tuple[float, float]:
+    """Seconds until the gradient of the first layer was there, which is pushed last, and until all were."""
+    gradient = torch.ones(500_000)
+    zps.barrier()
+    begin = time.monotonic()
+    handles = [
+        zps.push_pull_async(gradient, f"layer{layer}", priority=-layer if by_layer else 0)
+        for layer in reversed(range(LAYERS))
+    ]
+    handles[-1].wait()
+    first = time.monotonic() - begin
+    for handle in handles:
+        assert torch.equal(handle.wait(), gradient)
+    return first, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("by_layer", [True, False])
+def test_the_first_layer_overtakes_others_on_a_slow_link(tmp_path: Path, by_layer: bool) -> None:
+    with (
+        Hosts(ONE_EACH, bits_per_second=BITS_PER_SECOND) as hosts,
+        Job(hosts, tmp_path, "10.77.0.1:9100", {"sync.scheme": "byteps"}) as job,
+    ):
+        for first, last in job.run(push_layers_in_order_of_backward, by_layer):
+            assert (first < 0.75 * last) == by_layer, (first, last)
+
+
 def test_a_server_whose_link_is_cut_is_done_without(hosts: Hosts, expected: State, tmp_path: Path) -> None:
     settings = {"cluster.lease_seconds": 2}
     with Job(hosts, tmp_path, "10.77.0.1:9100", settings) as job:

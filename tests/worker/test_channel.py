@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import zmq
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from zenps.errors import PeerLostError, ZenPSError
 from zenps.metrics import WorkerMetrics
 from zenps.settings import ClusterConfig
+from zenps.wire.frames import Decoder
 from zenps.wire.messages import Member, Push, View
 from zenps.worker.channel import Channel
 from zenps.worker.round import Outgoing, Round
@@ -40,11 +42,15 @@ def pushes_of(view: View) -> list[Outgoing]:
 
 
 @pytest.fixture
-def channel() -> Iterator[Channel]:
+def ctx() -> Iterator[zmq.Context[Any]]:
     ctx: zmq.Context[Any] = zmq.Context()
-    channel = Channel(ctx, ClusterConfig(), b"worker-0", WorkerMetrics(CollectorRegistry()))
-    yield channel
+    yield ctx
     ctx.destroy(linger=0)
+
+
+@pytest.fixture
+def channel(ctx: zmq.Context[Any]) -> Channel:
+    return Channel(ctx, ClusterConfig(), b"worker-0", WorkerMetrics(CollectorRegistry()))
 
 
 def test_views_that_come_in_a_heap_are_gone_by_one_after_the_other(channel: Channel) -> None:
@@ -122,6 +128,95 @@ def test_a_server_that_the_scheduler_misses_is_not_called_unreachable(
     channel.follow = lambda _: None
     channel.on_view(view_of(1, [0, 1]))
     answered: list[int] = []
-    monkeypatch.setattr(channel._reach, "on_answer", answered.append)
+    monkeypatch.setattr(channel._servers.reach, "on_answer", answered.append)
     channel.on_departed(1)
     assert answered == [1]
+
+
+# ── priorities ──────────────────────────────────────────────────────────────────────────────────
+
+PUSHES = 16
+PUSH_BYTES = 8 << 20
+
+
+class Server:
+    """Reads nothing until it is asked to."""
+
+    def __init__(self, ctx: zmq.Context[Any]) -> None:
+        self._socket: zmq.Socket[bytes] = ctx.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.RCVHWM, 1)
+        self._socket.setsockopt(zmq.RCVTIMEO, int(1000 * DEADLINE_SECONDS))
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.member = Member("server", 0, "box", 50, f"tcp://127.0.0.1:{port}", "")
+        self._decoder = Decoder("default", Push)
+
+    def receive(self) -> Push:
+        _, *frames = self._socket.recv_multipart(copy=False)
+        return self._decoder.decode(frames[0].buffer, [frame.buffer for frame in frames[1:]])
+
+
+class Delivered:
+    def pushed(self) -> None: ...
+    def restart(self, sent: object) -> None: ...
+    def fail(self, error: ZenPSError) -> None: ...
+
+
+def submit_large(channel: Channel, ring: int, priorities: list[int]) -> None:
+    frames = (memoryview(b""), memoryview(bytes(PUSH_BYTES)))
+    count = PUSH_BYTES // 4
+    for number, priority in enumerate(priorities):
+        push = Push(
+            ring, 0, f"t{number}", 0, 0, 1, "dense", "float32", (count,), count, 1, count, "none", False
+        )
+        round_ = Round(push.tensor, 0, ring, [Outgoing(0, push, frames, priority)])
+        channel.submit([round_], Delivered())  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def pushing(ctx: zmq.Context[Any]) -> Channel:
+    metrics = WorkerMetrics(CollectorRegistry())
+    channel = Channel(ctx, ClusterConfig(), b"worker-0", metrics, has_priorities=True)
+    channel.follow = lambda _: None
+    return channel
+
+
+def joined(channel: Channel, server: Server, ring: int = 1) -> None:
+    channel.on_view(structs.replace(view_of(ring, []), servers=(server.member,)))
+
+
+@pytest.mark.parametrize("rises", [True, False])
+def test_what_is_pushed_later_overtakes_if_it_is_more_important(
+    ctx: zmq.Context[Any], pushing: Channel, rises: bool
+) -> None:
+    """And all is sent while nobody waits for anything: callers compute, while the network is busy."""
+    server = Server(ctx)
+    joined(pushing, server)
+    submit_large(pushing, 1, [number if rises else -number for number in range(PUSHES)])
+    assert pushing._metrics.waiting_pushes._value.get() >= PUSHES // 2, "TCP and the queue hold less"
+    arrived = [int(server.receive().tensor[1:]) for _ in range(PUSHES)]
+    ahead = arrived.index(PUSHES - 1) if rises else PUSHES  # on their way before the most important came
+    assert arrived == [*range(ahead), *reversed(range(ahead, PUSHES))]
+    assert ahead <= PUSHES // 2 or not rises
+    assert pushing._metrics.waiting_pushes._value.get() == 0
+
+
+def test_what_waits_is_cut_again_for_a_new_ring_and_not_sent_for_the_old(
+    ctx: zmq.Context[Any], pushing: Channel
+) -> None:
+    server = Server(ctx)
+
+    def cut_again(round_: Round) -> tuple[Any, list[Outgoing]]:
+        server_rank, push, frames, priority = round_.outgoing[0]
+        return None, [Outgoing(server_rank, structs.replace(push, epoch=2), frames, priority)]
+
+    pushing.cut_again = cut_again
+    joined(pushing, server)
+    submit_large(pushing, 1, [0] * PUSHES)
+    joined(pushing, server, ring=2)
+    arrived: list[tuple[int, int]] = []
+    while arrived[-1:] != [(2, PUSHES - 1)]:
+        push = server.receive()
+        arrived.append((push.epoch, int(push.tensor[1:])))
+    old = len(arrived) - PUSHES
+    assert arrived == [(1, number) for number in range(old)] + [(2, number) for number in range(PUSHES)]
+    assert old <= PUSHES // 2

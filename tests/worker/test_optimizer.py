@@ -44,6 +44,7 @@ class World(Communicator):
     def __init__(self) -> None:
         self.stats = Stats()
         self.pushed: Counter[str] = Counter()
+        self.priorities: dict[str, int] = {}
         self.waited: Counter[str] = Counter()
         self.late: set[str] = set()
 
@@ -55,8 +56,10 @@ class World(Communicator):
         average: bool,
         contributes: bool = True,
         is_gradient: bool = False,
+        priority: int = 0,
     ) -> Pending:
         self.pushed[name] += 1
+        self.priorities[name] = priority
         assert self.pushed[name] == self.waited[name] + 1, f"{name} is in flight"
         late = DeadlineError(f"{name}: no answer") if name in self.late else None
         result = tensor.detach().coalesce() if tensor.is_sparse else tensor.detach().clone()
@@ -122,6 +125,22 @@ def test_round_that_fails_leaves_no_other_in_flight(
     optimizer.step()
     assert world.pushed - pushed == {name: 1 for name in pushed if pushed[name] > 1}
     assert world.waited == world.pushed
+
+
+def test_gradients_of_the_first_layers_have_the_highest_priority(
+    world: World, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world, "bucket_bytes", 1)  # each by itself
+    optimizer = zps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
+    for _ in range(2):
+        model.loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    by_priority = {priority: name.rpartition("/")[2] for name, priority in world.priorities.items()}
+    # Buckets are numbered from the last layer's: last.bias, last.weight, first.bias, first.weight.
+    assert [by_priority[-place] for place in range(5)] == ["words.weight", "3", "2", "1", "0"]
 
 
 def scale_and_step(model: Model, optimizer: zps.DistributedOptimizer) -> None:

@@ -47,6 +47,7 @@ NAMES: dict[Role, set[str]] = {
         "zenps_partition_imbalance_ratio",
         "zenps_refused_pushes_total",
         "zenps_repeated_rounds_total",
+        "zenps_waiting_pushes",
         "zenps_hashed_rows_total",
     },
     ServerMetrics: COMMON

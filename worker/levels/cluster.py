@@ -74,19 +74,25 @@ class HostCluster(Cluster):
         average: bool,
         contributes: bool = True,
         is_gradient: bool = False,
+        priority: int = 0,
     ) -> Pending:
         """Compacts or copies on this thread. Broadcasts and small dense tensors go as on one level."""
         is_small = not tensor.is_sparse and tensor.nbytes < SPLIT_FROM_BYTES
         if self._rounds is None or is_small or tensor.dtype == torch.uint8:
             return super().push_pull_async(
-                tensor, name, average=average, contributes=contributes, is_gradient=is_gradient
+                tensor,
+                name,
+                average=average,
+                contributes=contributes,
+                is_gradient=is_gradient,
+                priority=priority,
             )
         longest = LONGEST_NAME - len(SUFFIX)
         if len(name) > longest:
             reason = f"expected at most {longest} characters, for leaders push it under a longer name"
             raise UsageError(f"tensor name {name!r:.60}: {reason}")
         device = tensor.device
-        pending: Pending = self._rounds.begin(tensor.detach().cpu(), name, average, is_gradient)
+        pending: Pending = self._rounds.begin(tensor.detach().cpu(), name, average, is_gradient, priority)
         return pending if device.type == "cpu" else Converted(pending, lambda result: result.to(device))
 
     def close(self, *, together: bool = False) -> None:
@@ -151,7 +157,7 @@ class HostCluster(Cluster):
     ) -> tuple[Handle, Callable[[Tensor], Tensor] | None]:
         # What was narrow travels as the wide sum that it is now, and not narrowed again.
         is_gradient = round_.is_gradient and round_.form.dtype == tensor.dtype
-        how, record = How(round_.average, self._stands_for), partial(self._note, round_)
+        how, record = How(round_.average, self._stands_for, round_.priority), partial(self._note, round_)
         return self._push(tensor, round_.name + SUFFIX, how, True, is_gradient, record)
 
     def _note(

@@ -150,7 +150,7 @@ class HostRound(MetRound):
         name: of the tensor.
         number: among this rank's rounds.
         form: what it is.
-        how: whether it is averaged; whether it is a gradient.
+        how: whether it is averaged; whether it is a gradient; its priority.
         part: what this rank gives.
         began: when it did, by the performance counter.
         timeout_seconds, spans: as for :class:`Awaited`.
@@ -168,7 +168,7 @@ class HostRound(MetRound):
         name: str,
         number: int,
         form: Form,
-        how: tuple[bool, bool],
+        how: tuple[bool, bool, int],
         part: Part,
         began: float,
         timeout_seconds: float,
@@ -177,7 +177,7 @@ class HostRound(MetRound):
     ) -> None:
         super().__init__(name, timeout_seconds, lambda waited: record(self, waited), spans)
         self.number, self.form, self.began = number, form, began
-        self.average, self.is_gradient = how
+        self.average, self.is_gradient, self.priority = how
         self.part = part
         self.compacted_seconds = time.perf_counter() - began
         self.numbers: dict[int, int] = {}

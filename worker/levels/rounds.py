@@ -68,7 +68,7 @@ class HostRounds(MetRounds[HostRound]):
             for run, name in ((self._run, "host"), (self._listen, "host-link"))
         ]
 
-    def begin(self, tensor: Tensor, name: str, average: bool, is_gradient: bool) -> HostRound:
+    def begin(self, tensor: Tensor, name: str, average: bool, is_gradient: bool, priority: int) -> HostRound:
         """Begins to sum a tensor, on the CPU, over all ranks of the job.
 
         Raises:
@@ -79,7 +79,7 @@ class HostRounds(MetRounds[HostRound]):
         with self._spans("compact", name):
             part = part_of(tensor, self._kernels, self._own_pool)
         form = Form(tensor.shape, tensor.dtype, tensor.sparse_dim() if tensor.is_sparse else -1)
-        how = average, is_gradient
+        how = average, is_gradient, priority
 
         def make(number: int) -> HostRound:
             return HostRound(name, number, form, how, part, began, *self._waiting)

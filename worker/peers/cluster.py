@@ -65,6 +65,7 @@ class PeerCluster(Cluster):
         average: bool,
         contributes: bool = True,
         is_gradient: bool = False,
+        priority: int = 0,
     ) -> Pending:
         """Compacts or copies on this thread; another exchanges. What lies on a GPU is copied first."""
         if tensor.dtype == torch.uint8:  # a broadcast

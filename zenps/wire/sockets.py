@@ -75,18 +75,22 @@ def open_dealer(
     max_message_bytes: int,
     keys: Keys | None = None,
     peer: str = "scheduler",
+    most_queued: int = 0,
 ) -> Socket:
     """A DEALER that is to speak to one ROUTER under ``identity``, across reconnections.
 
-    With ``keys`` to nobody but the node of the name ``peer``, and encrypted.
+    With ``keys`` to nobody but the node of the name ``peer``, and encrypted. At most ``most_queued`` messages
+    wait behind what TCP has taken; 0: any number.
     """
     socket = _socket(ctx, zmq.DEALER, max_message_bytes)
+    socket.setsockopt(zmq.SNDHWM, most_queued)
     if keys is not None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public_of(peer))
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     socket.setsockopt(zmq.ROUTING_ID, identity)
-    # The queue is never full, but it is gone once the peer has refused us: then sending raises zmq.Again.
+    # A queue without a bound is never full, but gone once the peer has refused us: then, too, sending raises
+    # zmq.Again.
     socket.setsockopt(zmq.SNDTIMEO, 0)
     return socket
 

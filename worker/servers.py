@@ -1,0 +1,122 @@
+"""The sockets to the servers: one to each, connected as views come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import zmq
+
+from zenps.keys import Keys, node_name
+from zenps.settings import ClusterConfig
+from zenps.wire.curve import Handshakes
+from zenps.wire.messages import Member
+from zenps.wire.sockets import Socket, connect, open_dealer, send_frames
+
+from .reach import Reach
+
+__all__ = ["Servers"]
+
+
+class Servers:
+    """For one thread at a time.
+
+    Args:
+        ctx: where sockets are opened.
+        cluster: limits and deadlines.
+        identity: this worker's routing identity.
+        keys: this worker's, or None.
+        poller: gets every socket that is opened.
+        most_queued: messages that may wait for one server behind those that TCP has taken; 0: any number.
+
+    Attributes:
+        reach: whether they can be reached.
+    """
+
+    def __init__(
+        self,
+        ctx: zmq.Context[Socket],
+        cluster: ClusterConfig,
+        identity: bytes,
+        keys: Keys | None,
+        poller: zmq.Poller,
+        most_queued: int,
+    ) -> None:
+        self.reach = Reach(cluster)
+        self._ctx = ctx
+        self._keys = keys
+        self._open = partial(
+            open_dealer,
+            ctx,
+            identity=identity,
+            max_message_bytes=cluster.max_message_bytes,
+            keys=keys,
+            most_queued=most_queued,
+        )
+        self._poller = poller
+        self._sockets: dict[int, tuple[str, Socket]] = {}
+        """Each server's address and the socket to it."""
+        self._ranks: dict[Socket, int] = {}
+        self._handshakes: dict[int, Handshakes] = {}
+        """Of each server's socket; only with keys can one fail for good."""
+
+    def rank_of(self, socket: Socket) -> int | None:
+        """Whose socket it is; None of one that reports handshakes."""
+        return self._ranks.get(socket)
+
+    def refused_by(self) -> int | None:
+        """A server that will not let this worker in, if there is one.
+
+        Sending does not always tell: libzmq may still take messages for it.
+        """
+        for rank, handshakes in self._handshakes.items():
+            if any(failure != "other" for failure in handshakes.failures()):
+                return rank
+        return None
+
+    def send(self, rank: int, envelope: bytes, frames: Sequence[memoryview]) -> None:
+        """Queues a message for a server.
+
+        Raises:
+            zmq.Again: the server has refused us; or there was no room.
+        """
+        send_frames(self._sockets[rank][1], [envelope], frames)
+
+    def has_room(self, rank: int) -> bool:
+        """Whether a server's socket takes another message now."""
+        return bool(self._sockets[rank][1].poll(0, zmq.POLLOUT))
+
+    def watch_for_room(self, rank: int, is_wanted: bool) -> None:
+        """Whether the poller also tells when a server's socket takes another message."""
+        self._poller.register(self._sockets[rank][1], zmq.POLLIN | (zmq.POLLOUT if is_wanted else 0))
+
+    def follow(self, servers: Mapping[int, Member], now: float) -> None:
+        """Connects to those of ``servers`` that are new or have moved, and lets go of what is not there."""
+        for rank, (address, _) in list(self._sockets.items()):
+            if rank not in servers or servers[rank].address != address:
+                self._close(rank)
+        for rank, server in servers.items():
+            if rank not in self._sockets:
+                self._connect(server, now)
+
+    def _connect(self, server: Member, now: float) -> None:
+        socket = self._open(peer=node_name("server", server.rank))
+        if self._keys is not None:
+            self._handshakes[server.rank] = handshakes = Handshakes(self._ctx, socket)
+            self._poller.register(handshakes.socket, zmq.POLLIN)
+        connect(socket, server.address)
+        self.reach.on_connect(server, now)
+        self._sockets[server.rank] = server.address, socket
+        self._ranks[socket] = server.rank
+        self._poller.register(socket, zmq.POLLIN)
+
+    def _close(self, rank: int) -> None:
+        self.reach.on_answer(rank)
+        _, socket = self._sockets.pop(rank)
+        self._poller.unregister(socket)
+        del self._ranks[socket]
+        if rank in self._handshakes:
+            handshakes = self._handshakes.pop(rank)
+            self._poller.unregister(handshakes.socket)
+            handshakes.close()
+        socket.close(linger=0)
