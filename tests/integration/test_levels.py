@@ -23,6 +23,7 @@ from tests.integration.test_losses import SLACK_SECONDS
 from tests.integration.test_push_pull import CASES, ROUNDS, expected, push_all
 from tests.integration.test_training import train, train_in_one_process
 from zenps.timeline import merge
+from zenps.worker import api
 from zenps.worker.levels.link import Listener
 
 WORKERS = 3
@@ -123,6 +124,38 @@ def test_on_one_host_no_gradient_goes_to_servers() -> None:
         assert torch.equal(summed, torch.full((40_000,), 1 + 2.0**-24))
         assert_same_bits(mean, summed / 2)
         assert pushed == pulled == 0
+
+
+STEPS = 20
+
+
+def keep_and_change(path: Path) -> bool:
+    """Sums lie in memory that all ranks see; to each they are its own, for as long as it has them."""
+    parts = [table(0, 40_000) * (step + 1) for step in range(STEPS)]
+    wanted = torch.full((40_000, COLUMNS), float(WORKERS))
+    kept = [zps.push_pull(part, "kept", average=False).values() for part in parts]
+    for values in kept[::2]:
+        values.mul_(zps.rank() + 2)
+    zps.barrier()  # all ranks have changed theirs
+    used_bytes = []
+    for part in parts:
+        zps.push_pull(part, "dropped", average=False)
+        used_bytes.append(os.fstat(api.communicator()._arena.fd).st_blocks * 512)  # type: ignore[attr-defined]
+    factor = torch.tensor([zps.rank() + 2.0, 1.0])
+    leads = zps.rank() == 0
+    zps.shutdown()
+    if not leads:
+        await_file(path)  # the leader, in whose memory they lie, is no more
+    assert used_bytes[2] == used_bytes[-1], "what was dropped is not used again"
+    return all(torch.equal(kept[step], wanted * (step + 1) * factor[step % 2]) for step in range(STEPS))
+
+
+def test_sums_are_each_rank_s_own(tmp_path: Path) -> None:
+    with Cluster(WORKERS, 2, {"sync.levels": 2}) as cluster:
+        workers = [cluster.start(keep_and_change, tmp_path / "over", rank=rank) for rank in range(WORKERS)]
+        assert workers[0].result() is True
+        (tmp_path / "over").touch()
+        assert [worker.result() for worker in workers[1:]] == [True] * (WORKERS - 1)
 
 
 def test_the_leaders_sum_is_on_the_timeline(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -53,9 +53,53 @@ def test_what_is_too_much_to_keep_goes_back_to_the_system(arena: Arena) -> None:
     assert not torch.any(memory)
 
 
-def test_a_place_outside_is_refused(arena: Arena) -> None:
+def test_what_is_ones_own_is_changed_by_nobody_else(arena: Arena) -> None:
+    window, ended = Window(arena.fd), []
+    offset, memory = arena.lease(10_000)
+    memory.fill_(7)
+    own = tensor_from_bytes(window.own(offset + 100, 9000, ended.append, "one"), torch.uint8, (9000,))
+    other = tensor_from_bytes(window.own(offset, 10_000, ended.append, "other"), torch.uint8, (10_000,))
+    own[0] = 8
+    assert (memory[100], other[100], own[0], own[1]) == (7, 7, 8, 7)
+    part = own[5:]
+    del own
+    assert not ended, "somebody refers to a part of it"
+    del part
+    assert ended == ["one"]
+    del other
+    assert ended == ["one", "other"]
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 8192])
+def test_the_smallest_are_ones_own_too(arena: Arena, size_bytes: int) -> None:
+    offset, memory = arena.lease(8192)
+    memory.fill_(7)
+    own = Window(arena.fd).own(offset, size_bytes, lambda: None)
+    assert bytes(own) == b"\7" * size_bytes
+
+
+def test_what_others_may_have_stays_when_its_arena_closes(arena: Arena) -> None:
+    offset, memory = arena.lease(8 * MIB)
+    memory.fill_(7)
+    own = Window(arena.fd).own(offset, 8 * MIB, lambda: None)
+    closing = Arena(keep_bytes=0)
+    place, lease = closing.lease(MIB)
+    lease.fill_(9)
+    seen = Window(os.dup(closing.fd)).own(place, MIB, lambda: None)
+    closing.close()
+    del lease, closing
+    assert set(bytes(seen)) == {9}
+    if os.fork() == 0:  # as DataLoader does
+        del memory
+        os._exit(0)
+    os.wait()
+    assert set(bytes(own)) == {7}
+
+
+@pytest.mark.parametrize("look", [Window.look, lambda window, *place: window.own(*place, lambda: None)])
+def test_a_place_outside_is_refused(arena: Arena, look: Callable[..., memoryview]) -> None:
     with pytest.raises(ProtocolError, match="not in what a rank shares"):
-        Window(arena.fd).look(CAPACITY_BYTES - 10, 11)
+        look(Window(arena.fd), CAPACITY_BYTES - 10, 11)
 
 
 def test_it_has_no_name(arena: Arena) -> None:

@@ -7,11 +7,13 @@ almost empty, and mapped once as a whole: what is used again costs neither side 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -25,6 +27,9 @@ __all__ = ["Arena", "Window"]
 
 # Of addresses, not of memory: only pages that were written take any.
 CAPACITY_BYTES = 1 << 38
+
+# linux/mman.h; Python has no name for it.
+MADV_POPULATE_READ = 22
 
 
 class Arena:
@@ -49,6 +54,7 @@ class Arena:
         self._freed: dict[int, deque[int]] = {}
         """Where pages were given back to the system, by how many bytes."""
         self._growing = threading.Lock()
+        self._owner = os.getpid()
         self._pool = BufferPool(keep_bytes, self._allocate)
 
     def lease(self, size_bytes: int) -> tuple[int, Tensor]:
@@ -61,7 +67,8 @@ class Arena:
         return memory.data_ptr() - self._base, memory
 
     def close(self) -> None:
-        """Closes the file. Its memory lasts as long as somebody has it."""
+        """Closes the file. Its memory lasts, as it is, as long as somebody has it."""
+        self._owner = 0
         os.close(self.fd)
 
     def _allocate(self, size: int) -> NDArray[np.uint8]:
@@ -78,6 +85,10 @@ class Arena:
         return block
 
     def _free(self, begin: int, size: int) -> None:
+        if (
+            self._owner != os.getpid()
+        ):  # closed, or a copy in a forked process: others may have what lies there
+            return
         self._memory.madvise(mmap.MADV_REMOVE, begin, size)
         self._freed.setdefault(size, deque()).append(begin)
 
@@ -93,6 +104,7 @@ class Window:
     """
 
     def __init__(self, fd: int) -> None:
+        self._fd = fd
         # Not read-only, for of what is torch makes a copy. Nobody writes here.
         self._memory = memoryview(mmap.mmap(fd, CAPACITY_BYTES))
 
@@ -102,6 +114,34 @@ class Window:
         Raises:
             ProtocolError: it has no such place.
         """
-        if offset + size_bytes > CAPACITY_BYTES:
-            raise ProtocolError("payload", f"{size_bytes} bytes at {offset} are not in what a rank shares")
+        _check(offset, size_bytes)
         return self._memory[offset : offset + size_bytes]
+
+    def own(self, offset: int, size_bytes: int, on_end: Callable[..., object], *args: object) -> memoryview:
+        """What lies there, as if it were a copy: who writes to it writes to pages of his own.
+
+        Args:
+            on_end: is called with ``args`` when nobody refers to it any more, on whichever thread. Until then
+                the other rank must leave it as it is.
+
+        Raises:
+            ProtocolError: it has no such place.
+            TensorError: this process may not map it.
+        """
+        _check(offset, size_bytes)
+        before = offset % mmap.ALLOCATIONGRANULARITY
+        try:
+            length = max(before + size_bytes, 1)  # of 0 it would be the whole file
+            mapped = mmap.mmap(self._fd, length, mmap.MAP_PRIVATE, offset=offset - before)
+            # Its pages at once: each by itself, at its first use, costs several times as much.
+            with contextlib.suppress(OSError):  # before Linux 5.14
+                mapped.madvise(MADV_POPULATE_READ)
+        except OSError as error:
+            raise TensorError(f"{size_bytes} bytes of shared memory cannot be mapped: {error}") from error
+        weakref.finalize(mapped, on_end, *args).atexit = False
+        return memoryview(mapped)[before : before + size_bytes]
+
+
+def _check(offset: int, size_bytes: int) -> None:
+    if offset + size_bytes > CAPACITY_BYTES:
+        raise ProtocolError("payload", f"{size_bytes} bytes at {offset} are not in what a rank shares")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from zenps.buffers import BufferPool
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, TensorError, ZenPSError
@@ -34,6 +37,8 @@ class Follower(HostRounds):
         super().__init__(*common)
         self._link, self._await_loss = link, await_loss
         self._window = Window(link.fd)
+        self._dropped: deque[int] = deque()
+        """Numbers of rounds whose sums nobody here has any more, and of which the leader has to hear."""
 
     @property
     def _own_pool(self) -> BufferPool | None:
@@ -47,6 +52,7 @@ class Follower(HostRounds):
         round_.part = part._replace(values=part.values[:0])  # there is a copy of it now
         with contextlib.suppress(LinkError):  # that the leader is gone, the meeting will say
             self._link.send(Give(round_.name, round_.number, rows, offset, size))
+            self._tell_of_dropped()
 
     def _listen(self) -> None:
         while (message := self._link.receive()) is not None:
@@ -65,12 +71,22 @@ class Follower(HostRounds):
     def _take(self, take: Take) -> None:
         round_ = self._round(take.number)
         if round_ is None:
+            self._dropped.append(take.number)
             return
-        shared = round_.form.read(self._window.look(take.offset, take.size_bytes), take.rows)
-        result = round_.form.tensor(shared.copy(self._pool), is_coalesced=True)
-        with contextlib.suppress(LinkError):
-            self._link.send(Taken(take.number))
-        self._finish(take.number, result)
+        outcome: Tensor | ZenPSError
+        try:
+            memory = self._window.own(take.offset, take.size_bytes, self._dropped.append, take.number)
+        except TensorError as error:
+            outcome = error
+        else:
+            outcome = round_.form.tensor(round_.form.read(memory, take.rows), is_coalesced=True)
+        self._finish(take.number, outcome)
+
+    def _tell_of_dropped(self) -> None:
+        # Not where a sum is dropped: that may be anywhere, in the midst of sending, too.
+        with contextlib.suppress(IndexError):  # another thread may have taken the last one
+            while self._dropped:
+                self._link.send(Taken(self._dropped.popleft()))
 
     def _finish(self, number: int, outcome: Any) -> None:
         round_ = self._round(number)

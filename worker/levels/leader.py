@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import selectors
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -33,6 +33,15 @@ Push = Callable[[HostRound, Tensor], tuple[Handle, Callable[[Tensor], Tensor] | 
 """Begins the round over servers; what makes its result what it shall be, where it is another."""
 
 
+class _Place(NamedTuple):
+    """Where a sum lies in the leader's arena, and that memory."""
+
+    rows: int
+    offset: int
+    size_bytes: int
+    memory: Tensor
+
+
 class Leader(HostRounds):
     """For the arguments after these, see :class:`HostRounds`.
 
@@ -47,10 +56,11 @@ class Leader(HostRounds):
         self._links, self._push = links, push
         self._adder = Adder(self._kernels, 1 + len(links))
         self._windows = {link.rank: Window(link.fd) for link in links}
+        self._own_window = Window(self._arena.fd)
         self._given: dict[tuple[int, str], Give] = {}
         """The latest by rank and tensor."""
         self._leases: dict[tuple[int, int], Tensor] = {}
-        """Sums that have not been copied, by rank and number of its round."""
+        """Sums that somebody has, by rank and number of its round."""
 
     @property
     def _own_pool(self) -> BufferPool | None:
@@ -98,8 +108,7 @@ class Leader(HostRounds):
             if self._push is None:
                 with self._spans("aggregate", round_.name):
                     pieces = self._adder.add(parts, round_.form, self._size if round_.average else 1)
-                own = self._hand_out(round_, pieces).copy(self._pool)
-                self._end(round_, round_.form.tensor(own, is_coalesced=True))
+                self._end(round_, self._seen(round_, self._hand_out(round_, pieces)))
             else:
                 round_.pushed = self._push(round_, added(parts, round_.form, self._pool))
         except ZenPSError as error:
@@ -134,19 +143,25 @@ class Leader(HostRounds):
         else:
             self._end(round_, round_.form.tensor(part, is_coalesced=True))
 
-    def _hand_out(self, round_: HostRound, pieces: Sequence[Part]) -> Part:
-        """Shares the sum with the other ranks; returns what they see."""
+    def _hand_out(self, round_: HostRound, pieces: Sequence[Part]) -> _Place:
+        """Puts the sum where the other ranks see it."""
         rows = sum(len(piece.rows) for piece in pieces)
         size = round_.form.size_bytes(rows)
         # What is empty has a place, too: then there is one case less.
         offset, memory = self._arena.lease(max(size, 1))
-        shared = round_.form.place(memory[:size], rows)
-        self._adder.copy(pieces, shared)
+        self._adder.copy(pieces, round_.form.place(memory[:size], rows))
         for link in self._links:
             number = round_.numbers[link.rank]
             self._leases[link.rank, number] = memory
             self._tell(link, Take(number, rows, offset, size))
-        return shared
+        return _Place(rows, offset, size, memory)
+
+    def _seen(self, round_: HostRound, place: _Place) -> Tensor:
+        """What this rank has of a sum, as the others have it."""
+        own = self._rank, round_.number
+        self._leases[own] = place.memory
+        memory = self._own_window.own(place.offset, place.size_bytes, self._leases.pop, own, None)
+        return round_.form.tensor(round_.form.read(memory, place.rows), is_coalesced=True)
 
     def _refuse(self, round_: HostRound, error: ZenPSError) -> None:
         """Ends a round on all ranks of this host. That this one has left, others find out themselves."""

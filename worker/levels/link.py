@@ -55,7 +55,7 @@ class Give(Struct, frozen=True, array_like=True, tag="give"):
 
 
 class Take(Struct, frozen=True, array_like=True, tag="take"):
-    """From the leader: the sum lies in its arena, in the same form, until it is ``Taken``."""
+    """From the leader: the sum lies in its arena, in the same form, until it was ``Taken``."""
 
     number: Count
     rows: Count
@@ -73,7 +73,7 @@ class Failed(Struct, frozen=True, array_like=True, tag="failed"):
 
 
 class Taken(Struct, frozen=True, array_like=True, tag="taken"):
-    """To the leader: the sum has been copied."""
+    """To the leader: nobody has the sum any more."""
 
     number: Count
 
