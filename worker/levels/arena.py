@@ -85,12 +85,9 @@ class Arena:
         return block
 
     def _free(self, begin: int, size: int) -> None:
-        if (
-            self._owner != os.getpid()
-        ):  # closed, or a copy in a forked process: others may have what lies there
-            return
-        self._memory.madvise(mmap.MADV_REMOVE, begin, size)
-        self._freed.setdefault(size, deque()).append(begin)
+        if self._owner == os.getpid():  # neither closed nor forked: else others may have what lies there
+            self._memory.madvise(mmap.MADV_REMOVE, begin, size)
+            self._freed.setdefault(size, deque()).append(begin)
 
 
 class Window:
