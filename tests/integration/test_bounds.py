@@ -29,7 +29,7 @@ from zenps.wire.frames import encode
 from zenps.wire.link import SchedulerLink, new_register
 from zenps.wire.messages import Push, StatusRequest
 from zenps.wire.sockets import context
-from zenps.worker import channel
+from zenps.worker import channel, servers
 from zenps.worker.exchange import MOST_REPETITIONS
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -48,7 +48,7 @@ def flipped(frames: Sequence[memoryview], least: int) -> list[memoryview]:
 
 def damage(every: int) -> None:
     """From now on, one in ``every`` messages of this worker is damaged on its way, out and back."""
-    send, receive, count = channel.send_frames, channel.receive_frames, iter(range(1, 1 << 40))
+    send, receive, count = servers.send_frames, channel.receive_frames, iter(range(1, 1 << 40))
 
     def send_damaged(socket: object, prefix: Sequence[bytes], frames: Sequence[memoryview]) -> None:
         send(socket, prefix, flipped(frames, 8) if next(count) % every == 0 else frames)
@@ -59,7 +59,7 @@ def damage(every: int) -> None:
             frames[:1] + flipped(frames[1:], 8) if len(frames) == 3 and next(count) % every == 0 else frames
         )
 
-    channel.send_frames, channel.receive_frames = send_damaged, receive_damaged
+    servers.send_frames, channel.receive_frames = send_damaged, receive_damaged
 
 
 def train_damaged(every: int, done: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
