@@ -20,7 +20,7 @@ from zenps.server.rounds import Actions, Held, Rounds
 from zenps.settings import ClusterConfig
 from zenps.wire.messages import FromServer, Member, Register
 from zenps.worker.exchange import Exchange
-from zenps.worker.round import Action, Frames, Outgoing, Round, SendPush
+from zenps.worker.round import Action, Frames, Round, SendPush
 
 from .nodes import Parts
 from .script import Scenario
@@ -65,7 +65,7 @@ class SaysItIsTheFirstTime(Exchange):
     def _cut(self, round_: Round) -> None:
         super()._cut(round_)
         replace = msgspec.structs.replace
-        round_.outgoing = [Outgoing(s, replace(push, again=False), f) for s, push, f in round_.outgoing]
+        round_.outgoing = [out._replace(push=replace(out.push, again=False)) for out in round_.outgoing]
 
 
 class NeverRepeats(Exchange):

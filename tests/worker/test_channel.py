@@ -206,8 +206,8 @@ def test_what_waits_is_cut_again_for_a_new_ring_and_not_sent_for_the_old(
     server = Server(ctx)
 
     def cut_again(round_: Round) -> tuple[Any, list[Outgoing]]:
-        server_rank, push, frames, priority = round_.outgoing[0]
-        return None, [Outgoing(server_rank, structs.replace(push, epoch=2), frames, priority)]
+        (out,) = round_.outgoing
+        return None, [out._replace(push=structs.replace(out.push, epoch=2))]
 
     pushing.cut_again = cut_again
     joined(pushing, server)
