@@ -190,7 +190,7 @@ def push_pull_async(tensor: Tensor, name: str, average: bool = True, priority: i
         TensorError: the tensor cannot be synchronised; nothing was sent. That the indices of one on a CUDA
             device lie outside its shape is raised by :func:`synchronize`.
         ConfigError: the tensor is on a CUDA device, and CuPy is not installed.
-        UsageError: ``name`` is in flight already, or 65536 others have been used.
+        UsageError: ``name`` is in flight already, or 65536 others have been used; ``priority`` is no integer.
     """
     return _begin(tensor, name, average, priority, is_gradient=False)
 
@@ -204,6 +204,8 @@ def _begin(tensor: Tensor, name: str, average: bool, priority: int, *, is_gradie
     world = communicator()
     check_name(name)
     check_tensor(tensor, average)
+    if not isinstance(priority, int):
+        raise UsageError(f"tensor {name!r}: priority {priority!r:.60}: expected an integer")
     if _recorder is not None:
         _recorder.note(tensor, name)
     return world.push_pull_async(tensor, name, average=average, is_gradient=is_gradient, priority=priority)

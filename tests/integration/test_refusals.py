@@ -57,6 +57,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "second init": (zps.init, "UsageError", "shutdown()"),
     "empty name": (lambda: zps.push_pull(torch.ones(3), ""), "UsageError", "1 to 1024"),
     "long name": (lambda: zps.push_pull(torch.ones(3), "x" * 1025), "UsageError", "1 to 1024"),
+    "priority": (
+        lambda: zps.push_pull_async(torch.ones(3), "x", priority="high"),  # type: ignore[arg-type]
+        "UsageError",
+        "priority 'high': expected an integer",
+    ),
     "name not text": (lambda: zps.push_pull(torch.ones(3), 7), "UsageError", "string"),  # type: ignore[arg-type]
     "name not Unicode": (lambda: zps.push_pull(torch.ones(3), "\ud800"), "UsageError", "a string"),
     "no such root": (
