@@ -107,7 +107,7 @@ class Aggregator:
     ) -> tuple[Result, tuple[memoryview, memoryview]]:
         """The result of a round, and its frames. ``pushes`` are in rank order and agree in shape."""
         push = pushes[0][0]
-        divisor = sum([len(push.ranks) for push, _ in pushes]) if push.average else 1
+        divisor = sum([1 + len(push.stands_for) for push, _ in pushes]) if push.average else 1
         pushed = sum([push.rows for push, _ in pushes])
         if push.kind == "dense":
             parts = [payload.values for _, payload in pushes if payload.values.nbytes]
@@ -148,8 +148,6 @@ class Aggregator:
         codec.encode(values, data, push.step)
         return tensor_bytes(data)
 
-    # NaN and infinities travel as they are.
-    @np.errstate(invalid="ignore", over="ignore")
     def _sum_dense(self, parts: Sequence[memoryview], push: Push, divisor: int) -> memoryview:
         """The sum in order, started from the first part so that -0.0 survives."""
         if len(parts) == 1 and divisor == 1:
@@ -164,7 +162,6 @@ class Aggregator:
             total += self._widened(part, push)
         return self._divided(total, divisor, push)
 
-    @np.errstate(invalid="ignore", over="ignore")
     def _sum_blocks(
         self, pushes: Sequence[tuple[Push, Payload]], divisor: int
     ) -> tuple[Positions, Ahead, memoryview]:

@@ -88,6 +88,10 @@ class History:
             self.size_bytes += RANK_BYTES
         newest[push.rank] = push.step if last is None else max(last, push.step)
 
+    def has_gone_on(self, key: Key, rank: int) -> bool:
+        """Whether a rank has pushed a later step of this tensor: it has ended this one."""
+        return self._newest[key.tensor].get(rank, -1) > key.step
+
     def gone_on(self, key: Key, ranks: Iterable[int]) -> set[int]:
         """Those of ``ranks`` that have pushed a later step of this tensor: they have ended this one."""
         newest = self._newest[key.tensor]

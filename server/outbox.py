@@ -64,16 +64,11 @@ class Outbox:
             if waiting.size_bytes > self._most_bytes:
                 raise StalledError(f"it has not taken {waiting.size_bytes} bytes that it was sent")
         parts: list[bytes | memoryview] = [peer, envelope, *frames]
-        last = len(parts) - 1
+        last = parts.pop()
         try:
-            for number, part in enumerate(parts):
-                flags = MORE if number < last else LAST
-                if len(part) < COPY_BELOW_BYTES:
-                    self._socket.send(part, flags)
-                    continue
-                tracker = self._socket.send(part, flags, copy=False, track=True)
-                waiting.frames.append((tracker, len(part)))
-                waiting.size_bytes += len(part)
+            for part in parts:
+                self._send(part, MORE, waiting)
+            self._send(last, LAST, waiting)
         except zmq.Again:
             raise StalledError(
                 f"it has not taken {SEND_AT_MOST_MESSAGES} messages that it was sent"
@@ -82,6 +77,14 @@ class Outbox:
             if error.errno == zmq.EHOSTUNREACH:
                 del self._waiting[peer]
             raise
+
+    def _send(self, part: bytes | memoryview, flags: int, waiting: _Waiting) -> None:
+        size = len(part)
+        if size < COPY_BELOW_BYTES:
+            self._socket.send(part, flags)
+            return
+        waiting.frames.append((self._socket.send(part, flags, copy=False, track=True), size))
+        waiting.size_bytes += size
 
     def forget(self, peer: bytes) -> None:
         """Nothing will be sent to it any more."""

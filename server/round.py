@@ -142,11 +142,11 @@ class Round(Struct, eq=False):
 
 def disagreement(pushes: Sequence[Push]) -> str:
     """In what the ranks' pushes of one round differ, where they may not; empty if they agree."""
+    if len({_signature(push) for push in pushes}) == 1:
+        return ""
     alike: dict[tuple[object, ...], list[Push]] = {}
     for push in pushes:
         alike.setdefault(_signature(push), []).append(push)
-    if len(alike) == 1:
-        return ""
     return "ranks disagree: " + listing(map(_describe, alike.values()), "; ", most=4)
 
 

@@ -125,7 +125,7 @@ class Rounds:
         self._history.note(push)
         if key in self._open:
             return self._hold(self._open[key], held, now)
-        if self._history.gone_on(key, [push.rank]):
+        if self._history.has_gone_on(key, push.rank):
             # Late, or for others that have been answered meanwhile.
             self.duplicates += 1
             return []
@@ -163,20 +163,19 @@ class Rounds:
         is_due = round_.is_reopened or held.push.again
         if not self._make_room(self._estimate(held.size_bytes), is_due=is_due):
             return self._refuse(round_, held)
-        return self._open_round(round_, "push", held.size_bytes, now) + self._hold(round_, held, now)
+        return self._open_round(round_, "push", now) + self._hold(round_, held, now)
 
-    def _open_round(
-        self, round_: Round, event: Literal["push", "room"], size_bytes: int, now: float
-    ) -> Actions:
+    def _open_round(self, round_: Round, event: Literal["push", "room"], now: float) -> Actions:
         """Opens a round, and asks the ranks that were refused before it fitted to push again."""
-        self._refused.pop(round_.key, None)
-        self._refusals.subtract(round_.refused.keys())
-        peers, round_.refused = list(round_.refused), {}
         round_.advance(event)
         round_.opened = now
         self._open[round_.key] = round_
-        self._reserve(round_, size_bytes)
-        return [Reply(peers, Resume(self._epoch, *round_.key))] if peers else []
+        if not round_.refused:
+            return []
+        del self._refused[round_.key]
+        self._refusals.subtract(round_.refused.keys())
+        peers, round_.refused = list(round_.refused), {}
+        return [Reply(peers, Resume(self._epoch, *round_.key))]
 
     def _look_at(self, round_: Round, now: float) -> Actions:
         """Ends a round that has waited long enough, or that can never be complete.
@@ -204,7 +203,7 @@ class Rounds:
         if push.rank in round_.held:
             self.duplicates += 1
             return []
-        if twice := round_.ranks & set(push.ranks):
+        if twice := round_.ranks.intersection(push.ranks):
             reason = f"push of rank {push.rank} for rank(s) {listing(sorted(twice))}, whose part is there"
             raise ProtocolError("unexpected", reason)
         round_.advance("push")
@@ -221,8 +220,7 @@ class Rounds:
         A round that was begun under an older ring may have been answered there, with the push of a rank that
         is gone since, so it cannot do without. Nor can one whose outcome was forgotten that had it.
         """
-        lost = self._gone - round_.ranks - round_.without
-        if lost and round_.is_again:
+        if round_.is_again and (lost := self._gone - round_.ranks - round_.without):
             reason = f"rank {min(lost)} was lost after a server had been, within one round of both"
             if round_.is_reopened:
                 reason = f"rank {min(lost)} was lost, and the sum that it has part in had to be forgotten"
@@ -296,7 +294,7 @@ class Rounds:
             round_.without = self._gone - round_.ranks
         round_.held, round_.ranks = {}, set()
         round_.message, round_.frames = message, frames
-        round_.size_bytes = ROUND_BYTES + sum(frame.nbytes for frame in frames)
+        round_.size_bytes = ROUND_BYTES + sum([frame.nbytes for frame in frames])
         self._history.keep(round_)
         while len(self._history) > 1 and self.used_bytes > self.budget_bytes:
             self._history.forget_oldest()
@@ -336,11 +334,10 @@ class Rounds:
 
     def _reserve(self, round_: Round, push_bytes: int) -> None:
         """Counts a round by its largest push: others may hold less, none holds more."""
-        self._resize(round_, max(round_.size_bytes, self._estimate(push_bytes)))
-
-    def _resize(self, round_: Round, size_bytes: int) -> None:
-        self._open_bytes += size_bytes - round_.size_bytes
-        round_.size_bytes = size_bytes
+        size_bytes = self._estimate(push_bytes)
+        if size_bytes > round_.size_bytes:
+            self._open_bytes += size_bytes - round_.size_bytes
+            round_.size_bytes = size_bytes
 
     def _make_room(self, size_bytes: int, *, is_due: bool = False) -> bool:
         """Whether a round of this size may open. One always may: then it can finish.
@@ -373,5 +370,6 @@ class Rounds:
             size = max(round_.refused.values())
             if not self._make_room(self._estimate(size)):
                 break
-            actions += self._open_round(round_, "room", size, now)
+            actions += self._open_round(round_, "room", now)
+            self._reserve(round_, size)
         return actions

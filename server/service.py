@@ -20,7 +20,7 @@ from zenps.buffers import BufferPool
 from zenps.config import Config, rank_from_environment
 from zenps.errors import PeerLostError, ProtocolError, listing
 from zenps.kernels.cpu import CpuKernels
-from zenps.keys import load_keys, node_name
+from zenps.keys import load_keys
 from zenps.lateness import latest
 from zenps.metrics import ServerMetrics
 from zenps.trace import OFF, Trace, open_trace
@@ -124,6 +124,8 @@ class _Service:
         if self._failure:
             raise PeerLostError(self._failure)
 
+    # NaN and infinities are added as they are. To say so at each sum costs as much as a sum of 1 KB.
+    @np.errstate(invalid="ignore", over="ignore")
     def _serve_until_told(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -216,10 +218,11 @@ class _Service:
             raise ProtocolError("envelope", "no envelope")
         with self._trace.span("receive") as span:
             push = self._decoder.decode(frames[0], frames[1:])
-            self._gate.check(frames[0], node_name("worker", push.rank))
+            self._gate.check(frames[0], "worker", push.rank)
             if self._peers.get(push.rank) != peer:
                 raise ProtocolError("unexpected", f"push of rank {push.rank} by another peer")
-            self._check_ranks(push)
+            if push.stands_for:
+                self._check_ranks(push)
             if peer in self._stalled:
                 raise ProtocolError("unexpected", f"push of rank {push.rank}, which was dropped")
             check_span(push, self._config.cluster.max_message_bytes)
@@ -246,13 +249,11 @@ class _Service:
         return [Reply([peer], Resend(push.epoch, push.tensor, push.step, push.chunk))]
 
     def _execute(self, actions: Sequence[Aggregate | Reply]) -> None:
-        todo = list(actions)
-        while todo:
-            match todo.pop(0):
-                case Aggregate() as round_:
-                    todo += self._aggregate(round_)
-                case Reply() as reply:
-                    self._reply(reply)
+        for action in actions:
+            if isinstance(action, Reply):
+                self._reply(action)
+            else:
+                self._execute(self._aggregate(action))
 
     def _aggregate(self, round_: Aggregate) -> list[Aggregate | Reply]:
         begin = time.monotonic()

@@ -19,7 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from zenps import log
 from zenps.errors import ConfigError, ProtocolError
-from zenps.keys import Keys, read_owners
+from zenps.keys import Keys, node_name, read_owners
 from zenps.values import is_loopback, parse_address
 from zenps.wire.connections import HANDSHAKE_FAILURES, Connections, Event
 from zenps.wire.sockets import ZAP_DOMAIN, Socket
@@ -153,14 +153,16 @@ class Gate:
             raise ProtocolError("key", f"its key is no longer listed in {self._keys.file}")
         return name
 
-    def check(self, frame: memoryview | zmq.Frame, name: str) -> None:
-        """Refuses a frame by anybody but the node ``name``.
+    def check(self, frame: memoryview | zmq.Frame, role: str, rank: int) -> None:
+        """Refuses a frame by anybody but the node of this role and rank.
 
         Raises:
             ProtocolError: another node's key, or a revoked one.
         """
-        owner = self.owner(frame)
-        if owner and owner != name:
+        if self._keys is None:
+            return
+        owner, name = self.owner(frame), node_name(role, rank)
+        if owner != name:
             raise ProtocolError("key", f"a message of {name} by {owner}")
 
     def attend(self) -> None:

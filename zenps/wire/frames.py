@@ -16,7 +16,7 @@ from types import UnionType
 from typing import Any, Generic, TypeVar
 
 import msgspec
-import xxhash
+from xxhash import xxh3_64_intdigest
 
 from zenps.errors import ProtocolError
 
@@ -72,9 +72,9 @@ def encode(job: str, message: msgspec.Struct, frames: Sequence[memoryview] = ())
 
 def checksum_of(body: bytes | memoryview, frames: Sequence[memoryview]) -> int:
     """XXH3-64 of each part, seeded with that of the part before: a fresh state costs more than 1 KB."""
-    total = xxhash.xxh3_64_intdigest(body)
+    total = xxh3_64_intdigest(body)
     for frame in frames:
-        total = xxhash.xxh3_64_intdigest(frame, total)
+        total = xxh3_64_intdigest(frame, total)
     return total
 
 

@@ -160,10 +160,11 @@ def receive_routed(socket: Socket) -> tuple[int, list[memoryview]]:
 
 def _receive(socket: Socket) -> tuple[zmq.Frame, list[memoryview]]:
     # recv_multipart would ask the socket anew whether there are more, which costs as much as a frame.
-    first = frame = socket.recv(copy=False)
+    receive = socket.recv
+    first = frame = receive(0, False)
     frames = [frame.buffer]
     while frame.more:
-        frame = socket.recv(copy=False)
+        frame = receive(0, False)
         if len(frames) < MOST_FRAMES:
             frames.append(frame.buffer)
     return first, frames

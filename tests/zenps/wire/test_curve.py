@@ -124,9 +124,9 @@ def test_check_binds_a_message_to_a_name(scheduler: Scheduler, directory: Path) 
     scheduler.dealer(keys_of(directory, "worker", 1))
     scheduler.attend_until(lambda: scheduler.router.poll(0))
     _, frame = scheduler.router.recv_multipart(copy=False)
-    scheduler.gate.check(frame, "worker-1")
+    scheduler.gate.check(frame, "worker", 1)
     with pytest.raises(ProtocolError, match=r"^key: a message of worker-0 by worker-1$"):
-        scheduler.gate.check(frame, "worker-0")
+        scheduler.gate.check(frame, "worker", 0)
 
 
 def test_unknown_key(scheduler: Scheduler, strangers: Keys, caplog: pytest.LogCaptureFixture) -> None:
