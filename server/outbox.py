@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import zmq
 
-from zenps.wire.sockets import COPY_BELOW_BYTES, SEND_AT_MOST_MESSAGES, Socket
+from zenps.wire.sockets import COPY_BELOW_BYTES, SEND_AT_MOST_MESSAGES, Socket, send_frame
 
 __all__ = ["Outbox", "StalledError"]
 
@@ -67,8 +67,14 @@ class Outbox:
         last = parts.pop()
         try:
             for part in parts:
-                self._send(part, MORE, waiting)
-            self._send(last, LAST, waiting)
+                if len(part) < COPY_BELOW_BYTES:
+                    send_frame(self._socket, part, MORE, True)
+                else:
+                    self._send_large(part, MORE, waiting)
+            if len(last) < COPY_BELOW_BYTES:
+                send_frame(self._socket, last, LAST, True)
+            else:
+                self._send_large(last, LAST, waiting)
         except zmq.Again:
             raise StalledError(
                 f"it has not taken {SEND_AT_MOST_MESSAGES} messages that it was sent"
@@ -78,13 +84,10 @@ class Outbox:
                 del self._waiting[peer]
             raise
 
-    def _send(self, part: bytes | memoryview, flags: int, waiting: _Waiting) -> None:
-        size = len(part)
-        if size < COPY_BELOW_BYTES:
-            self._socket.send(part, flags)
-            return
-        waiting.frames.append((self._socket.send(part, flags, copy=False, track=True), size))
-        waiting.size_bytes += size
+    def _send_large(self, part: bytes | memoryview, flags: int, waiting: _Waiting) -> None:
+        tracker = self._socket.send(part, flags, copy=False, track=True)
+        waiting.frames.append((tracker, len(part)))
+        waiting.size_bytes += len(part)
 
     def forget(self, peer: bytes) -> None:
         """Nothing will be sent to it any more."""

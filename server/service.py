@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from zenps import log, metrics
 from zenps.buffers import BufferPool
+from zenps.clock import now_ns
 from zenps.config import Config, rank_from_environment
 from zenps.errors import PeerLostError, ProtocolError, listing
 from zenps.kernels.cpu import CpuKernels
@@ -78,7 +79,6 @@ class _Service:
         self._trace = trace
         self._config = config
         self._metrics = counters
-        self._aggregated = counters.rounds.labels(outcome="aggregated")
         host = cluster.host or find_host(cluster.scheduler, cluster.rendezvous_seconds)
         self._rank = rank_from_environment(os.environ)
         keys = load_keys(config.security, "server", self._rank)
@@ -216,19 +216,21 @@ class _Service:
     def _on_push(self, peer: bytes, frames: Sequence[memoryview]) -> list[Aggregate | Reply]:
         if not frames:
             raise ProtocolError("envelope", "no envelope")
-        with self._trace.span("receive") as span:
-            push = self._decoder.decode(frames[0], frames[1:])
-            self._gate.check(frames[0], "worker", push.rank)
-            if self._peers.get(push.rank) != peer:
-                raise ProtocolError("unexpected", f"push of rank {push.rank} by another peer")
-            if push.stands_for:
-                self._check_ranks(push)
-            if peer in self._stalled:
-                raise ProtocolError("unexpected", f"push of rank {push.rank}, which was dropped")
-            check_span(push, self._config.cluster.max_message_bytes)
-            payload = read_payload(push, frames[1:])
-            if span:
-                span.note(**about(push), rank=push.rank, rows=push.rows, bytes=size_bytes(frames))
+        begin_ns = now_ns()
+        envelope, *tensors = frames
+        push = self._decoder.decode(envelope, tensors)
+        self._gate.check(envelope, "worker", push.rank)
+        if self._peers.get(push.rank) != peer:
+            raise ProtocolError("unexpected", f"push of rank {push.rank} by another peer")
+        if push.stands_for:
+            self._check_ranks(push)
+        if peer in self._stalled:
+            raise ProtocolError("unexpected", f"push of rank {push.rank}, which was dropped")
+        check_span(push, self._config.cluster.max_message_bytes)
+        payload = read_payload(push, tensors)
+        if self._trace.is_on:
+            size = size_bytes(frames)
+            self._trace.did(begin_ns, "receive", **about(push), rank=push.rank, rows=push.rows, bytes=size)
         return self._rounds.on_push(Held(peer, push, payload, payload.size_bytes), time.monotonic())
 
     def _check_ranks(self, push: Push) -> None:
@@ -256,27 +258,28 @@ class _Service:
                 self._execute(self._aggregate(action))
 
     def _aggregate(self, round_: Aggregate) -> list[Aggregate | Reply]:
-        begin = time.monotonic()
+        begin_ns = now_ns()
         pushes = []
         for held in round_.pushes:
             assert isinstance(held.payload, Payload)
             pushes.append((held.push, held.payload))
-        with self._trace.span("aggregate") as span:
-            result, frames = self._aggregator.aggregate(pushes)
-            if span:
-                span.note(**about(result), pushes=len(pushes), rows=result.rows, bytes=size_bytes(frames))
-        end = time.monotonic()
+        result, frames = self._aggregator.aggregate(pushes)
+        end_ns = now_ns()
+        if self._trace.is_on:
+            size = size_bytes(frames)
+            self._trace.did(
+                begin_ns, "aggregate", **about(result), pushes=len(pushes), rows=result.rows, bytes=size
+            )
         self._metrics.round_wait_duration.observe(round_.waited_seconds)
-        self._metrics.aggregation_duration.observe(end - begin)
-        self._aggregated.inc()
+        self._metrics.aggregation_duration.observe((end_ns - begin_ns) / 1e9)
         push, _ = pushes[0]
         log.here.step = push.step // PHASES if push.kind == "blocks" else push.step
-        return self._rounds.finish(round_.key, result, frames, end)
+        return self._rounds.finish(round_.key, result, frames, end_ns / 1e9)
 
     def _reply(self, reply: Reply) -> None:
         match reply.message:
             case Failure(reason=reason):
-                self._metrics.rounds.labels(outcome="failed").inc()
+                self._metrics.rounds.fail()
                 logger.warning("%s", reason)
             case Busy():
                 self._metrics.refused_pushes.inc()
@@ -285,11 +288,9 @@ class _Service:
         for peer in reply.peers:
             if peer in self._stalled:
                 continue
+            begin_ns = now_ns()
             try:
-                with self._trace.span(KINDS[type(reply.message)]) as span:
-                    self._outbox.send(peer, envelope, reply.frames)
-                    if span:
-                        span.note(**about(reply.message), rank=self._ranks.get(peer), bytes=size)
+                self._outbox.send(peer, envelope, reply.frames)
             except StalledError as error:
                 self._drop(peer, str(error))
                 continue
@@ -300,6 +301,9 @@ class _Service:
                 logger.debug("peer %s cannot be reached", peer.hex())
                 continue
             self._metrics.sent_bytes.inc(size)
+            if self._trace.is_on:
+                kind, rank = KINDS[type(reply.message)], self._ranks.get(peer)
+                self._trace.did(begin_ns, kind, **about(reply.message), rank=rank, bytes=size)
 
     def _drop(self, peer: bytes, reason: str) -> None:
         """A worker that does not read: what waits for it is freed, and rounds that need it fail."""

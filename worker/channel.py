@@ -263,9 +263,9 @@ class Channel:
     # ── with the role ───────────────────────────────────────────────────────────────────────────
 
     def _receive(self, rank: int, socket: Socket) -> None:
-        frames = receive_frames(socket)
+        envelope, *frames = receive_frames(socket)
         try:
-            message = self._decoder.decode(frames[0], frames[1:])
+            message = self._decoder.decode(envelope, frames)
         except CorruptedError as error:
             self._refuse(rank, error)
             self._execute(self._exchange.on_corrupted(rank, error.message))
@@ -274,8 +274,8 @@ class Channel:
             self._refuse(rank, error)
             return
         self._servers.reach.on_answer(rank)
-        self._metrics.pull_bytes.inc(sum([frame.nbytes for frame in frames]))
-        self._execute(self._exchange.on_reply(rank, message, frames[1:], time.monotonic()))
+        self._metrics.pull_bytes.inc(envelope.nbytes + sum([frame.nbytes for frame in frames]))
+        self._execute(self._exchange.on_reply(rank, message, frames, time.monotonic()))
 
     def _begin(self, round_: Round, handle: Handle) -> None:
         self._handles[id(round_)] = round_, handle
@@ -295,7 +295,7 @@ class Channel:
 
     def _fail(self, handle: Handle, error: ZenPSError) -> None:
         """Fails a tensor, with all rounds that it has in flight."""
-        self._metrics.rounds.labels(outcome="failed").inc()
+        self._metrics.rounds.fail()
         handle.fail(error)
         for key, (round_, its_handle) in list(self._handles.items()):
             if its_handle is handle:

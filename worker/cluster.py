@@ -90,7 +90,6 @@ class Cluster(Communicator):
             self._let_go()
             raise
         view = self._session.view
-        self._completed = self._metrics.rounds.labels(outcome="completed")
         self.stats = Stats(partition=self._scheme.partition or config.sync.partition)
         self.bucket_bytes = config.sync.bucket_bytes
         self.run = RUN if config.sync.values == "int8" else 1
@@ -167,7 +166,7 @@ class Cluster(Communicator):
             if progress.step > self._last_step:
                 self._last_step = log.here.step = progress.step
                 self._metrics.steps.inc()
-        begin_ns, is_staged = now_ns(), not tensor.is_cpu
+        begin_ns = now_ns()
         try:
             tensor, back = self._transfers.convert(tensor)
             expected_rows = previous.pulled_rows if previous else 0
@@ -178,11 +177,11 @@ class Cluster(Communicator):
         except BaseException:  # Ctrl-C too: a name in flight for ever could not be pushed again
             self._take_back(name, previous)
             raise
-        handle, begin = self._handle(name, progress, transfer, how, record)
+        handle, begin = self._handle(name, progress, transfer, how, record, plan is not None)
 
         def push() -> None:
             progress.compacted_seconds = time.perf_counter() - progress.began
-            if is_staged:
+            if transfer.is_staged:
                 self._spans.trace.since(begin_ns, "stage", tensor=name, step=progress.step)
             handle.pushed()
             self._session.channel.submit(begin(), handle)
@@ -191,15 +190,26 @@ class Cluster(Communicator):
             self._take_back(name, previous)
             handle.fail(error)
 
-        self._staging.add(transfer, push, fail)
+        if transfer.is_staged:
+            self._staging.add(transfer, push, fail)
+        else:
+            push()
+            self._staging.advance(until=0.0)
         return handle, back
 
     def _handle(
-        self, name: str, progress: Progress, transfer: Transfer, how: How, record: Recorder
+        self,
+        name: str,
+        progress: Progress,
+        transfer: Transfer,
+        how: How,
+        record: Recorder,
+        in_streams: bool,
     ) -> tuple[Handle, Callable[[], list[Round]]]:
         """What the caller gets, and what makes its rounds once the transfer is prepared."""
         waiting = self._wait, self._timeout_seconds, record, self._spans
-        if isinstance(transfer, BlockTransfer | StagedBlocks):
+        if in_streams:
+            assert isinstance(transfer, BlockTransfer | StagedBlocks)
             new_round = partial(self._phase, name, progress.step, transfer, how)
             handle = StreamedHandle(name, progress, transfer, new_round, *waiting)
             return handle, handle.begin
@@ -377,7 +387,6 @@ class Cluster(Communicator):
         stats.dense_bytes += dense_bytes
         stats.wait_seconds += waited_seconds
         stats.work_seconds += compacted_seconds
-        self._completed.inc()
         counters.dense_bytes.inc(dense_bytes)
         counters.push_pull_duration.observe(time.perf_counter() - began)
         counters.wait_duration.observe(waited_seconds)

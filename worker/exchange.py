@@ -272,9 +272,9 @@ class Exchange:
 
     def _on_result(self, round_: Round, server: int, result: Result, frames: Frames) -> list[Action]:
         del round_.unanswered[server, result.chunk]
-        settled: Round | None = round_
-        while settled is not None:
-            settled = self._settle((round_.tensor, settled.previous))
+        while round_.previous >= 0:
+            settled = self._settle((round_.tensor, round_.previous))
+            round_.previous = -1 if settled is None else settled.previous
         is_awaited, last = round_.state == "pushed", not round_.unanswered
         if last:
             self._end(round_, "answered")

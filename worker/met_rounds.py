@@ -155,7 +155,7 @@ class MetRounds(ABC, Generic[R]):
         with self._news:
             self._in_flight.pop(round_.name, None)
         if isinstance(outcome, ZenPSError):
-            self._metrics.rounds.labels(outcome="failed").inc()
+            self._metrics.rounds.fail()
         round_.end(outcome)
 
     def _hear(self, round_: R) -> None:

@@ -62,7 +62,7 @@ class Round(Struct, eq=False):
     again: bool = False
     """Whether it was pushed under an older ring before: others may have ended it there."""
     previous: int = -1
-    """The step of the tensor's round before it."""
+    """The step of the tensor's latest round before it that may not be settled yet; -1 if there is none."""
     state: State = "pushed"
     unanswered: dict[tuple[int, int], Outgoing] = {}
     """By server and chunk. Pushes are kept whole: a server may ask for one again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 
 import torch
-from torch._C._autograd import _profiler_enabled
+from torch.autograd import profiler
 
 from zenps.trace import NOTHING, OFF, Nothing, Span, Trace
 
@@ -26,8 +26,8 @@ class Spans:
 
     def __call__(self, kind: str, tensor: str = "", step: int = -1) -> Span | Nothing | _Profiled:
         """What this thread does in the ``with`` block: to ``tensor``, in its round ``step``."""
-        # torch's own marks cost microseconds even if nobody profiles; to ask first costs a tenth of one.
-        is_profiled = _profiler_enabled()
+        # torch's own marks cost microseconds even if nobody profiles. Its optimizers ask this way, too.
+        is_profiled = profiler._is_profiler_enabled
         if not (is_profiled or self.trace.is_on):
             return NOTHING
         span = self.trace.span(kind, tensor=tensor, step=step) if tensor else self.trace.span(kind)

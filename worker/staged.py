@@ -46,6 +46,8 @@ __all__ = ["StagedBlocks", "StagedDense", "StagedSparse"]
 class _Staged(Transfer):
     """A transfer that is prepared step by step."""
 
+    is_staged = True
+
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._steps = self._prepare()

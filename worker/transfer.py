@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -150,6 +150,9 @@ class Transfer(ABC):
     def dense_bytes(self) -> int:
         """What pushing and pulling the tensor whole would move."""
         return 2 * self.shape.numel() * self.dtype.itemsize
+
+    is_staged: ClassVar[bool] = False
+    """Whether ``parts`` are there only once :meth:`prepared`, for a device has to get so far."""
 
     def prepared(self) -> bool:
         """Whether ``parts`` are there; does what can be done towards it without waiting.

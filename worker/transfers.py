@@ -104,7 +104,7 @@ class Transfers:
                 rounding keeps back finds no memory.
             ConfigError: the tensor is on a GPU, and CuPy is not installed.
         """
-        gpu = self._accelerator(tensor.device)
+        gpu = self._accelerator(tensor)
         narrowing = self._narrowing(tensor, name) if is_gradient else None
         if tensor.is_sparse:
             return self._begin_sparse(tensor, name, expected_rows, gpu, narrowing)
@@ -190,10 +190,11 @@ class Transfers:
             rows = -(-rows // DENSE_GRANULE) * DENSE_GRANULE
         return Narrowing(codec, self._residuals.of(name, rows, columns), self._pool)
 
-    def _accelerator(self, device: torch.device) -> Accelerator | None:
+    def _accelerator(self, tensor: Tensor) -> Accelerator | None:
         """None for the CPU."""
-        if device.type == "cpu":
+        if tensor.is_cpu:
             return None
+        device = tensor.device
         with self._lock:
             if device not in self._accelerators:
                 deadline_seconds = self._config.cluster.patience_seconds
@@ -240,6 +241,7 @@ class _Ring:
         self._epoch = epoch
         # Sorted, each server's slots are neighbours, and as many as the ring has given it.
         self._owners = owners = np.sort(owners) if scheme.ranges else owners
+        self._homes: dict[str, int] = {}
         chosen = strategy(scheme.partition or config.sync.partition)
         self._sparse, self._dense = (
             LayoutCache(kind, config.sync.seed, owners, servers, config.sync.table_bytes)
@@ -279,7 +281,10 @@ class _Ring:
         return Cut(layout, chunks, self._home(name), self._epoch)
 
     def _home(self, name: str) -> int:
-        return int(self._owners[home_slot(name, self._config.sync.seed)])
+        home = self._homes.get(name)
+        if home is None:
+            home = self._homes[name] = int(self._owners[home_slot(name, self._config.sync.seed)])
+        return home
 
     def _count_chunks(self, layout: Layout, row_bytes: int, expected_bytes: int) -> int:
         """Chunks per server: none above ``sync.chunk_bytes`` as expected, nor above a message at worst."""

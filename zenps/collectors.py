@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
@@ -14,7 +15,7 @@ from prometheus_client.utils import floatToGoString
 
 from zenps.lateness import MOST_RANKS, latest
 
-__all__ = ["DURATION_BUCKETS", "Durations", "Late", "Tally", "WithoutCreated"]
+__all__ = ["DURATION_BUCKETS", "Durations", "Late", "Outcomes", "Tally", "WithoutCreated"]
 
 DURATION_BUCKETS: Final = tuple(round(1e-4 * 10 ** (step / 3), 6) for step in range(16))
 """100 µs to 10 s in seconds, three to a decade; the client's own begin at 5 ms, above most rounds."""
@@ -66,6 +67,42 @@ class Durations(Collector):
         bounds = map(floatToGoString, (*DURATION_BUCKETS, float("inf")))
         buckets = list(zip(bounds, accumulate(self._counts), strict=True))
         yield HistogramMetricFamily(self._name, self._documentation, buckets, self.seconds)
+
+    describe = collect
+
+
+class Outcomes(Collector):
+    """A counter by outcome: what succeeded, it need not count, for there are durations of that.
+
+    Args:
+        succeeded: the outcome of what has a duration; the other one is ``failed``.
+        durations: of what succeeded.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        registry: CollectorRegistry,
+        succeeded: str,
+        durations: Durations,
+    ) -> None:
+        self._name, self._documentation = name, documentation
+        self._succeeded, self._durations = succeeded, durations
+        self._failed = 0
+        self._lock = threading.Lock()
+        registry.register(self)
+
+    def fail(self) -> None:
+        """Counts what failed. May be called from any thread."""
+        with self._lock:
+            self._failed += 1
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(self._name, self._documentation, labels=["outcome"])
+        family.add_metric([self._succeeded], self._durations.count)
+        family.add_metric(["failed"], self._failed)
+        yield family
 
     describe = collect
 

@@ -14,7 +14,7 @@ from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCollector, start_http_server
 
-from zenps.collectors import Durations, Late, Tally, WithoutCreated
+from zenps.collectors import Durations, Late, Outcomes, Tally, WithoutCreated
 from zenps.errors import ProtocolError, cannot_listen
 from zenps.schemes import AUTO
 
@@ -90,9 +90,6 @@ class WorkerMetrics(_RoleMetrics):
         self.steps = self._tally(
             "zenps_steps_total", "Training steps begun: pushes of the tensor that was pushed most often."
         )
-        self.rounds = self._counter(
-            "zenps_rounds_total", "Rounds by how they ended.", outcome=("completed", "failed")
-        )
         self.chosen_rounds = self._counter(
             "zenps_chosen_rounds_total",
             "Rounds of sparse tensors by the scheme that sync.scheme = auto has chosen for them.",
@@ -106,6 +103,13 @@ class WorkerMetrics(_RoleMetrics):
         )
         self.push_pull_duration = self._durations(
             "zenps_push_pull_duration_seconds", "A round as the caller sees it, from call to result."
+        )
+        self.rounds = Outcomes(
+            "zenps_rounds_total",
+            "Rounds by how they ended.",
+            registry,
+            "completed",
+            self.push_pull_duration,
         )
         self.wait_duration = self._durations(
             "zenps_wait_duration_seconds", "Part of a round that was spent waiting for replies."
@@ -165,13 +169,15 @@ class ServerMetrics(_ListenerMetrics):
         super().__init__(registry, "server")
         self.received_bytes = self._tally("zenps_server_received_bytes_total", "Bytes pushed by workers.")
         self.sent_bytes = self._tally("zenps_server_sent_bytes_total", "Bytes pulled by workers.")
-        self.rounds = self._counter(
-            "zenps_server_rounds_total",
-            "Rounds of a chunk by how they ended.",
-            outcome=("aggregated", "failed"),
-        )
         self.aggregation_duration = self._durations(
             "zenps_aggregation_duration_seconds", "Summing the pushes of one round of a chunk."
+        )
+        self.rounds = Outcomes(
+            "zenps_server_rounds_total",
+            "Rounds of a chunk by how they ended.",
+            registry,
+            "aggregated",
+            self.aggregation_duration,
         )
         self.round_wait_duration = self._durations(
             "zenps_round_wait_duration_seconds", "From the first push of a round to the last."

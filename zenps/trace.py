@@ -90,6 +90,9 @@ class Trace:
         """What this thread does in the ``with`` block; of which ``tensor``, and how much, is in ``args``."""
         return NOTHING
 
+    def did(self, begin_ns: int, kind: str, /, **args: object) -> None:
+        """What this thread did from ``begin_ns`` until now: as :meth:`span`, where a block costs too much."""
+
     def since(self, begin_ns: int, kind: str, /, **args: object) -> None:
         """What went on from ``begin_ns`` until now, whatever this thread did meanwhile."""
 
@@ -192,6 +195,9 @@ class Recorder(Trace):
 
     def span(self, kind: str, /, **args: object) -> Span | Nothing:
         return Span(self, kind, args)
+
+    def did(self, begin_ns: int, kind: str, /, **args: object) -> None:
+        self.add("X", kind, begin_ns, args)
 
     def since(self, begin_ns: int, kind: str, /, **args: object) -> None:
         self.add("b", kind, begin_ns, args)

@@ -24,7 +24,7 @@ def pretend_that_the_cpu_is_a_gpu(accelerator: Accelerator | None = None) -> Non
     """In this process, from here on."""
     accelerator = accelerator or HostAccelerator()
 
-    def always(transfers: Transfers, device: torch.device) -> Accelerator:
+    def always(transfers: Transfers, tensor: Tensor) -> Accelerator:
         return accelerator
 
     Transfers._accelerator = always  # type: ignore[method-assign]

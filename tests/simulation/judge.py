@@ -73,7 +73,8 @@ class Judge:
         simulation = self._simulation
         if simulation.script.scenario == "steady":
             return None
-        if worker.was_silent and ("its lease" in reason or "for lost" in reason):
+        # Back after its lease, it is to the scheduler the first of those that torchrun has started anew.
+        if worker.was_silent and any(said in reason for said in ("its lease", "for lost", "workers anew")):
             return "was silent itself"
         if simulation.script.scenario == "continue":
             return self._excuse_of_going_on(worker, reason)

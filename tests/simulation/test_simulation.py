@@ -170,6 +170,19 @@ ONCE_FAILED = [
         ),
         scenario="continue",
     ),
+    # A worker that was silent while it registered registers again, twice.
+    Script(
+        seed=0,
+        workers=1,
+        servers=1,
+        steps=1,
+        settles=False,
+        slow_seconds=0.05,
+        duplicates=0.0,
+        budget_bytes=1048576,
+        faults=(Fault(at=0.0, kind="stall worker", target=0, seconds=11.0),),
+        scenario="restart",
+    ),
 ]
 
 

@@ -7,7 +7,7 @@ messages of any size. What is set here, and why, is said beside each option.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import zmq
@@ -30,10 +30,14 @@ __all__ = [
     "open_dealer",
     "receive_frames",
     "receive_routed",
+    "send_frame",
     "send_frames",
 ]
 
 Socket = zmq.Socket[bytes]
+
+# What zmq.Socket.send() does around it is for kinds of sockets that are not used here.
+send_frame: Callable[[Socket, bytes | memoryview, int, bool], object] = zmq.backend.Socket.send  # type: ignore[assignment]
 
 LINGER_MS = 1000
 """How long a closed socket may go on sending what is queued, a last ``Leave`` or ``Failure``."""
@@ -42,6 +46,9 @@ ZAP_DOMAIN = b"zenps"
 
 # pyzmq's own threshold: below it, a copy costs less than the reference's bookkeeping.
 COPY_BELOW_BYTES = 64 * 1024
+
+# Plain integers: an enum's operator takes a microsecond, for each frame.
+MORE = int(zmq.SNDMORE)
 
 # Routing identity, envelope, positions, values, and one more to show that there are too many.
 MOST_FRAMES = 5
@@ -178,8 +185,8 @@ def send_frames(socket: Socket, prefix: Sequence[bytes], frames: Sequence[memory
     parts: list[bytes | memoryview] = [*prefix, *frames]
     last = parts.pop()
     for part in parts:
-        socket.send(part, zmq.SNDMORE, len(part) < COPY_BELOW_BYTES)
-    socket.send(last, 0, len(last) < COPY_BELOW_BYTES)
+        send_frame(socket, part, MORE, len(part) < COPY_BELOW_BYTES)
+    send_frame(socket, last, 0, len(last) < COPY_BELOW_BYTES)
 
 
 def _socket(ctx: zmq.Context[Socket], kind: int, max_message_bytes: int) -> Socket:
