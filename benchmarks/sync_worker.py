@@ -27,7 +27,7 @@ OURS = "zenps"
 WARM_UP_STEPS = 3
 COUNTED_STEPS = 3
 SMALL_BYTES = 1024
-SMALL_STEPS = 300
+SMALL_TURNS, SMALL_CALLS = 10, 100
 
 # torch 2.13 renamed it. all_gather, with its list of outputs, costs gloo one more copy.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -46,7 +46,7 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Timing(msgspec.Struct):
-    """One way's steps, each as long as its slowest rank took."""
+    """Of one way."""
 
     p50_seconds: float
     p95_seconds: float
@@ -69,9 +69,9 @@ class Block(msgspec.Struct):
     """All ways, measured by turns in one cluster."""
 
     table: dict[str, Timing]
-    """The case's embedding gradient."""
+    """The case's embedding gradient; a step takes as long as its slowest rank."""
     small: dict[str, Timing]
-    """A dense float32 tensor of 1 KB."""
+    """A dense float32 tensor of 1 KB, call upon call; of the rank whose calls take longest."""
     traffic: Traffic
     imbalance: float
     """Rows pushed to the busiest server over the mean of all, on the worst rank."""
@@ -179,13 +179,16 @@ def _gather_padded(part: Tensor, longest: int, counts: Sequence[int]) -> Tensor:
 
 
 def _timed_by_turns(ways: dict[str, Way], gradient: Tensor) -> list[float]:
-    return [_timed(way, gradient) for way in ways.values()]
+    seconds = []
+    for way in ways.values():
+        prepared = way.prepare(gradient)
+        dist.barrier()
+        seconds.append(_timed(way, prepared))
+    return seconds
 
 
-def _timed(way: Way, gradient: Tensor) -> float:
+def _timed(way: Way, prepared: Tensor) -> float:
     """Seconds of one call on this rank. Its result is dropped once the clock has stopped."""
-    prepared = way.prepare(gradient)
-    dist.barrier()
     begin = time.perf_counter()
     result = way.call(prepared)
     seconds = time.perf_counter() - begin
@@ -237,15 +240,27 @@ def _measure_small() -> dict[str, Timing]:
         OURS: Way(lambda given: zps.push_pull(given, "small")),
         "gloo dense": Way(_all_reduce, Tensor.clone),
     }
-    seconds = [_timed_by_turns(ways, tensor) for _ in range(WARM_UP_STEPS + SMALL_STEPS)]
-    return _summarise(ways, seconds)
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(SMALL_TURNS):
+        for name, way in ways.items():
+            dist.barrier()
+            calls = [_timed(way, way.prepare(tensor)) for _ in range(WARM_UP_STEPS + SMALL_CALLS)]
+            seconds[name] += calls[WARM_UP_STEPS:]
+    return {
+        name: Timing(*_over_ranks(_quantiles(calls)).amax(dim=0).tolist()) for name, calls in seconds.items()
+    }
 
 
 def _summarise(ways: dict[str, Way], seconds: list[list[float]]) -> dict[str, Timing]:
     """Quantiles over steps of the slowest rank's time; ``seconds`` is this rank's, by step and way."""
-    slowest = _over_ranks(seconds).amax(dim=0)[WARM_UP_STEPS:]
-    p50, p95 = slowest.quantile(torch.tensor([0.5, 0.95], dtype=torch.float64), dim=0).tolist()
-    return {name: Timing(p50[at], p95[at]) for at, name in enumerate(ways)}
+    slowest = _over_ranks(seconds).amax(dim=0)[WARM_UP_STEPS:].T.tolist()
+    return {name: Timing(*_quantiles(steps)) for name, steps in zip(ways, slowest, strict=True)}
+
+
+def _quantiles(seconds: list[float]) -> list[float]:
+    """The median, and what 5 % exceed."""
+    wanted = torch.tensor([0.5, 0.95], dtype=torch.float64)
+    return torch.tensor(seconds, dtype=torch.float64).quantile(wanted).tolist()
 
 
 def _over_ranks(numbers: object) -> Tensor:

@@ -116,7 +116,7 @@ class Rounds:
                 many, or comes from a rank whose pushes have been refused for too many rounds already.
         """
         push = held.push
-        if push.epoch != self._epoch or not self._peers.keys() >= set(push.ranks):
+        if push.epoch != self._epoch or not self._peers.keys() >= {push.rank, *push.stands_for}:
             raise ProtocolError("unexpected", f"push of rank {listing(push.ranks)} for epoch {push.epoch}")
         key = Key(push.tensor, push.step, push.chunk)
         ended = self._history.outcome(key)
@@ -198,18 +198,18 @@ class Rounds:
         return self._cancel(round_, now) if round_.is_reopened and age > REOPENED_SECONDS else []
 
     def _hold(self, round_: Round, held: Held, now: float) -> Actions:
-        push = held.push
+        push, ranks = held.push, held.push.ranks
         round_.is_again |= push.again
         if push.rank in round_.held:
             self.duplicates += 1
             return []
-        if twice := round_.ranks.intersection(push.ranks):
+        if twice := round_.ranks.intersection(ranks):
             reason = f"push of rank {push.rank} for rank(s) {listing(sorted(twice))}, whose part is there"
             raise ProtocolError("unexpected", reason)
         round_.advance("push")
         self.late.wait((push.rank,), round_.arrivals, len(self._peers), now)
         round_.held[push.rank] = held
-        round_.ranks.update(push.ranks)
+        round_.ranks.update(ranks)
         round_.arrivals.append(now)
         self._reserve(round_, held.size_bytes)
         return self._complete(round_, now)

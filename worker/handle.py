@@ -168,8 +168,8 @@ class Handle(Pending):
         """
         waited = worked = 0.0
         until = time.monotonic() + self._timeout_seconds
+        begin = time.perf_counter()
         while self._answers or not self._progress.ended:
-            begin = time.perf_counter()
             with self._spans("wait", self.name, self._progress.step):
                 self._wait(self._has_answer, until)
             if not self._answers:
@@ -192,8 +192,8 @@ class Handle(Pending):
                             span.note(**_about(self.name, server, result, frames))
             except Exception as error:  # noqa: BLE001
                 return error
-            worked += time.perf_counter() - got
-        begin = time.perf_counter()
+            begin = time.perf_counter()
+            worked += begin - got
         try:
             with self._spans("scatter", self.name, self._progress.step):
                 result_tensor = transfer.finish()
