@@ -33,6 +33,7 @@ from .communicator import Communicator, Pending, Stats, in_flight
 from .exchange import PATIENCE_SECONDS
 from .forms import Converted
 from .handle import Handle, Progress, Recorder
+from .memory import free_a_large_block
 from .round import Outgoing, Round
 from .session import Session
 from .spans import Spans
@@ -76,6 +77,7 @@ class Cluster(Communicator):
     def __init__(self, config: Config, rank: int | None, local_rank: int | None) -> None:
         self._config = config
         self._scheme = over_servers(config.sync.scheme)
+        free_a_large_block()
         strategy(config.sync.partition)  # refuses a wrong one before anybody is told of this worker
         registry = CollectorRegistry()
         self._metrics = WorkerMetrics(registry)
