@@ -43,7 +43,7 @@ class DeviceKernels(Kernels):
 BACKENDS: list[Kernels] = [CpuKernels(BufferPool(keep_bytes=1 << 26))]
 WORKER_BACKENDS = [*BACKENDS, DeviceKernels()]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-COLUMNS = [0, 1, 2, 3, 4, 48]
+COLUMNS = [0, 1, 2, 3, 4, 48, 96]
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NAN, INF = float("nan"), float("inf")
 
@@ -204,22 +204,27 @@ def test_int64_wraps_and_is_exact(kernels: Kernels) -> None:
 
 
 @every_backend
+@pytest.mark.parametrize("columns", [1, 96])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_special_values(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_special_values(kernels: Kernels, dtype: torch.dtype, columns: int) -> None:
     """A lone -0.0 stays, rows that cancel come back as 0.0, NaN and infinity go their way."""
-    one = torch.tensor([0, 1, 2, 3, 4]), torch.tensor([[-0.0], [-0.0], [2.5], [INF], [NAN]], dtype=dtype)
-    two = torch.tensor([1, 2, 3, 5]), torch.tensor([[-0.0], [-2.5], [-INF], [-INF]], dtype=dtype)
-    sums = torch.tensor([[-0.0], [-0.0], [0.0], [NAN], [NAN], [-INF]], dtype=dtype)
-    expected = torch.arange(6), sums
+
+    def rows(*values: float) -> Tensor:
+        return torch.tensor(values, dtype=dtype)[:, None].repeat(1, columns)
+
+    one = torch.tensor([0, 1, 2, 3, 4]), rows(-0.0, -0.0, 2.5, INF, NAN)
+    two = torch.tensor([1, 2, 3, 5]), rows(-0.0, -2.5, -INF, -INF)
+    expected = torch.arange(6), rows(-0.0, -0.0, 0.0, NAN, NAN, -INF)
     assert_same(kernels.aggregate([one, two], 1), expected)
     assert_same(kernels.compact(torch.cat([one[0], two[0]]), torch.cat([one[1], two[1]])), expected)
     assert_same(kernels.scatter([(one[0] + 7, one[1])]), (one[0] + 7, one[1]))
 
 
 @every_backend
-def test_a_lone_row_keeps_the_payload_of_a_nan(kernels: Kernels) -> None:
+@pytest.mark.parametrize("columns", [1, 96])
+def test_a_lone_row_keeps_the_payload_of_a_nan(kernels: Kernels, columns: int) -> None:
     # Quiet ones: arithmetic makes a signalling NaN quiet.
-    bits = torch.tensor([[0x7FC00123], [0x7FC45678]], dtype=torch.int32)
+    bits = torch.tensor([[0x7FC00123], [0x7FC45678]], dtype=torch.int32).repeat(1, columns)
     keys, values = torch.tensor([1, 2]), bits.view(torch.float32)
     none = keys[:0], values[:0]
     for got in (kernels.aggregate([none, (keys, values)], 1), kernels.scatter([(keys, values)])):
@@ -237,7 +242,7 @@ def test_nothing(kernels: Kernels, dtype: torch.dtype, columns: int) -> None:
 
 
 @every_backend
-@pytest.mark.parametrize("columns", [1, 2, 3, 4])
+@pytest.mark.parametrize("columns", [1, 2, 3, 4, 96])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_memory_aligned_to_one_element_only(kernels: Kernels, dtype: torch.dtype, columns: int) -> None:
     """Received values lie anywhere: rows need not be aligned as the wider items that they are copied as."""
