@@ -41,9 +41,12 @@ def test_a_name_counts_once_and_what_is_known_again_does_not() -> None:
     assert size > NAME_BYTES + RANK_BYTES
     past.note(make_held(0, key).push)
     assert past.gone_on(key, [0, 1]) == set()
+    assert not past.has_gone_on(key, 0)
     past.note(make_held(0, Key("a", 4, 1)).push)
     past.note(make_held(0, key).push)
     assert past.gone_on(key, [0, 1]) == {0}
+    assert past.has_gone_on(key, 0)
+    assert not past.has_gone_on(key, 1)
     assert past.size_bytes == size
     past.keep(ended(key, frozenset({2})))
     assert past.size_bytes == size + ROUND_BYTES

@@ -491,6 +491,17 @@ def test_back_pressure_lets_the_first_refused_in_first() -> None:
         assert resumed == ([Reply(peers, Resume(1, *following))] if following else [])
 
 
+def test_room_is_kept_for_a_round_that_was_let_in() -> None:
+    rounds = make_rounds(2, 10_000)
+    first, second, third = (Key(name, 0, 0) for name in "abc")
+    for rank in range(2):
+        rounds.on_push(make_held(rank, first, BUSY_SIZE), 0.0)
+    assert rounds.on_push(make_held(0, second, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *second))]
+    _, resume = rounds.finish(first, result_of(first), (), 0.0)
+    assert resume == Reply([peer_of(0)], Resume(1, *second))
+    assert rounds.on_push(make_held(0, third, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *third))]
+
+
 def test_a_round_that_opens_takes_along_the_ranks_refused_for_it() -> None:
     """Rank 0's large push is refused; rank 1's small one of the same round then fits."""
     rounds = make_rounds(2, 10_000)

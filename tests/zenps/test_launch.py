@@ -66,6 +66,17 @@ def test_joined_cluster_ends_by_itself(zenps: Any) -> None:
     assert_nothing_is_left(zenps)
 
 
+def test_infinities_are_summed_without_a_word(zenps: Any) -> None:
+    script = (
+        "import torch, zenps as zps; zps.init(); sign = 1 - 2 * zps.rank();"
+        "print(zps.push_pull(torch.tensor([sign * float('inf'), 3e38]), 'a', average=False).tolist());"
+        "zps.shutdown()"
+    )
+    done = zenps("launch", "--workers", "2", "--", sys.executable, "-c", script)
+    assert sorted(done.stdout.splitlines()) == ["worker 0  | [nan, inf]", "worker 1  | [nan, inf]"]
+    assert "Warning" not in done.stderr
+
+
 @pytest.mark.long
 def test_secured_cluster_ends_by_itself(zenps: Any, tmp_path: Path) -> None:
     generate(tmp_path / "keys", workers=2, servers=1)

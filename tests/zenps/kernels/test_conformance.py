@@ -151,6 +151,22 @@ def test_scatter_sorts(kernels: Kernels, rows: Rows, pieces: int, seed: int) -> 
     assert_same(kernels.scatter(split), rows)
 
 
+@every_backend
+@pytest.mark.parametrize("columns", [47, 48, 512])
+def test_rows_around_the_width_from_which_they_are_not_copied_together(
+    kernels: Kernels, columns: int
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    keys = [torch.randperm(300, generator=generator)[:200].sort().values for _ in range(4)]
+    ranks = [(some, values_of(200, columns, torch.float32, generator)) for some in keys]
+    in_order = [row for some, values in ranks for row in zip(some.tolist(), values, strict=True)]
+    summed = table(sum_rows(in_order), ranks[0][1])
+    assert_same(kernels.aggregate(ranks, 1), summed)
+    order = torch.randperm(len(summed[0]), generator=generator)
+    pieces = [(summed[0][piece], summed[1][piece]) for piece in order.split(70)]
+    assert_same(kernels.scatter(pieces), summed)
+
+
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
