@@ -151,23 +151,7 @@ class Cluster(Communicator):
         if plan and len(name) > LONGEST_NAME:
             reason = f"expected at most {LONGEST_NAME} characters, for its streams have longer names"
             raise UsageError(f"tensor name {name!r:.60}: {reason}")
-        with self._submitting:
-            previous = self._latest.get(name)
-            if previous is not None and not previous.ended:
-                raise in_flight(name)
-            taken = previous.names if previous else 0
-            if self._names + names - taken > MOST_NAMES:
-                raise UsageError(
-                    f"tensor {name!r}: {self._names} different names were used before it, and "
-                    f"{MOST_NAMES} may be; "
-                    "use one name for a tensor in all steps, without the step's number in it"
-                )
-            progress = Progress(previous.step + 1 if previous else 0, names=max(names, taken))
-            self._names += progress.names - taken
-            self._latest[name] = progress
-            if progress.step > self._last_step:
-                self._last_step = log.here.step = progress.step
-                self._metrics.steps.inc()
+        previous, progress = self._next_step(name, names)
         begin_ns = now_ns()
         try:
             tensor, back = self._transfers.convert(tensor)
@@ -198,6 +182,31 @@ class Cluster(Communicator):
             push()
             self._staging.advance(until=0.0)
         return handle, back
+
+    def _next_step(self, name: str, names: int) -> tuple[Progress | None, Progress]:
+        """The tensor's last round, if there was one, and the one that begins now; it takes ``names``.
+
+        Raises:
+            UsageError: the last one has not ended; or there are too many names.
+        """
+        with self._submitting:
+            previous = self._latest.get(name)
+            if previous is not None and not previous.ended:
+                raise in_flight(name)
+            taken = previous.names if previous else 0
+            if self._names + names - taken > MOST_NAMES:
+                raise UsageError(
+                    f"tensor {name!r}: {self._names} different names were used before it, and "
+                    f"{MOST_NAMES} may be; "
+                    "use one name for a tensor in all steps, without the step's number in it"
+                )
+            progress = Progress(previous.step + 1 if previous else 0, names=max(names, taken))
+            self._names += progress.names - taken
+            self._latest[name] = progress
+            if progress.step > self._last_step:
+                self._last_step = log.here.step = progress.step
+                self._metrics.steps.inc()
+        return previous, progress
 
     def _handle(
         self,

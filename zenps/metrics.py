@@ -75,6 +75,9 @@ class _RoleMetrics:
     def _durations(self, name: str, documentation: str) -> Durations:
         return Durations(name, documentation, self._registry)
 
+    def _outcomes(self, name: str, documentation: str, succeeded: str, durations: Durations) -> Outcomes:
+        return Outcomes(name, documentation, self._registry, succeeded, durations)
+
 
 class WorkerMetrics(_RoleMetrics):
     """What a worker counts. Bytes are those of whole messages as sent and received."""
@@ -104,12 +107,8 @@ class WorkerMetrics(_RoleMetrics):
         self.push_pull_duration = self._durations(
             "zenps_push_pull_duration_seconds", "A round as the caller sees it, from call to result."
         )
-        self.rounds = Outcomes(
-            "zenps_rounds_total",
-            "Rounds by how they ended.",
-            registry,
-            "completed",
-            self.push_pull_duration,
+        self.rounds = self._outcomes(
+            "zenps_rounds_total", "Rounds by how they ended.", "completed", self.push_pull_duration
         )
         self.wait_duration = self._durations(
             "zenps_wait_duration_seconds", "Part of a round that was spent waiting for replies."
@@ -172,10 +171,9 @@ class ServerMetrics(_ListenerMetrics):
         self.aggregation_duration = self._durations(
             "zenps_aggregation_duration_seconds", "Summing the pushes of one round of a chunk."
         )
-        self.rounds = Outcomes(
+        self.rounds = self._outcomes(
             "zenps_server_rounds_total",
             "Rounds of a chunk by how they ended.",
-            registry,
             "aggregated",
             self.aggregation_duration,
         )

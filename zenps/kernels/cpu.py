@@ -91,8 +91,10 @@ class CpuKernels(Kernels):
         sums = self._pool.empty((len(groups.keys), parts[0].shape[1]), parts[0].dtype)
         # -0.0, not 0.0, leaves every number that is added to it as it is.
         sums.fill_(-0.0)
-        for values, numbers in zip(parts, groups.of_each().split([len(part) for part in parts]), strict=True):
-            sums.index_add_(0, numbers, values)
+        numbers, begin = groups.of_each(), 0
+        for values in parts:
+            sums.index_add_(0, numbers[begin : begin + len(values)], values)
+            begin += len(values)
         return sums
 
 
