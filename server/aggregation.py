@@ -107,7 +107,7 @@ class Aggregator:
     ) -> tuple[Result, tuple[memoryview, memoryview]]:
         """The result of a round, and its frames. ``pushes`` are in rank order and agree in shape."""
         push = pushes[0][0]
-        divisor = sum([1 + len(push.stands_for) for push, _ in pushes]) if push.average else 1
+        divisor = sum([len(push.ranks) for push, _ in pushes]) if push.average else 1
         pushed = sum([push.rows for push, _ in pushes])
         if push.kind == "dense":
             parts = [payload.values for _, payload in pushes if payload.values.nbytes]

@@ -94,8 +94,7 @@ class History:
 
     def gone_on(self, key: Key, ranks: Iterable[int]) -> set[int]:
         """Those of ``ranks`` that have pushed a later step of this tensor: they have ended this one."""
-        newest = self._newest[key.tensor]
-        return {rank for rank in ranks if newest.get(rank, -1) > key.step}
+        return {rank for rank in ranks if self.has_gone_on(key, rank)}
 
     # ── outcomes ────────────────────────────────────────────────────────────────────────────────
 

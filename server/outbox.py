@@ -67,14 +67,8 @@ class Outbox:
         last = parts.pop()
         try:
             for part in parts:
-                if len(part) < COPY_BELOW_BYTES:
-                    send_frame(self._socket, part, MORE, True)
-                else:
-                    self._send_large(part, MORE, waiting)
-            if len(last) < COPY_BELOW_BYTES:
-                send_frame(self._socket, last, LAST, True)
-            else:
-                self._send_large(last, LAST, waiting)
+                self._send(part, MORE, waiting)
+            self._send(last, LAST, waiting)
         except zmq.Again:
             raise StalledError(
                 f"it has not taken {SEND_AT_MOST_MESSAGES} messages that it was sent"
@@ -84,7 +78,10 @@ class Outbox:
                 del self._waiting[peer]
             raise
 
-    def _send_large(self, part: bytes | memoryview, flags: int, waiting: _Waiting) -> None:
+    def _send(self, part: bytes | memoryview, flags: int, waiting: _Waiting) -> None:
+        if len(part) < COPY_BELOW_BYTES:
+            send_frame(self._socket, part, flags, True)
+            return
         tracker = self._socket.send(part, flags, copy=False, track=True)
         waiting.frames.append((tracker, len(part)))
         waiting.size_bytes += len(part)

@@ -116,7 +116,7 @@ class Rounds:
                 many, or comes from a rank whose pushes have been refused for too many rounds already.
         """
         push = held.push
-        if push.epoch != self._epoch or not self._peers.keys() >= {push.rank, *push.stands_for}:
+        if push.epoch != self._epoch or not self._peers.keys() >= set(push.ranks):
             raise ProtocolError("unexpected", f"push of rank {listing(push.ranks)} for epoch {push.epoch}")
         key = Key(push.tensor, push.step, push.chunk)
         ended = self._history.outcome(key)

@@ -13,14 +13,14 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
-from zenps import log, metrics
+from zenps import metrics
 from zenps.clock import now_ns
 from zenps.codecs.values import RUN
 from zenps.config import Config
 from zenps.errors import PeerLostError, UsageError, ZenPSError, listing
 from zenps.metrics import HASH_OUTCOMES, WorkerMetrics
 from zenps.schemes import over_servers
-from zenps.settings import MOST_NAMES, shared_settings
+from zenps.settings import shared_settings
 from zenps.strategies.registry import strategy
 from zenps.trace import open_trace
 from zenps.wire.blocks import PHASES
@@ -29,7 +29,7 @@ from zenps.wire.messages import Load, Push, View
 from zenps.wire.tensors import dtype_name
 
 from .blocks import BlockTransfer
-from .communicator import Communicator, Pending, Stats, in_flight
+from .communicator import Communicator, Pending, Stats
 from .exchange import PATIENCE_SECONDS
 from .forms import Converted
 from .handle import Handle, Progress, Recorder
@@ -39,6 +39,7 @@ from .session import Session
 from .spans import Spans
 from .staged import StagedBlocks
 from .staging import Staging
+from .steps import Steps
 from .streaming import StreamedHandle
 from .streams import LONGEST_NAME, stream_name
 from .transfer import Part, Sent, Transfer
@@ -106,13 +107,8 @@ class Cluster(Communicator):
         self._transfers = Transfers(config)
         self._staging = Staging()
         self._timeout_seconds = config.cluster.patience_seconds + 2 * PATIENCE_SECONDS
-        self._latest: dict[str, Progress] = {}
-        """By name, at most :data:`MOST_NAMES`: ranks count steps by them, and cannot forget one together."""
-        self._names = 0
-        """How many all of these take."""
+        self._steps = Steps(self._metrics.steps.inc)
         self._recording = threading.Lock()
-        self._submitting = threading.Lock()
-        self._last_step = -1
         self._session.start(self._load, self._follow, self._cut_again)
 
     def push_pull_async(
@@ -151,7 +147,7 @@ class Cluster(Communicator):
         if plan and len(name) > LONGEST_NAME:
             reason = f"expected at most {LONGEST_NAME} characters, for its streams have longer names"
             raise UsageError(f"tensor name {name!r:.60}: {reason}")
-        previous, progress = self._next_step(name, names)
+        previous, progress = self._steps.begin(name, names)
         begin_ns = now_ns()
         try:
             tensor, back = self._transfers.convert(tensor)
@@ -161,7 +157,7 @@ class Cluster(Communicator):
                 if span:
                     span.note(rows=transfer.rows_given)
         except BaseException:  # Ctrl-C too: a name in flight for ever could not be pushed again
-            self._take_back(name, previous)
+            self._steps.take_back(name, previous)
             raise
         handle, begin = self._handle(name, progress, transfer, how, record, plan is not None)
 
@@ -173,7 +169,7 @@ class Cluster(Communicator):
             self._session.channel.submit(begin(), handle)
 
         def fail(error: ZenPSError) -> None:
-            self._take_back(name, previous)
+            self._steps.take_back(name, previous)
             handle.fail(error)
 
         if transfer.is_staged:
@@ -182,31 +178,6 @@ class Cluster(Communicator):
             push()
             self._staging.advance(until=0.0)
         return handle, back
-
-    def _next_step(self, name: str, names: int) -> tuple[Progress | None, Progress]:
-        """The tensor's last round, if there was one, and the one that begins now; it takes ``names``.
-
-        Raises:
-            UsageError: the last one has not ended; or there are too many names.
-        """
-        with self._submitting:
-            previous = self._latest.get(name)
-            if previous is not None and not previous.ended:
-                raise in_flight(name)
-            taken = previous.names if previous else 0
-            if self._names + names - taken > MOST_NAMES:
-                raise UsageError(
-                    f"tensor {name!r}: {self._names} different names were used before it, and "
-                    f"{MOST_NAMES} may be; "
-                    "use one name for a tensor in all steps, without the step's number in it"
-                )
-            progress = Progress(previous.step + 1 if previous else 0, names=max(names, taken))
-            self._names += progress.names - taken
-            self._latest[name] = progress
-            if progress.step > self._last_step:
-                self._last_step = log.here.step = progress.step
-                self._metrics.steps.inc()
-        return previous, progress
 
     def _handle(
         self,
@@ -283,15 +254,6 @@ class Cluster(Communicator):
         gone = [worker for worker in session.view.workers if worker.rank in session.view.left]
         return session.failure or (PeerLostError(f"{listing(gone)} left the job") if gone else None)
 
-    def _take_back(self, name: str, previous: Progress | None) -> None:
-        """The round was refused before anything was sent: the name is free again."""
-        with self._submitting:
-            self._names += (previous.names if previous else 0) - self._latest[name].names
-            if previous is None:
-                del self._latest[name]
-            else:
-                self._latest[name] = previous
-
     def _follow(self, view: View) -> None:
         owners = np.frombuffer(view.owners, dtype="<u2").astype(np.uint16)
         self._transfers.set_ring(view.ring, owners, [server.rank for server in view.servers])
@@ -299,10 +261,7 @@ class Cluster(Communicator):
         self._know(view)
         if view.admitted > self._admitted:
             self._admitted = view.admitted
-            with self._submitting:
-                self._latest.clear()
-                self._names = 0
-                self._last_step = -1
+            self._steps.begin_anew()
 
     def _know(self, view: View) -> None:
         self.ranks = tuple(worker.rank for worker in view.workers)

@@ -90,9 +90,7 @@ class WorkerMetrics(_RoleMetrics):
             "zenps_dense_bytes_total",
             "Bytes, pushed and pulled, that dense synchronisation of the same tensors would have moved.",
         )
-        self.steps = self._tally(
-            "zenps_steps_total", "Training steps begun: pushes of the tensor that was pushed most often."
-        )
+        self.steps = self._tally("zenps_steps_total", "Steps begun: pushes of the tensor pushed most often.")
         self.chosen_rounds = self._counter(
             "zenps_chosen_rounds_total",
             "Rounds of sparse tensors by the scheme that sync.scheme = auto has chosen for them.",

@@ -12,7 +12,7 @@ MOST_NAMES = 2000
 
 def make_up_names() -> tuple[object, float]:
     """What comes of one name too many, and the sum of the first name's second round."""
-    zps.worker.cluster.MOST_NAMES = MOST_NAMES  # type: ignore[attr-defined]
+    zps.worker.steps.MOST_NAMES = MOST_NAMES  # type: ignore[attr-defined]
     one = torch.ones(1)
     handles = [zps.push_pull_async(one, f"loss-{step}", average=False) for step in range(MOST_NAMES)]
     assert all(handle.wait().item() == zps.size() for handle in handles)

@@ -112,7 +112,7 @@ def test_ranks_that_disagreed_are_in_step_afterwards() -> None:
 
 
 def use_up_names() -> Any:
-    zps.worker.cluster.MOST_NAMES = 100  # type: ignore[attr-defined]
+    zps.worker.steps.MOST_NAMES = 100  # type: ignore[attr-defined]
     for _ in range(2):
         zps.push_pull(tensor_of(zps.rank(), 0), "t")
     too_long = attempt(zps.push_pull, torch.ones(3), "n" * 1022)
