@@ -190,6 +190,19 @@ def test_averages_are_rounded_once() -> None:
         assert same_bits(values.view(1, 1), largest)
 
 
+@pytest.mark.parametrize("kind", ["sparse", "dense"])
+def test_an_average_is_over_all_ranks_also_those_that_others_push_for(kind: str) -> None:
+    ones = torch.ones(1, 1)
+    for_three, for_itself = (
+        sparse_push(rank, [0], ones, 1, average=True)
+        if kind == "sparse"
+        else dense_push(rank, ones.view(-1), ones.view(-1), average=True)
+        for rank in (0, 3)
+    )
+    for_three = (msgspec.structs.replace(for_three[0], stands_for=(1, 2)), for_three[1])
+    assert aggregate([for_three, for_itself])[2].item() == 2 / 4
+
+
 def test_the_union_takes_the_codec_that_suits_it() -> None:
     values, narrow = torch.ones(20, 64), torch.ones(20, 1)
     few = [sparse_push(rank, range(20), values, 10_000, "bitmap") for rank in (0, 1)]
