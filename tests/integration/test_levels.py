@@ -126,6 +126,22 @@ def test_on_one_host_no_gradient_goes_to_servers() -> None:
         assert pushed == pulled == 0
 
 
+def push_and_rest() -> bool:
+    """Whether the channel is free once a sum is here: a thread that had it would pass every answer on."""
+    channel = api.communicator()._session.channel  # type: ignore[attr-defined]
+    until = time.monotonic() + AT_ONCE_SECONDS
+    for _ in range(5):
+        zps.push_pull(table(0), "t")
+    while channel._driving and time.monotonic() < until:
+        time.sleep(0.01)
+    return not channel._driving
+
+
+def test_nobody_waits_for_servers_once_the_sum_is_there() -> None:
+    with Cluster(WORKERS, 2, {"sync.levels": 2}) as cluster:
+        assert cluster.run(push_and_rest) == [True] * WORKERS
+
+
 STEPS = 20
 
 

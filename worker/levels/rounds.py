@@ -113,13 +113,21 @@ class HostRounds(MetRounds[HostRound]):
     def _run(self) -> None:
         while self._failure is None:
             with self._news:
-                self._news.wait_for(lambda: self._in_flight or self._failure)
+                self._news.wait_for(lambda: self._failure or self._awaits_servers())
             self._wait(self._has_work, math.inf)
             for round_ in self._ready():
                 if round_.is_heard:
                     self._on_answer(round_)
                 else:
                     self._hear(round_)
+
+    def _awaits_servers(self) -> bool:
+        """Whether a server has still to answer for any round.
+
+        Whoever waits for them without that keeps the channel's role, so that each answer to another
+        thread's round costs that thread a wake-up.
+        """
+        return any(not round_.is_heard or round_.pushed for round_ in self._in_flight.values())
 
     def _has_work(self) -> bool:
         return self._failure is not None or bool(self._ready())
