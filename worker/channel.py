@@ -2,22 +2,16 @@
 
 There is no I/O thread on this path. A thread that submits a round sends its pushes itself, which
 only queues them: libzmq's own thread moves the bytes. A thread that waits for an answer polls and
-receives for everybody until its own has come. So a synchronous ``push_pull`` costs no hand-off from
-thread to thread; on a virtual machine each would take 40 to 100 µs.
-
-At any time at most one thread *drives*, that is, touches the sockets and the exchange. Others hand it
-commands and wake it, or sleep until their answer is there or the role is free.
+receives for everybody until its own has come (:mod:`.wheel`). So a synchronous ``push_pull`` costs no
+hand-off from thread to thread; on a virtual machine each would take 40 to 100 µs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import socket as net
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import zmq
@@ -38,6 +32,7 @@ from .round import Action, Deliver, Fail, Outgoing, Round, SendPush
 from .servers import Servers
 from .spans import Spans
 from .transfer import Sent
+from .wheel import Wheel
 
 __all__ = ["Channel", "CutAgain"]
 
@@ -98,25 +93,15 @@ class Channel:
         """Is called with each view, at once before the channel goes by it; set before the first one."""
         self.cut_again: CutAgain
         """Cuts a round for the present ring; set before the first one."""
-        self._wake_reader, self._wake_writer = net.socketpair()
-        self._wake_reader.setblocking(False)
-        self._wake_writer.setblocking(False)
+        self._wheel = Wheel(self._drive)
         self._poller = zmq.Poller()
-        self._poller.register(self._wake_reader, zmq.POLLIN)
+        self._poller.register(self._wheel.wake, zmq.POLLIN)
         most_queued = AHEAD_MESSAGES if has_priorities else 0
         self._servers = Servers(ctx, cluster, identity, keys, self._poller, most_queued)
         self._backlog = Backlog() if has_priorities else None
         self._is_behind = threading.Event()
         """Something waits in the backlog."""
         self._pusher: threading.Thread | None = None
-
-        self._role = threading.RLock()
-        """Guards the fields below. A handler of signals may come here on a thread that has it already."""
-        self._news = threading.Condition(self._role)
-        """Tells sleepers that something ended or the role is free."""
-        self._sleepers = 0
-        self._driving = False
-        self._commands: deque[Callable[[], None]] = deque()
         self._closed = False
 
     def submit(self, rounds: Sequence[Round], handle: Handle) -> None:
@@ -126,13 +111,13 @@ class Channel:
             for round_ in rounds:
                 self._begin(round_, handle)
 
-        self._post(push)
+        self._wheel.post(push)
 
     def on_view(self, view: View) -> None:
         """Members have changed: connects to new servers, and begins again what the ring concerns."""
 
         def follow() -> None:
-            # In the role, with what comes after: a round must not be cut for a ring whose servers are not
+            # At the wheel, with what comes after: a round must not be cut for a ring whose servers are not
             # connected yet, nor pushed by one that has been.
             self.follow(view)
             if self._backlog is not None and (view.ring, view.admitted) != (self._ring, self._admitted):
@@ -145,19 +130,19 @@ class Channel:
             workers = frozenset(worker.rank for worker in view.workers)
             self._execute(self._exchange.on_view(view.ring, view.servers, time.monotonic(), workers))
 
-        self._post(follow)
+        self._wheel.post(follow)
 
     def then(self, command: Callable[[], None]) -> None:
         """Runs ``command`` after all that has been said so far."""
-        self._post(command)
+        self._wheel.post(command)
 
     def on_wave(self, wave: int) -> None:
         """The scheduler has begun a wave."""
-        self._post(lambda: self._exchange.on_wave(wave))
+        self._wheel.post(lambda: self._exchange.on_wave(wave))
 
     def on_departed(self, server: int) -> None:
         """The scheduler misses a server itself, so that it is no wonder that it cannot be reached."""
-        self._post(lambda: self._servers.reach.on_answer(server))
+        self._wheel.post(lambda: self._servers.reach.on_answer(server))
 
     @property
     def wave(self) -> int:
@@ -166,26 +151,11 @@ class Channel:
 
     def wait(self, ready: Callable[[], bool], until: float) -> None:
         """Drives, or sleeps while another thread does, until ``ready()`` or the monotonic time ``until``."""
-        while not ready() and time.monotonic() < until:
-            with self._role:
-                if self._driving:
-                    self._sleepers += 1
-                    try:
-                        # Asked again with the lock: what ended before is not told again.
-                        seconds = min(until - time.monotonic(), threading.TIMEOUT_MAX)
-                        self._news.wait_for(lambda: ready() or not self._driving, seconds)
-                    finally:
-                        self._sleepers -= 1
-                    continue
-                self._driving = True
-            try:
-                self._drive(ready, until)
-            finally:
-                self._resign()
+        self._wheel.wait(ready, until)
 
     def wake(self) -> None:
         """Something that a thread in :meth:`wait` may be waiting for has happened elsewhere."""
-        self._post(self._tell_sleepers)
+        self._wheel.post(self._wheel.tell)
 
     def look(self) -> None:
         """Sees to what has come, should nobody wait just now: another rank may want a round again."""
@@ -193,55 +163,21 @@ class Channel:
 
     def fail(self, error: ZenPSError) -> None:
         """Ends every round, and all that are submitted later, with ``error``."""
-        self._post(lambda: self._execute(self._exchange.on_lost(error)))
+        self._wheel.post(lambda: self._execute(self._exchange.on_lost(error)))
 
     def close(self) -> None:
         """Closes the sockets; what is in flight fails."""
         self.fail(UsageError("this worker has left the cluster; call zenps.init() to join again"))
-        self._post(self._close_sockets)
+        self._wheel.post(self._close_sockets)
         self.wait(lambda: self._closed, time.monotonic() + CLOSE_SECONDS)
 
-    # ── the role of the driver ──────────────────────────────────────────────────────────────────
-
-    def _post(self, command: Callable[[], None]) -> None:
-        """Runs ``command`` in the role: here if it is free, else on the thread that has it."""
-        with self._role:
-            if self._driving:
-                self._commands.append(command)
-                # A full pair holds wake-ups enough; a closed one has a driver that is about to resign.
-                with contextlib.suppress(OSError):
-                    self._wake_writer.send(b"\0")
-                return
-            self._driving = True
-        try:
-            command()
-        finally:
-            self._resign()
-
-    def _resign(self) -> None:
-        """Runs the commands that are left, gives the role up, and tells those who sleep."""
-        while True:
-            with self._role:
-                if not self._commands:
-                    self._driving = False
-                    if self._sleepers:
-                        self._news.notify_all()
-                    return
-            try:
-                self._run_commands()
-            except BaseException:  # the role must not stay with a thread that is about to leave
-                self._resign()
-                raise
-
-    def _run_commands(self) -> None:
-        while self._commands:
-            self._commands.popleft()()
+    # ── at the wheel ────────────────────────────────────────────────────────────────────────────
 
     def _drive(self, ready: Callable[[], bool], until: float) -> None:
-        while not ready() and not self._closed:
-            self._run_commands()
+        while True:
+            self._wheel.run_commands()
             now = time.monotonic()
-            if now >= until:
+            if ready() or self._closed or now >= until:
                 return
             if now >= self._next_tick:
                 self._execute(self._exchange.on_tick(now))
@@ -250,7 +186,7 @@ class Channel:
                 continue
             for socket, event in self._poller.poll(int(1000 * (min(until, self._next_tick) - now)) + 1):
                 if isinstance(socket, int):
-                    self._wake_reader.recv(4096)
+                    self._wheel.on_wake()
                 elif (rank := self._servers.rank_of(socket)) is None:
                     self._look_for_refusals()
                 else:
@@ -259,8 +195,6 @@ class Channel:
                         self._send_waiting(rank, self._backlog)
                     if event & READABLE:
                         self._receive(rank, socket)
-
-    # ── with the role ───────────────────────────────────────────────────────────────────────────
 
     def _receive(self, rank: int, socket: Socket) -> None:
         envelope, *frames = receive_frames(socket)
@@ -291,7 +225,7 @@ class Channel:
             return
         if following is not None:
             self._begin(following, handle)
-        self._tell_sleepers()
+        self._wheel.tell()
 
     def _fail(self, handle: Handle, error: ZenPSError) -> None:
         """Fails a tensor, with all rounds that it has in flight."""
@@ -301,7 +235,7 @@ class Channel:
             if its_handle is handle:
                 del self._handles[key]
                 self._exchange.give_up(round_)
-        self._tell_sleepers()
+        self._wheel.tell()
 
     def _look_for_servers(self, now: float) -> None:
         if self._exchange.in_flight and (error := self._servers.reach.look(now)):
@@ -386,14 +320,8 @@ class Channel:
                 span.note(**where, rows=push.rows, bytes=size, codec=push.codec)
         self._metrics.push_bytes.inc(size)
 
-    def _tell_sleepers(self) -> None:
-        with self._role:
-            if self._sleepers:
-                self._news.notify_all()
-
     def _close_sockets(self) -> None:
         self._closed = True
         self._is_behind.set()
         self._reconnect({})
-        self._wake_reader.close()
-        self._wake_writer.close()
+        self._wheel.close()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,7 +55,7 @@ def channel(ctx: zmq.Context[Any]) -> Channel:
 
 
 def test_views_that_come_in_a_heap_are_gone_by_one_after_the_other(channel: Channel) -> None:
-    """A thread has the role while two rings pass: what is cut for the second goes to its servers."""
+    """A thread has the wheel while two rings pass: what is cut for the second goes to its servers."""
     followed: list[View] = []
     channel.follow = followed.append
     channel.cut_again = lambda round_: (followed[-1], pushes_of(followed[-1]))  # type: ignore[assignment, return-value]
@@ -63,15 +64,15 @@ def test_views_that_come_in_a_heap_are_gone_by_one_after_the_other(channel: Chan
     round_, handle = Round("t", 0, 1, pushes_of(first)), Restarts()
     channel.submit([round_], handle)  # type: ignore[arg-type]
 
-    has_role, go_on = threading.Event(), threading.Event()
+    has_wheel, go_on = threading.Event(), threading.Event()
 
     def compute() -> None:
-        has_role.set()
+        has_wheel.set()
         assert go_on.wait(DEADLINE_SECONDS)
 
     driver = threading.Thread(target=channel.then, args=(compute,))
     driver.start()
-    assert has_role.wait(DEADLINE_SECONDS)
+    assert has_wheel.wait(DEADLINE_SECONDS)
     views = [view_of(2, [1]), view_of(3, [1, 2])]
     for view in views:
         channel.on_view(view)
@@ -97,29 +98,20 @@ def test_each_push_after_a_loss_fails_with_its_reason(channel: Channel) -> None:
     assert errors == [lost, lost]
 
 
-def test_a_command_that_raises_leaves_the_role_to_others(channel: Channel) -> None:
-    """The thread that has the role runs what others have posted meanwhile, when it is about to resign."""
-    has_role, go_on, ran = threading.Event(), threading.Event(), threading.Event()
-
-    def compute() -> None:
-        has_role.set()
-        assert go_on.wait(DEADLINE_SECONDS)
-
-    def drive() -> None:
-        with pytest.raises(ZeroDivisionError):
-            channel.then(compute)
-
-    driver = threading.Thread(target=drive)
-    driver.start()
-    assert has_role.wait(DEADLINE_SECONDS)
-    channel.then(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
-    channel.then(ran.set)
-    go_on.set()
-    driver.join(DEADLINE_SECONDS)
-    assert ran.is_set()
-    again = threading.Event()
-    channel.then(again.set)
-    assert again.is_set(), "the role was never given up"
+def test_who_drives_sees_at_once_what_another_thread_has_ended(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zenps.worker.channel.TICK_SECONDS", 2 * DEADLINE_SECONDS)
+    ended = threading.Event()
+    waiting = threading.Thread(
+        target=channel.wait, args=(ended.is_set, time.monotonic() + 2 * DEADLINE_SECONDS)
+    )
+    waiting.start()
+    while not channel._wheel.is_taken:
+        time.sleep(0.01)
+    channel.then(ended.set)
+    waiting.join(DEADLINE_SECONDS)
+    assert not waiting.is_alive()
 
 
 def test_a_server_that_the_scheduler_misses_is_not_called_unreachable(

@@ -124,8 +124,8 @@ class HostRounds(MetRounds[HostRound]):
     def _awaits_servers(self) -> bool:
         """Whether a server has still to answer for any round.
 
-        Whoever waits for them without that keeps the channel's role, so that each answer to another
-        thread's round costs that thread a wake-up.
+        A thread that waited for them without that would have the channel's wheel, and each answer to a round
+        of another thread would cost that one a wake-up.
         """
         return any(not round_.is_heard or round_.pushed for round_ in self._in_flight.values())
 
