@@ -47,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     measurements = []
-    ways = list(itertools.product(sweep(options), options.partitions, options.levels))
-    for (workers, case), partition, levels in track(
+    ways = list(itertools.product(sweep(options), clusters(options)))
+    for (workers, case), (partition, levels) in track(
         ways, "Measuring", console=Console(stderr=True), transient=True
     ):
         servers = options.servers or workers
@@ -76,7 +76,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--skew", type=float, nargs="+", metavar="X", help="ids are rand**X * rows: 1 is uniform, 5 near Zipf"
     )
     parser.add_argument("--partitions", nargs="+", default=list(PARTITIONS), metavar="NAME")
-    parser.add_argument("--levels", type=int, nargs="+", default=[1], choices=(1, 2), metavar="N")
+    parser.add_argument("--levels", type=int, nargs="+", default=[1, 2], choices=(1, 2), metavar="N")
     parser.add_argument("--steps", type=int, metavar="N", help="timed steps of each block")
     parser.add_argument("--quick", action="store_true", help="by default few steps, and no sweep")
     parser.add_argument("--json", type=Path, metavar="FILE", default=HERE / "out" / "sync.json")
@@ -97,6 +97,13 @@ def sweep(options: argparse.Namespace) -> Iterator[tuple[int, Case]]:
     changed = [base | {name: value} for name, each in values.items() for value in each[1:]]
     for point in [base, *changed]:
         yield point["workers"], Case(point["rows"], point["dim"], point["ids"], point["skew"], options.steps)
+
+
+def clusters(options: argparse.Namespace) -> list[tuple[str, int]]:
+    """Partition and levels of each block. On one host, two levels make no use of a partition: one will do."""
+    one_level = [(partition, 1) for partition in options.partitions]
+    two_levels = [(options.partitions[0], 2)]
+    return [each for each in (*one_level, *two_levels) if each[1] in options.levels]
 
 
 def run_block(workers: int, servers: int, partition: str, levels: int, case: Case) -> Block:

@@ -48,6 +48,7 @@ __all__ = [
     "rank_from_environment",
     "require_cluster",
     "restarts_from_environment",
+    "why_one_level",
 ]
 
 RESERVED: Final = frozenset({"ZENPS_CONFIG", "ZENPS_PLAN_TRACE", "ZENPS_PLAN_STEPS"})
@@ -117,12 +118,8 @@ def _check_scheme(config: Config) -> None:
     if config.sync.values != "same" and (scheme.exchange == "peers" or scheme.blocks):
         wanted = f"same, because sync.scheme = {config.sync.scheme} sends values as they are"
         raise ConfigError("sync.values", config.sync.values, wanted)
-    if config.sync.levels == 2 and scheme.exchange == "peers":
-        wanted = f"1, because sync.scheme = {config.sync.scheme} exchanges among workers"
-        raise ConfigError("sync.levels", 2, wanted)
-    if config.sync.levels == 2 and config.cluster.goes_on:
-        wanted = "1, because cluster.on_worker_loss = continue: a host cannot do without its leader"
-        raise ConfigError("sync.levels", 2, wanted)
+    if config.sync.levels == 2 and (reason := why_one_level(config)):
+        raise ConfigError("sync.levels", 2, f"1, because {reason}")
     if scheme.exchange != "peers":
         return
     among_workers = f"because sync.scheme = {config.sync.scheme} exchanges among workers"
@@ -131,6 +128,15 @@ def _check_scheme(config: Config) -> None:
     if config.security.keys:
         wanted = f"no keys, {among_workers}, over connections that know none"
         raise ConfigError("security.keys", config.security.keys, wanted)
+
+
+def why_one_level(config: Config) -> str:
+    """The reason for which ``sync.levels`` has to be 1; empty if there is none."""
+    if over_servers(config.sync.scheme).exchange == "peers":
+        return f"sync.scheme = {config.sync.scheme} exchanges among workers"
+    if config.cluster.goes_on:
+        return "cluster.on_worker_loss = continue: a host cannot do without its leader"
+    return ""
 
 
 def bound_to_servers(config: Config) -> str:

@@ -9,11 +9,12 @@ import os
 import platform
 import resource
 import socket as net
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
-from zenps.config import PARTITIONS, Config, check_partition, local_size_from_environment
+from zenps.config import PARTITIONS, Config, check_partition, local_size_from_environment, why_one_level
 from zenps.errors import ConfigError, DeadlineError, ZenPSError
 from zenps.keys import load_keys
 from zenps.settings import shared_settings
@@ -204,6 +205,7 @@ def _scheduler(config: Config) -> Iterator[Check]:
         return
     yield Check("scheduler", "ok", f"{address}: {status.state}, epoch {status.epoch}")
     yield _nodes(config, status)
+    yield _levels(config, status)
     yield _same_settings(config, status)
 
 
@@ -220,6 +222,18 @@ def _nodes(config: Config, status: Status) -> Check:
     if status.state == "gathering" and present != expected:
         return Check("nodes", "warn", f"gathering: {found}", "the cluster waits for the others: start them")
     return Check("nodes", "ok", found)
+
+
+def _levels(config: Config, status: Status) -> Check:
+    """Whether workers share a host, and make use of it."""
+    hosts = Counter(node.host for node in status.nodes if node.role == "worker" and node.state == "present")
+    found = f"{config.sync.levels}, with {hosts.total()} worker(s) on {len(hosts)} host(s)"
+    if config.sync.levels == 2 and len(hosts) == 1:
+        return Check("sync.levels", "ok", f"{found}: they reduce there, not at servers")
+    if config.sync.levels == 1 and hosts.total() > len(hosts) and not why_one_level(config):
+        advice = "2 has those of a host reduce there first, which is faster: docs/schemes.md"
+        return Check("sync.levels", "ok", found, advice)
+    return Check("sync.levels", "ok", found)
 
 
 def _same_settings(config: Config, status: Status) -> Check:

@@ -33,7 +33,7 @@ def test_tiny_run_is_measured_and_written(tmp_path: Path) -> None:
     report = json.loads(output.read_text())
     assert set(report["machine"]) == {"cpu", "cores", "system"}
     assert set(report["versions"]) >= {"python", "torch", "pyzmq", "zenps"}
-    (measured,) = report["measurements"]
+    measured, two_levels = report["measurements"]
     assert (measured["workers"], measured["servers"], measured["partition"]) == (2, 1, "balanced")
     assert measured["case"] == case
 
@@ -54,6 +54,10 @@ def test_tiny_run_is_measured_and_written(tmp_path: Path) -> None:
     moved = 2 * (traffic["pushed_bytes"] + traffic["pulled_bytes"])
     assert traffic["wire_bytes"]["zenps"] > moved
     assert traffic["wire_bytes"]["gloo dense"] > 2 * 4 * 20_000 * 16
+
+    assert (measured["levels"], two_levels["levels"]) == (1, 2)
+    assert two_levels["partition"] == "balanced"
+    assert two_levels["block"]["traffic"]["wire_bytes"]["zenps"] < moved / 4
 
 
 @pytest.mark.long

@@ -22,6 +22,8 @@ from tests.integration.reference import assert_same_bits
 from tests.integration.test_losses import SLACK_SECONDS
 from tests.integration.test_push_pull import CASES, ROUNDS, expected, push_all
 from tests.integration.test_training import train, train_in_one_process
+from zenps.config import load
+from zenps.doctor import Check, examine
 from zenps.timeline import merge
 from zenps.worker import api
 from zenps.worker.levels.link import Listener
@@ -124,6 +126,40 @@ def test_on_one_host_no_gradient_goes_to_servers() -> None:
         assert torch.equal(summed, torch.full((40_000,), 1 + 2.0**-24))
         assert_same_bits(mean, summed / 2)
         assert pushed == pulled == 0
+
+
+def diagnose() -> Check:
+    """What ``zenps doctor`` says of the levels while all are here."""
+    (check,) = [each for each in examine(load(environ=os.environ).config) if each.name == "sync.levels"]
+    zps.barrier()
+    return check
+
+
+@pytest.mark.parametrize(
+    ("settings", "found", "advised"),
+    [
+        ({}, "1, with 2 worker(s) on 1 host(s)", True),
+        ({"sync.levels": 2}, "2, with 2 worker(s) on 1 host(s): they reduce there, not at servers", False),
+        ({"cluster.on_worker_loss": "continue"}, "1, with 2 worker(s) on 1 host(s)", False),
+        ({"sync.scheme": "agsparse"}, "1, with 2 worker(s) on 1 host(s)", False),
+    ],
+)
+def test_the_doctor_knows_who_could_reduce_first(
+    settings: dict[str, object], found: str, advised: bool
+) -> None:
+    with Cluster(2, 1, settings) as cluster:
+        for check in cluster.run(diagnose):
+            assert (check.verdict, check.found) == ("ok", found)
+            assert bool(check.advice) is advised
+
+
+def test_the_doctor_advises_nothing_to_lone_workers() -> None:
+    with Cluster(2, 1, server_settings=REACHED) as cluster:
+        workers = [
+            cluster.start(on_host, f"host{rank}", diagnose, rank=rank, init=False) for rank in range(2)
+        ]
+        for worker in workers:
+            assert worker.result() == Check("sync.levels", "ok", "1, with 2 worker(s) on 2 host(s)")
 
 
 def push_and_rest() -> bool:
