@@ -196,10 +196,9 @@ class _Job:
         if self._output.failure is not None and self._code is None:
             is_unread = isinstance(self._output.failure, BrokenPipeError)
             self._end(_SIGNALLED + signal.SIGPIPE if is_unread else _FAILED)
-        for process in [process for process in self._processes if process.exit_code is None]:
-            if process.has_ended():
-                self._read_what_is_there()
-                self._on_end(process)
+        # From the start each time: what is read while one is dealt with may be the news of another's end.
+        while self._reap():
+            pass
         if time.monotonic() >= self._patience_until:
             left, measure = ", ".join(self._running()), self._measures[0].name
             self._say(f"{left}: not ended after {GRACE_SECONDS:g} s; sending {measure}")
@@ -213,6 +212,15 @@ class _Job:
                 self._selector.unregister(key.fd)
                 os.close(key.fd)
         return bool(ready)
+
+    def _reap(self) -> bool:
+        """Deal with the first process found to have ended; False: there is none."""
+        for process in self._processes:
+            if process.exit_code is None and process.has_ended():
+                self._read_what_is_there()
+                self._on_end(process)
+                return True
+        return False
 
     def _read_what_is_there(self) -> None:
         # A pipe holds 64 KiB and a terminal is read 4 KiB at a time. There is no waiting for the end of

@@ -133,6 +133,25 @@ def test_of_two_that_end_at_once_one_is_the_last(going_on: Any) -> None:
     assert going_on._code == 0
 
 
+def test_an_end_while_another_is_dealt_with_is_noticed(failing: Any) -> None:
+    """The news of it is read with the other's output: nobody tells again."""
+    first, second = failing._processes
+    second.end(0)
+    reads = []
+
+    def read(seconds: float) -> bool:
+        reads.append(seconds)
+        if second.exit_code is not None:
+            first.end(0)
+        return False
+
+    failing._read = read
+    failing._turn()
+    assert first.exit_code == 0
+    assert failing._code == 0
+    assert reads == [float("inf"), 0.0, 0.0]
+
+
 def test_a_cluster_that_did_not_come_about_does_not_go_on(going_on: Any) -> None:
     going_on.state = "gathering"
     going_on._processes[1].end(7)
