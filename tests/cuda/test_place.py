@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.cuda.host.launcher import SIZES, HostLauncher
@@ -50,6 +50,7 @@ def layout_of(name: str, rows: int, granule: int, servers: list[int], table_byte
     count=st.sampled_from([size for size in SIZES if size <= 1025]),
     seed=st.integers(0, 1 << 30),
 )
+@example("balanced", 1000, 1, [0, 1], torch.int64, 1025, 0)  # π walks on for some, whatever else is drawn
 def test_rows_and_positions_are_those_of_the_layout(
     name: str, rows: int, granule: int, servers: list[int], dtype: torch.dtype, count: int, seed: int
 ) -> None:
