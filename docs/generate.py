@@ -155,7 +155,7 @@ def type_text(
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in args)
     if origin is tuple:
-        return f"list of {of(args[0])}"
+        return f"list of {of(args[0])}" if args[-1] is Ellipsis else f"[{', '.join(map(of, args))}]"
     if origin is dict:
         return f"map of {of(args[0])} to {of(args[1])}"
     if origin in (Union, UnionType):

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import zmq
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from zenps import log, metrics
-from zenps.buffers import BufferPool
 from zenps.clock import now_ns
 from zenps.config import Config, rank_from_environment
 from zenps.errors import PeerLostError, ProtocolError, listing
@@ -31,11 +31,25 @@ from zenps.wire.connections import Connections
 from zenps.wire.curve import Gate, warn_if_open
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, CorruptedError, Decoder, encode
 from zenps.wire.link import SchedulerLink, new_register
-from zenps.wire.messages import Busy, Departed, Failure, Late, Load, Push, Refused, Resend, Stop, View
+from zenps.wire.messages import (
+    Busy,
+    Departed,
+    Failure,
+    FromServer,
+    Late,
+    Load,
+    Push,
+    Refused,
+    Resend,
+    Shared,
+    Stop,
+    View,
+)
 from zenps.wire.sockets import Socket, bind_router, context, receive_routed
 
 from .aggregation import Aggregator, Payload, check_span, read_payload
 from .memory import keep_freed_memory
+from .neighbours import Neighbours
 from .outbox import Outbox, StalledError
 from .rounds import Aggregate, Held, Reply, Rounds
 from .spans import KINDS, about, size_bytes
@@ -98,7 +112,9 @@ class _Service:
         self._rounds = Rounds(cluster.server_budget_bytes, cluster.patience_seconds)
         keep_bytes = cluster.server_budget_bytes // 4
         keep_freed_memory(keep_bytes)
-        pool = BufferPool(keep_bytes)
+        self._poller = zmq.Poller()
+        self._neighbours = Neighbours(cluster, self._address, keep_bytes, self._poller)
+        pool = self._neighbours.pool
         self._aggregator = Aggregator(CpuKernels(pool), pool)
         self._epoch = 0
         self._peers: dict[int, bytes] = {}
@@ -121,16 +137,15 @@ class _Service:
                 self._link.leave()
         finally:
             self._gate.close()
+            self._neighbours.close()
         if self._failure:
             raise PeerLostError(self._failure)
 
     # NaN and infinities are added as they are. To say so at each sum costs as much as a sum of 1 KB.
     @np.errstate(invalid="ignore", over="ignore")
     def _serve_until_told(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        for waiting in (self._link.socket, *self._gate.sockets):
-            poller.register(waiting, zmq.POLLIN)
+        for waiting in (self._socket, self._link.socket, *self._gate.sockets):
+            self._poller.register(waiting, zmq.POLLIN)
         next_tick = next_look = 0.0
         while True:
             now = time.monotonic()
@@ -145,9 +160,11 @@ class _Service:
                 self._gate.attend()
                 self._show_gauges()
                 next_tick = now + min(TICK_SECONDS, self._link.seconds_to_beat(now))
-            for socket, _ in poller.poll(int(1000 * (min(next_tick, next_look) - now)) + 1):
+            for socket, _ in self._poller.poll(int(1000 * (min(next_tick, next_look) - now)) + 1):
                 if socket is self._socket:
                     self._receive()
+                elif isinstance(socket, int):
+                    self._neighbours.attend()
                 elif socket is not self._link.socket:
                     self._gate.attend()
                 elif self._on_scheduler():
@@ -210,7 +227,6 @@ class _Service:
             actions = self._ask_again(peer, error) if isinstance(error, CorruptedError) else []
         else:
             self._descriptors[peer] = descriptor
-            self._metrics.received_bytes.inc(size_bytes(frames))
         self._execute(actions)
 
     def _on_push(self, peer: bytes, frames: Sequence[memoryview]) -> list[Aggregate | Reply]:
@@ -227,11 +243,15 @@ class _Service:
         if peer in self._stalled:
             raise ProtocolError("unexpected", f"push of rank {push.rank}, which was dropped")
         check_span(push, self._config.cluster.max_message_bytes)
+        if push.shared is not None:
+            tensors = [*tensors, self._neighbours.look(peer, push.shared)]
         payload = read_payload(push, tensors)
+        size = envelope.nbytes + size_bytes(tensors)
         if self._trace.is_on:
-            size = size_bytes(frames)
             self._trace.did(begin_ns, "receive", **about(push), rank=push.rank, rows=push.rows, bytes=size)
-        return self._rounds.on_push(Held(peer, push, payload, payload.size_bytes), time.monotonic())
+        actions = self._rounds.on_push(Held(peer, push, payload, payload.size_bytes), time.monotonic())
+        self._metrics.received_bytes.inc(size)
+        return actions
 
     def _check_ranks(self, push: Push) -> None:
         """A rank stands for others of its own host, each once."""
@@ -263,7 +283,9 @@ class _Service:
         for held in round_.pushes:
             assert isinstance(held.payload, Payload)
             pushes.append((held.push, held.payload))
-        result, frames = self._aggregator.aggregate(pushes)
+        self._neighbours.hear()
+        result, (positions, values) = self._aggregator.aggregate(pushes)
+        frames = positions, self._neighbours.place(values)
         end_ns = now_ns()
         if self._trace.is_on:
             size = size_bytes(frames)
@@ -283,14 +305,18 @@ class _Service:
                 logger.warning("%s", reason)
             case Busy():
                 self._metrics.refused_pushes.inc()
-        envelope = encode(self._config.cluster.job, reply.message, reply.frames)
-        size = len(envelope) + size_bytes(reply.frames)
+        envelopes: dict[Shared | None, bytes] = {}
         for peer in reply.peers:
             if peer in self._stalled:
                 continue
             begin_ns = now_ns()
+            shared = self._neighbours.find(peer, reply.frames)
+            frames = reply.frames if shared is None else reply.frames[:-1]
+            if shared not in envelopes:
+                envelopes[shared] = self._encode(reply.message, shared, frames)
+            envelope = envelopes[shared]
             try:
-                self._outbox.send(peer, envelope, reply.frames)
+                self._outbox.send(peer, envelope, frames)
             except StalledError as error:
                 self._drop(peer, str(error))
                 continue
@@ -300,10 +326,19 @@ class _Service:
                 # The worker's connection is gone. Its lease says whether the worker is.
                 logger.debug("peer %s cannot be reached", peer.hex())
                 continue
+            if shared is not None:
+                self._neighbours.lend(peer, shared, reply.frames)
+            size = len(envelope) + size_bytes(reply.frames)
             self._metrics.sent_bytes.inc(size)
             if self._trace.is_on:
                 kind, rank = KINDS[type(reply.message)], self._ranks.get(peer)
                 self._trace.did(begin_ns, kind, **about(reply.message), rank=rank, bytes=size)
+
+    def _encode(self, message: FromServer, shared: Shared | None, frames: Sequence[memoryview]) -> bytes:
+        """The envelope of ``message``, whose values lie at ``shared`` if they are not in ``frames``."""
+        if shared is not None:
+            message = structs.replace(message, shared=shared)
+        return encode(self._config.cluster.job, message, frames)
 
     def _drop(self, peer: bytes, reason: str) -> None:
         """A worker that does not read: what waits for it is freed, and rounds that need it fail."""
@@ -312,10 +347,12 @@ class _Service:
         logger.warning("%s", self._stalled[peer])
         self._metrics.cut_connections.inc()
         self._outbox.forget(peer)
+        self._neighbours.forget(peer)
         self._connections.cut(self._descriptors.pop(peer, -1))
 
     def _look_at_peers(self, now: float) -> None:
         """Cuts who sends without end, and tells the rounds of those that were dropped."""
+        self._neighbours.attend()
         for address in self._connections.look():
             self._metrics.cut_connections.inc()
             log.once(logger, "endless", "cut the connection of %s: it sent a message without end", address)

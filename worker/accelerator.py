@@ -98,7 +98,7 @@ class CudaAccelerator(Accelerator):
     def __init__(self, device: torch.device, keep_bytes: int, deadline_seconds: float) -> None:
         self.device = device
         self.launcher = CupyLauncher()
-        self.pinned = BufferPool(keep_bytes, allocate=_pinned_block)
+        self.pinned = BufferPool(keep_bytes, _pinned_block, smallest_bytes=1)
         self.deadline_seconds = deadline_seconds
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

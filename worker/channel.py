@@ -21,14 +21,15 @@ from zenps.errors import PeerLostError, ProtocolError, UsageError, ZenPSError
 from zenps.keys import Keys
 from zenps.metrics import WorkerMetrics
 from zenps.settings import ClusterConfig
-from zenps.wire.frames import CorruptedError, Decoder, encode
-from zenps.wire.messages import FromServer, Member, View
+from zenps.wire.frames import CorruptedError, Decoder
+from zenps.wire.messages import FromServer, Member, Result, View
 from zenps.wire.sockets import Socket, receive_frames
 
 from .backlog import Backlog
 from .exchange import Exchange
 from .handle import Handle
-from .round import Action, Deliver, Fail, Outgoing, Round, SendPush
+from .memory import POOL_BYTES
+from .round import Action, Deliver, Fail, Frames, Outgoing, Round, SendPush
 from .servers import Servers
 from .spans import Spans
 from .transfer import Sent
@@ -81,7 +82,6 @@ class Channel:
         has_priorities: bool = False,
     ) -> None:
         self._spans = spans or Spans()
-        self._job = cluster.job
         self._metrics = metrics
         self._exchange = Exchange(cluster.patience_seconds, self._recut)
         self._decoder: Decoder[FromServer] = Decoder(cluster.job, FromServer)
@@ -97,12 +97,24 @@ class Channel:
         self._poller = zmq.Poller()
         self._poller.register(self._wheel.wake, zmq.POLLIN)
         most_queued = AHEAD_MESSAGES if has_priorities else 0
-        self._servers = Servers(ctx, cluster, identity, keys, self._poller, most_queued)
+        self._servers = Servers(ctx, cluster, identity, keys, self._poller, most_queued, POOL_BYTES)
         self._backlog = Backlog() if has_priorities else None
         self._is_behind = threading.Event()
         """Something waits in the backlog."""
         self._pusher: threading.Thread | None = None
         self._closed = False
+
+    @property
+    def has_neighbours(self) -> bool:
+        """Whether servers are on this host, and read what is placed for them.
+
+        Once all has failed nothing is: servers may still read what was pushed before, for other ranks.
+        """
+        return self._servers.has_neighbours and self._exchange.failure is None
+
+    def place(self, server: int, frames: Frames) -> Frames:
+        """``frames`` of a push, where ``server`` can read them best."""
+        return self._servers.place(server, frames)
 
     def submit(self, rounds: Sequence[Round], handle: Handle) -> None:
         """Pushes the rounds of a tensor; their answers go to ``handle``."""
@@ -200,6 +212,9 @@ class Channel:
         envelope, *frames = receive_frames(socket)
         try:
             message = self._decoder.decode(envelope, frames)
+            if isinstance(message, Result) and message.shared is not None:
+                frames.append(self._servers.values(rank, message.shared))
+                self._metrics.shared_bytes.inc(frames[-1].nbytes)
         except CorruptedError as error:
             self._refuse(rank, error)
             self._execute(self._exchange.on_corrupted(rank, error.message))
@@ -251,7 +266,7 @@ class Channel:
         self._execute(self._exchange.on_lost(PeerLostError(reason)))
 
     def _reconnect(self, servers: dict[int, Member]) -> None:
-        if not (self._closed and servers):
+        if not self._closed:
             self._servers.follow(servers, time.monotonic())
 
     def _recut(self, round_: Round) -> Sequence[Outgoing]:
@@ -312,16 +327,15 @@ class Channel:
     def _send(self, out: Outgoing) -> None:
         push = out.push
         with self._spans("push", push.tensor, push.step) as span:
-            envelope = encode(self._job, push, out.frames)
-            self._servers.send(out.server, envelope, out.frames)
-            size = len(envelope) + sum([frame.nbytes for frame in out.frames])
+            size, shared = self._servers.send(out.server, push, out.frames)
             if span:
                 where = {"chunk": push.chunk, "epoch": push.epoch, "server": out.server}
                 span.note(**where, rows=push.rows, bytes=size, codec=push.codec)
         self._metrics.push_bytes.inc(size)
+        self._metrics.shared_bytes.inc(shared)
 
     def _close_sockets(self) -> None:
         self._closed = True
         self._is_behind.set()
-        self._reconnect({})
+        self._servers.close()
         self._wheel.close()

@@ -10,6 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
@@ -270,7 +271,7 @@ class Cluster(Communicator):
         self.local_size = len(self._here)
 
     def _round(self, name: str, step: int, transfer: Transfer, how: How) -> Round:
-        sent = transfer.sent
+        sent = transfer.sent = self._placed(transfer.sent)
         return Round(name, step, sent.cut.epoch, self._pushes(name, step, sent, how), sent)
 
     def _phase(self, name: str, step: int, transfer: Transfer, how: How, phase: int, part: Part) -> Round:
@@ -281,10 +282,18 @@ class Cluster(Communicator):
 
     def _cut_again(self, round_: Round) -> tuple[Sent, list[Outgoing]]:
         assert isinstance(round_.sent, Sent)
-        sent = self._transfers.recut(round_.tensor, round_.sent)
+        sent = self._placed(self._transfers.recut(round_.tensor, round_.sent))
         _, push, _, priority = round_.outgoing[0]
         how = How(push.average, push.stands_for, priority)
         return sent, self._pushes(round_.tensor, round_.step, sent, how, round_.again)
+
+    def _placed(self, sent: Sent) -> Sent:
+        """The same, where the servers can read it best."""
+        if sent.cut.layout is None or not self._session.channel.has_neighbours:
+            return sent
+        place = self._session.channel.place
+        parts = [structs.replace(part, frames=place(part.server, part.frames)) for part in sent.parts]
+        return structs.replace(sent, parts=parts)
 
     def _pushes(self, name: str, step: int, sent: Sent, how: How, again: bool = False) -> list[Outgoing]:
         shape, dtype = tuple(sent.shape), dtype_name(sent.dtype)

@@ -238,6 +238,7 @@ class Exchange:
         return self._push(round_, now)
 
     def _cut(self, round_: Round) -> None:
+        round_.earlier.extend(round_.outgoing)
         round_.outgoing = self._recut(round_)
         round_.epoch = self._epoch
         round_.repetitions, round_.given = {}, {}

@@ -11,7 +11,11 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["free_a_large_block"]
+__all__ = ["POOL_BYTES", "free_a_large_block"]
+
+# Unused buffers that a worker keeps, of ordinary memory, of shared and, for each GPU, of pinned: the
+# gradients and results of a step, to be used again in the next.
+POOL_BYTES = 1 << 30
 
 # The most that glibc learns from is 32 MiB, with its own few bytes.
 BLOCK_BYTES = 31 << 20

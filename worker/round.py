@@ -64,6 +64,9 @@ class Round(Struct, eq=False):
     previous: int = -1
     """The step of the tensor's latest round before it that may not be settled yet; -1 if there is none."""
     state: State = "pushed"
+    earlier: list[Outgoing] = []
+    """What was pushed under older rings. A server that is lost but goes on may read it in this worker's
+    memory, and answer ranks that have not heard so: until all have ended the round it stays as it is."""
     unanswered: dict[tuple[int, int], Outgoing] = {}
     """By server and chunk. Pushes are kept whole: a server may ask for one again."""
     repetitions: dict[tuple[int, int], int] = {}

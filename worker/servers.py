@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import zmq
+from msgspec import structs
 
+from zenps.errors import ProtocolError
 from zenps.keys import Keys, node_name
 from zenps.settings import ClusterConfig
+from zenps.wire.arena import open_arena
 from zenps.wire.curve import Handshakes
-from zenps.wire.messages import Member
-from zenps.wire.sockets import Socket, connect, open_dealer, send_frames
+from zenps.wire.frames import encode
+from zenps.wire.messages import Hello, Member, Push, Shared
+from zenps.wire.sockets import COPY_BELOW_BYTES, Socket, connect, open_dealer, send_frames
 
+from .neighbour import Neighbour, call
 from .reach import Reach
+from .round import Frames
 
 __all__ = ["Servers"]
 
@@ -27,6 +33,7 @@ class Servers:
         identity: this worker's routing identity.
         keys: this worker's, or None.
         poller: gets every socket that is opened.
+        keep_bytes: of memory that is shared, at most so much is kept unused.
         most_queued: messages that may wait for one server behind those that TCP has taken; 0: any number.
 
     Attributes:
@@ -41,10 +48,16 @@ class Servers:
         keys: Keys | None,
         poller: zmq.Poller,
         most_queued: int,
+        keep_bytes: int,
     ) -> None:
         self.reach = Reach(cluster)
         self._ctx = ctx
         self._keys = keys
+        self._job = cluster.job
+        self._hello = Hello(cluster.job, identity)
+        self._arena = open_arena(cluster, keep_bytes)
+        self._neighbours: dict[int, Neighbour] = {}
+        """Those servers that are on this host."""
         self._open = partial(
             open_dealer,
             ctx,
@@ -74,13 +87,47 @@ class Servers:
                 return rank
         return None
 
-    def send(self, rank: int, envelope: bytes, frames: Sequence[memoryview]) -> None:
-        """Queues a message for a server.
+    @property
+    def has_neighbours(self) -> bool:
+        """Whether servers are on this host, and read its memory."""
+        return bool(self._neighbours)
+
+    def place(self, rank: int, frames: Frames) -> Frames:
+        """``frames`` of a push to a server, where it can read them if it is on this host.
+
+        From any thread.
+        """
+        if self._arena is None or rank not in self._neighbours or frames[-1].nbytes < COPY_BELOW_BYTES:
+            return frames
+        return *frames[:-1], self._arena.copy(frames[-1])
+
+    def send(self, rank: int, push: Push, frames: Frames) -> tuple[int, int]:
+        """Queues a push for a server; how many bytes it has, and how many of them are read where they lie.
 
         Raises:
             zmq.Again: the server has refused us; or there was no room.
         """
+        shared = None
+        neighbour = self._neighbours.get(rank)
+        if neighbour is not None and frames[-1].nbytes >= COPY_BELOW_BYTES:
+            neighbour.tell()
+            shared = neighbour.find(frames[-1])
+        if shared is not None:
+            push, frames = structs.replace(push, shared=shared), frames[:-1]
+        envelope = encode(self._job, push, frames)
         send_frames(self._sockets[rank][1], [envelope], frames)
+        shared_bytes = 0 if shared is None else shared[1]
+        return len(envelope) + sum([frame.nbytes for frame in frames]) + shared_bytes, shared_bytes
+
+    def values(self, rank: int, shared: Shared) -> memoryview:
+        """Values that a server has named.
+
+        Raises:
+            ProtocolError: it shares no such place.
+        """
+        if rank not in self._neighbours:
+            raise ProtocolError("payload", "values in the memory of a server that shares none")
+        return self._neighbours[rank].take(shared)
 
     def has_room(self, rank: int) -> bool:
         """Whether a server's socket takes another message now."""
@@ -89,6 +136,12 @@ class Servers:
     def watch_for_room(self, rank: int, is_wanted: bool) -> None:
         """Whether the poller also tells when a server's socket takes another message."""
         self._poller.register(self._sockets[rank][1], zmq.POLLIN | (zmq.POLLOUT if is_wanted else 0))
+
+    def close(self) -> None:
+        """Lets go of all."""
+        self.follow({}, 0.0)
+        if self._arena is not None:
+            self._arena.close()
 
     def follow(self, servers: Mapping[int, Member], now: float) -> None:
         """Connects to those of ``servers`` that are new or have moved, and lets go of what is not there."""
@@ -105,6 +158,8 @@ class Servers:
             self._handshakes[server.rank] = handshakes = Handshakes(self._ctx, socket)
             self._poller.register(handshakes.socket, zmq.POLLIN)
         connect(socket, server.address)
+        if self._arena is not None and (neighbour := call(server.address, self._hello, self._arena)):
+            self._neighbours[server.rank] = neighbour
         self.reach.on_connect(server, now)
         self._sockets[server.rank] = server.address, socket
         self._ranks[socket] = server.rank
@@ -120,3 +175,5 @@ class Servers:
             self._poller.unregister(handshakes.socket)
             handshakes.close()
         socket.close(linger=0)
+        if neighbour := self._neighbours.pop(rank, None):
+            neighbour.close()

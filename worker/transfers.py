@@ -33,6 +33,7 @@ from .blocks import BlockTransfer
 from .compaction import SparseTransfer
 from .dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from .forms import convert
+from .memory import POOL_BYTES
 from .narrowing import Narrowing, Residuals
 from .peers.round import DenseSum, SparseSum, Sum
 from .recut import recut
@@ -44,10 +45,6 @@ __all__ = ["Transfers"]
 
 # A dense tensor below this goes to one server whole: more messages would cost more than they save.
 SPLIT_FROM_BYTES = 64 * 1024
-
-# Unused buffers that a worker keeps, of ordinary memory and, for each GPU, of pinned: the gradients and
-# results of a step, to be used again in the next.
-POOL_BYTES = 1 << 30
 
 
 class Transfers:

@@ -33,13 +33,18 @@ class BufferPool:
 
     Args:
         keep_bytes: at most so much unused memory is kept.
-        allocate: makes a block of so many bytes; by default from ordinary memory. With another, small
-            tensors come from the pool as well.
+        allocate: makes a block of so many bytes; by default from ordinary memory.
+        smallest_bytes: what is smaller does not come from the pool, but from ordinary memory.
     """
 
-    def __init__(self, keep_bytes: int, allocate: Callable[[int], NDArray[np.uint8]] | None = None) -> None:
+    def __init__(
+        self,
+        keep_bytes: int,
+        allocate: Callable[[int], NDArray[np.uint8]] | None = None,
+        smallest_bytes: int = SMALLEST_POOLED_BYTES,
+    ) -> None:
         self.keep_bytes = keep_bytes
-        self._smallest_bytes = SMALLEST_POOLED_BYTES if allocate is None else 1
+        self._smallest_bytes = smallest_bytes
         self._allocate = allocate or _ordinary_block
         self._free: dict[int, deque[NDArray[np.uint8]]] = {}
 
@@ -56,17 +61,17 @@ class BufferPool:
         wanted_bytes = math.prod(shape) * dtype.itemsize
         if wanted_bytes < self._smallest_bytes:
             return torch.empty(shape, dtype=dtype, device="cpu")
-        return self._lease(wanted_bytes)[:wanted_bytes].view(dtype).view(shape)
+        return self.lease(wanted_bytes).view(dtype).view(shape)
 
     def array(self, count: int, dtype: np.dtype[Item]) -> NDArray[Item]:
         """An uninitialised array of ``count`` items: for small ones, torch alone would cost more."""
         wanted_bytes = count * dtype.itemsize
         if wanted_bytes < self._smallest_bytes:
             return np.empty(count, dtype=dtype)
-        return self._lease(wanted_bytes).numpy()[:wanted_bytes].view(dtype)
+        return self.lease(wanted_bytes).numpy().view(dtype)
 
-    def _lease(self, wanted_bytes: int) -> torch.Tensor:
-        """At least so many bytes, uint8, which return here when nobody refers to them any more."""
+    def lease(self, wanted_bytes: int) -> torch.Tensor:
+        """So many bytes of a block, at least 1: uint8. It returns here when nobody refers to it any more."""
         size = _size_class(wanted_bytes)
         try:
             block = self._free[size].pop()
@@ -77,7 +82,7 @@ class BufferPool:
         # the base of a view of a view is the first array.
         lease = block[:]
         weakref.finalize(lease, self._give_back, block).atexit = False
-        return torch.from_numpy(lease)
+        return torch.from_numpy(lease)[:wanted_bytes]
 
     def _give_back(self, block: NDArray[np.uint8]) -> None:
         # Runs wherever the last reference was dropped, a garbage collection included, so it

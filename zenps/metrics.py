@@ -86,6 +86,10 @@ class WorkerMetrics(_RoleMetrics):
         super().__init__(registry, "worker")
         self.push_bytes = self._tally("zenps_push_bytes_total", "Bytes pushed to servers or workers.")
         self.pull_bytes = self._tally("zenps_pull_bytes_total", "Bytes pulled from servers or workers.")
+        self.shared_bytes = self._tally(
+            "zenps_shared_bytes_total",
+            "Those of the bytes pushed and pulled that did not travel: they lie in memory of one host.",
+        )
         self.dense_bytes = self._tally(
             "zenps_dense_bytes_total",
             "Bytes, pushed and pulled, that dense synchronisation of the same tensors would have moved.",

@@ -102,6 +102,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_message_bytes: Annotated[
         int, Meta(description="a larger message is refused unread", ge=64 * KIB, le=2 * GIB)
     ] = 256 * MIB
+    same_host: Annotated[
+        Literal["memory", "tcp"],
+        Meta(
+            description="how workers and servers of one host hand over large tensors: "
+            "[memory](protocol.md#on-one-host) that both read, or tcp"
+        ),
+    ] = "memory"
 
     @property
     def goes_on(self) -> bool:

@@ -13,7 +13,16 @@ import pytest
 from zenps.errors import ProtocolError
 from zenps.wire import messages
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, PROTOCOL_VERSION
-from zenps.wire.messages import Change, FromScheduler, FromServer, Member, NodeStatus, ToScheduler, ToServer
+from zenps.wire.messages import (
+    Change,
+    FromScheduler,
+    FromServer,
+    Hello,
+    Member,
+    NodeStatus,
+    ToScheduler,
+    ToServer,
+)
 
 # Headings of level 2 in the document, and what is sent in that direction.
 DIRECTIONS = {
@@ -22,7 +31,7 @@ DIRECTIONS = {
     "Worker to server": (ToServer,),
     "Server to worker": get_args(FromServer),
 }
-PARTS = {"Member": Member, "Node status": NodeStatus, "Change": Change}
+PARTS = {"Member": Member, "Node status": NodeStatus, "Change": Change, "Hello": Hello}
 # Types of messages.py that the document names, and spells out once.
 NAMED = ("Count", "Rank", "Name", "Text", "Host", "Address", "Load", "Late", "Role", "Dtype")
 

@@ -6,13 +6,14 @@ import hashlib
 import heapq
 import itertools
 import random
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
-__all__ = ["Frame", "Network", "Party"]
+__all__ = ["OVERWRITTEN", "Frame", "Frames", "Lent", "Network", "Party"]
 
 PROMPT_SECONDS = 0.01
 SLOW = 0.05
@@ -27,6 +28,27 @@ class Frame:
         self.nbytes = 64 * len(values)
 
 
+OVERWRITTEN = -1
+"""What is read in memory that its owner has used for something else."""
+
+
+class Lent:
+    """A frame that is read in its sender's memory, as long as it is there."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.nbytes = frame.nbytes
+        self._frame = weakref.ref(frame)
+        self._units = tuple(frame.values)
+
+    @property
+    def values(self) -> dict[int, object]:
+        frame = self._frame()
+        return dict.fromkeys(self._units, OVERWRITTEN) if frame is None else frame.values
+
+
+Frames = Sequence[Frame | Lent]
+
+
 class Party(Protocol):
     """Who sends and receives."""
 
@@ -36,7 +58,7 @@ class Party(Protocol):
     loses_all: bool
     stalled_until: float
 
-    def receive(self, sender: bytes, message: msgspec.Struct, frames: Sequence[Frame]) -> None: ...
+    def receive(self, sender: bytes, message: msgspec.Struct, frames: Frames) -> None: ...
 
 
 class Network:
@@ -101,7 +123,7 @@ class Network:
         """Whatever anybody sends may be lost for a while."""
         self._loss, self._loss_until = probability, until
 
-    def send(self, sender: Party, receiver: bytes, message: msgspec.Struct, frames: Sequence[Frame]) -> None:
+    def send(self, sender: Party, receiver: bytes, message: msgspec.Struct, frames: Frames) -> None:
         """A message is on its way, or it is lost; or it is on its way twice."""
         self.counts["sent"] += 1
         if self._must_arrive(sender.name, receiver, message):
@@ -126,7 +148,7 @@ class Network:
         sender: Party,
         receiver: bytes,
         message: msgspec.Struct,
-        frames: Sequence[Frame],
+        frames: Frames,
     ) -> None:
         def deliver() -> None:
             party = self._parties.get(receiver)

@@ -23,7 +23,7 @@ from zenps.wire.messages import (
 from zenps.wire.registration import Registration
 from zenps.worker.exchange import Exchange
 
-from .network import Frame
+from .network import Frames
 
 if TYPE_CHECKING:
     from .simulation import Simulation
@@ -66,11 +66,11 @@ class Node(ABC):
     def now(self) -> float:
         return self.network.now
 
-    def send(self, receiver: bytes, message: msgspec.Struct, frames: Sequence[Frame] = ()) -> None:
+    def send(self, receiver: bytes, message: msgspec.Struct, frames: Frames = ()) -> None:
         self.network.send(self, receiver, message, frames)
 
     @abstractmethod
-    def receive(self, sender: bytes, message: Any, frames: Sequence[Frame]) -> None:
+    def receive(self, sender: bytes, message: Any, frames: Frames) -> None:
         """A message has come."""
 
     def every(self, seconds: float, action: Callable[[], None]) -> None:
@@ -102,7 +102,7 @@ class Scheduler(Node):
         self._failed_at = math.inf
         self.every(TICK_SECONDS, self._tick)
 
-    def receive(self, sender: bytes, message: Any, frames: Sequence[Frame]) -> None:
+    def receive(self, sender: bytes, message: Any, frames: Frames) -> None:
         self._execute(self.membership.on_message(sender, message, self.now))
         if self.membership.name_of(sender):
             self.heard[sender] = self.now
@@ -188,7 +188,7 @@ class Operator(Node):
     def drain(self, rank: int) -> None:
         self._wanted[rank] = self.now
 
-    def receive(self, sender: bytes, message: Any, frames: Sequence[Frame]) -> None:
+    def receive(self, sender: bytes, message: Any, frames: Frames) -> None:
         if isinstance(message, DrainReply):
             self._wanted.clear()
 

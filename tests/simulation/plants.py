@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Set
+from copy import copy
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ from zenps.worker.round import Action, Frames, Round, SendPush
 from .nodes import Parts
 from .script import Scenario
 
-__all__ = ["PLANTS"]
+__all__ = ["PLANTS", "OverwritesEarlierPushes"]
 
 
 class TakesAnyEpoch(Exchange):
@@ -66,6 +67,24 @@ class SaysItIsTheFirstTime(Exchange):
         super()._cut(round_)
         replace = msgspec.structs.replace
         round_.outgoing = [out._replace(push=replace(out.push, again=False)) for out in round_.outgoing]
+
+
+class OverwritesEarlierPushes(Exchange):
+    """Uses the memory of what was pushed under an older ring, which a server that was lost may read."""
+
+    def _cut(self, round_: Round) -> None:
+        super()._cut(round_)
+        round_.earlier.clear()
+
+
+class OverwritesWhatHasEnded(Exchange):
+    """Uses the memory of what was pushed when all is answered here."""
+
+    def _end(self, round_: Round, event: Any) -> None:
+        super()._end(round_, event)
+        round_.outgoing = [
+            out._replace(frames=[copy(frame) for frame in out.frames]) for out in round_.outgoing
+        ]
 
 
 class NeverRepeats(Exchange):
@@ -286,7 +305,7 @@ PLANTS: dict[Scenario, list[Parts]] = {
     ],
     "fail": [*(Parts(membership=part) for part in (NamesNobody, NeverMissesAWorker))],
     "continue": [
-        *(Parts(exchange=part) for part in (GoesOnWithOthers, CountsOn)),
+        *(Parts(exchange=part) for part in (GoesOnWithOthers, CountsOn, OverwritesWhatHasEnded)),
         *(Parts(rounds=part) for part in (DoesWithoutAnybody, NeverDoesWithout)),
         *(Parts(membership=part) for part in (LetsInTooEarly, CountsBarriersOn)),
     ],

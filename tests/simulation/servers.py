@@ -12,7 +12,7 @@ from zenps.errors import ProtocolError
 from zenps.server.rounds import ROUND_BYTES, Aggregate, Held, Reply
 from zenps.wire.messages import Leave, Push, Register, Result, Stop, View
 
-from .network import Frame
+from .network import OVERWRITTEN, Frame, Frames
 from .nodes import SCHEDULER, TICK_SECONDS, Member, Violation
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Server(Member):
         }
         self._execute(self.rounds.on_view(view.ring, self._peers, departed, self.now))
 
-    def receive(self, sender: bytes, message: Any, frames: Sequence[Frame]) -> None:
+    def receive(self, sender: bytes, message: Any, frames: Frames) -> None:
         match message:
             case Push():
                 self._on_push(sender, message, frames)
@@ -62,7 +62,7 @@ class Server(Member):
             case _:
                 self.on_scheduler(message)
 
-    def _on_push(self, sender: bytes, push: Push, frames: Sequence[Frame]) -> None:
+    def _on_push(self, sender: bytes, push: Push, frames: Frames) -> None:
         if self._peers.get(push.rank) != sender:
             return
         assert self.view is not None
@@ -105,13 +105,16 @@ class Server(Member):
         key, units = round_.key, payloads[0].values.keys()
         if any(payload.values.keys() != units for payload in payloads):
             raise Violation(f"{self.name!r} sums what is not of the same chunk of {key}")
-        values: dict[int, object] = {
+        values: dict[int, tuple[object, ...]] = {
             unit: tuple([payload.values[unit] for payload in payloads]) for unit in units
         }
-        self.simulation.promises.check_answer(key.tensor, key.step, values)
+        if any(OVERWRITTEN in parts for parts in values.values()):
+            self.network.counts["sums of what was overwritten"] += 1  # of which nobody may be given any
+        else:
+            self.simulation.promises.check_answer(key.tensor, key.step, values)
         push = round_.pushes[0].push
         result = Result(push.epoch, key.tensor, key.step, key.chunk, len(values), "none")
-        frames: Any = [Frame(values)]
+        frames: Any = [Frame(dict(values))]
         return self.rounds.finish(key, result, frames, self.now)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from .nodes import Parts, Violation
-from .plants import PLANTS
+from .plants import PLANTS, OverwritesEarlierPushes
 from .promises import Promises
 from .run import simulate
 from .script import (
@@ -50,6 +50,21 @@ def scripts(scenario: Scenario) -> st.SearchStrategy[Script]:
         scenario=st.just(scenario),
     )
 
+
+LOST_BUT_ALIVE = Script(
+    seed=2,
+    workers=2,
+    servers=3,
+    steps=40,
+    slow_seconds=2.0,
+    faults=(
+        Fault(at=9.277, kind="stall server", target=4, seconds=12.034),
+        Fault(at=15.081, kind="stall server", target=21, seconds=12.576),
+        Fault(at=27.119, kind="stall server", target=39, seconds=10.881),
+        Fault(at=38.285, kind="stall server", target=7, seconds=10.321),
+    ),
+)
+"""A server that was lost sums what one rank has pushed anew, and answers one that has not heard of it."""
 
 ONCE_FAILED = [
     # A late push comes when its outcome is forgotten, and the next step has fewer chunks.
@@ -238,6 +253,12 @@ def test_a_mistake_is_found(scenario: Scenario, parts: Parts) -> None:
 
     with pytest.raises(Violation):
         run()
+
+
+def test_what_was_pushed_under_an_earlier_ring_stays_as_it_is() -> None:
+    with pytest.raises(Violation, match="overwritten"):
+        Simulation(LOST_BUT_ALIVE, Parts(exchange=OverwritesEarlierPushes)).run()
+    Simulation(LOST_BUT_ALIVE).run()
 
 
 def test_the_loss_of_a_worker_ends_all_others_with_its_name() -> None:

@@ -21,7 +21,7 @@ from zenps.wire.messages import (
 )
 from zenps.worker.round import Action, Deliver, Fail, Outgoing, Round, SendPush
 
-from .network import Frame
+from .network import OVERWRITTEN, Frame, Frames, Lent
 from .nodes import SCHEDULER, TICK_SECONDS, Member, Violation
 from .promises import Answer, Contribution, Era, Values
 from .servers import UNITS, owners_of_units
@@ -144,7 +144,7 @@ class Worker(Member):
         self.ended, self.is_alive = how, False
         self.gone_at = min(self.gone_at, self.now)
 
-    def receive(self, sender: bytes, message: Any, frames: Sequence[Frame]) -> None:
+    def receive(self, sender: bytes, message: Any, frames: Frames) -> None:
         if sender != SCHEDULER:
             if sender in self._ranks:  # else its connection was closed
                 server: Any = self._ranks[sender]
@@ -254,7 +254,8 @@ class Worker(Member):
             match action:
                 case SendPush(outgoing=out):
                     self.simulation.on_moment("push", self)
-                    self.send(self._servers[out.server], out.push, out.frames)  # type: ignore[arg-type]
+                    pushed: Any = out.frames
+                    self.send(self._servers[out.server], out.push, [Lent(frame) for frame in pushed])
                 case Deliver(round=round_, frames=frames, last=last):
                     self._on_answer(round_, frames, last)
                 case Fail(round=round_, error=error):
@@ -269,6 +270,8 @@ class Worker(Member):
         for frame in frames:
             if twice := answer.keys() & frame.values.keys():
                 raise Violation(f"{self.name!r} was given units {sorted(twice)} of {key} twice")
+            if any(OVERWRITTEN in parts for parts in frame.values.values()):
+                raise Violation(f"{self.name!r} was given what another had overwritten before it was summed")
             answer.update(frame.values)
         if last:
             if len(answer) != UNITS:

@@ -34,6 +34,7 @@ NAMES: dict[Role, set[str]] = {
     | {
         "zenps_push_bytes_total",
         "zenps_pull_bytes_total",
+        "zenps_shared_bytes_total",
         "zenps_dense_bytes_total",
         "zenps_steps_total",
         "zenps_rounds_total",

@@ -12,16 +12,17 @@ from zenps.buffers import BufferPool
 from zenps.config import Config
 from zenps.errors import PeerLostError, UsageError, listing
 from zenps.kernels.cpu import CpuKernels
+from zenps.wire.arena import Arena
 
 from ..cluster import Cluster, How
 from ..communicator import Pending
 from ..forms import Converted
 from ..handle import Handle, Progress
+from ..memory import POOL_BYTES
 from ..peers.group import MOST_SECONDS
 from ..streams import LONGEST_NAME
 from ..transfer import Transfer
-from ..transfers import POOL_BYTES, SPLIT_FROM_BYTES
-from .arena import Arena
+from ..transfers import SPLIT_FROM_BYTES
 from .follower import Follower
 from .leader import Leader
 from .link import Link, LinkError, Listener, connect

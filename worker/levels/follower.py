@@ -12,9 +12,9 @@ from torch import Tensor
 
 from zenps.buffers import BufferPool
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, TensorError, ZenPSError
+from zenps.wire.arena import Window
 
 from ..meeting import Entry
-from .arena import Window
 from .link import Failed, Give, Link, LinkError, Take, Taken
 from .round import HostRound
 from .rounds import HostRounds

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from zenps.buffers import BufferPool
 from zenps.errors import UsageError, ZenPSError
+from zenps.wire.arena import Window
 
 from ..compaction import as_table
 from ..handle import Handle
 from ..meeting import Entry
-from .arena import Window
 from .link import Failed, Give, Link, LinkError, Take, Taken
 from .round import HostRound, Part, added
 from .rounds import HostRounds

@@ -21,11 +21,11 @@ from zenps.buffers import BufferPool
 from zenps.errors import ZenPSError
 from zenps.kernels.base import Kernels
 from zenps.metrics import WorkerMetrics
+from zenps.wire.arena import Arena
 
 from ..handle import Handle, Wait
 from ..met_rounds import MetRounds
 from ..spans import Spans
-from .arena import Arena
 from .round import Form, HostRound, part_of
 
 __all__ = ["HostRounds"]

@@ -34,6 +34,7 @@ __all__ = [
     "FromServer",
     "Heartbeat",
     "HeartbeatReply",
+    "Hello",
     "Kind",
     "Leave",
     "Member",
@@ -45,6 +46,7 @@ __all__ = [
     "Result",
     "Resume",
     "Role",
+    "Shared",
     "Status",
     "StatusRequest",
     "Stop",
@@ -75,6 +77,9 @@ Load = Annotated[dict[Annotated[str, Meta(max_length=64)], float], Meta(max_leng
 """What a node reports of itself with each heartbeat, for ``zenps status``."""
 Late = Annotated[dict[Rank, float], Meta(max_length=MOST_RANKS)]
 """How many seconds others have waited for each of some ranks."""
+Shared = tuple[Count, Count]
+"""Values that are no frame of a message, for its receiver reads them in the sender's memory: where, and how
+many bytes."""
 
 
 class Member(Struct, frozen=True, array_like=True):
@@ -322,11 +327,21 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
     """In which form the values travel, here and in the result; but for ``same``, ``dtype`` is float32."""
     stands_for: Annotated[tuple[Rank, ...], Meta(max_length=MOST_STOOD_FOR)] = ()
     """The other ranks of its host whose parts are in this one: they push none."""
+    shared: Shared | None = None
+    """Where the values lie, if not in a frame."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Whose parts it has."""
         return self.rank, *self.stands_for
+
+
+class Hello(Struct, frozen=True, array_like=True):
+    """By a Unix socket to a server of the same host; the descriptor of the sender's memory comes with it."""
+
+    job: Text
+    identity: Annotated[bytes, Meta(max_length=255)]
+    """The worker's routing identity."""
 
 
 # ── server → worker ─────────────────────────────────────────────────────────────────────────────
@@ -343,6 +358,8 @@ class Result(Struct, frozen=True, array_like=True, tag="result"):
     codec: CodecName | Literal["none"]
     pushed: Count = 0
     """How many rows all ranks together have pushed: ``rows`` of each, added up."""
+    shared: Shared | None = None
+    """Where the values lie, if not in a frame."""
 
 
 class Failure(Struct, frozen=True, array_like=True, tag="failure"):

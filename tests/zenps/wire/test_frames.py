@@ -75,6 +75,8 @@ def strategy_of(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return st.dictionaries(strategy_of(key), strategy_of(value), max_size=4)
         case inspect.VarTupleType(item_type=item):
             return st.lists(strategy_of(item), max_size=3).map(tuple)
+        case inspect.TupleType(item_types=items):
+            return st.tuples(*map(strategy_of, items))
     raise AssertionError(f"no strategy for {kind}")
 
 

@@ -1,16 +1,18 @@
-"""Memory that ranks of one host share: read through the descriptor alone, used again, and given back."""
+"""Memory that processes of one host share: read through the descriptor alone, used again, and given back."""
 
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from zenps.errors import ProtocolError
+from zenps.settings import ClusterConfig
+from zenps.wire.arena import CAPACITY_BYTES, Arena, Window, open_arena, window_of
 from zenps.wire.tensors import tensor_from_bytes
-from zenps.worker.levels.arena import CAPACITY_BYTES, Arena, Window
 
 MIB = 1 << 20
 
@@ -98,10 +100,41 @@ def test_what_others_may_have_stays_when_its_arena_closes(arena: Arena) -> None:
 
 @pytest.mark.parametrize("look", [Window.look, lambda window, *place: window.own(*place, lambda: None)])
 def test_a_place_outside_is_refused(arena: Arena, look: Callable[..., memoryview]) -> None:
-    with pytest.raises(ProtocolError, match="not in what a rank shares"):
+    with pytest.raises(ProtocolError, match="not in what a process shares"):
         look(Window(arena.fd), CAPACITY_BYTES - 10, 11)
 
 
 def test_it_has_no_name(arena: Arena) -> None:
     arena.lease(MIB)
     assert os.readlink(f"/proc/self/fd/{arena.fd}") == "/memfd:zenps (deleted)"
+
+
+def test_what_is_copied_is_found(arena: Arena) -> None:
+    copy = arena.copy(memoryview(b"12345678" * 1000))
+    offset = arena.find(copy)
+    assert offset is not None
+    assert Window(arena.fd).look(offset, 8000) == b"12345678" * 1000
+    assert arena.find(copy[8:16]) == offset + 8
+    assert arena.find(memoryview(b"12345678")) is None
+
+
+def test_what_is_no_arena_is_refused(arena: Arena) -> None:
+    unsealed = os.memfd_create("zenps", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, CAPACITY_BYTES)
+    with pytest.raises(OSError, match="not that of an arena"):
+        window_of(unsealed)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(unsealed)
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(arena.fd, 1)
+
+
+def test_without_addresses_to_spare_nothing_is_shared(caplog: pytest.LogCaptureFixture) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (CAPACITY_BYTES, limits[1]))
+    try:
+        assert open_arena(ClusterConfig(), MIB) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert "will travel by TCP within this host, too: no memory to share" in caplog.text
+    assert open_arena(ClusterConfig(same_host="tcp"), MIB) is None

@@ -1,0 +1,30 @@
+"""Unix sockets between processes of one host and one user: descriptors of memory travel by them.
+
+Their names are abstract: they vanish with the process, and are seen in the same network namespace alone.
+"""
+
+from __future__ import annotations
+
+import os
+import socket as net
+import struct
+
+__all__ = ["check_user", "name_of"]
+
+_CREDENTIALS = struct.Struct("3i")
+
+
+def name_of(address: str) -> bytes:
+    """Where the server whose data socket has ``address``, ``tcp://host:port``, listens for its own host."""
+    return b"\0zenps/" + address.removeprefix("tcp://").encode()
+
+
+def check_user(socket: net.socket) -> None:
+    """Refuses the processes of others: whoever may list the sockets of a machine knows their names.
+
+    Raises:
+        PermissionError: the other side runs as another user.
+    """
+    _, user, _ = _CREDENTIALS.unpack(socket.getsockopt(net.SOL_SOCKET, net.SO_PEERCRED, _CREDENTIALS.size))
+    if user != os.geteuid():
+        raise PermissionError(f"a process of user {user}, expected {os.geteuid()}")
