@@ -96,17 +96,20 @@ class Neighbours:
         self._decoder = msgspec.msgpack.Decoder(Hello)
         self.pool = BufferPool(keep_bytes) if self._arena is None else self._arena.pool
         self._listener = net.socket(net.AF_UNIX, net.SOCK_STREAM)
+        self._listener.setblocking(False)
         if self._arena is not None:
-            self._listener.setblocking(False)
-            self._listener.bind(name_of(address))
-            self._listener.listen(1024)
-            poller.register(self._listener, zmq.POLLIN)
+            try:
+                self._listener.bind(name_of(address))
+                self._listener.listen(1024)
+                poller.register(self._listener, zmq.POLLIN)
+            except OSError as error:
+                logger.warning("tensors will travel by TCP within this host, too: %s", error)
 
     def attend(self) -> None:
         """Greets who calls, and lets go of who is gone."""
         if self._arena is None:
             return
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # for now there are no more
             while True:
                 socket, _ = self._listener.accept()
                 socket.setblocking(False)

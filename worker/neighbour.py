@@ -18,6 +18,7 @@ from zenps.errors import ProtocolError
 from zenps.wire.arena import Arena, Window, window_of
 from zenps.wire.local import check_user, name_of
 from zenps.wire.messages import Hello, Shared
+from zenps.wire.sockets import COPY_BELOW_BYTES
 
 __all__ = ["Neighbour", "call"]
 
@@ -41,8 +42,8 @@ class Neighbour:
         self._unsaid = b""
 
     def find(self, values: memoryview) -> Shared | None:
-        """How to name ``values`` to the server; None if it cannot read them yet, or they do not lie there."""
-        if self._window is None and not self._greet():
+        """How to name ``values`` to the server; None if they have to travel."""
+        if values.nbytes < COPY_BELOW_BYTES or (self._window is None and not self._greet()):
             return None
         offset = self._arena.find(values)
         return None if offset is None else (offset, values.nbytes)

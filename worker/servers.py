@@ -109,7 +109,7 @@ class Servers:
         """
         shared = None
         neighbour = self._neighbours.get(rank)
-        if neighbour is not None and frames[-1].nbytes >= COPY_BELOW_BYTES:
+        if neighbour is not None:
             neighbour.tell()
             shared = neighbour.find(frames[-1])
         if shared is not None:

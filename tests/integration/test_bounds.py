@@ -74,8 +74,12 @@ def train_damaged(every: int, done: Path) -> list[tuple[torch.Tensor, torch.Tens
     return results
 
 
+# What does not travel is not damaged on its way.
+TRAVELS = {"cluster.same_host": "tcp"}
+
+
 def test_damaged_pushes_and_results_are_sent_again(tmp_path: Path) -> None:
-    with Cluster() as cluster:
+    with Cluster(settings=TRAVELS) as cluster:
         workers = [cluster.start(train_damaged, 3, tmp_path, rank=rank) for rank in range(2)]
         for rank in range(2):
             await_file(tmp_path / f"trained{rank}")
@@ -107,7 +111,7 @@ def push_damaged() -> object:
 
 
 def test_a_push_that_is_damaged_every_time_ends_with_an_error_that_says_so() -> None:
-    with Cluster(1, 1) as cluster:
+    with Cluster(1, 1, TRAVELS) as cluster:
         (raised,) = cluster.run(push_damaged)
     assert isinstance(raised, Raised)
     assert raised.kind == "ProtocolError"

@@ -39,7 +39,7 @@ class Both(NamedTuple):
 
 @pytest.fixture
 def address() -> str:
-    return f"tcp://test-{uuid.uuid4().hex}:1"
+    return f"tcp://{uuid.uuid4().hex}.{'x' * 200}:1"
 
 
 @pytest.fixture
@@ -90,9 +90,9 @@ def test_what_is_pushed_is_read_where_it_lies(both: Both) -> None:
 
 def test_a_part_of_what_was_placed_can_be_named(both: Both) -> None:
     pushed = both.arena.copy(memoryview(VALUES))
-    shared = both.worker.find(pushed[1000:3000])
+    shared = both.worker.find(pushed[1000:90_000])
     assert shared is not None
-    assert both.server.look(PEER, shared) == VALUES[1000:3000]
+    assert both.server.look(PEER, shared) == VALUES[1000:90_000]
 
 
 def test_what_does_not_lie_there_has_to_travel(both: Both) -> None:
@@ -104,6 +104,7 @@ def test_what_does_not_lie_there_has_to_travel(both: Both) -> None:
 
 def test_few_values_travel(both: Both) -> None:
     few = memoryview(b"1234")
+    assert both.worker.find(both.arena.copy(few)) is None
     assert both.server.place(few) is few
     assert both.server.find(PEER, [few]) is None
 
@@ -341,3 +342,13 @@ def test_another_user_is_refused(server: Neighbours, address: str, caplog: pytes
     assert f"a process of user 65534, expected {os.geteuid()}" in caplog.text
     os.close(reader)
     os.close(writer)
+
+
+def test_without_its_name_a_server_serves_all_the_same(
+    server: Neighbours, arena: Arena, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    second = Neighbours(CLUSTER, address, MIB, zmq.Poller())
+    assert "will travel by TCP within this host, too: [Errno 98]" in caplog.text
+    second.attend()
+    assert second.find(PEER, [give(second)]) is None
+    second.close()

@@ -8,7 +8,7 @@ from collections import Counter
 import msgspec
 
 from zenps.settings import ClusterConfig
-from zenps.wire.messages import Heartbeat, Leave, Register, WhoAreYou
+from zenps.wire.messages import Heartbeat, Leave, Refused, Register, WhoAreYou
 
 from .faults import Faults, Moment
 from .judge import Judge
@@ -174,9 +174,12 @@ class Simulation:
         return "\n".join(lines)
 
     def _must_arrive(self, sender: bytes, receiver: bytes, message: msgspec.Struct) -> bool:
-        """What a worker's lease hangs on, once it is in danger; and what is said only once."""
+        """What a worker's lease hangs on, once it is in danger; what is said only once.
+
+        And what keeps a node out: nothing that the scheduler says later overtakes it on its connection.
+        """
         match message:
-            case Leave():
+            case Leave() | Refused(kind="usage"):
                 return True
             case Heartbeat() | Register() | WhoAreYou() if self.script.scenario != "continue":
                 peer = receiver if sender == SCHEDULER else sender

@@ -89,6 +89,7 @@ def test_what_others_may_have_stays_when_its_arena_closes(arena: Arena) -> None:
     lease.fill_(9)
     seen = Window(os.dup(closing.fd)).own(place, MIB, lambda: None)
     closing.close()
+    closing.close()
     del lease, closing
     assert set(bytes(seen)) == {9}
     if os.fork() == 0:  # as DataLoader does

@@ -88,9 +88,10 @@ class Arena:
         return offset if 0 <= offset < CAPACITY_BYTES else None
 
     def close(self) -> None:
-        """Closes the file. Its memory lasts, as it is, as long as somebody has it."""
-        self._owner = 0
-        os.close(self.fd)
+        """Closes the file. Its memory lasts, as it is, as long as somebody has it. Again, it does nothing."""
+        if self._owner:
+            self._owner = 0
+            os.close(self.fd)
 
     def _allocate(self, size: int) -> NDArray[np.uint8]:
         with self._growing:

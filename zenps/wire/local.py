@@ -5,6 +5,7 @@ Their names are abstract: they vanish with the process, and are seen in the same
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket as net
 import struct
@@ -15,8 +16,11 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def name_of(address: str) -> bytes:
-    """Where the server whose data socket has ``address``, ``tcp://host:port``, listens for its own host."""
-    return b"\0zenps/" + address.removeprefix("tcp://").encode()
+    """Where the server whose data socket has ``address``, ``tcp://host:port``, listens for its own host.
+
+    A name may have 107 bytes, and a host's 253.
+    """
+    return b"\0zenps/" + hashlib.blake2b(address.encode(), digest_size=16).hexdigest().encode()
 
 
 def check_user(socket: net.socket) -> None:
