@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket as net
-import struct
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
@@ -20,7 +19,7 @@ from zenps.buffers import BufferPool
 from zenps.errors import ProtocolError
 from zenps.settings import ClusterConfig
 from zenps.wire.arena import Window, open_arena, window_of
-from zenps.wire.local import check_user, name_of
+from zenps.wire.local import OFFSET, check_user, name_of
 from zenps.wire.messages import Hello, Shared
 from zenps.wire.sockets import COPY_BELOW_BYTES
 
@@ -31,8 +30,6 @@ logger = logging.getLogger("zenps.server")
 # A greeting comes with the connection. Who does not send one makes room for those who do.
 MOST_STRANGERS = 64
 MOST_HELLO_BYTES = 1024
-
-_OFFSET = struct.Struct("<Q")
 
 
 class _Neighbour:
@@ -55,8 +52,8 @@ class _Neighbour:
         try:
             while data := self.socket.recv(65536):
                 self._unread += data
-                whole = len(self._unread) // _OFFSET.size * _OFFSET.size
-                for (offset,) in _OFFSET.iter_unpack(self._unread[:whole]):
+                whole = len(self._unread) // OFFSET.size * OFFSET.size
+                for (offset,) in OFFSET.iter_unpack(self._unread[:whole]):
                     self._take_back(offset)
                 self._unread = self._unread[whole:]
         except BlockingIOError:

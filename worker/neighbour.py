@@ -7,7 +7,6 @@ has its answer: by then the server has read it. Of what is pulled, the server he
 from __future__ import annotations
 
 import socket as net
-import struct
 import weakref
 from collections import deque
 
@@ -16,13 +15,11 @@ import numpy as np
 
 from zenps.errors import ProtocolError
 from zenps.wire.arena import Arena, Window, window_of
-from zenps.wire.local import check_user, name_of
+from zenps.wire.local import OFFSET, check_user, name_of
 from zenps.wire.messages import Hello, Shared
 from zenps.wire.sockets import COPY_BELOW_BYTES
 
 __all__ = ["Neighbour", "call"]
-
-_OFFSET = struct.Struct("<Q")
 
 
 class Neighbour:
@@ -66,7 +63,7 @@ class Neighbour:
     def tell(self) -> None:
         """Tells the server what nobody refers to any more."""
         while self._dropped:
-            self._unsaid += _OFFSET.pack(self._dropped.popleft())
+            self._unsaid += OFFSET.pack(self._dropped.popleft())
         if self._unsaid and not self._is_lost:
             try:
                 self._unsaid = self._unsaid[self._socket.send(self._unsaid) :]

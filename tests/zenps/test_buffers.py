@@ -125,3 +125,10 @@ def test_pooled_memory_is_writable_and_aligned() -> None:
     tensor = BufferPool(PLENTY).empty((100, 100, 10), torch.float64)
     assert tensor.numpy().flags.writeable
     assert tensor.numpy().flags.aligned
+
+
+@pytest.mark.parametrize("size_bytes", [SMALLEST_POOLED_BYTES, 1 << 20, 12_345_678])
+def test_rows_begin_with_a_cache_line(size_bytes: int) -> None:
+    pool = BufferPool(PLENTY)
+    for _ in range(2):  # fresh, and used again
+        assert pool.lease(size_bytes).data_ptr() % 64 == 0

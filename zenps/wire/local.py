@@ -10,7 +10,10 @@ import os
 import socket as net
 import struct
 
-__all__ = ["check_user", "name_of"]
+__all__ = ["OFFSET", "check_user", "name_of"]
+
+OFFSET = struct.Struct("<Q")
+"""By which a worker says that it has dropped what lay there."""
 
 _CREDENTIALS = struct.Struct("3i")
 
