@@ -1,8 +1,9 @@
 """Synchronising embedding gradients: ZenPS next to PyTorch's own ways on gloo, in one run.
 
 The ways: push_pull under each partition strategy; dense all_reduce; all_reduce of a sparse tensor;
-all_gather and coalesce. A cluster has one strategy, on one level or two, so each of these is one block, in
-which ZenPS and gloo take turns on the same gradients. Only times of one block are compared.
+all_gather and coalesce. A cluster has one strategy, on one level or two, and shares memory or does not, so
+each of these is one block, in which ZenPS and gloo take turns on the same gradients. Only times of one block
+are compared.
 
 Of several values for an option, the first is the base: each further value is measured with all other
 options at their first.
@@ -23,7 +24,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 from rich.progress import track
-from sync_report import Report, describe_machine, evaluate, find_versions, plot, tabulate
+from sync_report import Report, Setup, describe_machine, evaluate, find_versions, plot, tabulate
 from sync_worker import Block, Case
 
 from zenps.settings import PARTITIONS
@@ -47,13 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     measurements = []
-    ways = list(itertools.product(sweep(options), clusters(options)))
-    for (workers, case), (partition, levels) in track(
-        ways, "Measuring", console=Console(stderr=True), transient=True
-    ):
+    blocks = list(itertools.product(sweep(options), setups(options)))
+    for (workers, case), setup in track(blocks, "Measuring", console=Console(stderr=True), transient=True):
         servers = options.servers or workers
-        block = run_block(workers, servers, partition, levels, case)
-        measurements.append(evaluate(workers, servers, partition, levels, case, block))
+        block = run_block(workers, servers, setup, case)
+        measurements.append(evaluate(workers, servers, setup, case, block))
     report = Report(started, sys.argv, describe_machine(), find_versions(), measurements)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
@@ -77,6 +76,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--partitions", nargs="+", default=list(PARTITIONS), metavar="NAME")
     parser.add_argument("--levels", type=int, nargs="+", default=[1, 2], choices=(1, 2), metavar="N")
+    parser.add_argument(
+        "--same-host", nargs="+", default=["memory", "tcp"], choices=("memory", "tcp"), metavar="WAY"
+    )
     parser.add_argument("--steps", type=int, metavar="N", help="timed steps of each block")
     parser.add_argument("--quick", action="store_true", help="by default few steps, and no sweep")
     parser.add_argument("--json", type=Path, metavar="FILE", default=HERE / "out" / "sync.json")
@@ -99,14 +101,18 @@ def sweep(options: argparse.Namespace) -> Iterator[tuple[int, Case]]:
         yield point["workers"], Case(point["rows"], point["dim"], point["ids"], point["skew"], options.steps)
 
 
-def clusters(options: argparse.Namespace) -> list[tuple[str, int]]:
-    """Partition and levels of each block. On one host, two levels make no use of a partition: one will do."""
-    one_level = [(partition, 1) for partition in options.partitions]
-    two_levels = [(options.partitions[0], 2)]
-    return [each for each in (*one_level, *two_levels) if each[1] in options.levels]
+def setups(options: argparse.Namespace) -> list[Setup]:
+    """Of each block: every partition, and the first of them by TCP and on two levels.
+
+    On two levels of one host nothing goes to a server, by whatever partition and way.
+    """
+    first = options.partitions[0]
+    one_level = [Setup(partition) for partition in options.partitions]
+    wanted = [*one_level, Setup(first, same_host="tcp"), Setup(first, levels=2)]
+    return [each for each in wanted if each.levels in options.levels and each.same_host in options.same_host]
 
 
-def run_block(workers: int, servers: int, partition: str, levels: int, case: Case) -> Block:
+def run_block(workers: int, servers: int, setup: Setup, case: Case) -> Block:
     """One cluster, in which the workers measure ``case``.
 
     Raises:
@@ -116,11 +122,11 @@ def run_block(workers: int, servers: int, partition: str, levels: int, case: Cas
         output = Path(folder, "block.json")
         launch = [str(Path(sys.executable).with_name("zenps")), "launch"]
         launch += ["--workers", str(workers), "--servers", str(servers)]
-        launch += ["--set", f"sync.partition={partition}", "--set", f"sync.levels={levels}"]
-        launch += ["--set", "log.level=warning", "--"]
+        for setting in (*setup.settings, "log.level=warning"):
+            launch += ["--set", setting]
         worker = [sys.executable, str(HERE / "sync_worker.py"), msgspec.json.encode(case).decode()]
         done = subprocess.run(
-            [*launch, *worker, str(Path(folder, "gloo")), str(output)],
+            [*launch, "--", *worker, str(Path(folder, "gloo")), str(output)],
             # One thread per process, for cores are few; gloo on the device whose bytes are counted.
             env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
             stdout=subprocess.PIPE,
@@ -130,7 +136,7 @@ def run_block(workers: int, servers: int, partition: str, levels: int, case: Cas
             check=False,
         )
         if done.returncode:
-            sys.exit(f"{partition}, {workers} workers: exit status {done.returncode}\n{done.stdout}")
+            sys.exit(f"{workers} workers, {setup}: exit status {done.returncode}\n{done.stdout}")
         return msgspec.json.decode(output.read_bytes(), type=Block)
 
 

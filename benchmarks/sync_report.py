@@ -17,6 +17,7 @@ __all__ = [
     "Machine",
     "Measurement",
     "Report",
+    "Setup",
     "describe_machine",
     "evaluate",
     "find_versions",
@@ -33,13 +34,36 @@ class Machine(msgspec.Struct):
     system: str
 
 
+class Setup(msgspec.Struct, frozen=True):
+    """What is ours to choose of a cluster."""
+
+    partition: str
+    levels: int = 1
+    same_host: str = "memory"
+
+    @property
+    def settings(self) -> list[str]:
+        """As ``zenps launch --set`` takes them."""
+        return [
+            f"sync.partition={self.partition}",
+            f"sync.levels={self.levels}",
+            f"cluster.same_host={self.same_host}",
+        ]
+
+    @property
+    def label(self) -> str:
+        """What differs from other blocks."""
+        ways = ["2 levels"] if self.levels == 2 else []
+        ways += ["TCP"] if self.same_host == "tcp" else []
+        return ", ".join([self.partition, *ways])
+
+
 class Measurement(msgspec.Struct):
     """One block, and what follows from it."""
 
     workers: int
     servers: int
-    partition: str
-    levels: int
+    setup: Setup
     case: Case
     block: Block
     best_gloo: str
@@ -53,9 +77,8 @@ class Measurement(msgspec.Struct):
     def label(self) -> str:
         """What was measured, in three short lines."""
         case = self.case
-        cluster = f"{self.workers} workers, {self.servers} servers"
-        cluster += ", 2 levels" if self.levels == 2 else ""
-        return f"{cluster}, {self.partition}\n{case.rows}×{case.dim}, {case.ids} ids, skew {case.skew:g}"
+        cluster = f"{self.workers} workers, {self.servers} servers, {self.setup.label}"
+        return f"{cluster}\n{case.rows}×{case.dim}, {case.ids} ids, skew {case.skew:g}"
 
 
 class Report(msgspec.Struct):
@@ -68,9 +91,7 @@ class Report(msgspec.Struct):
     measurements: list[Measurement]
 
 
-def evaluate(
-    workers: int, servers: int, partition: str, levels: int, case: Case, block: Block
-) -> Measurement:
+def evaluate(workers: int, servers: int, setup: Setup, case: Case, block: Block) -> Measurement:
     """``block`` with its ratios."""
     times = {way: timing.p50_seconds for way, timing in block.table.items()}
     ours = times.pop(OURS)
@@ -79,8 +100,7 @@ def evaluate(
     return Measurement(
         workers=workers,
         servers=servers,
-        partition=partition,
-        levels=levels,
+        setup=setup,
         case=case,
         block=block,
         best_gloo=best,

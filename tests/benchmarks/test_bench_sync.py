@@ -33,8 +33,11 @@ def test_tiny_run_is_measured_and_written(tmp_path: Path) -> None:
     report = json.loads(output.read_text())
     assert set(report["machine"]) == {"cpu", "cores", "system"}
     assert set(report["versions"]) >= {"python", "torch", "pyzmq", "zenps"}
-    measured, two_levels = report["measurements"]
-    assert (measured["workers"], measured["servers"], measured["partition"]) == (2, 1, "balanced")
+    measured, by_tcp, two_levels = report["measurements"]
+    assert (measured["workers"], measured["servers"]) == (2, 1)
+    assert measured["setup"] == {"partition": "balanced", "levels": 1, "same_host": "memory"}
+    assert by_tcp["setup"] == {"partition": "balanced", "levels": 1, "same_host": "tcp"}
+    assert two_levels["setup"] == {"partition": "balanced", "levels": 2, "same_host": "memory"}
     assert measured["case"] == case
 
     block = measured["block"]
@@ -48,16 +51,15 @@ def test_tiny_run_is_measured_and_written(tmp_path: Path) -> None:
     assert block["imbalance"] == 1.0
 
     # The values alone are 16/17 of the formula.
-    assert 16 / 17 <= measured["pushed_ratio"] <= 1.10
-    assert 16 / 17 <= measured["pulled_ratio"] <= 1.10
-    traffic = block["traffic"]
+    for one_level in (measured, by_tcp):
+        assert 16 / 17 <= one_level["pushed_ratio"] <= 1.10
+        assert 16 / 17 <= one_level["pulled_ratio"] <= 1.10
+    traffic = by_tcp["block"]["traffic"]
     moved = 2 * (traffic["pushed_bytes"] + traffic["pulled_bytes"])
     assert traffic["wire_bytes"]["zenps"] > moved
     assert traffic["wire_bytes"]["gloo dense"] > 2 * 4 * 20_000 * 16
-
-    assert (measured["levels"], two_levels["levels"]) == (1, 2)
-    assert two_levels["partition"] == "balanced"
-    assert two_levels["block"]["traffic"]["wire_bytes"]["zenps"] < moved / 4
+    for in_memory in (measured, two_levels):
+        assert in_memory["block"]["traffic"]["wire_bytes"]["zenps"] < moved / 4
 
 
 @pytest.mark.long
