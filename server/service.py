@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from zenps import log, metrics
 from zenps.clock import now_ns
 from zenps.config import Config, rank_from_environment
-from zenps.errors import PeerLostError, ProtocolError, listing
+from zenps.errors import PeerLostError, ProtocolError
 from zenps.kernels.cpu import CpuKernels
 from zenps.keys import load_keys
 from zenps.lateness import latest
@@ -53,6 +53,7 @@ from .neighbours import Neighbours
 from .outbox import Outbox, StalledError
 from .rounds import Aggregate, Held, Reply, Rounds
 from .spans import KINDS, about, size_bytes
+from .workers import Workers
 
 __all__ = ["serve"]
 
@@ -117,10 +118,7 @@ class _Service:
         pool = self._neighbours.pool
         self._aggregator = Aggregator(CpuKernels(pool), pool)
         self._epoch = 0
-        self._peers: dict[int, bytes] = {}
-        self._ranks: dict[bytes, int] = {}
-        self._names: dict[bytes, str] = {}
-        self._hosts: dict[int, str] = {}
+        self._workers = Workers()
         self._descriptors: dict[bytes, int] = {}
         self._failure = ""
         counters.late.seconds = self._rounds.late.seconds
@@ -199,14 +197,8 @@ class _Service:
         self._trace.epoch(view.epoch, len(view.workers), len(view.servers))
         self._epoch = log.here.epoch = view.epoch
         log.here.rank = view.rank
-        self._peers = {worker.rank: worker.identity for worker in view.workers}
-        self._ranks = {worker.identity: worker.rank for worker in view.workers}
-        self._names = {worker.identity: str(worker) for worker in view.workers}
-        self._hosts = {worker.rank: worker.host for worker in view.workers}
-        departed = {
-            worker.rank: f"{worker} left the job" for worker in view.workers if worker.rank in view.left
-        }
-        self._execute(self._rounds.on_view(view.ring, self._peers, departed, time.monotonic()))
+        departed = self._workers.follow(view)
+        self._execute(self._rounds.on_view(view.ring, self._workers.peers, departed, time.monotonic()))
         slots = int((np.frombuffer(view.owners, dtype="<u2") == view.rank).sum())
         self._metrics.set_rank(view.rank)
         self._metrics.slots.set(slots)
@@ -236,10 +228,7 @@ class _Service:
         envelope, *tensors = frames
         push = self._decoder.decode(envelope, tensors)
         self._gate.check(envelope, "worker", push.rank)
-        if self._peers.get(push.rank) != peer:
-            raise ProtocolError("unexpected", f"push of rank {push.rank} by another peer")
-        if push.stands_for:
-            self._check_ranks(push)
+        self._workers.check(push, peer)
         if peer in self._stalled:
             raise ProtocolError("unexpected", f"push of rank {push.rank}, which was dropped")
         check_span(push, self._config.cluster.max_message_bytes)
@@ -253,20 +242,11 @@ class _Service:
         self._metrics.received_bytes.inc(size)
         return actions
 
-    def _check_ranks(self, push: Push) -> None:
-        """A rank stands for others of its own host, each once."""
-        host, ranks = self._hosts[push.rank], set(push.ranks)
-        if len(ranks) < len(push.ranks) or any(self._hosts.get(rank) != host for rank in ranks):
-            others = listing(push.stands_for)
-            raise ProtocolError(
-                "unexpected", f"push of rank {push.rank} for rank(s) {others}: not others of its host"
-            )
-
     def _ask_again(self, peer: bytes, error: CorruptedError) -> list[Aggregate | Reply]:
         """The rank's own peer repeats a push that was damaged; a stranger gets no answer."""
         push = error.message
         assert isinstance(push, Push)
-        if self._peers.get(push.rank) != peer:
+        if not self._workers.is_of(push, peer):
             return []
         return [Reply([peer], Resend(push.epoch, push.tensor, push.step, push.chunk))]
 
@@ -331,7 +311,7 @@ class _Service:
             size = len(envelope) + size_bytes(reply.frames)
             self._metrics.sent_bytes.inc(size)
             if self._trace.is_on:
-                kind, rank = KINDS[type(reply.message)], self._ranks.get(peer)
+                kind, rank = KINDS[type(reply.message)], self._workers.rank_of(peer)
                 self._trace.did(begin_ns, kind, **about(reply.message), rank=rank, bytes=size)
 
     def _encode(self, message: FromServer, shared: Shared | None, frames: Sequence[memoryview]) -> bytes:
@@ -342,7 +322,7 @@ class _Service:
 
     def _drop(self, peer: bytes, reason: str) -> None:
         """A worker that does not read: what waits for it is freed, and rounds that need it fail."""
-        name = self._names.get(peer, f"peer {peer.hex()}")
+        name = self._workers.name_of(peer)
         self._stalled[peer] = f"{name} was dropped by the server at {self._address}: {reason}"
         logger.warning("%s", self._stalled[peer])
         self._metrics.cut_connections.inc()
@@ -356,7 +336,7 @@ class _Service:
         for address in self._connections.look():
             self._metrics.cut_connections.inc()
             log.once(logger, "endless", "cut the connection of %s: it sent a message without end", address)
-        for rank, peer in self._peers.items():
+        for rank, peer in self._workers.peers.items():
             if peer in self._stalled:
                 self._execute(self._rounds.on_departed(rank, self._stalled[peer], now))
 

@@ -77,7 +77,9 @@ class AutoCluster(PeerCluster):
             )
         chosen = self._choose(name)
         if chosen.choice.scheme == AUTO[0]:
-            handle, back = self._push(tensor, name, How(average), contributes, is_gradient, self._record)
+            handle, back = self._push(
+                tensor, name, How(average), contributes, is_gradient, self._ledger.record
+            )
             pending: Pending = handle if back is None else Converted(handle, back)
             progress = handle.progress
         else:

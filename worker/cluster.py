@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket as net
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,21 +18,22 @@ from zenps.clock import now_ns
 from zenps.codecs.values import RUN
 from zenps.config import Config
 from zenps.errors import PeerLostError, UsageError, ZenPSError, listing
-from zenps.metrics import HASH_OUTCOMES, WorkerMetrics
+from zenps.metrics import WorkerMetrics
 from zenps.schemes import over_servers
 from zenps.settings import shared_settings
 from zenps.strategies.registry import strategy
 from zenps.trace import open_trace
 from zenps.wire.blocks import PHASES
 from zenps.wire.link import new_register
-from zenps.wire.messages import Load, Push, View
+from zenps.wire.messages import Push, View
 from zenps.wire.tensors import dtype_name
 
 from .blocks import BlockTransfer
-from .communicator import Communicator, Pending, Stats
+from .communicator import Communicator, Pending
 from .exchange import PATIENCE_SECONDS
 from .forms import Converted
 from .handle import Handle, Progress, Recorder
+from .ledger import Ledger
 from .memory import free_a_large_block
 from .round import Outgoing, Round
 from .session import Session
@@ -94,7 +94,8 @@ class Cluster(Communicator):
             self._let_go()
             raise
         view = self._session.view
-        self.stats = Stats(partition=self._scheme.partition or config.sync.partition)
+        self._ledger = Ledger(self._metrics, self._scheme.partition or config.sync.partition)
+        self.stats = self._ledger.stats
         self.bucket_bytes = config.sync.bucket_bytes
         self.run = RUN if config.sync.values == "int8" else 1
         self.rank = view.rank
@@ -109,8 +110,7 @@ class Cluster(Communicator):
         self._staging = Staging()
         self._timeout_seconds = config.cluster.patience_seconds + 2 * PATIENCE_SECONDS
         self._steps = Steps(self._metrics.steps.inc)
-        self._recording = threading.Lock()
-        self._session.start(self._load, self._follow, self._cut_again)
+        self._session.start(self._ledger.load, self._follow, self._cut_again)
 
     def push_pull_async(
         self,
@@ -127,7 +127,7 @@ class Cluster(Communicator):
         What lies on a GPU is pushed later, when the GPU has got so far and this worker is called again.
         """
         handle, back = self._push(
-            tensor, name, How(average, (), priority), contributes, is_gradient, self._record
+            tensor, name, How(average, (), priority), contributes, is_gradient, self._ledger.record
         )
         return handle if back is None else Converted(handle, back)
 
@@ -325,68 +325,3 @@ class Cluster(Communicator):
             )
             for part in sent.parts
         ]
-
-    def _load(self) -> Load:
-        stats = self.stats
-        return {
-            "rounds": stats.rounds,
-            "pushed_bytes": stats.pushed_bytes,
-            "pulled_bytes": stats.pulled_bytes,
-            "wait_seconds": stats.wait_seconds,
-            "step": max(self._metrics.steps.total - 1, 0),
-        }
-
-    def _record(self, transfer: Transfer, progress: Progress, waited: float, worked: float) -> None:
-        """Counts a round that is done."""
-        with self._recording:
-            self._count(
-                (transfer.pushed_bytes, progress.pulled_bytes, transfer.dense_bytes),
-                progress.began,
-                progress.compacted_seconds,
-                waited,
-            )
-            self.stats.work_seconds += worked
-            self._metrics.scatter_duration.observe(worked)
-            # Dense elements would drown the rows: there are many more, and no strategy misplaces them.
-            if transfer.kind == "sparse":
-                self._record_rows(transfer, progress.pulled_rows)
-                if transfer.hashed_rows.any():
-                    for outcome, rows in zip(HASH_OUTCOMES, transfer.hashed_rows.tolist(), strict=True):
-                        self._metrics.hashed_rows.labels(outcome=outcome).inc(rows)
-
-    def _count(
-        self, moved: tuple[int, int, int], began: float, compacted_seconds: float, waited_seconds: float
-    ) -> None:
-        """Adds a round to what is counted; ``moved`` are bytes pushed, pulled, and if it were dense."""
-        counters, stats = self._metrics, self.stats
-        pushed_bytes, pulled_bytes, dense_bytes = moved
-        stats.rounds += 1
-        stats.pushed_bytes += pushed_bytes
-        stats.pulled_bytes += pulled_bytes
-        stats.dense_bytes += dense_bytes
-        stats.wait_seconds += waited_seconds
-        stats.work_seconds += compacted_seconds
-        counters.dense_bytes.inc(dense_bytes)
-        counters.push_pull_duration.observe(time.perf_counter() - began)
-        counters.wait_duration.observe(waited_seconds)
-        counters.compaction_duration.observe(compacted_seconds)
-
-    def _record_rows(self, transfer: Transfer, pulled: int) -> None:
-        layout = transfer.sent.cut.layout
-        assert layout is not None
-        rows = dict.fromkeys(layout.servers, 0)
-        for part in transfer.sent.parts:
-            rows[part.server] += part.rows
-        pushed = sum(rows.values())
-        busiest, mean = max(rows.values()), pushed / len(rows)
-        self.stats.busiest_rows += busiest
-        self.stats.mean_rows += mean
-        if pushed:
-            self._metrics.partition_imbalance.set(busiest / mean)
-        self._count_rows(transfer.rows_given, pushed, pulled, layout.rows_total)
-
-    def _count_rows(self, given: int, pushed: int, pulled: int, whole: int) -> None:
-        if pushed:
-            self._metrics.compaction_ratio.set(pushed / given)
-        for stage, count in {"given": given, "pushed": pushed, "pulled": pulled, "whole": whole}.items():
-            self._metrics.rows.labels(stage=stage).inc(count)

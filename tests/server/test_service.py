@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from tests.server.test_rounds import KEY, make_held, peer_of
 from zenps import log
-from zenps.errors import ProtocolError
 from zenps.metrics import ServerMetrics
 from zenps.server.service import _Service
 from zenps.settings import ClusterConfig, Config
 from zenps.trace import OFF
-from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
+from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder
 from zenps.wire.messages import Failure, Heartbeat, Member, ToScheduler, View
 from zenps.wire.sockets import bind_router, context
 
@@ -43,28 +41,3 @@ def test_a_view_that_comes_again_is_confirmed_and_changes_nothing(monkeypatch: p
             service._gate.close()
     assert isinstance(reply.message, Failure)  # type: ignore[union-attr]
     assert reply.message.reason.endswith("worker 0 was dropped")  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(("stands_for", "is_allowed"), [((1,), True), ((2,), False), ((1, 1), False)])
-def test_a_rank_stands_for_others_of_its_own_host_alone(
-    stands_for: tuple[int, ...], is_allowed: bool
-) -> None:
-    elsewhere = structs.replace(WORKERS[0], rank=2, host="elsewhere", identity=peer_of(2))
-    push = make_held(0, KEY, stands_for=stands_for).push
-    positions, values = b"\0\0\0\0\1\0\0\0", bytes(push.rows * push.columns * 4)
-    frames = [memoryview(positions), memoryview(values)]
-    with context() as ctx:
-        _, address = bind_router(ctx, "127.0.0.1", 0, MAX_ENVELOPE_BYTES)
-        config = Config(cluster=ClusterConfig(scheduler=address, job="job", host="127.0.0.1"))
-        service = _Service(config, ctx, ServerMetrics(CollectorRegistry()), OFF)
-        try:
-            service._on_view(structs.replace(VIEW, workers=(*WORKERS, elsewhere)))
-            message = [memoryview(encode("job", push, frames)), *frames]
-            if is_allowed:
-                assert service._on_push(peer_of(0), message) == []
-                assert service._rounds.open_rounds == 1
-            else:
-                with pytest.raises(ProtocolError, match="not others of its host"):
-                    service._on_push(peer_of(0), message)
-        finally:
-            service._gate.close()

@@ -18,6 +18,7 @@ from ..cluster import Cluster, How
 from ..communicator import Pending
 from ..forms import Converted
 from ..handle import Handle, Progress
+from ..ledger import Moved
 from ..memory import POOL_BYTES
 from ..peers.group import MOST_SECONDS
 from ..streams import LONGEST_NAME
@@ -166,18 +167,9 @@ class HostCluster(Cluster):
     ) -> None:
         """What crossed the network for this host."""
         round_.pushed_bytes, round_.pulled_bytes = transfer.pushed_bytes, progress.pulled_bytes
-        with self._recording:
-            self.stats.work_seconds += worked
-            self._metrics.scatter_duration.observe(worked)
-            if transfer.kind == "sparse":
-                self._record_rows(transfer, progress.pulled_rows)
+        self._ledger.record_pulled(transfer, progress, worked)
 
     def _record_host(self, round_: HostRound, waited: float) -> None:
         """Counts a round that is done."""
-        with self._recording:
-            self._count(
-                (round_.pushed_bytes, round_.pulled_bytes, round_.dense_bytes),
-                round_.began,
-                round_.compacted_seconds,
-                waited,
-            )
+        moved = Moved(round_.pushed_bytes, round_.pulled_bytes, round_.dense_bytes)
+        self._ledger.count(moved, round_.began, round_.compacted_seconds, waited)

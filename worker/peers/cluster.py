@@ -16,6 +16,7 @@ from ..cluster import Cluster
 from ..communicator import Pending
 from ..forms import Converted
 from ..handle import Progress
+from ..ledger import Moved
 from .group import MOST_SECONDS, GlooGroup, GroupError
 from .round import PeerRound
 from .rounds import Peers
@@ -113,13 +114,8 @@ class PeerCluster(Cluster):
     def _record_exchange(self, round_: PeerRound, waited: float) -> None:
         """Counts a round that is done."""
         sum_ = round_.sum
-        with self._recording:
-            self.stats.peer_rounds += 1
-            self._count(
-                (round_.sent_bytes, round_.received_bytes, sum_.dense_bytes),
-                round_.began,
-                round_.compacted_seconds,
-                waited,
-            )
-            if sum_.rows_total:
-                self._count_rows(sum_.rows_given, sum_.rows, sum_.pulled_rows, sum_.rows_total)
+        moved = Moved(round_.sent_bytes, round_.received_bytes, sum_.dense_bytes)
+        self._ledger.count_peer_round()
+        self._ledger.count(moved, round_.began, round_.compacted_seconds, waited)
+        if sum_.rows_total:
+            self._ledger.count_rows(sum_.rows_given, sum_.rows, sum_.pulled_rows, sum_.rows_total)
