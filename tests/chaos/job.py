@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import zenps as zps
+from tests.integration.cluster import shared_bytes
 
 __all__ = ["Model", "digest", "give_way", "loss_of", "optimizers_of", "steps_of", "train"]
 
 ROWS = 20_000
-COLUMNS = 32
+COLUMNS = 192
 BATCH = 64
 IDS = 16
 
@@ -30,7 +31,10 @@ STEP = struct.Struct("dd")
 
 
 class Model(nn.Module):
-    """Two tables with sparse gradients, one layer of 80 KiB, and dense parameters that are small."""
+    """Two tables with sparse gradients, one layer of 480 KiB, and dense parameters that are small.
+
+    The larger gradients are large enough for servers to read them in memory that workers share.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,11 +70,11 @@ def loss_of(model: Model, step: int, rank: int) -> Tensor:
     return nn.functional.mse_loss(model(ids), wanted)
 
 
-def train(steps: int, directory: Path, barriers: bool) -> tuple[str, float]:
+def train(steps: int, directory: Path, barriers: bool) -> tuple[str, float, float]:
     """Trains as far as the harness lets it, and notes when each step began and ended.
 
     Returns:
-        The digest of all weights and states, and the last loss.
+        The digest of all weights and states, the last loss, and how many bytes did not travel.
     """
     torch.manual_seed(0)
     model = Model()
@@ -93,7 +97,7 @@ def train(steps: int, directory: Path, barriers: bool) -> tuple[str, float]:
         os.write(notes, STEP.pack(begun, time.monotonic()))
         time.sleep(PAUSE_SECONDS)
     os.close(notes)
-    return digest(model, inner), float(loss.detach())
+    return digest(model, inner), float(loss.detach()), shared_bytes()
 
 
 def steps_of(directory: Path, rank: int) -> list[tuple[float, float]]:

@@ -103,9 +103,9 @@ class Nodes:
             f"cluster.lease_seconds={self._lease_seconds}",
             "cluster.rendezvous_seconds=30",
             "cluster.deadline_seconds=60",
-            # Several buckets, and several chunks of each tensor.
+            # Several buckets, and several chunks of the larger gradients, each of which is shared.
             "sync.bucket_bytes=32KiB",
-            "sync.chunk_bytes=16KiB",
+            "sync.chunk_bytes=192KiB",
         ]
 
     def _command(self, name: str, subcommand: str, *operands: str) -> Process:
@@ -150,7 +150,9 @@ def _run_command(arguments: list[str]) -> None:
     os._exit(code if isinstance(code, int) else 1)
 
 
-def _work(rank: int, sets: list[str], steps: int, directory: Path, barriers: bool) -> tuple[str, float]:
+def _work(
+    rank: int, sets: list[str], steps: int, directory: Path, barriers: bool
+) -> tuple[str, float, float]:
     os.environ["RANK"] = str(rank)
     torch.set_num_threads(1)
     zps.init(sets=sets)

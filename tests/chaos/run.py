@@ -222,10 +222,12 @@ class Run:
             if (code := worker.wait()) != 0:
                 self.faults.append(f"{worker.name} ended with {code}: {worker.log.strip()[-500:]}")
                 continue
-            digest, loss = worker.result()
+            digest, loss, shared = worker.result()
             self.digests.append(digest)
             if not 0 < loss < 1:
                 self.faults.append(f"{worker.name} ended with loss {loss}")
+            if shared < self.steps * 64 * 1024:
+                self.faults.append(f"{worker.name} and servers read only {shared:.0f} bytes in shared memory")
         if self._coming:
             self.faults.append(f"the workers ended before {list(self._coming)}")
 

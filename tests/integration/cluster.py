@@ -31,8 +31,9 @@ from zenps.keys import LIST_NAME, Keys, Player, load_keys
 from zenps.settings import SecurityConfig
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.messages import FromScheduler, NodeStatus, Status, StatusRequest
+from zenps.worker import api
 
-__all__ = ["LEASE_SECONDS", "Cluster", "Process", "Raised", "attempt", "await_file"]
+__all__ = ["LEASE_SECONDS", "Cluster", "Process", "Raised", "attempt", "await_file", "shared_bytes"]
 
 DEADLINE_SECONDS = 60.0
 """How long any wait in a test may take, on a machine that is busy with others."""
@@ -70,6 +71,13 @@ def await_file(path: Path) -> None:
     while not path.exists():
         assert time.monotonic() < until, f"nobody has made {path}"
         time.sleep(0.01)
+
+
+def shared_bytes() -> float:
+    """What this worker and servers have read where it lies, in each other's memory."""
+    cluster: Any = api.communicator()
+    total: float = cluster._metrics.shared_bytes.total
+    return total
 
 
 class Process:

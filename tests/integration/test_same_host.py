@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import zenps as zps
-from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, await_file
+from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, await_file, shared_bytes
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
-from zenps.worker import api
 
 ROUNDS = 8
 ROWS, COLUMNS = 50_000, 16
@@ -28,13 +26,6 @@ def make(kind: str, number: int, rank: int) -> Tensor:
     return torch.sparse_coo_tensor(
         rows, torch.randn((8000, COLUMNS), generator=generator), (ROWS, COLUMNS), check_invariants=True
     )
-
-
-def shared_bytes() -> float:
-    """What this worker and servers have read where it lies."""
-    cluster: Any = api.communicator()
-    total: float = cluster._metrics.shared_bytes.total
-    return total
 
 
 def push_and_keep(number_of_rounds: int = ROUNDS, first: int = 0) -> tuple[list[dict[str, Tensor]], float]:

@@ -13,7 +13,6 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,7 +21,7 @@ import torch
 from torch import nn
 
 import zenps as zps
-from tests.integration.cluster import Cluster, Process
+from tests.integration.cluster import Cluster, Process, shared_bytes
 
 __all__ = ["MOST_GROWTH", "Process", "Report", "Sample", "soak", "train"]
 
@@ -31,6 +30,7 @@ WARM_UP = 0.25
 """The part of the samples that is left out."""
 
 DEADLINE_SECONDS = 3600.0
+ROWS = 20_000
 
 
 class Sample(msgspec.Struct):
@@ -80,20 +80,20 @@ class Report(msgspec.Struct):
 
 
 class Model(nn.Module):
-    """A table with sparse gradients and two layers."""
+    """A table whose gradients have more than 64 KiB for each server, and two small layers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(2000, 16, sparse=True)
-        self.hidden = nn.Linear(16, 64)
+        self.table = nn.Embedding(ROWS, 64, sparse=True)
+        self.hidden = nn.Linear(64, 64)
         self.out = nn.Linear(64, 1)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return self.out(torch.relu(self.hidden(self.table(rows).mean(1))))
 
 
-def train(steps: int, directory: Path) -> float:
-    """Returns the last loss; says in a file how far it has got."""
+def train(steps: int, directory: Path) -> tuple[float, float]:
+    """Returns the last loss, and how many bytes did not travel; says in a file how far it has got."""
     torch.manual_seed(zps.rank())
     model = Model()
     optimizer = zps.DistributedOptimizer(
@@ -102,7 +102,7 @@ def train(steps: int, directory: Path) -> float:
     zps.broadcast_parameters(model.state_dict(), root_rank=0)
     loss = torch.zeros(())
     for step in range(steps):
-        rows = torch.randint(2000, (16, 8))
+        rows = torch.randint(ROWS, (64, 16))
         optimizer.zero_grad()
         loss = (model(rows).squeeze(1) - (rows % 2).float().mean(1)).square().mean()
         loss.backward()
@@ -111,7 +111,7 @@ def train(steps: int, directory: Path) -> float:
             if step % 100 == 0:
                 zps.barrier()
             (directory / f"{zps.rank()}.step").write_text(str(step))
-    return float(loss)
+    return float(loss), shared_bytes()
 
 
 def measure(pid: int, step: int) -> Sample:
@@ -125,10 +125,10 @@ def measure(pid: int, step: int) -> Sample:
     return Sample(step, 1024 * int(resident[1]), descriptors, int(threads[1]))
 
 
-def soak(steps: int, every_seconds: float, settings: Mapping[str, object] | None = None) -> Report:
+def soak(steps: int, every_seconds: float) -> Report:
     """Trains ``steps`` steps with two workers and two servers; samples while they run."""
     began = time.monotonic()
-    with Cluster(settings=settings) as cluster, TemporaryDirectory() as directory:
+    with Cluster() as cluster, TemporaryDirectory() as directory:
         workers = [cluster.start(train, steps, Path(directory), rank=rank) for rank in range(2)]
         processes = {p.name: p for p in (cluster.scheduler, *cluster.servers, *workers)}
         samples: dict[str, list[Sample]] = {name: [] for name in processes}
@@ -141,7 +141,9 @@ def soak(steps: int, every_seconds: float, settings: Mapping[str, object] | None
                     samples[name].append(measure(process.pid, step))
             time.sleep(every_seconds)
         for worker in workers:
-            assert 0 <= worker.result() < 1, "a loss that training ends with"
+            loss, shared = worker.result()
+            assert 0 <= loss < 1, "a loss that training ends with"
+            assert shared > steps * 64 * 1024, "what is read in shared memory is watched, too"
         cluster.drain()
     machine = f"{platform.machine()}, {os.cpu_count()} CPUs, Linux {platform.release()}"
     return Report(steps, 2, 2, time.monotonic() - began, machine, samples)
