@@ -15,6 +15,7 @@ from (sampled softmax: Jean et al., https://arxiv.org/abs/1412.2007, section 3).
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 from collections.abc import Iterator
@@ -73,7 +74,7 @@ class LanguageModel(nn.Module):
         return self.output.evaluate(hidden[0], words[1:])
 
 
-def main() -> None:
+def options() -> argparse.ArgumentParser:
     parser = argument_parser(__doc__, steps=3000, seconds=90, batch=32)
     parser.add_argument("--data", type=existing_file, metavar="FILE", help="plain text; none: Python's own")
     parser.add_argument("--vocabulary", type=int, default=40_000, help="words that are told apart")
@@ -81,8 +82,12 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=1024, help="sampled words per step")
     parser.add_argument("--lr", type=float, default=0.2, help="learning rate of Adagrad")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the model lies")
-    args = parser.parse_args()
+    return parser
 
+
+def main() -> None:
+    parser = options()
+    args = parser.parse_args()
     zps.init()
     if args.device == "cuda":
         torch.set_default_device(f"cuda:{zps.local_rank() % torch.cuda.device_count()}")

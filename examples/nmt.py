@@ -14,13 +14,25 @@ optimizer is wrapped by itself.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from parallel_text import END, Batch, ParallelText, batches, collate, cut_by_length, encode, write_sample
+from parallel_text import (
+    END,
+    Batch,
+    Numbers,
+    ParallelText,
+    batches,
+    collate,
+    cut_by_length,
+    encode,
+    write_sample,
+)
 from sampled_softmax import SampledSoftmax
 from text import HELD_OUT_EVERY, Vocabulary, held_out, most_frequent, to_learn
 from torch import Tensor, nn
@@ -102,7 +114,37 @@ def train(model: Translator, run: TrainingRun, data: Iterator[Batch], lr: float)
         run.record(loss)
 
 
-def main() -> None:
+class Corpus(NamedTuple):
+    """What one rank has: both vocabularies, the pairs that it learns from, and those that are held out."""
+
+    source: Vocabulary
+    target: Vocabulary
+    pairs: list[Numbers]
+    unseen: list[Numbers]
+
+
+def read(source: Path, target: Path, vocabulary: int) -> Corpus:
+    """This rank's share of two files.
+
+    Raises:
+        ValueError: their lines are not translations of each other, or too few.
+    """
+    text = ParallelText(source, target)
+    if text.pairs < HELD_OUT_EVERY * zps.size():
+        raise ValueError(
+            f"{source}, {target}: {text.pairs} pairs of sentences; "
+            f"expected at least {HELD_OUT_EVERY} for each worker"
+        )
+    words = [most_frequent((pair[side] for pair in to_learn(text)), vocabulary, END) for side in (0, 1)]
+    vocabularies = [Vocabulary(each) for each in zps.broadcast_object(words)]
+    pairs, unseen = (
+        encode(itertools.islice(each, zps.rank(), None, zps.size()), *vocabularies)
+        for each in (to_learn(text), held_out(text))
+    )
+    return Corpus(*vocabularies, pairs, unseen)
+
+
+def options() -> argparse.ArgumentParser:
     parser = argument_parser(__doc__, steps=1500, seconds=120, batch=64)
     parser.add_argument("--source", type=existing_file, metavar="FILE", help="sentences; none: made up")
     parser.add_argument(
@@ -114,6 +156,11 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128, help="columns of the tables, hidden units")
     parser.add_argument("--samples", type=int, default=1024, help="sampled words per step")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of both optimizers")
+    return parser
+
+
+def main() -> None:
+    parser = options()
     args = parser.parse_args()
     if (args.source is None) != (args.target is None):
         parser.error("--source and --target: expected both or none")
@@ -127,20 +174,9 @@ def main() -> None:
             args.source, args.target = Path(folder) / "source.txt", Path(folder) / "target.txt"
             write_sample(args.source, args.target, args.sentences, args.words, args.seed)
         try:
-            text = ParallelText(args.source, args.target)
+            source, target, pairs, unseen = read(args.source, args.target, args.vocabulary)
         except ValueError as error:
             parser.error(str(error))
-        if text.pairs < HELD_OUT_EVERY * zps.size():
-            parser.error(
-                f"{args.source}, {args.target}: {text.pairs} pairs of sentences; "
-                f"expected at least {HELD_OUT_EVERY} for each worker"
-            )
-        words = [
-            most_frequent((pair[side] for pair in to_learn(text)), args.vocabulary, END) for side in (0, 1)
-        ]
-        source, target = map(Vocabulary, zps.broadcast_object(words))
-        pairs = encode(itertools.islice(to_learn(text), zps.rank(), None, zps.size()), source, target)
-        unseen = encode(itertools.islice(held_out(text), zps.rank(), None, zps.size()), source, target)
     validation = [*map(collate, cut_by_length(unseen[: HELD_OUT_PAIRS // zps.size()], args.batch))]
     run.console.print(
         f"{len(source):,} and {len(target):,} words; "

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zenps.settings import WEEK_SECONDS
 
 __all__ = ["make_parser", "split_command"]
+
+_Add = Callable[..., argparse.ArgumentParser]
+"""A subcommand, by its name and summary."""
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -36,24 +40,33 @@ def make_parser() -> argparse.ArgumentParser:
     subcommands = parser.add_subparsers(
         title="subcommands", metavar="SUBCOMMAND", dest="subcommand", required=True
     )
-    common = _common_options()
+    add = partial(_add, subcommands, _common_options())
+    _add_roles(add)
+    _add_questions(add)
+    _add_tools(add)
+    return parser
 
-    def add(
-        name: str, summary: str, command: bool | None = False, operand: str = ""
-    ) -> argparse.ArgumentParser:
-        usage = f"zenps {name} [options]{operand}"
-        usage += {True: " -- CMD [ARG ...]", None: " [-- CMD [ARG ...]]", False: ""}[command]
-        sub = subcommands.add_parser(
-            name,
-            parents=[common],
-            usage=usage,
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
-        )
-        sub.set_defaults(parser=sub, takes_command=command)
-        return sub
 
+def _add(
+    subcommands: argparse._SubParsersAction[argparse.ArgumentParser],
+    common: argparse.ArgumentParser,
+    name: str,
+    summary: str,
+    *,
+    command: bool | None = False,
+    operand: str = "",
+) -> argparse.ArgumentParser:
+    usage = f"zenps {name} [options]{operand}"
+    usage += {True: " -- CMD [ARG ...]", None: " [-- CMD [ARG ...]]", False: ""}[command]
+    described = f"{summary[0].upper()}{summary[1:]}."
+    sub = subcommands.add_parser(name, parents=[common], usage=usage, help=summary, description=described)
+    sub.set_defaults(parser=sub, takes_command=command)
+    return sub
+
+
+def _add_roles(add: _Add) -> None:
     launch = add("launch", "run CMD as the workers of a whole cluster on this machine", command=True)
+    _add_counts(launch)
     scheduler = add("scheduler", "run the scheduler, at cluster.scheduler")
     scheduler.add_argument(
         "--print-address",
@@ -63,6 +76,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("server", "run one server")
     add("worker", "run CMD as one worker, with these settings", command=True)
+
+
+def _add_questions(add: _Add) -> None:
+    """And what else is said to a live cluster, or to this machine."""
     status = add("status", "show a live cluster")
     form = status.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="for programs")
@@ -78,16 +95,21 @@ def make_parser() -> argparse.ArgumentParser:
     config = add("config", "show every setting and where its value came from")
     config.add_argument("--json", action="store_true", help="for programs; with descriptions")
     add("doctor", "check this machine and the way to the cluster")
+
+
+def _add_tools(add: _Add) -> None:
     trace = add("trace", "make one timeline of those of several processes", operand=" OUT PART...")
     trace.add_argument("out", type=Path, metavar="OUT", help="the file to write")
     trace.add_argument("parts", type=Path, nargs="+", metavar="PART", help="what sync.trace had a role write")
     _add_plan(add("plan", "say which scheme suits CMD, or a trace of it, and a network", command=None))
     keygen = add("keygen", "make the keys that a directory lacks: who may be which node", operand=" DIR")
     keygen.add_argument("directory", type=Path, metavar="DIR", help="made if need be, for its owner alone")
-    for counted in (launch, keygen):
-        counted.add_argument("--workers", metavar="N", help="number of workers: cluster.workers")
-        counted.add_argument("--servers", metavar="M", help="number of servers: cluster.servers")
-    return parser
+    _add_counts(keygen)
+
+
+def _add_counts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", metavar="N", help="number of workers: cluster.workers")
+    parser.add_argument("--servers", metavar="M", help="number of servers: cluster.servers")
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:
