@@ -24,7 +24,8 @@ BATCH = 64
 IDS = 16
 
 BARRIER_STEPS = 40
-PAUSE_SECONDS = 0.005
+# A hundred steps, in which nothing else may happen once the scheduler is killed, outlast its absence.
+PAUSE_SECONDS = 0.02
 GATE_SECONDS = 120.0
 
 STEP = struct.Struct("dd")
