@@ -67,7 +67,12 @@ class Ledger:
             return
         layout = transfer.sent.cut.layout
         assert layout is not None
-        self.count_rows(transfer.rows_given, self._spread(transfer), progress.pulled_rows, layout.rows_total)
+        by_server = dict.fromkeys(layout.servers, 0)
+        for part in transfer.parts:
+            by_server[part.server] += part.rows
+        pushed = sum(by_server.values())
+        self._count_imbalance(max(by_server.values()), pushed / len(by_server))
+        self.count_rows(transfer.rows_given, pushed, progress.pulled_rows, layout.rows_total)
         if transfer.hashed_rows.any():
             for outcome, rows in zip(HASH_OUTCOMES, transfer.hashed_rows.tolist(), strict=True):
                 self._metrics.hashed_rows.labels(outcome=outcome).inc(rows)
@@ -103,18 +108,9 @@ class Ledger:
         for stage, count in {"given": given, "pushed": pushed, "pulled": pulled, "whole": whole}.items():
             self._metrics.rows.labels(stage=stage).inc(count)
 
-    def _spread(self, transfer: Transfer) -> int:
-        """How evenly a sparse tensor's rows went to the servers; returns how many there were."""
-        layout = transfer.sent.cut.layout
-        assert layout is not None
-        rows = dict.fromkeys(layout.servers, 0)
-        for part in transfer.sent.parts:
-            rows[part.server] += part.rows
-        pushed = sum(rows.values())
-        busiest, mean = max(rows.values()), pushed / len(rows)
+    def _count_imbalance(self, busiest: int, mean: float) -> None:
         with self._lock:
             self.stats.busiest_rows += busiest
             self.stats.mean_rows += mean
-        if pushed:
+        if mean:
             self._metrics.partition_imbalance.set(busiest / mean)
-        return pushed
