@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -115,21 +115,19 @@ class GlooGroup(Group):
         works = []
         for peers, act in ((receive, self._gloo.recv), (send, self._gloo.send)):
             for peer, tensors in peers.items():
-                # Neither side sends what it knows to be empty.
-                works += [(peer, act([tensor], peer, 0)) for tensor in tensors if tensor.numel()]
+                # Once a connection is known to be closed, gloo says so here already.
+                with _lost(peer):
+                    # Neither side sends what it knows to be empty.
+                    works += [(peer, act([tensor], peer, 0)) for tensor in tensors if tensor.numel()]
         for peer, work in works:
-            try:
+            with _lost(peer):
                 work.wait()
-            except RuntimeError as error:
-                raise GroupError(peer, _first_sentence(error)) from error
         self.sent_bytes += _bytes(send)
         self.received_bytes += _bytes(receive)
 
     def allreduce(self, tensor: Tensor) -> None:
-        try:
+        with _lost(-1):
             self._gloo.allreduce([tensor]).wait()
-        except RuntimeError as error:
-            raise GroupError(-1, _first_sentence(error)) from error
         # Of a ring, which is what gloo makes of it.
         moved = 2 * (self.size - 1) * tensor.nbytes // self.size
         self.sent_bytes += moved
@@ -163,6 +161,15 @@ class _Addresses(dist.Store):  # type: ignore[misc, name-defined]  # it is there
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """There is nothing to wait for: :meth:`set` returns when all ranks have set theirs."""
+
+
+@contextlib.contextmanager
+def _lost(peer: int) -> Iterator[None]:
+    """What gloo raises says that ``peer`` is gone; -1: some rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise GroupError(peer, _first_sentence(error)) from error
 
 
 def _bytes(tensors: Mapping[int, Sequence[Tensor]]) -> int:
