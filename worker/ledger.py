@@ -39,6 +39,7 @@ class Ledger:
         self.stats = Stats(partition=partition)
         self._metrics = metrics
         self._lock = threading.Lock()
+        """Guards the statistics, and those of the metrics that have no lock of their own."""
 
     def load(self) -> Load:
         """What the scheduler is told with each heartbeat."""
@@ -61,7 +62,7 @@ class Ledger:
         """Of a round over servers, what :meth:`count` leaves out."""
         with self._lock:
             self.stats.work_seconds += worked
-        self._metrics.scatter_duration.observe(worked)
+            self._metrics.scatter_duration.observe(worked)
         # Dense elements would drown the rows: there are many more, and no strategy misplaces them.
         if transfer.kind != "sparse":
             return
@@ -91,10 +92,10 @@ class Ledger:
             stats.dense_bytes += moved.dense_bytes
             stats.wait_seconds += waited_seconds
             stats.work_seconds += compacted_seconds
-        counters.dense_bytes.inc(moved.dense_bytes)
-        counters.push_pull_duration.observe(time.perf_counter() - began)
-        counters.wait_duration.observe(waited_seconds)
-        counters.compaction_duration.observe(compacted_seconds)
+            counters.dense_bytes.inc(moved.dense_bytes)
+            counters.push_pull_duration.observe(time.perf_counter() - began)
+            counters.wait_duration.observe(waited_seconds)
+            counters.compaction_duration.observe(compacted_seconds)
 
     def count_peer_round(self) -> None:
         """A round that is done was an exchange among workers."""

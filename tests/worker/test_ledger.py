@@ -83,3 +83,17 @@ def test_the_scheduler_is_told_what_was_counted(ledger: Ledger) -> None:
     load = ledger.load()
     assert load == {"rounds": 2, "pushed_bytes": 5, "pulled_bytes": 70, "wait_seconds": 0.5, "step": 0}
     assert (ledger.stats.peer_rounds, ledger.stats.dense_bytes, ledger.stats.work_seconds) == (1, 900, 1.0)
+
+
+def test_metrics_without_a_lock_are_counted_under_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = WorkerMetrics(CollectorRegistry())
+    ledger, is_locked = Ledger(metrics, "parallel"), []
+
+    def note(_: float) -> None:
+        is_locked.append(ledger._lock.locked())
+
+    monkeypatch.setattr(metrics.dense_bytes, "inc", note)
+    for durations in ("push_pull", "wait", "compaction", "scatter"):
+        monkeypatch.setattr(getattr(metrics, f"{durations}_duration"), "observe", note)
+    ledger.record(three_of_five_rows_on_one_server(), Progress(step=0), waited=0.0, worked=0.0)
+    assert is_locked == [True] * 5
