@@ -27,22 +27,22 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from zenps.kernels.bitmap_compact import bitmap_compact
-from zenps.kernels.hash_compact import (
+from zenps.kernels.gpu.bitmap_compact import bitmap_compact
+from zenps.kernels.gpu.hash_compact import (
     HashMemory,
     hash_compact,
     hash_compact_dense,
     hash_compact_until_fits,
 )
-from zenps.kernels.launcher import Launcher
-from zenps.kernels.place import Placement, place_rows
-from zenps.kernels.rows import DeviceRows
-from zenps.kernels.scan_compact import scan_compact
-from zenps.kernels.sort_compact import sort_compact
-from zenps.layout import Layout, LayoutCache
-from zenps.placement import place_on
-from zenps.ring import rebalance
-from zenps.strategies import strategy
+from zenps.kernels.gpu.launcher import Launcher
+from zenps.kernels.gpu.place import Placement, place_rows
+from zenps.kernels.gpu.rows import DeviceRows
+from zenps.kernels.gpu.scan_compact import scan_compact
+from zenps.kernels.gpu.sort_compact import sort_compact
+from zenps.partition.device_layout import place_on
+from zenps.partition.layout import Layout, LayoutCache
+from zenps.partition.ring import rebalance
+from zenps.partition.strategies import strategy
 
 RESULTS = Path(__file__).resolve().parent / "results"
 WARM_UPS, REPEATS = 3, 15
@@ -355,7 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _gpu_bench() -> Bench:
-    from zenps.kernels.cupy import CupyLauncher
+    from zenps.kernels.gpu.cupy import CupyLauncher
 
     return Bench(torch.device("cuda", torch.cuda.current_device()), CupyLauncher())
 

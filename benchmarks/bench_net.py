@@ -28,7 +28,7 @@ from rich.console import Console
 from sync_report import describe_machine, find_versions
 from workloads import SIZES, WORKLOADS, characterise
 
-from zenps.schemes import SchemeSetting
+from zenps.schemes.registry import SchemeSetting
 
 NAMES: Final[Sequence[str]] = (*get_args(SchemeSetting), NARROW)
 HERE = Path(__file__).resolve().parent

@@ -27,7 +27,7 @@ from rich.progress import track
 from sync_report import Report, Setup, describe_machine, evaluate, find_versions, plot, tabulate
 from sync_worker import Block, Case
 
-from zenps.settings import PARTITIONS
+from zenps.config.settings import PARTITIONS
 
 HERE = Path(__file__).resolve().parent
 BLOCK_TIMEOUT_SECONDS = 900

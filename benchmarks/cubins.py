@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from cuda.bindings import nvrtc
 
-from zenps.kernels.sources import EXPRESSIONS, OPTIONS, folder, source_text
+from zenps.kernels.gpu.sources import EXPRESSIONS, OPTIONS, folder, source_text
 
 __all__ = ["ARCHITECTURES", "RESULTS", "Compiled", "Usage", "compile_source", "read_usages"]
 
@@ -53,7 +53,7 @@ MULTIPROCESSORS = {
     "sm_100": (64, 228),
     "sm_120": (48, 100),
 }
-BLOCK_WARPS = 8  # of zenps.kernels.launcher.BLOCK
+BLOCK_WARPS = 8  # of zenps.kernels.gpu.launcher.BLOCK
 REGISTER_UNIT, SHARED_UNIT, SHARED_RESERVED = 256, 128, 1024
 
 

@@ -26,7 +26,7 @@ from net_worker import GLOO, NARROW, Task, work
 import zenps.scheduler.service
 import zenps.server.service
 import zenps.worker  # noqa: F401
-from zenps import cli
+from zenps.cli import commands as cli
 
 __all__ = ["Block"]
 

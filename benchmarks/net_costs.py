@@ -1,12 +1,12 @@
-"""What a scheme should cost on a workload of ``bench_net.py``, by the formulas of :mod:`zenps.costs`."""
+"""What a scheme should cost on a workload of ``bench_net.py``, by :mod:`zenps.schemes.costs`."""
 
 from __future__ import annotations
 
 from net_worker import GLOO, NARROW
 from workloads import Character
 
-from zenps.costs import Cost, Links, Tensor, expected_imbalance, predict
-from zenps.schemes import AUTO
+from zenps.schemes.costs import Cost, Links, Tensor, expected_imbalance, predict
+from zenps.schemes.registry import AUTO
 
 __all__ = ["expect"]
 

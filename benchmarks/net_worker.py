@@ -23,7 +23,7 @@ from workloads import WORKLOADS, Workload
 
 import zenps as zps
 from zenps.worker.api import push_gradient_async
-from zenps.worker.choice import ROUNDS
+from zenps.worker.backends.choice import ROUNDS
 
 __all__ = ["GLOO", "NARROW", "Measurement", "Task", "count_steps", "count_warm_up_steps", "work"]
 

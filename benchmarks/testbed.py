@@ -23,9 +23,9 @@ from typing import Final
 
 from hosts import Host, Hosts, why_no_delay, why_not_here
 
-from zenps.config import load
+from zenps.cli.launch import launch
+from zenps.config.sources import load
 from zenps.errors import ConfigError, ZenPSError
-from zenps.launch import launch
 
 SCHEDULER_PORT: Final = 9100
 MOST_HOSTS: Final = 128

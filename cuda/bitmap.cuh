@@ -8,11 +8,11 @@
 #include "packs.cuh"
 #include "scan.cuh"
 
-constexpr int THREADS = 256;  // zenps.kernels.launcher.BLOCK
+constexpr int THREADS = 256;  // zenps.kernels.gpu.launcher.BLOCK
 constexpr int WORD_BITS = 32;
 constexpr int THREAD_WORDS = 8;
 constexpr int64 TILE_WORDS = THREADS * THREAD_WORDS;
-constexpr int64 BITMAP_TILE = TILE_WORDS * WORD_BITS;  // zenps.kernels.bitmap_codec.BITMAP_TILE
+constexpr int64 BITMAP_TILE = TILE_WORDS * WORD_BITS;  // zenps.kernels.gpu.bitmap_codec.BITMAP_TILE
 static_assert(BITMAP_TILE == 1 << 16, "uint16 names a bit of a tile");
 
 constexpr int LISTED = 8192;  // bits that are listed at once, in 16 KB

@@ -29,7 +29,7 @@
 #include "packs.cuh"
 #include "scan.cuh"
 
-constexpr int THREADS = 256;  // zenps.kernels.launcher.BLOCK
+constexpr int THREADS = 256;  // zenps.kernels.gpu.launcher.BLOCK
 constexpr int32 NO_SLOT = -1;
 constexpr int FULL_CHECK = 8;  // serial slots that a row looks at between two looks at how many are taken
 
@@ -37,7 +37,7 @@ constexpr int FULL_CHECK = 8;  // serial slots that a row looks at between two l
 template <typename Key>
 constexpr Key EMPTY = ~Key(0);
 
-enum Outcome : uint32 { FIRST_TRY, REHASHED, SERIAL, OVERFLOWED };  // zenps.kernels.hash_compact.Hashed
+enum Outcome : uint32 { FIRST_TRY, REHASHED, SERIAL, OVERFLOWED };  // zenps.kernels.gpu.hash_compact.Hashed
 
 struct Claim {
     int32 slot;
@@ -143,7 +143,7 @@ __global__ void claim_rows(const Key* positions, int64 rows, Key* slots, const i
 // A dense tensor
 
 constexpr int DENSE_ITEMS = 32;                             // values of a thread, a bit of its mask each
-constexpr int64 DENSE_TILE = DENSE_ITEMS * int64(THREADS);  // zenps.kernels.hash_compact.DENSE_TILE
+constexpr int64 DENSE_TILE = DENSE_ITEMS * int64(THREADS);  // zenps.kernels.gpu.hash_compact.DENSE_TILE
 
 // Claims a slot for the position of each row of `dense` that is neither 0.0 nor -0.0. Bits is as wide as a
 // value. A block finds the non-zeros of its tile first: few would claim while their neighbours wait.
@@ -188,7 +188,7 @@ __global__ void gather_values(const Placement* placement, const Bits* dense, con
 // From slots to sorted rows
 
 constexpr int SLOT_ITEMS = 16;                            // slots of a thread, all in flight at once
-constexpr int64 SLOT_TILE = SLOT_ITEMS * int64(THREADS);  // zenps.kernels.hash_compact.SLOT_TILE
+constexpr int64 SLOT_TILE = SLOT_ITEMS * int64(THREADS);  // zenps.kernels.gpu.hash_compact.SLOT_TILE
 
 // keys[i] = what the i-th claimed slot holds and key_slots[i] = its number, for i below `capacity`; *count =
 // how many there are. `key_slots` is null where nobody asks. A whole block takes part; each warp goes over
@@ -238,7 +238,7 @@ __global__ void rank_slots(const int64* order, const int32* key_slots, const int
 }
 
 constexpr int SUM_ITEMS = 4;                            // elements of a thread, all in flight at once
-constexpr int64 SUM_TILE = SUM_ITEMS * int64(THREADS);  // zenps.kernels.hash_compact.SUM_TILE
+constexpr int64 SUM_TILE = SUM_ITEMS * int64(THREADS);  // zenps.kernels.gpu.hash_compact.SUM_TILE
 
 // Adds each row to the sums of its position, which hold neutral() at first, unless there was no room for all
 // positions. Neighbouring threads add neighbouring columns: L2 takes the atomics of a sector together.

@@ -1,4 +1,4 @@
-// Rows <-> positions, as zenps/layout.py and zenps/keyspace.py have them; the same numbers, bit for bit.
+// Rows <-> positions, as zenps/partition/layout.py and zenps/partition/keyspace.py have them; the same numbers, bit for bit.
 //
 // Row i is element i % granule of granule k = i / granule; k goes to p = π(k) and from there, with the whole
 // stretch of slots that it lies in, to its place p + distance; the row's position is place * granule + i % granule.
@@ -15,7 +15,7 @@ struct Move {
     const int64* distances;
 };
 
-// int64 words in device memory; zenps.placement writes them.
+// int64 words in device memory; zenps.partition.device_layout writes them.
 struct Placement {
     int64 rows;          // of the tensor
     int64 granule_bits;  // log2 of the rows of a granule

@@ -1,5 +1,5 @@
 // Tables of rows, cut into packs of neighbouring columns: a thread works on one pack, so that a warp reads
-// and writes whole sectors, and no kernel knows a row's width. zenps.kernels.packs chooses the pack.
+// and writes whole sectors, and no kernel knows a row's width. zenps.kernels.gpu.packs chooses the pack.
 #pragma once
 
 #include "common.cuh"

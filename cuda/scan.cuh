@@ -43,7 +43,7 @@ __device__ inline uint32 block_exclusive_sum(uint32 value, uint32& total) {
 // ---------------------------------------------------------------------------------------------------------
 // Over tiles
 
-// What `zenps.kernels.launcher.scan_state` allocates, zeroed: the counter that hands out tiles, then a
+// What `zenps.kernels.gpu.launcher.scan_state` allocates, zeroed: the counter that hands out tiles, then a
 // status word for each. A word holds flag and sum at once, so no other memory has to be ordered with it.
 struct ScanState {
     uint64 tickets;

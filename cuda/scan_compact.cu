@@ -22,8 +22,8 @@
 #include "keyspace.cuh"
 #include "scan.cuh"
 
-constexpr int THREADS = 256;  // zenps.kernels.launcher.BLOCK
-constexpr int PACKS = 8;      // of a thread; zenps.kernels.scan_compact.PACKS
+constexpr int THREADS = 256;  // zenps.kernels.gpu.launcher.BLOCK
+constexpr int PACKS = 8;      // of a thread; zenps.kernels.gpu.scan_compact.PACKS
 constexpr int STAGE = 1024;   // rows that are written at once: an eighth of a tile of packs
 
 // Positions of one tile.

@@ -4,8 +4,8 @@
 // are in flight.
 #include "packs.cuh"
 
-constexpr int THREADS = 256;  // zenps.kernels.launcher.BLOCK
-constexpr int ITEMS = 4;      // zenps.kernels.scatter.ITEMS
+constexpr int THREADS = 256;  // zenps.kernels.gpu.launcher.BLOCK
+constexpr int ITEMS = 4;      // zenps.kernels.gpu.scatter.ITEMS
 
 // out[targets[i]] = values[i], for rows of `words` words. A target outside [0, out_rows) sets *outside and
 // its row goes nowhere.

@@ -7,7 +7,7 @@
 //   reduce_runs     again over the partial sums, until one chunk holds them all
 //
 // A row that occurs 10^5 times is a tree of depth 4, not a queue: the time depends on the number of rows
-// alone. Deterministic: the positions alone fix the order of addition (zenps/kernels/sort_compact.py states
+// alone. Deterministic: the positions alone fix the order of addition (zenps/kernels/gpu/sort_compact.py states
 // it), and sums are rounded to the stored dtype once. No atomics on data, nothing is zeroed.
 //
 // Floor: each row is read once where it lies and each sum is written once; positions, order and segments
@@ -19,11 +19,11 @@
 #include "packs.cuh"
 #include "scan.cuh"
 
-constexpr int THREADS = 256;  // zenps.kernels.launcher.BLOCK
+constexpr int THREADS = 256;  // zenps.kernels.gpu.launcher.BLOCK
 constexpr int ITEMS = 8;      // positions of a thread
-constexpr int64 SEGMENT_TILE = THREADS * ITEMS;  // zenps.kernels.sort_compact.SEGMENT_TILE
+constexpr int64 SEGMENT_TILE = THREADS * ITEMS;  // zenps.kernels.gpu.sort_compact.SEGMENT_TILE
 
-constexpr int64 CHUNK = 64;  // rows that one thread adds up; zenps.kernels.sort_compact.CHUNK
+constexpr int64 CHUNK = 64;  // rows that one thread adds up; zenps.kernels.gpu.sort_compact.CHUNK
 constexpr int BATCH = 8;     // rows that it loads at once
 constexpr int32 NONE = -1;   // the segment of a slot that holds no partial sum
 

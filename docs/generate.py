@@ -17,16 +17,16 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
-from zenps.metrics import SchedulerMetrics, ServerMetrics, WorkerMetrics
+from zenps.config.settings import FIELDS, Config, shared_settings
+from zenps.config.values import format_bytes
+from zenps.observe.metrics import SchedulerMetrics, ServerMetrics, WorkerMetrics
 from zenps.scheduler.states import JOB
-from zenps.server.round import ROUND as SERVER_ROUND
-from zenps.settings import FIELDS, Config, shared_settings
+from zenps.server.rounds.states import ROUND as SERVER_ROUND
 from zenps.transitions import Transitions, diagram
-from zenps.values import format_bytes
-from zenps.worker.round import ROUND as WORKER_ROUND
+from zenps.worker.rounds.states import ROUND as WORKER_ROUND
 
 CONFIGURATION = """\
-<!-- Written by docs/generate.py from zenps/settings.py. Do not edit. -->
+<!-- Written by docs/generate.py from zenps/config/settings.py. Do not edit. -->
 # Configuration
 
 All roles read the same settings from the same sources. The first that has a setting decides it:
@@ -53,7 +53,7 @@ SHARED.
 """
 
 METRICS = """\
-<!-- Written by docs/generate.py from zenps/metrics.py. Do not edit. -->
+<!-- Written by docs/generate.py from zenps/observe/metrics.py. Do not edit. -->
 # Metrics
 
 Every process serves Prometheus at `http://HOST:PORT/metrics`, where `metrics.host` and `metrics.port` say
@@ -77,8 +77,8 @@ Which ranks the others wait for, as a share of the time: `rate(zenps_late_second
 
 DIAGRAMS: dict[str, Transitions[Any, Any]] = {
     "scheduler/states.py": JOB,
-    "server/round.py": SERVER_ROUND,
-    "worker/round.py": WORKER_ROUND,
+    "server/rounds/states.py": SERVER_ROUND,
+    "worker/rounds/states.py": WORKER_ROUND,
 }
 
 

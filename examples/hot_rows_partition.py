@@ -18,8 +18,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zenps.keyspace import SLOTS
-from zenps.strategies import KeySpace, Partition, PartitionStrategy, even_bounds
+from zenps.partition.keyspace import SLOTS
+from zenps.partition.strategies import KeySpace, Partition, PartitionStrategy, even_bounds
 
 HOT_SHARE = 1 / 16
 

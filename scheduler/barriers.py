@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from zenps.lateness import Lateness
+from zenps.observe.lateness import Lateness
 from zenps.wire.messages import LAST_BARRIER, BarrierReply
 
 from .actions import Send

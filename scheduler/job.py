@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from zenps.settings import ClusterConfig
+from zenps.config.settings import ClusterConfig
 from zenps.wire.messages import Refused, Stop
 
 from .actions import Send, to_all
+from .admission import Newcomers
 from .barriers import Barriers
 from .drains import Drains
 from .members import Members, Node
-from .newcomers import Newcomers
-from .returning import Return
+from .recovery import Return
 from .states import JOB, Event, State
 from .stragglers import Stragglers
 from .views import Views

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from zenps.errors import listing
 from zenps.wire.messages import Load, Member, NodeStatus, Register, Role
 
-from .rates import Rates
+from .page.rates import Rates
 
 __all__ = ["Members", "Node", "names"]
 

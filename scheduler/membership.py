@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 
+from zenps.config.settings import ClusterConfig
 from zenps.keys import node_name
-from zenps.settings import ClusterConfig
 from zenps.wire.messages import (
     Admit,
     Barrier,
@@ -30,11 +30,11 @@ from zenps.wire.messages import (
 )
 
 from .actions import Send, to_all
-from .changes import Changes
 from .job import Job
 from .members import Node, names
+from .page.changes import Changes
+from .recovery import RETURN_SECONDS
 from .registration import Settings, missing_from, refusal
-from .returning import RETURN_SECONDS
 from .states import JOB, State
 
 __all__ = ["Membership", "Send"]
@@ -46,7 +46,7 @@ class Membership:
     Args:
         job: its name, for :class:`Status`.
         cluster: how many nodes to expect and how long to wait.
-        settings: the scheduler's own :func:`~zenps.settings.shared_settings`.
+        settings: the scheduler's own :func:`~zenps.config.settings.shared_settings`.
         now: the time of creation; all other times are on the same clock.
     """
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from zenps.config.settings import ClusterConfig
+from zenps.config.values import is_loopback, parse_address
 from zenps.errors import listing
-from zenps.settings import ClusterConfig
-from zenps.values import is_loopback, parse_address
 from zenps.wire.messages import Refused, Register, Role
 
 from .members import Members, names

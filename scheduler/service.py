@@ -13,15 +13,14 @@ import msgspec
 import zmq
 from prometheus_client import CollectorRegistry
 
-from zenps import log, metrics
-from zenps.clock import now_ns
-from zenps.config import Config
+from zenps.config.settings import Config, shared_settings
+from zenps.config.values import parse_address
 from zenps.errors import PeerLostError, ProtocolError
 from zenps.keys import Keys, load_keys, node_name
-from zenps.metrics import STATES, SchedulerMetrics
-from zenps.settings import shared_settings
-from zenps.trace import Trace, open_trace
-from zenps.values import parse_address
+from zenps.observe import log, metrics
+from zenps.observe.clock import now_ns
+from zenps.observe.metrics import STATES, SchedulerMetrics
+from zenps.observe.trace import Trace, open_trace
 from zenps.wire.connections import Connections
 from zenps.wire.curve import Gate, warn_if_open
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
@@ -41,8 +40,8 @@ from zenps.wire.messages import (
 )
 from zenps.wire.sockets import Socket, bind_router, context, receive_routed
 
-from . import page
 from .membership import Membership, Send
+from .page import endpoint as page
 
 __all__ = ["serve"]
 

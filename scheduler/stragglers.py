@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from zenps.lateness import MOST_RANKS, Lateness, stragglers
+from zenps.observe.lateness import MOST_RANKS, Lateness, stragglers
 
 __all__ = ["Straggler", "Stragglers"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from zenps.ring import rebalance
+from zenps.partition.ring import rebalance
 from zenps.wire.messages import View
 
 from .members import Members, Node

@@ -16,21 +16,21 @@ import zmq
 from msgspec import structs
 from prometheus_client import CollectorRegistry
 
-from zenps import log, metrics
-from zenps.clock import now_ns
-from zenps.config import Config, rank_from_environment
+from zenps.config.settings import Config
+from zenps.config.sources import rank_from_environment
 from zenps.errors import PeerLostError, ProtocolError
 from zenps.kernels.cpu import CpuKernels
 from zenps.keys import load_keys
-from zenps.lateness import latest
-from zenps.metrics import ServerMetrics
-from zenps.trace import OFF, Trace, open_trace
+from zenps.observe import log, metrics
+from zenps.observe.clock import now_ns
+from zenps.observe.lateness import latest
+from zenps.observe.metrics import ServerMetrics
+from zenps.observe.trace import OFF, Trace, open_trace
 from zenps.wire.addresses import find_host
 from zenps.wire.blocks import PHASES
 from zenps.wire.connections import Connections
 from zenps.wire.curve import Gate, warn_if_open
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, CorruptedError, Decoder, encode
-from zenps.wire.link import SchedulerLink, new_register
 from zenps.wire.messages import (
     Busy,
     Departed,
@@ -45,13 +45,14 @@ from zenps.wire.messages import (
     Stop,
     View,
 )
+from zenps.wire.scheduler_link import SchedulerLink, new_register
 from zenps.wire.sockets import Socket, bind_router, context, receive_routed
 
-from .aggregation import Aggregator, Payload, check_span, read_payload
 from .memory import keep_freed_memory
-from .neighbours import Neighbours
-from .outbox import Outbox, StalledError
-from .rounds import Aggregate, Held, Reply, Rounds
+from .reducers.aggregation import Aggregator, Payload, check_span, read_payload
+from .rounds.tracker import Aggregate, Held, Reply, Rounds
+from .send_queue import Outbox, StalledError
+from .shared_memory import Neighbours
 from .spans import KINDS, about, size_bytes
 from .workers import Workers
 

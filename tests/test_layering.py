@@ -14,16 +14,14 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ROLES = ("worker", "server", "scheduler")
-DOORS = ("__init__", "cli")
+DOORS = ("__init__",)
 
 # From the ground up; a part imports from its own floor and those below.
 FLOORS = (
-    {"buffers", "clock", "costs", "errors", "metrics", "keyspace", "lateness", "ring", "codecs", "kernels"}
-    | {"collectors", "guard", "output", "processes", "schemes", "sparcml", "timeline", "trace", "traffic"}
-    | {"transitions"},
-    {"settings", "values", "config", "keys", "log", "strategies"},
-    {"wire", "layout", "placement"},
-    {*ROLES, "arguments", "doctor", "environments", "health", "launch", "plan", "status", "tables"},
+    {"buffers", "errors", "transitions", "codecs", "kernels"},
+    {"config", "keys", "observe", "partition", "schemes"},
+    {"wire"},
+    {*ROLES, "cli"},
     {*DOORS},
 )
 FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
@@ -33,7 +31,7 @@ FORBIDDEN = {"server": {"cupy"}, "scheduler": {"cupy", "torch"}}
 
 
 def module_name(root: Path, path: Path) -> str:
-    """The name under which a file is imported: ``worker/ddp.py`` is ``zenps.worker.ddp``."""
+    """The name under which a file is imported: ``worker/api.py`` is ``zenps.worker.api``."""
     parts = path.relative_to(root).with_suffix("").parts
     parts = parts if parts[0] == "zenps" else ("zenps", *parts)
     return ".".join(parts)
@@ -76,7 +74,7 @@ def violation(importer: str, name: str) -> str | None:
         if importer in ROLES:
             return f"imports {name}: roles meet only through zenps.wire"
         if importer not in DOORS:
-            return f"imports {name}: only zenps/__init__.py and zenps/cli.py name a role"
+            return f"imports {name}: only zenps/__init__.py and zenps/cli/commands.py name a role"
     if FLOOR_OF[part] > FLOOR_OF[importer]:
         return f"imports {name}: {part} is on a floor above {importer}"
     return None
@@ -153,7 +151,12 @@ def test_scheduler_loads_neither_torch_nor_cupy() -> None:
 
 
 def test_import_zenps_and_its_settings_load_no_torch() -> None:
-    assert loaded_after_importing(["zenps", "zenps.config", "zenps.log"], ["torch", "cupy"], ROOT) == []
+    assert (
+        loaded_after_importing(
+            ["zenps", "zenps.config.sources", "zenps.observe.log"], ["torch", "cupy"], ROOT
+        )
+        == []
+    )
 
 
 def test_indirectly_loaded_package_is_reported(tmp_path: Path) -> None:
@@ -169,7 +172,7 @@ BREACHES = {
     "role imports a role, relatively": ("scheduler/a.py", "from ..worker import ddp", "roles meet only"),
     "role imports a role, inside a function": (
         "worker/a.py",
-        "def f():\n    import zenps.server.rounds",
+        "def f():\n    import zenps.server.rounds.tracker",
         "roles meet only",
     ),
     "role imports a role, dynamically": (
@@ -177,21 +180,29 @@ BREACHES = {
         "import importlib\nimportlib.import_module('zenps.server')",
         "roles meet only",
     ),
-    "a shared part names a role": ("zenps/launch.py", "import zenps.worker", "name a role"),
+    "a shared part names a role": ("zenps/cli/launch.py", "import zenps.worker", "name a role"),
     "ground imports the first floor": (
         "zenps/codecs/a.py",
-        "from zenps.strategies import base",
+        "from zenps.partition.strategies import base",
         "floor above",
     ),
-    "first floor imports the second": ("zenps/config.py", "from .wire import messages", "floor above"),
-    "second floor imports the door": ("zenps/layout.py", "from zenps import __version__", "floor above"),
+    "first floor imports the second": (
+        "zenps/config/sources.py",
+        "from .wire import messages",
+        "floor above",
+    ),
+    "second floor imports the door": (
+        "zenps/partition/layout.py",
+        "from zenps import __version__",
+        "floor above",
+    ),
     "role imports the door": ("worker/a.py", "import zenps", "floor above"),
     "no floor": ("zenps/attic.py", "", "has no floor"),
     "cuda is a package": ("cuda/__init__.py", "", "hides NVIDIA"),
     "cupy in server": ("server/a.py", "import cupy as cp", "does without cupy"),
     "cupy in scheduler": ("scheduler/a.py", "from cupy import cuda", "does without cupy"),
     "torch in scheduler": ("scheduler/a.py", "import torch.nn", "does without torch"),
-    "second copy of a role": ("zenps/cli.py", "import worker", "second copy"),
+    "second copy of a role": ("zenps/cli/commands.py", "import worker", "second copy"),
     "second copy of a role, from": ("worker/a.py", "from worker.ddp import hook", "second copy"),
     "second copy of a role, in a test": ("tests/worker/test_a.py", "import worker", "second copy"),
 }
@@ -210,7 +221,7 @@ def test_breach_is_reported(tmp_path: Path, file: str, source: str, reason: str)
 ALLOWED = {
     "role imports itself": ("worker/a.py", "from .ddp import hook\nfrom zenps.worker import exchange"),
     "role imports the wire": ("server/a.py", "import torch\nfrom zenps.wire import frames"),
-    "doors name roles": ("zenps/cli.py", "def run():\n    from zenps.server import service"),
+    "doors name roles": ("zenps/cli/commands.py", "def run():\n    from zenps.server import service"),
     "a worker may use a GPU": ("worker/a.py", "import cupy"),
     "subpackage imports a sibling": ("zenps/wire/a.py", "from .messages import Push\nfrom . import frames"),
     "tests import roles": ("tests/server/test_a.py", "from zenps.server import rounds"),

@@ -17,11 +17,11 @@ from .api import (
     stats,
     synchronize,
 )
-from .broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from .communicator import Pending, Stats
-from .ddp import CommHookState, comm_hook
-from .optimizer import DistributedOptimizer
-from .state import TrainingState
+from .core.communicator import Pending, Stats
+from .training.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from .training.ddp import CommHookState, comm_hook
+from .training.elastic import TrainingState
+from .training.optimizer import DistributedOptimizer
 
 __all__ = [
     "CommHookState",

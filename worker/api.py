@@ -12,21 +12,21 @@ from pathlib import Path
 import msgspec
 from torch import Tensor
 
-from zenps import config as settings
-from zenps import log
-from zenps.config import Config
+from zenps.config import sources as settings
+from zenps.config.settings import Config
 from zenps.errors import UsageError
-from zenps.schemes import AUTO, over_servers
+from zenps.observe import log
+from zenps.schemes.registry import AUTO, over_servers
 
-from .alone import Alone
-from .auto_cluster import AutoCluster
-from .cluster import Cluster
-from .communicator import Communicator, Pending, Stats, check_name
+from .backends.auto import AutoCluster
+from .backends.hierarchical.backend import HostCluster
+from .backends.local import Alone
+from .backends.peers.backend import PeerCluster
+from .backends.servers import Cluster
+from .core.communicator import Communicator, Pending, Stats, check_name
+from .core.recorder import Recorder, open_recorder
+from .encode.transfer import check_tensor
 from .exits import exit_on_sigterm, leave_at_exit, restore_sigterm
-from .levels.cluster import HostCluster
-from .peers.cluster import PeerCluster
-from .recorder import Recorder, open_recorder
-from .transfer import check_tensor
 
 __all__ = [
     "barrier",

@@ -26,8 +26,8 @@ from typing import Any, Final, Literal
 import zmq
 from zmq.utils import z85
 
+from zenps.config.settings import SecurityConfig
 from zenps.errors import ConfigError
-from zenps.settings import SecurityConfig
 
 __all__ = ["LIST_NAME", "Keys", "Player", "generate", "load_keys", "node_name", "read_owners"]
 

@@ -18,9 +18,9 @@ from selenium.webdriver.common.by import By
 
 import zenps as zps
 from tests.integration.cluster import Cluster
-from zenps.ring import rebalance
-from zenps.scheduler import page
-from zenps.settings import StatusConfig
+from zenps.config.settings import StatusConfig
+from zenps.partition.ring import rebalance
+from zenps.scheduler.page import endpoint as page
 from zenps.wire.messages import Change, NodeStatus, Status
 
 DEADLINE_SECONDS = 60.0

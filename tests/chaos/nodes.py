@@ -17,10 +17,10 @@ import zenps as zps
 from tests.chaos.job import train
 from tests.chaos.schedule import Done
 from tests.integration.cluster import Process
-from zenps import cli
+from zenps.cli import commands as cli
+from zenps.cli.status import fetch
+from zenps.config.settings import ClusterConfig
 from zenps.errors import DeadlineError
-from zenps.settings import ClusterConfig
-from zenps.status import fetch
 from zenps.wire.messages import Status
 
 __all__ = ["SERVERS", "WORKERS", "Nodes", "Server"]

@@ -14,8 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from zenps.kernels.launcher import Launcher
-from zenps.kernels.place import KINDS
+from zenps.kernels.gpu.launcher import Launcher
+from zenps.kernels.gpu.place import KINDS
 
 __all__ = ["ON_A_GPU", "Mirror"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from tests.cuda.host.build import BUILD, Sanitizer
-from zenps.kernels.sources import folder
+from zenps.kernels.gpu.sources import folder
 
 __all__ = ["BARRIER", "BARRIER_TESTS", "PLANTS", "Plant", "sow"]
 

@@ -13,13 +13,13 @@ from tests.cuda.host.launcher import SIZES, HostLauncher
 from zenps.codecs.bitmap import Bitmap
 from zenps.codecs.coo import Coo
 from zenps.errors import ProtocolError, TensorError
-from zenps.kernels.bitmap_codec import decode_bitmap, decode_coo, encode_bitmap, encode_coo
-from zenps.kernels.place import Placement
-from zenps.layout import Layout
-from zenps.placement import place_on
-from zenps.ring import rebalance
-from zenps.strategies import strategy
-from zenps.strategies.base import KeySpace
+from zenps.kernels.gpu.bitmap_codec import decode_bitmap, decode_coo, encode_bitmap, encode_coo
+from zenps.kernels.gpu.place import Placement
+from zenps.partition.device_layout import place_on
+from zenps.partition.layout import Layout
+from zenps.partition.ring import rebalance
+from zenps.partition.strategies import strategy
+from zenps.partition.strategies.base import KeySpace
 
 SPANS = [1, 7, 8, 31, 32, 33, 97, 256, 1025, 65_535, 65_536, 65_537, 200_003]
 DTYPES = [torch.int32, torch.int64]

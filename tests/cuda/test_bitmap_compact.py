@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.cuda.host.launcher import SIZES, HostLauncher
 from zenps.errors import TensorError
-from zenps.kernels.bitmap_compact import bitmap_compact
+from zenps.kernels.gpu.bitmap_compact import bitmap_compact
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 BITS = {2: torch.int16, 4: torch.int32}

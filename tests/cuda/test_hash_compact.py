@@ -16,15 +16,15 @@ from tests.cuda.host.launcher import SANITIZER, SIZES, HostLauncher
 from tests.cuda.test_place import layout_of
 from tests.cuda.test_scan_compact import BITS, DTYPES, dense_of, every_dtype, expected
 from zenps.errors import ConfigError, TensorError
-from zenps.kernels.hash_compact import (
+from zenps.kernels.gpu.hash_compact import (
     Hashed,
     HashMemory,
     hash_compact,
     hash_compact_dense,
     hash_compact_until_fits,
 )
-from zenps.kernels.rows import DeviceRows
-from zenps.placement import place_on
+from zenps.kernels.gpu.rows import DeviceRows
+from zenps.partition.device_layout import place_on
 
 CPU = torch.device("cpu")
 DEFAULT = HashMemory()

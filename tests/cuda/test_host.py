@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.cuda.host.build import SAMPLES, Sanitizer
 from tests.cuda.host.launcher import SANITIZER, HostLauncher, KernelError
 from tests.cuda.host.rerun import Rerun
-from zenps.kernels.launcher import scan_state
+from zenps.kernels.gpu.launcher import scan_state
 
 WARP = 32
 

@@ -7,9 +7,9 @@ import torch
 from tests.cuda.host.launcher import HostLauncher
 from tests.cuda.mirror import Mirror
 from tests.cuda.test_place import layout_of
-from zenps.kernels.place import place_rows, unplace_rows
-from zenps.kernels.sort_compact import sort_compact
-from zenps.placement import place_on
+from zenps.kernels.gpu.place import place_rows, unplace_rows
+from zenps.kernels.gpu.sort_compact import sort_compact
+from zenps.partition.device_layout import place_on
 
 CPU = torch.device("cpu")
 MIRROR = Mirror(HostLauncher(), CPU, lambda: None)

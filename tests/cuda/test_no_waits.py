@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cuda.host.launcher import HostLauncher
-from zenps.kernels import bitmap_codec, place, scatter
-from zenps.kernels.bitmap_compact import bitmap_compact
-from zenps.kernels.hash_compact import HashMemory, hash_compact, hash_compact_dense
-from zenps.kernels.place import Placement
-from zenps.kernels.scan_compact import scan_compact
-from zenps.kernels.sort_compact import sort_compact
-from zenps.layout import LayoutCache
-from zenps.placement import place_on
-from zenps.ring import rebalance
-from zenps.strategies import strategy
+from zenps.kernels.gpu import bitmap_codec, place, scatter
+from zenps.kernels.gpu.bitmap_compact import bitmap_compact
+from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact, hash_compact_dense
+from zenps.kernels.gpu.place import Placement
+from zenps.kernels.gpu.scan_compact import scan_compact
+from zenps.kernels.gpu.sort_compact import sort_compact
+from zenps.partition.device_layout import place_on
+from zenps.partition.layout import LayoutCache
+from zenps.partition.ring import rebalance
+from zenps.partition.strategies import strategy
 
 WAITING = {
     "_local_scalar_dense", "nonzero", "nonzero_numpy", "_unique", "_unique2", "unique_consecutive",

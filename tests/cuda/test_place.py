@@ -1,4 +1,4 @@
-"""Rows ⇄ positions as kernels compute them: the numbers of zenps.layout."""
+"""Rows ⇄ positions as kernels compute them: the numbers of zenps.partition.layout."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from tests.cuda.host.launcher import SIZES, HostLauncher
 from zenps.errors import ConfigError, TensorError
-from zenps.kernels.place import find_cuts, place_rows, unplace_rows
-from zenps.keyspace import Identity
-from zenps.layout import Layout
-from zenps.placement import place_on
-from zenps.ring import rebalance
-from zenps.strategies import strategy
-from zenps.strategies.base import KeySpace, Partition, even_bounds
+from zenps.kernels.gpu.place import find_cuts, place_rows, unplace_rows
+from zenps.partition.device_layout import place_on
+from zenps.partition.keyspace import Identity
+from zenps.partition.layout import Layout
+from zenps.partition.ring import rebalance
+from zenps.partition.strategies import strategy
+from zenps.partition.strategies.base import KeySpace, Partition, even_bounds
 
 CPU = torch.device("cpu")
 LAUNCHER = HostLauncher()

@@ -10,7 +10,7 @@ from tests.cuda.host.build import Sanitizer
 from tests.cuda.host.launcher import SANITIZER
 from tests.cuda.host.rerun import Rerun
 from tests.cuda.plants import BARRIER, BARRIER_TESTS, PLANTS, TESTS, Plant, sow
-from zenps.kernels.sources import EXPRESSIONS, folder
+from zenps.kernels.gpu.sources import EXPRESSIONS, folder
 
 pytestmark = pytest.mark.skipif(SANITIZER is not Sanitizer.NONE, reason="starts the sanitizers itself")
 

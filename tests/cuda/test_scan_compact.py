@@ -11,10 +11,10 @@ from torch import Tensor
 from tests.cuda.host.launcher import SIZES, HostLauncher
 from tests.cuda.test_place import layout_of
 from zenps.errors import TensorError
-from zenps.kernels.launcher import BLOCK, scan_state
-from zenps.kernels.scan_compact import scan_compact
-from zenps.layout import Layout
-from zenps.placement import place_on
+from zenps.kernels.gpu.launcher import BLOCK, scan_state
+from zenps.kernels.gpu.scan_compact import scan_compact
+from zenps.partition.device_layout import place_on
+from zenps.partition.layout import Layout
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

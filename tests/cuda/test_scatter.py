@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.cuda.host.launcher import SIZES, HostLauncher
 from zenps.errors import TensorError
-from zenps.kernels.scatter import gather_rows, merge, put_rows
+from zenps.kernels.gpu.scatter import gather_rows, merge, put_rows
 
 DTYPES = [torch.uint8, torch.float16, torch.float32, torch.float64]
 COLUMNS = [0, 1, 2, 3, 4, 16, 33]

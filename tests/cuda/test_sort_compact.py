@@ -16,8 +16,8 @@ from torch import Tensor
 from tests.cuda.host.launcher import SIZES, HostLauncher
 from zenps.errors import TensorError
 from zenps.kernels.base import ACCUMULATE
-from zenps.kernels.rows import DeviceRows
-from zenps.kernels.sort_compact import CHUNK, sort_compact
+from zenps.kernels.gpu.rows import DeviceRows
+from zenps.kernels.gpu.sort_compact import CHUNK, sort_compact
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64]
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from zenps.settings import FIELDS
+from zenps.config.settings import FIELDS
 
 
 @pytest.mark.parametrize("file", ["configuration.md", "metrics.md", "protocol.md"])

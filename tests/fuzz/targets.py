@@ -15,12 +15,11 @@ import torch
 from zenps.buffers import BufferPool
 from zenps.codecs.registry import CODECS
 from zenps.codecs.values import VALUE_CODECS
-from zenps.config import Config
+from zenps.config.settings import ClusterConfig, Config, SyncConfig
 from zenps.kernels.cpu import CpuKernels
 from zenps.scheduler.membership import Membership
-from zenps.server.aggregation import Aggregator, Payload, check_span, read_payload
-from zenps.server.rounds import Aggregate, Held, Rounds
-from zenps.settings import ClusterConfig, SyncConfig
+from zenps.server.reducers.aggregation import Aggregator, Payload, check_span, read_payload
+from zenps.server.rounds.tracker import Aggregate, Held, Rounds
 from zenps.wire.blocks import decode_blocks, encode_blocks
 from zenps.wire.frames import PROTOCOL_VERSION, Decoder, checksum_of, encode
 from zenps.wire.messages import (
@@ -51,12 +50,12 @@ from zenps.wire.messages import (
     Wanted,
     WhoAreYou,
 )
-from zenps.worker.blocks import BlockTransfer
-from zenps.worker.broadcast import unpack_object
-from zenps.worker.exchange import Exchange
-from zenps.worker.round import Deliver, Outgoing, Round
-from zenps.worker.streams import Plan
-from zenps.worker.transfers import Transfers
+from zenps.worker.encode.blocks import BlockTransfer
+from zenps.worker.encode.planner import Transfers
+from zenps.worker.encode.streams import Plan
+from zenps.worker.rounds.states import Deliver, Outgoing, Round
+from zenps.worker.rounds.tracker import Exchange
+from zenps.worker.training.broadcast import unpack_object
 
 __all__ = ["SEEDS", "TARGETS", "reseal"]
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
-from tests.worker.test_transfer import make_layout, sparse, synchronize
-from zenps.placement import place_on
-from zenps.settings import CudaConfig
-from zenps.worker.accelerator import CudaAccelerator
-from zenps.worker.dense import DENSE_GRANULE, DenseTransfer
-from zenps.worker.staged import StagedDense, StagedSparse
-from zenps.worker.transfer import Cut, Transfer
+from tests.worker.encode.test_transfer import make_layout, sparse, synchronize
+from zenps.config.settings import CudaConfig
+from zenps.partition.device_layout import place_on
+from zenps.worker.encode.accelerator import CudaAccelerator
+from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer
+from zenps.worker.encode.gpu import StagedDense, StagedSparse
+from zenps.worker.encode.transfer import Cut, Transfer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -26,9 +26,9 @@ import zmq
 
 import zenps as zps
 from tests.dealer import connect_dealer
-from zenps import config
+from zenps.config import sources as config
+from zenps.config.settings import SecurityConfig
 from zenps.keys import LIST_NAME, Keys, Player, load_keys
-from zenps.settings import SecurityConfig
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.messages import FromScheduler, NodeStatus, Status, StatusRequest
 from zenps.worker import api
@@ -338,7 +338,7 @@ def _serve(sets: Sequence[str]) -> None:
 
 
 def _load(sets: Sequence[str], role: str) -> config.Config:
-    from zenps import log
+    from zenps.observe import log
 
     loaded = config.load(sets=sets, environ={}).config
     log.setup(loaded.log, role)

@@ -23,14 +23,15 @@ from tests.integration.reference import assert_same_bits, reduce_in_rank_order
 from tests.integration.scraping import parse, scrape
 from tests.integration.test_hostile import make_table, make_vector, resident_bytes, train
 from tests.integration.zmtp import MORE, connected, frame, knock
-from zenps import config
-from zenps.settings import shared_settings
+from zenps.config import sources as config
+from zenps.config.settings import shared_settings
 from zenps.wire.frames import encode
-from zenps.wire.link import SchedulerLink, new_register
 from zenps.wire.messages import Push, StatusRequest
+from zenps.wire.scheduler_link import SchedulerLink, new_register
 from zenps.wire.sockets import context
-from zenps.worker import channel, servers
-from zenps.worker.exchange import MOST_REPETITIONS
+from zenps.worker.rounds.tracker import MOST_REPETITIONS
+from zenps.worker.transport import channel
+from zenps.worker.transport import server_sockets as servers
 
 KIB, MIB = 1 << 10, 1 << 20
 JOB = "default"

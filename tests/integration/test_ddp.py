@@ -53,7 +53,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 def train(make_state: Any) -> tuple[dict[str, Tensor], list[str], list[list[int]]]:
     """The weights after some steps; the kinds of gradients that were pushed; by step, their priorities."""
-    from zenps.worker import ddp as module
+    from zenps.worker.training import ddp as module
 
     pushed: list[str] = []
     priorities: list[list[int]] = []

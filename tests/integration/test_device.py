@@ -14,8 +14,8 @@ from tests.integration import test_training
 from tests.integration.cluster import Cluster, Raised, attempt
 from tests.integration.embedding_model import OPTIMIZERS, assert_same
 from tests.worker.host_accelerator import HostAccelerator
-from zenps.worker.accelerator import Accelerator, Event
-from zenps.worker.transfers import Transfers
+from zenps.worker.encode.accelerator import Accelerator, Event
+from zenps.worker.encode.planner import Transfers
 
 RANKS = 2
 

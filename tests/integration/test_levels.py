@@ -22,11 +22,11 @@ from tests.integration.reference import assert_same_bits
 from tests.integration.test_losses import SLACK_SECONDS
 from tests.integration.test_push_pull import CASES, ROUNDS, expected, push_all
 from tests.integration.test_training import train, train_in_one_process
-from zenps.config import load
-from zenps.doctor import Check, examine
-from zenps.timeline import merge
+from zenps.cli.doctor import Check, examine
+from zenps.config.sources import load
+from zenps.observe.timeline import merge
 from zenps.worker import api
-from zenps.worker.levels.link import Listener
+from zenps.worker.backends.hierarchical.link import Listener
 
 WORKERS = 3
 AT_ONCE_SECONDS = 3.0

@@ -14,7 +14,7 @@ import zenps as zps
 from tests.integration.cluster import LEASE_SECONDS, Cluster, Raised, attempt, await_file
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
 from zenps.worker.api import communicator
-from zenps.worker.cluster import Cluster as World
+from zenps.worker.backends.servers import Cluster as World
 
 BLOCK, FUSION = 16, 4
 SETTINGS = {"sync.scheme": "omnireduce", "sync.block": BLOCK, "sync.fusion": FUSION}

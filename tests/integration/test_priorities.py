@@ -28,7 +28,7 @@ Priorities = dict[str, set[int]]
 
 def watched_priorities() -> Priorities:
     """From now on."""
-    from zenps.worker.cluster import Cluster as Worker
+    from zenps.worker.backends.servers import Cluster as Worker
 
     seen: Priorities = defaultdict(set)
     pushes = Worker._pushes

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.integration.cluster import Cluster
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
 from tests.integration.test_push_pull import CASES, ROUNDS, expected, inputs, push_all
-from zenps.schemes import SCHEMES, SchemeSetting, over_servers
+from zenps.schemes.registry import SCHEMES, SchemeSetting, over_servers
 
 WORKERS, SERVERS = 3, 2
 

@@ -223,8 +223,8 @@ def watch_pushes() -> list[list[str]]:
 
 
 def _watch_pushes(patch: pytest.MonkeyPatch) -> list[list[str]]:
-    from zenps.worker import agreed
-    from zenps.worker import optimizer as wrapper
+    from zenps.worker.training import agreement as agreed
+    from zenps.worker.training import optimizer as wrapper
 
     model = make_model()
     (optimizer,) = wrap(model, OPTIMIZERS["sgd"](model))

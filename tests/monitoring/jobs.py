@@ -10,7 +10,7 @@ from torch import Tensor
 
 import zenps as zps
 from tests.integration.test_device import pretend_that_the_cpu_is_a_gpu
-from zenps.worker.transfers import Transfers
+from zenps.worker.encode.planner import Transfers
 
 __all__ = ["HARM", "be_harmed", "train"]
 

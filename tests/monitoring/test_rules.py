@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from tests.docs.test_docs import anchor
 from tests.monitoring.prometheus import FOLDER, faster
-from zenps.metrics import SchedulerMetrics, ServerMetrics, WorkerMetrics
+from zenps.observe.metrics import SchedulerMetrics, ServerMetrics, WorkerMetrics
 
 ROOT = FOLDER.parent
 PROMETHEUS = FOLDER / "prometheus"

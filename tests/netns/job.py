@@ -17,7 +17,7 @@ import zenps as zps
 from benchmarks.hosts import Host, Hosts
 from tests.integration.cluster import DEADLINE_SECONDS, Process, await_file
 from tests.integration.embedding_model import loss_of, make_model, state_of
-from zenps import cli
+from zenps.cli import commands as cli
 
 __all__ = ["Job", "train"]
 

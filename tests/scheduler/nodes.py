@@ -7,17 +7,9 @@ from typing import TypeVar
 
 import msgspec
 
+from zenps.config.settings import ClusterConfig
 from zenps.scheduler.membership import Membership, Send
-from zenps.settings import ClusterConfig
-from zenps.wire.messages import (
-    Departed,
-    FromScheduler,
-    Heartbeat,
-    Refused,
-    Register,
-    Role,
-    View,
-)
+from zenps.wire.messages import Departed, FromScheduler, Heartbeat, Refused, Register, Role, View
 
 LEASE_SECONDS, RENDEZVOUS_SECONDS, DEADLINE_SECONDS = 10.0, 60.0, 30.0
 SETTINGS: dict[str, str | int | float] = {"sync.partition": "balanced", "sync.seed": 7}

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from zenps.config.settings import ClusterConfig
 from zenps.scheduler.membership import Membership, Send
-from zenps.settings import ClusterConfig
 from zenps.wire.messages import (
     Admit,
     Barrier,

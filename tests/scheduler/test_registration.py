@@ -18,7 +18,7 @@ from tests.scheduler.nodes import (
     view_of,
     worker,
 )
-from zenps.ring import rebalance
+from zenps.partition.ring import rebalance
 from zenps.scheduler.membership import Send
 from zenps.wire.frames import Decoder, encode
 from zenps.wire.messages import FromScheduler, Heartbeat, HeartbeatReply, Leave, Refused, View

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from zenps import log
-from zenps.config import Config
-from zenps.metrics import SchedulerMetrics
-from zenps.scheduler import page, service
+from zenps.config.settings import Config
+from zenps.observe import log
+from zenps.observe.metrics import SchedulerMetrics
+from zenps.observe.trace import open_trace
+from zenps.scheduler import service
 from zenps.scheduler.membership import Send
+from zenps.scheduler.page import endpoint as page
 from zenps.scheduler.service import _Service
-from zenps.trace import open_trace
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, encode
 from zenps.wire.messages import Departed, Heartbeat, Member
 from zenps.wire.sockets import context, open_dealer

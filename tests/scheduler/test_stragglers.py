@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from zenps.lateness import MOST_RANKS
+from zenps.observe.lateness import MOST_RANKS
 from zenps.scheduler.stragglers import WINDOW_SECONDS, Straggler, Stragglers
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from zenps.errors import ProtocolError
-from zenps.server.rounds import Actions, Aggregate, Held, Key, Reply, Rounds
+from zenps.server.rounds.tracker import Actions, Aggregate, Held, Key, Reply, Rounds
 from zenps.wire.messages import Failure, Push, Result, Wanted
 
 KEY = Key("t", 0, 0)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tests.server.test_rounds import KEY, make_held, peer_of
-from zenps import log
-from zenps.metrics import ServerMetrics
+from tests.server.rounds.test_tracker import KEY, make_held, peer_of
+from zenps.config.settings import ClusterConfig, Config
+from zenps.observe import log
+from zenps.observe.metrics import ServerMetrics
+from zenps.observe.trace import OFF
 from zenps.server.service import _Service
-from zenps.settings import ClusterConfig, Config
-from zenps.trace import OFF
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder
 from zenps.wire.messages import Failure, Heartbeat, Member, ToScheduler, View
 from zenps.wire.sockets import bind_router, context

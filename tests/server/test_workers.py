@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from tests.server.test_rounds import KEY, make_held, peer_of
+from tests.server.rounds.test_tracker import KEY, make_held, peer_of
 from tests.server.test_service import VIEW, WORKERS
 from zenps.errors import ProtocolError
 from zenps.server.workers import Workers

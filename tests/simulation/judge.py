@@ -6,8 +6,8 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from zenps.scheduler.returning import RETURN_SECONDS
-from zenps.worker.round import Round
+from zenps.scheduler.recovery import RETURN_SECONDS
+from zenps.worker.rounds.states import Round
 
 from .nodes import Violation
 

@@ -10,18 +10,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from zenps.scheduler.membership import Membership, Send
-from zenps.server.rounds import Rounds
-from zenps.wire.messages import (
-    Drain,
-    DrainReply,
-    Heartbeat,
-    Refused,
-    Register,
-    View,
-    WhoAreYou,
-)
+from zenps.server.rounds.tracker import Rounds
+from zenps.wire.messages import Drain, DrainReply, Heartbeat, Refused, Register, View, WhoAreYou
 from zenps.wire.registration import Registration
-from zenps.worker.exchange import Exchange
+from zenps.worker.rounds.tracker import Exchange
 
 from .network import Frames
 

@@ -9,19 +9,19 @@ from typing import Any
 
 import msgspec
 
+from zenps.config.settings import ClusterConfig
+from zenps.scheduler.admission import Newcomers
 from zenps.scheduler.barriers import Barriers
 from zenps.scheduler.job import Job
 from zenps.scheduler.members import Node
 from zenps.scheduler.membership import Membership, Send
-from zenps.scheduler.newcomers import Newcomers
 from zenps.scheduler.registration import Settings
-from zenps.server.round import Aggregate
-from zenps.server.round import Round as ServerRound
-from zenps.server.rounds import Actions, Held, Rounds
-from zenps.settings import ClusterConfig
+from zenps.server.rounds.states import Aggregate
+from zenps.server.rounds.states import Round as ServerRound
+from zenps.server.rounds.tracker import Actions, Held, Rounds
 from zenps.wire.messages import FromServer, Member, Register
-from zenps.worker.exchange import Exchange
-from zenps.worker.round import Action, Frames, Round, SendPush
+from zenps.worker.rounds.states import Action, Frames, Round, SendPush
+from zenps.worker.rounds.tracker import Exchange
 
 from .nodes import Parts
 from .script import Scenario

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from zenps.errors import ProtocolError
-from zenps.server.rounds import ROUND_BYTES, Aggregate, Held, Reply
+from zenps.server.rounds.tracker import ROUND_BYTES, Aggregate, Held, Reply
 from zenps.wire.messages import Leave, Push, Register, Result, Stop, View
 
 from .network import OVERWRITTEN, Frame, Frames

@@ -7,7 +7,7 @@ from collections import Counter
 
 import msgspec
 
-from zenps.settings import ClusterConfig
+from zenps.config.settings import ClusterConfig
 from zenps.wire.messages import Heartbeat, Leave, Refused, Register, WhoAreYou
 
 from .faults import Faults, Moment

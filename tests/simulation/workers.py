@@ -19,7 +19,7 @@ from zenps.wire.messages import (
     Register,
     View,
 )
-from zenps.worker.round import Action, Deliver, Fail, Outgoing, Round, SendPush
+from zenps.worker.rounds.states import Action, Deliver, Fail, Outgoing, Round, SendPush
 
 from .network import OVERWRITTEN, Frame, Frames, Lent
 from .nodes import SCHEDULER, TICK_SECONDS, Member, Violation

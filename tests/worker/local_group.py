@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from zenps.worker.peers.group import Group
+from zenps.worker.backends.peers.group import Group
 
 __all__ = ["LocalGroup", "on_all_ranks"]
 

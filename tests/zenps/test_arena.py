@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from zenps.config.settings import ClusterConfig
 from zenps.errors import ProtocolError
-from zenps.settings import ClusterConfig
 from zenps.wire.arena import CAPACITY_BYTES, Arena, Window, open_arena, window_of
 from zenps.wire.tensors import tensor_from_bytes
 

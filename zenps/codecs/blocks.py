@@ -9,9 +9,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from zenps.codecs.base import Codec, Positions
-from zenps.codecs.delta import Delta
 from zenps.errors import ProtocolError
+
+from .base import Codec, Positions
+from .delta import Delta
 
 __all__ = ["Blocks", "count_blocks"]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from zenps.codecs.base import Codec, Positions
 from zenps.errors import ProtocolError
+
+from .base import Codec, Positions
 
 __all__ = ["Coo", "item_dtype"]
 

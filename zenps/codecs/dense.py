@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from zenps.codecs.base import Codec, Positions
-from zenps.codecs.coo import Coo
 from zenps.errors import ProtocolError
+
+from .base import Codec, Positions
+from .coo import Coo
 
 __all__ = ["Dense"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Final, get_args
 
-from zenps.codecs.base import Codec, CodecName, Positions
-from zenps.codecs.bitmap import Bitmap
-from zenps.codecs.blocks import Blocks, count_blocks
-from zenps.codecs.coo import Coo
-from zenps.codecs.delta import Delta
-from zenps.codecs.dense import Dense
+from .base import Codec, CodecName, Positions
+from .bitmap import Bitmap
+from .blocks import Blocks, count_blocks
+from .coo import Coo
+from .delta import Delta
+from .dense import Dense
 
 __all__ = ["CODECS", "choose"]
 

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zenps.codecs.base import ValueCodec, ValueForm
 from zenps.errors import ProtocolError
+
+from .base import ValueCodec, ValueForm
 
 __all__ = ["RUN", "VALUE_CODECS", "value_codec"]
 

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from zenps.buffers import BufferPool
-from zenps.kernels.base import ACCUMULATE, Kernels, Rows
+
+from .base import ACCUMULATE, Kernels, Rows
 
 __all__ = ["CpuKernels", "put_rows"]
 

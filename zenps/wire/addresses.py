@@ -11,8 +11,8 @@ import ipaddress
 import socket as net
 import time
 
+from zenps.config.values import is_ip_address, is_loopback, parse_address
 from zenps.errors import ZenPSError
-from zenps.values import is_ip_address, is_loopback, parse_address
 
 __all__ = ["bindable", "bracketed", "find_host", "is_reached_by_ipv4", "why_unreachable"]
 

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from zenps.buffers import BufferPool
+from zenps.config.settings import ClusterConfig
 from zenps.errors import ProtocolError, TensorError
-from zenps.settings import ClusterConfig
 
 __all__ = ["Arena", "Window", "open_arena", "window_of"]
 

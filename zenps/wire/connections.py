@@ -23,7 +23,7 @@ import zmq
 from msgspec import Struct
 from zmq.utils.monitor import parse_monitor_message
 
-from zenps.wire.sockets import Socket
+from .sockets import Socket
 
 __all__ = ["HANDSHAKE_FAILURES", "Connections", "Event"]
 

@@ -17,15 +17,16 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from zenps import log
+from zenps.config.values import is_loopback, parse_address
 from zenps.errors import ConfigError, ProtocolError
 from zenps.keys import Keys, node_name, read_owners
-from zenps.values import is_loopback, parse_address
-from zenps.wire.connections import HANDSHAKE_FAILURES, Connections, Event
-from zenps.wire.sockets import ZAP_DOMAIN, Socket
+from zenps.observe import log
+
+from .connections import HANDSHAKE_FAILURES, Connections, Event
+from .sockets import ZAP_DOMAIN, Socket
 
 if TYPE_CHECKING:  # who only asks a question, as zenps health does, counts nothing
-    from zenps.metrics import Refusal
+    from zenps.observe.metrics import Refusal
 
 Failure = Literal["unknown_key", "mechanism", "other"]
 

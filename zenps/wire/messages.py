@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from zenps.codecs.base import CodecName, ValueForm
-from zenps.lateness import MOST_RANKS
-from zenps.schemes import Answer
+from zenps.observe.lateness import MOST_RANKS
+from zenps.schemes.registry import Answer
 
 __all__ = [
     "LAST_BARRIER",

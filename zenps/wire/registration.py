@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from zenps.wire.messages import Register, View
+from .messages import Register, View
 
 __all__ = ["Registration"]
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import zmq
 
+from zenps.config.values import parse_address
 from zenps.errors import ConfigError
 from zenps.keys import Keys
-from zenps.values import parse_address
-from zenps.wire.addresses import bindable, bracketed, is_reached_by_ipv4
-from zenps.wire.frames import MAX_ENVELOPE_BYTES
+
+from .addresses import bindable, bracketed, is_reached_by_ipv4
+from .frames import MAX_ENVELOPE_BYTES
 
 __all__ = [
     "COPY_BELOW_BYTES",

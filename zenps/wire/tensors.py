@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from zenps.errors import ProtocolError
-from zenps.wire.messages import Dtype
+
+from .messages import Dtype
 
 __all__ = [
     "DTYPES",

@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from zenps.kernels.sources import folder
+from zenps.kernels.gpu.sources import folder
 
 __all__ = ["BUILD", "SAMPLES", "Sanitizer", "build", "build_runtime", "digest_of", "once", "source_folder"]
 

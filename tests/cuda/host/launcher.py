@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tests.cuda.host.build import Sanitizer, build, build_runtime, source_folder
 from tests.cuda.mirror import ON_A_GPU, Mirror
-from zenps.kernels import sources
-from zenps.kernels.cupy import CupyLauncher
-from zenps.kernels.launcher import Launcher
+from zenps.kernels.gpu import sources
+from zenps.kernels.gpu.cupy import CupyLauncher
+from zenps.kernels.gpu.launcher import Launcher
 
 __all__ = ["SANITIZER", "SIZES", "HostLauncher", "KernelError"]
 

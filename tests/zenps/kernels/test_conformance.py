@@ -15,8 +15,8 @@ from tests.cuda.host.launcher import HostLauncher
 from zenps.buffers import BufferPool
 from zenps.kernels.base import ACCUMULATE, Kernels, Rows
 from zenps.kernels.cpu import CpuKernels
-from zenps.kernels.scatter import merge
-from zenps.kernels.sort_compact import sort_compact
+from zenps.kernels.gpu.scatter import merge
+from zenps.kernels.gpu.sort_compact import sort_compact
 
 torch.set_num_threads(1)
 

@@ -11,10 +11,10 @@ import pytest
 import zmq
 
 from tests.dealer import connect_dealer
+from zenps.config.settings import SecurityConfig
 from zenps.errors import ConfigError, ProtocolError
 from zenps.keys import LIST_NAME, Keys, Player, generate, load_keys
-from zenps.metrics import Refusal
-from zenps.settings import SecurityConfig
+from zenps.observe.metrics import Refusal
 from zenps.wire.connections import Connections
 from zenps.wire.curve import Gate, Handshakes, warn_if_open
 from zenps.wire.sockets import Socket, bind_router, context, open_dealer, receive_frames

@@ -1,0 +1,1 @@
+"""The status page, and what is computed for it alone."""

@@ -1,0 +1,1 @@
+"""Reducers: what is made of the pushes of a round."""

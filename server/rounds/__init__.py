@@ -1,0 +1,1 @@
+"""Rounds at a server: the pure state machine."""

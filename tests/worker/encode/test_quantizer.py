@@ -1,0 +1,337 @@
+"""Gradients that travel narrower: the same sums by every way and ring, and nothing is lost for good."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.integration.reference import assert_same_bits
+from tests.worker.encode.test_transfer import (
+    ACCELERATOR,
+    KERNELS,
+    NAN,
+    POOL,
+    aggregate,
+    make_layout,
+    on_the_device,
+    prepared,
+    rows_of,
+    sparse,
+)
+from zenps.codecs.base import ValueCodec, ValueForm
+from zenps.codecs.values import RUN, VALUE_CODECS, value_codec
+from zenps.config.settings import Config, CudaConfig, SyncConfig
+from zenps.errors import ProtocolError, TensorError
+from zenps.partition.ring import rebalance
+from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
+from zenps.worker.encode.gpu import StagedDense, StagedSparse
+from zenps.worker.encode.planner import Transfers
+from zenps.worker.encode.quantizer import Narrowing, Residuals
+from zenps.worker.encode.reshard import recut
+from zenps.worker.encode.sparse import SparseTransfer
+from zenps.worker.encode.transfer import Cut, Transfer
+from zenps.worker.training.buckets import Bucket
+
+ROWS, STEPS, RANKS = 600, 6, 3
+STEP_OF_PUSHES = 3  # what `aggregate` calls it
+
+Begin = Callable[[Tensor, Narrowing], Transfer]
+
+every_form = pytest.mark.parametrize("form", VALUE_CODECS)
+
+
+def table_way(servers: Sequence[int], chunks: int, partition: str = "balanced", granule: int = 1) -> Begin:
+    layout = make_layout(partition, ROWS, granule, servers, 1 << 20)
+    cut = Cut(layout, chunks, servers[0])
+    return lambda tensor, narrowing: SparseTransfer(tensor, cut, "auto", KERNELS, 0, narrowing)
+
+
+def table_on_a_device(servers: Sequence[int], chunks: int) -> Begin:
+    cut = Cut(make_layout("balanced", ROWS, 1, servers, 0), chunks, servers[0])
+    settings = CudaConfig()
+    return lambda tensor, narrowing: prepared(
+        StagedSparse(tensor, cut, "coo", settings, on_the_device, ACCELERATOR, 0, narrowing)
+    )
+
+
+def vector_way(servers: Sequence[int], chunks: int, partition: str = "parallel") -> Begin:
+    cut = Cut(make_layout(partition, ROWS, DENSE_GRANULE, servers, 1 << 20), chunks, servers[0])
+    return lambda tensor, narrowing: DenseTransfer(tensor, cut, POOL, True, narrowing)
+
+
+def whole(tensor: Tensor, narrowing: Narrowing) -> Transfer:
+    return WholeTransfer(tensor, Cut(None, 1, 0), True, narrowing)
+
+
+def on_a_device(begin: Begin) -> Begin:
+    return lambda tensor, narrowing: prepared(
+        StagedDense(tensor, lambda copy: begin(copy, narrowing), ACCELERATOR)
+    )
+
+
+WAYS: dict[str, tuple[int, dict[str, Begin]]] = {
+    "table": (
+        5,
+        {
+            "one server": table_way([0], 1),
+            "three servers": table_way([2, 5, 9], 4),
+            "by ranges": table_way([0, 1], 2, "parallel"),
+            "device": table_on_a_device([0, 1], 3),
+        },
+    ),
+    "elements": (
+        1,
+        {
+            "one server": table_way([0], 1, granule=32),
+            "three servers": table_way([0, 1, 2], 2, granule=32),
+            "device": table_on_a_device([0, 1], 3),
+        },
+    ),
+    "vector": (
+        0,
+        {
+            "one server": vector_way([0], 1),
+            "two servers": vector_way([0, 1], 2),
+            "balanced": vector_way([0, 1], 1, "balanced"),
+            "device": on_a_device(vector_way([0, 4], 1)),
+        },
+    ),
+    "whole": (0, {"cpu": whole, "device": on_a_device(whole)}),
+}
+"""Of each kind of tensor its columns, 0 for a strided one, and the ways that it may take."""
+
+
+def gradient(columns: int, rank: int, step: int) -> Tensor:
+    """Rows of very different size, a third of them duplicates; or as many elements."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    if not columns:
+        return torch.randn(ROWS, generator=generator) * torch.linspace(0.01, 9, ROWS)
+    rows = torch.randint(0, ROWS, (150,), generator=generator)
+    rows[:50] = rows[100:]
+    values = torch.randn((150, columns), generator=generator) * (1 + rows[:, None] % 50)
+    return sparse(rows, values, (ROWS, columns))
+
+
+def make_narrowing(form: ValueForm, columns: int, way: str) -> Narrowing:
+    rows = math.ceil(ROWS / DENSE_GRANULE) * DENSE_GRANULE if way == "vector" else ROWS
+    codec = value_codec(form, columns or 1, is_dense=not columns)
+    assert codec is not None
+    return Narrowing(codec, Residuals().of("weight", rows, columns or 1), POOL)
+
+
+def train(form: ValueForm, columns: int, way: str, begin: Begin) -> list[Tensor]:
+    """What each of some steps pulls; all ranks must pull the same."""
+    narrowings = [make_narrowing(form, columns, way) for _ in range(RANKS)]
+    pulled = []
+    for step in range(STEPS):
+        transfers = [
+            begin(gradient(columns, rank, step), narrowing) for rank, narrowing in enumerate(narrowings)
+        ]
+        for part, result, frames in aggregate(transfers, average=True):
+            for transfer in transfers:
+                transfer.absorb(part.server, part.chunk, result, frames)
+        results = [transfer.finish() for transfer in transfers]
+        for result in results:
+            assert_same_bits(result, results[0])
+        pulled.append(results[0])
+    return pulled
+
+
+def trained_by_hand(form: ValueForm, columns: int) -> list[Tensor]:
+    """The same, row by row; a strided tensor's rows are its runs of 64."""
+    codec = value_codec(form, columns or 1, is_dense=not columns)
+    assert codec is not None
+    kept: list[dict[int, Tensor]] = [{} for _ in range(RANKS)]
+    pulled = []
+    for step in range(STEPS):
+        sums: dict[int, Tensor] = {}
+        for rank in range(RANKS):
+            for row, value in rows_by_hand(gradient(columns, rank, step)).items():
+                wanted = value + kept[rank].get(row, 0)
+                arrives = travelled(codec, wanted)
+                kept[rank][row] = wanted - arrives
+                sums[row] = sums[row] + arrives if row in sums else arrives
+        narrow = {row: travelled(codec, total / RANKS, STEP_OF_PUSHES) for row, total in sums.items()}
+        rows = sorted(narrow)
+        values = torch.stack([narrow[row] for row in rows])
+        if columns:
+            pulled.append(sparse(rows, values.view(-1, columns), (ROWS, columns)).coalesce())
+        else:
+            pulled.append(torch.cat([narrow[row].flatten() for row in rows])[:ROWS])
+    return pulled
+
+
+def rows_by_hand(tensor: Tensor) -> dict[int, Tensor]:
+    if not tensor.is_sparse:
+        padded = torch.cat([tensor, torch.zeros(-len(tensor) % 64)])
+        return {row: run[:, None] for row, run in enumerate(padded.view(-1, 64))}
+    sums: dict[int, Tensor] = {}
+    for row, values in zip(tensor._indices()[0].tolist(), tensor._values(), strict=True):
+        sums[row] = sums[row] + values if row in sums else values.clone()
+    return {row: values[None] for row, values in sums.items()}
+
+
+def travelled(codec: ValueCodec, values: Tensor, step: int | None = None) -> Tensor:
+    data, out = torch.empty(codec.size_bytes(*values.shape), dtype=torch.uint8), torch.empty(values.shape)
+    codec.encode(values.contiguous(), data, step)
+    codec.decode(data.numpy().data, out)
+    return out
+
+
+@every_form
+@pytest.mark.parametrize("kind", WAYS)
+def test_every_way_and_ring_pulls_the_same_bits(form: ValueForm, kind: str) -> None:
+    columns, ways = WAYS[kind]
+    expected = trained_by_hand(form, columns)
+    for begin in ways.values():
+        for got, wanted in zip(train(form, columns, kind, begin), expected, strict=True):
+            assert_same_bits(got, wanted)
+
+
+@every_form
+@pytest.mark.parametrize("columns", [5, 1])
+def test_nothing_is_lost_for_good(form: ValueForm, columns: int) -> None:
+    """What was pushed, and what is kept back, is all that there was."""
+    narrowing = make_narrowing(form, columns, "table")
+    residual = narrowing._residual
+    pushed, there_was = torch.zeros(ROWS, columns), torch.zeros(ROWS, columns)
+    for step in range(40):
+        rows, values = KERNELS.compact(
+            gradient(columns, 0, step)._indices()[0], gradient(columns, 0, step)._values()
+        )
+        there_was[rows] += values
+        data = narrowing.narrow(values, rows)
+        pushed[rows] += narrowing.widened(data.numpy().data, (len(rows), columns))
+    torch.testing.assert_close(pushed + residual, there_was, rtol=1e-4, atol=1e-3)
+    # Half a step at most: the largest of a row is 40 σ of its values, and int8's step a 64th of that.
+    assert 0 < residual.abs().max() < 250 / 64
+    if form == "int8" and columns > 1:
+        assert (pushed - there_was).abs().max() > 1e-2
+
+
+def test_a_component_below_half_a_step_moves_by_what_was_kept_back() -> None:
+    """Without, it never would: it is rounded to 0 in each step."""
+    rows, gradient_of_a_step = torch.tensor([3]), torch.tensor([[1.0, 1e-3, -2e-3, 0.0, 1.0]])
+    narrowing, int8 = make_narrowing("int8", 5, "table"), VALUE_CODECS["int8"]
+    moved = torch.zeros(1, 5)
+    for _ in range(1000):
+        data = narrowing.narrow(gradient_of_a_step.clone(), rows)
+        moved += narrowing.widened(data.numpy().data, (1, 5))
+    assert (moved - 1000 * gradient_of_a_step).abs().max() < 1 / 64
+    assert travelled(int8, gradient_of_a_step).tolist() == [[1.0, 0.0, 0.0, 0.0, 1.0]]
+
+
+@pytest.mark.parametrize("bad", [NAN, float("inf"), -float("inf"), 1e30])
+@every_form
+def test_what_is_no_number_is_seen_and_not_kept(form: ValueForm, bad: float) -> None:
+    narrowing = make_narrowing(form, 5, "table")
+    values, rows = torch.full((2, 5), 0.1), torch.tensor([3, 7])
+    values[0, 2] = bad
+    got = narrowing.widened(narrowing.narrow(values, rows).numpy().data, (2, 5))
+    if bad == 1e30 and form != "float16":
+        assert got[0, 2] == pytest.approx(1e30, rel=0.01)
+    else:
+        assert not got[0, 2].isfinite()
+    assert got[1].isfinite().all()
+    assert narrowing._residual.isfinite().all()
+    values = torch.full((2, 5), 0.1)
+    assert narrowing.widened(narrowing.narrow(values, rows).numpy().data, (2, 5)).isfinite().all()
+
+
+@every_form
+@pytest.mark.parametrize("kind", ["table", "elements", "vector", "whole"])
+def test_another_ring_moves_the_same_bytes(form: ValueForm, kind: str) -> None:
+    """What is pushed again has been rounded once, and was taken from what is kept back once."""
+    columns, _ = WAYS[kind]
+    granule = {"table": 1, "elements": 32, "vector": DENSE_GRANULE}.get(kind)
+    cuts = [Cut(None, 1, 4), Cut(None, 1, 2)]
+    if granule is not None:
+        cuts = [
+            Cut(make_layout("balanced", ROWS, granule, servers, 1 << 20), chunks, servers[0])
+            for servers, chunks in (([0, 1], 2), ([1, 4, 6], 3))
+        ]
+
+    def begin(cut: Cut) -> Transfer:
+        narrowing = make_narrowing(form, columns, kind)
+        tensor = gradient(columns, 0, 0)
+        if columns:
+            return SparseTransfer(tensor, cut, "auto", KERNELS, 0, narrowing)
+        if cut.layout is None:
+            return WholeTransfer(tensor, cut, True, narrowing)
+        return DenseTransfer(tensor, cut, POOL, True, narrowing)
+
+    sent = begin(cuts[0]).sent
+    assert sent.values == (form if columns != 1 or form != "int8" else "bfloat16")
+    assert recut(sent, cuts[1], "auto") == begin(cuts[1]).sent
+
+
+@every_form
+@pytest.mark.parametrize("kind", ["table", "vector", "whole"])
+def test_answers_of_another_size_are_refused(form: ValueForm, kind: str) -> None:
+    columns, ways = WAYS[kind]
+    for begin in ways.values():
+        transfer = begin(gradient(columns, 0, 0), make_narrowing(form, columns, kind))
+        (part, result, frames), *_ = aggregate([transfer], average=False)
+        for values in (frames[1][:-1], memoryview(bytes(frames[1]) + b"\0")):
+            with pytest.raises(ProtocolError, match=r"payload: (\d+ bytes of \w+ values|frames of)"):
+                transfer.absorb(part.server, part.chunk, result, (frames[0], values))
+
+
+def transfers_of(form: ValueForm) -> Transfers:
+    transfers = Transfers(Config(sync=SyncConfig(values=form)))
+    transfers.set_ring(1, rebalance(None, [0, 1]), [0, 1])
+    return transfers
+
+
+@every_form
+def test_only_gradients_of_float32_are_narrowed(form: ValueForm) -> None:
+    transfers = transfers_of(form)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.int64):
+        for tensor in (rows_of(50).to(dtype), torch.ones(70_000, dtype=dtype), torch.ones(3, dtype=dtype)):
+            assert transfers.begin(tensor, "weight", 0, is_gradient=True).sent.values == "same"
+    for tensor in (rows_of(50), torch.ones(70_000), torch.ones(3)):
+        assert transfers.begin(tensor, "weight", 0).sent.values == "same"
+        transfer = transfers.begin(tensor, "weight", 0, is_gradient=True)
+        assert transfer.sent.values == form
+        assert transfer.pushed_bytes < 0.6 * transfer.dense_bytes
+    for tensor in (
+        torch.empty(0),
+        sparse([], torch.empty(0, 3), (0, 3)),
+        sparse([0], torch.empty(1, 0), (5, 0)),
+    ):
+        assert transfers.begin(tensor, "nothing", 0, is_gradient=True).sent.values == "same"
+
+
+def test_same_is_the_default() -> None:
+    assert Config().sync.values == "same"
+    assert transfers_of("same").begin(rows_of(50), "weight", 0, is_gradient=True).sent.values == "same"
+
+
+def test_a_tensor_of_another_shape_has_had_nothing_rounded_off() -> None:
+    residuals = Residuals()
+    table = residuals.of("weight", 4, 2).fill_(1)
+    assert residuals.of("weight", 4, 2) is table
+    assert not residuals.of("weight", 5, 2).any()
+    assert not residuals.of("weight", 4, 2).any()
+    assert not residuals.of("bias", 4, 2).any()
+    with pytest.raises(TensorError, match=r"tensor 'huge': no memory .* sync.values to same"):
+        residuals.of("huge", 10**12, 100)
+
+
+@pytest.mark.parametrize("average_over", [1, 4096])
+def test_a_bucket_says_who_has_a_gradient_whatever_lies_beside(average_over: int) -> None:
+    """By elements that no gradient's scale, and no other such element's, can make 0."""
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (3, 70, 5)]
+    parameters[0].grad, parameters[2].grad = torch.full((3,), 1e9), torch.ones(5)
+    bucket, int8 = Bucket("bucket", parameters, RUN), VALUE_CODECS["int8"]
+    for step in range(20):
+        flat = bucket.fused()
+        flat[bucket._present_from + 2 * RUN] /= average_over
+        bucket.spread(travelled(int8, flat[:, None], step)[:, 0])
+        assert parameters[1].grad is None
+        assert parameters[2].grad is not None
+        parameters[0].grad, parameters[2].grad = torch.full((3,), 1e9), torch.ones(5)

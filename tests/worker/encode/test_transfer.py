@@ -1,0 +1,468 @@
+"""Tensors to pushes, pushes to results, results to tensors: workers and servers without sockets."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+from torch import Tensor
+
+from tests.integration.reference import assert_same_bits, reduce_in_rank_order
+from tests.worker.host_accelerator import HostAccelerator
+from zenps.buffers import BufferPool
+from zenps.config.settings import CudaConfig
+from zenps.errors import ProtocolError, TensorError
+from zenps.kernels.cpu import CpuKernels
+from zenps.kernels.gpu.place import Placement
+from zenps.partition.device_layout import place_on
+from zenps.partition.layout import Layout, LayoutCache
+from zenps.partition.ring import rebalance
+from zenps.partition.strategies import strategy
+from zenps.server.reducers.aggregation import Aggregator, read_payload
+from zenps.wire.messages import Push, Result
+from zenps.wire.tensors import dtype_name
+from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
+from zenps.worker.encode.gpu import StagedSparse
+from zenps.worker.encode.sparse import SparseTransfer
+from zenps.worker.encode.transfer import Cut, Part, Transfer, check_tensor, table_shape
+
+torch.set_num_threads(1)
+
+POOL = BufferPool(keep_bytes=1 << 26)
+KERNELS = CpuKernels(POOL)
+ACCELERATOR = HostAccelerator()
+AGGREGATOR = Aggregator(KERNELS, POOL)
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+SUMMED = [*FLOATS, torch.int64]
+NAN, INF = float("nan"), float("inf")
+
+Answer = tuple[Part, Result, tuple[memoryview, memoryview]]
+
+
+def sparse(rows: Sequence[int] | Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
+    """A sparse tensor of one sparse dimension; its rows are not checked."""
+    indices = torch.as_tensor(rows, dtype=torch.int64)[None]
+    return torch.sparse_coo_tensor(indices, values, tuple(shape), check_invariants=False)
+
+
+def make_layout(name: str, rows: int, granule: int, servers: Sequence[int], table_bytes: int) -> Layout:
+    cache = LayoutCache(strategy(name), 7, rebalance(None, servers), servers, table_bytes)
+    return cache.get("weight", max(rows, 1), granule)
+
+
+def on_the_device(layout: Layout) -> Placement:
+    return place_on(layout, ACCELERATOR.device)
+
+
+class MakeSparse(Protocol):
+    """Begins the transfer of a sparse tensor."""
+
+    def __call__(self, tensor: Tensor, layout: Layout, chunks: int, home: int, codec: str) -> Transfer: ...
+
+
+def on_the_cpu(tensor: Tensor, layout: Layout, chunks: int, home: int, codec: str) -> Transfer:
+    return SparseTransfer(tensor, Cut(layout, chunks, home), codec, KERNELS)
+
+
+def on_a_device(compaction: Literal["sort", "bitmap", "hash"]) -> MakeSparse:
+    def make(tensor: Tensor, layout: Layout, chunks: int, home: int, codec: str) -> Transfer:
+        cut, settings = Cut(layout, chunks, home), CudaConfig(compaction=compaction)
+        transfer = StagedSparse(tensor, cut, codec, settings, on_the_device, ACCELERATOR)
+        assert not transfer.prepared()
+        return prepared(transfer)
+
+    return make
+
+
+def prepared(transfer: Transfer) -> Transfer:
+    looks = 0
+    while not transfer.prepared():
+        looks += 1
+        assert looks < 100
+    return transfer
+
+
+# Duplicates are summed in no particular order by "bitmap" and "hash": test_staged.py has them.
+WAYS = {"cpu": on_the_cpu, "device": on_a_device("sort")}
+every_way = pytest.mark.parametrize("make_sparse", WAYS.values(), ids=WAYS)
+
+
+def make_push(transfer: Transfer, part: Part, rank: int, average: bool) -> Push:
+    return Push(
+        1, rank, "weight", 3, part.chunk, transfer.chunks, transfer.kind, dtype_name(transfer.dtype),
+        tuple(transfer.shape), part.span, transfer.columns, part.rows, part.codec, average,
+        values=transfer.sent.values,
+    )  # fmt: skip
+
+
+def aggregate(transfers: Sequence[Transfer], average: bool) -> list[Answer]:
+    """What the servers answer, in any order. All ranks push the same parts."""
+    places = [[(part.server, part.chunk, part.span) for part in each.parts] for each in transfers]
+    assert all(each == places[0] for each in places)
+    assert len(set(places[0])) == len(places[0])
+    answers = []
+    for index, part in enumerate(transfers[0].parts):
+        pushes = []
+        for rank, transfer in enumerate(transfers):
+            own = transfer.parts[index]
+            push = make_push(transfer, own, rank, average)
+            received = [memoryview(bytes(frame)) for frame in own.frames]
+            pushes.append((push, read_payload(push, received)))
+        result, frames = AGGREGATOR.aggregate(pushes)
+        answers.append((part, result, (memoryview(bytes(frames[0])), memoryview(bytes(frames[1])))))
+    random.Random(len(answers)).shuffle(answers)
+    return answers
+
+
+def synchronize(
+    tensors: Sequence[Tensor], begin: Callable[[Tensor], Transfer], average: bool
+) -> tuple[list[Tensor], Transfer]:
+    """Every rank's result, and the first rank's transfer."""
+    transfers = [begin(tensor) for tensor in tensors]
+    answers = aggregate(transfers, average)
+    for transfer in transfers:
+        for part, result, frames in answers:
+            transfer.absorb(part.server, part.chunk, result, frames)
+    return [transfer.finish() for transfer in transfers], transfers[0]
+
+
+def any_values(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    if dtype == torch.int64:
+        return torch.randint(-(2**62), 2**62, tuple(shape), generator=generator)
+    scale = 2.0 ** torch.randint(-10, 10, tuple(shape), generator=generator)
+    values = (torch.randn(tuple(shape), generator=generator) * scale).to(dtype)
+    special = torch.tensor([0.0, -0.0, NAN, INF, -INF], dtype=dtype)
+    drawn = torch.randint(0, 60, tuple(shape), generator=generator)
+    return torch.where(drawn < 5, special[drawn.clamp(max=4)], values)
+
+
+def any_sparse(
+    outer: Sequence[int], dense: Sequence[int], nnz: int, dtype: torch.dtype, generator: torch.Generator
+) -> Tensor:
+    """Duplicates, unsorted, the first and the last index often; values with their dimensions swapped."""
+    nnz = 0 if 0 in outer else nnz
+    indices = torch.empty(len(outer), nnz, dtype=torch.int64)
+    for dim, size in enumerate(outer):
+        if nnz:
+            near = torch.randint(0, min(size, 9), (nnz,), generator=generator)
+            ends = torch.tensor([0, size - 1])[torch.randint(0, 2, (nnz,), generator=generator)]
+            indices[dim] = torch.where(torch.rand(nnz, generator=generator) < 0.2, ends, near)
+    values = any_values([*dense[::-1], nnz], dtype, generator).permute(tuple(reversed(range(len(dense) + 1))))
+    return torch.sparse_coo_tensor(indices, values, (*outer, *dense), check_invariants=True)
+
+
+SPARSE_SHAPES: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+    ((50,), (3,)),
+    ((50,), ()),
+    ((1,), (4,)),
+    ((5000,), ()),
+    ((7, 11), (2,)),
+    ((3, 4, 5), ()),
+    ((9,), (2, 3, 2)),
+    ((10**12,), (2,)),
+    ((10**6, 10**6), (1,)),
+    ((40,), (0,)),
+    ((0,), (3,)),
+    ((0, 4), ()),
+    ((), (3,)),
+    ((), ()),
+]
+PARTITIONS = ["balanced", "parallel", "centralized"]
+SERVERS = [[0], [0, 1], [2, 5, 9]]
+
+
+@every_way
+@settings(deadline=None, max_examples=150)
+@given(
+    shape=st.sampled_from(SPARSE_SHAPES),
+    counts=st.lists(st.sampled_from([0, 1, 5, 40]), min_size=1, max_size=4),
+    dtype=st.sampled_from(SUMMED),
+    partition=st.sampled_from(PARTITIONS),
+    servers=st.sampled_from(SERVERS),
+    chunks=st.integers(1, 4),
+    codec=st.sampled_from(["auto", "coo", "delta"]),
+    granule=st.sampled_from([1, 32]),
+    table_bytes=st.sampled_from([0, 1 << 20]),
+    average=st.booleans(),
+    seed=st.integers(0, 1 << 30),
+)
+def test_sparse(
+    make_sparse: MakeSparse,
+    shape: tuple[tuple[int, ...], tuple[int, ...]],
+    counts: list[int],
+    dtype: torch.dtype,
+    partition: str,
+    servers: list[int],
+    chunks: int,
+    codec: str,
+    granule: int,
+    table_bytes: int,
+    average: bool,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    average = average and dtype.is_floating_point
+    tensors = [any_sparse(*shape, count, dtype, generator) for count in counts]
+    before = [(tensor._indices().clone(), tensor._values().clone()) for tensor in tensors]
+    rows, columns = table_shape(tensors[0])
+    layout = make_layout(partition, rows, granule if columns == 1 else 1, servers, table_bytes)
+
+    def begin(tensor: Tensor) -> Transfer:
+        return make_sparse(tensor, layout, chunks, servers[-1], codec)
+
+    results, transfer = synchronize(tensors, begin, average)
+    expected = reduce_in_rank_order(tensors, average)
+    for result in results:
+        assert_same_bits(result, expected)
+    assert sum(part.rows for part in transfer.parts) == len({*map(tuple, before[0][0].t().tolist())})
+    assert transfer.rows_given == tensors[0]._nnz()
+    for tensor, (indices, values) in zip(tensors, before, strict=True):
+        assert torch.equal(tensor._indices(), indices)
+        assert torch.equal(tensor._values().nan_to_num(), values.nan_to_num())
+
+
+@every_way
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("codec", ["auto", "bitmap", "coo", "delta"])
+def test_sparse_with_every_row(make_sparse: MakeSparse, dtype: torch.dtype, codec: str) -> None:
+    """As many rows as there are: all chunks are full."""
+    generator = torch.Generator().manual_seed(3)
+    tensors = []
+    for _ in range(2):
+        rows = torch.cat(
+            [torch.randperm(600, generator=generator), torch.randint(0, 600, (400,), generator=generator)]
+        )
+        # So many duplicates are added in another order on a device: sums of whole numbers are exact.
+        values = torch.randint(-9, 9, (1000, 7), generator=generator).to(dtype)
+        tensors.append(sparse(rows, values, (600, 7)))
+    layout = make_layout("balanced", 600, 1, [0, 1, 2], 1 << 20)
+    results, transfer = synchronize(
+        tensors, lambda tensor: make_sparse(tensor, layout, 3, 0, codec), average=False
+    )
+    assert len(transfer.parts) == 9
+    assert transfer.pushed_bytes >= 600 * 7 * dtype.itemsize
+    for result in results:
+        assert_same_bits(result, reduce_in_rank_order(tensors, average=False))
+
+
+DENSE_SHAPES: list[tuple[int, ...]] = [
+    (), (1,), (255,), (256,), (257,), (5000,), (3, 4), (40, 30), (2, 3, 4, 5, 6), (0,), (0, 3), (4, 0, 2),
+]  # fmt: skip
+
+
+@settings(deadline=None, max_examples=120)
+@given(
+    shape=st.sampled_from(DENSE_SHAPES),
+    contributes=st.lists(st.booleans(), min_size=1, max_size=4).filter(any),
+    dtype=st.sampled_from(SUMMED),
+    partition=st.sampled_from([*PARTITIONS, "whole"]),
+    servers=st.sampled_from(SERVERS),
+    chunks=st.integers(1, 4),
+    average=st.booleans(),
+    transposed=st.booleans(),
+    seed=st.integers(0, 1 << 30),
+)
+def test_dense(
+    shape: tuple[int, ...],
+    contributes: list[bool],
+    dtype: torch.dtype,
+    partition: str,
+    servers: list[int],
+    chunks: int,
+    average: bool,
+    transposed: bool,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    average = average and dtype.is_floating_point
+    tensors = []
+    for _ in contributes:
+        values = any_values(shape[::-1] if transposed else shape, dtype, generator)
+        tensors.append(values.permute(tuple(reversed(range(len(shape))))) if transposed else values)
+    before = [tensor.clone() for tensor in tensors]
+    taking_part = iter(contributes)
+
+    def begin(tensor: Tensor) -> Transfer:
+        contributing = next(taking_part)
+        if partition == "whole":
+            return WholeTransfer(tensor, Cut(None, 1, servers[-1]), contributing)
+        layout = make_layout(partition, tensor.numel(), DENSE_GRANULE, servers, 1 << 20)
+        return DenseTransfer(tensor, Cut(layout, chunks, servers[-1]), POOL, contributing)
+
+    results, _ = synchronize(tensors, begin, average)
+    for result in results:
+        assert result.is_contiguous()
+        assert_same_bits(result, expected_dense(tensors, contributes, average))
+    for tensor, original in zip(tensors, before, strict=True):
+        assert torch.equal(tensor.nan_to_num(), original.nan_to_num())
+
+
+def expected_dense(tensors: Sequence[Tensor], contributes: Sequence[bool], average: bool) -> Tensor:
+    """Ranks that do not contribute count for the average alone."""
+    wide = {torch.float16: torch.float32, torch.bfloat16: torch.float32}.get(
+        tensors[0].dtype, tensors[0].dtype
+    )
+    given_tensors = [t.to(wide) for t, given in zip(tensors, contributes, strict=True) if given]
+    if not given_tensors:
+        return torch.zeros_like(tensors[0], memory_format=torch.contiguous_format)
+    total = given_tensors[0]
+    for tensor in given_tensors[1:]:
+        total = total + tensor
+    return (total / len(tensors) if average else total).to(tensors[0].dtype).contiguous()
+
+
+def begin_sparse(tensor: Tensor) -> Transfer:
+    return on_the_cpu(tensor, make_layout("balanced", 50, 1, [0, 1], 0), 2, 0, "auto")
+
+
+def begin_dense(tensor: Tensor) -> Transfer:
+    cut = Cut(make_layout("balanced", 5000, DENSE_GRANULE, [0, 1], 0), 2, 0)
+    return DenseTransfer(tensor, cut, POOL, True)
+
+
+def begin_whole(tensor: Tensor) -> Transfer:
+    return WholeTransfer(tensor, Cut(None, 1, 0), True)
+
+
+@pytest.mark.parametrize(
+    ("begin", "tensor"),
+    [
+        (begin_sparse, sparse(torch.arange(40), torch.ones(40, 3), (50, 3))),
+        (begin_dense, torch.ones(5000)),
+        (begin_whole, torch.ones(200)),
+    ],
+    ids=["sparse", "dense", "whole"],
+)
+def test_a_tensor_may_change_once_its_transfer_has_begun(
+    begin: Callable[[Tensor], Transfer], tensor: Tensor
+) -> None:
+    expected = reduce_in_rank_order([tensor.clone(), tensor.clone()], average=False)
+    transfers = [begin(tensor.clone()), begin(tensor)]
+    (tensor._values() if tensor.is_sparse else tensor).fill_(NAN)
+    answers = aggregate(transfers, average=False)
+    for part, result, frames in answers:
+        transfers[0].absorb(part.server, part.chunk, result, frames)
+    assert_same_bits(transfers[0].finish(), expected)
+
+
+def test_gradients_that_require_gradients() -> None:
+    leaf = torch.ones(50, 3, requires_grad=True)
+    graph = leaf * 2
+    for tensor, begin in (
+        (graph.to_sparse(1), begin_sparse),
+        (torch.ones(5000, requires_grad=True), begin_dense),
+    ):
+        results, _ = synchronize([tensor, tensor], begin, average=True)
+        assert not results[0].requires_grad
+
+
+def test_home_is_pushed_even_if_it_has_nothing() -> None:
+    """There ranks meet that disagree about the shape, and so about which servers have any of it."""
+    layout = make_layout("centralized", 50, 1, [0, 1, 2], 0)
+    (owner,) = (part.server for part in on_the_cpu(rows_of(50), layout, 1, 7, "auto").parts)
+    for home in {0, 1, 2} - {owner}:
+        parts = on_the_cpu(rows_of(50), layout, 1, home, "auto").parts
+        assert {(part.server, part.span, part.rows) for part in parts} == {(owner, 50, 2), (home, 0, 0)}
+
+
+def rows_of(count: int) -> Tensor:
+    return sparse([0, count - 1], torch.ones(2, 3), (count, 3))
+
+
+def test_rows_outside_the_tensor_are_refused() -> None:
+    for row in (-1, 50):
+        with pytest.raises(TensorError, match="expected 0 to 49"):
+            begin_sparse(sparse([row], torch.ones(1, 3), (50, 3)))
+
+
+NOTHING = memoryview(b"")
+
+
+def damaged(answer: Answer) -> dict[str, tuple[Result, Sequence[memoryview]]]:
+    _, result, frames = answer
+    other_codec = "coo" if result.codec == "none" else "none"
+    return {
+        "rows": (structs.replace(result, rows=result.rows + 1), frames),
+        "codec": (structs.replace(result, codec=other_codec), frames),
+        "no frames": (result, ()),
+        "one frame": (result, frames[:1]),
+        "three frames": (result, (*frames, NOTHING)),
+        "no values": (result, (frames[0], NOTHING)),
+        "longer values": (result, (frames[0], memoryview(bytes(frames[1]) + b"\0"))),
+    }
+
+
+@pytest.mark.parametrize(
+    ("begin", "tensor"),
+    [(begin_sparse, rows_of(50)), (begin_dense, torch.ones(5000)), (begin_whole, torch.ones(200))],
+    ids=["sparse", "dense", "whole"],
+)
+def test_answers_that_are_not_as_announced(begin: Callable[[Tensor], Transfer], tensor: Tensor) -> None:
+    transfer = begin(tensor)
+    answer = next(answer for answer in aggregate([transfer], average=False) if answer[1].rows)
+    part = answer[0]
+    for result, frames in damaged(answer).values():
+        with pytest.raises(ProtocolError) as raised:
+            transfer.absorb(part.server, part.chunk, result, frames)
+        assert raised.value.reason == "payload"
+
+
+def test_a_position_of_no_row_is_refused() -> None:
+    """The last granule is padded: its positions lie in the span, but have no row."""
+    layout = make_layout("parallel", 33, 32, [0], 0)
+    transfer = on_the_cpu(sparse([0], torch.ones(1), (33,)), layout, 1, 0, "coo")
+    result = Result(1, "weight", 3, 0, 1, "coo")
+    values = memoryview(bytes(4))
+    transfer.absorb(0, 0, result, (memoryview((32).to_bytes(4, "little")), values))
+    with pytest.raises(ProtocolError, match="33"):
+        transfer.absorb(0, 0, result, (memoryview((33).to_bytes(4, "little")), values))
+
+
+# ── what is refused before anything is sent ─────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("tensor", "average", "message"),
+    [
+        ([1.0], True, "expected a torch.Tensor, got list"),
+        (None, True, "got NoneType"),
+        (torch.ones(3, device="meta"), True, r"device meta: expected cpu or cuda; move it with \.cpu\(\)"),
+        (
+            torch.ones(3, dtype=torch.int32),
+            False,
+            "dtype torch.int32: expected one of float16, bfloat16, float32",
+        ),
+        (torch.ones(3, dtype=torch.bool), False, "dtype torch.bool"),
+        (torch.ones(3, dtype=torch.uint8), False, "dtype torch.uint8"),
+        (torch.ones(3, dtype=torch.complex64), True, "dtype torch.complex64"),
+        (torch.ones(3, dtype=torch.float8_e5m2), True, "dtype torch.float8_e5m2"),
+        (torch.ones(3, dtype=torch.int64), True, "int64 cannot be averaged exactly; pass average=False"),
+        (
+            sparse([], torch.empty(0, 1 << 28), (2, 1 << 28)),
+            True,
+            "rows of 268435456 elements: expected at most",
+        ),
+    ],
+)
+def test_refused(tensor: Any, average: bool, message: str) -> None:
+    with pytest.raises(TensorError, match=message):
+        check_tensor(tensor, average)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_another_layout_is_refused() -> None:
+    with pytest.raises(TensorError, match=r"layout torch.sparse_csr: expected strided or sparse COO"):
+        check_tensor(torch.eye(3).to_sparse_csr(), average=True)
+
+
+@pytest.mark.parametrize("dtype", SUMMED)
+def test_accepted(dtype: torch.dtype) -> None:
+    for tensor in (torch.ones(3), torch.ones(()), torch.ones(0, 2), torch.eye(3).to_sparse()):
+        check_tensor(tensor.to(dtype), average=dtype.is_floating_point)
+    check_tensor(torch.nn.Parameter(torch.ones(3)), average=True)

@@ -1,0 +1,1 @@
+"""Backends: how a request becomes a sum over all ranks."""

@@ -1,0 +1,1 @@
+"""Requests, pending results and statistics: what every part of the worker speaks in."""

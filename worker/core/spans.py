@@ -1,0 +1,54 @@
+"""What this worker does, as spans of a timeline and of torch's profiler."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+from torch.autograd import profiler
+
+from zenps.observe.trace import NOTHING, OFF, Nothing, Span, Trace
+
+__all__ = ["Spans"]
+
+
+class Spans:
+    """Marks work for whoever looks on: ``sync.trace``, ``torch.profiler``, both, or nobody.
+
+    Under ``torch.autograd.profiler.emit_nvtx`` these are NVTX ranges, as all of torch's.
+
+    Args:
+        trace: this worker's.
+    """
+
+    def __init__(self, trace: Trace = OFF) -> None:
+        self.trace = trace
+
+    def __call__(self, kind: str, tensor: str = "", step: int = -1) -> Span | Nothing | _Profiled:
+        """What this thread does in the ``with`` block: to ``tensor``, in its round ``step``."""
+        # torch's own marks cost microseconds even if nobody profiles. Its optimizers ask this way, too.
+        is_profiled = profiler._is_profiler_enabled
+        if not (is_profiled or self.trace.is_on):
+            return NOTHING
+        span = self.trace.span(kind, tensor=tensor, step=step) if tensor else self.trace.span(kind)
+        return _Profiled(f"zenps::{kind}({tensor})", span) if is_profiled else span
+
+
+class _Profiled:
+    """A span that torch's profiler shows, too."""
+
+    def __init__(self, name: str, span: Span | Nothing) -> None:
+        self._range, self._span = torch.profiler.record_function(name), span
+
+    def __enter__(self) -> Span | Nothing:
+        self._range.__enter__()  # type: ignore[no-untyped-call]
+        return self._span.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._span.__exit__(kind, error, traceback)
+        self._range.__exit__(kind, error, traceback)

@@ -1,0 +1,1 @@
+"""Encoding: how a tensor becomes pushes, and how answers become a tensor."""

@@ -1,0 +1,327 @@
+"""The rounds as a worker sees them: what is in flight, and how each ends. No socket, no clock.
+
+A round is *pushed* until every part of it was answered, one failed, or its deadline passed. Then it is
+*kept*: a server may die with the only answer that another rank needs, and all have to push again. It is
+*settled*, and forgotten, once it is certain that all ranks have ended it:
+
+- an answer to the tensor's next step came, for which every rank had to push, and so to end this one; or
+- three *waves* have passed. The scheduler begins wave w + 1 when all workers have reported w, and a worker
+  reports a wave when all that was in flight as it heard of it has ended. A round that ends here after wave w
+  was in flight, or had ended, on all ranks when they heard of w + 2; they have reported that at w + 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Literal
+
+from zenps.errors import (
+    DeadlineError,
+    MismatchError,
+    PeerLostError,
+    ProtocolError,
+    UsageError,
+    ZenPSError,
+    listing,
+)
+from zenps.wire.messages import Busy, Failure, FromServer, Member, Resend, Result, Resume, Wanted
+
+from .states import REPEAT_SECONDS, ROUND, Action, Deliver, Fail, Frames, Outgoing, Round, SendPush
+
+__all__ = ["PATIENCE_SECONDS", "Exchange"]
+
+# A server's own deadline comes first, because its error names the ranks that are missing.
+PATIENCE_SECONDS = 5.0
+
+# A push is refused as busy hardly more than once, and damaged more than once only by what stays broken.
+MOST_REPETITIONS = 16
+
+WAVES_TO_SETTLE = 3
+
+# A server asks twice a second, and what it was given may take longer than that to arrive.
+ASKED_SECONDS = 5.0
+
+_FAILURES: dict[str, type[ZenPSError]] = {
+    "mismatch": MismatchError,
+    "deadline": DeadlineError,
+    "lost": PeerLostError,
+}
+
+
+class Exchange:
+    """All rounds of this worker that are not settled.
+
+    Args:
+        deadline_seconds: how long a round may take; may be infinite.
+        recut: cuts a round again, for the ring of the last :meth:`on_view`; its answers so far are void. The
+            pushes say :attr:`Round.again`.
+    """
+
+    def __init__(self, deadline_seconds: float, recut: Callable[[Round], Sequence[Outgoing]]) -> None:
+        self._deadline_seconds = deadline_seconds
+        self._recut = recut
+        self._epoch = 0
+        self._servers: dict[int, Member] = {}
+        self._workers: Set[int] = frozenset()
+        self._in_flight: dict[tuple[str, int], Round] = {}
+        self._kept: dict[tuple[str, int], Round] = {}
+        self._newest: dict[str, int] = {}
+        """The step of each tensor's last round. Of streams, steps are not consecutive."""
+        self.failure: ZenPSError | None = None
+        """Why no round can succeed any more."""
+        self.wave = 0
+        """The newest wave that has passed here."""
+        self._heard_wave = 0
+        self._before_wave: set[tuple[str, int]] = set()
+        """Rounds that were in flight when the newest wave was heard of, and still are."""
+        self.begun_again = 0
+        """How often a round in flight was cut again."""
+        self.recalled = 0
+        """How often a round that had ended here was pushed again for another rank."""
+
+    @property
+    def in_flight(self) -> int:
+        """Rounds whose pushes are not all answered."""
+        return len(self._in_flight)
+
+    @property
+    def kept(self) -> int:
+        """Rounds that have ended here, but perhaps not everywhere."""
+        return len(self._kept)
+
+    # ── events ──────────────────────────────────────────────────────────────────────────────────
+
+    def on_view(
+        self, ring: int, servers: Iterable[Member], now: float, workers: Set[int] = frozenset()
+    ) -> list[Action]:
+        """Members have changed. Under a new ring, what is in flight begins again.
+
+        But not what began with another set of ``workers``, the ranks that are members: others may have ended
+        it with the push of one that is gone.
+        """
+        self._servers = {member.rank: member for member in servers}
+        self._workers = workers
+        if ring == self._epoch:
+            return []
+        self._epoch = ring
+        actions: list[Action] = []
+        for key, round_ in list(self._in_flight.items()):
+            if round_.state == "pushed" and round_.workers != workers:
+                actions += self._fail(round_, _lost_with_a_server(round_, workers))
+                continue
+            round_.state = ROUND[round_.state]["ring changed"]
+            if round_.state == "pushed":
+                round_.again = True
+                self.begun_again += 1
+                actions += self._cut_again(round_, now)
+            else:
+                round_.unanswered = {}
+                self._kept[key] = self._in_flight.pop(key)
+        return actions
+
+    def begin_anew(self) -> list[Action]:
+        """Newcomers were let in: all ranks count steps and waves from 0 again, and what was is forgotten."""
+        in_flight = [round_ for round_ in self._in_flight.values() if round_.state == "pushed"]
+        actions = []
+        for round_ in in_flight:
+            reason = f"tensor {round_.tensor!r}: in flight while newcomers were let in; wait for it before"
+            actions += self._fail(round_, UsageError(f"{reason} TrainingState.commit()"))
+        self._in_flight.clear()
+        self._kept.clear()
+        self._newest.clear()
+        self.wave = self._heard_wave = 0
+        return actions
+
+    def submit(self, round_: Round, now: float) -> list[Action]:
+        """A round begins: pushes everything at once."""
+        if self.failure is not None:
+            round_.state = ROUND[round_.state]["failed"]  # it was never in flight
+            return [Fail(round_, self.failure)]
+        round_.deadline = now + self._deadline_seconds + PATIENCE_SECONDS
+        round_.workers = self._workers
+        round_.previous = min(self._newest.get(round_.tensor, -1), round_.step - 1)
+        self._newest[round_.tensor] = round_.step
+        self._in_flight[round_.tensor, round_.step] = round_
+        if round_.epoch != self._epoch:  # the ring changed while it was compacted
+            return self._cut_again(round_, now)
+        return self._push(round_, now)
+
+    def give_up(self, round_: Round) -> None:
+        """Nobody waits for the answers to this round any more."""
+        if round_.state == "pushed":
+            self._end(round_, "failed")
+
+    def on_reply(self, server: int, message: FromServer, frames: Frames, now: float) -> list[Action]:
+        """A server answered. What belongs to no round in flight is a late repetition, and ignored."""
+        if message.epoch != self._epoch:
+            return []
+        if isinstance(message, Wanted):
+            return self._on_wanted(server, message, now)
+        round_ = self._in_flight.get((message.tensor, message.step))
+        if round_ is None:
+            return []
+        if (server, message.chunk) not in round_.unanswered:
+            return []
+        match message:
+            case Result():
+                # A whole round may take longer on a slow link. Put off by a time that was doubled, what is
+                # lost would be waited for too long.
+                round_.repeat_seconds = REPEAT_SECONDS
+                round_.repeat_at = now + REPEAT_SECONDS
+                return self._on_result(round_, server, message, frames)
+            case Failure(kind=kind, reason=reason):
+                return self._fail(round_, _FAILURES[kind](reason))
+            case Busy():
+                return []
+            case Resume():
+                return self._repeat(round_, server, message.chunk, "refused as busy", again=True)
+            case Resend():
+                return self._repeat(round_, server, message.chunk, "damaged on its way", again=False)
+
+    def on_corrupted(self, server: int, message: object) -> list[Action]:
+        """An answer came whose checksum is wrong: the push is repeated, and the server repeats itself."""
+        if not isinstance(message, Result) or message.epoch != self._epoch:
+            return []
+        round_ = self._in_flight.get((message.tensor, message.step))
+        if round_ is None or (server, message.chunk) not in round_.unanswered:
+            return []
+        return self._repeat(round_, server, message.chunk, "answered with damaged bytes", again=False)
+
+    def on_lost(self, error: ZenPSError) -> list[Action]:
+        """Nothing can succeed any more: fails what is in flight, and all that comes."""
+        self.failure = self.failure or error
+        rounds = list(self._in_flight.values())
+        actions = [action for round_ in rounds for action in self._fail(round_, error)]
+        self._kept.clear()
+        return actions
+
+    def on_wave(self, wave: int) -> None:
+        """The scheduler has begun a wave, or says once more that it has."""
+        if wave <= self._heard_wave:
+            return
+        self._heard_wave = wave
+        self._before_wave = {key for key, round_ in self._in_flight.items() if round_.state == "pushed"}
+        if not self._before_wave:
+            self.wave = wave
+        for rounds in (self._kept, self._in_flight):
+            for key, round_ in list(rounds.items()):
+                if round_.state != "pushed" and round_.ended_after + WAVES_TO_SETTLE <= wave:
+                    self._settle(key)
+
+    def on_tick(self, now: float) -> list[Action]:
+        """Time passed: rounds may have reached their deadline, or be silent for long."""
+        actions: list[Action] = []
+        for round_ in list(self._in_flight.values()):
+            if now > round_.deadline:
+                names = listing(
+                    self._servers[rank] for rank in sorted({rank for rank, _ in round_.unanswered})
+                )
+                reason = f"no answer within {self._deadline_seconds:g} s from {names}"
+                error = DeadlineError(f"tensor {round_.tensor!r}, step {round_.step}: {reason}")
+                actions += self._fail(round_, error)
+            elif now > round_.repeat_at:
+                round_.repeat_seconds *= 2
+                round_.repeat_at = now + round_.repeat_seconds
+                actions += [SendPush(outgoing) for outgoing in round_.unanswered.values()]
+        return actions
+
+    # ── transitions ─────────────────────────────────────────────────────────────────────────────
+
+    def _push(self, round_: Round, now: float) -> list[Action]:
+        round_.unanswered = {(out.server, out.push.chunk): out for out in round_.outgoing}
+        round_.repeat_at = now + round_.repeat_seconds
+        return [SendPush(outgoing) for outgoing in round_.outgoing]
+
+    def _cut_again(self, round_: Round, now: float) -> list[Action]:
+        self._cut(round_)
+        return self._push(round_, now)
+
+    def _cut(self, round_: Round) -> None:
+        round_.earlier.extend(round_.outgoing)
+        round_.outgoing = self._recut(round_)
+        round_.epoch = self._epoch
+        round_.repetitions, round_.given = {}, {}
+        round_.repeat_seconds = REPEAT_SECONDS
+
+    def _on_wanted(self, server: int, message: Wanted, now: float) -> list[Action]:
+        """Another rank lacks an answer that was given here: the server gets what it has to have for that.
+
+        What this rank still has to push, or has just pushed, comes anyway.
+        """
+        key = message.tensor, message.step
+        round_ = self._in_flight.get(key)
+        if key in self._kept:
+            round_ = self._in_flight[key] = self._kept.pop(key)
+            round_.state = ROUND[round_.state]["wanted"]
+            round_.deadline = math.inf
+            self.recalled += 1
+            if round_.epoch != self._epoch:
+                round_.again = True
+                self._cut(round_)
+        place = server, message.chunk
+        if round_ is None or now < round_.given.get(place, -math.inf) + ASKED_SECONDS:
+            return []
+        if round_.state == "pushed" and place in round_.unanswered:
+            return []
+        round_.given[place] = now
+        wanted = [out for out in round_.outgoing if (out.server, out.push.chunk) == place]
+        if round_.state == "recalled":
+            round_.unanswered.update((place, out) for out in wanted)
+            round_.repeat_at = now + round_.repeat_seconds
+        return [SendPush(out) for out in wanted]
+
+    def _on_result(self, round_: Round, server: int, result: Result, frames: Frames) -> list[Action]:
+        del round_.unanswered[server, result.chunk]
+        while round_.previous >= 0:
+            settled = self._settle((round_.tensor, round_.previous))
+            round_.previous = -1 if settled is None else settled.previous
+        is_awaited, last = round_.state == "pushed", not round_.unanswered
+        if last:
+            self._end(round_, "answered")
+        return [Deliver(round_, server, result, frames, last)] if is_awaited else []
+
+    def _settle(self, key: tuple[str, int]) -> Round | None:
+        """Forgets a round that all ranks have ended, if there is one."""
+        round_ = self._kept.pop(key, None) or self._in_flight.pop(key, None)
+        if round_ is not None:
+            round_.state = ROUND[round_.state]["ended everywhere"]
+        return round_
+
+    def _end(self, round_: Round, event: Literal["answered", "failed"]) -> None:
+        key = round_.tensor, round_.step
+        del self._in_flight[key]
+        if round_.state == "pushed":
+            round_.ended_after = self._heard_wave
+        round_.state = ROUND[round_.state][event]
+        round_.unanswered = {}
+        self._kept[key] = round_
+        if key in self._before_wave:
+            self._before_wave.discard(key)
+            if not self._before_wave:
+                self.wave = self._heard_wave
+
+    def _repeat(self, round_: Round, server: int, chunk: int, cause: str, *, again: bool) -> list[Action]:
+        place = (server, chunk)
+        count = round_.repetitions[place] = round_.repetitions.get(place, 0) + 1
+        if count > MOST_REPETITIONS:
+            where = f"tensor {round_.tensor!r}, step {round_.step}, chunk {chunk}"
+            reason = (
+                f"{where}: the push to {self._servers[server]} was repeated {MOST_REPETITIONS} times and "
+                f"{cause} again; expected once at most: test memory and network cards of both machines"
+            )
+            return self._fail(round_, ProtocolError("checksum", reason))
+        return [SendPush(round_.unanswered[place], again=again)]
+
+    def _fail(self, round_: Round, error: ZenPSError) -> list[Action]:
+        is_awaited = round_.state == "pushed"
+        self._end(round_, "failed")
+        return [Fail(round_, error)] if is_awaited else []
+
+
+def _lost_with_a_server(round_: Round, workers: Set[int]) -> PeerLostError:
+    gone = listing(sorted(round_.workers - workers))
+    return PeerLostError(
+        f"tensor {round_.tensor!r}, step {round_.step}: rank(s) {gone} were lost, and servers have changed, "
+        "within this round: others may have ended it with what is lost; start this worker again"
+    )

@@ -1,0 +1,27 @@
+"""What every rank has to say, as one number each."""
+
+from __future__ import annotations
+
+import torch
+
+from zenps.config.settings import MOST_WORKERS
+
+from ..api import communicator, push_pull_async
+
+__all__ = ["ask_all"]
+
+
+def ask_all(answer: int, name: str) -> dict[int, int]:
+    """The answers of all ranks, by rank; those that are 0 are left out.
+
+    Args:
+        answer: this rank's.
+        name: of the round, the same on all ranks. Errors are those of :func:`zenps.push_pull`.
+    """
+    world = communicator()
+    # Where ranks may get lost, they do not know the same of their number.
+    most = MOST_WORKERS if world.goes_on else world.size
+    answers = torch.zeros(most, dtype=torch.int64, device="cpu")
+    answers[world.rank] = answer
+    answers = push_pull_async(answers, name, average=False).wait()
+    return {rank: int(answers[rank]) for rank in answers.nonzero().flatten().tolist()}

@@ -1,0 +1,1 @@
+"""Transport: sockets to scheduler and servers, and the threads that drive them."""

@@ -1,0 +1,179 @@
+"""The sockets to the servers: one to each, connected as views come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import zmq
+from msgspec import structs
+
+from zenps.config.settings import ClusterConfig
+from zenps.errors import ProtocolError
+from zenps.keys import Keys, node_name
+from zenps.wire.arena import open_arena
+from zenps.wire.curve import Handshakes
+from zenps.wire.frames import encode
+from zenps.wire.messages import Hello, Member, Push, Shared
+from zenps.wire.sockets import COPY_BELOW_BYTES, Socket, connect, open_dealer, send_frames
+
+from ..rounds.states import Frames
+from .connectivity import Reach
+from .shared_memory import Neighbour, call
+
+__all__ = ["Servers"]
+
+
+class Servers:
+    """For one thread at a time.
+
+    Args:
+        ctx: where sockets are opened.
+        cluster: limits and deadlines.
+        identity: this worker's routing identity.
+        keys: this worker's, or None.
+        poller: gets every socket that is opened.
+        keep_bytes: of memory that is shared, at most so much is kept unused.
+        most_queued: messages that may wait for one server behind those that TCP has taken; 0: any number.
+
+    Attributes:
+        reach: whether they can be reached.
+    """
+
+    def __init__(
+        self,
+        ctx: zmq.Context[Socket],
+        cluster: ClusterConfig,
+        identity: bytes,
+        keys: Keys | None,
+        poller: zmq.Poller,
+        most_queued: int,
+        keep_bytes: int,
+    ) -> None:
+        self.reach = Reach(cluster)
+        self._ctx = ctx
+        self._keys = keys
+        self._job = cluster.job
+        self._hello = Hello(cluster.job, identity)
+        self._arena = open_arena(cluster, keep_bytes)
+        self._neighbours: dict[int, Neighbour] = {}
+        """Those servers that are on this host."""
+        self._open = partial(
+            open_dealer,
+            ctx,
+            identity=identity,
+            max_message_bytes=cluster.max_message_bytes,
+            keys=keys,
+            most_queued=most_queued,
+        )
+        self._poller = poller
+        self._sockets: dict[int, tuple[str, Socket]] = {}
+        """Each server's address and the socket to it."""
+        self._ranks: dict[Socket, int] = {}
+        self._handshakes: dict[int, Handshakes] = {}
+        """Of each server's socket; only with keys can one fail for good."""
+
+    def rank_of(self, socket: Socket) -> int | None:
+        """Whose socket it is; None of one that reports handshakes."""
+        return self._ranks.get(socket)
+
+    def refused_by(self) -> int | None:
+        """A server that will not let this worker in, if there is one.
+
+        Sending does not always tell: libzmq may still take messages for it.
+        """
+        for rank, handshakes in self._handshakes.items():
+            if any(failure != "other" for failure in handshakes.failures()):
+                return rank
+        return None
+
+    @property
+    def has_neighbours(self) -> bool:
+        """Whether servers are on this host, and read its memory."""
+        return bool(self._neighbours)
+
+    def place(self, rank: int, frames: Frames) -> Frames:
+        """``frames`` of a push to a server, where it can read them if it is on this host.
+
+        From any thread.
+        """
+        if self._arena is None or rank not in self._neighbours or frames[-1].nbytes < COPY_BELOW_BYTES:
+            return frames
+        return *frames[:-1], self._arena.copy(frames[-1])
+
+    def send(self, rank: int, push: Push, frames: Frames) -> tuple[int, int]:
+        """Queues a push for a server; how many bytes it has, and how many of them are read where they lie.
+
+        Raises:
+            zmq.Again: the server has refused us; or there was no room.
+        """
+        shared = None
+        neighbour = self._neighbours.get(rank)
+        if neighbour is not None:
+            neighbour.tell()
+            shared = neighbour.find(frames[-1])
+        if shared is not None:
+            push, frames = structs.replace(push, shared=shared), frames[:-1]
+        envelope = encode(self._job, push, frames)
+        send_frames(self._sockets[rank][1], [envelope], frames)
+        shared_bytes = 0 if shared is None else shared[1]
+        return len(envelope) + sum([frame.nbytes for frame in frames]) + shared_bytes, shared_bytes
+
+    def values(self, rank: int, shared: Shared) -> memoryview:
+        """Values that a server has named.
+
+        Raises:
+            ProtocolError: it shares no such place.
+        """
+        if rank not in self._neighbours:
+            raise ProtocolError("payload", "values in the memory of a server that shares none")
+        return self._neighbours[rank].take(shared)
+
+    def has_room(self, rank: int) -> bool:
+        """Whether a server's socket takes another message now."""
+        return bool(self._sockets[rank][1].poll(0, zmq.POLLOUT))
+
+    def watch_for_room(self, rank: int, is_wanted: bool) -> None:
+        """Whether the poller also tells when a server's socket takes another message."""
+        self._poller.register(self._sockets[rank][1], zmq.POLLIN | (zmq.POLLOUT if is_wanted else 0))
+
+    def close(self) -> None:
+        """Lets go of all."""
+        self.follow({}, 0.0)
+        if self._arena is not None:
+            self._arena.close()
+
+    def follow(self, servers: Mapping[int, Member], now: float) -> None:
+        """Connects to those of ``servers`` that are new or have moved, and lets go of what is not there."""
+        for rank, (address, _) in list(self._sockets.items()):
+            if rank not in servers or servers[rank].address != address:
+                self._close(rank)
+        for rank, server in servers.items():
+            if rank not in self._sockets:
+                self._connect(server, now)
+
+    def _connect(self, server: Member, now: float) -> None:
+        socket = self._open(peer=node_name("server", server.rank))
+        if self._keys is not None:
+            self._handshakes[server.rank] = handshakes = Handshakes(self._ctx, socket)
+            self._poller.register(handshakes.socket, zmq.POLLIN)
+        connect(socket, server.address)
+        if self._arena is not None and (neighbour := call(server.address, self._hello, self._arena)):
+            self._neighbours[server.rank] = neighbour
+        self.reach.on_connect(server, now)
+        self._sockets[server.rank] = server.address, socket
+        self._ranks[socket] = server.rank
+        self._poller.register(socket, zmq.POLLIN)
+
+    def _close(self, rank: int) -> None:
+        self.reach.on_answer(rank)
+        _, socket = self._sockets.pop(rank)
+        self._poller.unregister(socket)
+        del self._ranks[socket]
+        if rank in self._handshakes:
+            handshakes = self._handshakes.pop(rank)
+            self._poller.unregister(handshakes.socket)
+            handshakes.close()
+        socket.close(linger=0)
+        if neighbour := self._neighbours.pop(rank, None):
+            neighbour.close()

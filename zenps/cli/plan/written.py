@@ -1,0 +1,95 @@
+"""Which schemes settings allow, and how a plan gets into their file, whose other lines stay as they are."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import tomlkit
+from tomlkit import TOMLDocument
+from tomlkit.exceptions import TOMLKitError
+
+from zenps.config.sources import load
+from zenps.errors import ConfigError
+from zenps.schemes.registry import SCHEMES
+
+__all__ = ["check_settings", "check_writable", "ruled_out", "write_settings"]
+
+
+def ruled_out(
+    sets: Sequence[str] = (), file: Path | None = None, environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """The schemes that a configuration cannot have, each with the setting that is against it.
+
+    Args:
+        sets, file, environ: as for :func:`zenps.config.load`.
+
+    Raises:
+        ConfigError: it is no valid configuration, whichever scheme it has.
+    """
+    load(sets=sets, file=file, environ=environ)
+    found: dict[str, str] = {}
+    for scheme in SCHEMES:
+        try:
+            load(sets=[*sets, f"sync.scheme={scheme}"], file=file, environ=environ)
+        except ConfigError as error:
+            found[scheme] = error.field
+    return found
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Refuses a file of which it is plain that it cannot be written; leaves it as it is.
+
+    Raises:
+        ConfigError: it names ``option``.
+    """
+    folder, is_there = path.parent, os.access(path, os.F_OK)
+    into_it = is_there and not path.is_dir() and os.access(path, os.W_OK)
+    beside_others = not is_there and folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+    if not (into_it or beside_others):
+        raise ConfigError(option, str(path), "a file that can be written, in a folder that exists")
+
+
+def check_settings(path: Path) -> dict[str, str]:
+    """What ``path`` rules out, as :func:`ruled_out` says it; nothing if there is no such file yet.
+
+    Raises:
+        ConfigError: it is no valid configuration, or cannot be written.
+    """
+    check_writable("--write", path)
+    return ruled_out(file=path, environ={}) if _document(path) else {}
+
+
+def write_settings(path: Path, settings: Mapping[str, str | int]) -> dict[str, object]:
+    """Sets those of ``sync`` in ``path``, which is made if need be; returns those that it had, as they were.
+
+    Raises:
+        ConfigError: the file is no valid configuration, or would be none, or cannot be written; it is left
+            as it is.
+    """
+    document = _document(path)
+    sync = document.setdefault("sync", tomlkit.table())
+    before = {name: sync[name] for name in settings if name in sync}
+    sync.update(settings)
+    text = tomlkit.dumps(document)
+    with tempfile.TemporaryDirectory(prefix="zenps-plan-") as folder:
+        draft = Path(folder) / path.name
+        draft.write_text(text, "utf-8")
+        load(file=draft, environ={})
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise ConfigError("--write", str(path), f"a file that can be written ({error.strerror})") from None
+    return before
+
+
+def _document(path: Path) -> TOMLDocument:
+    if not path.exists():
+        return tomlkit.document()
+    load(file=path, environ={})
+    try:
+        return tomlkit.parse(path.read_text("utf-8"))
+    except (OSError, ValueError, TOMLKitError) as error:
+        raise ConfigError("--write", str(path), f"TOML, or no file ({error})") from None

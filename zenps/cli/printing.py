@@ -1,0 +1,302 @@
+"""What ``zenps config``, ``status``, ``doctor`` and ``plan`` print for people: tables on stdout."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.live import Live
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from zenps.config.sources import Setting
+from zenps.config.values import format_bytes
+from zenps.errors import ConfigError
+from zenps.partition.ring import SLOTS
+from zenps.wire.messages import NodeStatus, Status
+
+from .doctor import Check
+from .plan.planner import Plan, TensorSummary, show_bytes, show_seconds
+from .status import late_workers, throughput
+
+__all__ = ["settings_to_json", "show_checks", "show_plan", "show_settings", "show_status", "watch_status"]
+
+MAX_COLUMNS = 10_000
+
+DESCRIPTION_COLUMNS = 50
+"""A description that is wrapped to less is hard to read."""
+
+TEXT_COLUMNS = 100
+"""Of a paragraph."""
+
+SHOWN_CHANGES = 8
+
+WATCH_SECONDS = 1.0
+
+_STATE_STYLES = {"running": "green", "present": "green", "failed": "bold red", "lost": "bold red"}
+_VERDICT_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+_NODES = ("role", "rank", "host", "pid", "address", "metrics", "state", "epoch", "slots", "silent")
+_LOADS = ("role", "rank", "step", "rounds", "in", "out", "time", "held", "open", "late")
+_TENSORS = (
+    "tensor",
+    "rows",
+    "columns",
+    "pushed",
+    "overlap",
+    "γ 2",
+    "γ 8",
+    "γ 64",
+    "γ 1024",
+    "skew 8",
+    "skew 128",
+)
+_NUMBERS = frozenset({"rank", "pid", "epoch", "slots", "silent", *_LOADS[2:], *_TENSORS[1:]})
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def settings_to_json(settings: Sequence[Setting]) -> str:
+    """A list of objects with name, value, source and description."""
+    return msgspec.json.format(msgspec.json.encode([setting._asdict() for setting in settings]).decode())
+
+
+def show_settings(settings: Sequence[Setting]) -> None:
+    """Name, value as TOML writes it, source; and the description where the terminal has room for it."""
+    console = Console()
+    plain = _settings_table(settings, describe=False)
+    if console.is_terminal and console.width >= _width(plain) + DESCRIPTION_COLUMNS:
+        console.print(_settings_table(settings, describe=True))
+    else:
+        _print(plain)
+
+
+def _settings_table(settings: Sequence[Setting], describe: bool) -> Table:
+    table = _table("setting", "value", "source")
+    if describe:
+        table.add_column("description")
+    for setting in settings:
+        is_default = setting.source == "default"
+        table.add_row(
+            Text(setting.name),
+            Text(_as_toml(setting)),
+            Text(_printable(setting.source), style="dim" if is_default else "bold"),
+            *([Text(setting.description, style="dim")] if describe else []),
+        )
+    return table
+
+
+def _as_toml(setting: Setting) -> str:
+    value = setting.value
+    if setting.name.endswith("_bytes") and isinstance(value, int):
+        value = text if (text := format_bytes(value)) != str(value) else value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def show_status(status: Status) -> None:
+    """What :func:`_status_parts` says, as wide as it is."""
+    for part in _status_parts(status):
+        _print(part)
+
+
+def watch_status(ask: Callable[[], Status]) -> None:
+    """The same, again every second, until ``ask`` raises. Raises :class:`ConfigError` without a terminal."""
+    console = Console()
+    if not console.is_terminal:
+        raise ConfigError("--watch", "a pipe or a file", "a terminal as output")
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(Group(*map(_Whole, _status_parts(ask()))), refresh=True)
+            time.sleep(WATCH_SECONDS)
+
+
+class _Whole:
+    """A part as wide as it is: the terminal's edge cuts it, where it would squeeze every column."""
+
+    def __init__(self, part: Table | Text) -> None:
+        self._part = part
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        return console.render(self._part, options.update(width=max(_width(self._part), 1)))
+
+
+def _status_parts(status: Status) -> list[Table | Text]:
+    """The job, its throughput, its nodes, what each does, who is late, what changed lately, the settings."""
+    facts = [
+        f"epoch {status.epoch}",
+        f"up {status.uptime_seconds:.0f} s",
+        f"lease {status.lease_seconds:g} s",
+    ]
+    if status.page:
+        facts.append(f"http://{_printable(status.page)}/")
+    heading = Text.assemble(f"job {_printable(status.job)}  ", _state(status.state), "  ", "  ".join(facts))
+    rates = throughput(status)
+    total = (
+        f"{_human_bytes(rates['pushed_bytes'])}/s pushed  {_human_bytes(rates['pulled_bytes'])}/s pulled  "
+        f"{rates['rounds']:.1f} rounds/s  {rates['steps']:.1f} steps/s"
+    )
+    nodes, loads = _table(*_NODES), _table(*_LOADS)
+    for node in status.nodes:
+        nodes.add_row(*_node_row(node))
+        if node.load:
+            loads.add_row(*_load_row(node))
+    late = [
+        Text(f"worker {n.rank} is a straggler: others have waited {n.late_seconds:.1f} s for it", "yellow")
+        for n in late_workers(status)
+    ]
+    changes = _table("ago", "epoch", "who", "became")
+    for change in status.changes[:SHOWN_CHANGES]:
+        ago, who = f"{change.seconds_ago:.0f} s", Text(_printable(change.who))
+        changes.add_row(ago, str(change.epoch), who, _state(change.state))
+    settings = Text(
+        "  ".join(f"{name}={_setting(name, value)}" for name, value in status.settings.items()), "dim"
+    )
+    return [heading, Text(total), Text(), nodes, Text(), loads, Text(), *late, changes, Text(), settings]
+
+
+def _node_row(node: NodeStatus) -> list[Text]:
+    slots = f"{node.slots} ({node.slots / SLOTS:.0%})" if node.role == "server" else ""
+    return [
+        *_name(node),
+        Text(_printable(node.host)),
+        Text(str(node.pid)),
+        Text(_printable(node.address.removeprefix("tcp://"))),
+        Text(_printable(node.metrics)),
+        _state(node.state),
+        Text(str(node.epoch)),
+        Text(slots),
+        Text(f"{node.silent_seconds:.1f} s"),
+    ]
+
+
+def _load_row(node: NodeStatus) -> list[Text]:
+    """Each counter, and in brackets how fast it rises."""
+    load, rates = node.load, node.rates
+    if node.role == "worker":
+        received, sent, spent, verb = "pulled_bytes", "pushed_bytes", "wait_seconds", "waiting"
+    else:
+        received, sent, spent, verb = "received_bytes", "sent_bytes", "busy_seconds", "busy"
+
+    def counted(name: str, show: Callable[[float], str]) -> Text:
+        rate = f" ({show(rates[name])}/s)" if name in rates else ""
+        return Text(show(load[name]) + rate if name in load else "")
+
+    share = f" ({rates[spent]:.0%})" if spent in rates else ""
+    held = " of ".join(_human_bytes(load[name]) for name in ("held_bytes", "budget_bytes") if name in load)
+    return [
+        *_name(node),
+        counted("step", _short),
+        counted("rounds", _short),
+        counted(received, _human_bytes),
+        counted(sent, _human_bytes),
+        Text(f"{load[spent]:.1f} s {verb}{share}" if spent in load else ""),
+        Text(held),
+        Text(_short(load["open_rounds"]) if "open_rounds" in load else ""),
+        Text(f"{node.late_seconds:.1f} s" if node.role == "worker" else ""),
+    ]
+
+
+def _setting(name: str, value: str | int | float) -> str:
+    """As :func:`_as_toml`, but without quotes."""
+    if name.endswith("_bytes") and not isinstance(value, str):
+        value = format_bytes(value)
+    return _printable(str(value))
+
+
+def _name(node: NodeStatus) -> tuple[Text, Text]:
+    return Text(node.role), Text(str(node.rank) if node.rank >= 0 else "")
+
+
+def _state(state: str) -> Text:
+    return Text(_printable(state), _STATE_STYLES.get(state, "yellow"))
+
+
+def _short(count: float) -> str:
+    return f"{count:.1f}".removesuffix(".0")
+
+
+def show_checks(checks: Sequence[Check]) -> None:
+    """A line for each check, and under one that is not ok what to do."""
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        verdict = (f"{check.verdict:<5}", _VERDICT_STYLES[check.verdict])
+        _print(Text.assemble(verdict, f"{check.name:<{width}}  {_printable(check.found)}"))
+        if check.advice:
+            _print(Text(f"{'':<{5 + width}}  → {_printable(check.advice)}"))
+
+
+def show_plan(plan: Plan) -> None:
+    """The tensors; the seconds of a step under each scheme; the scheme to take, and why."""
+    tensors = _table(*_TENSORS)
+    for tensor in plan.tensors:
+        tensors.add_row(Text(_printable(tensor.tensor)), *_tensor_row(tensor))
+    schemes = list(dict.fromkeys(prediction.scheme for prediction in plan.predictions))
+    costs = _table("scheme")
+    seconds = {(p.scheme, p.workers): p.seconds for p in plan.predictions}
+    counts = list(dict.fromkeys(p.workers for p in plan.predictions))
+    for workers in counts:
+        costs.add_column(f"n = {workers}", no_wrap=True, justify="right")
+    for scheme in schemes:
+        cells = []
+        for workers in counts:
+            is_best = seconds[scheme, workers] == min(seconds[other, workers] for other in schemes)
+            cells.append(Text(show_seconds(seconds[scheme, workers]), "bold green" if is_best else ""))
+        costs.add_row(scheme, *cells)
+    where = (
+        f"{plan.servers} servers on hosts of their own" if plan.servers else "a server on each worker's host"
+    )
+    latency = show_seconds(plan.latency_seconds)
+    network = f"{show_bytes(plan.bytes_per_second)}/s each way, {latency} a message, {where}"
+    _print(tensors)
+    _print(Text(f"\nA step's synchronisation: {network}"))
+    _print(costs)
+    _print(Text(f"\n{textwrap.fill(_printable(plan.reason), TEXT_COLUMNS)}"))
+    for note in plan.notes:
+        _print(Text(textwrap.fill(f"note: {_printable(note)}", TEXT_COLUMNS), "yellow"))
+
+
+def _tensor_row(tensor: TensorSummary) -> list[str]:
+    if not tensor.is_sparse:
+        return [str(tensor.rows), "1", "dense", *[""] * (len(_TENSORS) - 4)]
+    return [
+        str(tensor.rows),
+        str(tensor.columns),
+        f"{tensor.density:.3%}",
+        "" if tensor.overlap is None else f"{tensor.overlap:.2f}",
+        *(f"{tensor.densification[count]:.3g}" for count in (2, 8, 64, 1024)),
+        *(f"{tensor.skewness[parts]:.3g}" for parts in (8, 128)),
+    ]
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column in columns:
+        table.add_column(column, no_wrap=True, justify="right" if column in _NUMBERS else "left")
+    return table
+
+
+def _width(what: Table | Text) -> int:
+    console = Console(width=MAX_COLUMNS)
+    return Measurement.get(console, console.options, what).maximum
+
+
+def _print(what: Table | Text) -> None:
+    """Nothing is cut off: a pipe has no width, and a narrow terminal wraps lines itself."""
+    Console(width=max(_width(what), 1)).print(what)
+
+
+def _human_bytes(count: float) -> str:
+    for unit in _UNITS[:-1]:
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} {_UNITS[-1]}"
+
+
+def _printable(text: str) -> str:
+    """What a peer calls itself must not steer the terminal."""
+    return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)

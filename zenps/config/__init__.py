@@ -1,0 +1,1 @@
+"""Settings: which there are, what each may be, where its value comes from."""

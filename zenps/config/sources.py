@@ -1,0 +1,299 @@
+"""Where each setting comes from.
+
+:func:`load` reads the tree of :mod:`zenps.config.settings` once, at the start of a process.
+
+Precedence, highest first:
+
+1. ``--set section.field=value``
+2. ``ZENPS_SECTION_FIELD``
+3. BytePS's bootstrap variables ``DMLC_PS_ROOT_URI``, ``DMLC_PS_ROOT_PORT``, ``DMLC_NUM_WORKER``,
+   ``DMLC_NUM_SERVER`` (https://github.com/bytedance/byteps/blob/master/docs/env.md)
+4. torchrun's ``WORLD_SIZE`` (https://docs.pytorch.org/docs/stable/elastic/run.html)
+5. the file: the one given, else ``ZENPS_CONFIG``, else ``./zenps.toml`` where it exists
+6. the default
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from zenps.errors import ConfigError, UnknownKeyError
+from zenps.schemes.registry import over_servers
+
+from .settings import FIELDS, PARTITIONS, ClusterConfig, Config, LogConfig, MetricsConfig, SyncConfig
+from .values import checked, format_bytes, parse_address
+
+__all__ = [
+    "PARTITIONS",
+    "RESERVED",
+    "ClusterConfig",
+    "Config",
+    "Loaded",
+    "LogConfig",
+    "MetricsConfig",
+    "Setting",
+    "SyncConfig",
+    "check_partition",
+    "describe",
+    "load",
+    "local_rank_from_environment",
+    "local_size_from_environment",
+    "parse_address",
+    "rank_from_environment",
+    "require_cluster",
+    "restarts_from_environment",
+    "why_one_level",
+]
+
+RESERVED: Final = frozenset({"ZENPS_CONFIG", "ZENPS_PLAN_TRACE", "ZENPS_PLAN_STEPS"})
+"""``ZENPS_*`` variables that are not settings; any other that names no field is refused.
+
+The last two are how ``zenps plan`` tells the workers that it starts what to record.
+"""
+
+
+class Loaded(NamedTuple):
+    """A configuration and, for each ``section.field``, the variable, option or file that set it."""
+
+    config: Config
+    sources: dict[str, str]
+
+
+class Setting(NamedTuple):
+    """One line of ``zenps config``."""
+
+    name: str
+    value: object
+    source: str
+    description: str
+
+
+_VARIABLES: Final = {"ZENPS_" + name.replace(".", "_").upper(): name for name in FIELDS}
+_Layer = dict[str, tuple[object, str]]  # "section.field" -> raw value, source
+
+
+def load(
+    *,
+    sets: Sequence[str] = (),
+    file: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Loaded:
+    """Read, merge and check all sources of settings; the module says which one wins.
+
+    ``sets`` are ``section.field=value`` strings, ``file`` a TOML file that must exist.
+
+    Raises :class:`ConfigError`, with one line, for an unknown key, a value out of bounds, or a file
+    that cannot be read. Only values that take effect are checked; unknown keys are refused everywhere.
+    """
+    settings = (
+        _from_file(file, environ)
+        | _from_torchrun(environ)
+        | _from_byteps(environ)
+        | _from_environment(environ)
+        | _from_sets(sets)
+    )
+    values: dict[str, dict[str, object]] = {}
+    for name, (raw, source) in settings.items():
+        section, _, field = name.partition(".")
+        values.setdefault(section, {})[field] = checked(name, raw, source)
+    config = msgspec.convert(values, Config)
+    if config.sync.chunk_bytes > config.cluster.max_message_bytes:
+        limit = format_bytes(config.cluster.max_message_bytes)
+        raise ConfigError(
+            "sync.chunk_bytes", config.sync.chunk_bytes, f"at most cluster.max_message_bytes = {limit}"
+        )
+    _check_scheme(config)
+    return Loaded(config, {name: settings[name][1] if name in settings else "default" for name in FIELDS})
+
+
+def _check_scheme(config: Config) -> None:
+    """Refuses what cannot be had where workers exchange among themselves, or blocks, or on two levels."""
+    scheme = over_servers(config.sync.scheme)
+    if config.sync.values != "same" and (scheme.exchange == "peers" or scheme.blocks):
+        wanted = f"same, because sync.scheme = {config.sync.scheme} sends values as they are"
+        raise ConfigError("sync.values", config.sync.values, wanted)
+    if config.sync.levels == 2 and (reason := why_one_level(config)):
+        raise ConfigError("sync.levels", 2, f"1, because {reason}")
+    if scheme.exchange != "peers":
+        return
+    among_workers = f"because sync.scheme = {config.sync.scheme} exchanges among workers"
+    if config.cluster.goes_on:
+        raise ConfigError("cluster.on_worker_loss", "continue", f"fail, {among_workers}, who need every rank")
+    if config.security.keys:
+        wanted = f"no keys, {among_workers}, over connections that know none"
+        raise ConfigError("security.keys", config.security.keys, wanted)
+
+
+def why_one_level(config: Config) -> str:
+    """The reason for which ``sync.levels`` has to be 1; empty if there is none."""
+    if over_servers(config.sync.scheme).exchange == "peers":
+        return f"sync.scheme = {config.sync.scheme} exchanges among workers"
+    if config.cluster.goes_on:
+        return "cluster.on_worker_loss = continue: a host cannot do without its leader"
+    return ""
+
+
+def bound_to_servers(config: Config) -> str:
+    """The setting that keeps workers from exchanging among themselves; empty if none does."""
+    reasons = {
+        "cluster.on_worker_loss": config.cluster.goes_on,
+        "security.keys": bool(config.security.keys),
+        "sync.levels": config.sync.levels == 2,
+        "sync.values": config.sync.values != "same",
+    }
+    return next((name for name, holds in reasons.items() if holds), "")
+
+
+def describe(loaded: Loaded) -> list[Setting]:
+    """All settings in the order of their declaration, for ``zenps config``."""
+    rows = []
+    for name, field in FIELDS.items():
+        section, _, attribute = name.partition(".")
+        value = getattr(getattr(loaded.config, section), attribute)
+        rows.append(Setting(name, value, loaded.sources[name], str(field.meta.description)))
+    return rows
+
+
+def check_partition(config: Config) -> None:
+    """Raise :class:`ConfigError` unless ``sync.partition`` names a strategy that can be made.
+
+    Imports the strategies and with them torch; the scheduler, which has none, does not call it.
+    """
+    from zenps.partition.strategies.registry import strategy
+
+    strategy(config.sync.partition)
+
+
+def require_cluster(loaded: Loaded, environ: Mapping[str, str] = os.environ) -> None:
+    """Raise :class:`ConfigError` where several workers were started but no scheduler is configured.
+
+    Without this check each of them would train alone, on its share of the data, and nobody would notice.
+    """
+    if loaded.config.cluster.scheduler:
+        return
+    world = _integer(environ, "WORLD_SIZE", at_least=1) or 1
+    if world > 1:
+        evidence = f"WORLD_SIZE={world}"
+    elif loaded.config.cluster.workers > 1:
+        evidence = f"cluster.workers={loaded.config.cluster.workers}"
+    else:
+        return
+    raise ConfigError(
+        "cluster.scheduler",
+        "",
+        f"'host:port' of the scheduler, because {evidence} says this is one of several workers",
+    )
+
+
+def rank_from_environment(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Rank given by torchrun (``RANK``) or BytePS (``DMLC_WORKER_ID``); None: the scheduler chooses."""
+    rank = _integer(environ, "RANK", at_least=0)
+    return _integer(environ, "DMLC_WORKER_ID", at_least=0) if rank is None else rank
+
+
+def local_rank_from_environment(environ: Mapping[str, str] = os.environ) -> int:
+    """Rank among the workers of this host (torchrun's ``LOCAL_RANK``); 0 where nobody says."""
+    return _integer(environ, "LOCAL_RANK", at_least=0) or 0
+
+
+def local_size_from_environment(environ: Mapping[str, str] = os.environ) -> int:
+    """Number of workers on this host (torchrun's ``LOCAL_WORLD_SIZE``); 1 where nobody says."""
+    return _integer(environ, "LOCAL_WORLD_SIZE", at_least=1) or 1
+
+
+def restarts_from_environment(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """How often torchrun has started the workers again (``TORCHELASTIC_RESTART_COUNT``), and still may."""
+    count = _integer(environ, "TORCHELASTIC_RESTART_COUNT", at_least=0) or 0
+    most = _integer(environ, "TORCHELASTIC_MAX_RESTARTS", at_least=0) or 0
+    return count, max(most - count, 0)
+
+
+def _integer(environ: Mapping[str, str], variable: str, *, at_least: int) -> int | None:
+    text = environ.get(variable)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and int(text) >= at_least):
+        raise ConfigError(variable, text, f"an integer from {at_least}")
+    return int(text)
+
+
+def _from_file(file: Path | None, environ: Mapping[str, str]) -> _Layer:
+    path = file or Path(environ.get("ZENPS_CONFIG") or "zenps.toml")
+    named = file is not None or bool(environ.get("ZENPS_CONFIG"))
+    if not named and not path.exists():
+        return {}
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("file", str(path), f"a readable TOML file ({error.strerror})") from error
+    except ValueError as error:  # tomllib.TOMLDecodeError and UnicodeDecodeError
+        raise ConfigError("file", str(path), f"TOML: {error}") from error
+    layer: _Layer = {}
+    for section, table in tree.items():
+        if section not in Config.__struct_fields__:
+            raise _unknown(section, section, Config.__struct_fields__)
+        if not isinstance(table, dict):
+            raise ConfigError(section, table, f"a table, [{section}] (set by {path})")
+        layer |= {_known(f"{section}.{field}"): (value, str(path)) for field, value in table.items()}
+    return layer
+
+
+def _from_torchrun(environ: Mapping[str, str]) -> _Layer:
+    return {"cluster.workers": (environ["WORLD_SIZE"], "WORLD_SIZE")} if "WORLD_SIZE" in environ else {}
+
+
+def _from_byteps(environ: Mapping[str, str]) -> _Layer:
+    counts = {"cluster.workers": "DMLC_NUM_WORKER", "cluster.servers": "DMLC_NUM_SERVER"}
+    layer: _Layer = {name: (environ[key], key) for name, key in counts.items() if key in environ}
+    host, port = environ.get("DMLC_PS_ROOT_URI"), environ.get("DMLC_PS_ROOT_PORT")
+    if host and port:
+        host = f"[{host}]" if ":" in host else host
+        layer["cluster.scheduler"] = (f"{host}:{port}", "DMLC_PS_ROOT_URI")
+    elif host or port:
+        missing, given = ("PORT", "URI") if host else ("URI", "PORT")
+        raise ConfigError(f"DMLC_PS_ROOT_{missing}", "", f"a value, because DMLC_PS_ROOT_{given} is set")
+    return layer
+
+
+def _from_environment(environ: Mapping[str, str]) -> _Layer:
+    layer: _Layer = {}
+    for variable in sorted(environ):
+        if variable in _VARIABLES:
+            layer[_VARIABLES[variable]] = (environ[variable], variable)
+        elif variable.startswith("ZENPS_") and variable not in RESERVED:
+            raise _unknown(variable, variable.split("_")[1].lower(), _VARIABLES)
+    return layer
+
+
+def _from_sets(sets: Sequence[str]) -> _Layer:
+    layer: _Layer = {}
+    for item in sets:
+        name, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigError("--set", item, "section.field=value")
+        layer[_known(name.strip())] = (value.strip(), "--set")
+    return layer
+
+
+def _known(name: str) -> str:
+    if name not in FIELDS:
+        raise _unknown(name, name.partition(".")[0], FIELDS)
+    return name
+
+
+def _unknown(key: str, section: str, names: Iterable[str]) -> UnknownKeyError:
+    fields = [name.partition(".")[2] for name in FIELDS if name.startswith(f"{section}.")]
+    listing = (
+        f"{section} has: {', '.join(fields)}"
+        if fields
+        else f"sections: {', '.join(Config.__struct_fields__)}"
+    )
+    close = difflib.get_close_matches(key, list(names), n=1, cutoff=0.75)
+    return UnknownKeyError(key, f"did you mean {close[0]}? ({listing})" if close else listing)

@@ -1,0 +1,1 @@
+"""CUDA kernels: one wrapper for each source in cuda/."""

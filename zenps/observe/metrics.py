@@ -1,0 +1,250 @@
+"""What each role counts, and the HTTP endpoint where Prometheus reads it.
+
+Names and units follow https://prometheus.io/docs/practices/naming/: base units, ``_total`` on counters.
+Labels are closed sets; a label per tensor, step or peer would make a series each. Ranks are one, but a large
+one: only the latest are shown. One object per process, on a registry that the caller gives.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import threading
+from typing import Final, Literal, get_args
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCollector, start_http_server
+
+from zenps.errors import ProtocolError, cannot_listen
+from zenps.schemes.registry import AUTO
+
+from .collectors import Durations, Late, Outcomes, Tally, WithoutCreated
+
+__all__ = ["Exporter", "Refusal", "SchedulerMetrics", "ServerMetrics", "WorkerMetrics", "serve"]
+
+CUT_CONNECTIONS: Final = "Connections cut because their peer sent a message without end or did not read."
+
+HASH_OUTCOMES: Final = ("first_try", "rehashed", "serial", "overflowed")
+"""In the order of the kernel's counters (:class:`zenps.kernels.gpu.hash_compact.Hashed`)."""
+
+STATES: Final = ("gathering", "recovering", "confirming", "running", "draining", "stopped", "failed")
+"""Of a job, those of ``scheduler/states.py``, which nothing below a role imports."""
+
+Refusal = Literal["unknown_key", "handshake"]
+"""Why a connection came to nothing. libzmq cannot tell a peer without a key from one that hung up."""
+
+
+class _RoleMetrics:
+    """What all roles have in common."""
+
+    def __init__(self, registry: CollectorRegistry, role: Literal["worker", "server", "scheduler"]) -> None:
+        self._registry = registry
+        build = Info("zenps_build", "Version and role of this process.", registry=registry)
+        build.info({"version": importlib.metadata.version("zenps"), "role": role})
+        self._node = Info("zenps_node", "Rank of this process, empty until it has one.", registry=registry)
+        self.set_rank("")
+        ProcessCollector(registry=registry)
+        self.protocol_errors = self._counter(
+            "zenps_protocol_errors_total",
+            "Messages that were refused as malformed.",
+            reason=ProtocolError.REASONS,
+        )
+        self.epoch = self._gauge("zenps_epoch", "Version number of membership and ring as known here.")
+
+    def set_rank(self, rank: int | str) -> None:
+        """This process is now known by that rank."""
+        self._node.info({"rank": str(rank)})
+
+    def _counter(self, name: str, documentation: str, **labels: tuple[str, ...]) -> Counter:
+        """A counter with at most one label, whose values are given so that each series starts at 0."""
+        counter = Counter(name, documentation, tuple(labels), registry=self._registry)
+        for label, values in labels.items():
+            for value in values:
+                counter.labels(**{label: value})
+        return counter
+
+    def _gauge(self, name: str, documentation: str, **labels: tuple[str, ...]) -> Gauge:
+        """A gauge with at most one label, as :meth:`_counter`."""
+        gauge = Gauge(name, documentation, tuple(labels), registry=self._registry)
+        for label, values in labels.items():
+            for value in values:
+                gauge.labels(**{label: value})
+        return gauge
+
+    def _tally(self, name: str, documentation: str) -> Tally:
+        return Tally(name, documentation, self._registry)
+
+    def _durations(self, name: str, documentation: str) -> Durations:
+        return Durations(name, documentation, self._registry)
+
+    def _outcomes(self, name: str, documentation: str, succeeded: str, durations: Durations) -> Outcomes:
+        return Outcomes(name, documentation, self._registry, succeeded, durations)
+
+
+class WorkerMetrics(_RoleMetrics):
+    """What a worker counts. Bytes are those of whole messages as sent and received."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry, "worker")
+        self.push_bytes = self._tally("zenps_push_bytes_total", "Bytes pushed to servers or workers.")
+        self.pull_bytes = self._tally("zenps_pull_bytes_total", "Bytes pulled from servers or workers.")
+        self.shared_bytes = self._tally(
+            "zenps_shared_bytes_total",
+            "Those of the bytes pushed and pulled that did not travel: they lie in memory of one host.",
+        )
+        self.dense_bytes = self._tally(
+            "zenps_dense_bytes_total",
+            "Bytes, pushed and pulled, that dense synchronisation of the same tensors would have moved.",
+        )
+        self.steps = self._tally("zenps_steps_total", "Steps begun: pushes of the tensor pushed most often.")
+        self.chosen_rounds = self._counter(
+            "zenps_chosen_rounds_total",
+            "Rounds of sparse tensors by the scheme that sync.scheme = auto has chosen for them.",
+            scheme=AUTO,
+        )
+        self.rows = self._counter(
+            "zenps_rows_total",
+            "Rows of sparse tensors: as given, as pushed once duplicates were summed, as pulled with those "
+            "of all ranks, and as many as the whole tensor has.",
+            stage=("given", "pushed", "pulled", "whole"),
+        )
+        self.push_pull_duration = self._durations(
+            "zenps_push_pull_duration_seconds", "A round as the caller sees it, from call to result."
+        )
+        self.rounds = self._outcomes(
+            "zenps_rounds_total", "Rounds by how they ended.", "completed", self.push_pull_duration
+        )
+        self.wait_duration = self._durations(
+            "zenps_wait_duration_seconds", "Part of a round that was spent waiting for replies."
+        )
+        self.compaction_duration = self._durations(
+            "zenps_compaction_duration_seconds", "Making sorted, unique rows per server of a gradient."
+        )
+        self.scatter_duration = self._durations(
+            "zenps_scatter_duration_seconds", "Putting pulled rows into the result."
+        )
+        self.compaction_ratio = self._gauge(
+            "zenps_compaction_ratio", "Rows after compaction over rows before, in the latest round."
+        )
+        self.partition_imbalance = self._gauge(
+            "zenps_partition_imbalance_ratio",
+            "Rows pushed in the latest round to the busiest server over the mean of all servers.",
+        )
+        self.waiting_pushes = self._gauge(
+            "zenps_waiting_pushes", "Pushes that wait for the network, where others may still overtake them."
+        )
+        self.refused_pushes = self._counter(
+            "zenps_refused_pushes_total", "Pushes that a server refused as busy and that were sent again."
+        )
+        self.repeated_rounds = self._counter(
+            "zenps_repeated_rounds_total",
+            "Rounds that were pushed again under a new ring: unanswered here, or wanted by another rank.",
+            cause=("unanswered", "wanted"),
+        )
+        self.hashed_rows = self._counter(
+            "zenps_hashed_rows_total",
+            "Rows that hash compaction on a GPU placed by the first or another hash, or serially; or that "
+            "overflowed, so that it began again with twice the memory.",
+            outcome=HASH_OUTCOMES,
+        )
+
+
+class _ListenerMetrics(_RoleMetrics):
+    """What the roles that others connect to have in common."""
+
+    def __init__(self, registry: CollectorRegistry, role: Literal["server", "scheduler"]) -> None:
+        super().__init__(registry, role)
+        self._refused_connections = self._counter(
+            "zenps_refused_connections_total",
+            "Connections by peers whose key is not listed; or that have none, mean another node, or hang up.",
+            reason=get_args(Refusal),
+        )
+
+    def count_refusal(self, reason: Refusal) -> None:
+        """Counts a connection that was refused."""
+        self._refused_connections.labels(reason=reason).inc()
+
+
+class ServerMetrics(_ListenerMetrics):
+    """What a server counts. Bytes are those of whole messages as sent and received."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry, "server")
+        self.received_bytes = self._tally("zenps_server_received_bytes_total", "Bytes pushed by workers.")
+        self.sent_bytes = self._tally("zenps_server_sent_bytes_total", "Bytes pulled by workers.")
+        self.aggregation_duration = self._durations(
+            "zenps_aggregation_duration_seconds", "Summing the pushes of one round of a chunk."
+        )
+        self.rounds = self._outcomes(
+            "zenps_server_rounds_total",
+            "Rounds of a chunk by how they ended.",
+            "aggregated",
+            self.aggregation_duration,
+        )
+        self.round_wait_duration = self._durations(
+            "zenps_round_wait_duration_seconds", "From the first push of a round to the last."
+        )
+        self.held_bytes = self._gauge("zenps_held_bytes", "Bytes held now, of zenps_budget_bytes.")
+        self.budget_bytes = self._gauge("zenps_budget_bytes", "Bytes above which pushes are refused.")
+        self.open_rounds = self._gauge("zenps_open_rounds", "Rounds that wait for pushes.")
+        self.duplicate_pushes = self._counter(
+            "zenps_duplicate_pushes_total", "Pushes that had been received before."
+        )
+        self.refused_pushes = self._counter(
+            "zenps_refused_pushes_total", "Pushes refused because the byte budget was used up."
+        )
+        self.slots = self._gauge("zenps_slots", "Slots that this server owns.")
+        self.late = Late("How long rounds have waited here for a worker.", registry)
+        self.cut_connections = self._counter("zenps_cut_connections_total", CUT_CONNECTIONS)
+
+
+class SchedulerMetrics(_ListenerMetrics):
+    """What the scheduler counts."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry, "scheduler")
+        roles = ("worker", "server")
+        self.state = self._gauge(
+            "zenps_job_state", "1 for the state that the job is in, else 0.", state=STATES
+        )
+        self.live_nodes = self._gauge("zenps_live_nodes", "Nodes with a valid lease.", role=roles)
+        self.lost_nodes = self._counter(
+            "zenps_lost_nodes_total", "Nodes whose lease ran out before they left.", role=roles
+        )
+        self.barriers = self._counter(
+            "zenps_barriers_total", "Barriers by how they ended.", outcome=("completed", "failed")
+        )
+        self.late = Late("How long barriers and servers have waited for a worker.", registry)
+        self.cut_connections = self._counter("zenps_cut_connections_total", CUT_CONNECTIONS)
+
+
+class Exporter:
+    """A running ``/metrics`` endpoint; ``address`` is its ``host:port``, empty where it is off."""
+
+    def __init__(self, server: WSGIServer | None = None, thread: threading.Thread | None = None) -> None:
+        self._server = server
+        self._thread = thread
+        self.address = ""
+        if server is not None:
+            host, port = server.server_address[:2]
+            self.address = f"[{host!s}]:{port}" if ":" in str(host) else f"{host!s}:{port}"
+
+    def close(self) -> None:
+        """Stop serving and free the port; calling it again does nothing."""
+        if self._server is not None and self._thread is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+            self._server = None
+
+
+def serve(registry: CollectorRegistry, host: str, port: int) -> Exporter:
+    """Serve ``registry`` over HTTP at ``host``; port 0: any free one, -1: not at all.
+
+    Raises :class:`~zenps.errors.ConfigError` where the address cannot be listened on.
+    """
+    if port == -1:
+        return Exporter()
+    try:
+        return Exporter(*start_http_server(port, addr=host, registry=WithoutCreated(registry)))
+    except OSError as error:
+        raise cannot_listen("metrics", host, port, error) from error

@@ -1,0 +1,1 @@
+"""Partitioning: index to position, position to slot, slot to server."""

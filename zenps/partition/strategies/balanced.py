@@ -1,0 +1,24 @@
+"""Equal slots of a permuted index: every server gets its share of whatever rows are touched.
+
+This is Zen's balanced parallelism (OSDI '25, §3.1), with a permutation in the place of its hash.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from zenps.partition.keyspace import Feistel
+
+from .base import KeySpace, Partition, PartitionStrategy, even_bounds
+
+__all__ = ["Balanced"]
+
+
+class Balanced(PartitionStrategy):
+    """Permutes the rows by the job's seed, then cuts them into equal slots."""
+
+    name: ClassVar[str] = "balanced"
+
+    def partition(self, space: KeySpace) -> Partition:
+        """Feistel's permutation, equal slots."""
+        return Partition(Feistel(space.granules, space.seed), even_bounds(space.granules))

@@ -1,0 +1,34 @@
+"""All rows of a tensor in one slot: the plain parameter server, and the contrast to ``balanced``."""
+
+from __future__ import annotations
+
+import zlib
+from typing import ClassVar
+
+import torch
+
+from zenps.partition.keyspace import SLOTS, Identity
+
+from .base import KeySpace, Partition, PartitionStrategy
+
+__all__ = ["Centralized", "home_slot"]
+
+
+class Centralized(PartitionStrategy):
+    """Puts each tensor whole into the slot that a hash of its name chooses."""
+
+    name: ClassVar[str] = "centralized"
+    per_tensor: ClassVar[bool] = True
+
+    def partition(self, space: KeySpace) -> Partition:
+        """Rows as they are; one slot that owns them all."""
+        slot = home_slot(space.name, space.seed)
+        bounds = torch.zeros(SLOTS + 1, dtype=torch.int64, device="cpu")
+        bounds[slot + 1 :] = space.granules
+        return Partition(Identity(space.granules), bounds)
+
+
+def home_slot(name: str, seed: int) -> int:
+    """The slot that a tensor has to itself, by its name."""
+    # Python's own hash() of a string differs from process to process.
+    return zlib.crc32(f"{seed}/{name}".encode()) % SLOTS

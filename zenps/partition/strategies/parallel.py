@@ -1,0 +1,21 @@
+"""Contiguous ranges of rows: fair where rows are touched alike, skewed where they are not."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from zenps.partition.keyspace import Identity
+
+from .base import KeySpace, Partition, PartitionStrategy, even_bounds
+
+__all__ = ["Parallel"]
+
+
+class Parallel(PartitionStrategy):
+    """Cuts the rows, in their own order, into equal slots."""
+
+    name: ClassVar[str] = "parallel"
+
+    def partition(self, space: KeySpace) -> Partition:
+        """Rows as they are, equal slots."""
+        return Partition(Identity(space.granules), even_bounds(space.granules))

@@ -1,0 +1,1 @@
+"""Synchronisation schemes: what each sends, to whom, and what that costs."""
