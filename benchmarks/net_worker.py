@@ -33,7 +33,7 @@ GLOO: Final = "gloo dense"
 NARROW: Final = "zenps-bfloat16"
 """``zenps`` with ``sync.values = "bfloat16"``, as if it were a scheme."""
 
-NARROW_ERROR: Final = 2**-8
+QUANTIZE_ERROR: Final = 2**-8
 """Of its sums, at most: each worker rounds its part once, and the server the sum, by 2⁻⁹ at most."""
 EXACT_ERROR: Final = 1e-6
 """Of the others: up to a thousand duplicates are added in any order."""
@@ -142,7 +142,7 @@ def _measure(task: Task, name: str, host: Host) -> Measurement:
     workload, rank = task.workload(name), dist.get_rank()
     call = _all_reduce(workload) if task.scheme == GLOO else _push_pull(name)
     result, _ = _step(call, workload.gradient(rank, 0), host)
-    _check(result, workload, NARROW_ERROR if task.scheme == NARROW else EXACT_ERROR)
+    _check(result, workload, QUANTIZE_ERROR if task.scheme == NARROW else EXACT_ERROR)
     del result
     warm_up_steps = count_warm_up_steps(task.scheme)
     for step in range(1, warm_up_steps - 1):

@@ -14,7 +14,7 @@ __all__ = ["Send", "to_all"]
 
 
 class Send(Struct, frozen=True):
-    """An action: send ``message`` to the node (or visitor) with this routing identity."""
+    """An action: send ``message`` to the node (or admin client) with this routing identity."""
 
     peer: bytes
     message: FromScheduler

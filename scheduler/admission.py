@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from .members import Members, Node
 
-__all__ = ["Newcomers"]
+__all__ = ["JoiningWorkers"]
 
 
-class Newcomers:
+class JoiningWorkers:
     """Who waits, and which members have asked for them to be let in."""
 
     def __init__(self, members: Members) -> None:
@@ -36,7 +36,7 @@ class Newcomers:
         return bool(members) and members <= self._asked
 
     def admit(self) -> None:
-        """Those that wait become members, and all count waves from 0 again."""
+        """Those that wait become members, and all count watermarks from 0 again."""
         self._asked.clear()
         for node in self.waiting():
             self._members.turn(node, "present")

@@ -29,9 +29,9 @@ class Barriers:
         late: counts for whom others waited.
     """
 
-    def __init__(self, members: Members, goes_on: bool, deadline_seconds: float, late: Lateness) -> None:
+    def __init__(self, members: Members, is_elastic: bool, deadline_seconds: float, late: Lateness) -> None:
         self._members = members
-        self._goes_on = goes_on
+        self._goes_on = is_elastic
         self._deadline_seconds = deadline_seconds
         self._late = late
         self._open: dict[int, _Barrier] = {}
@@ -63,7 +63,7 @@ class Barriers:
         self._withdraw(node.rank)
         return [send for sequence in list(self._open) for send in self._complete(sequence)]
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """All workers count from 0 again; none waits."""
         self._open.clear()
         self.passed = 0

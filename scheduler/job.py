@@ -9,7 +9,7 @@ from zenps.config.settings import ClusterConfig
 from zenps.wire.messages import Refused, Stop
 
 from .actions import Send, to_all
-from .admission import Newcomers
+from .admission import JoiningWorkers
 from .barriers import Barriers
 from .drains import Drains
 from .members import Members, Node
@@ -37,10 +37,10 @@ class Job:
         self.failure = ""
         self.until = now + cluster.rendezvous_seconds
         self.members = Members()
-        self.views = Views(self.members, cluster.goes_on)
+        self.views = Views(self.members, cluster.is_elastic)
         self.returning = Return(self.members)
         self.drains = Drains(self.members)
-        self.newcomers = Newcomers(self.members)
+        self.joining = JoiningWorkers(self.members)
         self._begin_generation(0)
 
     def advance(self, event: Event) -> None:
@@ -80,29 +80,29 @@ class Job:
 
     def can_go_on(self) -> bool:
         """Whether the workers that are present do without one that is gone."""
-        return self._cluster.goes_on and bool(self.members.present("worker"))
+        return self._cluster.is_elastic and bool(self.members.present("worker"))
 
     def go_on_without(self, gone: Node, now: float) -> list[Send]:
         """A worker is gone, and the others go on: it may have been the only one that they waited for."""
-        if self.newcomers.are_due():
+        if self.joining.are_due():
             return self._admit(now)
         return self.barriers.on_gone(gone) + self.change("goes on without a worker", now)
 
     def on_admit(self, node: Node, since: int, now: float) -> list[Send]:
-        """A member asks for newcomers to be let in; one that has not got the answer asks again."""
-        if self._cluster.goes_on and since == self.views.admitted:
-            self.newcomers.ask(node)
-        return self._admit(now) if self.newcomers.are_due() else []
+        """A member asks for joining workers to be let in; one that has not got the answer asks again."""
+        if self._cluster.is_elastic and since == self.views.admitted:
+            self.joining.ask(node)
+        return self._admit(now) if self.joining.are_due() else []
 
     def _admit(self, now: float) -> list[Send]:
         """Nobody has anything in flight: whoever waits becomes a member, and all begin to count anew.
 
         That is a view even if nobody waits any more, for the others wait for it.
         """
-        self.newcomers.admit()
-        self.barriers.begin_anew()
+        self.joining.admit()
+        self.barriers.reset()
         self.views.admitted = self.views.epoch + 1
-        return self.change("newcomers admitted", now)
+        return self.change("joining workers admitted", now)
 
     def may_restart(self) -> bool:
         """Whether torchrun may start all workers again, or has done so."""
@@ -124,7 +124,7 @@ class Job:
         self.generation = generation
         self.stragglers = Stragglers(self._cluster.workers)
         patience = self._cluster.patience_seconds
-        self.barriers = Barriers(self.members, self._cluster.goes_on, patience, self.stragglers.barriers)
+        self.barriers = Barriers(self.members, self._cluster.is_elastic, patience, self.stragglers.barriers)
 
     def restart_workers(self, generation: int, now: float) -> None:
         """torchrun ends all workers and starts them again; what the old ones still say is a stranger's."""
@@ -154,7 +154,7 @@ class Job:
         if not self.members.present("worker"):
             return self.drain_servers(now)
         if self.returning.is_changed():
-            is_ring_kept = self._cluster.goes_on and not self.returning.is_ring_changed()
+            is_ring_kept = self._cluster.is_elastic and not self.returning.is_ring_changed()
             return self.change("goes on without a worker" if is_ring_kept else "members changed", now)
         self.advance("all returned")
         return []
@@ -167,10 +167,10 @@ class Job:
         That takes a while if they failed; if all had come to the end, it is hardly to be expected.
         """
         self.advance("workers left")
-        newcomers = self.newcomers.waiting()
-        for node in newcomers:
+        joining = self.joining.waiting()
+        for node in joining:
             self.members.forget(node)
-        sends = to_all(newcomers, Refused("lost", "the job has ended before it was let in"))
+        sends = to_all(joining, Refused("lost", "the job has ended before it was let in"))
         if self._has_restarts():
             cluster = self._cluster
             self.until = now + (cluster.lease_seconds if self.barriers.ended else cluster.rendezvous_seconds)

@@ -34,7 +34,7 @@ class Node(msgspec.Struct, eq=False):
     being drained, and has no slots in the newest ring. Of one in the table :meth:`Members.turn` sets it."""
     load: Load = {}
     rates: Rates = msgspec.field(default_factory=Rates)
-    wave: int = 0
+    watermark: int = 0
     """The newest that it has reported, by :meth:`Members.report`."""
 
     @property
@@ -52,14 +52,14 @@ class Node(msgspec.Struct, eq=False):
 class Members:
     """All nodes of a job that have registered, by their routing identity.
 
-    Each heartbeat asks who is present, and for the least wave. There may be thousands of nodes, so answers
-    are kept until something changes.
+    Each heartbeat asks who is present, and for the least watermark. There may be thousands of nodes, so
+    answers are kept until something changes.
     """
 
     def __init__(self) -> None:
         self._nodes: dict[bytes, Node] = {}
         self._found: dict[tuple[Role | None, tuple[NodeState, ...]], Sequence[Node]] = {}
-        self._wave = 0
+        self._watermark = 0
         self._counted: Sequence[Node] = ()
         """The workers among which that is the least."""
         self._behind: set[bytes] = set()
@@ -103,22 +103,22 @@ class Members:
             self._found[role, states] = tuple(sorted(nodes, key=lambda n: (n.role, n.rank)))
         return self._found[role, states]
 
-    def report(self, node: Node, wave: int) -> None:
-        """All rounds of a worker that were in flight when it heard of ``wave`` have ended."""
-        if wave < node.wave:  # it counts anew
+    def report(self, node: Node, watermark: int) -> None:
+        """All rounds of a worker that were in flight when it heard of ``watermark`` have ended."""
+        if watermark < node.watermark:  # it counts anew
             self._behind.clear()
-        elif wave >= self._wave:
+        elif watermark >= self._watermark:
             self._behind.discard(node.peer)
-        node.wave = wave
+        node.watermark = watermark
 
-    def next_wave(self) -> int:
+    def next_watermark(self) -> int:
         """One more than the least that a worker that is present has reported."""
         workers = self.present("worker")
         if workers is not self._counted or not self._behind:
             self._counted = workers
-            self._wave = 1 + min((worker.wave for worker in workers), default=0)
-            self._behind = {worker.peer for worker in workers if worker.wave < self._wave}
-        return self._wave
+            self._watermark = 1 + min((worker.watermark for worker in workers), default=0)
+            self._behind = {worker.peer for worker in workers if worker.watermark < self._watermark}
+        return self._watermark
 
     def assign_ranks(self, role: Role) -> None:
         """Wanted ranks as they are; the others in order of registration."""

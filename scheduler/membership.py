@@ -194,7 +194,7 @@ class Membership:
             return [Send(peer, refused)]
         node = Node(peer, message, message.rank, seen=now)
         if self.state != "gathering" and node.role == "worker":
-            self._job.newcomers.add(node)
+            self._job.joining.add(node)
             return []
         self._job.members.add(node)
         if self.state != "gathering":
@@ -232,7 +232,7 @@ class Membership:
         if self.state not in ("confirming", "running", "draining") or not message.restarts:
             return False
         gone = self._job.members.with_state("worker", "left", "lost")
-        return not self._cluster.goes_on and any(node.rank == message.rank for node in gone)
+        return not self._cluster.is_elastic and any(node.rank == message.rank for node in gone)
 
     # ── the return of a scheduler ───────────────────────────────────────────────────────────────
 
@@ -257,12 +257,12 @@ class Membership:
             self._job.stragglers.report(node.peer, message.late)
         elif 0 <= (step := message.load.get("step", -1.0)) < 1 << 62:  # what comes may be NaN, or no end
             self.step = int(step)
-        if self.state == "recovering":  # no wave begins before all workers are heard
-            self._job.members.report(node, message.wave)
+        if self.state == "recovering":  # no watermark begins before all workers are heard
+            self._job.members.report(node, message.watermark)
             return [Send(node.peer, HeartbeatReply())]
         node.epoch = min(message.epoch, self.epoch)
-        self._job.members.report(node, message.wave if node.epoch >= self._job.views.admitted else 0)
-        reply = HeartbeatReply(self._job.members.next_wave(), len(self._job.newcomers.waiting()))
+        self._job.members.report(node, message.watermark if node.epoch >= self._job.views.admitted else 0)
+        reply = HeartbeatReply(self._job.members.next_watermark(), len(self._job.joining.waiting()))
         sends = [Send(node.peer, reply)]
         if self._is_unneeded(node):
             return [*sends, Send(node.peer, Stop())]

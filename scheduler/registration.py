@@ -25,7 +25,7 @@ def refusal(
     role, rank = message.role, message.rank
     expected = cluster.workers if role == "worker" else cluster.servers
     alive = [node for node in members.alive() if node.role == role]
-    may_join = role == "server" or cluster.goes_on
+    may_join = role == "server" or cluster.is_elastic
     is_open = state == "gathering" or (may_join and state in ("confirming", "running"))
     if not is_open or (role == "worker" and len(alive) >= expected):
         return Refused(

@@ -23,13 +23,13 @@ class Views:
     Attributes:
         epoch: of the newest; 0 before the first.
         ring: the epoch since when servers and owners are these.
-        admitted: the epoch in which newcomers were let in last; 0 if none ever were.
+        admitted: the epoch in which joining workers were let in last; 0 if none ever were.
         owners: ``[4096]`` uint16, the rank of each slot's server; empty before the first view.
     """
 
-    def __init__(self, members: Members, goes_on: bool) -> None:
+    def __init__(self, members: Members, is_elastic: bool) -> None:
         self._members = members
-        self._goes_on = goes_on
+        self._goes_on = is_elastic
         self.epoch = 0
         self.ring = 0
         self.admitted = 0

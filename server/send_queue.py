@@ -13,7 +13,7 @@ import zmq
 
 from zenps.wire.sockets import COPY_BELOW_BYTES, SEND_AT_MOST_MESSAGES, Socket, send_frame
 
-__all__ = ["Outbox", "StalledError"]
+__all__ = ["SendQueue", "StalledError"]
 
 # Plain integers: an enum's operator takes a microsecond, for each frame.
 LAST = int(zmq.DONTWAIT)
@@ -37,7 +37,7 @@ class _Waiting:
             self.size_bytes -= self.frames.popleft()[1]
 
 
-class Outbox:
+class SendQueue:
     """Sends on one ROUTER, without ever waiting.
 
     Args:

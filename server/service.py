@@ -50,9 +50,9 @@ from zenps.wire.sockets import Socket, bind_router, context, receive_routed
 
 from .memory import keep_freed_memory
 from .reducers.aggregation import Aggregator, Payload, check_span, read_payload
-from .rounds.tracker import Aggregate, Held, Reply, Rounds
-from .send_queue import Outbox, StalledError
-from .shared_memory import Neighbours
+from .rounds.tracker import Aggregate, Held, Reply, ServerRounds
+from .send_queue import SendQueue, StalledError
+from .shared_memory import SharedMemoryPeers
 from .spans import KINDS, about, size_bytes
 from .workers import Workers
 
@@ -106,17 +106,17 @@ class _Service:
         self._connections = Connections(self._socket, 2 * (limit + MAX_ENVELOPE_BYTES))
         self._gate.watch(self._connections)
         # A worker that computes reads nothing, and what it has in flight may be all that the budget let in.
-        self._outbox = Outbox(self._socket, max(cluster.server_budget_bytes, 4 * limit))
+        self._send_queue = SendQueue(self._socket, max(cluster.server_budget_bytes, 4 * limit))
         self._stalled: dict[bytes, str] = {}
         self._link = SchedulerLink(ctx, cluster, "server", keys)
         trace.follow(self._link.clock)
         self._decoder: Decoder[Push] = Decoder(cluster.job, Push)
-        self._rounds = Rounds(cluster.server_budget_bytes, cluster.patience_seconds)
+        self._rounds = ServerRounds(cluster.server_budget_bytes, cluster.patience_seconds)
         keep_bytes = cluster.server_budget_bytes // 4
         keep_freed_memory(keep_bytes)
         self._poller = zmq.Poller()
-        self._neighbours = Neighbours(cluster, self._address, keep_bytes, self._poller)
-        pool = self._neighbours.pool
+        self._shared_memory = SharedMemoryPeers(cluster, self._address, keep_bytes, self._poller)
+        pool = self._shared_memory.pool
         self._aggregator = Aggregator(CpuKernels(pool), pool)
         self._epoch = 0
         self._workers = Workers()
@@ -136,7 +136,7 @@ class _Service:
                 self._link.leave()
         finally:
             self._gate.close()
-            self._neighbours.close()
+            self._shared_memory.close()
         if self._failure:
             raise PeerLostError(self._failure)
 
@@ -163,7 +163,7 @@ class _Service:
                 if socket is self._socket:
                     self._receive()
                 elif isinstance(socket, int):
-                    self._neighbours.attend()
+                    self._shared_memory.attend()
                 elif socket is not self._link.socket:
                     self._gate.attend()
                 elif self._on_scheduler():
@@ -234,7 +234,7 @@ class _Service:
             raise ProtocolError("unexpected", f"push of rank {push.rank}, which was dropped")
         check_span(push, self._config.cluster.max_message_bytes)
         if push.shared is not None:
-            tensors = [*tensors, self._neighbours.look(peer, push.shared)]
+            tensors = [*tensors, self._shared_memory.look(peer, push.shared)]
         payload = read_payload(push, tensors)
         size = envelope.nbytes + size_bytes(tensors)
         if self._trace.is_on:
@@ -264,9 +264,9 @@ class _Service:
         for held in round_.pushes:
             assert isinstance(held.payload, Payload)
             pushes.append((held.push, held.payload))
-        self._neighbours.hear()
+        self._shared_memory.hear()
         result, (positions, values) = self._aggregator.aggregate(pushes)
-        frames = positions, self._neighbours.place(values)
+        frames = positions, self._shared_memory.place(values)
         end_ns = now_ns()
         if self._trace.is_on:
             size = size_bytes(frames)
@@ -291,13 +291,13 @@ class _Service:
             if peer in self._stalled:
                 continue
             begin_ns = now_ns()
-            shared = self._neighbours.find(peer, reply.frames)
+            shared = self._shared_memory.find(peer, reply.frames)
             frames = reply.frames if shared is None else reply.frames[:-1]
             if shared not in envelopes:
                 envelopes[shared] = self._encode(reply.message, shared, frames)
             envelope = envelopes[shared]
             try:
-                self._outbox.send(peer, envelope, frames)
+                self._send_queue.send(peer, envelope, frames)
             except StalledError as error:
                 self._drop(peer, str(error))
                 continue
@@ -308,7 +308,7 @@ class _Service:
                 logger.debug("peer %s cannot be reached", peer.hex())
                 continue
             if shared is not None:
-                self._neighbours.lend(peer, shared, reply.frames)
+                self._shared_memory.lend(peer, shared, reply.frames)
             size = len(envelope) + size_bytes(reply.frames)
             self._metrics.sent_bytes.inc(size)
             if self._trace.is_on:
@@ -327,13 +327,13 @@ class _Service:
         self._stalled[peer] = f"{name} was dropped by the server at {self._address}: {reason}"
         logger.warning("%s", self._stalled[peer])
         self._metrics.cut_connections.inc()
-        self._outbox.forget(peer)
-        self._neighbours.forget(peer)
+        self._send_queue.forget(peer)
+        self._shared_memory.forget(peer)
         self._connections.cut(self._descriptors.pop(peer, -1))
 
     def _look_at_peers(self, now: float) -> None:
         """Cuts who sends without end, and tells the rounds of those that were dropped."""
-        self._neighbours.attend()
+        self._shared_memory.attend()
         for address in self._connections.look():
             self._metrics.cut_connections.inc()
             log.once(logger, "endless", "cut the connection of %s: it sent a message without end", address)

@@ -23,7 +23,7 @@ from zenps.wire.messages import Hello, Shared
 from zenps.wire.same_host import OFFSET, check_user, name_of
 from zenps.wire.sockets import COPY_BELOW_BYTES
 
-__all__ = ["Neighbours"]
+__all__ = ["SharedMemoryPeers"]
 
 logger = logging.getLogger("zenps.server")
 
@@ -32,7 +32,7 @@ MOST_STRANGERS = 64
 MOST_HELLO_BYTES = 1024
 
 
-class _Neighbour:
+class _Peer:
     """One worker: what it shares, and what it was lent."""
 
     def __init__(self, socket: net.socket, window: Window) -> None:
@@ -69,7 +69,7 @@ class _Neighbour:
                 del self._lent[offset]
 
 
-class Neighbours:
+class SharedMemoryPeers:
     """For one thread.
 
     Args:
@@ -89,7 +89,7 @@ class Neighbours:
         self._arena = open_arena(cluster, keep_bytes)
         self._poller = poller
         self._strangers: deque[net.socket] = deque()
-        self._known: dict[bytes, _Neighbour] = {}
+        self._known: dict[bytes, _Peer] = {}
         self._decoder = msgspec.msgpack.Decoder(Hello)
         self.pool = BufferPool(keep_bytes) if self._arena is None else self._arena.pool
         self._listener = net.socket(net.AF_UNIX, net.SOCK_STREAM)
@@ -122,13 +122,13 @@ class Neighbours:
 
     def hear(self) -> None:
         """Uses again what workers have dropped since."""
-        for peer in [peer for peer, neighbour in self._known.items() if not neighbour.hear()]:
+        for peer in [peer for peer, peer_memory in self._known.items() if not peer_memory.hear()]:
             self.forget(peer)
 
     def forget(self, peer: bytes) -> None:
         """Uses again what ``peer`` was lent."""
-        if neighbour := self._known.pop(peer, None):
-            neighbour.socket.close()
+        if peer_memory := self._known.pop(peer, None):
+            peer_memory.socket.close()
 
     def look(self, peer: bytes, shared: Shared) -> memoryview:
         """Values that ``peer`` has named.
@@ -136,10 +136,10 @@ class Neighbours:
         Raises:
             ProtocolError: it shares no such place.
         """
-        neighbour = self._known.get(peer)
-        if neighbour is None:
+        peer_memory = self._known.get(peer)
+        if peer_memory is None:
             raise ProtocolError("payload", "values in the memory of a worker that shares none")
-        return neighbour.window.look(*shared)
+        return peer_memory.window.look(*shared)
 
     def place(self, values: memoryview) -> memoryview:
         """``values``, where workers of this host can read them if there are any."""
@@ -149,13 +149,13 @@ class Neighbours:
 
     def find(self, peer: bytes, frames: Sequence[memoryview]) -> Shared | None:
         """How to name the last of ``frames`` to ``peer``; None if it has to travel."""
-        neighbour = self._known.get(peer)
-        if neighbour is None or not frames or frames[-1].nbytes < COPY_BELOW_BYTES:
+        peer_memory = self._known.get(peer)
+        if peer_memory is None or not frames or frames[-1].nbytes < COPY_BELOW_BYTES:
             return None
         assert self._arena is not None
         values = frames[-1]
         offset = self._arena.find(values)
-        if offset is None or neighbour.lent_bytes + values.nbytes > self._most_bytes:
+        if offset is None or peer_memory.lent_bytes + values.nbytes > self._most_bytes:
             return None
         return offset, values.nbytes
 
@@ -195,5 +195,5 @@ class Neighbours:
         else:
             self._poller.unregister(socket)
             self.forget(hello.identity)
-            self._known[hello.identity] = _Neighbour(socket, window)
+            self._known[hello.identity] = _Peer(socket, window)
         return True

@@ -119,7 +119,7 @@ class Aggregator:
             result = Result(push.epoch, push.tensor, push.step, push.chunk, len(present), "bitmap", pushed)
             return result, (encode_blocks(present, ahead), summed)
         positions, values = self._kernels.aggregate([self._rows(*pushed) for pushed in pushes], divisor)
-        rows, numbers, data = len(positions), positions.numpy(), self._narrowed(values, push)
+        rows, numbers, data = len(positions), positions.numpy(), self._quantized(values, push)
         codec = choose(push.answer, rows, push.span, data.nbytes // max(rows, 1), numbers)
         encoded = codec.encode(numbers, push.span)
         result = Result(push.epoch, push.tensor, push.step, push.chunk, rows, codec.name, pushed)
@@ -131,15 +131,15 @@ class Aggregator:
         if push.values == "same":
             values = tensor_from_bytes(payload.values, DTYPES[push.dtype], shape)
         else:
-            values = self._widened_rows(payload.values, push, shape)
+            values = self._dequantized_rows(payload.values, push, shape)
         return torch.from_numpy(payload.positions), values
 
-    def _widened_rows(self, data: memoryview, push: Push, shape: tuple[int, int]) -> Tensor:
+    def _dequantized_rows(self, data: memoryview, push: Push, shape: tuple[int, int]) -> Tensor:
         values = self._pool.empty(shape, torch.float32)
         VALUE_CODECS[push.values].decode(data, values)
         return values
 
-    def _narrowed(self, values: Tensor, push: Push) -> memoryview:
+    def _quantized(self, values: Tensor, push: Push) -> memoryview:
         """A sum ``[rows, columns]`` as it travels."""
         if push.values == "same":
             return tensor_bytes(values)
@@ -152,14 +152,14 @@ class Aggregator:
         """The sum in order, started from the first part so that -0.0 survives."""
         if len(parts) == 1 and divisor == 1:
             return parts[0]
-        first = self._widened(parts[0], push)
+        first = self._dequantized(parts[0], push)
         total = self._pool.array(first.size, first.dtype)
         if len(parts) == 1:
             total[:] = first
         else:
-            np.add(first, self._widened(parts[1], push), out=total)
+            np.add(first, self._dequantized(parts[1], push), out=total)
         for part in parts[2:]:
-            total += self._widened(part, push)
+            total += self._dequantized(part, push)
         return self._divided(total, divisor, push)
 
     def _sum_blocks(
@@ -186,7 +186,7 @@ class Aggregator:
         total[times[present] < len(pushes)] = 0.0
         for pushed, payload in pushes:
             assert payload.positions is not None
-            values = self._widened(payload.values, pushed).reshape(len(payload.positions), push.columns)
+            values = self._dequantized(payload.values, pushed).reshape(len(payload.positions), push.columns)
             if len(values) == len(present):
                 total += values
             else:
@@ -197,23 +197,23 @@ class Aggregator:
         if divisor != 1:
             total /= divisor
         if push.values != "same":
-            return self._narrowed(torch.from_numpy(total)[:, None], push)
+            return self._quantized(torch.from_numpy(total)[:, None], push)
         if push.dtype in _SUMMED_AS_THEY_ARE:
             return total.data.cast("B")
         return tensor_bytes(torch.from_numpy(total).to(DTYPES[push.dtype]))
 
-    def _widened(self, data: memoryview, push: Push) -> Summed:
+    def _dequantized(self, data: memoryview, push: Push) -> Summed:
         """A dense part in the dtype in which it is summed, uncopied where that is its own."""
-        widened: Summed
+        dequantized: Summed
         if push.values != "same":
-            widened = self._widened_rows(data, push, (push.span, 1)).view(-1).numpy()
-            return widened
+            dequantized = self._dequantized_rows(data, push, (push.span, 1)).view(-1).numpy()
+            return dequantized
         if push.dtype in _SUMMED_AS_THEY_ARE:
             return np.frombuffer(data, _SUMMED_AS_THEY_ARE[push.dtype])
-        narrow = DTYPES[push.dtype]
-        tensor = tensor_from_bytes(data, narrow, (data.nbytes // narrow.itemsize,))
-        widened = tensor.to(ACCUMULATE[narrow]).numpy()
-        return widened
+        quantize = DTYPES[push.dtype]
+        tensor = tensor_from_bytes(data, quantize, (data.nbytes // quantize.itemsize,))
+        dequantized = tensor.to(ACCUMULATE[quantize]).numpy()
+        return dequantized
 
 
 def _check_values(push: Push, data: memoryview) -> None:

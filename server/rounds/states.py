@@ -94,7 +94,7 @@ class Held(Struct, frozen=True):
 
 
 class Aggregate(Struct, frozen=True):
-    """An action: sum these pushes, in rank order, and hand the result to :meth:`Rounds.finish`."""
+    """An action: sum these pushes, in rank order, and hand the result to :meth:`ServerRounds.finish`."""
 
     key: Key
     pushes: Sequence[Held]

@@ -24,7 +24,7 @@ from zenps.wire.messages import Busy, Failure, FailureKind, Result, Resume, Want
 from .history import History
 from .states import MOST_ASK_SECONDS, Aggregate, Event, Held, Key, Reply, Round, disagreement
 
-__all__ = ["Aggregate", "Held", "Key", "Reply", "Rounds"]
+__all__ = ["Aggregate", "Held", "Key", "Reply", "ServerRounds"]
 
 # What a round costs beside its tensors; it bounds how many empty ones a budget allows.
 ROUND_BYTES = 1024
@@ -39,7 +39,7 @@ REOPENED_SECONDS = 15.0
 Actions = list[Aggregate | Reply]
 
 
-class Rounds:
+class ServerRounds:
     """All rounds of one server.
 
     Args:

@@ -117,8 +117,8 @@ def _with_gloo(directory: Path, rank: int) -> tuple[str, str, float]:
     torch.set_num_threads(1)
     # As gloo is by default, where a wait ends after half an hour.
     timeout = timedelta(minutes=30)
-    meet = f"file://{directory / 'store'}"
-    dist.init_process_group("gloo", meet, rank=rank, world_size=WORKERS, timeout=timeout)
+    negotiate = f"file://{directory / 'store'}"
+    dist.init_process_group("gloo", negotiate, rank=rank, world_size=WORKERS, timeout=timeout)
     model = Model()
     optimizers = optimizers_of(model)
 

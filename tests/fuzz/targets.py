@@ -19,7 +19,7 @@ from zenps.config.settings import ClusterConfig, Config, SyncConfig
 from zenps.kernels.cpu import CpuKernels
 from zenps.scheduler.membership import Membership
 from zenps.server.reducers.aggregation import Aggregator, Payload, check_span, read_payload
-from zenps.server.rounds.tracker import Aggregate, Held, Rounds
+from zenps.server.rounds.tracker import Aggregate, Held, ServerRounds
 from zenps.wire.blocks import decode_blocks, encode_blocks
 from zenps.wire.frames import PROTOCOL_VERSION, Decoder, checksum_of, encode
 from zenps.wire.messages import (
@@ -54,7 +54,7 @@ from zenps.worker.encode.blocks import BlockTransfer
 from zenps.worker.encode.planner import Transfers
 from zenps.worker.encode.streams import Plan
 from zenps.worker.rounds.states import Deliver, Outgoing, Round
-from zenps.worker.rounds.tracker import Exchange
+from zenps.worker.rounds.tracker import WorkerRounds
 from zenps.worker.training.broadcast import unpack_object
 
 __all__ = ["SEEDS", "TARGETS", "reseal"]
@@ -92,7 +92,7 @@ class Server:
 
     def __init__(self) -> None:
         self._decoder: Decoder[Push] = Decoder(JOB, Push)
-        self._rounds = {ranks: Rounds(1 << 20, 30.0) for ranks in (1, 2)}
+        self._rounds = {ranks: ServerRounds(1 << 20, 30.0) for ranks in (1, 2)}
         for ranks, rounds in self._rounds.items():
             rounds.on_view(1, dict.fromkeys(range(ranks), b"peer"), {}, 0.0)
         pool = BufferPool(1 << 20)
@@ -136,7 +136,7 @@ class Worker:
         self._begin_all()
 
     def _begin_all(self) -> None:
-        self._exchange = Exchange(30.0, lambda round_: round_.outgoing)
+        self._exchange = WorkerRounds(30.0, lambda round_: round_.outgoing)
         self._exchange.on_view(1, [Member("server", 0, "host", 1, "", "")], 0.0)
         self._transfers = {name: self._submit(name) for name in self._begin}
 
@@ -240,7 +240,7 @@ def _encoded(codec: str, positions: list[int]) -> bytes:
     return CODECS[codec].encode(np.array(positions), SPAN).tobytes()
 
 
-def _narrow(form: str, rows: int, columns: int) -> bytes:
+def _quantize(form: str, rows: int, columns: int) -> bytes:
     codec = VALUE_CODECS[form]  # type: ignore[index]
     data = torch.empty(codec.size_bytes(rows, columns), dtype=torch.uint8)
     codec.encode(torch.ones(rows, columns), data)
@@ -282,9 +282,9 @@ SEEDS: dict[str, list[Frames]] = {
         _sealed(msgspec.structs.replace(PUSH, codec="delta"), _encoded("delta", [1, 7, 300]), _ROWS),
         _sealed(msgspec.structs.replace(PUSH, codec="blocks"), _encoded("blocks", [1, 7, 300]), _ROWS),
         _sealed(msgspec.structs.replace(PUSH, codec="dense", span=3), b"", _ROWS),
-        _sealed(msgspec.structs.replace(PUSH, values="int8"), _POSITIONS, _narrow("int8", 3, COLUMNS)),
-        _sealed(msgspec.structs.replace(_DENSE, values="float16"), b"", _narrow("float16", 100, 1)),
-        _sealed(msgspec.structs.replace(_DENSE, values="int8"), b"", _narrow("int8", 100, 1)),
+        _sealed(msgspec.structs.replace(PUSH, values="int8"), _POSITIONS, _quantize("int8", 3, COLUMNS)),
+        _sealed(msgspec.structs.replace(_DENSE, values="float16"), b"", _quantize("float16", 100, 1)),
+        _sealed(msgspec.structs.replace(_DENSE, values="int8"), b"", _quantize("int8", 100, 1)),
         _sealed(msgspec.structs.replace(PUSH, rows=0), b"", b""),
         _sealed(_DENSE, b"", _ELEMENTS),
         _sealed(_STREAM, _PHASE, _BLOCKS),
@@ -296,8 +296,8 @@ SEEDS: dict[str, list[Frames]] = {
         _sealed(Result(1, "table", 0, 0, 3, "bitmap"), _encoded("bitmap", [1, 7, 300]), _ROWS),
         _sealed(Result(1, "table", 0, 0, 3, "delta"), _encoded("delta", [1, 7, 300]), _ROWS),
         _sealed(Result(1, "table", 0, 0, 3, "blocks"), _encoded("blocks", [1, 7, 300]), _ROWS),
-        _sealed(Result(1, "table16", 0, 0, 3, "coo"), _POSITIONS, _narrow("bfloat16", 3, COLUMNS)),
-        _sealed(Result(1, "small16", 0, 0, 100, "none"), b"", _narrow("bfloat16", 100, 1)),
+        _sealed(Result(1, "table16", 0, 0, 3, "coo"), _POSITIONS, _quantize("bfloat16", 3, COLUMNS)),
+        _sealed(Result(1, "small16", 0, 0, 100, "none"), b"", _quantize("bfloat16", 100, 1)),
         _sealed(Result(1, "small", 0, 0, 100, "none"), b"", _ELEMENTS),
         _sealed(Result(1, "vector", 0, 0, 0, "none"), b"", b""),
         _sealed(Result(1, "blocks", 0, 0, 5, "bitmap"), _PHASE, _BLOCKS),
@@ -310,11 +310,11 @@ SEEDS: dict[str, list[Frames]] = {
     "phase": [[struct.pack("<QQ", 5, 5), _PHASE]],
     "blocks": [[struct.pack("<QQ", 3, SPAN), _encoded("blocks", [1, 7, 300])]],
     "dense": [[struct.pack("<QQ", 3, 5), CODECS["dense"].encode(np.array([1, 2, 4]), 5).tobytes()]],
-    "float16": [[struct.pack("<QQ", 3, COLUMNS), _narrow("float16", 3, COLUMNS)]],
-    "bfloat16": [[struct.pack("<QQ", 3, COLUMNS), _narrow("bfloat16", 3, COLUMNS)]],
+    "float16": [[struct.pack("<QQ", 3, COLUMNS), _quantize("float16", 3, COLUMNS)]],
+    "bfloat16": [[struct.pack("<QQ", 3, COLUMNS), _quantize("bfloat16", 3, COLUMNS)]],
     "int8": [
-        [struct.pack("<QQ", 3, COLUMNS), _narrow("int8", 3, COLUMNS)],
-        [struct.pack("<QQ", 100, 1), _narrow("int8", 100, 1)],
+        [struct.pack("<QQ", 3, COLUMNS), _quantize("int8", 3, COLUMNS)],
+        [struct.pack("<QQ", 100, 1), _quantize("int8", 100, 1)],
     ],
     "object": [
         [msgpack.packb(value)] for value in ({"a": [1, 2.5, None, "text", b"bytes"]}, [{1: True}, []], 7)

@@ -19,7 +19,7 @@ from zenps.partition.device_layout import place_on
 from zenps.worker.encode.accelerator import CudaAccelerator
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer
 from zenps.worker.encode.gpu import StagedDense, StagedSparse
-from zenps.worker.encode.transfer import Cut, Transfer
+from zenps.worker.encode.transfer import Sharding, Transfer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -64,7 +64,7 @@ def test_rounds_of_many_sizes_reuse_memory_and_stay_right(
 
     def begin(tensor: Tensor) -> Transfer:
         staged = StagedSparse(
-            tensor.cuda(), Cut(layout, 2, 0), "auto", settings, lambda _: placement, accelerator
+            tensor.cuda(), Sharding(layout, 2, 0), "auto", settings, lambda _: placement, accelerator
         )
         return prepared(staged, accelerator)
 
@@ -84,7 +84,9 @@ def test_a_gradient_is_compacted_without_waiting(accelerator: CudaAccelerator) -
     tensor = whole_numbers(100_000, 32, 50_000, 1).cuda()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
-    transfer = StagedSparse(tensor, Cut(layout, 2, 0), "auto", CudaConfig(), lambda _: placement, accelerator)
+    transfer = StagedSparse(
+        tensor, Sharding(layout, 2, 0), "auto", CudaConfig(), lambda _: placement, accelerator
+    )
     prepared(transfer, accelerator)
     assert sum(part.rows for part in transfer.parts) > 0
 
@@ -99,7 +101,7 @@ def test_the_callers_stream_goes_first(accelerator: CudaAccelerator) -> None:
         torch.cuda._sleep(200_000_000)
         tensor._values().mul_(2)
         transfer = StagedSparse(
-            tensor, Cut(layout, 1, 0), "coo", CudaConfig(), lambda _: placement, accelerator
+            tensor, Sharding(layout, 1, 0), "coo", CudaConfig(), lambda _: placement, accelerator
         )
     prepared(transfer, accelerator)
     for part in transfer.parts:
@@ -112,7 +114,7 @@ def test_dense(accelerator: CudaAccelerator) -> None:
 
     def begin(tensor: Tensor) -> Transfer:
         def make(copy: Tensor) -> Transfer:
-            return DenseTransfer(copy, Cut(layout, 2, 0), accelerator.pinned, True)
+            return DenseTransfer(copy, Sharding(layout, 2, 0), accelerator.pinned, True)
 
         return prepared(StagedDense(tensor.cuda(), make, accelerator), accelerator)
 

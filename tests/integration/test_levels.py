@@ -168,9 +168,9 @@ def push_and_rest() -> bool:
     until = time.monotonic() + AT_ONCE_SECONDS
     for _ in range(5):
         zps.push_pull(table(0), "t")
-    while channel._wheel.is_taken and time.monotonic() < until:
+    while channel._lock.is_taken and time.monotonic() < until:
         time.sleep(0.01)
-    return not channel._wheel.is_taken
+    return not channel._lock.is_taken
 
 
 def test_nobody_waits_for_servers_once_the_sum_is_there() -> None:

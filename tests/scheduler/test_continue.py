@@ -36,7 +36,7 @@ SETTINGS: dict[str, str | int | float] = {"sync.seed": 7}
 
 WORKERS = [b"worker-0", b"worker-1", b"worker-2"]
 SERVERS = [b"server-0", b"server-1"]
-NEWCOMER = b"worker-new"
+JOINING = b"worker-new"
 
 
 def register(
@@ -66,10 +66,10 @@ def running() -> Membership:
 
 
 def beat(
-    membership: Membership, peers: Iterable[bytes], now: float, wave: int = 0, epoch: int | None = None
+    membership: Membership, peers: Iterable[bytes], now: float, watermark: int = 0, epoch: int | None = None
 ) -> list[Send]:
     """From nodes that have the newest view, if not told otherwise."""
-    heartbeat = Heartbeat(membership.epoch if epoch is None else epoch, {}, {}, wave)
+    heartbeat = Heartbeat(membership.epoch if epoch is None else epoch, {}, {}, watermark)
     return [send for peer in peers for send in membership.on_message(peer, heartbeat, now)]
 
 
@@ -168,7 +168,7 @@ def test_it_may_be_the_loss_that_completes_it(running: Membership) -> None:
     assert [to(sends, peer, BarrierReply) for peer in (WORKERS[0], WORKERS[2])] == [[BarrierReply(1, "")]] * 2
 
 
-# ── newcomers ───────────────────────────────────────────────────────────────────────────────────
+# ── joining workers ───────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -181,37 +181,37 @@ def short(running: Membership) -> Membership:
 
 
 def test_a_newcomer_waits_until_all_members_ask_for_it(short: Membership) -> None:
-    assert short.on_message(NEWCOMER, register("worker", 1, pid=7), LOST) == []
+    assert short.on_message(JOINING, register("worker", 1, pid=7), LOST) == []
     assert {(node.rank, node.state) for node in short.status(LOST).nodes if node.role == "worker"} == {
         (0, "present"), (1, "waiting"), (2, "present")
     }  # fmt: skip
-    assert to(beat(short, [NEWCOMER], LOST), NEWCOMER, View) == []
-    assert beat(short, [WORKERS[0]], LOST) == [Send(WORKERS[0], HeartbeatReply(1, newcomers=1))]
+    assert to(beat(short, [JOINING], LOST), JOINING, View) == []
+    assert beat(short, [WORKERS[0]], LOST) == [Send(WORKERS[0], HeartbeatReply(1, joining=1))]
     assert admit(short, [WORKERS[0], WORKERS[0]], LOST) == []
     to_servers = views(admit(short, [WORKERS[2]], LOST))
     to_workers = confirm(short, LOST)
-    assert to_workers.keys() == {WORKERS[0], NEWCOMER, WORKERS[2]}
+    assert to_workers.keys() == {WORKERS[0], JOINING, WORKERS[2]}
     for view in (*to_servers.values(), *to_workers.values()):
         assert (view.epoch, view.ring, view.admitted, ranks(view)) == (3, 3, 3, [0, 1, 2])
-    assert to_workers[NEWCOMER].rank == 1
-    assert beat(short, [WORKERS[0]], LOST) == [Send(WORKERS[0], HeartbeatReply(1, newcomers=0))]
+    assert to_workers[JOINING].rank == 1
+    assert beat(short, [WORKERS[0]], LOST) == [Send(WORKERS[0], HeartbeatReply(1, joining=0))]
 
 
 def test_who_wants_no_rank_gets_the_lowest_that_is_free(short: Membership) -> None:
-    short.on_message(NEWCOMER, register("worker", pid=7), LOST)
+    short.on_message(JOINING, register("worker", pid=7), LOST)
     admit(short, (WORKERS[0], WORKERS[2]), LOST)
-    assert confirm(short, LOST)[NEWCOMER].rank == 1
+    assert confirm(short, LOST)[JOINING].rank == 1
 
 
 @pytest.mark.parametrize("rank", [-1, 0, 1])
 def test_nobody_joins_a_job_that_is_complete(running: Membership, rank: int) -> None:
-    (send,) = running.on_message(NEWCOMER, register("worker", rank, pid=7), 1.0)
+    (send,) = running.on_message(JOINING, register("worker", rank, pid=7), 1.0)
     assert isinstance(send.message, Refused)
     assert "the cluster is complete with 3 worker(s)" in send.message.reason
 
 
 def test_nor_is_the_rank_of_another_given_away(short: Membership) -> None:
-    (send,) = short.on_message(NEWCOMER, register("worker", 2, pid=7), LOST)
+    (send,) = short.on_message(JOINING, register("worker", 2, pid=7), LOST)
     assert isinstance(send.message, Refused)
     assert "rank 2 is taken by worker 2" in send.message.reason
 
@@ -226,7 +226,7 @@ def test_a_question_that_was_answered_counts_for_nothing(short: Membership) -> N
 
 
 def test_a_loss_may_be_all_that_the_others_wait_for(short: Membership) -> None:
-    short.on_message(NEWCOMER, register("worker", 1, pid=7), LOST)
+    short.on_message(JOINING, register("worker", 1, pid=7), LOST)
     admit(short, [WORKERS[0]], LOST)
     (view, _) = views(short.on_message(WORKERS[2], Leave(), LOST)).values()
     assert (ranks(view), view.admitted) == ([0, 1], 3)
@@ -234,38 +234,38 @@ def test_a_loss_may_be_all_that_the_others_wait_for(short: Membership) -> None:
 
 @pytest.mark.parametrize("is_told", [True, False])
 def test_a_newcomer_that_goes_again_changes_nothing(short: Membership, is_told: bool) -> None:
-    short.on_message(NEWCOMER, register("worker", 1, pid=7), LOST)
+    short.on_message(JOINING, register("worker", 1, pid=7), LOST)
     if is_told:
-        assert short.on_message(NEWCOMER, Leave(), LOST) == []
+        assert short.on_message(JOINING, Leave(), LOST) == []
     else:
         beat(short, (WORKERS[0], WORKERS[2], *SERVERS), LOST + LATE)
         assert short.on_tick(LOST + LOST) == []
     assert (short.epoch, short.state) == (2, "running")
-    assert beat(short, [WORKERS[0]], LOST + LOST) == [Send(WORKERS[0], HeartbeatReply(1, newcomers=0))]
+    assert beat(short, [WORKERS[0]], LOST + LOST) == [Send(WORKERS[0], HeartbeatReply(1, joining=0))]
 
 
 def test_a_newcomer_learns_that_the_job_has_ended(short: Membership) -> None:
-    short.on_message(NEWCOMER, register("worker", 1, pid=7), LOST)
+    short.on_message(JOINING, register("worker", 1, pid=7), LOST)
     short.on_message(WORKERS[0], Leave(), LOST)
     sends = short.on_message(WORKERS[2], Leave(), LOST)
-    (refused,) = to(sends, NEWCOMER, Refused)
+    (refused,) = to(sends, JOINING, Refused)
     assert isinstance(refused, Refused)
     assert "the job has ended before it was let in" in refused.reason
     assert short.state == "draining"
-    assert not to(sends, NEWCOMER, Stop)
+    assert not to(sends, JOINING, Stop)
 
 
 def test_barriers_and_waves_are_counted_anew_with_a_newcomer(short: Membership) -> None:
     for peer in (WORKERS[0], WORKERS[2]):
         short.on_message(peer, Barrier(1), LOST)
-    beat(short, (WORKERS[0], WORKERS[2]), LOST, wave=5)
-    short.on_message(NEWCOMER, register("worker", 1, pid=7), LOST)
+    beat(short, (WORKERS[0], WORKERS[2]), LOST, watermark=5)
+    short.on_message(JOINING, register("worker", 1, pid=7), LOST)
     admit(short, (WORKERS[0], WORKERS[2]), LOST)
     confirm(short, LOST)
-    # One that has not got the view yet speaks of the waves before it.
+    # One that has not got the view yet speaks of the watermarks before it.
     short.on_message(WORKERS[0], Heartbeat(2, {}, {}, 5), LOST)
-    beat(short, (WORKERS[2], NEWCOMER), LOST, wave=1)
-    assert HeartbeatReply(1) in to(beat(short, [WORKERS[2]], LOST, wave=1), WORKERS[2], HeartbeatReply)
+    beat(short, (WORKERS[2], JOINING), LOST, watermark=1)
+    assert HeartbeatReply(1) in to(beat(short, [WORKERS[2]], LOST, watermark=1), WORKERS[2], HeartbeatReply)
     assert short.on_message(WORKERS[0], Barrier(1), LOST) == []
 
 
@@ -286,7 +286,7 @@ def come_back(view: View, workers: dict[bytes, int], admitted: dict[bytes, int] 
 
 @pytest.fixture
 def view() -> View:
-    """The first of a job in which newcomers had been let in before."""
+    """The first of a job in which joining workers had been let in before."""
     workers = tuple(Member("worker", rank, "box", rank, "", "") for rank in range(3))
     servers = tuple(Member("server", rank, "box", rank, "tcp://box:1", "") for rank in range(2))
     owners = np.zeros(4096, dtype="<u2").tobytes()
@@ -324,11 +324,11 @@ def test_barriers_count_from_the_newest_admission(view: View) -> None:
 
 def test_a_newcomer_waits_for_the_successor_as_well(view: View) -> None:
     successor = come_back(view, {WORKERS[0]: 0, WORKERS[2]: 0})
-    assert successor.on_message(NEWCOMER, register("worker", 1, pid=7), 0.0) == []
+    assert successor.on_message(JOINING, register("worker", 1, pid=7), 0.0) == []
     beat(successor, (WORKERS[0], WORKERS[2], *SERVERS), LATE, epoch=8)
     successor.on_tick(LEASE_SECONDS + 5.1)
     confirm(successor, LEASE_SECONDS + 5.1)
-    assert beat(successor, [NEWCOMER], LEASE_SECONDS + 5.1) == [Send(NEWCOMER, WhoAreYou())]
-    assert successor.on_message(NEWCOMER, register("worker", 1, pid=7), LEASE_SECONDS + 5.1) == []
+    assert beat(successor, [JOINING], LEASE_SECONDS + 5.1) == [Send(JOINING, WhoAreYou())]
+    assert successor.on_message(JOINING, register("worker", 1, pid=7), LEASE_SECONDS + 5.1) == []
     admit(successor, (WORKERS[0], WORKERS[2]), LEASE_SECONDS + 5.1, since=6)
-    assert ranks(confirm(successor, LEASE_SECONDS + 5.1)[NEWCOMER]) == [0, 1, 2]
+    assert ranks(confirm(successor, LEASE_SECONDS + 5.1)[JOINING]) == [0, 1, 2]

@@ -28,7 +28,7 @@ from tests.scheduler.nodes import (
 from zenps.scheduler.membership import Send
 from zenps.wire.messages import Departed, Drain, DrainReply, Heartbeat, Leave, Refused, Stop, View
 
-VISITOR = b"visitor"
+VISITOR = b"admin client"
 
 
 # ── workers ─────────────────────────────────────────────────────────────────────────────────────
@@ -258,14 +258,14 @@ def test_a_drained_server_leaves_once_the_others_have_its_slots() -> None:
     assert {peer: view.ring for peer, view in view.items()} == {server(1): 2}
     assert slots(membership) == {1: 4096}
     assert [n.state for n in membership.status(1.0).nodes if n.role == "server"] == ["leaving", "present"]
-    # It hears nothing of the new view; asked again, the visitor waits, too.
+    # It hears nothing of the new view; asked again, the admin client waits, too.
     assert membership.on_message(b"impatient", Drain(0), 1.0) == []
     assert [*map(type, to(membership.on_message(server(0), Heartbeat(1, {}), 1.0), server(0)))] != [Stop]
     sends = confirm(membership, [server(1)])
     assert sent(sends, Stop) == {server(0): Stop()}
     assert sent(sends, DrainReply) == {VISITOR: DrainReply(""), b"impatient": DrainReply("")}
     assert {*sent(sends, View)} == {worker(0), worker(1)}
-    # Stop may be lost with its connection, as the visitor's answer.
+    # Stop may be lost with its connection, as the admin client's answer.
     assert Stop() in to(membership.on_message(server(0), Heartbeat(1, {}), 2.0), server(0))
     assert only(membership.on_message(VISITOR, Drain(0), 2.0), VISITOR) == DrainReply("")
     assert membership.on_message(server(0), Leave(), 3.0) == []

@@ -179,7 +179,7 @@ def test_servers_come_and_go_while_workers_are_restarted() -> None:
 
 def test_a_drain_outlives_a_restart() -> None:
     membership = running(restarts=1)
-    membership.on_message(b"visitor", Drain(0), 1.0)
+    membership.on_message(b"admin client", Drain(0), 1.0)
     start(membership, 1, 2.0)
     assert sent(confirm(membership, [server(1)]), Stop) == {server(0): Stop()}
 

@@ -83,7 +83,7 @@ class History(RuleBasedStateMachine):
             if returns:
                 self.message(peer, Heartbeat(0, {}))
 
-    @rule(visitor=st.sampled_from([b"visitor", b"another"]), rank=st.integers(0, 3))
+    @rule(visitor=st.sampled_from([b"admin client", b"another"]), rank=st.integers(0, 3))
     def drain(self, visitor: bytes, rank: int) -> None:
         self.message(visitor, Drain(rank))
 
@@ -116,7 +116,7 @@ class History(RuleBasedStateMachine):
 
     def check(self, sends: Sequence[Send], visitor: bytes | None) -> None:
         for send in sends:
-            assert send.peer in self.known.keys() | {visitor, b"visitor", b"another"}
+            assert send.peer in self.known.keys() | {visitor, b"admin client", b"another"}
             match send.message:
                 case View() as view:
                     assert 0 < view.ring <= view.epoch <= self.membership.epoch
@@ -128,7 +128,7 @@ class History(RuleBasedStateMachine):
                 case Departed() | Refused() as news:
                     assert news.reason
                 case DrainReply():
-                    assert send.peer in (b"visitor", b"another")
+                    assert send.peer in (b"admin client", b"another")
             self.check_encodes(send.message)
         assert self.membership.state in JOB
         assert self.membership.epoch >= self.epoch

@@ -110,10 +110,12 @@ def test_a_node_whose_heartbeat_shows_an_older_epoch_gets_the_view_again() -> No
 def test_a_wave_begins_when_all_workers_have_reported_the_one_before() -> None:
     membership = running()
 
-    def beat(number: int, wave: int) -> int:
-        reply = only(membership.on_message(worker(number), Heartbeat(1, {}, {}, wave), 1.0), worker(number))
+    def beat(number: int, watermark: int) -> int:
+        reply = only(
+            membership.on_message(worker(number), Heartbeat(1, {}, {}, watermark), 1.0), worker(number)
+        )
         assert isinstance(reply, HeartbeatReply)
-        return reply.wave
+        return reply.watermark
 
     assert [beat(0, 0), beat(0, 1), beat(0, 1), beat(1, 0)] == [1, 1, 1, 1]
     assert [beat(1, 1), beat(0, 1), beat(0, 2)] == [2, 2, 2]
@@ -125,13 +127,13 @@ def test_a_wave_begins_when_all_workers_have_reported_the_one_before() -> None:
 
 def test_a_beat_costs_the_same_however_many_nodes_there_are() -> None:
     def cost(workers: int) -> float:
-        """Of one beat, where each brings a new wave; at best, for others use this processor, too."""
+        """Of one beat, where each brings a new watermark; at best, for others use this processor, too."""
         membership = running(workers)
         seconds = []
-        for wave in range(1, 6):
+        for watermark in range(1, 6):
             begin = time.process_time()
             for number in range(workers):
-                membership.on_message(worker(number), Heartbeat(1, {}, {}, wave), 1.0)
+                membership.on_message(worker(number), Heartbeat(1, {}, {}, watermark), 1.0)
                 membership.on_message(worker(number), Barrier(1 if number else LAST_BARRIER), 1.0)
             seconds.append(time.process_time() - begin)
         return min(seconds) / workers
@@ -155,7 +157,7 @@ def test_a_stranger_may_leave() -> None:
 
 def test_status_is_for_everybody() -> None:
     membership = make_membership(workers=2, servers=1)
-    status = only(membership.on_message(b"visitor", StatusRequest(), 0.0), b"visitor")
+    status = only(membership.on_message(b"admin client", StatusRequest(), 0.0), b"admin client")
     assert status == Status("job", "gathering", 0, LEASE_SECONDS, SETTINGS, ())
     assert membership.status(7.0).uptime_seconds == 7.0
     membership.on_message(worker(0), register("worker"), 1.0)

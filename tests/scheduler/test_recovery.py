@@ -113,14 +113,14 @@ def test_no_wave_begins_while_workers_are_missing() -> None:
     nodes, after = Nodes(), make_membership()
     nodes.come(after, [worker(0)])
 
-    def wave(peer: bytes, reported: int) -> int:
+    def watermark(peer: bytes, reported: int) -> int:
         reply = to(after.on_message(peer, Heartbeat(1, {}, {}, reported), 1.0), peer)[0]
         assert isinstance(reply, HeartbeatReply)
-        return reply.wave
+        return reply.watermark
 
-    assert wave(worker(0), 7) == 0  # worker 1 may still have rounds in flight since before wave 7
+    assert watermark(worker(0), 7) == 0  # worker 1 may still have rounds in flight since before watermark 7
     nodes.come(after, [worker(1), server(0), server(1)])
-    assert (after.state, wave(worker(0), 7), wave(worker(1), 6)) == ("running", 1, 7)
+    assert (after.state, watermark(worker(0), 7), watermark(worker(1), 6)) == ("running", 1, 7)
 
 
 def test_a_node_that_had_not_heard_of_its_membership_is_known_by_its_process() -> None:
@@ -244,7 +244,7 @@ def test_the_last_worker_leaves_while_servers_are_waited_for() -> None:
 
 def test_a_server_that_was_being_drained_is_no_member_any_more() -> None:
     nodes = Nodes()
-    nodes.hear(nodes.before.on_message(b"visitor", Drain(0), 1.0))
+    nodes.hear(nodes.before.on_message(b"admin client", Drain(0), 1.0))
     after = make_membership()
     nodes.come(after, [server(0), server(1), worker(0), worker(1)])
     assert slots(after) == {1: 4096}

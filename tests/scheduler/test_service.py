@@ -116,5 +116,5 @@ def test_the_metrics_say_what_a_status_says(scheduler: _Service, registry: Colle
     stragglers = scheduler._membership._job.stragglers
     stragglers.report(b"server", {})
     stragglers.report(b"server", {1: 4.0})
-    scheduler._send([Send(b"visitor", scheduler._membership.status(0.0))])
+    scheduler._send([Send(b"admin client", scheduler._membership.status(0.0))])
     assert registry.get_sample_value("zenps_late_seconds_total", {"rank": "1"}) == 4.0

@@ -7,20 +7,20 @@ from collections.abc import Iterable
 import pytest
 
 from zenps.errors import ProtocolError
-from zenps.server.rounds.tracker import Actions, Aggregate, Held, Key, Reply, Rounds
+from zenps.server.rounds.tracker import Actions, Aggregate, Held, Key, Reply, ServerRounds
 from zenps.wire.messages import Failure, Push, Result, Wanted
 
 KEY = Key("t", 0, 0)
 TEXT = "rank 2 was lost after a server had been, within one round of both"
 
 
-def make_rounds(ring: int = 1) -> Rounds:
-    rounds = Rounds(1 << 30, 30.0)
+def make_rounds(ring: int = 1) -> ServerRounds:
+    rounds = ServerRounds(1 << 30, 30.0)
     assert follow(rounds, (0, 1, 2), ring) == []
     return rounds
 
 
-def follow(rounds: Rounds, ranks: Iterable[int], ring: int = 1) -> Actions:
+def follow(rounds: ServerRounds, ranks: Iterable[int], ring: int = 1) -> Actions:
     return rounds.on_view(ring, {rank: peer_of(rank) for rank in ranks}, {}, 0.0)
 
 
@@ -28,7 +28,7 @@ def peer_of(rank: int) -> bytes:
     return f"worker-{rank}".encode()
 
 
-def push(rounds: Rounds, rank: int, key: Key = KEY, *, again: bool = False, ring: int = 1) -> Actions:
+def push(rounds: ServerRounds, rank: int, key: Key = KEY, *, again: bool = False, ring: int = 1) -> Actions:
     message = Push(ring, rank, *key, 1, "sparse", "float32", (8, 4), 4, 4, 2, "coo", True, again)
     return rounds.on_push(Held(peer_of(rank), message, None, 100), 0.0)
 
@@ -145,13 +145,13 @@ def test_a_newcomer_takes_a_rank_under_another_ring() -> None:
     assert summed(push(rounds, 2, ring=2)) == [0, 1, 2]
 
 
-def finish(rounds: Rounds, key: Key) -> None:
+def finish(rounds: ServerRounds, key: Key) -> None:
     rounds.finish(key, Result(1, *key, 2, "coo"), (), 0.0)
 
 
 @pytest.mark.parametrize("has_part", [True, False])
 def test_a_forgotten_outcome_is_summed_again_only_of_the_same_ranks(has_part: bool) -> None:
-    rounds = Rounds(1, 30.0)
+    rounds = ServerRounds(1, 30.0)
     follow(rounds, (0, 1, 2))
     if not has_part:
         follow(rounds, (0, 1))

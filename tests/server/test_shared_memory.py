@@ -16,11 +16,11 @@ import zmq
 
 from zenps.config.settings import ClusterConfig
 from zenps.errors import ProtocolError
-from zenps.server.shared_memory import MOST_STRANGERS, Neighbours
+from zenps.server.shared_memory import MOST_STRANGERS, SharedMemoryPeers
 from zenps.wire.arena import Arena
 from zenps.wire.messages import Hello
 from zenps.wire.same_host import name_of
-from zenps.worker.transport.shared_memory import Neighbour, call
+from zenps.worker.transport.shared_memory import SharedMemoryPeer, call
 
 MIB = 1 << 20
 JOB, PEER = "job", b"worker-1"
@@ -31,8 +31,8 @@ VALUES = bytes(range(256)) * 512
 class Both(NamedTuple):
     """A server, and a worker that it has let in."""
 
-    server: Neighbours
-    worker: Neighbour
+    server: SharedMemoryPeers
+    worker: SharedMemoryPeer
     arena: Arena
     """The worker's."""
 
@@ -43,8 +43,8 @@ def address() -> str:
 
 
 @pytest.fixture
-def server(address: str) -> Iterator[Neighbours]:
-    made = Neighbours(CLUSTER, address, MIB, zmq.Poller())
+def server(address: str) -> Iterator[SharedMemoryPeers]:
+    made = SharedMemoryPeers(CLUSTER, address, MIB, zmq.Poller())
     yield made
     made.close()
 
@@ -57,7 +57,7 @@ def arena() -> Iterator[Arena]:
 
 
 @pytest.fixture
-def both(server: Neighbours, arena: Arena, address: str) -> Iterator[Both]:
+def both(server: SharedMemoryPeers, arena: Arena, address: str) -> Iterator[Both]:
     worker = call(address, Hello(JOB, PEER), arena)
     assert worker is not None
     server.attend()
@@ -65,7 +65,7 @@ def both(server: Neighbours, arena: Arena, address: str) -> Iterator[Both]:
     worker.close()
 
 
-def give(server: Neighbours, data: bytes = VALUES) -> memoryview:
+def give(server: SharedMemoryPeers, data: bytes = VALUES) -> memoryview:
     """A result in the server's memory."""
     return server.place(memoryview(bytearray(data)))
 
@@ -166,7 +166,7 @@ def test_what_was_lent_to_a_worker_that_is_gone_is_used_again(both: Both) -> Non
 
 
 def test_a_server_that_is_gone_takes_nothing_along(arena: Arena, address: str) -> None:
-    server = Neighbours(CLUSTER, address, MIB, zmq.Poller())
+    server = SharedMemoryPeers(CLUSTER, address, MIB, zmq.Poller())
     worker = call(address, Hello(JOB, PEER), arena)
     assert worker is not None
     server.attend()
@@ -198,7 +198,7 @@ def test_much_that_is_dropped_at_once_is_heard_in_pieces(both: Both) -> None:
     assert both.server._known[PEER].lent_bytes == 0
 
 
-def test_nobody_waits_for_an_answer(server: Neighbours, arena: Arena, address: str) -> None:
+def test_nobody_waits_for_an_answer(server: SharedMemoryPeers, arena: Arena, address: str) -> None:
     worker = call(address, Hello(JOB, PEER), arena)
     assert worker is not None
     pushed = arena.copy(memoryview(VALUES))
@@ -215,7 +215,7 @@ def test_on_another_host_there_is_nobody(arena: Arena, address: str) -> None:
 
 
 def test_nothing_is_shared_where_that_is_not_wanted(arena: Arena, address: str) -> None:
-    server = Neighbours(ClusterConfig(job=JOB, same_host="tcp"), address, MIB, zmq.Poller())
+    server = SharedMemoryPeers(ClusterConfig(job=JOB, same_host="tcp"), address, MIB, zmq.Poller())
     assert call(address, Hello(JOB, PEER), arena) is None
     values = memoryview(VALUES)
     assert server.place(values) is values
@@ -257,7 +257,7 @@ HELLO = msgspec.msgpack.encode(Hello(JOB, PEER))
     ids=["another job", "garbage", "too short", "no memory", "memory that may shrink"],
 )
 def test_who_does_not_say_hello_properly_is_refused(
-    server: Neighbours,
+    server: SharedMemoryPeers,
     arena: Arena,
     address: str,
     caplog: pytest.LogCaptureFixture,
@@ -279,7 +279,7 @@ def test_who_does_not_say_hello_properly_is_refused(
 
 @pytest.mark.parametrize("data", [HELLO[:-1], msgspec.msgpack.encode(Hello("another", PEER))])
 def test_a_refusal_leaves_no_descriptor(
-    server: Neighbours, arena: Arena, address: str, monkeypatch: pytest.MonkeyPatch, data: bytes
+    server: SharedMemoryPeers, arena: Arena, address: str, monkeypatch: pytest.MonkeyPatch, data: bytes
 ) -> None:
     # What is logged has the exception, and that all that it came by.
     monkeypatch.setattr(logging.getLogger("zenps.server"), "disabled", True)
@@ -293,7 +293,7 @@ def test_a_refusal_leaves_no_descriptor(
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_who_sends_no_descriptor_is_refused(server: Neighbours, address: str) -> None:
+def test_who_sends_no_descriptor_is_refused(server: SharedMemoryPeers, address: str) -> None:
     with net.socket(net.AF_UNIX, net.SOCK_STREAM) as socket:
         socket.connect(name_of(address))
         socket.send(HELLO)
@@ -301,7 +301,7 @@ def test_who_sends_no_descriptor_is_refused(server: Neighbours, address: str) ->
         assert socket.recv(1) == b""
 
 
-def test_those_who_say_nothing_keep_nobody_out(server: Neighbours, arena: Arena, address: str) -> None:
+def test_those_who_say_nothing_keep_nobody_out(server: SharedMemoryPeers, arena: Arena, address: str) -> None:
     silent = []
     for _ in range(MOST_STRANGERS + 20):
         socket = net.socket(net.AF_UNIX, net.SOCK_STREAM)
@@ -321,7 +321,9 @@ def test_those_who_say_nothing_keep_nobody_out(server: Neighbours, arena: Arena,
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_another_user_is_refused(server: Neighbours, address: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_user_is_refused(
+    server: SharedMemoryPeers, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         try:
@@ -345,9 +347,9 @@ def test_another_user_is_refused(server: Neighbours, address: str, caplog: pytes
 
 
 def test_without_its_name_a_server_serves_all_the_same(
-    server: Neighbours, arena: Arena, address: str, caplog: pytest.LogCaptureFixture
+    server: SharedMemoryPeers, arena: Arena, address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    second = Neighbours(CLUSTER, address, MIB, zmq.Poller())
+    second = SharedMemoryPeers(CLUSTER, address, MIB, zmq.Poller())
     assert "will travel by TCP within this host, too: [Errno 98]" in caplog.text
     second.attend()
     assert second.find(PEER, [give(second)]) is None

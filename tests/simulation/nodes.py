@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from zenps.scheduler.membership import Membership, Send
-from zenps.server.rounds.tracker import Rounds
+from zenps.server.rounds.tracker import ServerRounds
 from zenps.wire.messages import Drain, DrainReply, Heartbeat, Refused, Register, View, WhoAreYou
 from zenps.wire.registration import Registration
-from zenps.worker.rounds.tracker import Exchange
+from zenps.worker.rounds.tracker import WorkerRounds
 
 from .network import Frames
 
@@ -35,8 +35,8 @@ class Parts(msgspec.Struct, frozen=True):
     """What is simulated; a test puts one with a mistake in its place."""
 
     membership: type[Membership] = Membership
-    rounds: type[Rounds] = Rounds
-    exchange: type[Exchange] = Exchange
+    rounds: type[ServerRounds] = ServerRounds
+    exchange: type[WorkerRounds] = WorkerRounds
     registration: type[Registration] = Registration
 
 
@@ -135,14 +135,14 @@ class Member(Node):
         self.every(simulation.cluster.lease_seconds / 4, self.beat)
 
     @property
-    def wave(self) -> int:
+    def watermark(self) -> int:
         return 0
 
     def beat(self) -> None:
         if self.now - self._heard > self.simulation.cluster.rendezvous_seconds:
             self.end("the scheduler is lost")
             return
-        self.send(SCHEDULER, Heartbeat(self.view.epoch if self.view else 0, {}, {}, self.wave))
+        self.send(SCHEDULER, Heartbeat(self.view.epoch if self.view else 0, {}, {}, self.watermark))
 
     @abstractmethod
     def end(self, reason: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from zenps.config.settings import ClusterConfig
-from zenps.scheduler.admission import Newcomers
+from zenps.scheduler.admission import JoiningWorkers
 from zenps.scheduler.barriers import Barriers
 from zenps.scheduler.job import Job
 from zenps.scheduler.members import Node
@@ -18,10 +18,10 @@ from zenps.scheduler.membership import Membership, Send
 from zenps.scheduler.registration import Settings
 from zenps.server.rounds.states import Aggregate
 from zenps.server.rounds.states import Round as ServerRound
-from zenps.server.rounds.tracker import Actions, Held, Rounds
+from zenps.server.rounds.tracker import Actions, Held, ServerRounds
 from zenps.wire.messages import FromServer, Member, Register
 from zenps.worker.rounds.states import Action, Frames, Round, SendPush
-from zenps.worker.rounds.tracker import Exchange
+from zenps.worker.rounds.tracker import WorkerRounds
 
 from .nodes import Parts
 from .script import Scenario
@@ -29,14 +29,14 @@ from .script import Scenario
 __all__ = ["PLANTS", "OverwritesEarlierPushes"]
 
 
-class TakesAnyEpoch(Exchange):
+class TakesAnyEpoch(WorkerRounds):
     """Believes answers of an older ring."""
 
     def on_reply(self, server: int, message: FromServer, frames: Frames, now: float) -> list[Action]:
         return super().on_reply(server, msgspec.structs.replace(message, epoch=self._epoch), frames, now)
 
 
-class KeepsNothing(Exchange):
+class KeepsNothing(WorkerRounds):
     """Forgets a round when it has ended here."""
 
     def _end(self, round_: Round, event: Any) -> None:
@@ -44,23 +44,23 @@ class KeepsNothing(Exchange):
         self._kept.clear()
 
 
-class TrustsTheFirstWave(Exchange):
-    """Takes one wave for three."""
+class TrustsTheFirstWatermark(WorkerRounds):
+    """Takes one watermark for three."""
 
-    def on_wave(self, wave: int) -> None:
-        super().on_wave(wave)
-        for key in [key for key, round_ in self._kept.items() if round_.ended_after < wave]:
+    def on_watermark(self, watermark: int) -> None:
+        super().on_watermark(watermark)
+        for key in [key for key, round_ in self._kept.items() if round_.ended_after < watermark]:
             self._settle(key)
 
 
-class NeverSettles(Exchange):
+class NeverSettles(WorkerRounds):
     """Keeps rounds that all ranks have ended."""
 
-    def on_wave(self, wave: int) -> None:
-        self.wave = max(self.wave, wave)
+    def on_watermark(self, watermark: int) -> None:
+        self.watermark = max(self.watermark, watermark)
 
 
-class SaysItIsTheFirstTime(Exchange):
+class SaysItIsTheFirstTime(WorkerRounds):
     """Does not say that it pushes again: nobody is asked for what he has ended."""
 
     def _cut(self, round_: Round) -> None:
@@ -69,7 +69,7 @@ class SaysItIsTheFirstTime(Exchange):
         round_.outgoing = [out._replace(push=replace(out.push, again=False)) for out in round_.outgoing]
 
 
-class OverwritesEarlierPushes(Exchange):
+class OverwritesEarlierPushes(WorkerRounds):
     """Uses the memory of what was pushed under an older ring, which a server that was lost may read."""
 
     def _cut(self, round_: Round) -> None:
@@ -77,7 +77,7 @@ class OverwritesEarlierPushes(Exchange):
         round_.earlier.clear()
 
 
-class OverwritesWhatHasEnded(Exchange):
+class OverwritesWhatHasEnded(WorkerRounds):
     """Uses the memory of what was pushed when all is answered here."""
 
     def _end(self, round_: Round, event: Any) -> None:
@@ -87,14 +87,14 @@ class OverwritesWhatHasEnded(Exchange):
         ]
 
 
-class NeverRepeats(Exchange):
+class NeverRepeats(WorkerRounds):
     """Relies on every message to arrive."""
 
     def on_tick(self, now: float) -> list[Action]:
         return [action for action in super().on_tick(now) if not isinstance(action, SendPush)]
 
 
-class GoesOnWithOthers(Exchange):
+class GoesOnWithOthers(WorkerRounds):
     """Pushes again under a new ring what began with a rank that is lost."""
 
     def on_view(
@@ -103,14 +103,14 @@ class GoesOnWithOthers(Exchange):
         return super().on_view(ring, servers, now, self._workers or workers)
 
 
-class CountsOn(Exchange):
-    """Keeps what was before newcomers were let in."""
+class CountsOn(WorkerRounds):
+    """Keeps what was before joining workers were let in."""
 
-    def begin_anew(self) -> list[Action]:
+    def reset(self) -> list[Action]:
         return []
 
 
-class SumsAsTheyCome(Rounds):
+class SumsAsTheyCome(ServerRounds):
     """Adds ranks in the order of arrival."""
 
     def _complete(self, round_: ServerRound, now: float) -> Actions:
@@ -119,7 +119,7 @@ class SumsAsTheyCome(Rounds):
         return [Aggregate(a.key, arrived, 0.0) if isinstance(a, Aggregate) else a for a in actions]
 
 
-class KeepsTheOldRing(Rounds):
+class KeepsTheOldRing(ServerRounds):
     """Goes on with its rounds under a new ring."""
 
     def on_view(
@@ -131,14 +131,14 @@ class KeepsTheOldRing(Rounds):
         return []
 
 
-class NeverAsks(Rounds):
+class NeverAsks(ServerRounds):
     """Waits for pushes that ranks do not know to be missing."""
 
     def _ask(self, now: float) -> Actions:
         return []
 
 
-class ForgetsToForget(Rounds):
+class ForgetsToForget(ServerRounds):
     """Loses count of its memory."""
 
     def _end(self, round_: ServerRound, event: Any) -> None:
@@ -147,7 +147,7 @@ class ForgetsToForget(Rounds):
         self._open_bytes = before
 
 
-class RefusesWhatIsOlder(Rounds):
+class RefusesWhatIsOlder(ServerRounds):
     """Admits what comes again after a loss only if there is room: others have taken it."""
 
     def on_push(self, held: Held, now: float) -> Actions:
@@ -155,7 +155,7 @@ class RefusesWhatIsOlder(Rounds):
         return super().on_push(msgspec.structs.replace(held, push=push), now)
 
 
-class DoesWithoutAnybody(Rounds):
+class DoesWithoutAnybody(ServerRounds):
     """Sums without a rank that is lost what others may have ended with it."""
 
     def _complete(self, round_: ServerRound, now: float) -> Actions:
@@ -163,7 +163,7 @@ class DoesWithoutAnybody(Rounds):
         return super()._complete(round_, now)
 
 
-class NeverDoesWithout(Rounds):
+class NeverDoesWithout(ServerRounds):
     """Waits for the push of a rank that is lost."""
 
     def _do_without(self, gone: Set[int], now: float) -> Actions:
@@ -214,17 +214,17 @@ class LetsOneThrough(Membership):
         self._job = _HastyJob(cluster, now)
 
 
-class _ImpatientNewcomers(Newcomers):
+class _ImpatientJoiningWorkers(JoiningWorkers):
     def are_due(self) -> bool:
         return bool(self._asked)
 
 
 class LetsInTooEarly(Membership):
-    """Lets newcomers in when the first has come to the end of its step."""
+    """Lets joining workers in when the first has come to the end of its step."""
 
     def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
         super().__init__(job, cluster, settings, now)
-        self._job.newcomers = _ImpatientNewcomers(self._job.members)
+        self._job.joining = _ImpatientJoiningWorkers(self._job.members)
 
 
 class _ForgetfulJob(Job):
@@ -297,7 +297,10 @@ class ForgetsThatTorchrunHasBegunAnew(Membership):
 
 PLANTS: dict[Scenario, list[Parts]] = {
     "steady": [
-        *(Parts(exchange=part) for part in (TakesAnyEpoch, KeepsNothing, TrustsTheFirstWave, NeverSettles)),
+        *(
+            Parts(exchange=part)
+            for part in (TakesAnyEpoch, KeepsNothing, TrustsTheFirstWatermark, NeverSettles)
+        ),
         *(Parts(exchange=part) for part in (SaysItIsTheFirstTime, NeverRepeats)),
         *(Parts(rounds=part) for part in (SumsAsTheyCome, KeepsTheOldRing, NeverAsks, ForgetsToForget)),
         Parts(rounds=RefusesWhatIsOlder),

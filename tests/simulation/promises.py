@@ -22,7 +22,7 @@ Answer = dict[int, tuple[int, ...]]
 
 
 class Era(NamedTuple):
-    """Within what steps are counted: a generation of torchrun's, and an admission of newcomers."""
+    """Within what steps are counted: a generation of torchrun's, and an admission of joining workers."""
 
     generation: int
     admitted: int

@@ -19,7 +19,7 @@ __all__ = ["Report", "main", "simulate"]
 _SUMMED = (
     "rounds",
     "virtual_seconds",
-    "begun_again",
+    "resharded",
     "recalled",
     "admissions",
     "generations",
@@ -37,12 +37,12 @@ class Report(msgspec.Struct):
     """Runs that differ in who received what in which order."""
     seconds: float = 0.0
     virtual_seconds: float = 0.0
-    begun_again: int = 0
+    resharded: int = 0
     """How often a round in flight was cut again, for a new ring."""
     recalled: int = 0
     """How often a round that had ended was pushed again, for another rank."""
     admissions: int = 0
-    """How often newcomers were let in."""
+    """How often joining workers were let in."""
     generations: int = 0
     """How often all workers were started anew."""
     scenarios: dict[str, dict[str, int]] = {}

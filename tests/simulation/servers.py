@@ -1,4 +1,4 @@
-"""A server: :class:`Rounds` with what a process does around it, and no socket."""
+"""A server: :class:`ServerRounds` with what a process does around it, and no socket."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNITS = 8
 
 
 class Server(Member):
-    """A process around :class:`Rounds`."""
+    """A process around :class:`ServerRounds`."""
 
     def __init__(self, simulation: Simulation, number: int) -> None:
         address = f"server-{number}"

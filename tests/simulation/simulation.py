@@ -38,7 +38,7 @@ class Outcome(msgspec.Struct):
     messages: Counter[str]
     faults: Counter[str]
     errors: Counter[str]
-    begun_again: int
+    resharded: int
     recalled: int
     admissions: int
     generations: int
@@ -98,7 +98,7 @@ class Simulation:
             self.network.counts,
             self._counts,
             self.judge.errors,
-            sum(exchange.begun_again for exchange in exchanges),
+            sum(exchange.resharded for exchange in exchanges),
             sum(exchange.recalled for exchange in exchanges),
             sum(era.admitted > 0 for era in self.promises.eras),
             self.supervisor.generation,

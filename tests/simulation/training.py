@@ -47,11 +47,11 @@ class Training:
         """All of it; what it yields says when it can go on."""
         worker, script = self._worker, self._script
         if script.scenario == "continue":
-            yield from self._sync(is_newcomer=worker.is_newcomer)
+            yield from self._sync(is_joining=worker.is_joining)
         else:
             self.state, self.has_state = 0, True
         while self.step < script.steps:
-            # Not every tensor in every step: then nothing but waves settles its last round.
+            # Not every tensor in every step: then nothing but watermarks settles its last round.
             numbers = [number for number in range(TENSORS) if self.step % (1 + 2 * number) == 0]
             self._rng.shuffle(numbers)
             for number in numbers:
@@ -97,16 +97,16 @@ class Training:
         yield self._worker.is_idle
         self._simulation.promises.check_state(self._worker, self.step, self.state)
         answer: Answer = {}
-        yield from self._ask("newcomers", self._worker.newcomers > 0, answer)
+        yield from self._ask("joining", self._worker.joining > 0, answer)
         if any(said.payload for said in self._said(answer, 0)):
             yield from self._worker.admit()
-            yield from self._sync(is_newcomer=False)
+            yield from self._sync(is_joining=False)
 
-    def _sync(self, *, is_newcomer: bool) -> Program:
+    def _sync(self, *, is_joining: bool) -> Program:
         """As :meth:`TrainingState.sync`."""
         while True:
             answer: Answer = {}
-            yield from self._ask("root", not is_newcomer, answer)
+            yield from self._ask("root", not is_joining, answer)
             with_state = [said.rank for said in self._said(answer, 0) if said.payload]
             if not with_state:
                 self._worker.end("all workers that had the state of this job were lost")

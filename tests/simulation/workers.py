@@ -1,4 +1,4 @@
-"""A worker: :class:`Exchange` with what a process does around it, and no socket."""
+"""A worker: :class:`WorkerRounds` with what a process does around it, and no socket."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Worker(Member):
         was_silent: whether it was stalled for so long that it may be taken for lost.
         gone_at: when it ended, or was stalled so.
         restarts_after: how long after its end another process takes its place.
-        newcomers: how many wait to be let in, as the scheduler said last.
+        joining workers: how many wait to be let in, as the scheduler said last.
         entered: the last barrier that it has come to.
     """
 
@@ -73,12 +73,12 @@ class Worker(Member):
         self.was_silent = False
         self.gone_at = math.inf
         self.restarts_after = RESTART_SECONDS
-        self.newcomers = 0
+        self.joining = 0
         self.entered = 0
         self.waits_at_barrier = False
-        self.is_newcomer = False
+        self.is_joining = False
         self.began = simulation.network.now
-        self.exchange = simulation.parts.exchange(math.inf, self._recut)
+        self.exchange = simulation.parts.exchange(math.inf, self._reshard)
         self._rng = random.Random(simulation.rng.random())
         self._awaited: dict[tuple[str, int], _Awaited] = {}
         self._steps: Counter[str] = Counter()
@@ -101,8 +101,8 @@ class Worker(Member):
     # ── the process ─────────────────────────────────────────────────────────────────────────────
 
     @property
-    def wave(self) -> int:
-        return self.exchange.wave
+    def watermark(self) -> int:
+        return self.exchange.watermark
 
     @property
     def era(self) -> Era:
@@ -154,20 +154,20 @@ class Worker(Member):
             match message:
                 case BarrierReply(sequence=sequence, error=error):
                     self._on_barrier(sequence, error)
-                case HeartbeatReply(wave=wave, newcomers=newcomers):
-                    self.newcomers = newcomers
-                    self.exchange.on_wave(wave)
+                case HeartbeatReply(watermark=watermark, joining=joining):
+                    self.joining = joining
+                    self.exchange.on_watermark(watermark)
         self._go_on()
 
     def on_view(self, view: View) -> None:
         if not self._owners:
-            self.rank, self.is_newcomer = view.rank, view.admitted > 0
+            self.rank, self.is_joining = view.rank, view.admitted > 0
         if view.admitted > self._admitted:
             self._admitted = view.admitted
             self._asks = None
             self._steps.clear()
-            self.entered = self.registration.barriers = self.newcomers = 0
-            self._execute(self.exchange.begin_anew())
+            self.entered = self.registration.barriers = self.joining = 0
+            self._execute(self.exchange.reset())
         self._owners = owners_of_units(view)
         self._servers = {server.rank: server.address.encode() for server in view.servers}
         self._ranks = {address: rank for rank, address in self._servers.items()}
@@ -240,7 +240,7 @@ class Worker(Member):
                 outgoing.append(Outgoing(server, push, frames))
         return outgoing
 
-    def _recut(self, round_: Round) -> list[Outgoing]:
+    def _reshard(self, round_: Round) -> list[Outgoing]:
         key = round_.tensor, round_.step
         if key in self._awaited:
             self._awaited[key].answer.clear()

@@ -78,7 +78,7 @@ class AutoCluster(PeerCluster):
         chosen = self._choose(name)
         if chosen.choice.scheme == AUTO[0]:
             handle, back = self._push(
-                tensor, name, How(average), contributes, is_gradient, self._ledger.record
+                tensor, name, How(average), contributes, is_gradient, self._statistics.record
             )
             pending: Pending = handle if back is None else Converted(handle, back)
             progress = handle.progress
@@ -130,7 +130,7 @@ class AutoCluster(PeerCluster):
         own = torch.tensor([servers if self.rank == 0 else 0], device="cpu")
         return Links(
             workers=self.size,
-            servers=int(self._meet(own, "peers/servers").wait()),
+            servers=int(self._negotiate(own, "peers/servers").wait()),
             bytes_per_second=sync.bandwidth_mbit * 1e6 / 8,
             latency_seconds=sync.latency_us / 1e6,
         )

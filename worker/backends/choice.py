@@ -23,7 +23,7 @@ ROUNDS: Final = 4
 WEIGHT: Final = 0.25
 """Of the newest round in the means, which so are about as steady as those of the last seven."""
 
-MEETING_MESSAGES: Final = 3
+NEGOTIATION_MESSAGES: Final = 3
 """Those that a round among workers waits for beside its own: to a server, back, and from rank 0."""
 
 
@@ -102,5 +102,5 @@ class Choice:
             imbalance=costs.expected_imbalance(links.parts, self.pushed),
         )
         cost = costs.predict(scheme, tensor, links)
-        messages = MEETING_MESSAGES if SCHEMES[scheme].exchange == "peers" else 0
+        messages = NEGOTIATION_MESSAGES if SCHEMES[scheme].exchange == "peers" else 0
         return cost.seconds + messages * links.latency_seconds

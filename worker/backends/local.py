@@ -33,7 +33,7 @@ class Alone(Communicator):
     bucket_bytes = 1
     run = 1
     ranks = (0,)
-    goes_on = is_newcomer = False
+    is_elastic = is_joining = False
 
     def __init__(self) -> None:
         self.stats = Stats()
@@ -57,7 +57,7 @@ class Alone(Communicator):
     def barrier(self) -> None:
         """Nobody to wait for."""
 
-    def has_newcomers(self) -> bool:
+    def has_joining_workers(self) -> bool:
         """Nobody can come."""
         return False
 

@@ -21,13 +21,13 @@ from ..core.communicator import in_flight
 from ..core.handle import Handle, Wait
 from .negotiation import Entry, disagreement, entries, entry_of, table_of
 
-__all__ = ["MetRound", "MetRounds"]
+__all__ = ["NegotiatedRound", "NegotiatedRounds"]
 
 # How long close() waits for each thread to see that it is over.
 CLOSE_SECONDS = 1.0
 
 
-class MetRound(Awaited):
+class NegotiatedRound(Awaited):
     """A tensor in flight, of which the ranks tell one another first.
 
     Attributes:
@@ -35,19 +35,19 @@ class MetRound(Awaited):
         is_heard: whether what came of it was looked at.
     """
 
-    meeting: Handle | None = None
+    negotiation: Handle | None = None
     is_heard = False
 
     @property
-    def has_met(self) -> bool:
+    def is_negotiated(self) -> bool:
         """Whether the meeting is over, one way or the other."""
-        return self.meeting is not None and self.meeting.has_ended
+        return self.negotiation is not None and self.negotiation.has_ended
 
 
-R = TypeVar("R", bound=MetRound)
+R = TypeVar("R", bound=NegotiatedRound)
 
 
-class MetRounds(ABC, Generic[R]):
+class NegotiatedRounds(ABC, Generic[R]):
     """The rounds of one rank. Every method may be called from any thread.
 
     Args:
@@ -62,13 +62,13 @@ class MetRounds(ABC, Generic[R]):
         self,
         rank: int,
         size: int,
-        meet: Callable[[Tensor, str], Handle],
+        negotiate: Callable[[Tensor, str], Handle],
         wait: Wait,
         wake: Callable[[], None],
         metrics: WorkerMetrics,
     ) -> None:
         self._rank, self._size = rank, size
-        self._meet, self._wait, self._wake = meet, wait, wake
+        self._negotiate, self._wait, self._wake = negotiate, wait, wake
         self._metrics = metrics
         self._threads: Sequence[threading.Thread] = ()
         self._news = threading.Condition()
@@ -112,7 +112,7 @@ class MetRounds(ABC, Generic[R]):
         """Ends whatever waits for other ranks."""
 
     @abstractmethod
-    def _on_met(self, round_: R, said: Sequence[Entry]) -> None:
+    def _on_negotiated(self, round_: R, said: Sequence[Entry]) -> None:
         """All ranks have met, and agree: what they said, by rank."""
 
     def _begin(self, name: str, tensor: Tensor, rows: int, average: bool, make: Callable[[int], R]) -> R:
@@ -138,7 +138,7 @@ class MetRounds(ABC, Generic[R]):
         try:
             self._give(round_)
             entry = entry_of(tensor, number, rows, average)
-            round_.meeting = self._meet(table_of(entry, self._rank, self._size), name)
+            round_.negotiation = self._negotiate(table_of(entry, self._rank, self._size), name)
         except BaseException:  # Ctrl-C too: a name in flight for ever could not be pushed again
             with self._news:
                 self._in_flight.pop(name, None)
@@ -161,14 +161,14 @@ class MetRounds(ABC, Generic[R]):
     def _hear(self, round_: R) -> None:
         """Sees what has come of a meeting that is over."""
         round_.is_heard = True
-        assert round_.meeting is not None
+        assert round_.negotiation is not None
         try:
-            said = entries(round_.meeting.wait())
+            said = entries(round_.negotiation.wait())
         except ZenPSError as error:
             self._end(round_, error)
             return
         if reason := disagreement(said):
-            where = f"tensor {round_.name!r}, step {round_.meeting.step}"
+            where = f"tensor {round_.name!r}, step {round_.negotiation.step}"
             self._end(round_, MismatchError(f"{where}: {reason}"))
         else:
-            self._on_met(round_, said)
+            self._on_negotiated(round_, said)

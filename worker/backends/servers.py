@@ -30,14 +30,14 @@ from zenps.wire.tensors import dtype_name
 from ..core.communicator import Communicator, Pending
 from ..core.handle import Handle, Progress, Recorder
 from ..core.spans import Spans
-from ..core.statistics import Ledger
+from ..core.statistics import Statistics
 from ..core.streaming import StreamedHandle
 from ..encode.blocks import BlockTransfer
 from ..encode.gpu import StagedBlocks
 from ..encode.gpu_queue import Staging
 from ..encode.planner import Transfers
 from ..encode.streams import LONGEST_NAME, stream_name
-from ..encode.transfer import Part, Sent, Transfer
+from ..encode.transfer import EncodedChunk, EncodedTensor, Transfer
 from ..encode.transforms import Converted
 from ..rounds.states import Outgoing, Round
 from ..rounds.steps import Steps
@@ -93,14 +93,14 @@ class Cluster(Communicator):
             self._let_go()
             raise
         view = self._session.view
-        self._ledger = Ledger(self._metrics, self._scheme.partition or config.sync.partition)
-        self.stats = self._ledger.stats
+        self._statistics = Statistics(self._metrics, self._scheme.partition or config.sync.partition)
+        self.stats = self._statistics.stats
         self.bucket_bytes = config.sync.bucket_bytes
         self.run = RUN if config.sync.values == "int8" else 1
         self.rank = view.rank
         self._metrics.set_rank(view.rank)
-        self.goes_on = config.cluster.goes_on
-        self.is_newcomer = view.admitted > 0
+        self.is_elastic = config.cluster.is_elastic
+        self.is_joining = view.admitted > 0
         self._admitted = view.admitted
         self._know(view)
         self.local_rank = self._here.index(self.rank) if local_rank is None else local_rank
@@ -109,7 +109,7 @@ class Cluster(Communicator):
         self._staging = Staging()
         self._timeout_seconds = config.cluster.patience_seconds + 2 * PATIENCE_SECONDS
         self._steps = Steps(self._metrics.steps.inc)
-        self._session.start(self._ledger.load, self._follow, self._cut_again)
+        self._session.start(self._statistics.load, self._follow, self._reshard_round)
 
     def push_pull_async(
         self,
@@ -126,7 +126,7 @@ class Cluster(Communicator):
         What lies on a GPU is pushed later, when the GPU has got so far and this worker is called again.
         """
         handle, back = self._push(
-            tensor, name, How(average, (), priority), contributes, is_gradient, self._ledger.record
+            tensor, name, How(average, (), priority), contributes, is_gradient, self._statistics.record
         )
         return handle if back is None else Converted(handle, back)
 
@@ -140,7 +140,7 @@ class Cluster(Communicator):
         record: Recorder,
     ) -> tuple[Handle, Callable[[Tensor], Tensor] | None]:
         """Begins a round; with what makes its result what the caller expects, where that is not the same."""
-        if self.is_newcomer:
+        if self.is_joining:
             raise self._too_early(f"tensor {name!r}")
         plan = self._transfers.plan(tensor)
         names = plan.streams if plan else 1
@@ -201,7 +201,7 @@ class Cluster(Communicator):
 
     def barrier(self) -> None:
         """As :meth:`Session.barrier`."""
-        if self.is_newcomer:
+        if self.is_joining:
             raise self._too_early("barrier")
         with self._spans("barrier"):
             self._push_staged()
@@ -212,9 +212,9 @@ class Cluster(Communicator):
         self._push_staged()
         self._session.admit()
 
-    def has_newcomers(self) -> bool:
+    def has_joining_workers(self) -> bool:
         """As the scheduler's last answer to a heartbeat says."""
-        return self._session.newcomers > 0
+        return self._session.joining > 0
 
     def close(self, *, together: bool = False) -> None:
         """As :meth:`Session.close`, and frees the metrics port."""
@@ -240,7 +240,7 @@ class Cluster(Communicator):
             "construct zenps.TrainingState before"
         )
 
-    def _meet(self, table: Tensor, name: str) -> Handle:
+    def _negotiate(self, table: Tensor, name: str) -> Handle:
         """A round that is a part of one among workers: it is not counted."""
         return self._push(
             table, name, How(average=False), contributes=True, is_gradient=False, record=lambda *_: None
@@ -261,7 +261,7 @@ class Cluster(Communicator):
         self._know(view)
         if view.admitted > self._admitted:
             self._admitted = view.admitted
-            self._steps.begin_anew()
+            self._steps.reset()
 
     def _know(self, view: View) -> None:
         self.ranks = tuple(worker.rank for worker in view.workers)
@@ -273,28 +273,32 @@ class Cluster(Communicator):
         sent = transfer.sent = self._placed(transfer.sent)
         return Round(name, step, sent.cut.epoch, self._pushes(name, step, sent, how), sent)
 
-    def _phase(self, name: str, step: int, transfer: Transfer, how: How, phase: int, part: Part) -> Round:
+    def _phase(
+        self, name: str, step: int, transfer: Transfer, how: How, phase: int, part: EncodedChunk
+    ) -> Round:
         """A phase of a stream."""
         sent = self._transfers.place(name, transfer.sent, part)
         name, step = stream_name(name, part.chunk), step * PHASES + phase
         return Round(name, step, sent.cut.epoch, self._pushes(name, step, sent, how), sent)
 
-    def _cut_again(self, round_: Round) -> tuple[Sent, list[Outgoing]]:
-        assert isinstance(round_.sent, Sent)
-        sent = self._placed(self._transfers.recut(round_.tensor, round_.sent))
+    def _reshard_round(self, round_: Round) -> tuple[EncodedTensor, list[Outgoing]]:
+        assert isinstance(round_.sent, EncodedTensor)
+        sent = self._placed(self._transfers.reshard(round_.tensor, round_.sent))
         _, push, _, priority = round_.outgoing[0]
         how = How(push.average, push.stands_for, priority)
         return sent, self._pushes(round_.tensor, round_.step, sent, how, round_.again)
 
-    def _placed(self, sent: Sent) -> Sent:
+    def _placed(self, sent: EncodedTensor) -> EncodedTensor:
         """The same, where the servers can read it best."""
-        if sent.cut.layout is None or not self._session.channel.has_neighbours:
+        if sent.cut.layout is None or not self._session.channel.shares_memory:
             return sent
         place = self._session.channel.place
         parts = [structs.replace(part, frames=place(part.server, part.frames)) for part in sent.parts]
         return structs.replace(sent, parts=parts)
 
-    def _pushes(self, name: str, step: int, sent: Sent, how: How, again: bool = False) -> list[Outgoing]:
+    def _pushes(
+        self, name: str, step: int, sent: EncodedTensor, how: How, again: bool = False
+    ) -> list[Outgoing]:
         shape, dtype = tuple(sent.shape), dtype_name(sent.dtype)
         return [
             Outgoing(

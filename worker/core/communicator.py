@@ -74,9 +74,9 @@ class Communicator(ABC):
     """Elements of a dense gradient that are rounded by a common scale; 1 where each has its own."""
     ranks: Sequence[int]
     """Those of the workers that are present; without losses 0, 1, …, ``size`` - 1."""
-    goes_on: bool
+    is_elastic: bool
     """Whether workers go on without one that is gone, and let others in."""
-    is_newcomer: bool
+    is_joining: bool
     """Whether this worker came to a running job, and has not got its state from the others yet."""
 
     @abstractmethod
@@ -101,12 +101,12 @@ class Communicator(ABC):
         """Waits for all workers."""
 
     @abstractmethod
-    def has_newcomers(self) -> bool:
+    def has_joining_workers(self) -> bool:
         """Whether somebody waits to be let in, as far as is known here: not the same on all ranks."""
 
     @abstractmethod
     def admit(self) -> None:
-        """Waits until all workers have called this, and lets newcomers in. Nothing may be in flight."""
+        """Waits until all workers have called this, and lets joining workers in. Nothing may be in flight."""
 
     @abstractmethod
     def close(self, *, together: bool = False) -> None:

@@ -14,7 +14,7 @@ from zenps.errors import DeadlineError, ZenPSError
 from zenps.observe.clock import now_ns
 from zenps.wire.messages import Result
 
-from ..encode.transfer import Sent, Transfer
+from ..encode.transfer import EncodedTensor, Transfer
 from ..rounds.states import Round
 from .communicator import Pending
 from .spans import Spans
@@ -81,7 +81,7 @@ class Handle(Pending):
         self._record = record
         self._spans = spans or Spans()
         self._pushed_ns = 0
-        self._answers: deque[Answer | Sent | ZenPSError] = deque()
+        self._answers: deque[Answer | EncodedTensor | ZenPSError] = deque()
         self._finishing = threading.Lock()
         self._outcome: Tensor | Exception | None = None
 
@@ -133,7 +133,7 @@ class Handle(Pending):
         self._progress.ended = last
         return None
 
-    def restart(self, sent: Sent) -> None:
+    def restart(self, sent: EncodedTensor) -> None:
         """The ring has changed, and the round begins again as ``sent``. Not once it has ended."""
         self.pushed()
         self._progress.pushed_rows = self._progress.pulled_rows = self._progress.pulled_bytes = 0
@@ -181,7 +181,7 @@ class Handle(Pending):
             if isinstance(answer, ZenPSError):
                 return answer
             try:
-                if isinstance(answer, Sent):
+                if isinstance(answer, EncodedTensor):
                     transfer.restart(answer)
                     until = time.monotonic() + self._timeout_seconds
                 else:

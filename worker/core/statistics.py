@@ -13,7 +13,7 @@ from ..encode.transfer import Transfer
 from .communicator import Stats
 from .handle import Progress
 
-__all__ = ["Ledger", "Moved"]
+__all__ = ["Moved", "Statistics"]
 
 
 class Moved(NamedTuple):
@@ -24,7 +24,7 @@ class Moved(NamedTuple):
     dense_bytes: int
 
 
-class Ledger:
+class Statistics:
     """Counts what is done. Every method may be called from any thread.
 
     Args:

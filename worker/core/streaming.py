@@ -12,14 +12,14 @@ from zenps.observe.clock import now_ns
 
 from ..encode.blocks import BlockTransfer
 from ..encode.gpu import StagedBlocks
-from ..encode.transfer import Part, Sent, Transfer
+from ..encode.transfer import EncodedChunk, EncodedTensor, Transfer
 from ..rounds.states import Round
 from .handle import Answer, Handle, Progress, Recorder, Wait
 from .spans import Spans
 
 __all__ = ["NewRound", "StreamedHandle"]
 
-NewRound = Callable[[int, Part], Round]
+NewRound = Callable[[int, EncodedChunk], Round]
 """Makes the round of a stream's phase, by its number and what is pushed."""
 
 
@@ -72,7 +72,7 @@ class StreamedHandle(Handle):
         self._worked_seconds += time.perf_counter() - begin
         return following
 
-    def restart(self, sent: Sent) -> None:
+    def restart(self, sent: EncodedTensor) -> None:
         """The ring has changed; a phase goes to another server, perhaps, and has no answer yet."""
 
     def begin(self) -> list[Round]:

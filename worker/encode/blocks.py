@@ -16,7 +16,7 @@ from zenps.wire.blocks import decode_blocks, encode_blocks
 from zenps.wire.messages import Result
 
 from .streams import Plan, Stream
-from .transfer import Cut, Part, Sent, Transfer
+from .transfer import EncodedChunk, EncodedTensor, Sharding, Transfer
 
 __all__ = ["BlockTransfer"]
 
@@ -48,18 +48,18 @@ class BlockTransfer(Transfer):
             self._streams.append(Stream(held[first:end] - start, stop - start, plan.columns))
             self._firsts.append(first)
         self._pushed_bytes = 0
-        cut = Cut(None, plan.streams, 0)
-        self.restart(Sent("blocks", tensor.shape, tensor.dtype, plan.block, 0, cut, ()))
+        cut = Sharding(None, plan.streams, 0)
+        self.restart(EncodedTensor("blocks", tensor.shape, tensor.dtype, plan.block, 0, cut, ()))
 
     @property
     def pushed_bytes(self) -> int:
         return self._pushed_bytes
 
-    def restart(self, sent: Sent) -> None:
+    def restart(self, sent: EncodedTensor) -> None:
         """A ring moves streams to other servers, and changes nothing in them."""
         self.sent = sent
 
-    def push(self, stream: int) -> tuple[int, Part] | None:
+    def push(self, stream: int) -> tuple[int, EncodedChunk] | None:
         """The number of a stream's present phase, and what is pushed in it; None once it has ended.
 
         Once per phase. Which server it goes to is for the ring to say.
@@ -71,7 +71,7 @@ class BlockTransfer(Transfer):
         values = self._values.take(self._firsts[stream] + numbers)
         frames = (encode_blocks(positions, ahead), values.data.cast("B") if values.size else memoryview(b""))
         self._pushed_bytes += frames[0].nbytes + frames[1].nbytes
-        return state.phase, Part(0, stream, len(state.asked), len(positions), "bitmap", frames)
+        return state.phase, EncodedChunk(0, stream, len(state.asked), len(positions), "bitmap", frames)
 
     def absorb(self, server: int, chunk: int, result: Result, frames: Sequence[memoryview]) -> None:
         """Takes in the answer to the present phase of the stream ``chunk``, which begins the next one."""

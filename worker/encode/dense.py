@@ -14,10 +14,17 @@ from zenps.partition.layout import Layout
 from zenps.wire.messages import Result
 from zenps.wire.tensors import copied_bytes, tensor_bytes, tensor_from_bytes
 
-from .quantizer import Narrowing
-from .transfer import Cut, Part, Sent, Transfer
+from .quantizer import Quantizer
+from .transfer import EncodedChunk, EncodedTensor, Sharding, Transfer
 
-__all__ = ["DENSE_GRANULE", "DenseTransfer", "RootLostError", "WholeTransfer", "cut_values", "granule_order"]
+__all__ = [
+    "DENSE_GRANULE",
+    "DenseTransfer",
+    "RootLostError",
+    "WholeTransfer",
+    "encode_values",
+    "granule_order",
+]
 
 # Elements of a dense tensor that stay together: 1 KiB of float32 is copied as fast as one run, and
 # a bucket of 4 MiB still fills all 4096 slots.
@@ -44,22 +51,22 @@ class WholeTransfer(Transfer):
     """
 
     def __init__(
-        self, tensor: Tensor, cut: Cut, contributes: bool, narrowing: Narrowing | None = None
+        self, tensor: Tensor, cut: Sharding, contributes: bool, quantizer: Quantizer | None = None
     ) -> None:
         count = self.rows_given = tensor.numel()
-        self._narrowing = narrowing
+        self._quantizer = quantizer
         # A copy, which the caller may outrun by changing the tensor.
-        if narrowing is not None:
+        if quantizer is not None:
             copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-            values, form = tensor_bytes(narrowing.narrow(copy.view(count, 1))), narrowing.form
+            values, form = tensor_bytes(quantizer.quantize(copy.view(count, 1))), quantizer.form
         else:
             values, form = memoryview(copied_bytes(tensor) if contributes else b""), "same"
         rows = count if contributes else 0
-        parts = [Part(cut.home, 0, count, rows, "none", (_NOTHING, values))]
+        parts = [EncodedChunk(cut.home, 0, count, rows, "none", (_NOTHING, values))]
         self._contributes = contributes
-        self.restart(Sent("dense", tensor.shape, tensor.dtype, 1, 0, cut, parts, form))
+        self.restart(EncodedTensor("dense", tensor.shape, tensor.dtype, 1, 0, cut, parts, form))
 
-    def restart(self, sent: Sent) -> None:
+    def restart(self, sent: EncodedTensor) -> None:
         self.sent = sent
         self._pulled: Tensor | None = None
 
@@ -67,10 +74,10 @@ class WholeTransfer(Transfer):
         _check_dense(result, frames, self.rows_given)
         if not result.rows:
             return
-        if self._narrowing is None:
+        if self._quantizer is None:
             self._pulled = tensor_from_bytes(frames[1], self.dtype, self.shape)
         else:
-            self._pulled = self._narrowing.widened(frames[1], (result.rows, 1)).view(self.shape)
+            self._pulled = self._quantizer.dequantized(frames[1], (result.rows, 1)).view(self.shape)
 
     def finish(self) -> Tensor:
         """Strided and contiguous, of the tensor's shape.
@@ -99,36 +106,36 @@ class DenseTransfer(Transfer):
     def __init__(
         self,
         tensor: Tensor,
-        cut: Cut,
+        cut: Sharding,
         pool: BufferPool,
         contributes: bool,
-        narrowing: Narrowing | None = None,
+        quantizer: Quantizer | None = None,
     ) -> None:
         assert cut.layout is not None
         self.rows_given = tensor.numel()
         self._pool = pool
-        self._narrowing = narrowing
+        self._quantizer = quantizer
         # The result of any ring: each has an answer for every position.
         self._pulled = pool.empty((cut.layout.size,), tensor.dtype)
         form: ValueForm = "same"
         granule_bytes = DENSE_GRANULE * tensor.dtype.itemsize
         values = None
-        if narrowing is not None:
+        if quantizer is not None:
             # A scale belongs to neighbours, and these are the same under any ring: so it is narrowed first.
-            form, granule_bytes = narrowing.form, narrowing.size_bytes(DENSE_GRANULE, 1)
-            narrow = narrowing.narrow(_padded(tensor, cut.layout, pool)[:, None])
-            values = tensor_bytes(_in_position_order(narrow, granule_bytes, cut.layout, pool))
+            form, granule_bytes = quantizer.form, quantizer.size_bytes(DENSE_GRANULE, 1)
+            quantize = quantizer.quantize(_padded(tensor, cut.layout, pool)[:, None])
+            values = tensor_bytes(_in_position_order(quantize, granule_bytes, cut.layout, pool))
         elif contributes:
             padded = _padded(tensor, cut.layout, pool)
             values = tensor_bytes(_in_position_order(padded, DENSE_GRANULE, cut.layout, pool))
-        parts = cut_values(cut, values, granule_bytes)
+        parts = encode_values(cut, values, granule_bytes)
         self._contributes = contributes
-        sent = Sent("dense", tensor.shape, tensor.dtype, 1, 0, cut, parts, form, granule_bytes)
+        sent = EncodedTensor("dense", tensor.shape, tensor.dtype, 1, 0, cut, parts, form, granule_bytes)
         self.restart(sent)
 
-    def restart(self, sent: Sent) -> None:
+    def restart(self, sent: EncodedTensor) -> None:
         assert sent.cut.layout is not None
-        self.sent, self._layout, self._pieces = sent, sent.cut.layout, sent.cut.pieces()
+        self.sent, self._layout, self._pieces = sent, sent.cut.layout, sent.cut.ranges()
         self._is_root_lost = False
 
     def absorb(self, server: int, chunk: int, result: Result, frames: Sequence[memoryview]) -> None:
@@ -137,8 +144,8 @@ class DenseTransfer(Transfer):
         if result.rows == 0 < piece.span and not self._contributes:
             self._is_root_lost = True
         target = self._pulled[piece.start : piece.stop]
-        if result.rows and self._narrowing is not None:
-            self._narrowing.widen(frames[1], target[:, None])
+        if result.rows and self._quantizer is not None:
+            self._quantizer.dequantize(frames[1], target[:, None])
         elif result.rows:
             target.copy_(tensor_from_bytes(frames[1], self.dtype, (result.rows,)))
         else:
@@ -159,7 +166,7 @@ class DenseTransfer(Transfer):
         return result[: self.shape.numel()].view(self.shape)
 
 
-def cut_values(cut: Cut, values: memoryview | None, granule_bytes: int) -> list[Part]:
+def encode_values(cut: Sharding, values: memoryview | None, granule_bytes: int) -> list[EncodedChunk]:
     """The parts of a dense tensor.
 
     Args:
@@ -167,13 +174,13 @@ def cut_values(cut: Cut, values: memoryview | None, granule_bytes: int) -> list[
             None from a rank that does not contribute.
     """
     parts = []
-    for piece in cut.pieces().values():
+    for piece in cut.ranges().values():
         if values is None:
             rows, frame = 0, _NOTHING
         else:
             begin, end = (bound // DENSE_GRANULE * granule_bytes for bound in (piece.start, piece.stop))
             rows, frame = piece.span, values[begin:end]
-        parts.append(Part(piece.server, piece.chunk, piece.span, rows, "none", (_NOTHING, frame)))
+        parts.append(EncodedChunk(piece.server, piece.chunk, piece.span, rows, "none", (_NOTHING, frame)))
     return parts
 
 

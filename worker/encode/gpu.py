@@ -35,10 +35,10 @@ from zenps.wire.tensors import tensor_bytes
 
 from .accelerator import Accelerator, Event
 from .blocks import BlockTransfer
-from .quantizer import Narrowing
+from .quantizer import Quantizer
 from .sparse import as_sparse, row_numbers, wire_form
 from .streams import Plan
-from .transfer import Cut, Part, Piece, Sent, Transfer, table_shape
+from .transfer import ChunkRange, EncodedChunk, EncodedTensor, Sharding, Transfer, table_shape
 
 __all__ = ["StagedBlocks", "StagedDense", "StagedSparse"]
 
@@ -91,16 +91,16 @@ class StagedSparse(_Staged):
     def __init__(
         self,
         tensor: Tensor,
-        cut: Cut,
+        cut: Sharding,
         codec: str,
         settings: CudaConfig,
         place: Callable[[Layout], Placement],
         accelerator: Accelerator,
         expected_rows: int = 0,
-        narrowing: Narrowing | None = None,
+        quantizer: Quantizer | None = None,
     ) -> None:
         self.rows_given = tensor._nnz()
-        self._narrowing = narrowing
+        self._quantizer = quantizer
         self._sparse_dim = tensor.sparse_dim()
         self._indices, self._values = tensor._indices(), tensor._values().detach()
         self._codec, self._settings, self._place_on_device = codec, settings, place
@@ -108,15 +108,17 @@ class StagedSparse(_Staged):
         self._faults: list[Tensor] = []
         self._held: list[Tensor] = []
         _, columns = table_shape(tensor)
-        form, row_bytes = wire_form(narrowing, columns, tensor.dtype)
-        sent = Sent("sparse", tensor.shape, tensor.dtype, columns, expected_rows, cut, (), form, row_bytes)
+        form, row_bytes = wire_form(quantizer, columns, tensor.dtype)
+        sent = EncodedTensor(
+            "sparse", tensor.shape, tensor.dtype, columns, expected_rows, cut, (), form, row_bytes
+        )
         self.restart(sent)
         super().__init__(accelerator)
 
-    def restart(self, sent: Sent) -> None:
+    def restart(self, sent: EncodedTensor) -> None:
         assert sent.cut.layout is not None
         self._layout, self._placement = sent.cut.layout, self._place_on_device(sent.cut.layout)
-        self.sent, self._pieces = sent, sent.cut.pieces()
+        self.sent, self._pieces = sent, sent.cut.ranges()
         # What is held stays: copies from it may still be under way.
         self._pulled.clear()
         self._faults.clear()
@@ -157,7 +159,7 @@ class StagedSparse(_Staged):
         yield gpu.mark()
 
         del self._indices, self._values
-        data = tensor_bytes(values if self._narrowing is None else self._narrowed(runs, numbers, values))
+        data = tensor_bytes(values if self._quantizer is None else self._quantized(runs, numbers, values))
         parts = [self._part(run, numbers, bitmaps.get(run), data) for run in runs]
         self.sent = structs.replace(self.sent, parts=parts)
 
@@ -199,19 +201,21 @@ class StagedSparse(_Staged):
         launcher, piece = self._accelerator.launcher, run.piece
         return encode_bitmap(launcher, rows.positions, run.begin, run.end, piece.start, piece.span)
 
-    def _narrowed(self, runs: Sequence[_Run], numbers: Tensor, values: Tensor) -> Tensor:
-        assert self._narrowing is not None
+    def _quantized(self, runs: Sequence[_Run], numbers: Tensor, values: Tensor) -> Tensor:
+        assert self._quantizer is not None
         positions = torch.cat([numbers[run.begin : run.end].long() + run.piece.start for run in runs])
-        return self._narrowing.narrow(values, self._layout.rows(positions))
+        return self._quantizer.quantize(values, self._layout.rows(positions))
 
-    def _part(self, run: _Run, numbers: Tensor, bitmap: Tensor | None, values: memoryview) -> Part:
+    def _part(self, run: _Run, numbers: Tensor, bitmap: Tensor | None, values: memoryview) -> EncodedChunk:
         piece, row_bytes = run.piece, self.sent.row_bytes
         if bitmap is None:
             encoded = run.codec.encode(numbers[run.begin : run.end].numpy(), piece.span).data
         else:
             encoded = tensor_bytes(bitmap)
         frames = (encoded, values[run.begin * row_bytes : run.end * row_bytes])
-        return Part(piece.server, piece.chunk, piece.span, run.end - run.begin, run.codec.name, frames)
+        return EncodedChunk(
+            piece.server, piece.chunk, piece.span, run.end - run.begin, run.codec.name, frames
+        )
 
     # ── back ────────────────────────────────────────────────────────────────────────────────────
 
@@ -233,7 +237,7 @@ class StagedSparse(_Staged):
         gpu = self._accelerator
         with gpu.stream():
             encoded = self._to_device(np.frombuffer(positions, np.uint8))
-            values = self._to_device(self._widened(frames[1], count))
+            values = self._to_device(self._dequantized(frames[1], count))
             if codec.name == "bitmap":
                 rows, fault = decode_bitmap(gpu.launcher, self._placement, encoded, count, start, span)
             else:
@@ -259,10 +263,10 @@ class StagedSparse(_Staged):
         gpu.hand_over(result._indices(), result._values())
         return result
 
-    def _widened(self, data: memoryview, rows: int) -> NDArray[np.uint8]:
+    def _dequantized(self, data: memoryview, rows: int) -> NDArray[np.uint8]:
         """The bytes of values of the tensor's own dtype."""
-        if self._narrowing is not None:
-            data = tensor_bytes(self._narrowing.widened(data, (rows, self.columns)))
+        if self._quantizer is not None:
+            data = tensor_bytes(self._quantizer.dequantized(data, (rows, self.columns)))
         return np.frombuffer(data, np.uint8)
 
     def _to_device(self, data: NDArray[np.uint8]) -> Tensor:
@@ -282,7 +286,7 @@ class StagedSparse(_Staged):
 class _Run(NamedTuple):
     """Rows ``begin`` to ``end``, which are those of ``piece``."""
 
-    piece: Piece
+    piece: ChunkRange
     begin: int
     end: int
     codec: Codec
@@ -314,7 +318,7 @@ class StagedDense(_Staged):
         self._inner = self._make(copy)
         self.sent = self._inner.sent
 
-    def restart(self, sent: Sent) -> None:
+    def restart(self, sent: EncodedTensor) -> None:
         self._inner.restart(sent)
         self.sent = sent
 
@@ -350,6 +354,6 @@ class StagedBlocks(StagedDense):
     def pushed_bytes(self) -> int:
         return self._inner.pushed_bytes
 
-    def push(self, stream: int) -> tuple[int, Part] | None:
+    def push(self, stream: int) -> tuple[int, EncodedChunk] | None:
         """As :meth:`BlockTransfer.push`."""
         return self._inner.push(stream)

@@ -34,11 +34,11 @@ from .accelerator import Accelerator, CudaAccelerator
 from .blocks import BlockTransfer
 from .dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from .gpu import StagedBlocks, StagedDense, StagedSparse
-from .quantizer import Narrowing, Residuals
-from .reshard import recut
+from .quantizer import Quantizer, Residuals
+from .reshard import reshard
 from .sparse import SparseTransfer
 from .streams import Plan, plan_streams
-from .transfer import Cut, Part, Sent, Transfer, table_shape
+from .transfer import EncodedChunk, EncodedTensor, Sharding, Transfer, table_shape
 from .transforms import convert
 
 __all__ = ["Transfers"]
@@ -102,18 +102,18 @@ class Transfers:
             ConfigError: the tensor is on a GPU, and CuPy is not installed.
         """
         gpu = self._accelerator(tensor)
-        narrowing = self._narrowing(tensor, name) if is_gradient else None
+        quantizer = self._quantizer(tensor, name) if is_gradient else None
         if tensor.is_sparse:
-            return self._begin_sparse(tensor, name, expected_rows, gpu, narrowing)
+            return self._begin_sparse(tensor, name, expected_rows, gpu, quantizer)
         plan = self.plan(tensor)
         if plan is not None:
             if gpu is None:
                 return BlockTransfer(tensor, plan, self._pool)
             return StagedBlocks(tensor, plan, gpu)
-        cut = self._ring.cut_dense(name, tensor.numel(), tensor.dtype)
+        cut = self._ring.shard_dense(name, tensor.numel(), tensor.dtype)
         if gpu is None:
-            return _begin_dense(cut, self._pool, contributes, narrowing, tensor)
-        return StagedDense(tensor, partial(_begin_dense, cut, gpu.pinned, contributes, narrowing), gpu)
+            return _begin_dense(cut, self._pool, contributes, quantizer, tensor)
+        return StagedDense(tensor, partial(_begin_dense, cut, gpu.pinned, contributes, quantizer), gpu)
 
     def plan(self, tensor: Tensor) -> Plan | None:
         """How ``tensor`` falls into streams; None where it goes in chunks, as broadcasts always do."""
@@ -122,14 +122,14 @@ class Transfers:
         sync, most_bytes = self._config.sync, self._config.cluster.max_message_bytes
         return plan_streams(tensor.shape.numel(), tensor.dtype.itemsize, sync.block, sync.fusion, most_bytes)
 
-    def place(self, name: str, sent: Sent, part: Part) -> Sent:
+    def place(self, name: str, sent: EncodedTensor, part: EncodedChunk) -> EncodedTensor:
         """What the tensor ``name`` pushes of the stream ``part.chunk``.
 
         Its streams lie at equal distances from a slot that its name gives, and so with their neighbours.
         """
         first = home_slot(name, self._config.sync.seed)
         slot = (first + part.chunk * SLOTS // sent.cut.chunks) % SLOTS
-        cut = self._ring.cut_stream(slot, sent.cut.chunks)
+        cut = self._ring.shard_stream(slot, sent.cut.chunks)
         return structs.replace(sent, cut=cut, parts=[structs.replace(part, server=cut.home)])
 
     def convert(self, tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
@@ -148,18 +148,18 @@ class Transfers:
             return SparseSum(tensor, average, among_workers(self._config.sync.scheme), self._kernels)
         return DenseSum(tensor, average, self._pool)
 
-    def recut(self, name: str, sent: Sent) -> Sent:
+    def reshard(self, name: str, sent: EncodedTensor) -> EncodedTensor:
         """What the tensor ``name`` pushes under the present ring: ``sent`` itself if it was cut by that."""
         ring = self._ring
         if sent.kind == "blocks":
-            cut = ring.cut_stream(sent.cut.slot, sent.cut.chunks)
+            cut = ring.shard_stream(sent.cut.slot, sent.cut.chunks)
         elif sent.cut.layout is None or sent.kind == "dense":
-            cut = ring.cut_dense(name, sent.shape.numel(), sent.dtype)
+            cut = ring.shard_dense(name, sent.shape.numel(), sent.dtype)
         else:
             rows = sent.cut.layout.rows_total
-            cut = ring.cut_sparse(name, rows, sent.columns, sent.dtype, sent.expected_rows)
+            cut = ring.shard_sparse(name, rows, sent.columns, sent.dtype, sent.expected_rows)
         # Layouts are equal only to themselves. A ring makes each but once, unless there are very many.
-        return sent if cut == sent.cut else recut(sent, cut, self._codec)
+        return sent if cut == sent.cut else reshard(sent, cut, self._codec)
 
     def _begin_sparse(
         self,
@@ -167,17 +167,17 @@ class Transfers:
         name: str,
         expected_rows: int,
         gpu: Accelerator | None,
-        narrowing: Narrowing | None,
+        quantizer: Quantizer | None,
     ) -> Transfer:
         rows, columns = table_shape(tensor)
-        cut = self._ring.cut_sparse(name, max(rows, 1), columns, tensor.dtype, expected_rows)
+        cut = self._ring.shard_sparse(name, max(rows, 1), columns, tensor.dtype, expected_rows)
         if gpu is None:
-            return SparseTransfer(tensor, cut, self._codec, self._kernels, expected_rows, narrowing)
+            return SparseTransfer(tensor, cut, self._codec, self._kernels, expected_rows, quantizer)
         place = partial(self._placement, gpu)
         settings = self._config.cuda
-        return StagedSparse(tensor, cut, self._codec, settings, place, gpu, expected_rows, narrowing)
+        return StagedSparse(tensor, cut, self._codec, settings, place, gpu, expected_rows, quantizer)
 
-    def _narrowing(self, tensor: Tensor, name: str) -> Narrowing | None:
+    def _quantizer(self, tensor: Tensor, name: str) -> Quantizer | None:
         """None where the values travel as they are: only float32 has room to be narrower."""
         rows, columns = table_shape(tensor) if tensor.is_sparse else (tensor.numel(), 1)
         codec = value_codec(self._config.sync.values, columns, is_dense=not tensor.is_sparse)
@@ -185,7 +185,7 @@ class Transfers:
             return None
         if not tensor.is_sparse and tensor.nbytes >= SPLIT_FROM_BYTES:
             rows = -(-rows // DENSE_GRANULE) * DENSE_GRANULE
-        return Narrowing(codec, self._residuals.of(name, rows, columns), self._pool)
+        return Quantizer(codec, self._residuals.of(name, rows, columns), self._pool)
 
     def _accelerator(self, tensor: Tensor) -> Accelerator | None:
         """None for the CPU."""
@@ -209,11 +209,11 @@ class Transfers:
 
 
 def _begin_dense(
-    cut: Cut, pool: BufferPool, contributes: bool, narrowing: Narrowing | None, tensor: Tensor
+    cut: Sharding, pool: BufferPool, contributes: bool, quantizer: Quantizer | None, tensor: Tensor
 ) -> Transfer:
     if cut.layout is None:
-        return WholeTransfer(tensor, cut, contributes, narrowing)
-    return DenseTransfer(tensor, cut, pool, contributes, narrowing)
+        return WholeTransfer(tensor, cut, contributes, quantizer)
+    return DenseTransfer(tensor, cut, pool, contributes, quantizer)
 
 
 class _Ring:
@@ -245,11 +245,13 @@ class _Ring:
             for kind in (chosen, chosen if chosen.per_tensor else Parallel())
         )
 
-    def cut_stream(self, slot: int, streams: int) -> Cut:
+    def shard_stream(self, slot: int, streams: int) -> Sharding:
         """Of one of a tensor's ``streams``, which lies at ``slot``."""
-        return Cut(None, streams, int(self._owners[slot]), self._epoch, slot)
+        return Sharding(None, streams, int(self._owners[slot]), self._epoch, slot)
 
-    def cut_sparse(self, name: str, rows: int, columns: int, dtype: torch.dtype, expected_rows: int) -> Cut:
+    def shard_sparse(
+        self, name: str, rows: int, columns: int, dtype: torch.dtype, expected_rows: int
+    ) -> Sharding:
         """Of ``rows`` rows, at least 1.
 
         Raises:
@@ -266,16 +268,16 @@ class _Ring:
                 f"cluster.max_message_bytes: raise it on all nodes"
             )
         chunks = self._count_chunks(layout, row_bytes, expected_rows * row_bytes)
-        return Cut(layout, chunks, self._home(name), self._epoch)
+        return Sharding(layout, chunks, self._home(name), self._epoch)
 
-    def cut_dense(self, name: str, count: int, dtype: torch.dtype) -> Cut:
+    def shard_dense(self, name: str, count: int, dtype: torch.dtype) -> Sharding:
         """Of ``count`` elements."""
         size_bytes = count * dtype.itemsize
         if size_bytes < SPLIT_FROM_BYTES:
-            return Cut(None, 1, self._home(name), self._epoch)
+            return Sharding(None, 1, self._home(name), self._epoch)
         layout = self._dense.get(name, count, DENSE_GRANULE)
         chunks = self._count_chunks(layout, dtype.itemsize, size_bytes)
-        return Cut(layout, chunks, self._home(name), self._epoch)
+        return Sharding(layout, chunks, self._home(name), self._epoch)
 
     def _home(self, name: str) -> int:
         home = self._homes.get(name)

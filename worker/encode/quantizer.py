@@ -19,10 +19,10 @@ from zenps.codecs.base import ValueCodec, ValueForm
 from zenps.errors import TensorError
 from zenps.kernels.cpu import put_rows
 
-__all__ = ["Narrowing", "Residuals"]
+__all__ = ["Quantizer", "Residuals"]
 
 
-class Narrowing:
+class Quantizer:
     """How one tensor's gradient becomes the values frames, and back.
 
     Args:
@@ -45,7 +45,7 @@ class Narrowing:
         """What so many values take on the wire."""
         return self._codec.size_bytes(rows, columns)
 
-    def narrow(self, values: Tensor, rows: Tensor | None = None) -> Tensor:
+    def quantize(self, values: Tensor, rows: Tensor | None = None) -> Tensor:
         """What is pushed: uint8 ``[size_bytes]``.
 
         Args:
@@ -57,7 +57,7 @@ class Narrowing:
         data = self._pool.empty((self._codec.size_bytes(*values.shape),), torch.uint8)
         self._codec.encode(values, data)
         arrives = self._pool.empty(tuple(values.shape), torch.float32)
-        self.widen(data.numpy().data, arrives)
+        self.dequantize(data.numpy().data, arrives)
         # Of a NaN, or of what became infinite, nothing is kept: it would come back in every later step.
         torch.sub(values, arrives, out=arrives).nan_to_num_(0, 0, 0)
         if rows is None:
@@ -66,13 +66,13 @@ class Narrowing:
             put_rows(arrives, rows.numpy(), self._residual)
         return data
 
-    def widened(self, data: memoryview, shape: tuple[int, int]) -> Tensor:
-        """What was pulled: float32 of ``shape``, on the CPU. Errors are those of :meth:`widen`."""
+    def dequantized(self, data: memoryview, shape: tuple[int, int]) -> Tensor:
+        """What was pulled: float32 of ``shape``, on the CPU. Errors are those of :meth:`dequantize`."""
         out = self._pool.empty(shape, torch.float32)
-        self.widen(data, out)
+        self.dequantize(data, out)
         return out
 
-    def widen(self, data: memoryview, out: Tensor) -> None:
+    def dequantize(self, data: memoryview, out: Tensor) -> None:
         """What was pulled, into float32 ``[rows, columns]`` on the CPU.
 
         Raises:

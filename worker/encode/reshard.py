@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from zenps.codecs.registry import CODECS
 from zenps.partition.layout import Layout
 
-from .dense import cut_values, granule_order
-from .sparse import cut_rows
-from .transfer import Cut, Part, Sent
+from .dense import encode_values, granule_order
+from .sparse import encode_rows
+from .transfer import EncodedChunk, EncodedTensor, Sharding
 
-__all__ = ["recut"]
+__all__ = ["reshard"]
 
 
-def recut(sent: Sent, cut: Cut, codec: str) -> Sent:
+def reshard(sent: EncodedTensor, cut: Sharding, codec: str) -> EncodedTensor:
     """What a fresh transfer of the same tensor would push under ``cut``, to the byte.
 
     Args:
@@ -35,14 +35,16 @@ def recut(sent: Sent, cut: Cut, codec: str) -> Sent:
         assert old is new, "whole or split is a matter of size"
         parts = [structs.replace(part, server=cut.home) for part in sent.parts]
     elif sent.kind == "sparse":
-        parts = _recut_rows(sent, old, new, cut, codec)
+        parts = _reshard_rows(sent, old, new, cut, codec)
     else:
-        parts = _recut_values(sent, old, new, cut)
+        parts = _reshard_values(sent, old, new, cut)
     return structs.replace(sent, cut=cut, parts=parts)
 
 
-def _recut_rows(sent: Sent, old: Layout, new: Layout, cut: Cut, codec: str) -> list[Part]:
-    starts = {place: piece.start for place, piece in sent.cut.pieces().items()}
+def _reshard_rows(
+    sent: EncodedTensor, old: Layout, new: Layout, cut: Sharding, codec: str
+) -> list[EncodedChunk]:
+    starts = {place: piece.start for place, piece in sent.cut.ranges().items()}
     before = np.concatenate(
         [
             CODECS[part.codec].decode(part.frames[0], part.rows, part.span) + starts[part.server, part.chunk]
@@ -52,19 +54,19 @@ def _recut_rows(sent: Sent, old: Layout, new: Layout, cut: Cut, codec: str) -> l
     positions = new.positions(old.rows(torch.from_numpy(before))).numpy()
     order = np.argsort(positions)
     values = _joined(sent).reshape(len(order), sent.row_bytes).take(order, axis=0)
-    return cut_rows(cut, positions[order], values.reshape(-1).data, sent.row_bytes, codec)
+    return encode_rows(cut, positions[order], values.reshape(-1).data, sent.row_bytes, codec)
 
 
-def _recut_values(sent: Sent, old: Layout, new: Layout, cut: Cut) -> list[Part]:
+def _reshard_values(sent: EncodedTensor, old: Layout, new: Layout, cut: Sharding) -> list[EncodedChunk]:
     if not any(part.rows for part in sent.parts):  # this rank does not contribute
-        return cut_values(cut, None, sent.row_bytes)
+        return encode_values(cut, None, sent.row_bytes)
     granules, moved = granule_order(old).numpy(), granule_order(new).numpy()
     place = np.empty_like(granules)
     place[granules] = np.arange(len(granules))
     values = _joined(sent).reshape(len(granules), sent.row_bytes).take(place[moved], axis=0)
-    return cut_values(cut, values.reshape(-1).data, sent.row_bytes)
+    return encode_values(cut, values.reshape(-1).data, sent.row_bytes)
 
 
-def _joined(sent: Sent) -> NDArray[np.uint8]:
+def _joined(sent: EncodedTensor) -> NDArray[np.uint8]:
     """The values of all parts, in order of the old positions."""
     return np.concatenate([np.frombuffer(part.frames[1], dtype=np.uint8) for part in sent.parts])

@@ -20,10 +20,10 @@ from zenps.kernels.base import Kernels, Rows
 from zenps.wire.messages import Result
 from zenps.wire.tensors import tensor_bytes, tensor_from_bytes
 
-from .quantizer import Narrowing
-from .transfer import Cut, Part, Sent, Transfer, table_shape
+from .quantizer import Quantizer
+from .transfer import EncodedChunk, EncodedTensor, Sharding, Transfer, table_shape
 
-__all__ = ["SparseTransfer", "as_sparse", "as_table", "coalesced", "cut_rows", "row_numbers", "wire_form"]
+__all__ = ["SparseTransfer", "as_sparse", "as_table", "coalesced", "encode_rows", "row_numbers", "wire_form"]
 
 
 def as_table(tensor: Tensor) -> Rows:
@@ -89,16 +89,16 @@ def row_numbers(indices: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]
     return rows, outside
 
 
-def wire_form(narrowing: Narrowing | None, columns: int, dtype: torch.dtype) -> tuple[ValueForm, int]:
+def wire_form(quantizer: Quantizer | None, columns: int, dtype: torch.dtype) -> tuple[ValueForm, int]:
     """In which form a sparse tensor's values travel, and how many bytes each row has there."""
-    if narrowing is None:
+    if quantizer is None:
         return "same", columns * dtype.itemsize
-    return narrowing.form, narrowing.size_bytes(1, columns)
+    return quantizer.form, quantizer.size_bytes(1, columns)
 
 
-def cut_rows(
-    cut: Cut, positions: NDArray[np.int64], values: memoryview, row_bytes: int, codec: str
-) -> list[Part]:
+def encode_rows(
+    cut: Sharding, positions: NDArray[np.int64], values: memoryview, row_bytes: int, codec: str
+) -> list[EncodedChunk]:
     """The parts of a sparse tensor.
 
     Args:
@@ -106,15 +106,15 @@ def cut_rows(
         values: the rows at these positions, ``row_bytes`` each. The parts' frames are pieces of it.
         codec: the setting ``sync.codec``.
     """
-    pieces = cut.pieces().values()
-    ends = np.searchsorted(positions, [piece.stop for piece in pieces]).tolist()
+    ranges = cut.ranges().values()
+    ends = np.searchsorted(positions, [piece.stop for piece in ranges]).tolist()
     parts, begin = [], 0
-    for piece, end in zip(pieces, ends, strict=True):
+    for piece, end in zip(ranges, ends, strict=True):
         inside = positions[begin:end] - piece.start
         chosen = choose(codec, end - begin, piece.span, row_bytes, inside)
         encoded = chosen.encode(inside, piece.span)
         frames = (encoded.data, values[begin * row_bytes : end * row_bytes])
-        parts.append(Part(piece.server, piece.chunk, piece.span, end - begin, chosen.name, frames))
+        parts.append(EncodedChunk(piece.server, piece.chunk, piece.span, end - begin, chosen.name, frames))
         begin = end
     return parts
 
@@ -136,14 +136,14 @@ class SparseTransfer(Transfer):
     def __init__(
         self,
         tensor: Tensor,
-        cut: Cut,
+        cut: Sharding,
         codec: str,
         kernels: Kernels,
         expected_rows: int = 0,
-        narrowing: Narrowing | None = None,
+        quantizer: Quantizer | None = None,
     ) -> None:
         self._kernels = kernels
-        self._narrowing = narrowing
+        self._quantizer = quantizer
         self._sparse_dim = tensor.sparse_dim()
         self._pulled: list[Rows] = []
 
@@ -151,16 +151,18 @@ class SparseTransfer(Transfer):
         rows, values = as_table(tensor)
         self.rows_given, columns = values.shape
         positions, values = kernels.compact(cut.layout.positions(rows), values)
-        form, row_bytes = wire_form(narrowing, columns, tensor.dtype)
-        if narrowing is not None:
-            values = narrowing.narrow(values, cut.layout.rows(positions))
-        parts = cut_rows(cut, positions.numpy(), tensor_bytes(values), row_bytes, codec)
-        sent = Sent("sparse", tensor.shape, tensor.dtype, columns, expected_rows, cut, parts, form, row_bytes)
+        form, row_bytes = wire_form(quantizer, columns, tensor.dtype)
+        if quantizer is not None:
+            values = quantizer.quantize(values, cut.layout.rows(positions))
+        parts = encode_rows(cut, positions.numpy(), tensor_bytes(values), row_bytes, codec)
+        sent = EncodedTensor(
+            "sparse", tensor.shape, tensor.dtype, columns, expected_rows, cut, parts, form, row_bytes
+        )
         self.restart(sent)
 
-    def restart(self, sent: Sent) -> None:
+    def restart(self, sent: EncodedTensor) -> None:
         assert sent.cut.layout is not None
-        self.sent, self._layout, self._pieces = sent, sent.cut.layout, sent.cut.pieces()
+        self.sent, self._layout, self._pieces = sent, sent.cut.layout, sent.cut.ranges()
         self._pulled.clear()
 
     def absorb(self, server: int, chunk: int, result: Result, frames: Sequence[memoryview]) -> None:
@@ -171,10 +173,10 @@ class SparseTransfer(Transfer):
             raise ProtocolError("payload", f"{result.rows} rows in a chunk of {piece.span}")
         positions = torch.from_numpy(CODECS[result.codec].decode(frames[0], result.rows, piece.span))
         shape = (result.rows, self.columns)
-        if self._narrowing is None:
+        if self._quantizer is None:
             values = tensor_from_bytes(frames[1], self.dtype, shape)
         else:
-            values = self._narrowing.widened(frames[1], shape)
+            values = self._quantizer.dequantized(frames[1], shape)
         self._pulled.append((self._layout.rows(positions.add_(piece.start)), values))
 
     def finish(self) -> Tensor:

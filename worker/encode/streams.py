@@ -125,15 +125,15 @@ class Stream:
             ProtocolError: no rank's pushes, with this one's, can come to that.
         """
         following = ahead.astype(np.int64)
-        goes_on = following != NONE_LEFT
+        is_elastic = following != NONE_LEFT
         own = self._blocks[self._next]
         is_ahead = (following > self.asked) & (following <= own)
         in_column = (following < self._count) & ((following - self.asked) % self._columns == 0)
-        if not (is_ahead & (in_column | ~goes_on)).all():
+        if not (is_ahead & (in_column | ~is_elastic)).all():
             raise ProtocolError("payload", "next blocks that are none of their columns, or leave some out")
         missing = self._pushed.copy()
         missing[present] = False
         if missing.any():
             raise ProtocolError("payload", f"sums without {int(missing.sum())} blocks that were pushed")
-        self.asked, self._next = following[goes_on], self._next[goes_on]
+        self.asked, self._next = following[is_elastic], self._next[is_elastic]
         self.phase += 1

@@ -20,14 +20,22 @@ from zenps.kernels.base import ACCUMULATE
 from zenps.partition.layout import Layout
 from zenps.wire.messages import MAX_COLUMNS, Kind, Result
 
-__all__ = ["Cut", "Part", "Piece", "Sent", "Transfer", "check_tensor", "table_shape"]
+__all__ = [
+    "ChunkRange",
+    "EncodedChunk",
+    "EncodedTensor",
+    "Sharding",
+    "Transfer",
+    "check_tensor",
+    "table_shape",
+]
 
 
 # uint8 is for broadcasts, which carry any dtype as bytes.
 _SUPPORTED = tuple(dtype for dtype in ACCUMULATE if dtype != torch.uint8)
 
 
-class Piece(NamedTuple):
+class ChunkRange(NamedTuple):
     """One server's chunk: the positions from ``start`` up to ``stop``."""
 
     server: int
@@ -41,7 +49,7 @@ class Piece(NamedTuple):
         return self.stop - self.start
 
 
-class Cut(NamedTuple):
+class Sharding(NamedTuple):
     """How a ring cuts a tensor.
 
     Attributes:
@@ -59,18 +67,18 @@ class Cut(NamedTuple):
     epoch: int = 0
     slot: int = 0
 
-    def pieces(self) -> dict[tuple[int, int], Piece]:
+    def ranges(self) -> dict[tuple[int, int], ChunkRange]:
         """What is pushed, by server and chunk. In this order they cover all positions without a gap."""
         assert self.layout is not None
-        pieces = {}
+        ranges = {}
         for server, cuts in zip(self.layout.servers, self.layout.cuts(self.chunks), strict=True):
             for chunk, (start, stop) in enumerate(pairwise(cuts)):
                 if start < stop or (server, chunk) == (self.home, 0):
-                    pieces[server, chunk] = Piece(server, chunk, start, stop)
-        return pieces
+                    ranges[server, chunk] = ChunkRange(server, chunk, start, stop)
+        return ranges
 
 
-class Part(Struct, frozen=True):
+class EncodedChunk(Struct, frozen=True):
     """What goes to one server for one chunk: the variable fields of a push, and its frames."""
 
     server: int
@@ -81,7 +89,7 @@ class Part(Struct, frozen=True):
     frames: tuple[memoryview, memoryview]
 
 
-class Sent(Struct, frozen=True):
+class EncodedTensor(Struct, frozen=True):
     """What a rank pushes of one tensor in one round: enough to push it again under another ring.
 
     It keeps alive the frames and the layout; neither the tensor nor any result.
@@ -95,8 +103,8 @@ class Sent(Struct, frozen=True):
     """Elements of a row, or of a block; 1 of a dense tensor."""
     expected_rows: int
     """How many rows were pulled last time, by which a sparse tensor is cut; else 0."""
-    cut: Cut
-    parts: Sequence[Part]
+    cut: Sharding
+    parts: Sequence[EncodedChunk]
     values: ValueForm = "same"
     """In which form the values are."""
     row_bytes: int = 0
@@ -110,7 +118,7 @@ class Transfer(ABC):
     :meth:`prepared`.
     """
 
-    sent: Sent
+    sent: EncodedTensor
     """What is pushed under the present ring."""
     rows_given: int
     """Rows before compaction."""
@@ -138,7 +146,7 @@ class Transfer(ABC):
         return self.sent.cut.chunks
 
     @property
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[EncodedChunk]:
         return self.sent.parts
 
     @property
@@ -171,7 +179,7 @@ class Transfer(ABC):
         """
 
     @abstractmethod
-    def restart(self, sent: Sent) -> None:
+    def restart(self, sent: EncodedTensor) -> None:
         """The ring has changed before all answers were there: forgets those that were absorbed.
 
         Only once :meth:`prepared`, and not after :meth:`finish`.

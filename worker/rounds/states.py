@@ -77,7 +77,7 @@ class Round(Struct, eq=False):
     given: dict[tuple[int, int], float] = {}
     """By server and chunk: when a server that asked for a push was given it last."""
     ended_after: int = 0
-    """The wave last heard of when it ended."""
+    """The watermark last heard of when it ended."""
 
 
 class SendPush(Struct, frozen=True):

@@ -67,8 +67,8 @@ class Steps:
             else:
                 self._latest[name] = previous
 
-    def begin_anew(self) -> None:
-        """Newcomers were let in: all ranks count from 0 again."""
+    def reset(self) -> None:
+        """Joining workers were let in: all ranks count from 0 again."""
         with self._lock:
             self._latest.clear()
             self._names = 0

@@ -5,9 +5,10 @@ A round is *pushed* until every part of it was answered, one failed, or its dead
 *settled*, and forgotten, once it is certain that all ranks have ended it:
 
 - an answer to the tensor's next step came, for which every rank had to push, and so to end this one; or
-- three *waves* have passed. The scheduler begins wave w + 1 when all workers have reported w, and a worker
-  reports a wave when all that was in flight as it heard of it has ended. A round that ends here after wave w
-  was in flight, or had ended, on all ranks when they heard of w + 2; they have reported that at w + 3.
+- three *watermarks* have passed. The scheduler begins watermark w + 1 when all workers have reported w, and a
+  worker reports a watermark when all that was in flight as it heard of it has ended. A round that ends here
+  after watermark w was in flight, or had ended, on all ranks when they heard of w + 2; they have reported that
+  at w + 3.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from zenps.wire.messages import Busy, Failure, FromServer, Member, Resend, Resul
 
 from .states import REPEAT_SECONDS, ROUND, Action, Deliver, Fail, Frames, Outgoing, Round, SendPush
 
-__all__ = ["PATIENCE_SECONDS", "Exchange"]
+__all__ = ["PATIENCE_SECONDS", "WorkerRounds"]
 
 # A server's own deadline comes first, because its error names the ranks that are missing.
 PATIENCE_SECONDS = 5.0
@@ -37,7 +38,7 @@ PATIENCE_SECONDS = 5.0
 # A push is refused as busy hardly more than once, and damaged more than once only by what stays broken.
 MOST_REPETITIONS = 16
 
-WAVES_TO_SETTLE = 3
+WATERMARKS_TO_SETTLE = 3
 
 # A server asks twice a second, and what it was given may take longer than that to arrive.
 ASKED_SECONDS = 5.0
@@ -49,7 +50,7 @@ _FAILURES: dict[str, type[ZenPSError]] = {
 }
 
 
-class Exchange:
+class WorkerRounds:
     """All rounds of this worker that are not settled.
 
     Args:
@@ -58,9 +59,9 @@ class Exchange:
             pushes say :attr:`Round.again`.
     """
 
-    def __init__(self, deadline_seconds: float, recut: Callable[[Round], Sequence[Outgoing]]) -> None:
+    def __init__(self, deadline_seconds: float, reshard: Callable[[Round], Sequence[Outgoing]]) -> None:
         self._deadline_seconds = deadline_seconds
-        self._recut = recut
+        self._reshard = reshard
         self._epoch = 0
         self._servers: dict[int, Member] = {}
         self._workers: Set[int] = frozenset()
@@ -70,12 +71,12 @@ class Exchange:
         """The step of each tensor's last round. Of streams, steps are not consecutive."""
         self.failure: ZenPSError | None = None
         """Why no round can succeed any more."""
-        self.wave = 0
-        """The newest wave that has passed here."""
-        self._heard_wave = 0
-        self._before_wave: set[tuple[str, int]] = set()
-        """Rounds that were in flight when the newest wave was heard of, and still are."""
-        self.begun_again = 0
+        self.watermark = 0
+        """The newest watermark that has passed here."""
+        self._heard_watermark = 0
+        self._before_watermark: set[tuple[str, int]] = set()
+        """Rounds that were in flight when the newest watermark was heard of, and still are."""
+        self.resharded = 0
         """How often a round in flight was cut again."""
         self.recalled = 0
         """How often a round that had ended here was pushed again for another rank."""
@@ -113,24 +114,26 @@ class Exchange:
             round_.state = ROUND[round_.state]["ring changed"]
             if round_.state == "pushed":
                 round_.again = True
-                self.begun_again += 1
-                actions += self._cut_again(round_, now)
+                self.resharded += 1
+                actions += self._reshard_round(round_, now)
             else:
                 round_.unanswered = {}
                 self._kept[key] = self._in_flight.pop(key)
         return actions
 
-    def begin_anew(self) -> list[Action]:
-        """Newcomers were let in: all ranks count steps and waves from 0 again, and what was is forgotten."""
+    def reset(self) -> list[Action]:
+        """Joining workers were let in: all ranks count steps and watermarks from 0 again."""
         in_flight = [round_ for round_ in self._in_flight.values() if round_.state == "pushed"]
         actions = []
         for round_ in in_flight:
-            reason = f"tensor {round_.tensor!r}: in flight while newcomers were let in; wait for it before"
+            reason = (
+                f"tensor {round_.tensor!r}: in flight while joining workers were let in; wait for it before"
+            )
             actions += self._fail(round_, UsageError(f"{reason} TrainingState.commit()"))
         self._in_flight.clear()
         self._kept.clear()
         self._newest.clear()
-        self.wave = self._heard_wave = 0
+        self.watermark = self._heard_watermark = 0
         return actions
 
     def submit(self, round_: Round, now: float) -> list[Action]:
@@ -144,7 +147,7 @@ class Exchange:
         self._newest[round_.tensor] = round_.step
         self._in_flight[round_.tensor, round_.step] = round_
         if round_.epoch != self._epoch:  # the ring changed while it was compacted
-            return self._cut_again(round_, now)
+            return self._reshard_round(round_, now)
         return self._push(round_, now)
 
     def give_up(self, round_: Round) -> None:
@@ -196,17 +199,17 @@ class Exchange:
         self._kept.clear()
         return actions
 
-    def on_wave(self, wave: int) -> None:
-        """The scheduler has begun a wave, or says once more that it has."""
-        if wave <= self._heard_wave:
+    def on_watermark(self, watermark: int) -> None:
+        """The scheduler has begun a watermark, or says once more that it has."""
+        if watermark <= self._heard_watermark:
             return
-        self._heard_wave = wave
-        self._before_wave = {key for key, round_ in self._in_flight.items() if round_.state == "pushed"}
-        if not self._before_wave:
-            self.wave = wave
+        self._heard_watermark = watermark
+        self._before_watermark = {key for key, round_ in self._in_flight.items() if round_.state == "pushed"}
+        if not self._before_watermark:
+            self.watermark = watermark
         for rounds in (self._kept, self._in_flight):
             for key, round_ in list(rounds.items()):
-                if round_.state != "pushed" and round_.ended_after + WAVES_TO_SETTLE <= wave:
+                if round_.state != "pushed" and round_.ended_after + WATERMARKS_TO_SETTLE <= watermark:
                     self._settle(key)
 
     def on_tick(self, now: float) -> list[Action]:
@@ -233,13 +236,13 @@ class Exchange:
         round_.repeat_at = now + round_.repeat_seconds
         return [SendPush(outgoing) for outgoing in round_.outgoing]
 
-    def _cut_again(self, round_: Round, now: float) -> list[Action]:
+    def _reshard_round(self, round_: Round, now: float) -> list[Action]:
         self._cut(round_)
         return self._push(round_, now)
 
     def _cut(self, round_: Round) -> None:
         round_.earlier.extend(round_.outgoing)
-        round_.outgoing = self._recut(round_)
+        round_.outgoing = self._reshard(round_)
         round_.epoch = self._epoch
         round_.repetitions, round_.given = {}, {}
         round_.repeat_seconds = REPEAT_SECONDS
@@ -292,14 +295,14 @@ class Exchange:
         key = round_.tensor, round_.step
         del self._in_flight[key]
         if round_.state == "pushed":
-            round_.ended_after = self._heard_wave
+            round_.ended_after = self._heard_watermark
         round_.state = ROUND[round_.state][event]
         round_.unanswered = {}
         self._kept[key] = round_
-        if key in self._before_wave:
-            self._before_wave.discard(key)
-            if not self._before_wave:
-                self.wave = self._heard_wave
+        if key in self._before_watermark:
+            self._before_watermark.discard(key)
+            if not self._before_watermark:
+                self.watermark = self._heard_watermark
 
     def _repeat(self, round_: Round, server: int, chunk: int, cause: str, *, again: bool) -> list[Action]:
         place = (server, chunk)

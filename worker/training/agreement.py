@@ -24,7 +24,7 @@ class Agreed:
     Args:
         prefix: of the rounds' names.
         own: this rank's parameters by name. Ranks may have been given them in different orders; that of the
-            first goes for all. A newcomer would be alone with its question; it adopts what the others have.
+            first goes for all. A joining worker would be alone with its question; it adopts what others have.
 
     Attributes:
         names: of all parameters, in the order of all ranks.
@@ -39,7 +39,7 @@ class Agreed:
     def __init__(self, prefix: str, own: dict[str, Parameter]) -> None:
         self._prefix = prefix
         self._own = own
-        names = list(own) if communicator().is_newcomer else self._names_of_all()
+        names = list(own) if communicator().is_joining else self._names_of_all()
         self._put_in_order(names)
         self.sparse: set[Parameter] = set()
         self.bucket_of: dict[Parameter, Bucket] = {}

@@ -20,7 +20,7 @@ def ask_all(answer: int, name: str) -> dict[int, int]:
     """
     world = communicator()
     # Where ranks may get lost, they do not know the same of their number.
-    most = MOST_WORKERS if world.goes_on else world.size
+    most = MOST_WORKERS if world.is_elastic else world.size
     answers = torch.zeros(most, dtype=torch.int64, device="cpu")
     answers[world.rank] = answer
     answers = push_pull_async(answers, name, average=False).wait()

@@ -179,7 +179,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
 def _begin(tensor: Tensor, name: str, root_rank: int) -> Pending:
     world = communicator()
     # One that is gone, in a job that goes on without it, is named by the round: here ranks may know or not.
-    most = MOST_WORKERS if world.goes_on else world.size
+    most = MOST_WORKERS if world.is_elastic else world.size
     if not 0 <= root_rank < most:
         raise UsageError(f"root_rank {root_rank}: expected 0 to {most - 1}")
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -72,18 +72,18 @@ class TrainingState:
             PeerLostError: the job has failed.
         """
         world = communicator()
-        if not world.goes_on:
+        if not world.is_elastic:
             return
-        # Ranks hear of newcomers at different times, but have to do the same.
-        heard = torch.tensor([int(world.has_newcomers())], device="cpu")
-        if push_pull(heard, "state/newcomers", average=False).item():
+        # Ranks hear of joining workers at different times, but have to do the same.
+        heard = torch.tensor([int(world.has_joining_workers())], device="cpu")
+        if push_pull(heard, "state/joining", average=False).item():
             world.admit()
             self.sync()
 
     def sync(self) -> None:
-        """Makes all ranks equal, in place, to the lowest that is no newcomer."""
+        """Makes all ranks equal, in place, to the lowest that is no joining worker."""
         world = communicator()
-        has_state, world.is_newcomer = not world.is_newcomer, False
+        has_state, world.is_joining = not world.is_joining, False
         while True:
             with_state = ask_all(int(has_state), "state/root")
             if not with_state:

@@ -2,7 +2,7 @@
 
 There is no I/O thread on this path. A thread that submits a round sends its pushes itself, which
 only queues them: libzmq's own thread moves the bytes. A thread that waits for an answer polls and
-receives for everybody until its own has come (:mod:`.wheel`). So a synchronous ``push_pull`` costs no
+receives for everybody until its own has come (:mod:`.lock`). So a synchronous ``push_pull`` costs no
 hand-off from thread to thread; on a virtual machine each would take 40 to 100 µs.
 """
 
@@ -27,15 +27,15 @@ from zenps.wire.sockets import Socket, receive_frames
 
 from ..core.handle import Handle
 from ..core.spans import Spans
-from ..encode.transfer import Sent
+from ..encode.transfer import EncodedTensor
 from ..rounds.states import Action, Deliver, Fail, Frames, Outgoing, Round, SendPush
-from ..rounds.tracker import Exchange
-from .lock import Wheel
+from ..rounds.tracker import WorkerRounds
+from .lock import CombiningLock
 from .memory import POOL_BYTES
-from .send_queue import Backlog
+from .send_queue import SendQueue
 from .server_sockets import Servers
 
-__all__ = ["Channel", "CutAgain"]
+__all__ = ["Channel", "ReshardRound"]
 
 logger = logging.getLogger("zenps.worker")
 
@@ -44,7 +44,7 @@ TICK_SECONDS = 0.5
 # Plain integers: an enum's operator takes microseconds, at each message.
 READABLE, WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
 
-CutAgain = Callable[[Round], tuple[Sent, Sequence[Outgoing]]]
+ReshardRound = Callable[[Round], tuple[EncodedTensor, Sequence[Outgoing]]]
 
 # Enough to receive what is there, too little to notice.
 LOOK_SECONDS = 0.001
@@ -83,7 +83,7 @@ class Channel:
     ) -> None:
         self._spans = spans or Spans()
         self._metrics = metrics
-        self._exchange = Exchange(cluster.patience_seconds, self._recut)
+        self._exchange = WorkerRounds(cluster.patience_seconds, self._reshard)
         self._decoder: Decoder[FromServer] = Decoder(cluster.job, FromServer)
         self._handles: dict[int, tuple[Round, Handle]] = {}
         """Who waits for which round, by the round's id."""
@@ -91,26 +91,26 @@ class Channel:
         self._ring = self._admitted = 0
         self.follow: Callable[[View], None]
         """Is called with each view, at once before the channel goes by it; set before the first one."""
-        self.cut_again: CutAgain
+        self.reshard_round: ReshardRound
         """Cuts a round for the present ring; set before the first one."""
-        self._wheel = Wheel(self._drive)
+        self._lock = CombiningLock(self._drive)
         self._poller = zmq.Poller()
-        self._poller.register(self._wheel.wake, zmq.POLLIN)
+        self._poller.register(self._lock.wake, zmq.POLLIN)
         most_queued = AHEAD_MESSAGES if has_priorities else 0
         self._servers = Servers(ctx, cluster, identity, keys, self._poller, most_queued, POOL_BYTES)
-        self._backlog = Backlog() if has_priorities else None
+        self._send_queue = SendQueue() if has_priorities else None
         self._is_behind = threading.Event()
-        """Something waits in the backlog."""
+        """Something waits in the send queue."""
         self._pusher: threading.Thread | None = None
         self._closed = False
 
     @property
-    def has_neighbours(self) -> bool:
+    def shares_memory(self) -> bool:
         """Whether servers are on this host, and read what is placed for them.
 
         Once all has failed nothing is: servers may still read what was pushed before, for other ranks.
         """
-        return self._servers.has_neighbours and self._exchange.failure is None
+        return self._servers.shares_memory and self._exchange.failure is None
 
     def place(self, server: int, frames: Frames) -> Frames:
         """``frames`` of a push, where ``server`` can read them best."""
@@ -123,51 +123,51 @@ class Channel:
             for round_ in rounds:
                 self._begin(round_, handle)
 
-        self._wheel.post(push)
+        self._lock.post(push)
 
     def on_view(self, view: View) -> None:
         """Members have changed: connects to new servers, and begins again what the ring concerns."""
 
         def follow() -> None:
-            # At the wheel, with what comes after: a round must not be cut for a ring whose servers are not
+            # At the lock, with what comes after: a round must not be cut for a ring whose servers are not
             # connected yet, nor pushed by one that has been.
             self.follow(view)
-            if self._backlog is not None and (view.ring, view.admitted) != (self._ring, self._admitted):
-                self._backlog.clear()
+            if self._send_queue is not None and (view.ring, view.admitted) != (self._ring, self._admitted):
+                self._send_queue.clear()
             self._ring = view.ring
             if view.admitted > self._admitted:
                 self._admitted = view.admitted
-                self._execute(self._exchange.begin_anew())
+                self._execute(self._exchange.reset())
             self._reconnect({server.rank: server for server in view.servers})
             workers = frozenset(worker.rank for worker in view.workers)
             self._execute(self._exchange.on_view(view.ring, view.servers, time.monotonic(), workers))
 
-        self._wheel.post(follow)
+        self._lock.post(follow)
 
     def then(self, command: Callable[[], None]) -> None:
         """Runs ``command`` after all that has been said so far."""
-        self._wheel.post(command)
+        self._lock.post(command)
 
-    def on_wave(self, wave: int) -> None:
-        """The scheduler has begun a wave."""
-        self._wheel.post(lambda: self._exchange.on_wave(wave))
+    def on_watermark(self, watermark: int) -> None:
+        """The scheduler has begun a watermark."""
+        self._lock.post(lambda: self._exchange.on_watermark(watermark))
 
     def on_departed(self, server: int) -> None:
         """The scheduler misses a server itself, so that it is no wonder that it cannot be reached."""
-        self._wheel.post(lambda: self._servers.reach.on_answer(server))
+        self._lock.post(lambda: self._servers.reach.on_answer(server))
 
     @property
-    def wave(self) -> int:
-        """The newest wave that has passed here."""
-        return self._exchange.wave
+    def watermark(self) -> int:
+        """The newest watermark that has passed here."""
+        return self._exchange.watermark
 
     def wait(self, ready: Callable[[], bool], until: float) -> None:
         """Drives, or sleeps while another thread does, until ``ready()`` or the monotonic time ``until``."""
-        self._wheel.wait(ready, until)
+        self._lock.wait(ready, until)
 
     def wake(self) -> None:
         """Something that a thread in :meth:`wait` may be waiting for has happened elsewhere."""
-        self._wheel.post(self._wheel.tell)
+        self._lock.post(self._lock.tell)
 
     def look(self) -> None:
         """Sees to what has come, should nobody wait just now: another rank may want a round again."""
@@ -175,19 +175,19 @@ class Channel:
 
     def fail(self, error: ZenPSError) -> None:
         """Ends every round, and all that are submitted later, with ``error``."""
-        self._wheel.post(lambda: self._execute(self._exchange.on_lost(error)))
+        self._lock.post(lambda: self._execute(self._exchange.on_lost(error)))
 
     def close(self) -> None:
         """Closes the sockets; what is in flight fails."""
         self.fail(UsageError("this worker has left the cluster; call zenps.init() to join again"))
-        self._wheel.post(self._close_sockets)
+        self._lock.post(self._close_sockets)
         self.wait(lambda: self._closed, time.monotonic() + CLOSE_SECONDS)
 
-    # ── at the wheel ────────────────────────────────────────────────────────────────────────────
+    # ── at the lock ────────────────────────────────────────────────────────────────────────────
 
     def _drive(self, ready: Callable[[], bool], until: float) -> None:
         while True:
-            self._wheel.run_commands()
+            self._lock.run_commands()
             now = time.monotonic()
             if ready() or self._closed or now >= until:
                 return
@@ -198,13 +198,13 @@ class Channel:
                 continue
             for socket, event in self._poller.poll(int(1000 * (min(until, self._next_tick) - now)) + 1):
                 if isinstance(socket, int):
-                    self._wheel.on_wake()
+                    self._lock.on_wake()
                 elif (rank := self._servers.rank_of(socket)) is None:
                     self._look_for_refusals()
                 else:
                     if event & WRITABLE:
-                        assert self._backlog is not None
-                        self._send_waiting(rank, self._backlog)
+                        assert self._send_queue is not None
+                        self._send_waiting(rank, self._send_queue)
                     if event & READABLE:
                         self._receive(rank, socket)
 
@@ -240,7 +240,7 @@ class Channel:
             return
         if following is not None:
             self._begin(following, handle)
-        self._wheel.tell()
+        self._lock.tell()
 
     def _fail(self, handle: Handle, error: ZenPSError) -> None:
         """Fails a tensor, with all rounds that it has in flight."""
@@ -250,7 +250,7 @@ class Channel:
             if its_handle is handle:
                 del self._handles[key]
                 self._exchange.give_up(round_)
-        self._wheel.tell()
+        self._lock.tell()
 
     def _look_for_servers(self, now: float) -> None:
         if self._exchange.in_flight and (error := self._servers.reach.look(now)):
@@ -269,8 +269,8 @@ class Channel:
         if not self._closed:
             self._servers.follow(servers, time.monotonic())
 
-    def _recut(self, round_: Round) -> Sequence[Outgoing]:
-        sent, outgoing = self.cut_again(round_)
+    def _reshard(self, round_: Round) -> Sequence[Outgoing]:
+        sent, outgoing = self.reshard_round(round_)
         round_.sent = sent
         awaited = self._handles.get(id(round_))
         if awaited is not None:  # else it has ended here, and is pushed for others
@@ -288,9 +288,9 @@ class Channel:
                 case SendPush(outgoing=out, again=again):
                     if again:
                         self._metrics.refused_pushes.inc()
-                    if self._backlog is not None:
-                        self._backlog.add(out)
-                        self._send_waiting(out.server, self._backlog)
+                    if self._send_queue is not None:
+                        self._send_queue.add(out)
+                        self._send_waiting(out.server, self._send_queue)
                         continue
                     try:
                         self._send(out)
@@ -303,14 +303,14 @@ class Channel:
                     if id(round_) in self._handles:  # else another of its tensor's rounds has failed before
                         self._fail(self._handles[id(round_)][1], error)
 
-    def _send_waiting(self, server: int, backlog: Backlog) -> None:
+    def _send_waiting(self, server: int, send_queue: SendQueue) -> None:
         """Sends what there is room for; the rest is sent by whoever drives when there is more."""
-        while (out := backlog.first(server)) is not None and self._servers.has_room(server):
-            backlog.remove_first(server)
+        while (out := send_queue.first(server)) is not None and self._servers.has_room(server):
+            send_queue.remove_first(server)
             self._send(out)
         is_behind = out is not None
         self._servers.watch_for_room(server, is_behind)
-        self._metrics.waiting_pushes.set(len(backlog))
+        self._metrics.waiting_pushes.set(len(send_queue))
         if is_behind:
             self._is_behind.set()
             if self._pusher is None:
@@ -322,7 +322,7 @@ class Channel:
         while not self._closed:
             self._is_behind.wait()
             self._is_behind.clear()
-            self.wait(lambda: self._closed or not self._backlog, math.inf)
+            self.wait(lambda: self._closed or not self._send_queue, math.inf)
 
     def _send(self, out: Outgoing) -> None:
         push = out.push
@@ -338,4 +338,4 @@ class Channel:
         self._closed = True
         self._is_behind.set()
         self._servers.close()
-        self._wheel.close()
+        self._lock.close()

@@ -17,7 +17,7 @@ from zenps.errors import PeerLostError
 from zenps.wire.addresses import why_unreachable
 from zenps.wire.messages import Member
 
-__all__ = ["Reach"]
+__all__ = ["Connectivity"]
 
 logger = logging.getLogger("zenps.worker")
 
@@ -30,7 +30,7 @@ class _Silent(Struct, eq=False):
     unreached_since: float = math.inf
 
 
-class Reach:
+class Connectivity:
     """The servers that this worker has connected to and not heard from.
 
     Each is tried once in a lease while its answer is waited for; most answer before that.

@@ -38,7 +38,7 @@ from zenps.wire.scheduler_link import SchedulerLink
 from zenps.wire.sockets import LINGER_MS, Socket
 
 from ..core.spans import Spans
-from .channel import Channel, CutAgain
+from .channel import Channel, ReshardRound
 
 __all__ = ["Session"]
 
@@ -75,7 +75,7 @@ class Session:
     Attributes:
         view: membership and ring.
         channel: the way to the servers.
-        newcomers: how many workers wait to be let in, as the scheduler said last.
+        joining workers: how many workers wait to be let in, as the scheduler said last.
         failure: what has ended this worker's membership; None while it lasts.
         on_failure: is called with it, on the lease's thread.
     """
@@ -99,7 +99,7 @@ class Session:
         log.here.rank, log.here.epoch = self.view.rank, self.view.epoch
         spans.trace.name(self.view.rank)
         spans.trace.epoch(self.view.epoch, len(self.view.workers), len(self.view.servers))
-        self.newcomers = 0
+        self.joining = 0
         self.on_failure: Callable[[ZenPSError], None] = lambda _: None
         self._commands: SimpleQueue[_AwaitBarrier | _AwaitAdmission | _Leave] = SimpleQueue()
         self._wake_reader, self._wake_writer = net.socketpair()
@@ -109,7 +109,9 @@ class Session:
         self.failure: ZenPSError | None = None
         self._thread = threading.Thread(target=self._keep_lease, name="zenps-lease", daemon=True)
 
-    def start(self, report: Callable[[], Load], follow: Callable[[View], None], cut_again: CutAgain) -> None:
+    def start(
+        self, report: Callable[[], Load], follow: Callable[[View], None], reshard_round: ReshardRound
+    ) -> None:
         """Connects to the servers, and keeps the lease from now on.
 
         Args:
@@ -117,7 +119,7 @@ class Session:
             follow, cut_again: as :attr:`Channel.follow` and :attr:`Channel.cut_again`.
         """
         self._report = report
-        self.channel.follow, self.channel.cut_again = follow, cut_again
+        self.channel.follow, self.channel.reshard_round = follow, reshard_round
         self.channel.on_view(self.view)
         self._thread.start()
 
@@ -204,7 +206,7 @@ class Session:
             self._fail_commands()
 
     def _beat(self, now: float) -> None:
-        self._link.beat(now, self.view.epoch, self._report(), wave=self.channel.wave)
+        self._link.beat(now, self.view.epoch, self._report(), watermark=self.channel.watermark)
         for sequence in self._barriers:  # it may have been lost, with its connection or the scheduler
             self._link.send(Barrier(sequence))
         if self._admission is not None:
@@ -257,9 +259,9 @@ class Session:
                         if sequence != LAST_BARRIER:
                             self._link.registration.barriers = sequence
                         reached.set_result(None)
-                case HeartbeatReply(wave=wave, newcomers=newcomers):
-                    self.newcomers = newcomers
-                    self.channel.on_wave(wave)
+                case HeartbeatReply(watermark=watermark, joining=joining):
+                    self.joining = joining
+                    self.channel.on_watermark(watermark)
                 case View():
                     self._on_view(message)
                 case Departed(member=member, lost=lost, reason=reason):
@@ -278,7 +280,7 @@ class Session:
         is_admission = view.admitted > self.view.admitted
         if is_admission:
             self._barrier_sequence = self._link.registration.barriers = 0
-            self.newcomers = 0
+            self.joining = 0
         self.view = view
         self.channel.on_view(view)
         if is_admission and self._admission is not None:

@@ -1,7 +1,7 @@
 """Which thread drives: at most one at a time does the work of all.
 
-A thread that wants something done, or waits for an answer, takes the wheel if nobody has it; else it hands
-the driver a command, or sleeps until its answer is there or the wheel is free. So nothing that only the
+A thread that wants something done, or waits for an answer, takes the lock if nobody has it; else it hands
+the driver a command, or sleeps until its answer is there or the lock is free. So nothing that only the
 driver touches needs a lock, and no thread exists for that alone (flat combining: Hendler et al., SPAA 2010,
 https://doi.org/10.1145/1810479.1810540).
 """
@@ -15,10 +15,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["Wheel"]
+__all__ = ["CombiningLock"]
 
 
-class Wheel:
+class CombiningLock:
     """Every method but :meth:`run_commands`, :meth:`on_wake` and :meth:`close` may be called from any thread.
 
     Args:
@@ -36,7 +36,7 @@ class Wheel:
         self._lock = threading.RLock()
         """Guards the fields below. A handler of signals may come here on a thread that has it already."""
         self._news = threading.Condition(self._lock)
-        """Tells sleepers that something ended or the wheel is free."""
+        """Tells sleepers that something ended or the lock is free."""
         self._sleepers = 0
         self._taken = False
         self._commands: deque[Callable[[], None]] = deque()
@@ -47,7 +47,7 @@ class Wheel:
         return self._taken
 
     def post(self, command: Callable[[], None]) -> None:
-        """Runs ``command`` at the wheel: here if it is free, else on the thread that has it."""
+        """Runs ``command`` at the lock: here if it is free, else on the thread that has it."""
         with self._lock:
             if self._taken:
                 self._commands.append(command)
@@ -101,7 +101,7 @@ class Wheel:
         self._waker.close()
 
     def _resign(self) -> None:
-        """Runs the commands that are left, gives the wheel up, and tells those who sleep."""
+        """Runs the commands that are left, gives the lock up, and tells those who sleep."""
         while True:
             with self._lock:
                 if not self._commands:
@@ -111,6 +111,6 @@ class Wheel:
                     return
             try:
                 self.run_commands()
-            except BaseException:  # the wheel must not stay with a thread that is about to leave
+            except BaseException:  # the lock must not stay with a thread that is about to leave
                 self._resign()
                 raise

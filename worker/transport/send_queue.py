@@ -7,10 +7,10 @@ from heapq import heappop, heappush
 
 from ..rounds.states import Outgoing
 
-__all__ = ["Backlog"]
+__all__ = ["SendQueue"]
 
 
-class Backlog:
+class SendQueue:
     """By server, the pushes that the socket to it has no room for yet."""
 
     def __init__(self) -> None:

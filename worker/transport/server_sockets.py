@@ -18,8 +18,8 @@ from zenps.wire.messages import Hello, Member, Push, Shared
 from zenps.wire.sockets import COPY_BELOW_BYTES, Socket, connect, open_dealer, send_frames
 
 from ..rounds.states import Frames
-from .connectivity import Reach
-from .shared_memory import Neighbour, call
+from .connectivity import Connectivity
+from .shared_memory import SharedMemoryPeer, call
 
 __all__ = ["Servers"]
 
@@ -50,13 +50,13 @@ class Servers:
         most_queued: int,
         keep_bytes: int,
     ) -> None:
-        self.reach = Reach(cluster)
+        self.reach = Connectivity(cluster)
         self._ctx = ctx
         self._keys = keys
         self._job = cluster.job
         self._hello = Hello(cluster.job, identity)
         self._arena = open_arena(cluster, keep_bytes)
-        self._neighbours: dict[int, Neighbour] = {}
+        self._shared_memory: dict[int, SharedMemoryPeer] = {}
         """Those servers that are on this host."""
         self._open = partial(
             open_dealer,
@@ -88,16 +88,16 @@ class Servers:
         return None
 
     @property
-    def has_neighbours(self) -> bool:
+    def shares_memory(self) -> bool:
         """Whether servers are on this host, and read its memory."""
-        return bool(self._neighbours)
+        return bool(self._shared_memory)
 
     def place(self, rank: int, frames: Frames) -> Frames:
         """``frames`` of a push to a server, where it can read them if it is on this host.
 
         From any thread.
         """
-        if self._arena is None or rank not in self._neighbours or frames[-1].nbytes < COPY_BELOW_BYTES:
+        if self._arena is None or rank not in self._shared_memory or frames[-1].nbytes < COPY_BELOW_BYTES:
             return frames
         return *frames[:-1], self._arena.copy(frames[-1])
 
@@ -108,10 +108,10 @@ class Servers:
             zmq.Again: the server has refused us; or there was no room.
         """
         shared = None
-        neighbour = self._neighbours.get(rank)
-        if neighbour is not None:
-            neighbour.tell()
-            shared = neighbour.find(frames[-1])
+        peer_memory = self._shared_memory.get(rank)
+        if peer_memory is not None:
+            peer_memory.tell()
+            shared = peer_memory.find(frames[-1])
         if shared is not None:
             push, frames = structs.replace(push, shared=shared), frames[:-1]
         envelope = encode(self._job, push, frames)
@@ -125,9 +125,9 @@ class Servers:
         Raises:
             ProtocolError: it shares no such place.
         """
-        if rank not in self._neighbours:
+        if rank not in self._shared_memory:
             raise ProtocolError("payload", "values in the memory of a server that shares none")
-        return self._neighbours[rank].take(shared)
+        return self._shared_memory[rank].take(shared)
 
     def has_room(self, rank: int) -> bool:
         """Whether a server's socket takes another message now."""
@@ -158,8 +158,8 @@ class Servers:
             self._handshakes[server.rank] = handshakes = Handshakes(self._ctx, socket)
             self._poller.register(handshakes.socket, zmq.POLLIN)
         connect(socket, server.address)
-        if self._arena is not None and (neighbour := call(server.address, self._hello, self._arena)):
-            self._neighbours[server.rank] = neighbour
+        if self._arena is not None and (peer_memory := call(server.address, self._hello, self._arena)):
+            self._shared_memory[server.rank] = peer_memory
         self.reach.on_connect(server, now)
         self._sockets[server.rank] = server.address, socket
         self._ranks[socket] = server.rank
@@ -175,5 +175,5 @@ class Servers:
             self._poller.unregister(handshakes.socket)
             handshakes.close()
         socket.close(linger=0)
-        if neighbour := self._neighbours.pop(rank, None):
-            neighbour.close()
+        if peer_memory := self._shared_memory.pop(rank, None):
+            peer_memory.close()

@@ -19,10 +19,10 @@ from zenps.wire.messages import Hello, Shared
 from zenps.wire.same_host import OFFSET, check_user, name_of
 from zenps.wire.sockets import COPY_BELOW_BYTES
 
-__all__ = ["Neighbour", "call"]
+__all__ = ["SharedMemoryPeer", "call"]
 
 
-class Neighbour:
+class SharedMemoryPeer:
     """For one thread at a time; but what was pulled may be dropped by any.
 
     Args:
@@ -92,7 +92,7 @@ class Neighbour:
         return not self._is_lost
 
 
-def call(address: str, hello: Hello, arena: Arena) -> Neighbour | None:
+def call(address: str, hello: Hello, arena: Arena) -> SharedMemoryPeer | None:
     """The server with this address, if it is on this host; without waiting for its answer."""
     socket = net.socket(net.AF_UNIX, net.SOCK_STREAM)
     socket.setblocking(False)
@@ -103,4 +103,4 @@ def call(address: str, hello: Hello, arena: Arena) -> Neighbour | None:
     except OSError:  # nobody is there, or somebody who is not meant
         socket.close()
         return None
-    return Neighbour(socket, arena)
+    return SharedMemoryPeer(socket, arena)

@@ -260,7 +260,7 @@ class _Job:
         """
         how = failed.how_it_ended()
         if _is_worker(failed.name):
-            if not (self._config.cluster.goes_on and self._running("worker")):
+            if not (self._config.cluster.is_elastic and self._running("worker")):
                 return False
             # Without an answer it goes on: if not all had met, the rendezvous will fail.
             status = self._status()
@@ -292,7 +292,7 @@ class _Job:
         its interpreter a second to end: so it is the worker that left first. Workers that go on without
         one do not fail by that.
         """
-        is_asked = _is_worker(failed.name) and not self._config.cluster.goes_on
+        is_asked = _is_worker(failed.name) and not self._config.cluster.is_elastic
         status = self._status() if is_asked else None
         left = [node for node in status.nodes if node.state == "left"] if status is not None else []
         if not left:

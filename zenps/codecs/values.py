@@ -41,9 +41,9 @@ class _Float(ValueCodec):
     def decode(self, data: memoryview, out: Tensor) -> None:
         _check_size(self, data, out)
         # A copy: frames lie at odd addresses, and some are read-only.
-        narrow = torch.empty(out.shape, dtype=self._dtype, device="cpu")
-        narrow.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8)
-        out.copy_(narrow)
+        quantize = torch.empty(out.shape, dtype=self._dtype, device="cpu")
+        quantize.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8)
+        out.copy_(quantize)
 
 
 class Float16(_Float):

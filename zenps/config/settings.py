@@ -111,7 +111,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = "memory"
 
     @property
-    def goes_on(self) -> bool:
+    def is_elastic(self) -> bool:
         """Whether workers go on without one that is gone."""
         return self.on_worker_loss == "continue"
 

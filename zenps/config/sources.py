@@ -124,7 +124,7 @@ def _check_scheme(config: Config) -> None:
     if scheme.exchange != "peers":
         return
     among_workers = f"because sync.scheme = {config.sync.scheme} exchanges among workers"
-    if config.cluster.goes_on:
+    if config.cluster.is_elastic:
         raise ConfigError("cluster.on_worker_loss", "continue", f"fail, {among_workers}, who need every rank")
     if config.security.keys:
         wanted = f"no keys, {among_workers}, over connections that know none"
@@ -135,7 +135,7 @@ def why_one_level(config: Config) -> str:
     """The reason for which ``sync.levels`` has to be 1; empty if there is none."""
     if over_servers(config.sync.scheme).exchange == "peers":
         return f"sync.scheme = {config.sync.scheme} exchanges among workers"
-    if config.cluster.goes_on:
+    if config.cluster.is_elastic:
         return "cluster.on_worker_loss = continue: a host cannot do without its leader"
     return ""
 
@@ -143,7 +143,7 @@ def why_one_level(config: Config) -> str:
 def bound_to_servers(config: Config) -> str:
     """The setting that keeps workers from exchanging among themselves; empty if none does."""
     reasons = {
-        "cluster.on_worker_loss": config.cluster.goes_on,
+        "cluster.on_worker_loss": config.cluster.is_elastic,
         "security.keys": bool(config.security.keys),
         "sync.levels": config.sync.levels == 2,
         "sync.values": config.sync.values != "same",

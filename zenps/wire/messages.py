@@ -132,8 +132,8 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag="heartbeat"):
     load: Load
     late: Late = {}
     """A server's: the workers that its rounds have waited for longest, and how long in all."""
-    wave: Count = 0
-    """A worker's: all rounds that were in flight when it heard of this wave have ended."""
+    watermark: Count = 0
+    """A worker's: all rounds that were in flight when it heard of this watermark have ended."""
     clock_ns: Count = 0
     """The sender's clock when it was sent. The answer repeats it."""
 
@@ -149,7 +149,7 @@ class Barrier(Struct, frozen=True, array_like=True, tag="barrier"):
 
 
 class Admit(Struct, frozen=True, array_like=True, tag="admit"):
-    """A worker is at the end of a step, has nothing in flight, and waits for newcomers to be let in."""
+    """A worker is at the end of a step, has nothing in flight, and waits for joining workers to be let in."""
 
     since: Count
     """The :attr:`View.admitted` that it has."""
@@ -187,7 +187,7 @@ class View(Struct, frozen=True, array_like=True, tag="view"):
     left: tuple[Rank, ...] = ()
     """Those of ``workers`` that have left: rounds that they have not pushed cannot end."""
     admitted: Count = 0
-    """The epoch in which newcomers were let in last: workers count steps and barriers anew since then."""
+    """The epoch in which joining workers were let in last: workers count from 0 since then."""
 
 
 class WhoAreYou(Struct, frozen=True, array_like=True, tag="register?"):
@@ -204,9 +204,9 @@ class Refused(Struct, frozen=True, array_like=True, tag="refused"):
 class HeartbeatReply(Struct, frozen=True, array_like=True, tag="heartbeat!"):
     """The scheduler is there, and has heard the node."""
 
-    wave: Count = 0
+    watermark: Count = 0
     """One more than what every worker has reported."""
-    newcomers: Count = 0
+    joining: Count = 0
     """How many workers wait to be let in."""
     heartbeat_ns: Count = 0
     """The ``clock_ns`` of the heartbeat that this answers."""

@@ -114,7 +114,7 @@ class SchedulerLink:
         self.send(register)
         began = time.monotonic()
         until = began + self._cluster.rendezvous_seconds + PATIENCE_SECONDS
-        is_newcomer = is_silence_logged = False
+        is_joining = is_silence_logged = False
         while (now := time.monotonic()) < until:
             if self.is_beat_due(now):
                 self.beat(now, epoch=0, load={})
@@ -130,9 +130,9 @@ class SchedulerLink:
                         return message
                     case Refused(kind=kind, reason=reason):
                         raise _REFUSALS[kind](reason)
-                    case HeartbeatReply(newcomers=newcomers):
-                        is_newcomer = newcomers > 0
-        if is_newcomer:
+                    case HeartbeatReply(joining=joining):
+                        is_joining = joining > 0
+        if is_joining:
             self.leave()
             raise DeadlineError(
                 f"the job has not let this worker in within {self._cluster.rendezvous_seconds:g} s: its "
@@ -214,10 +214,10 @@ class SchedulerLink:
         """Whether it is time for a heartbeat; ``now`` is :func:`time.monotonic`."""
         return now >= self._next_beat
 
-    def beat(self, now: float, epoch: int, load: Load, late: Late | None = None, wave: int = 0) -> None:
+    def beat(self, now: float, epoch: int, load: Load, late: Late | None = None, watermark: int = 0) -> None:
         """Sends a heartbeat at once, as after a new view."""
         self._next_beat = now + self._cluster.lease_seconds / BEATS_PER_LEASE
-        self.send(Heartbeat(epoch, load, late or {}, wave, now_ns()))
+        self.send(Heartbeat(epoch, load, late or {}, watermark, now_ns()))
 
     def seconds_to_beat(self, now: float) -> float:
         """How long a poll may last until the next heartbeat is due."""

@@ -204,15 +204,15 @@ def test_an_average_is_over_all_ranks_also_those_that_others_push_for(kind: str)
 
 
 def test_the_union_takes_the_codec_that_suits_it() -> None:
-    values, narrow = torch.ones(20, 64), torch.ones(20, 1)
+    values, quantize = torch.ones(20, 64), torch.ones(20, 1)
     few = [sparse_push(rank, range(20), values, 10_000, "bitmap") for rank in (0, 1)]
     many = [sparse_push(rank, range(20 * rank, 20 * rank + 20), values, 1000, "coo") for rank in (0, 1)]
-    scalars = [sparse_push(rank, range(0, 10_000, 500), narrow, 10_000, "bitmap") for rank in (0, 1)]
-    neighbours = [sparse_push(rank, range(20), narrow, 10_000, "bitmap") for rank in (0, 1)]
+    scalars = [sparse_push(rank, range(0, 10_000, 500), quantize, 10_000, "bitmap") for rank in (0, 1)]
+    shared_memory = [sparse_push(rank, range(20), quantize, 10_000, "bitmap") for rank in (0, 1)]
     assert aggregate(few)[0].codec == "coo"
     assert aggregate(many)[0].codec == "bitmap"
     assert aggregate(scalars)[0].codec == "delta"
-    assert aggregate(neighbours)[0].codec == "blocks"
+    assert aggregate(shared_memory)[0].codec == "blocks"
 
 
 def test_inputs_are_not_written_to() -> None:

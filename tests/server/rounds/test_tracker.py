@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from zenps.errors import ProtocolError
-from zenps.server.rounds.tracker import ROUND_BYTES, Aggregate, Held, Key, Reply, Rounds
+from zenps.server.rounds.tracker import ROUND_BYTES, Aggregate, Held, Key, Reply, ServerRounds
 from zenps.wire.messages import Busy, Failure, Push, Result, Resume, Wanted
 
 DEADLINE_SECONDS = 30.0
@@ -31,8 +31,8 @@ def peer_of(rank: int) -> bytes:
     return f"worker-{rank}".encode()
 
 
-def make_rounds(ranks: int, budget_bytes: int = 1 << 30) -> Rounds:
-    rounds = Rounds(budget_bytes, DEADLINE_SECONDS)
+def make_rounds(ranks: int, budget_bytes: int = 1 << 30) -> ServerRounds:
+    rounds = ServerRounds(budget_bytes, DEADLINE_SECONDS)
     rounds.on_view(1, {rank: peer_of(rank) for rank in range(ranks)}, {}, 0.0)
     return rounds
 
@@ -314,7 +314,7 @@ KEY = Key("a", 0, 0)
 
 
 def push_all(
-    rounds: Rounds, key: Key, ranks: Sequence[int], size_bytes: int = 100
+    rounds: ServerRounds, key: Key, ranks: Sequence[int], size_bytes: int = 100
 ) -> list[Aggregate | Reply]:
     """Pushes of ``ranks`` in this order; only the last may have consequences."""
     for rank in ranks[:-1]:
@@ -323,7 +323,7 @@ def push_all(
 
 
 def complete(
-    rounds: Rounds, key: Key, ranks: Sequence[int], frames: Sequence[memoryview] = ()
+    rounds: ServerRounds, key: Key, ranks: Sequence[int], frames: Sequence[memoryview] = ()
 ) -> list[Aggregate | Reply]:
     (aggregate,) = push_all(rounds, key, ranks)
     assert isinstance(aggregate, Aggregate)
@@ -386,7 +386,7 @@ def test_a_deadline_names_the_missing_ranks() -> None:
 
 
 def test_without_a_deadline_a_round_waits_and_counts_for_whom() -> None:
-    rounds = Rounds(1 << 30, math.inf)
+    rounds = ServerRounds(1 << 30, math.inf)
     rounds.on_view(1, {rank: peer_of(rank) for rank in range(4)}, {}, 0.0)
     for rank, now in ((2, 10.0), (0, 11.0)):
         assert rounds.on_push(make_held(rank, KEY), now) == []
@@ -464,7 +464,7 @@ def test_pushes_of_other_ranks_or_epochs_are_refused(rank: int, epoch: int) -> N
 
 def test_before_the_first_view_nobody_is_expected() -> None:
     with pytest.raises(ProtocolError):
-        Rounds(1 << 20, 1.0).on_push(make_held(0, KEY, epoch=0), 0.0)
+        ServerRounds(1 << 20, 1.0).on_push(make_held(0, KEY, epoch=0), 0.0)
 
 
 BUSY_SIZE = 4000
@@ -589,7 +589,7 @@ GIVEN_UP = "ranks disagree: rank(s) 1 pushed a later step without this part; see
 
 def test_what_a_rank_has_given_up_ends_and_makes_room() -> None:
     """They cut a tensor differently: chunk 0 has failed on both, and rank 1 has no chunk 1."""
-    rounds = Rounds(16_000, math.inf)
+    rounds = ServerRounds(16_000, math.inf)
     rounds.on_view(1, {rank: peer_of(rank) for rank in range(2)}, {}, 0.0)
     left, other = Key("a", 0, 1), Key("b", 0, 0)
     rounds.on_push(make_held(0, KEY), 0.0)
@@ -665,7 +665,7 @@ def test_an_older_round_never_takes_the_place_of_a_newer_outcome(is_forgotten: b
 
 
 def test_ranks_are_asked_ever_more_seldom() -> None:
-    rounds = Rounds(1 << 30, math.inf)
+    rounds = ServerRounds(1 << 30, math.inf)
     rounds.on_view(1, {rank: peer_of(rank) for rank in range(2)}, {}, 0.0)
     rounds.on_push(make_held(0, KEY, again=True), 0.0)
     question = [Reply([peer_of(1)], Wanted(1, *KEY))]

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, UsageError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
-from zenps.worker.backends.negotiated_rounds import MetRound, MetRounds
+from zenps.worker.backends.negotiated_rounds import NegotiatedRound, NegotiatedRounds
 from zenps.worker.backends.negotiation import Entry, entries, entry_of, table_of
 from zenps.worker.core.spans import Spans
 
 TENSOR = torch.zeros(3)
 
 
-class Meeting:
+class Negotiation:
     """As its handle: ends when the test says what came of it."""
 
     step = 7
@@ -37,29 +37,31 @@ class Meeting:
         return self.outcome
 
 
-class Rounds(MetRounds[MetRound]):
+class WorkerRounds(NegotiatedRounds[NegotiatedRound]):
     """Of rank 1 of 2. Rounds that have met are done at once, with the rows of both."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.said: list[tuple[str, list[Entry]]] = []
-        self.meetings: dict[str, Meeting] = {}
+        self.negotiations: dict[str, Negotiation] = {}
         self.refuses: BaseException | None = None
         self.shut_down = 0
         metrics = WorkerMetrics(self.registry)
-        super().__init__(1, 2, self.begin_meeting, lambda *_: None, lambda: None, metrics)
+        super().__init__(1, 2, self.begin_negotiation, lambda *_: None, lambda: None, metrics)
 
-    def begin_meeting(self, table: Tensor, name: str) -> Meeting:
+    def begin_negotiation(self, table: Tensor, name: str) -> Negotiation:
         if self.refuses is not None:
             raise self.refuses
         self.said.append((name, entries(table)))
-        return self.meetings.setdefault(name, Meeting())
+        return self.negotiations.setdefault(name, Negotiation())
 
-    def begin(self, name: str, rows: int = 0) -> MetRound:
-        return self._begin(name, TENSOR, rows, True, lambda _: MetRound(name, 0.1, lambda _: None, Spans()))
+    def begin(self, name: str, rows: int = 0) -> NegotiatedRound:
+        return self._begin(
+            name, TENSOR, rows, True, lambda _: NegotiatedRound(name, 0.1, lambda _: None, Spans())
+        )
 
-    def hear(self, round_: MetRound, outcome: Tensor | ZenPSError) -> None:
-        self.meetings[round_.name].outcome = outcome
+    def hear(self, round_: NegotiatedRound, outcome: Tensor | ZenPSError) -> None:
+        self.negotiations[round_.name].outcome = outcome
         self._hear(round_)
 
     @property
@@ -69,7 +71,7 @@ class Rounds(MetRounds[MetRound]):
     def _shut_down(self) -> None:
         self.shut_down += 1
 
-    def _on_met(self, round_: MetRound, said: Sequence[Entry]) -> None:
+    def _on_negotiated(self, round_: NegotiatedRound, said: Sequence[Entry]) -> None:
         self._end(round_, torch.tensor([entry.rows for entry in said]))
 
 
@@ -80,16 +82,16 @@ def both(mine: Tensor, others: Tensor) -> Tensor:
 
 
 def test_ranks_say_what_they_have_and_go_on_once_they_agree() -> None:
-    rounds = Rounds()
+    rounds = WorkerRounds()
     round_ = rounds.begin("a", rows=4)
     rounds.begin("b", rows=5)
     assert [name for name, _ in rounds.said] == ["a", "b"]
     own = [said[1] for _, said in rounds.said]
     assert own == [entry_of(TENSOR, 0, 4, True), entry_of(TENSOR, 1, 5, True)]
-    assert not round_.has_met
+    assert not round_.is_negotiated
 
     rounds.hear(round_, both(TENSOR, TENSOR))
-    assert round_.has_met
+    assert round_.is_negotiated
     assert round_.is_heard
     assert round_.wait().tolist() == [9, 4]
     assert rounds.failed == 0
@@ -97,14 +99,14 @@ def test_ranks_say_what_they_have_and_go_on_once_they_agree() -> None:
 
 
 def test_a_name_is_in_flight_once() -> None:
-    rounds = Rounds()
+    rounds = WorkerRounds()
     rounds.begin("a")
     with pytest.raises(UsageError, match="'a'"):
         rounds.begin("a")
 
 
 def test_disagreement_ends_a_round_alone() -> None:
-    rounds = Rounds()
+    rounds = WorkerRounds()
     one, other = rounds.begin("a"), rounds.begin("b")
     rounds.hear(one, both(TENSOR, torch.zeros(4)))
     with pytest.raises(MismatchError, match=r"'a', step 7: ranks disagree.*\(4,\).*\(3,\)"):
@@ -115,7 +117,7 @@ def test_disagreement_ends_a_round_alone() -> None:
 
 
 def test_meeting_that_failed_ends_its_round() -> None:
-    rounds = Rounds()
+    rounds = WorkerRounds()
     round_ = rounds.begin("a")
     rounds.hear(round_, DeadlineError("worker 0 is late"))
     with pytest.raises(DeadlineError, match="worker 0 is late"):
@@ -124,7 +126,7 @@ def test_meeting_that_failed_ends_its_round() -> None:
 
 
 def test_first_failure_ends_all_rounds_and_those_that_begin_later() -> None:
-    rounds = Rounds()
+    rounds = WorkerRounds()
     before = [rounds.begin("a"), rounds.begin("b")]
     rounds.fail(PeerLostError("worker 0 is lost"))
     rounds.fail(PeerLostError("worker 2 is lost"))
@@ -140,16 +142,16 @@ def test_first_failure_ends_all_rounds_and_those_that_begin_later() -> None:
 
 
 def test_name_is_free_again_where_a_meeting_could_not_begin() -> None:
-    rounds = Rounds()
+    rounds = WorkerRounds()
     rounds.refuses = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         rounds.begin("a")
     rounds.refuses = None
-    assert rounds.begin("a").meeting is not None
+    assert rounds.begin("a").negotiation is not None
 
 
 def test_whoever_leaves_is_told() -> None:
-    rounds = Rounds()
+    rounds = WorkerRounds()
     round_ = rounds.begin("a")
     rounds.close()
     with pytest.raises(UsageError, match="has left the cluster"):

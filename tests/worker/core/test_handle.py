@@ -11,10 +11,10 @@ from torch import Tensor
 from zenps.errors import ConfigError, DeadlineError, ProtocolError, ZenPSError
 from zenps.wire.messages import Result
 from zenps.worker.core.handle import Handle, Progress
-from zenps.worker.encode.transfer import Cut, Sent, Transfer
+from zenps.worker.encode.transfer import EncodedTensor, Sharding, Transfer
 
 PARTS = 3
-SENT = Sent("dense", torch.Size([PARTS]), torch.float32, 1, 0, Cut(None, PARTS, 0), [])
+SENT = EncodedTensor("dense", torch.Size([PARTS]), torch.float32, 1, 0, Sharding(None, PARTS, 0), [])
 FRAMES = (memoryview(b""), memoryview(b"1234"))
 
 
@@ -30,7 +30,7 @@ class Count(Transfer):
         self.absorbed.append(chunk)
         self.log.append(chunk)
 
-    def restart(self, sent: Sent) -> None:
+    def restart(self, sent: EncodedTensor) -> None:
         self.sent = sent
         self.absorbed.clear()
         self.log.append("restart")
@@ -198,7 +198,7 @@ def test_a_restart_while_another_thread_absorbs_neither_waits_nor_disturbs_it() 
 class Broken(Count):
     """Its device cannot compute the new layout, nor decode any answer."""
 
-    def restart(self, sent: Sent) -> None:
+    def restart(self, sent: EncodedTensor) -> None:
         raise ConfigError("sync.table_bytes", 0, "more")
 
     def absorb(self, *_: object) -> None:

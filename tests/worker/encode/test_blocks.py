@@ -21,7 +21,7 @@ from zenps.wire.tensors import dtype_name
 from zenps.worker.encode.blocks import BlockTransfer
 from zenps.worker.encode.gpu import StagedBlocks
 from zenps.worker.encode.streams import Plan, plan_streams
-from zenps.worker.encode.transfer import Part
+from zenps.worker.encode.transfer import EncodedChunk
 
 POOL = BufferPool(1 << 26)
 AGGREGATOR = Aggregator(CpuKernels(POOL), POOL)
@@ -43,7 +43,7 @@ def on_a_device(tensor: Tensor, plan: Plan) -> StagedBlocks:
     return transfer
 
 
-def push_of(transfer: Streamed, rank: int, part: Part, average: bool) -> Push:
+def push_of(transfer: Streamed, rank: int, part: EncodedChunk, average: bool) -> Push:
     return Push(
         *(1, rank, "t", 0, part.chunk, transfer.chunks, transfer.kind, dtype_name(transfer.dtype)),
         *(tuple(transfer.shape), part.span, transfer.columns, part.rows, "bitmap", average),

@@ -30,7 +30,7 @@ from zenps.wire.messages import Result
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from zenps.worker.encode.gpu import StagedDense, StagedSparse
 from zenps.worker.encode.gpu_queue import Staging
-from zenps.worker.encode.transfer import Cut, Transfer
+from zenps.worker.encode.transfer import Sharding, Transfer
 
 LAYOUT = make_layout("balanced", 600, 1, [0, 1, 2], 0)
 
@@ -42,7 +42,7 @@ def whole_numbers(count: int, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def staged(tensor: Tensor, settings: CudaConfig, codec: str = "auto") -> StagedSparse:
-    return StagedSparse(tensor, Cut(LAYOUT, 2, 0), codec, settings, on_the_device, ACCELERATOR)
+    return StagedSparse(tensor, Sharding(LAYOUT, 2, 0), codec, settings, on_the_device, ACCELERATOR)
 
 
 @pytest.mark.parametrize("compaction", ["bitmap", "hash"])
@@ -148,8 +148,8 @@ def test_dense(shape: Sequence[int]) -> None:
 
     def make(copy: Tensor) -> Transfer:
         if copy.numel() < 1000:
-            return WholeTransfer(copy, Cut(None, 1, 0), True)
-        return DenseTransfer(copy, Cut(layout, 2, 0), ACCELERATOR.pinned, True)
+            return WholeTransfer(copy, Sharding(None, 1, 0), True)
+        return DenseTransfer(copy, Sharding(layout, 2, 0), ACCELERATOR.pinned, True)
 
     results, _ = synchronize(tensors, lambda tensor: prepared(StagedDense(tensor, make, ACCELERATOR)), True)
     for result in results:
@@ -167,7 +167,7 @@ def test_a_device_that_hangs_is_an_error() -> None:
 
     hung = Hung()
     hung.deadline_seconds = 0.05
-    transfer = StagedDense(torch.ones(3), lambda copy: WholeTransfer(copy, Cut(None, 1, 0), True), hung)
+    transfer = StagedDense(torch.ones(3), lambda copy: WholeTransfer(copy, Sharding(None, 1, 0), True), hung)
     assert not transfer.prepared()
     with pytest.raises(DeadlineError, match=r"cpu did not finish its work within 0.05 s"):
         hung.wait_for(hung.mark())
@@ -183,7 +183,9 @@ def test_device_that_fails_fails_its_round_alone() -> None:
             raise RuntimeError("out of memory")  # as torch's OutOfMemoryError is one
 
     staging, begun, failures = Staging(), [], []
-    transfer = StagedDense(torch.ones(3), lambda copy: WholeTransfer(copy, Cut(None, 1, 0), True), Full())
+    transfer = StagedDense(
+        torch.ones(3), lambda copy: WholeTransfer(copy, Sharding(None, 1, 0), True), Full()
+    )
     staging.add(transfer, lambda: begun.append(transfer), failures.append)
     staging.advance(until=0.0)
     (error,) = failures

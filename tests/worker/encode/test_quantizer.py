@@ -30,46 +30,46 @@ from zenps.partition.ring import rebalance
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from zenps.worker.encode.gpu import StagedDense, StagedSparse
 from zenps.worker.encode.planner import Transfers
-from zenps.worker.encode.quantizer import Narrowing, Residuals
-from zenps.worker.encode.reshard import recut
+from zenps.worker.encode.quantizer import Quantizer, Residuals
+from zenps.worker.encode.reshard import reshard
 from zenps.worker.encode.sparse import SparseTransfer
-from zenps.worker.encode.transfer import Cut, Transfer
+from zenps.worker.encode.transfer import Sharding, Transfer
 from zenps.worker.training.buckets import Bucket
 
 ROWS, STEPS, RANKS = 600, 6, 3
 STEP_OF_PUSHES = 3  # what `aggregate` calls it
 
-Begin = Callable[[Tensor, Narrowing], Transfer]
+Begin = Callable[[Tensor, Quantizer], Transfer]
 
 every_form = pytest.mark.parametrize("form", VALUE_CODECS)
 
 
 def table_way(servers: Sequence[int], chunks: int, partition: str = "balanced", granule: int = 1) -> Begin:
     layout = make_layout(partition, ROWS, granule, servers, 1 << 20)
-    cut = Cut(layout, chunks, servers[0])
-    return lambda tensor, narrowing: SparseTransfer(tensor, cut, "auto", KERNELS, 0, narrowing)
+    cut = Sharding(layout, chunks, servers[0])
+    return lambda tensor, quantizer: SparseTransfer(tensor, cut, "auto", KERNELS, 0, quantizer)
 
 
 def table_on_a_device(servers: Sequence[int], chunks: int) -> Begin:
-    cut = Cut(make_layout("balanced", ROWS, 1, servers, 0), chunks, servers[0])
+    cut = Sharding(make_layout("balanced", ROWS, 1, servers, 0), chunks, servers[0])
     settings = CudaConfig()
-    return lambda tensor, narrowing: prepared(
-        StagedSparse(tensor, cut, "coo", settings, on_the_device, ACCELERATOR, 0, narrowing)
+    return lambda tensor, quantizer: prepared(
+        StagedSparse(tensor, cut, "coo", settings, on_the_device, ACCELERATOR, 0, quantizer)
     )
 
 
 def vector_way(servers: Sequence[int], chunks: int, partition: str = "parallel") -> Begin:
-    cut = Cut(make_layout(partition, ROWS, DENSE_GRANULE, servers, 1 << 20), chunks, servers[0])
-    return lambda tensor, narrowing: DenseTransfer(tensor, cut, POOL, True, narrowing)
+    cut = Sharding(make_layout(partition, ROWS, DENSE_GRANULE, servers, 1 << 20), chunks, servers[0])
+    return lambda tensor, quantizer: DenseTransfer(tensor, cut, POOL, True, quantizer)
 
 
-def whole(tensor: Tensor, narrowing: Narrowing) -> Transfer:
-    return WholeTransfer(tensor, Cut(None, 1, 0), True, narrowing)
+def whole(tensor: Tensor, quantizer: Quantizer) -> Transfer:
+    return WholeTransfer(tensor, Sharding(None, 1, 0), True, quantizer)
 
 
 def on_a_device(begin: Begin) -> Begin:
-    return lambda tensor, narrowing: prepared(
-        StagedDense(tensor, lambda copy: begin(copy, narrowing), ACCELERATOR)
+    return lambda tensor, quantizer: prepared(
+        StagedDense(tensor, lambda copy: begin(copy, quantizer), ACCELERATOR)
     )
 
 
@@ -116,20 +116,20 @@ def gradient(columns: int, rank: int, step: int) -> Tensor:
     return sparse(rows, values, (ROWS, columns))
 
 
-def make_narrowing(form: ValueForm, columns: int, way: str) -> Narrowing:
+def make_quantizer(form: ValueForm, columns: int, way: str) -> Quantizer:
     rows = math.ceil(ROWS / DENSE_GRANULE) * DENSE_GRANULE if way == "vector" else ROWS
     codec = value_codec(form, columns or 1, is_dense=not columns)
     assert codec is not None
-    return Narrowing(codec, Residuals().of("weight", rows, columns or 1), POOL)
+    return Quantizer(codec, Residuals().of("weight", rows, columns or 1), POOL)
 
 
 def train(form: ValueForm, columns: int, way: str, begin: Begin) -> list[Tensor]:
     """What each of some steps pulls; all ranks must pull the same."""
-    narrowings = [make_narrowing(form, columns, way) for _ in range(RANKS)]
+    quantizers = [make_quantizer(form, columns, way) for _ in range(RANKS)]
     pulled = []
     for step in range(STEPS):
         transfers = [
-            begin(gradient(columns, rank, step), narrowing) for rank, narrowing in enumerate(narrowings)
+            begin(gradient(columns, rank, step), quantizer) for rank, quantizer in enumerate(quantizers)
         ]
         for part, result, frames in aggregate(transfers, average=True):
             for transfer in transfers:
@@ -155,13 +155,13 @@ def trained_by_hand(form: ValueForm, columns: int) -> list[Tensor]:
                 arrives = travelled(codec, wanted)
                 kept[rank][row] = wanted - arrives
                 sums[row] = sums[row] + arrives if row in sums else arrives
-        narrow = {row: travelled(codec, total / RANKS, STEP_OF_PUSHES) for row, total in sums.items()}
-        rows = sorted(narrow)
-        values = torch.stack([narrow[row] for row in rows])
+        quantize = {row: travelled(codec, total / RANKS, STEP_OF_PUSHES) for row, total in sums.items()}
+        rows = sorted(quantize)
+        values = torch.stack([quantize[row] for row in rows])
         if columns:
             pulled.append(sparse(rows, values.view(-1, columns), (ROWS, columns)).coalesce())
         else:
-            pulled.append(torch.cat([narrow[row].flatten() for row in rows])[:ROWS])
+            pulled.append(torch.cat([quantize[row].flatten() for row in rows])[:ROWS])
     return pulled
 
 
@@ -196,16 +196,16 @@ def test_every_way_and_ring_pulls_the_same_bits(form: ValueForm, kind: str) -> N
 @pytest.mark.parametrize("columns", [5, 1])
 def test_nothing_is_lost_for_good(form: ValueForm, columns: int) -> None:
     """What was pushed, and what is kept back, is all that there was."""
-    narrowing = make_narrowing(form, columns, "table")
-    residual = narrowing._residual
+    quantizer = make_quantizer(form, columns, "table")
+    residual = quantizer._residual
     pushed, there_was = torch.zeros(ROWS, columns), torch.zeros(ROWS, columns)
     for step in range(40):
         rows, values = KERNELS.compact(
             gradient(columns, 0, step)._indices()[0], gradient(columns, 0, step)._values()
         )
         there_was[rows] += values
-        data = narrowing.narrow(values, rows)
-        pushed[rows] += narrowing.widened(data.numpy().data, (len(rows), columns))
+        data = quantizer.quantize(values, rows)
+        pushed[rows] += quantizer.dequantized(data.numpy().data, (len(rows), columns))
     torch.testing.assert_close(pushed + residual, there_was, rtol=1e-4, atol=1e-3)
     # Half a step at most: the largest of a row is 40 σ of its values, and int8's step a 64th of that.
     assert 0 < residual.abs().max() < 250 / 64
@@ -216,11 +216,11 @@ def test_nothing_is_lost_for_good(form: ValueForm, columns: int) -> None:
 def test_a_component_below_half_a_step_moves_by_what_was_kept_back() -> None:
     """Without, it never would: it is rounded to 0 in each step."""
     rows, gradient_of_a_step = torch.tensor([3]), torch.tensor([[1.0, 1e-3, -2e-3, 0.0, 1.0]])
-    narrowing, int8 = make_narrowing("int8", 5, "table"), VALUE_CODECS["int8"]
+    quantizer, int8 = make_quantizer("int8", 5, "table"), VALUE_CODECS["int8"]
     moved = torch.zeros(1, 5)
     for _ in range(1000):
-        data = narrowing.narrow(gradient_of_a_step.clone(), rows)
-        moved += narrowing.widened(data.numpy().data, (1, 5))
+        data = quantizer.quantize(gradient_of_a_step.clone(), rows)
+        moved += quantizer.dequantized(data.numpy().data, (1, 5))
     assert (moved - 1000 * gradient_of_a_step).abs().max() < 1 / 64
     assert travelled(int8, gradient_of_a_step).tolist() == [[1.0, 0.0, 0.0, 0.0, 1.0]]
 
@@ -228,18 +228,18 @@ def test_a_component_below_half_a_step_moves_by_what_was_kept_back() -> None:
 @pytest.mark.parametrize("bad", [NAN, float("inf"), -float("inf"), 1e30])
 @every_form
 def test_what_is_no_number_is_seen_and_not_kept(form: ValueForm, bad: float) -> None:
-    narrowing = make_narrowing(form, 5, "table")
+    quantizer = make_quantizer(form, 5, "table")
     values, rows = torch.full((2, 5), 0.1), torch.tensor([3, 7])
     values[0, 2] = bad
-    got = narrowing.widened(narrowing.narrow(values, rows).numpy().data, (2, 5))
+    got = quantizer.dequantized(quantizer.quantize(values, rows).numpy().data, (2, 5))
     if bad == 1e30 and form != "float16":
         assert got[0, 2] == pytest.approx(1e30, rel=0.01)
     else:
         assert not got[0, 2].isfinite()
     assert got[1].isfinite().all()
-    assert narrowing._residual.isfinite().all()
+    assert quantizer._residual.isfinite().all()
     values = torch.full((2, 5), 0.1)
-    assert narrowing.widened(narrowing.narrow(values, rows).numpy().data, (2, 5)).isfinite().all()
+    assert quantizer.dequantized(quantizer.quantize(values, rows).numpy().data, (2, 5)).isfinite().all()
 
 
 @every_form
@@ -248,25 +248,25 @@ def test_another_ring_moves_the_same_bytes(form: ValueForm, kind: str) -> None:
     """What is pushed again has been rounded once, and was taken from what is kept back once."""
     columns, _ = WAYS[kind]
     granule = {"table": 1, "elements": 32, "vector": DENSE_GRANULE}.get(kind)
-    cuts = [Cut(None, 1, 4), Cut(None, 1, 2)]
+    cuts = [Sharding(None, 1, 4), Sharding(None, 1, 2)]
     if granule is not None:
         cuts = [
-            Cut(make_layout("balanced", ROWS, granule, servers, 1 << 20), chunks, servers[0])
+            Sharding(make_layout("balanced", ROWS, granule, servers, 1 << 20), chunks, servers[0])
             for servers, chunks in (([0, 1], 2), ([1, 4, 6], 3))
         ]
 
-    def begin(cut: Cut) -> Transfer:
-        narrowing = make_narrowing(form, columns, kind)
+    def begin(cut: Sharding) -> Transfer:
+        quantizer = make_quantizer(form, columns, kind)
         tensor = gradient(columns, 0, 0)
         if columns:
-            return SparseTransfer(tensor, cut, "auto", KERNELS, 0, narrowing)
+            return SparseTransfer(tensor, cut, "auto", KERNELS, 0, quantizer)
         if cut.layout is None:
-            return WholeTransfer(tensor, cut, True, narrowing)
-        return DenseTransfer(tensor, cut, POOL, True, narrowing)
+            return WholeTransfer(tensor, cut, True, quantizer)
+        return DenseTransfer(tensor, cut, POOL, True, quantizer)
 
     sent = begin(cuts[0]).sent
     assert sent.values == (form if columns != 1 or form != "int8" else "bfloat16")
-    assert recut(sent, cuts[1], "auto") == begin(cuts[1]).sent
+    assert reshard(sent, cuts[1], "auto") == begin(cuts[1]).sent
 
 
 @every_form
@@ -274,7 +274,7 @@ def test_another_ring_moves_the_same_bytes(form: ValueForm, kind: str) -> None:
 def test_answers_of_another_size_are_refused(form: ValueForm, kind: str) -> None:
     columns, ways = WAYS[kind]
     for begin in ways.values():
-        transfer = begin(gradient(columns, 0, 0), make_narrowing(form, columns, kind))
+        transfer = begin(gradient(columns, 0, 0), make_quantizer(form, columns, kind))
         (part, result, frames), *_ = aggregate([transfer], average=False)
         for values in (frames[1][:-1], memoryview(bytes(frames[1]) + b"\0")):
             with pytest.raises(ProtocolError, match=r"payload: (\d+ bytes of \w+ values|frames of)"):

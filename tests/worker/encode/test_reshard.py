@@ -40,9 +40,9 @@ from zenps.partition.strategies import strategy
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from zenps.worker.encode.gpu import StagedDense
 from zenps.worker.encode.planner import SPLIT_FROM_BYTES, Transfers
-from zenps.worker.encode.reshard import recut
+from zenps.worker.encode.reshard import reshard
 from zenps.worker.encode.sparse import SparseTransfer
-from zenps.worker.encode.transfer import Cut, Transfer, table_shape
+from zenps.worker.encode.transfer import Sharding, Transfer, table_shape
 
 SERVERS = [[0], [0, 1], [2, 5, 9], [1, 2, 3, 4, 5, 6, 7]]
 RINGS = st.lists(
@@ -59,18 +59,18 @@ RINGS = st.lists(
 Ring = tuple[list[int], int, int, int, int]
 
 
-def make_cut(partition: str, rows: int, granule: int, ring: Ring) -> Cut:
+def make_cut(partition: str, rows: int, granule: int, ring: Ring) -> Sharding:
     servers, before, chunks, table_bytes, home = ring
     owners = rebalance(rebalance(None, SERVERS[before]), servers)
     cache = LayoutCache(strategy(partition), 7, owners, servers, table_bytes)
-    return Cut(cache.get("weight", max(rows, 1), granule), chunks, servers[home % len(servers)])
+    return Sharding(cache.get("weight", max(rows, 1), granule), chunks, servers[home % len(servers)])
 
 
-def check_all(cuts: Sequence[Cut], codec: str, begin: Callable[[Cut], Transfer]) -> None:
+def check_all(cuts: Sequence[Sharding], codec: str, begin: Callable[[Sharding], Transfer]) -> None:
     """From each ring to the next, what is cut again is what is cut freshly."""
     sent = begin(cuts[0]).sent
     for cut in cuts[1:]:
-        sent = recut(sent, cut, codec)
+        sent = reshard(sent, cut, codec)
         assert sent == begin(cut).sent
 
 
@@ -130,7 +130,7 @@ def test_dense(
 @pytest.mark.parametrize("shape", [(), (3, 4), (0,)])
 def test_whole(shape: tuple[int, ...], contributes: bool) -> None:
     tensor = torch.randn(shape)
-    cuts = [Cut(None, 1, home) for home in (3, 0, 5)]
+    cuts = [Sharding(None, 1, home) for home in (3, 0, 5)]
     check_all(cuts, "auto", lambda cut: WholeTransfer(tensor, cut, contributes))
 
 
@@ -138,7 +138,7 @@ def test_the_home_of_the_new_ring_is_pushed_even_if_it_has_nothing() -> None:
     cuts = [make_cut("centralized", 50, 1, ([0, 1, 2], 1, 1, 0, home)) for home in (0, 1, 2)]
     sent = on_the_cpu(rows_of(50), cuts[0].layout, 1, 0, "auto").sent  # type: ignore[arg-type]
     for cut in cuts:
-        parts = recut(sent, cut, "auto").parts
+        parts = reshard(sent, cut, "auto").parts
         assert (cut.home, 0) in {(part.server, part.chunk) for part in parts}
 
 
@@ -169,7 +169,7 @@ def make_transfers(servers: Sequence[int]) -> Transfers:
 def test_what_was_cut_by_the_present_ring_is_not_cut_again(tensor: Tensor) -> None:
     transfers = make_transfers([0, 1])
     sent = transfers.begin(tensor, "weight", 0, True).sent
-    assert transfers.recut("weight", sent) is sent
+    assert transfers.reshard("weight", sent) is sent
 
 
 @every_kind
@@ -180,7 +180,7 @@ def test_a_new_ring_cuts_again_as_it_begins(tensor: Tensor) -> None:
     sent = transfers.begin(tensor, "weight", expected_rows, True).sent
     for servers in ([1, 2, 3], [3], [3, 4, 5, 6, 7]):
         set_ring(transfers, servers)
-        sent = transfers.recut("weight", sent)
+        sent = transfers.reshard("weight", sent)
         assert sent == transfers.begin(tensor, "weight", expected_rows, True).sent
         assert {part.server for part in sent.parts} <= set(servers)
         chunks.add(sent.cut.chunks)
@@ -223,7 +223,7 @@ COUNT = 5000
 OLD, NEW = ([0, 1, 2], 0, 2, 0, 2), ([0, 1], 2, 3, 0, 0)
 
 
-def a_cut(granule: int, ring: Ring) -> Cut:
+def a_cut(granule: int, ring: Ring) -> Sharding:
     return make_cut("balanced", COUNT, granule, ring)
 
 
@@ -236,7 +236,7 @@ def begin_dense(contributes: bool) -> Callable[[Tensor], Transfer]:
 
 
 def begin_whole(contributes: bool) -> Callable[[Tensor], Transfer]:
-    return lambda tensor: WholeTransfer(tensor, Cut(None, 1, 2), contributes)
+    return lambda tensor: WholeTransfer(tensor, Sharding(None, 1, 2), contributes)
 
 
 def begin_sparse(make: MakeSparse) -> Callable[[Tensor], Transfer]:
@@ -246,8 +246,8 @@ def begin_sparse(make: MakeSparse) -> Callable[[Tensor], Transfer]:
     return lambda tensor: make(tensor, layout, cut.chunks, cut.home, "auto")
 
 
-SPARSE, DENSE, WHOLE = a_cut(1, NEW), a_cut(DENSE_GRANULE, NEW), Cut(None, 1, 0)
-TRANSFERS: dict[str, tuple[Callable[[Tensor], Transfer], Cut, bool]] = {
+SPARSE, DENSE, WHOLE = a_cut(1, NEW), a_cut(DENSE_GRANULE, NEW), Sharding(None, 1, 0)
+TRANSFERS: dict[str, tuple[Callable[[Tensor], Transfer], Sharding, bool]] = {
     "sparse": (begin_sparse(on_the_cpu), SPARSE, True),
     "sparse, staged": (begin_sparse(on_a_device("sort")), SPARSE, True),
     "dense": (begin_dense(True), DENSE, True),
@@ -267,7 +267,7 @@ def absorb_all(transfer: Transfer, answers: Sequence[Answer]) -> None:
 @pytest.mark.parametrize(("begin", "cut", "contributes"), TRANSFERS.values(), ids=TRANSFERS)
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_a_restart_forgets_the_answers_of_the_old_ring(
-    begin: Callable[[Tensor], Transfer], cut: Cut, contributes: bool, share: float
+    begin: Callable[[Tensor], Transfer], cut: Sharding, contributes: bool, share: float
 ) -> None:
     generator = torch.Generator().manual_seed(5)
     tensors = [torch.randn(COUNT, generator=generator) for _ in range(2)]
@@ -282,13 +282,13 @@ def test_a_restart_forgets_the_answers_of_the_old_ring(
     answers = aggregate([begin(wrong)], average=False)
     for transfer in transfers:
         absorb_all(transfer, answers[: math.ceil(share * len(answers))])
-        sent = recut(transfer.sent, cut, "auto")
+        sent = reshard(transfer.sent, cut, "auto")
         transfer.restart(sent)
         assert transfer.sent is sent
     expected = reduce_in_rank_order(tensors if contributes else [wrong * 2], average=False)
     root = [] if contributes else [begin(wrong * 2)]
     for transfer in root:
-        transfer.restart(recut(transfer.sent, cut, "auto"))
+        transfer.restart(reshard(transfer.sent, cut, "auto"))
     answers = aggregate([*root, *transfers], average=False)
     for transfer in transfers:
         absorb_all(transfer, answers)
@@ -305,6 +305,6 @@ def test_a_new_ring_reaches_what_is_on_a_device(tensor: Tensor, monkeypatch: pyt
     assert prepared(transfer).sent == on_the_host.sent
     absorb_all(transfer, aggregate([transfer], average=False)[:1])
     set_ring(transfers, [1, 2, 3])
-    transfer.restart(transfers.recut("weight", transfer.sent))
+    transfer.restart(transfers.reshard("weight", transfer.sent))
     absorb_all(transfer, aggregate([transfer], average=False))
     assert_same_bits(transfer.finish(), tensor.coalesce() if tensor.is_sparse else tensor)

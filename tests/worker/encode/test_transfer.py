@@ -30,7 +30,7 @@ from zenps.wire.tensors import dtype_name
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from zenps.worker.encode.gpu import StagedSparse
 from zenps.worker.encode.sparse import SparseTransfer
-from zenps.worker.encode.transfer import Cut, Part, Transfer, check_tensor, table_shape
+from zenps.worker.encode.transfer import EncodedChunk, Sharding, Transfer, check_tensor, table_shape
 
 torch.set_num_threads(1)
 
@@ -42,7 +42,7 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SUMMED = [*FLOATS, torch.int64]
 NAN, INF = float("nan"), float("inf")
 
-Answer = tuple[Part, Result, tuple[memoryview, memoryview]]
+Answer = tuple[EncodedChunk, Result, tuple[memoryview, memoryview]]
 
 
 def sparse(rows: Sequence[int] | Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
@@ -67,12 +67,12 @@ class MakeSparse(Protocol):
 
 
 def on_the_cpu(tensor: Tensor, layout: Layout, chunks: int, home: int, codec: str) -> Transfer:
-    return SparseTransfer(tensor, Cut(layout, chunks, home), codec, KERNELS)
+    return SparseTransfer(tensor, Sharding(layout, chunks, home), codec, KERNELS)
 
 
 def on_a_device(compaction: Literal["sort", "bitmap", "hash"]) -> MakeSparse:
     def make(tensor: Tensor, layout: Layout, chunks: int, home: int, codec: str) -> Transfer:
-        cut, settings = Cut(layout, chunks, home), CudaConfig(compaction=compaction)
+        cut, settings = Sharding(layout, chunks, home), CudaConfig(compaction=compaction)
         transfer = StagedSparse(tensor, cut, codec, settings, on_the_device, ACCELERATOR)
         assert not transfer.prepared()
         return prepared(transfer)
@@ -93,7 +93,7 @@ WAYS = {"cpu": on_the_cpu, "device": on_a_device("sort")}
 every_way = pytest.mark.parametrize("make_sparse", WAYS.values(), ids=WAYS)
 
 
-def make_push(transfer: Transfer, part: Part, rank: int, average: bool) -> Push:
+def make_push(transfer: Transfer, part: EncodedChunk, rank: int, average: bool) -> Push:
     return Push(
         1, rank, "weight", 3, part.chunk, transfer.chunks, transfer.kind, dtype_name(transfer.dtype),
         tuple(transfer.shape), part.span, transfer.columns, part.rows, part.codec, average,
@@ -291,9 +291,9 @@ def test_dense(
     def begin(tensor: Tensor) -> Transfer:
         contributing = next(taking_part)
         if partition == "whole":
-            return WholeTransfer(tensor, Cut(None, 1, servers[-1]), contributing)
+            return WholeTransfer(tensor, Sharding(None, 1, servers[-1]), contributing)
         layout = make_layout(partition, tensor.numel(), DENSE_GRANULE, servers, 1 << 20)
-        return DenseTransfer(tensor, Cut(layout, chunks, servers[-1]), POOL, contributing)
+        return DenseTransfer(tensor, Sharding(layout, chunks, servers[-1]), POOL, contributing)
 
     results, _ = synchronize(tensors, begin, average)
     for result in results:
@@ -322,12 +322,12 @@ def begin_sparse(tensor: Tensor) -> Transfer:
 
 
 def begin_dense(tensor: Tensor) -> Transfer:
-    cut = Cut(make_layout("balanced", 5000, DENSE_GRANULE, [0, 1], 0), 2, 0)
+    cut = Sharding(make_layout("balanced", 5000, DENSE_GRANULE, [0, 1], 0), 2, 0)
     return DenseTransfer(tensor, cut, POOL, True)
 
 
 def begin_whole(tensor: Tensor) -> Transfer:
-    return WholeTransfer(tensor, Cut(None, 1, 0), True)
+    return WholeTransfer(tensor, Sharding(None, 1, 0), True)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,6 @@ def test_names_are_bounded_and_what_is_taken_back_does_not_count(steps: Steps) -
 
 def test_newcomers_count_from_0_and_so_do_all_then(steps: Steps, begun: list[int]) -> None:
     steps.begin("a", MOST_NAMES)
-    steps.begin_anew()
+    steps.reset()
     assert steps.begin("b", MOST_NAMES)[1].step == 0
     assert len(begun) == 2

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, ProtocolError, UsageError, ZenPSError
 from zenps.wire.messages import Busy, Failure, FromServer, Member, Push, Resend, Result, Resume, Wanted
 from zenps.worker.rounds.states import REPEAT_SECONDS, Action, Deliver, Fail, Outgoing, Round, SendPush
-from zenps.worker.rounds.tracker import MOST_REPETITIONS, PATIENCE_SECONDS, WAVES_TO_SETTLE, Exchange
+from zenps.worker.rounds.tracker import MOST_REPETITIONS, PATIENCE_SECONDS, WATERMARKS_TO_SETTLE, WorkerRounds
 
 DEADLINE_SECONDS = 30.0
 PATIENT_SECONDS = DEADLINE_SECONDS + PATIENCE_SECONDS
@@ -20,9 +20,9 @@ Place = tuple[int, int]
 """A server and a chunk."""
 
 
-def make_exchange(servers: int = 2, deadline_seconds: float = DEADLINE_SECONDS) -> Exchange:
+def make_exchange(servers: int = 2, deadline_seconds: float = DEADLINE_SECONDS) -> WorkerRounds:
     members = [Member("server", rank, "box", 50 + rank, "tcp://box:1", "") for rank in range(servers)]
-    exchange = Exchange(
+    exchange = WorkerRounds(
         deadline_seconds, lambda round_: list(make_round(round_.tensor, round_.step).outgoing)
     )
     assert exchange.on_view(1, members, 0.0) == []
@@ -317,7 +317,7 @@ def test_one_push_is_not_repeated_for_ever(kind: type[Resume] | type[Resend]) ->
 
 # ── recovery ────────────────────────────────────────────────────────────────────────────────────
 
-RECUT = [(0, 0), (1, 0), (1, 1)]
+RESHARD = [(0, 0), (1, 0), (1, 1)]
 """Where a round's parts go under the second ring."""
 
 
@@ -325,13 +325,13 @@ class Recovering:
     """A worker under a first ring of two servers, and whatever comes after."""
 
     def __init__(self) -> None:
-        self.recut: list[Round] = []
-        self.exchange = Exchange(DEADLINE_SECONDS, self.cut)
+        self.reshard: list[Round] = []
+        self.exchange = WorkerRounds(DEADLINE_SECONDS, self.cut)
         self.view(1)
 
     def cut(self, round_: Round) -> Sequence[Outgoing]:
-        self.recut.append(round_)
-        return make_round(round_.tensor, round_.step, RECUT).outgoing
+        self.reshard.append(round_)
+        return make_round(round_.tensor, round_.step, RESHARD).outgoing
 
     def view(self, ring: int) -> list[Action]:
         self.ring = ring
@@ -351,7 +351,7 @@ class Recovering:
             actions += self.exchange.on_reply(server, message, FRAMES, 0.0)
         return actions
 
-    def want(self, round_: Round, places: Sequence[Place] = tuple(RECUT)) -> list[Action]:
+    def want(self, round_: Round, places: Sequence[Place] = tuple(RESHARD)) -> list[Action]:
         actions: list[Action] = []
         for server, chunk in places:
             message = Wanted(self.ring, round_.tensor, round_.step, chunk)
@@ -368,8 +368,8 @@ def test_under_a_new_ring_what_is_in_flight_begins_again() -> None:
     worker = Recovering()
     round_ = worker.submit()
     worker.answer(round_, [(0, 0), (0, 1)])
-    assert places_of(worker.view(2)) == RECUT
-    assert worker.recut == [round_]
+    assert places_of(worker.view(2)) == RESHARD
+    assert worker.reshard == [round_]
     assert (round_.epoch, round_.state, round_.again) == (2, "pushed", True)
     old = Result(1, "t", 0, 0, 2, "coo")
     assert worker.exchange.on_reply(1, old, FRAMES, 0.0) == []
@@ -382,7 +382,7 @@ def test_a_change_of_members_alone_begins_nothing_again() -> None:
     worker = Recovering()
     round_ = worker.submit()
     assert worker.view(1) == []
-    assert worker.recut == []
+    assert worker.reshard == []
     assert len(worker.answer(round_)) == 3
 
 
@@ -390,8 +390,8 @@ def test_a_round_that_was_cut_before_the_ring_changed_is_cut_again_when_it_is_su
     worker = Recovering()
     worker.view(2)
     round_ = make_round()
-    assert places_of(worker.exchange.submit(round_, 0.0)) == RECUT
-    assert worker.recut == [round_]
+    assert places_of(worker.exchange.submit(round_, 0.0)) == RESHARD
+    assert worker.reshard == [round_]
     assert not round_.again, "nobody can have ended it"
 
 
@@ -401,7 +401,7 @@ def test_what_has_ended_is_pushed_again_if_another_rank_wants_it() -> None:
     worker.answer(round_)
     assert (round_.state, worker.exchange.kept) == ("kept", 1)
     assert worker.view(2) == []
-    assert places_of(worker.want(round_)) == RECUT
+    assert places_of(worker.want(round_)) == RESHARD
     assert (round_.state, worker.exchange.in_flight) == ("recalled", 1)
     assert worker.want(round_) == []  # it is on its way
     assert worker.answer(round_) == []  # its caller has long had them
@@ -416,7 +416,7 @@ def test_what_was_recalled_waits_to_be_wanted_again_after_another_change() -> No
     worker.want(round_)
     assert worker.view(3) == []
     assert round_.state == "kept"
-    assert places_of(worker.want(round_)) == RECUT
+    assert places_of(worker.want(round_)) == RESHARD
 
 
 def test_what_has_not_begun_or_is_of_another_ring_is_not_recalled() -> None:
@@ -435,7 +435,7 @@ def test_a_failed_round_is_kept_for_ranks_that_have_not_heard_of_it() -> None:
     (fail,) = worker.exchange.on_reply(0, Failure(1, "t", 0, 0, "mismatch", "why"), (), 0.0)
     assert isinstance(fail, Fail)
     worker.view(2)
-    assert places_of(worker.want(round_)) == RECUT
+    assert places_of(worker.want(round_)) == RESHARD
     assert worker.exchange.on_reply(0, Failure(2, "t", 0, 0, "mismatch", "why"), (), 0.0) == []
     assert round_.state == "kept"
 
@@ -463,9 +463,9 @@ def test_the_next_step_may_be_any_later_one() -> None:
 def test_a_round_that_was_given_up_is_neither_answered_nor_waited_for() -> None:
     worker = Recovering()
     round_ = worker.submit()
-    worker.exchange.on_wave(1)
+    worker.exchange.on_watermark(1)
     worker.exchange.give_up(round_)
-    assert (round_.state, worker.exchange.in_flight, worker.exchange.wave) == ("kept", 0, 1)
+    assert (round_.state, worker.exchange.in_flight, worker.exchange.watermark) == ("kept", 0, 1)
     assert worker.answer(round_, [(0, 0)]) == []
     worker.exchange.give_up(round_)
     assert round_.state == "kept"
@@ -474,26 +474,26 @@ def test_a_round_that_was_given_up_is_neither_answered_nor_waited_for() -> None:
 def test_waves_settle_what_has_no_next_step() -> None:
     worker = Recovering()
     round_ = worker.submit()
-    worker.exchange.on_wave(5)
-    assert worker.exchange.wave == 0
+    worker.exchange.on_watermark(5)
+    assert worker.exchange.watermark == 0
     worker.answer(round_)
-    assert worker.exchange.wave == 5
-    for wave in range(6, 5 + WAVES_TO_SETTLE):
-        worker.exchange.on_wave(wave)
-        assert (worker.exchange.wave, round_.state) == (wave, "kept")
-    worker.exchange.on_wave(5 + WAVES_TO_SETTLE)
+    assert worker.exchange.watermark == 5
+    for watermark in range(6, 5 + WATERMARKS_TO_SETTLE):
+        worker.exchange.on_watermark(watermark)
+        assert (worker.exchange.watermark, round_.state) == (watermark, "kept")
+    worker.exchange.on_watermark(5 + WATERMARKS_TO_SETTLE)
     assert (round_.state, worker.exchange.kept) == ("settled", 0)
 
 
 def test_a_wave_does_not_wait_for_what_came_after_it() -> None:
     worker = Recovering()
     before = worker.submit("before")
-    worker.exchange.on_wave(1)
+    worker.exchange.on_watermark(1)
     worker.submit("after")
     worker.answer(before)
-    assert worker.exchange.wave == 1
-    worker.exchange.on_wave(1)  # told twice
-    assert worker.exchange.wave == 1
+    assert worker.exchange.watermark == 1
+    worker.exchange.on_watermark(1)  # told twice
+    assert worker.exchange.watermark == 1
 
 
 def test_after_a_loss_nothing_is_kept() -> None:

@@ -16,9 +16,9 @@ from zenps.partition.ring import rebalance
 from zenps.partition.strategies import strategy
 from zenps.wire.messages import Member, Push, Result, Wanted
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
-from zenps.worker.encode.transfer import Cut
+from zenps.worker.encode.transfer import Sharding
 from zenps.worker.rounds.states import Action, Deliver, Fail, Outgoing, Round, SendPush
-from zenps.worker.rounds.tracker import Exchange
+from zenps.worker.rounds.tracker import WorkerRounds
 from zenps.worker.training.ask import ask_all
 
 ALL = frozenset({0, 1, 2})
@@ -29,7 +29,9 @@ class Worker:
     """One exchange under a first ring, and whatever comes after."""
 
     def __init__(self) -> None:
-        self.exchange = Exchange(30.0, lambda round_: make_outgoing(round_.tensor, round_.step, self.ring))
+        self.exchange = WorkerRounds(
+            30.0, lambda round_: make_outgoing(round_.tensor, round_.step, self.ring)
+        )
         self.view(1, ALL)
 
     def view(self, ring: int, workers: frozenset[int]) -> list[Action]:
@@ -95,24 +97,24 @@ def test_a_round_that_has_ended_is_kept_for_others_whoever_is_lost(worker: Worke
     assert isinstance(push, SendPush)
 
 
-# ── newcomers ───────────────────────────────────────────────────────────────────────────────────
+# ── joining workers ───────────────────────────────────────────────────────────────────────────────────
 
 
 def test_with_a_newcomer_steps_and_waves_begin_anew(worker: Worker) -> None:
     worker.answer(worker.submit())
-    worker.exchange.on_wave(2)
-    assert (worker.exchange.kept, worker.exchange.wave) == (1, 2)
-    assert worker.exchange.begin_anew() == []
+    worker.exchange.on_watermark(2)
+    assert (worker.exchange.kept, worker.exchange.watermark) == (1, 2)
+    assert worker.exchange.reset() == []
     assert worker.view(2, ALL) == []
-    assert (worker.exchange.kept, worker.exchange.in_flight, worker.exchange.wave) == (0, 0, 0)
+    assert (worker.exchange.kept, worker.exchange.in_flight, worker.exchange.watermark) == (0, 0, 0)
     assert isinstance(worker.answer(worker.submit()), Deliver)
-    worker.exchange.on_wave(1)
-    assert worker.exchange.wave == 1
+    worker.exchange.on_watermark(1)
+    assert worker.exchange.watermark == 1
 
 
 def test_what_is_in_flight_when_a_newcomer_comes_fails(worker: Worker) -> None:
     round_ = worker.submit()
-    (fail,) = worker.exchange.begin_anew()
+    (fail,) = worker.exchange.reset()
     assert isinstance(fail, Fail)
     assert (fail.round, type(fail.error)) == (round_, UsageError)
     assert "wait for it before TrainingState.commit()" in str(fail.error)
@@ -130,9 +132,11 @@ def test_what_no_rank_contributed_to_is_an_error_where_one_should_have(count: in
     for contributes in (False, True):
         transfer: WholeTransfer | DenseTransfer
         if count == 3:
-            transfer = WholeTransfer(tensor, Cut(None, 1, 0), contributes)
+            transfer = WholeTransfer(tensor, Sharding(None, 1, 0), contributes)
         else:
-            transfer = DenseTransfer(tensor, Cut(make_layout(count), 1, 0), BufferPool(1 << 20), contributes)
+            transfer = DenseTransfer(
+                tensor, Sharding(make_layout(count), 1, 0), BufferPool(1 << 20), contributes
+            )
         transfer.absorb(0, 0, result, nothing)
         if contributes:
             assert not transfer.finish().any()

@@ -39,7 +39,7 @@ class World(Communicator):
     bucket_bytes = 1 << 20
     run = 1
     ranks = (0,)
-    goes_on = is_newcomer = False
+    is_elastic = is_joining = False
 
     def __init__(self) -> None:
         self.stats = Stats()
@@ -66,7 +66,7 @@ class World(Communicator):
         return Answered(self, name, late or result)
 
     def barrier(self) -> None: ...
-    def has_newcomers(self) -> bool:
+    def has_joining_workers(self) -> bool:
         return False
 
     def admit(self) -> None: ...

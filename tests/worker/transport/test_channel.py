@@ -55,24 +55,24 @@ def channel(ctx: zmq.Context[Any]) -> Channel:
 
 
 def test_views_that_come_in_a_heap_are_gone_by_one_after_the_other(channel: Channel) -> None:
-    """A thread has the wheel while two rings pass: what is cut for the second goes to its servers."""
+    """A thread has the lock while two rings pass: what is cut for the second goes to its servers."""
     followed: list[View] = []
     channel.follow = followed.append
-    channel.cut_again = lambda round_: (followed[-1], pushes_of(followed[-1]))  # type: ignore[assignment, return-value]
+    channel.reshard_round = lambda round_: (followed[-1], pushes_of(followed[-1]))  # type: ignore[assignment, return-value]
     first = view_of(1, [0, 1])
     channel.on_view(first)
     round_, handle = Round("t", 0, 1, pushes_of(first)), Restarts()
     channel.submit([round_], handle)  # type: ignore[arg-type]
 
-    has_wheel, go_on = threading.Event(), threading.Event()
+    has_lock, go_on = threading.Event(), threading.Event()
 
     def compute() -> None:
-        has_wheel.set()
+        has_lock.set()
         assert go_on.wait(DEADLINE_SECONDS)
 
     driver = threading.Thread(target=channel.then, args=(compute,))
     driver.start()
-    assert has_wheel.wait(DEADLINE_SECONDS)
+    assert has_lock.wait(DEADLINE_SECONDS)
     views = [view_of(2, [1]), view_of(3, [1, 2])]
     for view in views:
         channel.on_view(view)
@@ -107,7 +107,7 @@ def test_who_drives_sees_at_once_what_another_thread_has_ended(
         target=channel.wait, args=(ended.is_set, time.monotonic() + 2 * DEADLINE_SECONDS)
     )
     waiting.start()
-    while not channel._wheel.is_taken:
+    while not channel._lock.is_taken:
         time.sleep(0.01)
     channel.then(ended.set)
     waiting.join(DEADLINE_SECONDS)
@@ -200,11 +200,11 @@ def test_what_waits_is_cut_again_for_a_new_ring_and_not_sent_for_the_old(
 ) -> None:
     server = Server(ctx)
 
-    def cut_again(round_: Round) -> tuple[Any, list[Outgoing]]:
+    def reshard_round(round_: Round) -> tuple[Any, list[Outgoing]]:
         (out,) = round_.outgoing
         return None, [out._replace(push=structs.replace(out.push, epoch=2))]
 
-    pushing.cut_again = cut_again
+    pushing.reshard_round = reshard_round
     joined(pushing, server)
     submit_large(pushing, 1, [0] * PUSHES)
     joined(pushing, server, ring=2)

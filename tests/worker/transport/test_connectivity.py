@@ -7,7 +7,7 @@ import pytest
 from zenps.config.settings import ClusterConfig
 from zenps.errors import PeerLostError
 from zenps.wire.messages import Member
-from zenps.worker.transport.connectivity import Reach
+from zenps.worker.transport.connectivity import Connectivity
 
 LEASE_SECONDS, RENDEZVOUS_SECONDS = 10.0, 60.0
 SERVER = Member("server", 1, "box", 7, "tcp://10.0.0.1:1", "")
@@ -25,9 +25,9 @@ class Network:
         return self.reason
 
 
-def make_reach(network: Network) -> Reach:
+def make_reach(network: Network) -> Connectivity:
     cluster = ClusterConfig(lease_seconds=LEASE_SECONDS, rendezvous_seconds=RENDEZVOUS_SECONDS)
-    reach = Reach(cluster, network.why)
+    reach = Connectivity(cluster, network.why)
     reach.on_connect(SERVER, 0.0)
     return reach
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from zenps.worker.transport.lock import Wheel
+from zenps.worker.transport.lock import CombiningLock
 
 DEADLINE_SECONDS = 20.0
 SOON_SECONDS = 0.2
@@ -20,7 +20,7 @@ class Driver:
     """Drives as a channel does: runs commands, and sleeps until there are more."""
 
     def __init__(self) -> None:
-        self.wheel = Wheel(self._drive)
+        self.lock = CombiningLock(self._drive)
         self.drives = threading.Event()
         self.by: list[int] = []
 
@@ -28,11 +28,11 @@ class Driver:
         self.by.append(threading.get_ident())
         self.drives.set()
         while True:
-            self.wheel.run_commands()
+            self.lock.run_commands()
             if ready() or (seconds := until - time.monotonic()) <= 0:
                 return
-            if select.select([self.wheel.wake], [], [], seconds)[0]:
-                self.wheel.on_wake()
+            if select.select([self.lock.wake], [], [], seconds)[0]:
+                self.lock.on_wake()
 
 
 @pytest.fixture
@@ -41,10 +41,10 @@ def driver() -> Driver:
 
 
 @pytest.fixture
-def wheel(driver: Driver) -> Iterator[Wheel]:
-    yield driver.wheel
-    assert not driver.wheel.is_taken
-    driver.wheel.close()
+def lock(driver: Driver) -> Iterator[CombiningLock]:
+    yield driver.lock
+    assert not driver.lock.is_taken
+    driver.lock.close()
 
 
 @pytest.fixture
@@ -58,17 +58,17 @@ def by() -> float:
     return time.monotonic() + 2 * DEADLINE_SECONDS
 
 
-def test_a_free_wheel_runs_a_command_at_once_and_here(wheel: Wheel) -> None:
+def test_a_free_wheel_runs_a_command_at_once_and_here(lock: CombiningLock) -> None:
     ran: list[int] = []
-    wheel.post(lambda: ran.append(threading.get_ident()))
+    lock.post(lambda: ran.append(threading.get_ident()))
     assert ran == [threading.get_ident()]
 
 
 def test_what_is_posted_while_another_drives_runs_there_and_in_order(
-    driver: Driver, wheel: Wheel, threads: ThreadPoolExecutor
+    driver: Driver, lock: CombiningLock, threads: ThreadPoolExecutor
 ) -> None:
     over = threading.Event()
-    waiting = threads.submit(wheel.wait, over.is_set, by())
+    waiting = threads.submit(lock.wait, over.is_set, by())
     assert driver.drives.wait(DEADLINE_SECONDS)
     ran: list[tuple[int, int]] = []
 
@@ -76,58 +76,60 @@ def test_what_is_posted_while_another_drives_runs_there_and_in_order(
         ran.append((number, threading.get_ident()))
 
     for number in range(100):
-        wheel.post(partial(run, number))
-    wheel.post(over.set)
+        lock.post(partial(run, number))
+    lock.post(over.set)
     waiting.result(DEADLINE_SECONDS)
     assert ran == [(number, driver.by[0]) for number in range(100)]
     assert driver.by != [threading.get_ident()]
 
 
-def test_a_driver_is_woken_once_for_all_that_it_has_heard_of(wheel: Wheel) -> None:
+def test_a_driver_is_woken_once_for_all_that_it_has_heard_of(lock: CombiningLock) -> None:
     def is_woken() -> bool:
-        return bool(select.select([wheel.wake], [], [], 0)[0])
+        return bool(select.select([lock.wake], [], [], 0)[0])
 
     def post_twice() -> None:
         assert not is_woken()
-        wheel.post(lambda: None)
-        wheel.post(lambda: None)
+        lock.post(lambda: None)
+        lock.post(lambda: None)
         assert is_woken()
-        wheel.on_wake()
+        lock.on_wake()
         assert not is_woken()
 
-    wheel.post(post_twice)
+    lock.post(post_twice)
 
 
-def test_a_driver_that_never_looks_gets_more_commands_than_its_socket_has_room_for(wheel: Wheel) -> None:
+def test_a_driver_that_never_looks_gets_more_commands_than_its_socket_has_room_for(
+    lock: CombiningLock,
+) -> None:
     ran: list[int] = []
 
     def post_on() -> None:
         for number in range(100_000):
-            wheel.post(partial(ran.append, number))
+            lock.post(partial(ran.append, number))
 
-    wheel.post(post_on)
+    lock.post(post_on)
     assert ran == list(range(100_000))
 
 
-def test_a_command_posted_by_a_command_runs_after_it(wheel: Wheel) -> None:
+def test_a_command_posted_by_a_command_runs_after_it(lock: CombiningLock) -> None:
     ran: list[str] = []
 
     def first() -> None:
-        wheel.post(lambda: ran.append("second"))
+        lock.post(lambda: ran.append("second"))
         ran.append("first")
 
-    wheel.post(first)
+    lock.post(first)
     assert ran == ["first", "second"]
 
 
-def test_a_handler_of_signals_may_come_at_any_time(wheel: Wheel) -> None:
+def test_a_handler_of_signals_may_come_at_any_time(lock: CombiningLock) -> None:
     ran: list[str] = []
-    before = signal.signal(signal.SIGVTALRM, lambda *_: wheel.post(lambda: ran.append("from a handler")))
+    before = signal.signal(signal.SIGVTALRM, lambda *_: lock.post(lambda: ran.append("from a handler")))
     signal.setitimer(signal.ITIMER_VIRTUAL, 0.0005, 0.0005)
     try:
         until = time.monotonic() + DEADLINE_SECONDS
         while len(ran) < 200 and time.monotonic() < until:
-            wheel.post(lambda: wheel.post(wheel.on_wake))
+            lock.post(lambda: lock.post(lock.on_wake))
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
@@ -135,79 +137,79 @@ def test_a_handler_of_signals_may_come_at_any_time(wheel: Wheel) -> None:
 
 
 def test_a_sleeper_that_is_told_leaves_while_another_drives(
-    driver: Driver, wheel: Wheel, threads: ThreadPoolExecutor
+    driver: Driver, lock: CombiningLock, threads: ThreadPoolExecutor
 ) -> None:
     over, ready = threading.Event(), threading.Event()
-    driving = threads.submit(wheel.wait, over.is_set, by())
+    driving = threads.submit(lock.wait, over.is_set, by())
     assert driver.drives.wait(DEADLINE_SECONDS)
-    sleeping = threads.submit(wheel.wait, ready.is_set, by())
+    sleeping = threads.submit(lock.wait, ready.is_set, by())
     time.sleep(SOON_SECONDS)
     assert not sleeping.done()
     ready.set()
-    wheel.tell()
+    lock.tell()
     sleeping.result(DEADLINE_SECONDS)
-    assert wheel.is_taken
-    wheel.post(over.set)
+    assert lock.is_taken
+    lock.post(over.set)
     driving.result(DEADLINE_SECONDS)
 
 
 def test_a_sleeper_takes_the_wheel_that_the_driver_leaves(
-    driver: Driver, wheel: Wheel, threads: ThreadPoolExecutor
+    driver: Driver, lock: CombiningLock, threads: ThreadPoolExecutor
 ) -> None:
     first, second = threading.Event(), threading.Event()
-    driving = threads.submit(wheel.wait, first.is_set, by())
+    driving = threads.submit(lock.wait, first.is_set, by())
     assert driver.drives.wait(DEADLINE_SECONDS)
-    sleeping = threads.submit(wheel.wait, second.is_set, by())
+    sleeping = threads.submit(lock.wait, second.is_set, by())
     time.sleep(SOON_SECONDS)
     driver.drives.clear()
-    wheel.post(first.set)
+    lock.post(first.set)
     driving.result(DEADLINE_SECONDS)
     assert driver.drives.wait(DEADLINE_SECONDS)
     assert len(set(driver.by)) == 2
-    wheel.post(second.set)
+    lock.post(second.set)
     sleeping.result(DEADLINE_SECONDS)
 
 
 @pytest.mark.parametrize("has_driver", [True, False])
 def test_waiting_ends_in_time(
-    driver: Driver, wheel: Wheel, has_driver: bool, threads: ThreadPoolExecutor
+    driver: Driver, lock: CombiningLock, has_driver: bool, threads: ThreadPoolExecutor
 ) -> None:
     over = threading.Event()
     if has_driver:
-        driving = threads.submit(wheel.wait, over.is_set, by())
+        driving = threads.submit(lock.wait, over.is_set, by())
         assert driver.drives.wait(DEADLINE_SECONDS)
     began = time.monotonic()
-    wheel.wait(lambda: False, began + SOON_SECONDS)
+    lock.wait(lambda: False, began + SOON_SECONDS)
     assert SOON_SECONDS <= time.monotonic() - began < DEADLINE_SECONDS / 2
-    wheel.post(over.set)
+    lock.post(over.set)
     if has_driver:
         driving.result(DEADLINE_SECONDS)
 
 
-def test_the_wheel_is_free_after_an_error_and_what_was_posted_is_done(wheel: Wheel) -> None:
+def test_the_wheel_is_free_after_an_error_and_what_was_posted_is_done(lock: CombiningLock) -> None:
     ran: list[str] = []
 
     def fail() -> None:
-        wheel.post(fail_too)
-        wheel.post(lambda: ran.append("done"))
+        lock.post(fail_too)
+        lock.post(lambda: ran.append("done"))
         raise KeyboardInterrupt
 
     def fail_too() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        wheel.post(fail)
+        lock.post(fail)
     assert ran == ["done"]
-    assert not wheel.is_taken
+    assert not lock.is_taken
 
 
-def test_a_closed_wheel_takes_commands_still(wheel: Wheel) -> None:
+def test_a_closed_wheel_takes_commands_still(lock: CombiningLock) -> None:
     ran: list[str] = []
 
     def close() -> None:
-        wheel.close()
-        wheel.post(lambda: ran.append("posted to whom it closes"))
+        lock.close()
+        lock.post(lambda: ran.append("posted to whom it closes"))
 
-    wheel.post(close)
-    wheel.post(lambda: ran.append("posted later"))
+    lock.post(close)
+    lock.post(lambda: ran.append("posted later"))
     assert ran == ["posted to whom it closes", "posted later"]

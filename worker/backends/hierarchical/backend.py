@@ -115,7 +115,7 @@ class HostCluster(Cluster):
             if listener is not None:
                 own = torch.frombuffer(bytearray(listener.address), dtype=torch.uint8)
                 table[self.rank, : len(own)] = own
-            address = bytes(self._meet(table, "hosts/addresses").wait()[leader].tolist())
+            address = bytes(self._negotiate(table, "hosts/addresses").wait()[leader].tolist())
             if listener is not None:
                 return listener.accept(self.rank, self._arena.fd, others)
             return [connect(b"\0" + address.strip(b"\0"), self.rank, self._arena.fd, leader)]
@@ -135,7 +135,7 @@ class HostCluster(Cluster):
             self.rank,
             self.size,
             self._arena,
-            self._meet,
+            self._negotiate,
             channel.wait,
             channel.wake,
             self._record_host,
@@ -167,9 +167,9 @@ class HostCluster(Cluster):
     ) -> None:
         """What crossed the network for this host."""
         round_.pushed_bytes, round_.pulled_bytes = transfer.pushed_bytes, progress.pulled_bytes
-        self._ledger.record_pulled(transfer, progress, worked)
+        self._statistics.record_pulled(transfer, progress, worked)
 
     def _record_host(self, round_: HostRound, waited: float) -> None:
         """Counts a round that is done."""
         moved = Moved(round_.pushed_bytes, round_.pulled_bytes, round_.dense_bytes)
-        self._ledger.count(moved, round_.began, round_.compacted_seconds, waited)
+        self._statistics.count(moved, round_.began, round_.compacted_seconds, waited)

@@ -93,7 +93,7 @@ class Follower(HostRounds):
         if round_ is not None:
             # The leader may have heard of the meeting's end before. Until it is heard of here, too, the
             # tensor is in flight.
-            self._wait(lambda: round_.has_met or self.is_over, math.inf)
+            self._wait(lambda: round_.is_negotiated or self.is_over, math.inf)
             round_.lease = None
             self._end(round_, outcome)
 
@@ -101,7 +101,7 @@ class Follower(HostRounds):
         with self._news:
             return next((each for each in self._in_flight.values() if each.number == number), None)
 
-    def _on_met(self, round_: HostRound, said: Sequence[Entry]) -> None:
+    def _on_negotiated(self, round_: HostRound, said: Sequence[Entry]) -> None:
         """The leader, who hears it too, does the rest."""
 
     def _on_answer(self, round_: HostRound) -> None:

@@ -93,7 +93,7 @@ class Leader(HostRounds):
         return True
 
     def close(self) -> None:
-        """As :meth:`MetRounds.close`."""
+        """As :meth:`NegotiatedRounds.close`."""
         super().close()
         self._adder.close()
 
@@ -101,7 +101,7 @@ class Leader(HostRounds):
         for link in self._links:
             link.shut_down()
 
-    def _on_met(self, round_: HostRound, said: Sequence[Entry]) -> None:
+    def _on_negotiated(self, round_: HostRound, said: Sequence[Entry]) -> None:
         round_.numbers = {link.rank: said[link.rank].number for link in self._links}
         try:
             parts = [round_.part, *(self._part_of(link, round_, said[link.rank]) for link in self._links)]

@@ -25,17 +25,17 @@ from zenps.wire.arena import Arena
 
 from ...core.handle import Handle, Wait
 from ...core.spans import Spans
-from ..negotiated_rounds import MetRounds
+from ..negotiated_rounds import NegotiatedRounds
 from .transfer import Form, HostRound, part_of
 
 __all__ = ["HostRounds"]
 
 
-class HostRounds(MetRounds[HostRound]):
+class HostRounds(NegotiatedRounds[HostRound]):
     """The rounds of one rank of a host. Every method may be called from any thread.
 
     Args:
-        rank, size, meet, wait, wake, metrics: as for :class:`MetRounds`.
+        rank, size, meet, wait, wake, metrics: as for :class:`NegotiatedRounds`.
         arena: what it shares.
         record: counts a round that is done, with the seconds that its caller waited.
         timeout_seconds: how long a caller waits for a sum at most.
@@ -48,7 +48,7 @@ class HostRounds(MetRounds[HostRound]):
         rank: int,
         size: int,
         arena: Arena,
-        meet: Callable[[Tensor, str], Handle],
+        negotiate: Callable[[Tensor, str], Handle],
         wait: Wait,
         wake: Callable[[], None],
         record: Callable[[HostRound, float], None],
@@ -58,7 +58,7 @@ class HostRounds(MetRounds[HostRound]):
         metrics: WorkerMetrics,
         spans: Spans,
     ) -> None:
-        super().__init__(rank, size, meet, wait, wake, metrics)
+        super().__init__(rank, size, negotiate, wait, wake, metrics)
         self._arena = arena
         self._waiting = timeout_seconds, record, spans
         self._kernels, self._pool = kernels, pool
@@ -124,7 +124,7 @@ class HostRounds(MetRounds[HostRound]):
     def _awaits_servers(self) -> bool:
         """Whether a server has still to answer for any round.
 
-        A thread that waited for them without that would have the channel's wheel, and each answer to a round
+        A thread that waited for them without that would have the channel's lock, and each answer to a round
         of another thread would cost that one a wake-up.
         """
         return any(not round_.is_heard or round_.pushed for round_ in self._in_flight.values())
@@ -135,4 +135,6 @@ class HostRounds(MetRounds[HostRound]):
     def _ready(self) -> list[HostRound]:
         with self._news:
             rounds = list(self._in_flight.values())
-        return [round_ for round_ in rounds if (round_.has_answer if round_.is_heard else round_.has_met)]
+        return [
+            round_ for round_ in rounds if (round_.has_answer if round_.is_heard else round_.is_negotiated)
+        ]

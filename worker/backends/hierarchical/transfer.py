@@ -20,7 +20,7 @@ from ...core.handle import Handle
 from ...core.spans import Spans
 from ...encode.sparse import as_sparse, as_table
 from ...encode.transfer import table_shape
-from ..negotiated_rounds import MetRound
+from ..negotiated_rounds import NegotiatedRound
 
 __all__ = ["Form", "HostRound", "Part", "added", "part_of"]
 
@@ -143,7 +143,7 @@ def added(parts: Sequence[Part], form: Form, pool: BufferPool) -> Tensor:
     return form.tensor(Part(rows, values), is_coalesced=len(parts) == 1)
 
 
-class HostRound(MetRound):
+class HostRound(NegotiatedRound):
     """A tensor in flight on a host.
 
     Args:

@@ -44,7 +44,7 @@ class PeerCluster(Cluster):
         channel, session = self._session.channel, self._session
         self._peers = Peers(
             group,
-            self._meet,
+            self._negotiate,
             channel.wait,
             channel.wake,
             self._await_loss,
@@ -99,7 +99,7 @@ class PeerCluster(Cluster):
             table = torch.zeros((self.size, 512 + 16 * self.size), dtype=torch.uint8, device="cpu")
             given = len(own).to_bytes(2) + own
             table[self.rank, : len(given)] = torch.frombuffer(bytearray(given), dtype=torch.uint8)
-            rows = self._meet(table, f"peers/addresses/{next(calls)}").wait().numpy()
+            rows = self._negotiate(table, f"peers/addresses/{next(calls)}").wait().numpy()
             return [row[2:].tobytes()[: int.from_bytes(row[:2].tobytes())] for row in rows]
 
         host = self._config.cluster.host or find_host(self._config.cluster.scheduler)
@@ -115,7 +115,7 @@ class PeerCluster(Cluster):
         """Counts a round that is done."""
         sum_ = round_.sum
         moved = Moved(round_.sent_bytes, round_.received_bytes, sum_.dense_bytes)
-        self._ledger.count_peer_round()
-        self._ledger.count(moved, round_.began, round_.compacted_seconds, waited)
+        self._statistics.count_peer_round()
+        self._statistics.count(moved, round_.began, round_.compacted_seconds, waited)
         if sum_.rows_total:
-            self._ledger.count_rows(sum_.rows_given, sum_.rows, sum_.pulled_rows, sum_.rows_total)
+            self._statistics.count_rows(sum_.rows_given, sum_.rows, sum_.pulled_rows, sum_.rows_total)

@@ -20,7 +20,7 @@ from zenps.observe.metrics import WorkerMetrics
 
 from ...core.handle import Handle, Wait
 from ...core.spans import Spans
-from ..negotiated_rounds import MetRounds
+from ..negotiated_rounds import NegotiatedRounds
 from ..negotiation import Entry
 from .group import Group, GroupError
 from .transfer import PeerRound, Sum
@@ -35,12 +35,12 @@ _NONE = -1
 ANSWER_SECONDS = 30.0
 
 
-class Peers(MetRounds[PeerRound]):
+class Peers(NegotiatedRounds[PeerRound]):
     """The exchange of one worker with all others. Every method may be called from any thread.
 
     Args:
         group: of all ranks; used by nobody else.
-        meet, wait, wake, metrics: as for :class:`MetRounds`.
+        meet, wait, wake, metrics: as for :class:`NegotiatedRounds`.
         await_loss: waits, after the group broke, until it is known who was lost; None if that stays unknown.
         record: counts a round that is done, with the seconds that its caller waited.
         timeout_seconds: how long a caller waits for a sum at most.
@@ -50,7 +50,7 @@ class Peers(MetRounds[PeerRound]):
     def __init__(
         self,
         group: Group,
-        meet: Callable[[Tensor, str], Handle],
+        negotiate: Callable[[Tensor, str], Handle],
         wait: Wait,
         wake: Callable[[], None],
         await_loss: Callable[[], ZenPSError | None],
@@ -59,12 +59,12 @@ class Peers(MetRounds[PeerRound]):
         metrics: WorkerMetrics,
         spans: Spans,
     ) -> None:
-        super().__init__(group.rank, group.size, meet, wait, wake, metrics)
+        super().__init__(group.rank, group.size, negotiate, wait, wake, metrics)
         self._group = group
         self._await_loss = await_loss
         self._waiting = timeout_seconds, record, spans
         self._spans = spans
-        self._met: dict[int, PeerRound] = {}
+        self._negotiated: dict[int, PeerRound] = {}
         """By rank 0's number; the thread's own."""
         self._threads = [threading.Thread(target=self._run, name="zenps-peers", daemon=True)]
 
@@ -87,9 +87,9 @@ class Peers(MetRounds[PeerRound]):
     def _shut_down(self) -> None:
         self._group.abort()
 
-    def _on_met(self, round_: PeerRound, said: Sequence[Entry]) -> None:
+    def _on_negotiated(self, round_: PeerRound, said: Sequence[Entry]) -> None:
         round_.said = said
-        self._met[said[0].number] = round_
+        self._negotiated[said[0].number] = round_
 
     # ── the exchange's thread ───────────────────────────────────────────────────────────────────
 
@@ -97,11 +97,11 @@ class Peers(MetRounds[PeerRound]):
         try:
             while self._failure is None:
                 self._hear_all()
-                if self._met:
+                if self._negotiated:
                     for number in self._agree():
                         self._exchange(number)
                 else:
-                    self._await_meeting()
+                    self._await_negotiation()
         except GroupError as error:
             if self._failure is None:
                 broken = PeerLostError(f"the exchange among workers broke off: {error}; see their logs")
@@ -112,7 +112,7 @@ class Peers(MetRounds[PeerRound]):
             self.fail(ZenPSError(f"the exchange's thread ended: {error!r}"))
             raise
 
-    def _await_meeting(self) -> None:
+    def _await_negotiation(self) -> None:
         with self._news:
             self._news.wait_for(lambda: self._in_flight or self._failure)
         self._wait(self._has_heard, math.inf)
@@ -124,7 +124,9 @@ class Peers(MetRounds[PeerRound]):
     def _unheard(self) -> list[PeerRound]:
         """Those in flight whose meeting has ended, and was not looked at."""
         with self._news:
-            return [round_ for round_ in self._in_flight.values() if round_.has_met and not round_.is_heard]
+            return [
+                round_ for round_ in self._in_flight.values() if round_.is_negotiated and not round_.is_heard
+            ]
 
     def _hear_all(self) -> None:
         for round_ in self._unheard():
@@ -134,14 +136,14 @@ class Peers(MetRounds[PeerRound]):
         """The numbers of the rounds that all ranks do next, once they have met here too."""
         order = torch.full((MOST_AT_ONCE,), _NONE, dtype=torch.int64, device="cpu")
         if self._group.rank == 0:
-            ready = list(self._met)[:MOST_AT_ONCE]
+            ready = list(self._negotiated)[:MOST_AT_ONCE]
             order[: len(ready)] = torch.tensor(ready, device="cpu")
             self._group.exchange({rank: [order] for rank in range(1, self._group.size)}, {})
             return ready
         self._group.exchange({}, {0: [order]})
         numbers = [number for number in order.tolist() if number != _NONE]
         until = time.monotonic() + ANSWER_SECONDS
-        while not self._met.keys() >= set(numbers) and self._failure is None:
+        while not self._negotiated.keys() >= set(numbers) and self._failure is None:
             if time.monotonic() >= until:
                 raise DeadlineError(
                     f"rounds of rank 0: no answer from the servers within {ANSWER_SECONDS:g} s"
@@ -153,10 +155,10 @@ class Peers(MetRounds[PeerRound]):
     def _exchange(self, number: int) -> None:
         if self._failure is not None:
             return
-        round_, group = self._met.pop(number), self._group
+        round_, group = self._negotiated.pop(number), self._group
         sent, received = group.sent_bytes, group.received_bytes
-        assert round_.meeting is not None
-        with self._spans("exchange", round_.name, round_.meeting.step) as span:
+        assert round_.negotiation is not None
+        with self._spans("exchange", round_.name, round_.negotiation.step) as span:
             result = round_.sum.over(group, round_.said)
             round_.sent_bytes = group.sent_bytes - sent
             round_.received_bytes = group.received_bytes - received

@@ -18,7 +18,7 @@ from ...core.handle import Progress
 from ...core.spans import Spans
 from ...encode.sparse import as_sparse, as_table
 from ...encode.transfer import table_shape
-from ..negotiated_rounds import MetRound
+from ..negotiated_rounds import NegotiatedRound
 from ..negotiation import Entry
 from .algorithms import Table, gathered, merged, sparcml
 from .group import Group
@@ -101,7 +101,7 @@ class SparseSum(Sum):
         return as_sparse(rows, values, self._shape, self._sparse_dim)
 
 
-class PeerRound(MetRound):
+class PeerRound(NegotiatedRound):
     """A tensor in flight among workers. The exchange's thread ends it; any thread may wait for it.
 
     Args:

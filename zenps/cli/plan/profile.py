@@ -273,7 +273,7 @@ def _mean_overlap(samples: dict[tuple[int, int], Rows], *, others: bool) -> floa
     """|A ∩ B| ÷ min(|A|, |B|), of neighbouring ranks in one step; or of one rank in neighbouring steps."""
     ratios = []
     for (rank, step), rows in samples.items():
-        neighbour = samples.get((rank + 1, step) if others else (rank, step + 1))
-        if neighbour is not None and (smaller := min(len(rows), len(neighbour))):
-            ratios.append(len(np.intersect1d(rows, neighbour, assume_unique=True)) / smaller)
+        peer_memory = samples.get((rank + 1, step) if others else (rank, step + 1))
+        if peer_memory is not None and (smaller := min(len(rows), len(peer_memory))):
+            ratios.append(len(np.intersect1d(rows, peer_memory, assume_unique=True)) / smaller)
     return float(np.mean(ratios)) if ratios else math.nan
