@@ -18,8 +18,6 @@ from cuda.bindings import nvrtc
 
 from zenps.kernels.gpu.sources import EXPRESSIONS, OPTIONS, folder, source_text
 
-__all__ = ["ARCHITECTURES", "RESULTS", "Compiled", "Usage", "compile_source", "read_usages"]
-
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 RESULTS = Path(__file__).parent / "results" / "cubins.json"
 

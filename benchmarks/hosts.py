@@ -29,8 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["BURST_BYTES", "Host", "Hosts", "congestion_control", "why_no_delay", "why_not_here"]
-
 NAMESPACES: Final = Path("/run/netns")
 FILES: Final = Path("/etc/netns")
 

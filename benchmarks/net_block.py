@@ -28,8 +28,6 @@ import zenps.server.service
 import zenps.worker  # noqa: F401
 from zenps.cli import commands as cli
 
-__all__ = ["Block"]
-
 SCHEDULER_PORT: Final = 9100
 STORE_PORT: Final = 29500
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 from net_worker import GLOO, NARROW
 from workloads import Character
 
-from zenps.schemes.costs import Cost, Links, Tensor, expected_imbalance, predict
+from zenps.schemes.costs import (
+    predict,
+)
 from zenps.schemes.registry import AUTO
-
-__all__ = ["expect"]
+from zenps.schemes.traffic import (
+    Cost,
+    Links,
+    Tensor,
+    expected_imbalance,
+)
 
 
 def expect(scheme: str, character: Character, workers: int, mbit: float) -> Cost:

@@ -8,8 +8,6 @@ from pathlib import Path
 from net_report import Report, sheets
 from workloads import WORKLOADS
 
-__all__ = ["page"]
-
 METHOD = """\
 <!-- Written by benchmarks/bench_net.py from its own JSON file. Do not edit. -->
 # Benchmarks between hosts

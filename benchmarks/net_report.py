@@ -17,8 +17,6 @@ from rich.table import Table
 from sync_report import Machine
 from workloads import WORKLOADS, Character
 
-__all__ = ["Report", "Sheet", "describe_links", "plots", "sheets"]
-
 MUCH_STOLEN: Final = 0.1
 """A measurement is better taken again."""
 

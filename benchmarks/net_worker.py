@@ -25,8 +25,6 @@ import zenps as zps
 from zenps.worker.api import push_gradient_async
 from zenps.worker.backends.choice import ROUNDS
 
-__all__ = ["GLOO", "NARROW", "Measurement", "Task", "count_steps", "count_warm_up_steps", "work"]
-
 GLOO: Final = "gloo dense"
 """What PyTorch offers, as if it were a scheme: ``all_reduce`` of the gradient, made dense untimed."""
 

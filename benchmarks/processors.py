@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final, NamedTuple
 
-__all__ = ["ProcessorTime", "now", "parse"]
-
 STAT: Final = Path("/proc/stat")
 
 

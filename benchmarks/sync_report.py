@@ -13,18 +13,6 @@ from matplotlib.figure import Figure
 from rich.table import Table
 from sync_worker import OURS, Block, Case, Timing
 
-__all__ = [
-    "Machine",
-    "Measurement",
-    "Report",
-    "Setup",
-    "describe_machine",
-    "evaluate",
-    "find_versions",
-    "plot",
-    "tabulate",
-]
-
 
 class Machine(msgspec.Struct):
     """Where it was measured."""

@@ -21,8 +21,6 @@ from torch import Tensor
 
 import zenps as zps
 
-__all__ = ["OURS", "Block", "Case", "Timing", "Traffic"]
-
 OURS = "zenps"
 WARM_UP_STEPS = 3
 COUNTED_STEPS = 3

@@ -19,8 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import lstm_lm
 import text
 
-__all__ = ["Case", "Curve"]
-
 
 class Case(msgspec.Struct, frozen=True):
     """What is trained."""

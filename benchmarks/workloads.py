@@ -22,8 +22,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-__all__ = ["PARTS", "SIZES", "WORKLOADS", "Character", "Elements", "Rows", "Workload", "characterise"]
-
 SIZES: Final = (2, 4, 8, 16)
 """The numbers of workers for which the union is given."""
 

@@ -10,8 +10,6 @@ from zenps.wire.messages import FromScheduler
 
 from .members import Node
 
-__all__ = ["Send", "to_all"]
-
 
 class Send(Struct, frozen=True):
     """An action: send ``message`` to the node (or admin client) with this routing identity."""

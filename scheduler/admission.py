@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from .members import Members, Node
 
-__all__ = ["JoiningWorkers"]
-
 
 class JoiningWorkers:
     """Who waits, and which members have asked for them to be let in."""

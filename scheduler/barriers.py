@@ -10,8 +10,6 @@ from zenps.wire.messages import LAST_BARRIER, BarrierReply
 from .actions import Send
 from .members import Members, Node, names
 
-__all__ = ["Barriers"]
-
 
 class _Barrier(Struct):
     opened: float

@@ -8,8 +8,6 @@ from .actions import Send
 from .members import Members
 from .states import State
 
-__all__ = ["Drains"]
-
 
 class Drains:
     """Requests that wait for their answer. A server that is drained is ``leaving``."""

@@ -18,8 +18,6 @@ from .states import JOB, Event, State
 from .stragglers import Stragglers
 from .views import Views
 
-__all__ = ["Job"]
-
 
 class Job:
     """The state of a job, by :data:`~scheduler.states.JOB`, and all that belongs to it.

@@ -15,8 +15,6 @@ from zenps.wire.messages import Load, Member, NodeStatus, Register, Role
 
 from .page.rates import Rates
 
-__all__ = ["Members", "Node", "names"]
-
 NodeState = Literal["waiting", "present", "leaving", "left", "lost"]
 
 

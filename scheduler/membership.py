@@ -37,8 +37,6 @@ from .recovery import RETURN_SECONDS
 from .registration import Settings, missing_from, refusal
 from .states import JOB, State
 
-__all__ = ["Membership", "Send"]
-
 
 class Membership:
     """Registration, ranks, epochs, leases and barriers of one job.

@@ -10,8 +10,6 @@ from zenps.wire.messages import Member, Register, View
 
 from .members import Members, Node
 
-__all__ = ["RETURN_SECONDS", "Return"]
-
 # How much longer than a lease members have to come back: ZeroMQ tries to connect every two seconds, and a
 # node beats four times in a lease.
 RETURN_SECONDS = 5.0

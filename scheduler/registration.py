@@ -10,8 +10,6 @@ from zenps.wire.messages import Refused, Register, Role
 from .members import Members, names
 from .states import State
 
-__all__ = ["Settings", "missing_from", "refusal"]
-
 Settings = dict[str, str | int | float]
 
 

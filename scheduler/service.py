@@ -40,10 +40,13 @@ from zenps.wire.messages import (
 )
 from zenps.wire.sockets import Socket, bind_router, context, receive_routed
 
-from .membership import Membership, Send
+from .actions import (
+    Send,
+)
+from .membership import (
+    Membership,
+)
 from .page import endpoint as page
-
-__all__ = ["serve"]
 
 logger = logging.getLogger("zenps.scheduler")
 

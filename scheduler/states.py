@@ -6,8 +6,6 @@ from typing import Final, Literal
 
 from zenps.transitions import Transitions
 
-__all__ = ["JOB", "Event", "State"]
-
 State = Literal["gathering", "recovering", "confirming", "running", "draining", "stopped", "failed"]
 Event = Literal[
     "all registered",

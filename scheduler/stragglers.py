@@ -7,8 +7,6 @@ from typing import Final, NamedTuple
 
 from zenps.observe.lateness import MOST_RANKS, Lateness, stragglers
 
-__all__ = ["Straggler", "Stragglers"]
-
 WINDOW_SECONDS: Final = 30.0
 """How often a straggler is named, and within which time it has to be late enough for that."""
 

@@ -10,8 +10,6 @@ from zenps.wire.messages import View
 
 from .members import Members, Node
 
-__all__ = ["Views"]
-
 
 class Views:
     """The views of one job, one after the other.
@@ -46,7 +44,7 @@ class Views:
 
     def restore(self, view: View) -> None:
         """Goes on from a view that a scheduler before this one has made."""
-        self.epoch, self.ring, self.admitted = view.epoch, view.ring, view.admitted
+        self.epoch, self.ring, self.admitted = view.epoch, view.ring_epoch, view.admitted
         self.owners = np.frombuffer(view.owners, dtype="<u2").astype(np.uint16)
 
     def show(self, receiver: Node) -> View:
@@ -67,7 +65,7 @@ class Views:
             workers=workers,
             servers=tuple(msgspec.structs.replace(server, identity=b"") for server in servers),
             owners=self.owners.astype("<u2").tobytes(),
-            ring=self.ring,
+            ring_epoch=self.ring,
             left=tuple(node.rank for node in nodes if node.state == "left"),
             admitted=self.admitted,
         )

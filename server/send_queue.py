@@ -13,8 +13,6 @@ import zmq
 
 from zenps.wire.sockets import COPY_BELOW_BYTES, SEND_AT_MOST_MESSAGES, Socket, send_frame
 
-__all__ = ["SendQueue", "StalledError"]
-
 # Plain integers: an enum's operator takes a microsecond, for each frame.
 LAST = int(zmq.DONTWAIT)
 MORE = int(zmq.DONTWAIT | zmq.SNDMORE)

@@ -50,13 +50,18 @@ from zenps.wire.sockets import Socket, bind_router, context, receive_routed
 
 from .memory import keep_freed_memory
 from .reducers.aggregation import Aggregator, Payload, check_span, read_payload
-from .rounds.tracker import Aggregate, Held, Reply, ServerRounds
+from .rounds.states import (
+    Aggregate,
+    Held,
+    Reply,
+)
+from .rounds.tracker import (
+    ServerRounds,
+)
 from .send_queue import SendQueue, StalledError
 from .shared_memory import SharedMemoryPeers
 from .spans import KINDS, about, size_bytes
 from .workers import Workers
-
-__all__ = ["serve"]
 
 logger = logging.getLogger("zenps.server")
 
@@ -199,7 +204,7 @@ class _Service:
         self._epoch = log.here.epoch = view.epoch
         log.here.rank = view.rank
         departed = self._workers.follow(view)
-        self._execute(self._rounds.on_view(view.ring, self._workers.peers, departed, time.monotonic()))
+        self._execute(self._rounds.on_view(view.ring_epoch, self._workers.peers, departed, time.monotonic()))
         slots = int((np.frombuffer(view.owners, dtype="<u2") == view.rank).sum())
         self._metrics.set_rank(view.rank)
         self._metrics.slots.set(slots)
@@ -249,7 +254,7 @@ class _Service:
         assert isinstance(push, Push)
         if not self._workers.is_of(push, peer):
             return []
-        return [Reply([peer], Resend(push.epoch, push.tensor, push.step, push.chunk))]
+        return [Reply([peer], Resend(push.ring_epoch, push.tensor, push.step, push.chunk))]
 
     def _execute(self, actions: Sequence[Aggregate | Reply]) -> None:
         for action in actions:

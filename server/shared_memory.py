@@ -23,8 +23,6 @@ from zenps.wire.messages import Hello, Shared
 from zenps.wire.same_host import OFFSET, check_user, name_of
 from zenps.wire.sockets import COPY_BELOW_BYTES
 
-__all__ = ["SharedMemoryPeers"]
-
 logger = logging.getLogger("zenps.server")
 
 # A greeting comes with the connection. Who does not send one makes room for those who do.

@@ -7,8 +7,6 @@ from typing import Final
 
 from zenps.wire.messages import Busy, Failure, FromServer, Push, Resend, Result, Resume, Wanted
 
-__all__ = ["KINDS", "about", "size_bytes"]
-
 KINDS: Final[dict[type[FromServer], str]] = {
     Result: "answer",
     Failure: "fail",
@@ -26,7 +24,7 @@ def about(message: Push | FromServer) -> dict[str, object]:
         "tensor": message.tensor,
         "step": message.step,
         "chunk": message.chunk,
-        "epoch": message.epoch,
+        "epoch": message.ring_epoch,
     }
 
 

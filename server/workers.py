@@ -5,8 +5,6 @@ from __future__ import annotations
 from zenps.errors import ProtocolError, listing
 from zenps.wire.messages import Push, View
 
-__all__ = ["Workers"]
-
 
 class Workers:
     """The workers that every round waits for.

@@ -28,24 +28,6 @@ from .core.recorder import Recorder, open_recorder
 from .encode.transfer import check_tensor
 from .exits import exit_on_sigterm, leave_at_exit, restore_sigterm
 
-__all__ = [
-    "barrier",
-    "communicator",
-    "init",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "poll",
-    "push_gradient_async",
-    "push_pull",
-    "push_pull_async",
-    "rank",
-    "shutdown",
-    "size",
-    "stats",
-    "synchronize",
-]
-
 logger = logging.getLogger("zenps.worker")
 
 _communicator: Communicator | None = None

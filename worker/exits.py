@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-__all__ = ["exit_on_sigterm", "leave_at_exit", "restore_sigterm"]
-
 _SIGNALLED = 128
 
 _owner = -1

@@ -18,8 +18,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["BufferPool"]
-
 # Below this malloc answers from its own lists, and pooling would only add overhead.
 SMALLEST_POOLED_BYTES = 64 * 1024
 

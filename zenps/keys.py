@@ -29,8 +29,6 @@ from zmq.utils import z85
 from zenps.config.settings import SecurityConfig
 from zenps.errors import ConfigError
 
-__all__ = ["LIST_NAME", "Keys", "Player", "generate", "load_keys", "node_name", "read_owners"]
-
 LIST_NAME: Final = "keys.toml"
 
 Player = Literal["scheduler", "server", "worker", "operator"]

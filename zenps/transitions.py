@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-__all__ = ["Transitions", "diagram"]
-
 State = TypeVar("State", bound=str)
 Event = TypeVar("Event", bound=str)
 

@@ -12,8 +12,6 @@ from zenps.wire.messages import Change
 from ..members import Node
 from ..states import State
 
-__all__ = ["KEPT", "LOOK_SECONDS", "Changes"]
-
 KEPT: Final = 32
 
 LOOK_SECONDS: Final = 0.25

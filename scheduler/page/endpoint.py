@@ -33,8 +33,6 @@ from zenps.errors import cannot_listen
 from zenps.observe import log
 from zenps.wire.messages import Status
 
-__all__ = ["Page", "serve"]
-
 logger = logging.getLogger("zenps.scheduler")
 
 FRESH_SECONDS: Final = 0.25

@@ -7,8 +7,6 @@ from typing import Final
 
 from zenps.wire.messages import Load
 
-__all__ = ["COUNTERS", "WINDOW_SECONDS", "Rates"]
-
 COUNTERS: Final = frozenset({"rounds", "step"}) | {
     *("pushed_bytes", "pulled_bytes", "wait_seconds"),
     *("received_bytes", "sent_bytes", "busy_seconds"),

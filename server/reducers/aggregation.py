@@ -20,8 +20,6 @@ from zenps.wire.blocks import NONE_LEFT, Ahead, decode_blocks, encode_blocks
 from zenps.wire.messages import POSITION_BYTES, Dtype, Push, Result
 from zenps.wire.tensors import DTYPES, RECEIVE_BUFFER_BYTES, check_size, tensor_bytes, tensor_from_bytes
 
-__all__ = ["Aggregator", "Payload", "check_span", "read_payload"]
-
 Summed = NDArray[Any]
 
 # Dense sums are NumPy's: what torch does around a sum of 1 KB takes five times as long as NumPy's whole
@@ -113,16 +111,18 @@ class Aggregator:
             parts = [payload.values for _, payload in pushes if payload.values.nbytes]
             frames = (_NOTHING, self._sum_dense(parts, push, divisor) if parts else _NOTHING)
             rows = push.span if parts else 0
-            return Result(push.epoch, push.tensor, push.step, push.chunk, rows, "none", pushed), frames
+            return Result(push.ring_epoch, push.tensor, push.step, push.chunk, rows, "none", pushed), frames
         if push.kind == "blocks":
             present, ahead, summed = self._sum_blocks(pushes, divisor)
-            result = Result(push.epoch, push.tensor, push.step, push.chunk, len(present), "bitmap", pushed)
+            result = Result(
+                push.ring_epoch, push.tensor, push.step, push.chunk, len(present), "bitmap", pushed
+            )
             return result, (encode_blocks(present, ahead), summed)
         positions, values = self._kernels.aggregate([self._rows(*pushed) for pushed in pushes], divisor)
         rows, numbers, data = len(positions), positions.numpy(), self._quantized(values, push)
         codec = choose(push.answer, rows, push.span, data.nbytes // max(rows, 1), numbers)
         encoded = codec.encode(numbers, push.span)
-        result = Result(push.epoch, push.tensor, push.step, push.chunk, rows, codec.name, pushed)
+        result = Result(push.ring_epoch, push.tensor, push.step, push.chunk, rows, codec.name, pushed)
         return result, (encoded.data, data)
 
     def _rows(self, push: Push, payload: Payload) -> Rows:

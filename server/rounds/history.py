@@ -17,8 +17,6 @@ from zenps.wire.messages import Push
 
 from .states import Key, Round
 
-__all__ = ["FORGOTTEN_BYTES", "MOST_FORGOTTEN", "NAME_BYTES", "RANK_BYTES", "History"]
-
 # What CPython takes for a tensor beside its name, for each rank that pushes it, and for an outcome that was
 # forgotten; rounded up.
 NAME_BYTES = 512

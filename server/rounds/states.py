@@ -11,8 +11,6 @@ from zenps.errors import listing
 from zenps.transitions import Transitions
 from zenps.wire.messages import Failure, FromServer, Push, Result
 
-__all__ = ["ROUND", "Aggregate", "Event", "Held", "Key", "Reply", "Round", "disagreement"]
-
 State = Literal["none", "refused", "open", "summing", "answered", "failed", "forgotten"]
 Event = Literal[
     "push",

@@ -24,8 +24,6 @@ from zenps.wire.messages import Busy, Failure, FailureKind, Result, Resume, Want
 from .history import History
 from .states import MOST_ASK_SECONDS, Aggregate, Event, Held, Key, Reply, Round, disagreement
 
-__all__ = ["Aggregate", "Held", "Key", "Reply", "ServerRounds"]
-
 # What a round costs beside its tensors; it bounds how many empty ones a budget allows.
 ROUND_BYTES = 1024
 
@@ -116,8 +114,10 @@ class ServerRounds:
                 many, or comes from a rank whose pushes have been refused for too many rounds already.
         """
         push = held.push
-        if push.epoch != self._epoch or not self._peers.keys() >= set(push.ranks):
-            raise ProtocolError("unexpected", f"push of rank {listing(push.ranks)} for epoch {push.epoch}")
+        if push.ring_epoch != self._epoch or not self._peers.keys() >= set(push.ranks):
+            raise ProtocolError(
+                "unexpected", f"push of rank {listing(push.ranks)} for epoch {push.ring_epoch}"
+            )
         key = Key(push.tensor, push.step, push.chunk)
         ended = self._history.outcome(key)
         if ended is not None and push.step <= ended.key.step:

@@ -27,8 +27,6 @@ from tests.chaos.run import Run
 from tests.chaos.schedule import HARD, KILLS, Counts, Done, draw
 from tests.chaos.workers import Loss, lose_with_gloo, lose_with_zenps
 
-__all__ = ["LOGS", "Pauses", "Report", "chaos"]
-
 LOGS = Path("build/chaos")
 """What runs leave behind that went wrong."""
 

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 import zenps as zps
 from tests.integration.cluster import shared_bytes
 
-__all__ = ["Model", "digest", "give_way", "loss_of", "optimizers_of", "steps_of", "train"]
-
 ROWS = 20_000
 COLUMNS = 192
 BATCH = 64

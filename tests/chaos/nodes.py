@@ -23,8 +23,6 @@ from zenps.config.settings import ClusterConfig
 from zenps.errors import DeadlineError
 from zenps.wire.messages import Status
 
-__all__ = ["SERVERS", "WORKERS", "Nodes", "Server"]
-
 WORKERS = 2
 SERVERS = 3
 

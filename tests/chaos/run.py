@@ -17,8 +17,6 @@ from tests.chaos.nodes import SERVERS, Nodes, Server
 from tests.chaos.schedule import Act, Done, Event
 from tests.integration.cluster import Process
 
-__all__ = ["Run"]
-
 SLACK_STEPS = 30
 """How far the workers may run ahead of the next event: a server that replaces another has to join in time."""
 

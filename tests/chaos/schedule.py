@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-__all__ = ["HARD", "KILLS", "Act", "Counts", "Done", "Event", "draw"]
-
 Act = Literal["SIGKILL", "SIGSTOP, SIGKILL", "SIGSTOP, SIGCONT", "SIGTERM", "drain", "join", "scheduler"]
 
 HARD: Final[tuple[Act, ...]] = ("SIGKILL", "SIGSTOP, SIGKILL", "SIGSTOP, SIGCONT")

@@ -18,8 +18,6 @@ import zenps as zps
 from tests.chaos.job import Model, loss_of, optimizers_of
 from tests.integration.cluster import Cluster, Process
 
-__all__ = ["Loss", "Survivor", "lose_with_gloo", "lose_with_zenps"]
-
 WORKERS = 3
 VICTIM = 2
 STEPS_BEFORE = 30

@@ -17,8 +17,6 @@ from torch import Tensor
 from zenps.kernels.gpu.launcher import Launcher
 from zenps.kernels.gpu.place import KINDS
 
-__all__ = ["ON_A_GPU", "Mirror"]
-
 ON_A_GPU: Final = os.environ.get("ZENPS_TEST_GPU", "0") == "1"
 
 # Words of struct Placement (cuda/keyspace.cuh): of each pointer, what it points to and where its length is.

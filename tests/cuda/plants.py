@@ -14,8 +14,6 @@ from typing import Final, NamedTuple
 from tests.cuda.host.build import BUILD, Sanitizer
 from zenps.kernels.gpu.sources import folder
 
-__all__ = ["BARRIER", "BARRIER_TESTS", "PLANTS", "Plant", "sow"]
-
 TESTS = Path(__file__).parent
 
 # By what a plant is caught: the tests' own comparisons, or one of the sanitizers' reports.

@@ -24,8 +24,6 @@ import msgspec
 from tests.fuzz.targets import FRESH_AFTER, SEEDS, TARGETS, Frames, reseal
 from zenps.errors import ProtocolError
 
-__all__ = ["CORPUS", "HANG_SECONDS", "Report", "fuzz", "kept", "mutate"]
-
 CORPUS = Path(__file__).parent / "corpus"
 HANG_SECONDS = 1.0
 # Lengths, types and numbers that readers have to mind.

@@ -19,7 +19,13 @@ from zenps.config.settings import ClusterConfig, Config, SyncConfig
 from zenps.kernels.cpu import CpuKernels
 from zenps.scheduler.membership import Membership
 from zenps.server.reducers.aggregation import Aggregator, Payload, check_span, read_payload
-from zenps.server.rounds.tracker import Aggregate, Held, ServerRounds
+from zenps.server.rounds.states import (
+    Aggregate,
+    Held,
+)
+from zenps.server.rounds.tracker import (
+    ServerRounds,
+)
 from zenps.wire.blocks import decode_blocks, encode_blocks
 from zenps.wire.frames import PROTOCOL_VERSION, Decoder, checksum_of, encode
 from zenps.wire.messages import (
@@ -56,8 +62,6 @@ from zenps.worker.encode.streams import Plan
 from zenps.worker.rounds.states import Deliver, Outgoing, Round
 from zenps.worker.rounds.tracker import WorkerRounds
 from zenps.worker.training.broadcast import unpack_object
-
-__all__ = ["SEEDS", "TARGETS", "reseal"]
 
 Frames = list[bytes]
 JOB = "job"

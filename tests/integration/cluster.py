@@ -33,8 +33,6 @@ from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.messages import FromScheduler, NodeStatus, Status, StatusRequest
 from zenps.worker import api
 
-__all__ = ["LEASE_SECONDS", "Cluster", "Process", "Raised", "attempt", "await_file", "shared_bytes"]
-
 DEADLINE_SECONDS = 60.0
 """How long any wait in a test may take, on a machine that is busy with others."""
 

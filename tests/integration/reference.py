@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["assert_same_bits", "reduce_in_rank_order"]
-
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

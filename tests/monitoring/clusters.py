@@ -9,8 +9,6 @@ from pathlib import Path
 from tests.integration.cluster import Cluster
 from tests.monitoring.prometheus import Prometheus, prometheus_of, write_targets
 
-__all__ = ["TIMES", "nodes_of", "targets_of", "watched"]
-
 TIMES = 10
 """What takes five minutes in docker/prometheus/ takes 30 seconds here."""
 

@@ -12,8 +12,6 @@ import zenps as zps
 from tests.integration.test_device import pretend_that_the_cpu_is_a_gpu
 from zenps.worker.encode.planner import Transfers
 
-__all__ = ["HARM", "be_harmed", "train"]
-
 ROWS, COLUMNS = 30_000, 8
 STEP_SECONDS = 0.03
 LATE_SECONDS = 1.5

@@ -17,17 +17,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
-__all__ = [
-    "FOLDER",
-    "Alert",
-    "Prometheus",
-    "Sample",
-    "faster",
-    "panel_queries",
-    "prometheus_of",
-    "write_targets",
-]
-
 FOLDER = Path(__file__).parents[2] / "docker"
 
 START_SECONDS = 30.0

@@ -19,8 +19,6 @@ from tests.integration.cluster import DEADLINE_SECONDS, Process, await_file
 from tests.integration.embedding_model import loss_of, make_model, state_of
 from zenps.cli import commands as cli
 
-__all__ = ["Job", "train"]
-
 PORT = 9100
 
 

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 from zenps.config.settings import ClusterConfig
-from zenps.scheduler.membership import Membership, Send
+from zenps.scheduler.actions import (
+    Send,
+)
+from zenps.scheduler.membership import (
+    Membership,
+)
 from zenps.wire.messages import (
     Admit,
     Barrier,
@@ -113,19 +118,19 @@ def test_a_lost_worker_makes_a_view_without_it_and_the_ring_stays(running: Membe
     assert to_servers.keys() == set(SERVERS)
     assert to_workers.keys() == {WORKERS[0], WORKERS[2]}
     for view in (*to_servers.values(), *to_workers.values()):
-        assert (view.epoch, view.ring, ranks(view), view.left, view.admitted) == (2, 1, [0, 2], (), 0)
+        assert (view.epoch, view.ring_epoch, ranks(view), view.left, view.admitted) == (2, 1, [0, 2], (), 0)
     assert to_workers[WORKERS[2]].rank == 2
 
 
 def test_so_does_one_that_leaves(running: Membership) -> None:
     (view, _) = views(running.on_message(WORKERS[0], Leave(), 1.0)).values()
-    assert (view.epoch, view.ring, ranks(view), view.left) == (2, 1, [1, 2], ())
+    assert (view.epoch, view.ring_epoch, ranks(view), view.left) == (2, 1, [1, 2], ())
 
 
 def test_two_that_are_lost_at_once(running: Membership) -> None:
     lose(running, WORKERS[:2])
     (view,) = confirm(running, LOST).values()
-    assert (view.ring, ranks(view)) == (1, [2])
+    assert (view.ring_epoch, ranks(view)) == (1, [2])
 
 
 def test_a_server_that_is_lost_as_well_changes_the_ring(running: Membership) -> None:
@@ -133,7 +138,7 @@ def test_a_server_that_is_lost_as_well_changes_the_ring(running: Membership) -> 
     to_workers = views(beat(running, [SERVERS[1]], LOST))
     assert to_workers.keys() == set(WORKERS[1:])
     for view in to_workers.values():
-        assert view.ring > 1
+        assert view.ring_epoch > 1
         assert (ranks(view), [server.rank for server in view.servers]) == ([1, 2], [1])
 
 
@@ -192,7 +197,7 @@ def test_a_newcomer_waits_until_all_members_ask_for_it(short: Membership) -> Non
     to_workers = confirm(short, LOST)
     assert to_workers.keys() == {WORKERS[0], JOINING, WORKERS[2]}
     for view in (*to_servers.values(), *to_workers.values()):
-        assert (view.epoch, view.ring, view.admitted, ranks(view)) == (3, 3, 3, [0, 1, 2])
+        assert (view.epoch, view.ring_epoch, view.admitted, ranks(view)) == (3, 3, 3, [0, 1, 2])
     assert to_workers[JOINING].rank == 1
     assert beat(short, [WORKERS[0]], LOST) == [Send(WORKERS[0], HeartbeatReply(1, joining=0))]
 
@@ -301,7 +306,7 @@ def test_a_worker_that_does_not_return_is_done_without(view: View) -> None:
     assert successor.state == "confirming"
     assert to_servers.keys() == set(SERVERS)
     for got in to_servers.values():
-        assert (got.epoch, got.ring, got.admitted, ranks(got)) == (9, 6, 6, [0, 2])
+        assert (got.epoch, got.ring_epoch, got.admitted, ranks(got)) == (9, 6, 6, [0, 2])
 
 
 def test_with_one_that_is_behind_the_ring_stays_all_the_same(view: View) -> None:
@@ -311,7 +316,7 @@ def test_with_one_that_is_behind_the_ring_stays_all_the_same(view: View) -> None
     successor.on_message(WORKERS[2], register("worker", 2, 2, behind, 4), 0.0)
     beat(successor, (WORKERS[0], WORKERS[2], *SERVERS), LATE, epoch=7)
     to_servers = views(successor.on_tick(LEASE_SECONDS + 5.1))
-    assert {(got.epoch, got.ring, *ranks(got)) for got in to_servers.values()} == {(9, 6, 0, 2)}
+    assert {(got.epoch, got.ring_epoch, *ranks(got)) for got in to_servers.values()} == {(9, 6, 0, 2)}
 
 
 def test_barriers_count_from_the_newest_admission(view: View) -> None:

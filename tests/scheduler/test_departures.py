@@ -25,7 +25,9 @@ from tests.scheduler.nodes import (
     view_of,
     worker,
 )
-from zenps.scheduler.membership import Send
+from zenps.scheduler.actions import (
+    Send,
+)
 from zenps.wire.messages import Departed, Drain, DrainReply, Heartbeat, Leave, Refused, Stop, View
 
 VISITOR = b"admin client"
@@ -97,12 +99,12 @@ def test_a_worker_that_leaves_is_announced_and_the_last_one_ends_the_job() -> No
 def test_a_worker_that_leaves_makes_a_view_of_the_same_ring() -> None:
     membership = running()
     view = sent(membership.on_message(worker(0), Leave(), 1.0), View)[server(0)]
-    assert (view.epoch, view.ring, view.left) == (2, 1, (0,))
+    assert (view.epoch, view.ring_epoch, view.left) == (2, 1, (0,))
     assert [member.rank for member in view.workers] == [0, 1]
     assert {*sent(confirm(membership, [server(0), server(1)]), View)} == {worker(1)}
     # The next ring knows of it, too.
     view = view_of(membership.on_message(server(1), Leave(), 2.0))
-    assert (view.epoch, view.ring, view.left) == (3, 3, (0,))
+    assert (view.epoch, view.ring_epoch, view.left) == (3, 3, (0,))
 
 
 def test_a_worker_that_leaves_between_rendezvous_and_start_fails_the_job() -> None:
@@ -145,7 +147,7 @@ def test_the_others_take_the_slots_of_a_server_that_is_gone(gone: int, is_lost: 
     views = sent(sends, View)
     assert {*views} == {other}
     view = views[other]
-    assert (view.epoch, view.ring, [member.rank for member in view.servers]) == (2, 2, [1 - gone])
+    assert (view.epoch, view.ring_epoch, [member.rank for member in view.servers]) == (2, 2, [1 - gone])
     assert slots(membership) == {1 - gone: 4096}
     assert membership.state == "confirming"
     assert {*sent(confirm(membership, [other], now=20.0), View)} == {worker(0), worker(1)}
@@ -188,7 +190,7 @@ def test_the_last_server_is_waited_for() -> None:
     keep_alive(membership, 20.0 + RENDEZVOUS_SECONDS, [worker(0), worker(1)])
     assert membership.on_tick(20.0 + RENDEZVOUS_SECONDS) == []
     view = view_of(membership.on_message(server(7), register("server"), 80.0))
-    assert (view.epoch, view.ring, view.rank) == (3, 3, 0)
+    assert (view.epoch, view.ring_epoch, view.rank) == (3, 3, 0)
     assert {*sent(confirm(membership, [server(7)], now=80.0), View)} == {worker(0), worker(1)}
     keep_alive(membership, 90.0, [worker(0), worker(1), server(7)])
     assert membership.on_tick(90.0) == []
@@ -220,7 +222,7 @@ def test_a_server_joins_a_running_job_beyond_their_number() -> None:
     membership = running()
     sends = membership.on_message(server(2), register("server", pid=52), 1.0)
     views = sent(sends, View)
-    assert {peer: (view.rank, view.epoch, view.ring) for peer, view in views.items()} == {
+    assert {peer: (view.rank, view.epoch, view.ring_epoch) for peer, view in views.items()} == {
         server(rank): (rank, 2, 2) for rank in range(3)
     }
     assert slots(membership) == {0: 1366, 1: 1365, 2: 1365}
@@ -255,7 +257,7 @@ def test_a_rank_that_a_server_wants_must_be_free() -> None:
 def test_a_drained_server_leaves_once_the_others_have_its_slots() -> None:
     membership = running()
     view = sent(membership.on_message(VISITOR, Drain(0), 1.0), View)
-    assert {peer: view.ring for peer, view in view.items()} == {server(1): 2}
+    assert {peer: view.ring_epoch for peer, view in view.items()} == {server(1): 2}
     assert slots(membership) == {1: 4096}
     assert [n.state for n in membership.status(1.0).nodes if n.role == "server"] == ["leaving", "present"]
     # It hears nothing of the new view; asked again, the admin client waits, too.
@@ -291,7 +293,7 @@ def test_a_drained_server_stays_when_all_others_are_lost() -> None:
     membership.on_message(VISITOR, Drain(0), 1.0)
     sends = membership.on_message(server(1), Leave(), 2.0)
     assert sent(sends, DrainReply) == {VISITOR: DrainReply("the other servers are gone; start another first")}
-    assert {peer: view.ring for peer, view in sent(sends, View).items()} == {server(0): 3}
+    assert {peer: view.ring_epoch for peer, view in sent(sends, View).items()} == {server(0): 3}
     assert slots(membership)[0] == 4096
     assert {*sent(confirm(membership, [server(0)]), View)} == {worker(0), worker(1)}
     assert membership.state == "running"

@@ -21,7 +21,12 @@ from tests.scheduler.nodes import (
     view_of,
     worker,
 )
-from zenps.scheduler.membership import Membership, Send
+from zenps.scheduler.actions import (
+    Send,
+)
+from zenps.scheduler.membership import (
+    Membership,
+)
 from zenps.wire.messages import (
     LAST_BARRIER,
     Barrier,
@@ -51,7 +56,7 @@ def test_a_newer_generation_takes_the_place_of_all_workers() -> None:
     membership.on_message(b"new-1", register("worker", 1, generation=1), 1.0)
     assert (membership.state, membership.live("worker"), membership.live("server")) == ("gathering", 1, 2)
     view = view_of(start(membership, 1, 2.0))
-    assert (view.epoch, view.ring, [m.pid for m in view.workers]) == (2, 2, [70, 100])
+    assert (view.epoch, view.ring_epoch, [m.pid for m in view.workers]) == (2, 2, [70, 100])
     assert {*sent(confirm(membership, [server(0), server(1)]), View)} == {b"new-0", b"new-1"}
     assert membership.state == "running"
     # Barriers are counted from 1 again.

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.scheduler.nodes import LEASE_SECONDS, RENDEZVOUS_SECONDS, make_membership, register
-from zenps.scheduler.membership import Send
+from zenps.scheduler.actions import (
+    Send,
+)
 from zenps.scheduler.states import JOB
 from zenps.wire.frames import Decoder, encode
 from zenps.wire.messages import (
@@ -119,7 +121,7 @@ class History(RuleBasedStateMachine):
             assert send.peer in self.known.keys() | {visitor, b"admin client", b"another"}
             match send.message:
                 case View() as view:
-                    assert 0 < view.ring <= view.epoch <= self.membership.epoch
+                    assert 0 < view.ring_epoch <= view.epoch <= self.membership.epoch
                     members = view.workers if self.known[send.peer].role == "worker" else view.servers
                     assert view.rank in [member.rank for member in members]
                     self.newest[send.peer] = view

@@ -17,7 +17,9 @@ from tests.scheduler.nodes import (
     server,
     worker,
 )
-from zenps.scheduler.membership import Send
+from zenps.scheduler.actions import (
+    Send,
+)
 from zenps.wire.messages import (
     LAST_BARRIER,
     Barrier,

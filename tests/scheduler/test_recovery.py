@@ -23,7 +23,12 @@ from tests.scheduler.nodes import (
     view_of,
     worker,
 )
-from zenps.scheduler.membership import Membership, Send
+from zenps.scheduler.actions import (
+    Send,
+)
+from zenps.scheduler.membership import (
+    Membership,
+)
 from zenps.scheduler.recovery import RETURN_SECONDS
 from zenps.wire.messages import (
     Barrier,
@@ -89,7 +94,7 @@ def test_all_return_with_the_same_view_and_the_job_goes_on_without_another() -> 
     assert (after.state, after.epoch) == ("running", 1)
     assert slots(after) == {0: 2048, 1: 2048}
     view = view_of(after.on_message(server(1), Leave(), 6.0))
-    assert (view.epoch, view.ring, [m.rank for m in view.workers]) == (2, 2, [0, 1])
+    assert (view.epoch, view.ring_epoch, [m.rank for m in view.workers]) == (2, 2, [0, 1])
 
 
 @pytest.mark.parametrize("message", [Heartbeat(1, {}), Barrier(3)])
@@ -178,7 +183,9 @@ def test_a_server_that_does_not_return_is_lost() -> None:
         after.on_message(peer, Heartbeat(1, {}), 14.0)
     assert after.on_tick(LEASE_SECONDS + RETURN_SECONDS) == []
     sends = after.on_tick(ENOUGH_SECONDS)
-    assert {peer: (view.epoch, view.ring) for peer, view in sent(sends, View).items()} == {server(1): (2, 2)}
+    assert {peer: (view.epoch, view.ring_epoch) for peer, view in sent(sends, View).items()} == {
+        server(1): (2, 2)
+    }
     assert slots(after) == {1: 4096}
     refused = only(after.on_message(server(0), nodes.again(server(0)), 20.0), server(0))
     assert refused == Refused("lost", "the scheduler took this node for lost; start it again")
@@ -281,7 +288,7 @@ def test_a_worker_that_does_not_return_may_be_started_again() -> None:
     assert (after.state, after.epoch) == ("gathering", 1)
     for number in (0, 1):
         sends = after.on_message(b"new%d" % number, register("worker", number, generation=1), 20.0)
-    assert {view.ring for view in sent(sends, View).values()} == {2}
+    assert {view.ring_epoch for view in sent(sends, View).values()} == {2}
 
 
 @pytest.mark.parametrize("first", ["servers", "workers"])

@@ -16,7 +16,7 @@ from zenps.wire.messages import Failure, Heartbeat, Member, ToScheduler, View
 from zenps.wire.sockets import bind_router, context
 
 WORKERS = tuple(Member("worker", rank, "box", 1, "", "", peer_of(rank)) for rank in range(2))
-VIEW = View(1, 0, WORKERS, (Member("server", 0, "box", 2, "tcp://box:1", ""),), bytes(8192), ring=1)
+VIEW = View(1, 0, WORKERS, (Member("server", 0, "box", 2, "tcp://box:1", ""),), bytes(8192), ring_epoch=1)
 WAIT_MS = 20_000
 
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from .simulation import Simulation
     from .workers import Worker
 
-__all__ = ["Faults", "Moment"]
-
 MOST_SERVERS = 5
 STALLED_WORKER_SECONDS = 3.0
 """A worker that is silent for a lease is lost, and with it a steady job."""

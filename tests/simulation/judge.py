@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from .simulation import Simulation
     from .workers import Worker
 
-__all__ = ["Judge"]
-
 
 class Judge:
     """Is told every error of a worker and every failure of the job.

@@ -13,8 +13,6 @@ from typing import Protocol
 
 import msgspec
 
-__all__ = ["OVERWRITTEN", "Frame", "Frames", "Lent", "Network", "Party"]
-
 PROMPT_SECONDS = 0.01
 SLOW = 0.05
 """The part of the messages that takes up to ``slow_seconds``: so any two can come in either order."""
@@ -165,5 +163,7 @@ class Network:
 
     def _note(self, sender: bytes, receiver: bytes, message: msgspec.Struct) -> None:
         self.counts["received"] += 1
-        what = [getattr(message, field, "") for field in ("epoch", "tensor", "step", "chunk", "sequence")]
+        what = [
+            getattr(message, field, "") for field in ("ring_epoch", "tensor", "step", "chunk", "sequence")
+        ]
         self._digest.update(f"{sender!r}{receiver!r}{type(message).__name__}{what}".encode())

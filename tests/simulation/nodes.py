@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from zenps.scheduler.membership import Membership, Send
+from zenps.scheduler.actions import (
+    Send,
+)
+from zenps.scheduler.membership import (
+    Membership,
+)
 from zenps.server.rounds.tracker import ServerRounds
 from zenps.wire.messages import Drain, DrainReply, Heartbeat, Refused, Register, View, WhoAreYou
 from zenps.wire.registration import Registration
@@ -19,8 +24,6 @@ from .network import Frames
 
 if TYPE_CHECKING:
     from .simulation import Simulation
-
-__all__ = ["SCHEDULER", "TICK_SECONDS", "Member", "Node", "Operator", "Parts", "Scheduler", "Violation"]
 
 SCHEDULER = b"scheduler"
 OPERATOR = b"operator"

@@ -10,15 +10,26 @@ from typing import Any
 import msgspec
 
 from zenps.config.settings import ClusterConfig
+from zenps.scheduler.actions import (
+    Send,
+)
 from zenps.scheduler.admission import JoiningWorkers
 from zenps.scheduler.barriers import Barriers
 from zenps.scheduler.job import Job
 from zenps.scheduler.members import Node
-from zenps.scheduler.membership import Membership, Send
+from zenps.scheduler.membership import (
+    Membership,
+)
 from zenps.scheduler.registration import Settings
-from zenps.server.rounds.states import Aggregate
+from zenps.server.rounds.states import (
+    Aggregate,
+    Held,
+)
 from zenps.server.rounds.states import Round as ServerRound
-from zenps.server.rounds.tracker import Actions, Held, ServerRounds
+from zenps.server.rounds.tracker import (
+    Actions,
+    ServerRounds,
+)
 from zenps.wire.messages import FromServer, Member, Register
 from zenps.worker.rounds.states import Action, Frames, Round, SendPush
 from zenps.worker.rounds.tracker import WorkerRounds
@@ -26,14 +37,12 @@ from zenps.worker.rounds.tracker import WorkerRounds
 from .nodes import Parts
 from .script import Scenario
 
-__all__ = ["PLANTS", "OverwritesEarlierPushes"]
-
 
 class TakesAnyEpoch(WorkerRounds):
     """Believes answers of an older ring."""
 
     def on_reply(self, server: int, message: FromServer, frames: Frames, now: float) -> list[Action]:
-        return super().on_reply(server, msgspec.structs.replace(message, epoch=self._epoch), frames, now)
+        return super().on_reply(server, msgspec.structs.replace(message, ring_epoch=self._epoch), frames, now)
 
 
 class KeepsNothing(WorkerRounds):

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from .simulation import Simulation
     from .workers import Worker
 
-__all__ = ["Answer", "Contribution", "Era", "Promises", "Values"]
-
 Values = dict[int, int]
 """What is pushed: for each unit the number of a contribution, times ``UNITS``, plus the unit."""
 Answer = dict[int, tuple[int, ...]]

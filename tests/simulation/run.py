@@ -13,9 +13,6 @@ import msgspec
 from .script import random_script
 from .simulation import Simulation
 
-__all__ = ["Report", "main", "simulate"]
-
-
 _SUMMED = (
     "rounds",
     "virtual_seconds",

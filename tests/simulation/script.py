@@ -7,19 +7,6 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-__all__ = [
-    "BUDGETS",
-    "KINDS",
-    "MOST_SECONDS",
-    "SCENARIOS",
-    "WORKER_KINDS",
-    "Fault",
-    "Kind",
-    "Scenario",
-    "Script",
-    "random_script",
-]
-
 Scenario = Literal["steady", "fail", "continue", "restart"]
 """What follows the loss of a worker: in ``steady`` none is lost; a job may fail, go on without it, or have
 torchrun start all workers again."""

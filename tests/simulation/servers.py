@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from zenps.errors import ProtocolError
-from zenps.server.rounds.tracker import ROUND_BYTES, Aggregate, Held, Reply
+from zenps.server.rounds.states import (
+    Aggregate,
+    Held,
+    Reply,
+)
+from zenps.server.rounds.tracker import (
+    ROUND_BYTES,
+)
 from zenps.wire.messages import Leave, Push, Register, Result, Stop, View
 
 from .network import OVERWRITTEN, Frame, Frames
@@ -17,8 +24,6 @@ from .nodes import SCHEDULER, TICK_SECONDS, Member, Violation
 
 if TYPE_CHECKING:
     from .simulation import Simulation
-
-__all__ = ["UNITS", "Server", "owners_of_units"]
 
 UNITS = 8
 """The rows of every tensor; a ring gives each to a server."""
@@ -51,7 +56,7 @@ class Server(Member):
         departed = {
             worker.rank: f"{worker} left the job" for worker in view.workers if worker.rank in view.left
         }
-        self._execute(self.rounds.on_view(view.ring, self._peers, departed, self.now))
+        self._execute(self.rounds.on_view(view.ring_epoch, self._peers, departed, self.now))
 
     def receive(self, sender: bytes, message: Any, frames: Frames) -> None:
         match message:
@@ -66,8 +71,8 @@ class Server(Member):
         if self._peers.get(push.rank) != sender:
             return
         assert self.view is not None
-        if push.epoch > self.view.ring:
-            raise Violation(f"{self.name!r} of ring {self.view.ring} got {push}")
+        if push.ring_epoch > self.view.ring_epoch:
+            raise Violation(f"{self.name!r} of ring {self.view.ring_epoch} got {push}")
         (frame,) = frames
         try:
             actions = self.rounds.on_push(Held(sender, push, frame, frame.nbytes), self.now)
@@ -113,7 +118,7 @@ class Server(Member):
         else:
             self.simulation.promises.check_answer(key.tensor, key.step, values)
         push = round_.pushes[0].push
-        result = Result(push.epoch, key.tensor, key.step, key.chunk, len(values), "none")
+        result = Result(push.ring_epoch, key.tensor, key.step, key.chunk, len(values), "none")
         frames: Any = [Frame(dict(values))]
         return self.rounds.finish(key, result, frames, self.now)
 

@@ -20,8 +20,6 @@ from .servers import Server
 from .supervisor import Supervisor
 from .workers import Worker
 
-__all__ = ["Outcome", "Simulation"]
-
 FINISH_SECONDS = 1500.0
 """A push that was lost is repeated after 60 s, then after 120 more, …: a few of that must do."""
 SETTLE_SECONDS = 60.0

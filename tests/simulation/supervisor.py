@@ -9,8 +9,6 @@ from .workers import Worker
 if TYPE_CHECKING:
     from .simulation import Simulation
 
-__all__ = ["Supervisor"]
-
 LOOK_SECONDS = 0.5
 RESTARTS = 4
 STOP_SECONDS = 3.0

@@ -14,8 +14,6 @@ from .promises import Answer, Contribution
 if TYPE_CHECKING:
     from .workers import Worker
 
-__all__ = ["TENSORS", "Program", "Training"]
-
 TENSORS = 3
 BARRIER_EVERY = 5
 COMMIT_EVERY = 3

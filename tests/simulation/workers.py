@@ -30,8 +30,6 @@ from .training import TENSORS, Program, Training
 if TYPE_CHECKING:
     from .simulation import Simulation
 
-__all__ = ["Worker"]
-
 COMPACTION_SECONDS = 0.05
 JOIN_PATIENCE_SECONDS = 5.0
 RESTART_SECONDS = 2.0
@@ -172,7 +170,7 @@ class Worker(Member):
         self._servers = {server.rank: server.address.encode() for server in view.servers}
         self._ranks = {address: rank for rank, address in self._servers.items()}
         ranks = frozenset(worker.rank for worker in view.workers)
-        self._execute(self.exchange.on_view(view.ring, view.servers, self.now, ranks))
+        self._execute(self.exchange.on_view(view.ring_epoch, view.servers, self.now, ranks))
         self.simulation.on_moment("view", self)
 
     def _tick(self) -> None:
@@ -204,7 +202,9 @@ class Worker(Member):
         said = Contribution(self.number, self.rank, self.era, tensor, step, payload)
         values = self.simulation.promises.contribute(said)
         assert self.view is not None
-        round_ = Round(tensor, step, self.view.ring, self._cut(tensor, step, values, again=False), values)
+        round_ = Round(
+            tensor, step, self.view.ring_epoch, self._cut(tensor, step, values, again=False), values
+        )
         # The ring may change before it is submitted.
         yield self.sleep(COMPACTION_SECONDS * self._rng.random())
         self._awaited[tensor, step] = _Awaited({}, learn)
@@ -220,7 +220,7 @@ class Worker(Member):
             for chunk in range(chunks):
                 units = own[len(own) * chunk // chunks : len(own) * (chunk + 1) // chunks]
                 push = Push(
-                    epoch=self.view.ring,
+                    ring_epoch=self.view.ring_epoch,
                     rank=self.rank,
                     tensor=tensor,
                     step=step,

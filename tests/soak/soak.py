@@ -21,9 +21,7 @@ import torch
 from torch import nn
 
 import zenps as zps
-from tests.integration.cluster import Cluster, Process, shared_bytes
-
-__all__ = ["MOST_GROWTH", "Process", "Report", "Sample", "soak", "train"]
+from tests.integration.cluster import Cluster, shared_bytes
 
 MOST_GROWTH = 0.05
 WARM_UP = 0.25

@@ -11,8 +11,6 @@ from tests.cuda.host.launcher import HostLauncher
 from zenps.buffers import BufferPool
 from zenps.worker.encode.accelerator import Accelerator, Event
 
-__all__ = ["HostAccelerator"]
-
 
 class _Late(Event):
     """Has happened at the third look."""

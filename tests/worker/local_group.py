@@ -11,8 +11,6 @@ from torch import Tensor
 
 from zenps.worker.backends.peers.group import Group
 
-__all__ = ["LocalGroup", "on_all_ranks"]
-
 DEADLINE_SECONDS = 30.0
 
 T = TypeVar("T")

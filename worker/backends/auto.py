@@ -10,8 +10,10 @@ from msgspec import Struct
 from torch import Tensor
 
 from zenps.config.settings import Config
-from zenps.schemes.costs import Links
 from zenps.schemes.registry import AUTO
+from zenps.schemes.traffic import (
+    Links,
+)
 
 from ..core.communicator import Pending, in_flight
 from ..core.handle import Progress
@@ -20,8 +22,6 @@ from ..encode.transforms import Converted
 from .choice import Choice, Table
 from .peers.backend import PeerCluster
 from .servers import Cluster, How
-
-__all__ = ["AutoCluster"]
 
 logger = logging.getLogger("zenps.worker")
 

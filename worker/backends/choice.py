@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from zenps.schemes import costs
-from zenps.schemes.costs import Links
+from zenps.schemes import costs, traffic
 from zenps.schemes.registry import AUTO, SCHEMES, SchemeName
-
-__all__ = ["MARGIN", "ROUNDS", "Change", "Choice", "Table"]
+from zenps.schemes.traffic import (
+    Links,
+)
 
 MARGIN: Final = 1.1
 """By how much another scheme has to win: the formulas know no CPU time, and are not much better than that."""
@@ -92,14 +92,14 @@ class Choice:
 
     def _seconds(self, scheme: SchemeName, table: Table) -> float:
         links = self._links
-        tensor = costs.Tensor(
+        tensor = traffic.Tensor(
             rows=table.rows,
             columns=table.columns,
             item_bytes=table.item_bytes,
             density=min(self.pushed / table.rows, 1.0),
             # Of the schemes of AUTO, none sends the union of some ranks.
             unions=(min(self.union / table.rows, 1.0),) * (links.workers - 1).bit_length(),
-            imbalance=costs.expected_imbalance(links.parts, self.pushed),
+            imbalance=traffic.expected_imbalance(links.parts, self.pushed),
         )
         cost = costs.predict(scheme, tensor, links)
         messages = NEGOTIATION_MESSAGES if SCHEMES[scheme].exchange == "peers" else 0

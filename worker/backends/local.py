@@ -10,8 +10,6 @@ from zenps.kernels.cpu import CpuKernels
 from ..core.communicator import Communicator, Pending, Stats
 from ..encode.sparse import coalesced
 
-__all__ = ["Alone"]
-
 
 class _Ready(Pending):
     def __init__(self, name: str, result: Tensor) -> None:

@@ -21,8 +21,6 @@ from ..core.communicator import in_flight
 from ..core.handle import Handle, Wait
 from .negotiation import Entry, disagreement, entries, entry_of, table_of
 
-__all__ = ["NegotiatedRound", "NegotiatedRounds"]
-
 # How long close() waits for each thread to see that it is over.
 CLOSE_SECONDS = 1.0
 

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from zenps.errors import listing
 
-__all__ = ["Entry", "disagreement", "entries", "entry_of", "table_of"]
-
 ENTRY_BYTES = 128
 _HEAD = struct.Struct("<qq")
 

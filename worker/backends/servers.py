@@ -45,8 +45,6 @@ from ..rounds.tracker import PATIENCE_SECONDS
 from ..transport.lease import Session
 from ..transport.memory import free_a_large_block
 
-__all__ = ["Cluster", "How"]
-
 
 class How(NamedTuple):
     """How a tensor is summed.
@@ -256,7 +254,7 @@ class Cluster(Communicator):
 
     def _follow(self, view: View) -> None:
         owners = np.frombuffer(view.owners, dtype="<u2").astype(np.uint16)
-        self._transfers.set_ring(view.ring, owners, [server.rank for server in view.servers])
+        self._transfers.set_ring(view.ring_epoch, owners, [server.rank for server in view.servers])
         self._metrics.epoch.set(view.epoch)
         self._know(view)
         if view.admitted > self._admitted:
@@ -304,7 +302,7 @@ class Cluster(Communicator):
             Outgoing(
                 part.server,
                 Push(
-                    epoch=sent.cut.epoch,
+                    ring_epoch=sent.cut.epoch,
                     rank=self.rank,
                     tensor=name,
                     step=step,

@@ -13,8 +13,6 @@ from zenps.errors import DeadlineError, ZenPSError
 from .communicator import Pending
 from .spans import Spans
 
-__all__ = ["Awaited"]
-
 
 class Awaited(Pending):
     """A tensor in flight.

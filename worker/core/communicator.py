@@ -11,8 +11,6 @@ from torch import Tensor
 
 from zenps.errors import UsageError
 
-__all__ = ["Communicator", "Pending", "Stats", "check_name", "in_flight"]
-
 # Half a character: Python's str may hold one, UTF-8 may not.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 

@@ -19,8 +19,6 @@ from ..rounds.states import Round
 from .communicator import Pending
 from .spans import Spans
 
-__all__ = ["Answer", "Handle", "Progress", "Recorder", "Wait"]
-
 Answer = tuple[int, Result, Sequence[memoryview]]
 
 # How long poll() may take: enough to receive what is there, too little to notice.
@@ -212,7 +210,7 @@ def _about(tensor: str, server: int, result: Result, frames: Sequence[memoryview
         "tensor": tensor,
         "step": result.step,
         "chunk": result.chunk,
-        "epoch": result.epoch,
+        "epoch": result.ring_epoch,
         "server": server,
         "rows": result.rows,
         "bytes": sum([frame.nbytes for frame in frames]),

@@ -15,8 +15,6 @@ from zenps.observe.recording import Header, Push, encode, keep
 
 from ..encode.sparse import row_numbers
 
-__all__ = ["Recorder", "open_recorder"]
-
 logger = logging.getLogger("zenps.plan")
 
 

@@ -9,8 +9,6 @@ from torch.autograd import profiler
 
 from zenps.observe.trace import NOTHING, OFF, Nothing, Span, Trace
 
-__all__ = ["Spans"]
-
 
 class Spans:
     """Marks work for whoever looks on: ``sync.trace``, ``torch.profiler``, both, or nobody.

@@ -13,8 +13,6 @@ from ..encode.transfer import Transfer
 from .communicator import Stats
 from .handle import Progress
 
-__all__ = ["Moved", "Statistics"]
-
 
 class Moved(NamedTuple):
     """The bytes of a round: what was pushed, what was pulled, and what both were if the tensor went whole."""

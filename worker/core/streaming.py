@@ -17,8 +17,6 @@ from ..rounds.states import Round
 from .handle import Answer, Handle, Progress, Recorder, Wait
 from .spans import Spans
 
-__all__ = ["NewRound", "StreamedHandle"]
-
 NewRound = Callable[[int, EncodedChunk], Round]
 """Makes the round of a stream's phase, by its number and what is pushed."""
 

@@ -22,8 +22,6 @@ from zenps.errors import DeadlineError
 from zenps.kernels.gpu.cupy import CupyLauncher
 from zenps.kernels.gpu.launcher import Launcher
 
-__all__ = ["Accelerator", "CudaAccelerator", "Event"]
-
 # Between two looks at an event: short against a round, long against the call that looks.
 LOOK_SECONDS = 50e-6
 

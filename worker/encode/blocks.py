@@ -18,8 +18,6 @@ from zenps.wire.messages import Result
 from .streams import Plan, Stream
 from .transfer import EncodedChunk, EncodedTensor, Sharding, Transfer
 
-__all__ = ["BlockTransfer"]
-
 
 class BlockTransfer(Transfer):
     """A strided tensor of any shape, flattened. A block of zeros counts as 0.0, be they -0.0.

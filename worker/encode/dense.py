@@ -17,15 +17,6 @@ from zenps.wire.tensors import copied_bytes, tensor_bytes, tensor_from_bytes
 from .quantizer import Quantizer
 from .transfer import EncodedChunk, EncodedTensor, Sharding, Transfer
 
-__all__ = [
-    "DENSE_GRANULE",
-    "DenseTransfer",
-    "RootLostError",
-    "WholeTransfer",
-    "encode_values",
-    "granule_order",
-]
-
 # Elements of a dense tensor that stay together: 1 KiB of float32 is copied as fast as one run, and
 # a bucket of 4 MiB still fills all 4096 slots.
 DENSE_GRANULE = 256

@@ -40,8 +40,6 @@ from .sparse import as_sparse, row_numbers, wire_form
 from .streams import Plan
 from .transfer import ChunkRange, EncodedChunk, EncodedTensor, Sharding, Transfer, table_shape
 
-__all__ = ["StagedBlocks", "StagedDense", "StagedSparse"]
-
 
 class _Staged(Transfer):
     """A transfer that is prepared step by step."""

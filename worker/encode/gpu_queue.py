@@ -12,8 +12,6 @@ from zenps.errors import ZenPSError
 
 from .transfer import Transfer
 
-__all__ = ["Staging"]
-
 # Between two looks at a device: short against a round, long against the call that looks.
 LOOK_SECONDS = 50e-6
 

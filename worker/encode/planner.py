@@ -41,8 +41,6 @@ from .streams import Plan, plan_streams
 from .transfer import EncodedChunk, EncodedTensor, Sharding, Transfer, table_shape
 from .transforms import convert
 
-__all__ = ["Transfers"]
-
 # A dense tensor below this goes to one server whole: more messages would cost more than they save.
 SPLIT_FROM_BYTES = 64 * 1024
 

@@ -19,8 +19,6 @@ from zenps.codecs.base import ValueCodec, ValueForm
 from zenps.errors import TensorError
 from zenps.kernels.cpu import put_rows
 
-__all__ = ["Quantizer", "Residuals"]
-
 
 class Quantizer:
     """How one tensor's gradient becomes the values frames, and back.

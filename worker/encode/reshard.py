@@ -19,8 +19,6 @@ from .dense import encode_values, granule_order
 from .sparse import encode_rows
 from .transfer import EncodedChunk, EncodedTensor, Sharding
 
-__all__ = ["reshard"]
-
 
 def reshard(sent: EncodedTensor, cut: Sharding, codec: str) -> EncodedTensor:
     """What a fresh transfer of the same tensor would push under ``cut``, to the byte.

@@ -23,8 +23,6 @@ from zenps.wire.tensors import tensor_bytes, tensor_from_bytes
 from .quantizer import Quantizer
 from .transfer import EncodedChunk, EncodedTensor, Sharding, Transfer, table_shape
 
-__all__ = ["SparseTransfer", "as_sparse", "as_table", "coalesced", "encode_rows", "row_numbers", "wire_form"]
-
 
 def as_table(tensor: Tensor) -> Rows:
     """A sparse COO tensor's row numbers ``[nnz]`` int64 and values ``[nnz, columns]``, contiguous.

@@ -20,8 +20,6 @@ from zenps.errors import ProtocolError
 from zenps.wire.blocks import NONE_LEFT, Ahead
 from zenps.wire.messages import POSITION_BYTES
 
-__all__ = ["LONGEST_NAME", "MOST_STREAMS", "Plan", "Stream", "plan_streams", "stream_name"]
-
 Blocks = NDArray[np.int64]
 
 # How many messages of a tensor may be in flight, and how finely it is dealt to servers. Each takes a name.

@@ -20,17 +20,6 @@ from zenps.kernels.base import ACCUMULATE
 from zenps.partition.layout import Layout
 from zenps.wire.messages import MAX_COLUMNS, Kind, Result
 
-__all__ = [
-    "ChunkRange",
-    "EncodedChunk",
-    "EncodedTensor",
-    "Sharding",
-    "Transfer",
-    "check_tensor",
-    "table_shape",
-]
-
-
 # uint8 is for broadcasts, which carry any dtype as bytes.
 _SUPPORTED = tuple(dtype for dtype in ACCUMULATE if dtype != torch.uint8)
 

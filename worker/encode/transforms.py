@@ -16,8 +16,6 @@ from ..core.communicator import Pending
 from .sparse import as_sparse, as_table, coalesced, row_numbers
 from .transfer import table_shape
 
-__all__ = ["Converted", "convert"]
-
 
 class Converted(Pending):
     """The result of another tensor's round, in the form of the one that was given.

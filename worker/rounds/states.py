@@ -12,8 +12,6 @@ from zenps.errors import ZenPSError
 from zenps.transitions import Transitions
 from zenps.wire.messages import Push, Result
 
-__all__ = ["ROUND", "Action", "Deliver", "Fail", "Frames", "Outgoing", "Round", "SendPush"]
-
 State = Literal["pushed", "kept", "recalled", "settled"]
 Event = Literal["answered", "failed", "ring changed", "wanted", "ended everywhere"]
 

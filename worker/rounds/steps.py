@@ -12,8 +12,6 @@ from zenps.observe import log
 from ..core.communicator import in_flight
 from ..core.handle import Progress
 
-__all__ = ["Steps"]
-
 
 class Steps:
     """The latest round of each tensor. Every method may be called from any thread.

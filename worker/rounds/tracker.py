@@ -7,8 +7,8 @@ A round is *pushed* until every part of it was answered, one failed, or its dead
 - an answer to the tensor's next step came, for which every rank had to push, and so to end this one; or
 - three *watermarks* have passed. The scheduler begins watermark w + 1 when all workers have reported w, and a
   worker reports a watermark when all that was in flight as it heard of it has ended. A round that ends here
-  after watermark w was in flight, or had ended, on all ranks when they heard of w + 2; they have reported that
-  at w + 3.
+  after watermark w was in flight, or had ended, on all ranks when they heard of w + 2; they have reported
+  that at w + 3.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from zenps.errors import (
 from zenps.wire.messages import Busy, Failure, FromServer, Member, Resend, Result, Resume, Wanted
 
 from .states import REPEAT_SECONDS, ROUND, Action, Deliver, Fail, Frames, Outgoing, Round, SendPush
-
-__all__ = ["PATIENCE_SECONDS", "WorkerRounds"]
 
 # A server's own deadline comes first, because its error names the ranks that are missing.
 PATIENCE_SECONDS = 5.0
@@ -157,7 +155,7 @@ class WorkerRounds:
 
     def on_reply(self, server: int, message: FromServer, frames: Frames, now: float) -> list[Action]:
         """A server answered. What belongs to no round in flight is a late repetition, and ignored."""
-        if message.epoch != self._epoch:
+        if message.ring_epoch != self._epoch:
             return []
         if isinstance(message, Wanted):
             return self._on_wanted(server, message, now)
@@ -184,7 +182,7 @@ class WorkerRounds:
 
     def on_corrupted(self, server: int, message: object) -> list[Action]:
         """An answer came whose checksum is wrong: the push is repeated, and the server repeats itself."""
-        if not isinstance(message, Result) or message.epoch != self._epoch:
+        if not isinstance(message, Result) or message.ring_epoch != self._epoch:
             return []
         round_ = self._in_flight.get((message.tensor, message.step))
         if round_ is None or (server, message.chunk) not in round_.unanswered:

@@ -15,8 +15,6 @@ from .ask import ask_all
 from .broadcast import broadcast_object
 from .buckets import Bucket, fuse
 
-__all__ = ["Agreed", "named"]
-
 
 class Agreed:
     """The parameters of one optimizer. All ranks make it, and call its methods, at the same points.

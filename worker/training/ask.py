@@ -8,8 +8,6 @@ from zenps.config.settings import MOST_WORKERS
 
 from ..api import communicator, push_pull_async
 
-__all__ = ["ask_all"]
-
 
 def ask_all(answer: int, name: str) -> dict[int, int]:
     """The answers of all ranks, by rank; those that are 0 are left out.

@@ -21,8 +21,6 @@ from ..core.communicator import Pending
 from ..encode.dense import RootLostError
 from .ask import ask_all
 
-__all__ = ["broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "unpack_object"]
-
 # Of a packed object: its length comes over the network, and memory is taken by it.
 MOST_OBJECT_BYTES = 1 << 31
 

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["Bucket", "fuse"]
-
 
 class Bucket:
     """Some dense parameters of one dtype and device; its tensor is their gradients, end to end.

@@ -24,8 +24,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..api import push_gradient_async
 from ..core.communicator import Pending
 
-__all__ = ["CommHookState", "comm_hook"]
-
 _prefixes = itertools.count()
 
 

@@ -17,8 +17,6 @@ from .ask import ask_all
 from .broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .optimizer import DistributedOptimizer
 
-__all__ = ["TrainingState"]
-
 
 class TrainingState:
     """All that training goes on from: a model, its optimizers, and plain values such as the step.

@@ -20,8 +20,6 @@ from ..core.communicator import Pending
 from .agreement import Agreed, named
 from .buckets import Bucket
 
-__all__ = ["DistributedOptimizer"]
-
 _prefixes = itertools.count()
 
 

@@ -35,8 +35,6 @@ from .memory import POOL_BYTES
 from .send_queue import SendQueue
 from .server_sockets import Servers
 
-__all__ = ["Channel", "ReshardRound"]
-
 logger = logging.getLogger("zenps.worker")
 
 TICK_SECONDS = 0.5
@@ -132,15 +130,18 @@ class Channel:
             # At the lock, with what comes after: a round must not be cut for a ring whose servers are not
             # connected yet, nor pushed by one that has been.
             self.follow(view)
-            if self._send_queue is not None and (view.ring, view.admitted) != (self._ring, self._admitted):
+            if self._send_queue is not None and (view.ring_epoch, view.admitted) != (
+                self._ring,
+                self._admitted,
+            ):
                 self._send_queue.clear()
-            self._ring = view.ring
+            self._ring = view.ring_epoch
             if view.admitted > self._admitted:
                 self._admitted = view.admitted
                 self._execute(self._exchange.reset())
             self._reconnect({server.rank: server for server in view.servers})
             workers = frozenset(worker.rank for worker in view.workers)
-            self._execute(self._exchange.on_view(view.ring, view.servers, time.monotonic(), workers))
+            self._execute(self._exchange.on_view(view.ring_epoch, view.servers, time.monotonic(), workers))
 
         self._lock.post(follow)
 
@@ -329,7 +330,7 @@ class Channel:
         with self._spans("push", push.tensor, push.step) as span:
             size, shared = self._servers.send(out.server, push, out.frames)
             if span:
-                where = {"chunk": push.chunk, "epoch": push.epoch, "server": out.server}
+                where = {"chunk": push.chunk, "epoch": push.ring_epoch, "server": out.server}
                 span.note(**where, rows=push.rows, bytes=size, codec=push.codec)
         self._metrics.push_bytes.inc(size)
         self._metrics.shared_bytes.inc(shared)

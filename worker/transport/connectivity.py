@@ -17,8 +17,6 @@ from zenps.errors import PeerLostError
 from zenps.wire.addresses import why_unreachable
 from zenps.wire.messages import Member
 
-__all__ = ["Connectivity"]
-
 logger = logging.getLogger("zenps.worker")
 
 

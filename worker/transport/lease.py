@@ -40,8 +40,6 @@ from zenps.wire.sockets import LINGER_MS, Socket
 from ..core.spans import Spans
 from .channel import Channel, ReshardRound
 
-__all__ = ["Session"]
-
 logger = logging.getLogger("zenps.worker")
 
 # Workers that have trained together end together, but for what the last of them writes to disk.

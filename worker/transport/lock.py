@@ -15,8 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["CombiningLock"]
-
 
 class CombiningLock:
     """Every method but :meth:`run_commands`, :meth:`on_wake` and :meth:`close` may be called from any thread.

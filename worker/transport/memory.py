@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["POOL_BYTES", "free_a_large_block"]
-
 # Unused buffers that a worker keeps, of ordinary memory, of shared and, for each GPU, of pinned: the
 # gradients and results of a step, to be used again in the next.
 POOL_BYTES = 1 << 30

@@ -7,8 +7,6 @@ from heapq import heappop, heappush
 
 from ..rounds.states import Outgoing
 
-__all__ = ["SendQueue"]
-
 
 class SendQueue:
     """By server, the pushes that the socket to it has no room for yet."""

@@ -21,8 +21,6 @@ from ..rounds.states import Frames
 from .connectivity import Connectivity
 from .shared_memory import SharedMemoryPeer, call
 
-__all__ = ["Servers"]
-
 
 class Servers:
     """For one thread at a time.

@@ -19,8 +19,6 @@ from zenps.wire.messages import Hello, Shared
 from zenps.wire.same_host import OFFSET, check_user, name_of
 from zenps.wire.sockets import COPY_BELOW_BYTES
 
-__all__ = ["SharedMemoryPeer", "call"]
-
 
 class SharedMemoryPeer:
     """For one thread at a time; but what was pulled may be dropped by any.

@@ -11,8 +11,6 @@ from typing import Any
 
 from zenps.config.settings import WEEK_SECONDS
 
-__all__ = ["make_parser", "split_command"]
-
 _Add = Callable[..., argparse.ArgumentParser]
 """A subcommand, by its name and summary."""
 

@@ -21,8 +21,6 @@ from zenps.observe.log import setup as setup_log
 
 from .arguments import make_parser, split_command
 
-__all__ = ["main"]
-
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_CANNOT_START = 126  # as a shell has it

@@ -23,8 +23,6 @@ from zenps.wire.messages import Status
 
 from .status import fetch
 
-__all__ = ["Check", "examine"]
-
 TIMEOUT_SECONDS: Final = 2.0
 
 # Files, pipes and sockets of a Python process with torch, and ZeroMQ's own, beside those to the peers.

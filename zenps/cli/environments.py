@@ -12,8 +12,6 @@ from zenps.config.values import parse_address
 from zenps.errors import ConfigError
 from zenps.keys import load_keys
 
-__all__ = ["environments"]
-
 
 def environments(config: Config, base: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """The environment of each process, by its name, ``server 0``, in the order of starting.

@@ -12,8 +12,6 @@ from zenps.wire.messages import Status
 
 from .status import fetch
 
-__all__ = ["check"]
-
 
 def check(
     config: Config, role: Literal["scheduler", "server"], rank: int | None, timeout_seconds: float

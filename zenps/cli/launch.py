@@ -23,8 +23,6 @@ from .output import Lines, Output
 from .processes import Guard, Pipe, Process, watched
 from .status import fetch
 
-__all__ = ["launch"]
-
 GRACE_SECONDS: Final = 4.0
 """From what ends the job to SIGKILL; and how long scheduler and servers have to end after the last worker.
 

@@ -9,8 +9,6 @@ import select
 import sys
 from typing import Final
 
-__all__ = ["Lines", "Output"]
-
 # A line this long is cut, so that output without line ends does not fill the memory.
 MAX_LINE_BYTES: Final = 1 << 16
 

@@ -25,8 +25,6 @@ from .doctor import Check
 from .plan.planner import Plan, TensorSummary, show_bytes, show_seconds
 from .status import late_workers, throughput
 
-__all__ = ["settings_to_json", "show_checks", "show_plan", "show_settings", "show_status", "watch_status"]
-
 MAX_COLUMNS = 10_000
 
 DESCRIPTION_COLUMNS = 50

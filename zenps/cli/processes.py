@@ -17,8 +17,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, NamedTuple
 
-__all__ = ["Guard", "Pipe", "Process", "watched"]
-
 TERMINAL_ROWS: Final = 24
 _GUARD: Final = Path(__file__).with_name("guard.py")
 _HANDLED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -13,8 +13,6 @@ from zenps.observe.lateness import stragglers
 from zenps.wire.admin_client import ask
 from zenps.wire.messages import Drain, DrainReply, NodeStatus, Status, StatusRequest
 
-__all__ = ["drain", "fetch", "late_workers", "throughput", "to_json", "to_tree"]
-
 STRAGGLER_SECONDS: Final = 1.0
 """A worker that others have waited for less is named as no straggler."""
 

@@ -13,8 +13,6 @@ from zenps.errors import ProtocolError
 
 from .base import Codec, Positions
 
-__all__ = ["Bitmap"]
-
 
 class Bitmap(Codec):
     """``⌈span / 8⌉`` bytes, least significant bit first, unused bits zero."""

@@ -14,8 +14,6 @@ from zenps.errors import ProtocolError
 from .base import Codec, Positions
 from .delta import Delta
 
-__all__ = ["Blocks", "count_blocks"]
-
 _BITS = 5  # of a position within its block: 32 positions, the default of sync.granule
 _WORD = np.dtype("<u4")
 

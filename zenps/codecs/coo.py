@@ -9,8 +9,6 @@ from zenps.errors import ProtocolError
 
 from .base import Codec, Positions
 
-__all__ = ["Coo", "item_dtype"]
-
 
 class Coo(Codec):
     """Little-endian int32, or int64 in a chunk of more than 2³¹ positions."""

@@ -14,8 +14,6 @@ from zenps.errors import ProtocolError
 
 from .base import Codec, Positions
 
-__all__ = ["Delta"]
-
 MOST_LOW_BITS = 57
 """So many lie within eight bytes, whichever bit of a byte they begin at."""
 

@@ -10,8 +10,6 @@ from zenps.errors import ProtocolError
 from .base import Codec, Positions
 from .coo import Coo
 
-__all__ = ["Dense"]
-
 # A chunk of more rows fits no message: 8 bytes for each position is what a worker cuts by. An empty frame
 # must not make anybody take memory without end.
 MOST_ROWS = 1 << 28

@@ -11,8 +11,6 @@ from .coo import Coo
 from .delta import Delta
 from .dense import Dense
 
-__all__ = ["CODECS", "choose"]
-
 _BLOCKS = Blocks()
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (Coo(), Bitmap(), Delta(), _BLOCKS, Dense())}

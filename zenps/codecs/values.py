@@ -15,8 +15,6 @@ from zenps.errors import ProtocolError
 
 from .base import ValueCodec, ValueForm
 
-__all__ = ["RUN", "VALUE_CODECS", "value_codec"]
-
 RUN: Final = 64
 """Elements of a tensor of one column that share a scale: one byte in 65 is a scale."""
 

@@ -16,22 +16,6 @@ from msgspec import Meta
 from zenps.codecs.base import ValueForm
 from zenps.schemes.registry import SchemeSetting
 
-__all__ = [
-    "FIELDS",
-    "MOST_NAMES",
-    "MOST_WORKERS",
-    "PARTITIONS",
-    "ClusterConfig",
-    "Config",
-    "CudaConfig",
-    "LogConfig",
-    "MetricsConfig",
-    "SecurityConfig",
-    "StatusConfig",
-    "SyncConfig",
-    "shared_settings",
-]
-
 PARTITIONS: Final = ("balanced", "centralized", "parallel")
 """Names of the built-in partition strategies, known here without importing them (they need torch)."""
 

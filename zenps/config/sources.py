@@ -27,30 +27,8 @@ import msgspec
 from zenps.errors import ConfigError, UnknownKeyError
 from zenps.schemes.registry import over_servers
 
-from .settings import FIELDS, PARTITIONS, ClusterConfig, Config, LogConfig, MetricsConfig, SyncConfig
-from .values import checked, format_bytes, parse_address
-
-__all__ = [
-    "PARTITIONS",
-    "RESERVED",
-    "ClusterConfig",
-    "Config",
-    "Loaded",
-    "LogConfig",
-    "MetricsConfig",
-    "Setting",
-    "SyncConfig",
-    "check_partition",
-    "describe",
-    "load",
-    "local_rank_from_environment",
-    "local_size_from_environment",
-    "parse_address",
-    "rank_from_environment",
-    "require_cluster",
-    "restarts_from_environment",
-    "why_one_level",
-]
+from .settings import FIELDS, Config
+from .values import checked, format_bytes
 
 RESERVED: Final = frozenset({"ZENPS_CONFIG", "ZENPS_PLAN_TRACE", "ZENPS_PLAN_STEPS"})
 """``ZENPS_*`` variables that are not settings; any other that names no field is refused.

@@ -17,8 +17,6 @@ from zenps.errors import ConfigError
 
 from .settings import FIELDS, GIB, KIB, MIB, PARTITIONS, TIB
 
-__all__ = ["checked", "format_bytes", "is_ip_address", "is_loopback", "parse_address"]
-
 _UNITS: Final = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
 
 

@@ -26,8 +26,6 @@ from zenps.buffers import BufferPool
 
 from .base import ACCUMULATE, Kernels, Rows
 
-__all__ = ["CpuKernels", "put_rows"]
-
 Indices = NDArray[np.int64]
 
 NEGATIVE_ZERO = np.iinfo(np.int32).min

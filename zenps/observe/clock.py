@@ -6,8 +6,6 @@ import time
 from collections import deque
 from typing import Final, NamedTuple
 
-__all__ = ["ROUND_TRIPS", "ClockFilter", "Offset", "now_ns"]
-
 ROUND_TRIPS: Final = 8
 """As many as NTP's clock filter remembers: RFC 5905, section 10."""
 

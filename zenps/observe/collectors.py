@@ -15,8 +15,6 @@ from prometheus_client.utils import floatToGoString
 
 from .lateness import MOST_RANKS, latest
 
-__all__ = ["DURATION_BUCKETS", "Durations", "Late", "Outcomes", "Tally", "WithoutCreated"]
-
 DURATION_BUCKETS: Final = tuple(round(1e-4 * 10 ** (step / 3), 6) for step in range(16))
 """100 µs to 10 s in seconds, three to a decade; the client's own begin at 5 ms, above most rounds."""
 

@@ -6,8 +6,6 @@ import heapq
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
-__all__ = ["MOST_RANKS", "Lateness", "latest", "stragglers"]
-
 MOST_RANKS: Final = 16
 """How many ranks are reported: a job may have thousands, and few of them are late."""
 

@@ -18,8 +18,6 @@ from typing import Final
 
 from zenps.config.settings import LogConfig
 
-__all__ = ["Here", "here", "once", "setup"]
-
 ONCE_KEYS: Final = 1024
 """How many different keys :func:`once` remembers; more would let a stranger fill the memory."""
 

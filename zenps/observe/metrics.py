@@ -19,8 +19,6 @@ from zenps.schemes.registry import AUTO
 
 from .collectors import Durations, Late, Outcomes, Tally, WithoutCreated
 
-__all__ = ["Exporter", "Refusal", "SchedulerMetrics", "ServerMetrics", "WorkerMetrics", "serve"]
-
 CUT_CONNECTIONS: Final = "Connections cut because their peer sent a message without end or did not read."
 
 HASH_OUTCOMES: Final = ("first_try", "rehashed", "serial", "overflowed")

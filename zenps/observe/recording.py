@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 
 from zenps.errors import ConfigError
 
-__all__ = ["FORMAT", "VERSION", "Header", "Push", "Rows", "concatenate", "encode", "keep", "read", "thinned"]
-
 FORMAT: Final = "zenps plan trace"
 VERSION: Final = 1
 

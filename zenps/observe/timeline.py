@@ -21,8 +21,6 @@ from zenps.errors import ConfigError
 
 from .trace import CLOCK, NODE, Event
 
-__all__ = ["collected", "merge", "read_events"]
-
 _ENDS: Final = {
     ("worker", "push"): ("push", "s"),
     ("server", "receive"): ("push", "f"),

@@ -29,19 +29,6 @@ from zenps.errors import ConfigError
 
 from .clock import ClockFilter, now_ns
 
-__all__ = [
-    "CLOCK",
-    "MOST_BYTES",
-    "NODE",
-    "NOTHING",
-    "OFF",
-    "Event",
-    "Recorder",
-    "Span",
-    "Trace",
-    "open_trace",
-]
-
 logger = logging.getLogger("zenps.trace")
 
 MOST_BYTES: Final = 32 << 20

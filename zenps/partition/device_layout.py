@@ -11,8 +11,6 @@ from zenps.kernels.gpu.place import KINDS, Placement
 from .keyspace import Feistel, Identity
 from .layout import Layout
 
-__all__ = ["place_on"]
-
 
 def place_on(layout: Layout, device: torch.device) -> Placement:
     """Copies what kernels need of ``layout`` to ``device``.

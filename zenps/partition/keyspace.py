@@ -17,10 +17,6 @@ from torch import Tensor
 
 from zenps.errors import ConfigError
 
-from .ring import SLOTS
-
-__all__ = ["MAX_SIZE", "SLOTS", "Feistel", "Identity", "Permutation"]
-
 MAX_SIZE = 1 << 62
 """The largest index space: its two halves, and all products of the rounds, fit in int64."""
 

@@ -24,8 +24,6 @@ from .keyspace import Identity
 from .ring import SLOTS
 from .strategies.base import KeySpace, Partition, PartitionStrategy
 
-__all__ = ["Layout", "LayoutCache", "check_rows"]
-
 # A layout takes up to some 130 KB beside its tables.
 MOST_LAYOUTS = 1024
 

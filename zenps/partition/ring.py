@@ -29,8 +29,6 @@ from numpy.typing import NDArray
 
 from zenps.errors import ConfigError
 
-__all__ = ["SLOTS", "VIRTUAL_NODES", "rebalance"]
-
 SLOTS = 4096
 VIRTUAL_NODES = 64
 """Points of each server on the circle: enough that a leaver's slots go to many heirs."""

@@ -20,19 +20,7 @@ from zenps.errors import UsageError
 from zenps.partition.ring import SLOTS
 
 from .sparcml import choose, is_worth_dense
-from .traffic import BLOCK_ELEMENTS, Cost, Links, Tensor, expected_imbalance, index_bytes, skew_at
-
-__all__ = [
-    "BLOCK_ELEMENTS",
-    "COSTS",
-    "SERVED",
-    "Cost",
-    "Links",
-    "Tensor",
-    "expected_imbalance",
-    "predict",
-    "predict_step",
-]
+from .traffic import Cost, Links, Tensor, index_bytes, skew_at
 
 
 def predict(scheme: str, tensor: Tensor, links: Links) -> Cost:

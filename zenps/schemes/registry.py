@@ -12,17 +12,6 @@ from msgspec import Struct
 
 from zenps.codecs.base import CodecName
 
-__all__ = [
-    "AUTO",
-    "SCHEMES",
-    "Answer",
-    "Scheme",
-    "SchemeName",
-    "SchemeSetting",
-    "among_workers",
-    "over_servers",
-]
-
 SchemeName = Literal[
     "zenps",
     "zen",

@@ -11,8 +11,6 @@ from typing import Final, Literal
 
 from .traffic import index_bytes
 
-__all__ = ["MESSAGE_BYTES", "Algorithm", "choose", "is_worth_dense"]
-
 Algorithm = Literal["recursive doubling", "split", "dense split"]
 """Its SSAR_Recursive_double, SSAR_Split_allgather and DSAR_Split_allgather."""
 

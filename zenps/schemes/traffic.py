@@ -12,8 +12,6 @@ from msgspec import Struct
 
 from zenps.codecs.registry import CODECS, choose
 
-__all__ = ["BLOCK_ELEMENTS", "Cost", "Links", "Tensor", "expected_imbalance", "index_bytes", "skew_at"]
-
 BLOCK_ELEMENTS: Final = 256
 """OmniReduce's blocks (SIGCOMM '21, §4)."""
 

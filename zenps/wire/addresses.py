@@ -14,8 +14,6 @@ import time
 from zenps.config.values import is_ip_address, is_loopback, parse_address
 from zenps.errors import ZenPSError
 
-__all__ = ["bindable", "bracketed", "find_host", "is_reached_by_ipv4", "why_unreachable"]
-
 # How often a name is looked up that nobody knows yet.
 RESOLVE_SECONDS = 0.5
 

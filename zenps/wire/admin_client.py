@@ -19,8 +19,6 @@ from .frames import MAX_ENVELOPE_BYTES, MAX_STATUS_BYTES, Decoder, encode
 from .messages import Drain, Status, StatusRequest
 from .sockets import Socket, connect, open_dealer
 
-__all__ = ["ask"]
-
 Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 

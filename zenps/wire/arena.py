@@ -25,8 +25,6 @@ from zenps.buffers import BufferPool
 from zenps.config.settings import ClusterConfig
 from zenps.errors import ProtocolError, TensorError
 
-__all__ = ["Arena", "Window", "open_arena", "window_of"]
-
 logger = logging.getLogger("zenps.arena")
 
 # Of addresses, not of memory: only pages that were written take any.

@@ -13,8 +13,6 @@ from zenps.codecs.base import Positions
 from zenps.codecs.registry import CODECS
 from zenps.errors import ProtocolError
 
-__all__ = ["NONE_LEFT", "PHASES", "Ahead", "decode_blocks", "encode_blocks"]
-
 Ahead = NDArray[np.uint32]
 """The next block of each column, ``[span]``."""
 

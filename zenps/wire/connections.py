@@ -25,8 +25,6 @@ from zmq.utils.monitor import parse_monitor_message
 
 from .sockets import Socket
 
-__all__ = ["HANDSHAKE_FAILURES", "Connections", "Event"]
-
 Event = Mapping[str, Any]
 
 HANDSHAKE_FAILURES: Final = (

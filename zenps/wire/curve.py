@@ -30,8 +30,6 @@ if TYPE_CHECKING:  # who only asks a question, as zenps health does, counts noth
 
 Failure = Literal["unknown_key", "mechanism", "other"]
 
-__all__ = ["Gate", "Handshakes", "warn_if_open"]
-
 _ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
 _ZAP_VERSION: Final = b"1.0"
 

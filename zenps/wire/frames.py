@@ -20,17 +20,7 @@ from xxhash import xxh3_64_intdigest
 
 from zenps.errors import ProtocolError
 
-__all__ = [
-    "MAX_ENVELOPE_BYTES",
-    "MAX_STATUS_BYTES",
-    "PROTOCOL_VERSION",
-    "CorruptedError",
-    "Decoder",
-    "checksum_of",
-    "encode",
-]
-
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 Message = TypeVar("Message")
 

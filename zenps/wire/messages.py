@@ -14,49 +14,6 @@ from zenps.codecs.base import CodecName, ValueForm
 from zenps.observe.lateness import MOST_RANKS
 from zenps.schemes.registry import Answer
 
-__all__ = [
-    "LAST_BARRIER",
-    "MAX_COLUMNS",
-    "MOST_STOOD_FOR",
-    "POSITION_BYTES",
-    "Admit",
-    "Barrier",
-    "BarrierReply",
-    "Busy",
-    "Change",
-    "Departed",
-    "Drain",
-    "DrainReply",
-    "Dtype",
-    "Failure",
-    "FailureKind",
-    "FromScheduler",
-    "FromServer",
-    "Heartbeat",
-    "HeartbeatReply",
-    "Hello",
-    "Kind",
-    "Leave",
-    "Member",
-    "NodeStatus",
-    "Push",
-    "Refused",
-    "Register",
-    "Resend",
-    "Result",
-    "Resume",
-    "Role",
-    "Shared",
-    "Status",
-    "StatusRequest",
-    "Stop",
-    "ToScheduler",
-    "ToServer",
-    "View",
-    "Wanted",
-    "WhoAreYou",
-]
-
 Role = Literal["worker", "server"]
 Dtype = Literal["float16", "bfloat16", "float32", "float64", "int64", "uint8"]
 FailureKind = Literal["mismatch", "deadline", "lost"]
@@ -182,7 +139,7 @@ class View(Struct, frozen=True, array_like=True, tag="view"):
     servers: tuple[Member, ...]
     owners: Annotated[bytes, Meta(min_length=8192, max_length=8192)]
     """The rank of the server that owns each of the 4096 slots, uint16 little-endian."""
-    ring: Count
+    ring_epoch: Count
     """The epoch since when servers and owners are these. Messages between worker and server name it."""
     left: tuple[Rank, ...] = ()
     """Those of ``workers`` that have left: rounds that they have not pushed cannot end."""
@@ -301,8 +258,8 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
     (:mod:`zenps.wire.blocks`).
     """
 
-    epoch: Count
-    """Of the ring by which it was cut."""
+    ring_epoch: Count
+    """Of the ring by which the tensor was sharded."""
     rank: Rank
     tensor: Name
     step: Count
@@ -347,13 +304,18 @@ class Hello(Struct, frozen=True, array_like=True):
 # ── server → worker ─────────────────────────────────────────────────────────────────────────────
 
 
-class Result(Struct, frozen=True, array_like=True, tag="result"):
-    """The union of all ranks' rows of one chunk, summed in rank order. Frames as for a push."""
+class ChunkReply(Struct, frozen=True, array_like=True):
+    """Which chunk of which round a server speaks of."""
 
-    epoch: Count
+    ring_epoch: Count
     tensor: Name
     step: Count
     chunk: Count
+
+
+class Result(ChunkReply, frozen=True, array_like=True, tag="result"):
+    """The union of all ranks' rows of one chunk, summed in rank order. Frames as for a push."""
+
     rows: Count
     codec: CodecName | Literal["none"]
     pushed: Count = 0
@@ -362,51 +324,27 @@ class Result(Struct, frozen=True, array_like=True, tag="result"):
     """Where the values lie, if not in a frame."""
 
 
-class Failure(Struct, frozen=True, array_like=True, tag="failure"):
+class Failure(ChunkReply, frozen=True, array_like=True, tag="failure"):
     """The round cannot be answered, now or later."""
 
-    epoch: Count
-    tensor: Name
-    step: Count
-    chunk: Count
     kind: FailureKind
     reason: Text
 
 
-class Busy(Struct, frozen=True, array_like=True, tag="busy"):
+class Busy(ChunkReply, frozen=True, array_like=True, tag="busy"):
     """Over its byte budget, the server dropped the push; it will send ``Resume``."""
 
-    epoch: Count
-    tensor: Name
-    step: Count
-    chunk: Count
 
-
-class Resume(Struct, frozen=True, array_like=True, tag="resume"):
+class Resume(ChunkReply, frozen=True, array_like=True, tag="resume"):
     """There is room now for the push that got ``Busy``: send it again."""
 
-    epoch: Count
-    tensor: Name
-    step: Count
-    chunk: Count
 
-
-class Resend(Struct, frozen=True, array_like=True, tag="resend"):
+class Resend(ChunkReply, frozen=True, array_like=True, tag="resend"):
     """The push arrived damaged, and was dropped: send it again."""
 
-    epoch: Count
-    tensor: Name
-    step: Count
-    chunk: Count
 
-
-class Wanted(Struct, frozen=True, array_like=True, tag="wanted"):
+class Wanted(ChunkReply, frozen=True, array_like=True, tag="wanted"):
     """A round that others have ended lacks the receiver's push, who may be one of them."""
-
-    epoch: Count
-    tensor: Name
-    step: Count
-    chunk: Count
 
 
 ToScheduler = Register | Heartbeat | Barrier | Admit | Leave | StatusRequest | Drain

@@ -6,8 +6,6 @@ import msgspec
 
 from .messages import Register, View
 
-__all__ = ["Registration"]
-
 
 class Registration:
     """A node's side of the scheduler's return; no socket.

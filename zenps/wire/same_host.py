@@ -10,8 +10,6 @@ import os
 import socket as net
 import struct
 
-__all__ = ["OFFSET", "check_user", "name_of"]
-
 OFFSET = struct.Struct("<Q")
 """By which a worker says that it has dropped what lay there."""
 

@@ -40,8 +40,6 @@ from .messages import (
 from .registration import Registration
 from .sockets import Socket, connect, open_dealer
 
-__all__ = ["SchedulerLink", "new_register"]
-
 logger = logging.getLogger("zenps.link")
 
 # A node is lost after one lease without a heartbeat; four in that time let three be late.

@@ -19,22 +19,6 @@ from zenps.keys import Keys
 from .addresses import bindable, bracketed, is_reached_by_ipv4
 from .frames import MAX_ENVELOPE_BYTES
 
-__all__ = [
-    "COPY_BELOW_BYTES",
-    "MOST_FRAMES",
-    "SEND_AT_MOST_MESSAGES",
-    "ZAP_DOMAIN",
-    "Socket",
-    "bind_router",
-    "connect",
-    "context",
-    "open_dealer",
-    "receive_frames",
-    "receive_routed",
-    "send_frame",
-    "send_frames",
-]
-
 Socket = zmq.Socket[bytes]
 
 # What zmq.Socket.send() does around it is for kinds of sockets that are not used here.

@@ -13,16 +13,6 @@ from zenps.errors import ProtocolError
 
 from .messages import Dtype
 
-__all__ = [
-    "DTYPES",
-    "RECEIVE_BUFFER_BYTES",
-    "check_size",
-    "copied_bytes",
-    "dtype_name",
-    "tensor_bytes",
-    "tensor_from_bytes",
-]
-
 DTYPES: dict[Dtype, torch.dtype] = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from zenps.kernels.gpu.sources import folder
 
-__all__ = ["BUILD", "SAMPLES", "Sanitizer", "build", "build_runtime", "digest_of", "once", "source_folder"]
-
 HERE = Path(__file__).parent
 SAMPLES = HERE / "samples"
 """Kernels that try the runtime and the headers."""

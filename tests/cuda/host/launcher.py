@@ -20,8 +20,6 @@ from zenps.kernels.gpu import sources
 from zenps.kernels.gpu.cupy import CupyLauncher
 from zenps.kernels.gpu.launcher import Launcher
 
-__all__ = ["SANITIZER", "SIZES", "HostLauncher", "KernelError"]
-
 SANITIZER: Final = Sanitizer(os.environ.get("ZENPS_HOST_SANITIZER", "none"))
 """What watches the kernels of this process; :mod:`.rerun` sets it where the sanitizer is loaded."""
 

@@ -22,8 +22,6 @@ import pytest
 
 from tests.cuda.host.build import BUILD, Sanitizer
 
-__all__ = ["Outcome", "Rerun"]
-
 ROOT = BUILD.parents[1]
 REPORTED = 66
 """The exit status of a process that a sanitizer ended."""

@@ -9,8 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.zenps.hot_keys import hot_keys
-from zenps.schemes.costs import COSTS, Cost, Links, Tensor, predict
+from zenps.schemes.costs import (
+    COSTS,
+    predict,
+)
 from zenps.schemes.registry import AUTO
+from zenps.schemes.traffic import (
+    Cost,
+    Links,
+    Tensor,
+)
 from zenps.worker.backends.choice import MARGIN, ROUNDS, Choice, Table
 
 WORKERS = 4

@@ -37,7 +37,7 @@ def view_of(ring: int, ranks: list[int]) -> View:
 
 
 def pushes_of(view: View) -> list[Outgoing]:
-    push = Push(view.ring, 0, "t", 0, 0, 1, "dense", "float32", (4,), 4, 1, 4, "none", False)
+    push = Push(view.ring_epoch, 0, "t", 0, 0, 1, "dense", "float32", (4,), 4, 1, 4, "none", False)
     frames = (memoryview(b""), memoryview(bytes(16)))
     return [Outgoing(server.rank, push, frames) for server in view.servers]
 
@@ -202,7 +202,7 @@ def test_what_waits_is_cut_again_for_a_new_ring_and_not_sent_for_the_old(
 
     def reshard_round(round_: Round) -> tuple[Any, list[Outgoing]]:
         (out,) = round_.outgoing
-        return None, [out._replace(push=structs.replace(out.push, epoch=2))]
+        return None, [out._replace(push=structs.replace(out.push, ring_epoch=2))]
 
     pushing.reshard_round = reshard_round
     joined(pushing, server)
@@ -211,7 +211,7 @@ def test_what_waits_is_cut_again_for_a_new_ring_and_not_sent_for_the_old(
     arrived: list[tuple[int, int]] = []
     while arrived[-1:] != [(2, PUSHES - 1)]:
         push = server.receive()
-        arrived.append((push.epoch, int(push.tensor[1:])))
+        arrived.append((push.ring_epoch, int(push.tensor[1:])))
     old = len(arrived) - PUSHES
     assert arrived == [(1, number) for number in range(old)] + [(2, number) for number in range(PUSHES)]
     assert old <= PUSHES // 2

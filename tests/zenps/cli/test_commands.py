@@ -125,7 +125,9 @@ def test_a_time_that_nobody_can_wait(seconds: str, capsys: pytest.CaptureFixture
     assert line.endswith(f"--timeout-seconds: {seconds!r}: expected seconds, above 0 and up to 604800")
 
 
-@pytest.mark.parametrize("module", ["zenps.cli.commands", "zenps.cli.launch", "zenps.cli.status"])
+@pytest.mark.parametrize(
+    "module", ["zenps.cli.commands", "zenps.cli.launch", "zenps.cli.status", "zenps.cli.printing"]
+)
 def test_starts_without_torch(module: str) -> None:
     script = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0

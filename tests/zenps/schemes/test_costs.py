@@ -14,8 +14,19 @@ from hypothesis import strategies as st
 from tests.zenps.hot_keys import hot_keys
 from zenps.codecs.registry import choose
 from zenps.errors import UsageError
-from zenps.schemes.costs import COSTS, SERVED, Cost, Links, Tensor, expected_imbalance, predict, predict_step
+from zenps.schemes.costs import (
+    COSTS,
+    SERVED,
+    predict,
+    predict_step,
+)
 from zenps.schemes.registry import SCHEMES
+from zenps.schemes.traffic import (
+    Cost,
+    Links,
+    Tensor,
+    expected_imbalance,
+)
 
 GBIT = 1e9 / 8
 ROWS = 10_000_000

@@ -273,7 +273,7 @@ def test_a_view_of_the_largest_cluster_fits() -> None:
     workers = tuple(Member("worker", rank, host, 1 << 22, "", f"{host}:65535") for rank in range(4096))
     address = f"tcp://{host}:65535"
     servers = tuple(Member("server", rank, host, 1 << 22, address, f"{host}:65535") for rank in range(1024))
-    view = View(1, 4095, workers, servers, bytes(8192), ring=1)
+    view = View(1, 4095, workers, servers, bytes(8192), ring_epoch=1)
     decoder: Decoder[View] = Decoder("job", FromScheduler)
     assert decoder.decode(encode("job", view)) == view
 

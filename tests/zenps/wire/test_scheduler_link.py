@@ -30,7 +30,7 @@ from zenps.wire.scheduler_link import SchedulerLink, new_register
 from zenps.wire.sockets import bind_router, context
 
 MEMBER = Member("server", 1, "box", 7, "tcp://box:1", "")
-VIEW = View(1, 0, (), (MEMBER,), bytes(8192), ring=1)
+VIEW = View(1, 0, (), (MEMBER,), bytes(8192), ring_epoch=1)
 DEPARTED = Departed(MEMBER, True, "server 1 is lost")
 WAIT_MS = 20_000
 

@@ -15,8 +15,6 @@ from zenps.kernels.base import ACCUMULATE, Kernels
 
 from .transfer import Form, Part
 
-__all__ = ["Adder"]
-
 # Of all parts together. For 30 MB from eight ranks two threads need 14 ms, and one 21; by 1 MiB, 22 and 30.
 PIECE_BYTES = 4 << 20
 

@@ -30,8 +30,6 @@ from .link import Link, LinkError, Listener, connect
 from .rounds import HostRounds
 from .transfer import HostRound
 
-__all__ = ["HostCluster"]
-
 # Of what the leaders push: under the tensor's own name the ranks meet.
 SUFFIX = "@hosts"
 

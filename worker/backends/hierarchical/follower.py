@@ -19,8 +19,6 @@ from .link import Failed, Give, Link, LinkError, Take, Taken
 from .rounds import HostRounds
 from .transfer import HostRound
 
-__all__ = ["Follower"]
-
 _FAILURES = {kind.__name__: kind for kind in (DeadlineError, MismatchError, PeerLostError, TensorError)}
 
 

@@ -21,8 +21,6 @@ from .link import Failed, Give, Link, LinkError, Take, Taken
 from .rounds import HostRounds
 from .transfer import HostRound, Part, added
 
-__all__ = ["Leader"]
-
 # What a rank gives is on its way before the ranks meet.
 GIVE_SECONDS = 30.0
 

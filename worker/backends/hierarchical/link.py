@@ -20,8 +20,6 @@ from msgspec import Meta, Struct
 
 from zenps.errors import ZenPSError, listing
 
-__all__ = ["Failed", "Give", "Link", "LinkError", "Listener", "Message", "Take", "Taken", "connect"]
-
 # All ranks of the host are there already, and do this at the same point.
 CONNECT_SECONDS = 30.0
 

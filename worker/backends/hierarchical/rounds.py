@@ -28,8 +28,6 @@ from ...core.spans import Spans
 from ..negotiated_rounds import NegotiatedRounds
 from .transfer import Form, HostRound, part_of
 
-__all__ = ["HostRounds"]
-
 
 class HostRounds(NegotiatedRounds[HostRound]):
     """The rounds of one rank of a host. Every method may be called from any thread.

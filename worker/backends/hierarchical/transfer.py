@@ -22,8 +22,6 @@ from ...encode.sparse import as_sparse, as_table
 from ...encode.transfer import table_shape
 from ..negotiated_rounds import NegotiatedRound
 
-__all__ = ["Form", "HostRound", "Part", "added", "part_of"]
-
 
 class Part(NamedTuple):
     """A tensor on the CPU, as ranks of one host hand it on.

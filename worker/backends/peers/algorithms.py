@@ -20,8 +20,6 @@ from zenps.schemes.sparcml import choose, is_worth_dense
 
 from .group import Group
 
-__all__ = ["Table", "gathered", "merged", "sparcml", "split"]
-
 _DENSE = -1
 """In place of a count: every row, and a bit for each that says whether any rank has touched it."""
 

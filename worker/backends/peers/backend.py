@@ -21,8 +21,6 @@ from .exchange import Peers
 from .group import MOST_SECONDS, GlooGroup, GroupError
 from .transfer import PeerRound
 
-__all__ = ["PeerCluster"]
-
 
 class PeerCluster(Cluster):
     """Joins the cluster as :class:`Cluster` does, and connects to all other workers, who do so at this point.

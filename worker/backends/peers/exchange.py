@@ -25,8 +25,6 @@ from ..negotiation import Entry
 from .group import Group, GroupError
 from .transfer import PeerRound, Sum
 
-__all__ = ["Peers"]
-
 # Of rounds that are ready, rank 0 names so many in one message.
 MOST_AT_ONCE = 32
 _NONE = -1

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from zenps.errors import ZenPSError
 
-__all__ = ["MOST_SECONDS", "GlooGroup", "Group", "GroupError"]
-
 # As gloo's own. Only ranks that are known to be alive are waited for here, and none that is still computing.
 MOST_SECONDS = 1800.0
 

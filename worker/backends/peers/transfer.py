@@ -23,8 +23,6 @@ from ..negotiation import Entry
 from .algorithms import Table, gathered, merged, sparcml
 from .group import Group
 
-__all__ = ["DenseSum", "PeerRound", "SparseSum", "Sum"]
-
 
 class Sum(ABC):
     """A tensor on the CPU, copied, and what the ranks make of it.

@@ -15,14 +15,14 @@ from msgspec import Struct
 from zenps.cli.printing import show_plan
 from zenps.errors import ConfigError
 from zenps.observe.recording import read
-from zenps.schemes.costs import Links
+from zenps.schemes.traffic import (
+    Links,
+)
 
 from .planner import DOUBLINGS, MOST_WORKERS, Plan, make_plan, parse_bandwidth, parse_latency
 from .plots import check_plots, write_plots
 from .profile import FEWEST_SAMPLES, profiles
 from .written import check_settings, check_writable, ruled_out, write_settings
-
-__all__ = ["Request", "answer"]
 
 USUAL_WORKERS = 8
 

@@ -12,11 +12,16 @@ import msgspec
 from msgspec import Struct
 
 from zenps.errors import ConfigError, listing
-from zenps.schemes.costs import COSTS, Cost, Links, predict_step
+from zenps.schemes.costs import (
+    COSTS,
+    predict_step,
+)
+from zenps.schemes.traffic import (
+    Cost,
+    Links,
+)
 
 from .profile import Profile
-
-__all__ = ["Plan", "Prediction", "TensorSummary", "make_plan", "parse_bandwidth", "parse_latency"]
 
 DEFAULT: Final = "zenps"
 

@@ -14,8 +14,6 @@ from .planner import Plan
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["check_plots", "write_plots"]
-
 
 def check_plots(folder: Path) -> None:
     """Makes ``folder``.

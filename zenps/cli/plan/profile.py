@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 from zenps.errors import UsageError
 from zenps.observe.recording import Header, Push, Rows, thinned
 from zenps.partition.ring import SLOTS
-from zenps.schemes import costs
-from zenps.schemes.costs import BLOCK_ELEMENTS, Links, expected_imbalance
-
-__all__ = ["Growth", "Profile", "profiles"]
+from zenps.schemes import traffic
+from zenps.schemes.traffic import (
+    BLOCK_ELEMENTS,
+    Links,
+    expected_imbalance,
+)
 
 FEWEST_SAMPLES: Final = 4
 """A curve's slope, and how it changes, takes three points, each twice the one before."""
@@ -202,15 +204,15 @@ class Profile:
         even = (size for size in GRANULES if expected_imbalance(parts, equal[size]) <= MOST_IMBALANCE)
         return max(even, default=1)
 
-    def as_tensor(self, links: Links) -> costs.Tensor:
+    def as_tensor(self, links: Links) -> traffic.Tensor:
         """As it looks to the cluster that ``links`` describe."""
         if not self.is_sparse:
-            return costs.Tensor(rows=self.rows, item_bytes=self.item_bytes, is_sparse=False)
+            return traffic.Tensor(rows=self.rows, item_bytes=self.item_bytes, is_sparse=False)
         workers, parts = links.workers, min(links.parts, SLOTS)
         unions = tuple(
             self.union(min(1 << level, workers)) for level in range(1, (workers - 1).bit_length() + 1)
         )
-        tensor = costs.Tensor(
+        tensor = traffic.Tensor(
             rows=self.rows,
             columns=self.columns,
             item_bytes=self.item_bytes,

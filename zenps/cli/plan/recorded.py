@@ -14,8 +14,6 @@ from zenps.config.settings import Config
 from zenps.errors import ConfigError
 from zenps.observe.recording import concatenate
 
-__all__ = ["record"]
-
 
 def record(
     config: Config, command: Sequence[str], environ: Mapping[str, str], steps: int, trace: Path

@@ -15,8 +15,6 @@ from zenps.config.sources import load
 from zenps.errors import ConfigError
 from zenps.schemes.registry import SCHEMES
 
-__all__ = ["check_settings", "check_writable", "ruled_out", "write_settings"]
-
 
 def ruled_out(
     sets: Sequence[str] = (), file: Path | None = None, environ: Mapping[str, str] = os.environ

@@ -15,8 +15,6 @@ from .launcher import BLOCK, Launcher, check_on_device, grid_of, scan_state
 from .place import Placement
 from .sources import position_name
 
-__all__ = ["BITMAP_TILE", "decode_bitmap", "decode_coo", "encode_bitmap", "encode_coo"]
-
 BITMAP_TILE = 1 << 16
 """Positions that a block reads or writes as bits; ``cuda/bitmap.cuh`` has the same."""
 

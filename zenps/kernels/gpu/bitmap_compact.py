@@ -14,8 +14,6 @@ from .packs import check_rows, pack_lanes
 from .rows import DeviceRows
 from .sources import number_name, position_name
 
-__all__ = ["bitmap_compact"]
-
 ITEMS = 4
 """Positions that a thread marks; ``cuda/bitmap_compact.cu`` has the same."""
 

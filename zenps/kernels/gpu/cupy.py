@@ -17,8 +17,6 @@ from zenps.errors import ConfigError
 from .launcher import Launcher
 from .sources import EXPRESSIONS, OPTIONS, digest, folder, source_text
 
-__all__ = ["CupyLauncher"]
-
 
 class CupyLauncher(Launcher):
     """Runs kernels on CUDA tensors, on torch's current stream of their device.

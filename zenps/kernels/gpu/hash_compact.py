@@ -21,8 +21,6 @@ from .rows import DeviceRows
 from .scan_compact import check_dense
 from .sources import number_name, word_name
 
-__all__ = ["HashMemory", "Hashed", "hash_compact", "hash_compact_dense", "hash_compact_until_fits"]
-
 # constexprs of cuda/hash_compact.cu
 DENSE_TILE = 8192
 SLOT_TILE = 4096

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from zenps.errors import TensorError
 
-__all__ = ["BLOCK", "Launcher", "check_on_device", "grid_of", "scan_state"]
-
 BLOCK = 256
 """Threads of a block, for kernels that have no reason for another number."""
 

@@ -12,8 +12,6 @@ from zenps.errors import TensorError
 
 from .launcher import check_on_device
 
-__all__ = ["check_rows", "pack_bytes", "pack_lanes"]
-
 MAX_PACK_BYTES = 16
 """The widest load of a thread."""
 

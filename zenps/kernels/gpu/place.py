@@ -10,8 +10,6 @@ from torch import Tensor
 from .launcher import BLOCK, Launcher, check_on_device, grid_of
 from .sources import position_name
 
-__all__ = ["Placement", "find_cuts", "place_rows", "position_dtype", "unplace_rows"]
-
 INTEGERS = (torch.int32, torch.int64)
 
 

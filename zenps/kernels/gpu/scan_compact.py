@@ -12,8 +12,6 @@ from .place import Placement
 from .rows import DeviceRows
 from .sources import position_name, word_name
 
-__all__ = ["DENSE_DTYPES", "check_dense", "scan_compact"]
-
 DENSE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """What an element-sparse gradient may be of."""
 

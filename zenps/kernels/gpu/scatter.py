@@ -11,8 +11,6 @@ from .launcher import BLOCK, Launcher, check_on_device, grid_of
 from .packs import pack_bytes
 from .sources import word_name
 
-__all__ = ["gather_rows", "merge", "put_rows"]
-
 ITEMS = 4
 """Words that a thread moves; ``cuda/scatter.cu`` has the same."""
 

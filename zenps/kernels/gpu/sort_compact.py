@@ -12,8 +12,6 @@ from .packs import check_rows, pack_lanes
 from .rows import DeviceRows
 from .sources import number_name, position_name
 
-__all__ = ["CHUNK", "sort_compact"]
-
 CHUNK = 64
 """Rows that are added one after another; ``cuda/sort_compact.cu`` has the same."""
 

@@ -15,17 +15,6 @@ from typing import Final
 
 import torch
 
-__all__ = [
-    "EXPRESSIONS",
-    "OPTIONS",
-    "digest",
-    "folder",
-    "number_name",
-    "position_name",
-    "source_text",
-    "word_name",
-]
-
 _NUMBERS: Final = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",

@@ -11,8 +11,6 @@ from zenps.partition.keyspace import Feistel
 
 from .base import KeySpace, Partition, PartitionStrategy, even_bounds
 
-__all__ = ["Balanced"]
-
 
 class Balanced(PartitionStrategy):
     """Permutes the rows by the job's seed, then cuts them into equal slots."""

@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from zenps.errors import ConfigError
-from zenps.partition.keyspace import SLOTS, Permutation
+from zenps.partition.keyspace import (
+    Permutation,
+)
+from zenps.partition.ring import (
+    SLOTS,
+)
 
 __all__ = ["KeySpace", "Partition", "PartitionStrategy", "even_bounds"]
 

@@ -7,11 +7,14 @@ from typing import ClassVar
 
 import torch
 
-from zenps.partition.keyspace import SLOTS, Identity
+from zenps.partition.keyspace import (
+    Identity,
+)
+from zenps.partition.ring import (
+    SLOTS,
+)
 
 from .base import KeySpace, Partition, PartitionStrategy
-
-__all__ = ["Centralized", "home_slot"]
 
 
 class Centralized(PartitionStrategy):

@@ -8,8 +8,6 @@ from zenps.partition.keyspace import Identity
 
 from .base import KeySpace, Partition, PartitionStrategy, even_bounds
 
-__all__ = ["Parallel"]
-
 
 class Parallel(PartitionStrategy):
     """Cuts the rows, in their own order, into equal slots."""

@@ -13,8 +13,6 @@ from .base import PartitionStrategy
 from .centralized import Centralized
 from .parallel import Parallel
 
-__all__ = ["GROUP", "strategy", "strategy_names"]
-
 GROUP = "zenps.partition"
 """The entry point group where an installed package offers its own strategies."""
 

@@ -14,8 +14,13 @@ from zenps.cli.plan.profile import Profile, profiles
 from zenps.cli.plan.written import check_settings, ruled_out, write_settings
 from zenps.config.sources import load
 from zenps.errors import ConfigError
-from zenps.schemes.costs import COSTS, Links
+from zenps.schemes.costs import (
+    COSTS,
+)
 from zenps.schemes.registry import SCHEMES
+from zenps.schemes.traffic import (
+    Links,
+)
 
 COUNTS = [8, 16, 1024]
 

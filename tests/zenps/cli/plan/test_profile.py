@@ -12,7 +12,9 @@ from zenps.cli.plan.profile import Growth, profiles
 from zenps.errors import UsageError
 from zenps.observe.recording import Header, Push
 from zenps.partition.ring import SLOTS
-from zenps.schemes.costs import Links
+from zenps.schemes.traffic import (
+    Links,
+)
 
 ROWS = 100_000
 

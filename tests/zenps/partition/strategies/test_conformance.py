@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from zenps.errors import ConfigError
-from zenps.partition.keyspace import SLOTS, Identity
+from zenps.partition.keyspace import (
+    Identity,
+)
+from zenps.partition.ring import (
+    SLOTS,
+)
 from zenps.partition.strategies import (
     KeySpace,
     Partition,
@@ -24,7 +29,7 @@ from zenps.partition.strategies import (
 
 torch.set_num_threads(1)
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLES = Path(__file__).parents[4] / "examples"
 PLUG_IN = "hot_rows_partition:HotRows"
 ALL = ["balanced", "centralized", "parallel", PLUG_IN]
 HUGE = 10**12
