@@ -17,7 +17,8 @@ from .api import (
     stats,
     synchronize,
 )
-from .core.communicator import Pending, Stats
+from .core.pending import Pending
+from .core.statistics import Stats
 from .training.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .training.ddp import CommHookState, comm_hook
 from .training.elastic import TrainingState

@@ -1,38 +1,23 @@
-"""The public functions. Names are BytePS's where they mean the same."""
+"""Public functions of a worker. Names are BytePS's where they mean the same."""
 
 from __future__ import annotations
 
 import logging
-import os
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 from torch import Tensor
 
-from zenps.config import sources as settings
-from zenps.config.settings import Config
-from zenps.errors import UsageError
+from zenps.config import sources
 from zenps.observe import log
-from zenps.schemes.registry import AUTO, over_servers
 
-from .backends.auto import AutoCluster
-from .backends.hierarchical.backend import HostCluster
-from .backends.local import Alone
-from .backends.peers.backend import PeerCluster
-from .backends.servers import Cluster
-from .core.communicator import Communicator, Pending, Stats, check_name
-from .core.recorder import Recorder, open_recorder
-from .encode.transfer import check_tensor
-from .exits import exit_on_sigterm, leave_at_exit, restore_sigterm
+from .core.pending import Pending
+from .core.request import Options, Request
+from .core.statistics import Stats
+from .process import PROCESS
 
 logger = logging.getLogger("zenps.worker")
-
-_communicator: Communicator | None = None
-_recorder: Recorder | None = None
-_changing = threading.Lock()
 
 
 def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
@@ -48,38 +33,13 @@ def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
         MismatchError: a shared setting is not the scheduler's.
         UsageError: called twice, or the rank is taken.
     """
-    global _communicator, _recorder
-    with _changing:
-        if _communicator is not None:
-            raise UsageError("zenps.init() was called before; call zenps.shutdown() first")
-        loaded = settings.load(sets=sets, file=Path(config) if config is not None else None)
-        settings.require_cluster(loaded)
-        log.setup(loaded.config.log, "worker")
-        if not loaded.config.cluster.scheduler:
-            settings.check_partition(loaded.config)
-            logger.info("cluster.scheduler is not set: this worker trains alone")
-            _communicator = Alone()
-            return
-        local = settings.local_rank_from_environment(os.environ) if "LOCAL_RANK" in os.environ else None
-        exit_on_sigterm()
-        try:
-            cluster = _cluster_of(loaded.config)
-            _communicator = cluster(loaded.config, settings.rank_from_environment(os.environ), local)
-        except BaseException:  # SIGTERM meanwhile, too
-            restore_sigterm()
-            raise
-        _recorder = open_recorder(_communicator.rank, _communicator.size)
-
-
-def _cluster_of(config: Config) -> type[Cluster]:
-    over_servers_alone = HostCluster if config.sync.levels == 2 else Cluster
-    if config.sync.scheme != "auto":
-        among_peers = over_servers(config.sync.scheme).exchange == "peers"
-        return PeerCluster if among_peers else over_servers_alone
-    if setting := settings.bound_to_servers(config):
-        logger.info("sync.scheme = auto: %s for every tensor, for %s needs servers", AUTO[0], setting)
-        return over_servers_alone
-    return AutoCluster
+    loaded = sources.load(sets=sets, file=Path(config) if config is not None else None)
+    sources.require_cluster(loaded)
+    log.setup(loaded.config.log, "worker")
+    if not loaded.config.cluster.scheduler:
+        sources.check_partition(loaded.config)
+        logger.info("cluster.scheduler is not set: this worker trains alone")
+    PROCESS.join(loaded.config)
 
 
 def shutdown() -> None:
@@ -89,60 +49,38 @@ def shutdown() -> None:
     the loss of a server could make this one's last gradients needed again. At the end of an interpreter that
     has not called it, it is called without that wait.
     """
-    _leave(together=sys.exception() is None)  # in the `finally` of a script that fails, nobody is waited for
-
-
-def _leave(*, together: bool = False) -> None:
-    global _communicator
-    with _changing:
-        if _communicator is not None:
-            _communicator.close(together=together)
-            _communicator = None
-            restore_sigterm()
-
-
-leave_at_exit(_leave)
+    # In the `finally` of a script that fails, nobody is waited for.
+    PROCESS.leave(together=sys.exception() is None)
 
 
 def is_initialized() -> bool:
     """Whether :func:`init` was called, and :func:`shutdown` was not since."""
-    return _communicator is not None
-
-
-def communicator() -> Communicator:
-    """The one that :func:`init` made.
-
-    Raises:
-        UsageError: before :func:`init` or after :func:`shutdown`.
-    """
-    if _communicator is None:
-        raise UsageError("not initialised; call zenps.init() first")
-    return _communicator
+    return PROCESS.has_world
 
 
 def rank() -> int:
     """This worker's rank, from 0."""
-    return communicator().rank
+    return PROCESS.world.rank
 
 
 def size() -> int:
     """The number of workers."""
-    return communicator().size
+    return PROCESS.world.size
 
 
 def local_rank() -> int:
     """This worker's rank among those on its machine."""
-    return communicator().local_rank
+    return PROCESS.world.local_rank
 
 
 def local_size() -> int:
     """The number of workers on this machine."""
-    return communicator().local_size
+    return PROCESS.world.local_size
 
 
 def stats() -> Stats:
     """What this worker has synchronised so far: bytes, seconds, imbalance. A copy."""
-    return msgspec.structs.replace(communicator().stats)
+    return PROCESS.world.stats()
 
 
 def barrier() -> None:
@@ -152,7 +90,7 @@ def barrier() -> None:
         DeadlineError: a worker left, or did not come within ``cluster.deadline_seconds``; it is named.
         PeerLostError: a node was lost meanwhile.
     """
-    communicator().barrier()
+    PROCESS.world.barrier()
 
 
 def push_pull_async(tensor: Tensor, name: str, average: bool = True, priority: int = 0) -> Pending:
@@ -174,23 +112,8 @@ def push_pull_async(tensor: Tensor, name: str, average: bool = True, priority: i
         ConfigError: the tensor is on a CUDA device, and CuPy is not installed.
         UsageError: ``name`` is in flight already, or 65536 others have been used; ``priority`` is no integer.
     """
-    return _begin(tensor, name, average, priority, is_gradient=False)
-
-
-def push_gradient_async(tensor: Tensor, name: str, average: bool = True, priority: int = 0) -> Pending:
-    """As :func:`push_pull_async`, but float32 travels as ``sync.values`` says: for gradients alone."""
-    return _begin(tensor, name, average, priority, is_gradient=True)
-
-
-def _begin(tensor: Tensor, name: str, average: bool, priority: int, *, is_gradient: bool) -> Pending:
-    world = communicator()
-    check_name(name)
-    check_tensor(tensor, average)
-    if not isinstance(priority, int):
-        raise UsageError(f"tensor {name!r}: priority {priority!r:.60}: expected an integer")
-    if _recorder is not None:
-        _recorder.note(tensor, name)
-    return world.push_pull_async(tensor, name, average=average, is_gradient=is_gradient, priority=priority)
+    options = Options(average=average, priority=priority)
+    return PROCESS.world.begin(Request(tensor, name, options))
 
 
 def push_pull(tensor: Tensor, name: str, average: bool = True) -> Tensor:

@@ -19,7 +19,7 @@ from zenps.partition.device_layout import place_on
 from zenps.worker.encode.accelerator import CudaAccelerator
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer
 from zenps.worker.encode.gpu import StagedDense, StagedSparse
-from zenps.worker.encode.transfer import Sharding, Transfer
+from zenps.worker.core.transfer import Sharding, Transfer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -22,7 +22,7 @@ from tests.worker.encode.test_transfer import (
     sparse,
     synchronize,
 )
-from zenps.worker.encode.transfer import Transfer
+from zenps.worker.core.transfer import Transfer
 
 TENSORS: list[tuple[Callable[[Tensor], Transfer], Tensor]] = [
     (begin_sparse, sparse([3, 0, 49, 3], torch.randn(4, 3), (50, 3))),

@@ -10,9 +10,7 @@ from typing import Final, NamedTuple
 
 from zenps.schemes import costs, traffic
 from zenps.schemes.registry import AUTO, SCHEMES, SchemeName
-from zenps.schemes.traffic import (
-    Links,
-)
+from zenps.schemes.traffic import Links
 
 MARGIN: Final = 1.1
 """By how much another scheme has to win: the formulas know no CPU time, and are not much better than that."""

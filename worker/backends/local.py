@@ -1,4 +1,4 @@
-"""``python train.py`` without a cluster: size 1, nothing is sent, results are as in a cluster of one."""
+"""Local backend: a world of one worker, without a cluster."""
 
 from __future__ import annotations
 
@@ -7,60 +7,37 @@ from torch import Tensor
 from zenps.buffers import BufferPool
 from zenps.kernels.cpu import CpuKernels
 
-from ..core.communicator import Communicator, Pending, Stats
-from ..encode.sparse import coalesced
+from ..core.memory import POOL_BYTES
+from ..core.pending import Pending, Signal, Waiting
+from ..core.request import Request
+from ..core.spans import Spans
+from ..core.statistics import Progress, Statistics
+from ..core.transfer import Brought
+from ..encode.tables import coalesced
+from .base import Backend
 
 
-class _Ready(Pending):
-    def __init__(self, name: str, result: Tensor) -> None:
-        self.name = name
-        self._result = result
+class LocalBackend(Backend):
+    """Nothing is sent; results are as in a cluster of one.
 
-    def done(self) -> bool:
-        return True
+    Args:
+        statistics: stays as it is, for nothing is synchronised.
+    """
 
-    def wait(self) -> Tensor:
-        return self._result
+    partition = "none"
 
+    def __init__(self, statistics: Statistics) -> None:
+        self._kernels = CpuKernels(BufferPool(POOL_BYTES))
+        self._waiting = Waiting(Signal(), 0.0, statistics, Spans())
 
-class Alone(Communicator):
-    """A world of one worker."""
-
-    rank = local_rank = 0
-    size = local_size = 1
-    bucket_bytes = 1
-    run = 1
-    ranks = (0,)
-    is_elastic = is_joining = False
-
-    def __init__(self) -> None:
-        self.stats = Stats()
-        self._kernels = CpuKernels(BufferPool(keep_bytes=1 << 28))
-
-    def push_pull_async(
-        self,
-        tensor: Tensor,
-        name: str,
-        *,
-        average: bool,
-        contributes: bool = True,
-        is_gradient: bool = False,
-        priority: int = 0,
-    ) -> Pending:
+    def begin(self, request: Request) -> Pending:
         """A copy of a dense tensor; a sparse one coalesced, on the CPU in order of occurrence."""
-        if not tensor.is_sparse:
-            return _Ready(name, tensor.detach().clone())
-        return _Ready(name, coalesced(tensor, self._kernels))
+        progress = Progress(0, ended=True)
+        transfer = Brought(self._reduced(request.tensor))
+        return Pending(request.name, request.options, transfer, progress, self._waiting, counted="nothing")
 
-    def barrier(self) -> None:
-        """Nobody to wait for."""
+    def close(self) -> None:
+        """There is nothing to end."""
 
-    def has_joining_workers(self) -> bool:
-        """Nobody can come."""
-        return False
-
-    def admit(self) -> None:
-        """Nobody to let in."""
-
-    def close(self, *, together: bool = False) -> None:
-        """Nothing to leave."""
+    def _reduced(self, tensor: Tensor) -> Tensor:
+        return coalesced(tensor, self._kernels) if tensor.is_sparse else tensor.detach().clone()

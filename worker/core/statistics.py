@@ -1,46 +1,114 @@
-"""What a worker has synchronised so far: its statistics, and the metrics that say the same."""
+"""Statistics of a worker: what it has synchronised so far, also as Prometheus metrics."""
 
 from __future__ import annotations
 
 import threading
 import time
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+from msgspec import Struct, field
 
 from zenps.observe.metrics import HASH_OUTCOMES, WorkerMetrics
 from zenps.wire.messages import Load
 
-from ..encode.transfer import Transfer
-from .communicator import Stats
-from .handle import Progress
+
+class Stats(msgspec.Struct, kw_only=True):
+    """What this worker has synchronised since :func:`zenps.init`."""
+
+    partition: str = "none"
+    """The strategy in use; ``none`` without a cluster, and where workers exchange among themselves."""
+    rounds: int = 0
+    peer_rounds: int = 0
+    """Those of ``rounds`` that workers have exchanged among themselves."""
+    pushed_bytes: int = 0
+    """Positions and values pushed to servers, or sent to other workers."""
+    pulled_bytes: int = 0
+    """Positions and values pulled, or received from other workers."""
+    dense_bytes: int = 0
+    """What pushing and pulling the same tensors whole would have moved."""
+    wait_seconds: float = 0.0
+    """Spent waiting for results, on the threads that asked for them."""
+    work_seconds: float = 0.0
+    """Spent on compaction before, and on scatter after."""
+    busiest_rows: int = 0
+    """Sparse rows pushed to the busiest server, summed over rounds."""
+    mean_rows: float = 0.0
+    """Sparse rows pushed to each server on average, summed over rounds."""
+
+    @property
+    def imbalance(self) -> float:
+        """Busiest server over mean, weighted by rows; 1 is perfect, the number of servers the worst."""
+        return self.busiest_rows / self.mean_rows if self.mean_rows else 1.0
 
 
-class Moved(NamedTuple):
-    """The bytes of a round: what was pushed, what was pulled, and what both were if the tensor went whole."""
+class Progress(Struct):
+    """What is known of a tensor's latest round. It outlives the pending result, and holds no tensor."""
 
-    pushed_bytes: int
-    pulled_bytes: int
-    dense_bytes: int
+    step: int
+    began: float = field(default_factory=time.perf_counter)
+    compacted_seconds: float = 0.0
+    """From there until the tensor was ready to be pushed."""
+    ended: bool = False
+    names: int = 1
+    """How many it takes of those that a job may use: one for each stream."""
+    expected_rows: int = 0
+    """Rows that were pulled in the round before; the same on all ranks."""
+    pushed_rows: int = 0
+    """By all ranks together. As ``pulled_rows``, it is the same on all ranks, and 0 if the round failed."""
+    pulled_rows: int = 0
+    pulled_bytes: int = 0
+    previous: Progress | None = None
+    """Of the round before, as long as this one can be taken back."""
+
+
+class RowCounts(Struct, frozen=True):
+    """The rows of a sparse tensor: before compaction, after it, of all ranks together, and of the table."""
+
+    given: int
+    pushed: int
+    pulled: int
+    whole: int
+
+
+class Report(Struct, frozen=True):
+    """What a finished round has moved."""
+
+    pushed_bytes: int = 0
+    pulled_bytes: int = 0
+    dense_bytes: int = 0
+    """What pushing and pulling the tensor whole would have moved."""
+    over: Literal["servers", "peers", "host"] = "servers"
+    rows: RowCounts | None = None
+    rows_by_server: Mapping[int, int] = {}
+    """Rows of a sparse tensor that were pushed to each server."""
+    hashed_rows: tuple[int, ...] = ()
+    """Rows by outcome of hash compaction; empty if none were hashed."""
+
+
+Counted = Literal["round", "rows", "nothing"]
+"""What of a round is counted: all; all but the round itself, which another one contains; or nothing."""
 
 
 class Statistics:
-    """Counts what is done. Every method may be called from any thread.
+    """Counts finished rounds. Every method may be called from any thread.
 
     Args:
         metrics: of this worker.
-        partition: the strategy in use.
 
     Attributes:
         stats: what was counted.
     """
 
-    def __init__(self, metrics: WorkerMetrics, partition: str) -> None:
-        self.stats = Stats(partition=partition)
+    def __init__(self, metrics: WorkerMetrics) -> None:
+        self.stats = Stats()
         self._metrics = metrics
         self._lock = threading.Lock()
         """Guards the statistics, and those of the metrics that have no lock of their own."""
 
     def load(self) -> Load:
-        """What the scheduler is told with each heartbeat."""
+        """The counters that the scheduler gets with each heartbeat."""
         stats = self.stats
         return {
             "rounds": stats.rounds,
@@ -50,64 +118,53 @@ class Statistics:
             "step": max(self._metrics.steps.total - 1, 0),
         }
 
-    def record(self, transfer: Transfer, progress: Progress, waited: float, worked: float) -> None:
-        """A round over servers: see :data:`~.handle.Recorder`."""
-        moved = Moved(transfer.pushed_bytes, progress.pulled_bytes, transfer.dense_bytes)
-        self.count(moved, progress.began, progress.compacted_seconds, waited)
-        self.record_pulled(transfer, progress, worked)
-
-    def record_pulled(self, transfer: Transfer, progress: Progress, worked: float) -> None:
-        """Of a round over servers, what :meth:`count` leaves out."""
-        with self._lock:
-            self.stats.work_seconds += worked
-            self._metrics.scatter_duration.observe(worked)
-        # Dense elements would drown the rows: there are many more, and no strategy misplaces them.
-        if transfer.kind != "sparse":
-            return
-        layout = transfer.sent.cut.layout
-        assert layout is not None
-        by_server = dict.fromkeys(layout.servers, 0)
-        for part in transfer.parts:
-            by_server[part.server] += part.rows
-        pushed = sum(by_server.values())
-        self._count_imbalance(max(by_server.values()), pushed / len(by_server))
-        self.count_rows(transfer.rows_given, pushed, progress.pulled_rows, layout.rows_total)
-        if transfer.hashed_rows.any():
-            for outcome, rows in zip(HASH_OUTCOMES, transfer.hashed_rows.tolist(), strict=True):
-                self._metrics.hashed_rows.labels(outcome=outcome).inc(rows)
-
-    def count(self, moved: Moved, began: float, compacted_seconds: float, waited_seconds: float) -> None:
-        """A round that is done.
+    def record(
+        self, report: Report, progress: Progress, waited: float, worked: float, counted: Counted
+    ) -> None:
+        """Counts a finished round.
 
         Args:
-            began: when it did, by the performance counter.
+            waited, worked: seconds that its caller waited for answers, and worked on them.
         """
+        if counted == "nothing":
+            return
+        if counted == "round":
+            self._count_round(report, progress, waited)
+        if report.over == "servers":
+            with self._lock:
+                self.stats.work_seconds += worked
+                self._metrics.scatter_duration.observe(worked)
+        # Dense elements would drown the rows: there are many more, and no strategy misplaces them.
+        if report.rows_by_server:
+            self._count_imbalance(report.rows_by_server)
+        if report.rows is not None:
+            self._count_rows(report.rows)
+        for outcome, rows in zip(HASH_OUTCOMES, report.hashed_rows, strict=False):
+            self._metrics.hashed_rows.labels(outcome=outcome).inc(rows)
+
+    def _count_round(self, report: Report, progress: Progress, waited: float) -> None:
         counters, stats = self._metrics, self.stats
         with self._lock:
             stats.rounds += 1
-            stats.pushed_bytes += moved.pushed_bytes
-            stats.pulled_bytes += moved.pulled_bytes
-            stats.dense_bytes += moved.dense_bytes
-            stats.wait_seconds += waited_seconds
-            stats.work_seconds += compacted_seconds
-            counters.dense_bytes.inc(moved.dense_bytes)
-            counters.push_pull_duration.observe(time.perf_counter() - began)
-            counters.wait_duration.observe(waited_seconds)
-            counters.compaction_duration.observe(compacted_seconds)
+            stats.peer_rounds += report.over == "peers"
+            stats.pushed_bytes += report.pushed_bytes
+            stats.pulled_bytes += report.pulled_bytes
+            stats.dense_bytes += report.dense_bytes
+            stats.wait_seconds += waited
+            stats.work_seconds += progress.compacted_seconds
+            counters.dense_bytes.inc(report.dense_bytes)
+            counters.push_pull_duration.observe(time.perf_counter() - progress.began)
+            counters.wait_duration.observe(waited)
+            counters.compaction_duration.observe(progress.compacted_seconds)
 
-    def count_peer_round(self) -> None:
-        """A round that is done was an exchange among workers."""
-        with self._lock:
-            self.stats.peer_rounds += 1
-
-    def count_rows(self, given: int, pushed: int, pulled: int, whole: int) -> None:
-        """A sparse tensor's rows: before compaction, after it, of all ranks, and of the tensor."""
-        if pushed:
-            self._metrics.compaction_ratio.set(pushed / given)
-        for stage, count in {"given": given, "pushed": pushed, "pulled": pulled, "whole": whole}.items():
+    def _count_rows(self, rows: RowCounts) -> None:
+        if rows.pushed:
+            self._metrics.compaction_ratio.set(rows.pushed / rows.given)
+        for stage, count in msgspec.structs.asdict(rows).items():
             self._metrics.rows.labels(stage=stage).inc(count)
 
-    def _count_imbalance(self, busiest: int, mean: float) -> None:
+    def _count_imbalance(self, by_server: Mapping[int, int]) -> None:
+        busiest, mean = max(by_server.values()), sum(by_server.values()) / len(by_server)
         with self._lock:
             self.stats.busiest_rows += busiest
             self.stats.mean_rows += mean

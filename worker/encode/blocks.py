@@ -1,4 +1,4 @@
-"""Tensors as their blocks that are not zero, as OmniReduce sends them: a stream of them, phase by phase."""
+"""Encoding of tensors as their non-zero blocks (OmniReduce): several streams, phase by phase."""
 
 from __future__ import annotations
 
@@ -7,31 +7,38 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import structs
 from numpy.typing import NDArray
 from torch import Tensor
 
 from zenps.buffers import BufferPool
 from zenps.errors import ProtocolError
 from zenps.wire.blocks import decode_blocks, encode_blocks
-from zenps.wire.messages import Result
 
+from ..core.encoded import EncodedChunk, EncodedTensor, Sharding
+from ..core.statistics import Progress, Report
+from ..core.transfer import Answer, Transfer, dense_bytes
 from .streams import Plan, Stream
-from .transfer import EncodedChunk, EncodedTensor, Sharding, Transfer
 
 
 class BlockTransfer(Transfer):
     """A strided tensor of any shape, flattened. A block of zeros counts as 0.0, be they -0.0.
 
+    Each phase of a stream is a round of its own.
+
     Args:
         tensor: on the CPU.
-        plan: how it falls into streams.
+        plan: how it is divided into streams.
+        shardings: of each stream.
         pool: for the blocks and the result.
     """
 
-    def __init__(self, tensor: Tensor, plan: Plan, pool: BufferPool) -> None:
+    absorbs_on = "driver"
+
+    def __init__(self, tensor: Tensor, plan: Plan, shardings: Sequence[Sharding], pool: BufferPool) -> None:
         self.rows_given = tensor.numel()
-        self.plan = plan
-        self._pool = pool
+        self._plan = plan
+        self._shardings = list(shardings)
         table = _as_blocks(tensor, plan, pool)
         held = np.flatnonzero(_not_zero(table))
         # A copy, which the caller may outrun by changing the tensor.
@@ -46,48 +53,56 @@ class BlockTransfer(Transfer):
             self._streams.append(Stream(held[first:end] - start, stop - start, plan.columns))
             self._firsts.append(first)
         self._pushed_bytes = 0
-        cut = Sharding(None, plan.streams, 0)
-        self.restart(EncodedTensor("blocks", tensor.shape, tensor.dtype, plan.block, 0, cut, ()))
+        self._encoded = EncodedTensor(
+            "blocks", tensor.shape, tensor.dtype, plan.block, 0, self._shardings[0], ()
+        )
 
-    @property
-    def pushed_bytes(self) -> int:
-        return self._pushed_bytes
+    def begin(self) -> Sequence[EncodedTensor]:
+        """The first phase of each stream."""
+        return [encoded for stream in range(self._plan.streams) for encoded in self._next_phase(stream)]
 
-    def restart(self, sent: EncodedTensor) -> None:
-        """A ring moves streams to other servers, and changes nothing in them."""
-        self.sent = sent
-
-    def push(self, stream: int) -> tuple[int, EncodedChunk] | None:
-        """The number of a stream's present phase, and what is pushed in it; None once it has ended.
-
-        Once per phase. Which server it goes to is for the ring to say.
-        """
-        state = self._streams[stream]
-        if state.phase and not len(state.asked):
-            return None
-        positions, numbers, ahead = state.push()
-        values = self._values.take(self._firsts[stream] + numbers)
-        frames = (encode_blocks(positions, ahead), values.data.cast("B") if values.size else memoryview(b""))
-        self._pushed_bytes += frames[0].nbytes + frames[1].nbytes
-        return state.phase, EncodedChunk(0, stream, len(state.asked), len(positions), "bitmap", frames)
-
-    def absorb(self, server: int, chunk: int, result: Result, frames: Sequence[memoryview]) -> None:
-        """Takes in the answer to the present phase of the stream ``chunk``, which begins the next one."""
-        stream, item = self._streams[chunk], self._sums.dtype
+    def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
+        """Takes in the answer to a stream's phase; returns its next one, if it has not ended."""
+        (_, result, frames), stream = answer, self._streams[answer.result.chunk]
+        item = self._sums.dtype
         if len(frames) != 2 or result.codec != "bitmap":
             raise ProtocolError("payload", f"blocks with codec {result.codec!r}, expected bitmap")
         if result.rows > len(stream.asked) or frames[1].nbytes != result.rows * item.itemsize:
             reason = f"{result.rows} of {len(stream.asked)} blocks in {frames[1].nbytes} bytes"
             raise ProtocolError("payload", f"{reason}, expected {item.itemsize} each")
         positions, ahead = decode_blocks(frames[0], result.rows, len(stream.asked))
-        start, _ = self.plan.bounds(chunk)
-        places = start + stream.asked[positions]
+        start, _ = self._plan.bounds(result.chunk)
+        blocks = start + stream.asked[positions]
         stream.advance(positions, ahead)
-        self._sums[places] = np.frombuffer(frames[1], dtype=item)
+        self._sums[blocks] = np.frombuffer(frames[1], dtype=item)
+        return self._next_phase(result.chunk)
+
+    def restart(self, encoded: EncodedTensor) -> None:
+        """A stream's phase goes to another server, and so do those that follow; nothing else changes."""
+        self._shardings[encoded.chunks[0].chunk] = encoded.sharding
 
     def finish(self) -> Tensor:
         """Strided and contiguous, of the tensor's shape."""
-        return self._pulled.view(-1)[: self.shape.numel()].view(self.shape)
+        return self._pulled.view(-1)[: self.rows_given].view(self._encoded.shape)
+
+    def report(self, progress: Progress) -> Report:
+        return Report(
+            pushed_bytes=self._pushed_bytes,
+            pulled_bytes=progress.pulled_bytes,
+            dense_bytes=dense_bytes(self.rows_given, self._encoded.dtype.itemsize),
+        )
+
+    def _next_phase(self, number: int) -> Sequence[EncodedTensor]:
+        """What is pushed in a stream's present phase; nothing once the stream has ended."""
+        stream, sharding = self._streams[number], self._shardings[number]
+        if stream.phase and not len(stream.asked):
+            return ()
+        positions, numbers, ahead = stream.push()
+        values = self._values.take(self._firsts[number] + numbers)
+        frames = (encode_blocks(positions, ahead), values.data.cast("B") if values.size else memoryview(b""))
+        self._pushed_bytes += frames[0].nbytes + frames[1].nbytes
+        chunk = EncodedChunk(sharding.home, number, len(stream.asked), len(positions), "bitmap", frames)
+        return (structs.replace(self._encoded, sharding=sharding, chunks=(chunk,), phase=stream.phase),)
 
 
 def _as_blocks(tensor: Tensor, plan: Plan, pool: BufferPool) -> Tensor:

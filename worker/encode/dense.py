@@ -1,4 +1,4 @@
-"""Dense tensors: large ones split over all servers, small ones whole to one."""
+"""Encoding of dense tensors: large ones split over all servers, small ones whole to one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from zenps.buffers import BufferPool
-from zenps.codecs.base import ValueForm
 from zenps.errors import PeerLostError, ProtocolError
 from zenps.partition.layout import Layout
 from zenps.wire.messages import Result
-from zenps.wire.tensors import copied_bytes, tensor_bytes, tensor_from_bytes
+from zenps.wire.tensors import tensor_bytes
 
-from .quantizer import Quantizer
-from .transfer import EncodedChunk, EncodedTensor, Sharding, Transfer
+from ..core.encoded import EncodedChunk, EncodedTensor, Sharding
+from ..core.transfer import Answer, OneRound
+from .quantizer import ValueCoder
 
 # Elements of a dense tensor that stay together: 1 KiB of float32 is copied as fast as one run, and
 # a bucket of 4 MiB still fills all 4096 slots.
@@ -25,50 +25,40 @@ _NOTHING = memoryview(b"")
 
 
 class RootLostError(PeerLostError):
-    """The rank whose values all should get is gone. All ranks learn it of the same broadcasts."""
+    """The rank that broadcasts is lost. All ranks learn it of the same broadcasts."""
 
     def __init__(self) -> None:
         super().__init__("a broadcast's root was lost before it had pushed everything")
 
 
-class WholeTransfer(Transfer):
-    """A small strided tensor, sent to one server in one message.
+class WholeTransfer(OneRound):
+    """A small strided tensor, pushed to one server in one message.
 
     Args:
-        tensor: on the CPU; not read if ``contributes`` is False.
-        cut: to the server ``home``.
-        contributes: whether this rank's values count, or it only takes part to get the result.
-        narrowing: for values that travel narrower; then it contributes.
+        tensor: on the CPU; not read if ``contributes`` is False. It may be changed once this is made.
+        sharding: to the server ``home``.
+        contributes: whether this rank's values count, or it only pulls the result.
+        coder: of its values.
     """
 
-    def __init__(
-        self, tensor: Tensor, cut: Sharding, contributes: bool, quantizer: Quantizer | None = None
-    ) -> None:
+    def __init__(self, tensor: Tensor, sharding: Sharding, contributes: bool, coder: ValueCoder) -> None:
         count = self.rows_given = tensor.numel()
-        self._quantizer = quantizer
-        # A copy, which the caller may outrun by changing the tensor.
-        if quantizer is not None:
-            copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-            values, form = tensor_bytes(quantizer.quantize(copy.view(count, 1))), quantizer.form
-        else:
-            values, form = memoryview(copied_bytes(tensor) if contributes else b""), "same"
-        rows = count if contributes else 0
-        parts = [EncodedChunk(cut.home, 0, count, rows, "none", (_NOTHING, values))]
+        self._coder = coder
         self._contributes = contributes
-        self.restart(EncodedTensor("dense", tensor.shape, tensor.dtype, 1, 0, cut, parts, form))
+        values = coder.encode_copy(tensor) if contributes else _NOTHING
+        rows = count if contributes else 0
+        chunk = EncodedChunk(sharding.home, 0, count, rows, "none", (_NOTHING, values))
+        self.restart(EncodedTensor("dense", tensor.shape, tensor.dtype, 1, 0, sharding, (chunk,), coder.form))
 
-    def restart(self, sent: EncodedTensor) -> None:
-        self.sent = sent
+    def restart(self, encoded: EncodedTensor) -> None:
+        self.encoded = encoded
         self._pulled: Tensor | None = None
 
-    def absorb(self, server: int, chunk: int, result: Result, frames: Sequence[memoryview]) -> None:
-        _check_dense(result, frames, self.rows_given)
-        if not result.rows:
-            return
-        if self._quantizer is None:
-            self._pulled = tensor_from_bytes(frames[1], self.dtype, self.shape)
-        else:
-            self._pulled = self._quantizer.dequantized(frames[1], (result.rows, 1)).view(self.shape)
+    def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
+        _check_dense(answer.result, answer.frames, self.rows_given)
+        if answer.result.rows:
+            self._pulled = self._coder.decode(answer.frames[1], (self.rows_given,))
+        return ()
 
     def finish(self) -> Tensor:
         """Strided and contiguous, of the tensor's shape.
@@ -76,71 +66,74 @@ class WholeTransfer(Transfer):
         Raises:
             RootLostError: no rank contributed, and this one did not have to.
         """
+        shape = self.encoded.shape
         if self._pulled is None:
             if self.rows_given and not self._contributes:
                 raise RootLostError
-            return torch.zeros(self.shape, dtype=self.dtype, device="cpu")
-        return self._pulled
+            return torch.zeros(shape, dtype=self.encoded.dtype, device="cpu")
+        return self._pulled.view(shape)
 
 
-class DenseTransfer(Transfer):
+class DenseTransfer(OneRound):
     """A strided tensor of any shape, flattened and split over all servers.
 
     Args:
-        tensor: on the CPU; not read if ``contributes`` is False.
-        cut: how its elements are cut, by granules of :data:`DENSE_GRANULE`.
+        tensor: on the CPU; not read if ``contributes`` is False. It may be changed once this is made.
+        sharding: how its elements are distributed, by granules of :data:`DENSE_GRANULE`.
         pool: for the frames and the result.
-        contributes: whether this rank's values count, or it only takes part to get the result.
-        narrowing: for values that travel narrower; then it contributes.
+        contributes: whether this rank's values count, or it only pulls the result.
+        coder: of its values.
     """
 
     def __init__(
-        self,
-        tensor: Tensor,
-        cut: Sharding,
-        pool: BufferPool,
-        contributes: bool,
-        quantizer: Quantizer | None = None,
+        self, tensor: Tensor, sharding: Sharding, pool: BufferPool, contributes: bool, coder: ValueCoder
     ) -> None:
-        assert cut.layout is not None
+        layout = sharding.layout
+        assert layout is not None
         self.rows_given = tensor.numel()
         self._pool = pool
-        self._quantizer = quantizer
-        # The result of any ring: each has an answer for every position.
-        self._pulled = pool.empty((cut.layout.size,), tensor.dtype)
-        form: ValueForm = "same"
-        granule_bytes = DENSE_GRANULE * tensor.dtype.itemsize
-        values = None
-        if quantizer is not None:
-            # A scale belongs to neighbours, and these are the same under any ring: so it is narrowed first.
-            form, granule_bytes = quantizer.form, quantizer.size_bytes(DENSE_GRANULE, 1)
-            quantize = quantizer.quantize(_padded(tensor, cut.layout, pool)[:, None])
-            values = tensor_bytes(_in_position_order(quantize, granule_bytes, cut.layout, pool))
-        elif contributes:
-            padded = _padded(tensor, cut.layout, pool)
-            values = tensor_bytes(_in_position_order(padded, DENSE_GRANULE, cut.layout, pool))
-        parts = encode_values(cut, values, granule_bytes)
+        self._coder = coder
         self._contributes = contributes
-        sent = EncodedTensor("dense", tensor.shape, tensor.dtype, 1, 0, cut, parts, form, granule_bytes)
-        self.restart(sent)
+        # The result of any ring: each has an answer for every position.
+        self._pulled = pool.empty((layout.size,), tensor.dtype)
+        granule_bytes = coder.size_bytes(DENSE_GRANULE, 1)
+        values = None
+        if contributes:
+            # Coded first: a scale belongs to neighbours in the tensor, which are the same under any ring.
+            data = coder.encode(_padded(tensor, layout, pool)[:, None])
+            values = tensor_bytes(_in_position_order(data, granule_bytes, layout, pool))
+        chunks = encode_values(sharding, values, granule_bytes)
+        self.restart(
+            EncodedTensor(
+                kind="dense",
+                shape=tensor.shape,
+                dtype=tensor.dtype,
+                columns=1,
+                expected_rows=0,
+                sharding=sharding,
+                chunks=chunks,
+                values=coder.form,
+                row_bytes=granule_bytes,
+            )
+        )
 
-    def restart(self, sent: EncodedTensor) -> None:
-        assert sent.cut.layout is not None
-        self.sent, self._layout, self._pieces = sent, sent.cut.layout, sent.cut.ranges()
+    def restart(self, encoded: EncodedTensor) -> None:
+        assert encoded.sharding.layout is not None
+        self.encoded, self._layout = encoded, encoded.sharding.layout
+        self._ranges = encoded.sharding.ranges()
         self._is_root_lost = False
 
-    def absorb(self, server: int, chunk: int, result: Result, frames: Sequence[memoryview]) -> None:
-        piece = self._pieces[server, chunk]
-        _check_dense(result, frames, piece.span)
-        if result.rows == 0 < piece.span and not self._contributes:
-            self._is_root_lost = True
-        target = self._pulled[piece.start : piece.stop]
-        if result.rows and self._quantizer is not None:
-            self._quantizer.dequantize(frames[1], target[:, None])
-        elif result.rows:
-            target.copy_(tensor_from_bytes(frames[1], self.dtype, (result.rows,)))
+    def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
+        result = answer.result
+        chunk = self._ranges[answer.server, result.chunk]
+        _check_dense(result, answer.frames, chunk.span)
+        target = self._pulled[chunk.start : chunk.stop]
+        if result.rows:
+            self._coder.decode_into(answer.frames[1], target)
         else:
             target.zero_()
+            self._is_root_lost |= chunk.span > 0 and not self._contributes
+        return ()
 
     def finish(self) -> Tensor:
         """Strided and contiguous, of the tensor's shape.
@@ -152,27 +145,27 @@ class DenseTransfer(Transfer):
             raise RootLostError
         result = self._pulled
         if not self._layout.keeps_order:
-            result = self._pool.empty((self._layout.size,), self.dtype)
+            result = self._pool.empty((self._layout.size,), self.encoded.dtype)
             result.view(-1, DENSE_GRANULE)[granule_order(self._layout)] = self._pulled.view(-1, DENSE_GRANULE)
-        return result[: self.shape.numel()].view(self.shape)
+        return result[: self.rows_given].view(self.encoded.shape)
 
 
-def encode_values(cut: Sharding, values: memoryview | None, granule_bytes: int) -> list[EncodedChunk]:
-    """The parts of a dense tensor.
+def encode_values(sharding: Sharding, values: memoryview | None, granule_bytes: int) -> list[EncodedChunk]:
+    """The chunks of a dense tensor.
 
     Args:
-        values: the granules in order of position, ``granule_bytes`` each; the parts' frames are pieces of it.
-            None from a rank that does not contribute.
+        values: the granules in order of position, ``granule_bytes`` each; the chunks' frames are slices of
+            it. None from a rank that does not contribute.
     """
-    parts = []
-    for piece in cut.ranges().values():
+    chunks = []
+    for each in sharding.ranges().values():
         if values is None:
             rows, frame = 0, _NOTHING
         else:
-            begin, end = (bound // DENSE_GRANULE * granule_bytes for bound in (piece.start, piece.stop))
-            rows, frame = piece.span, values[begin:end]
-        parts.append(EncodedChunk(piece.server, piece.chunk, piece.span, rows, "none", (_NOTHING, frame)))
-    return parts
+            begin, end = (bound // DENSE_GRANULE * granule_bytes for bound in (each.start, each.stop))
+            rows, frame = each.span, values[begin:end]
+        chunks.append(EncodedChunk(each.server, each.chunk, each.span, rows, "none", (_NOTHING, frame)))
+    return chunks
 
 
 def granule_order(layout: Layout) -> Tensor:
@@ -181,7 +174,7 @@ def granule_order(layout: Layout) -> Tensor:
 
 
 def _padded(tensor: Tensor, layout: Layout, pool: BufferPool) -> Tensor:
-    """A copy, which the caller may outrun by changing the tensor, padded to whole granules."""
+    """A copy, padded to whole granules."""
     count = tensor.numel()
     padded = pool.empty((layout.size,), tensor.dtype)
     padded[:count].view(tensor.shape).copy_(tensor.detach())
@@ -189,13 +182,13 @@ def _padded(tensor: Tensor, layout: Layout, pool: BufferPool) -> Tensor:
     return padded
 
 
-def _in_position_order(items: Tensor, granule: int, layout: Layout, pool: BufferPool) -> Tensor:
-    """Granules of ``granule`` items each, as a server's are."""
+def _in_position_order(data: Tensor, granule_bytes: int, layout: Layout, pool: BufferPool) -> Tensor:
+    """Granules of ``granule_bytes`` each, as the servers' ranges follow one another."""
     if layout.keeps_order:
-        return items
-    ordered = pool.empty(tuple(items.shape), items.dtype)
-    out = ordered.view(-1, granule)
-    torch.index_select(items.view(-1, granule), 0, granule_order(layout), out=out)
+        return data
+    ordered = pool.empty(tuple(data.shape), torch.uint8)
+    out = ordered.view(-1, granule_bytes)
+    torch.index_select(data.view(-1, granule_bytes), 0, granule_order(layout), out=out)
     return ordered
 
 

@@ -1,8 +1,7 @@
-"""Tensors on a GPU: compacted there, through pinned memory to the servers, and back.
+"""Encoding of tensors on a GPU: compacted there, through pinned memory to the servers, and back.
 
-What such a transfer pushes is known only when the device has got so far, and meanwhile the host does
-something else. So its preparation is written as an iterator of events: each is what to wait for before it
-goes on.
+What such a transfer pushes is known only once the device has finished, and the host does something else
+meanwhile. So the preparation of a transfer is an iterator of events: each is what to wait for before going on.
 """
 
 from __future__ import annotations
@@ -30,15 +29,18 @@ from zenps.kernels.gpu.rows import DeviceRows
 from zenps.kernels.gpu.scatter import merge
 from zenps.kernels.gpu.sort_compact import sort_compact
 from zenps.partition.layout import Layout
-from zenps.wire.messages import Result
 from zenps.wire.tensors import tensor_bytes
 
+from ..core.encoded import ChunkRange, EncodedChunk, EncodedTensor, Sharding
+from ..core.request import table_shape
+from ..core.statistics import Progress, Report
+from ..core.transfer import Answer, OneRound, Transfer, sparse_report
 from .accelerator import Accelerator, Event
 from .blocks import BlockTransfer
-from .quantizer import Quantizer
-from .sparse import as_sparse, row_numbers, wire_form
+from .quantizer import ValueCoder
+from .sparse import check_sparse
 from .streams import Plan
-from .transfer import ChunkRange, EncodedChunk, EncodedTensor, Sharding, Transfer, table_shape
+from .tables import as_sparse, row_numbers
 
 
 class _Staged(Transfer):
@@ -63,7 +65,7 @@ class _Staged(Transfer):
 
     @abstractmethod
     def _prepare(self) -> Iterator[Event]:
-        """Makes ``parts``; yields whenever the device has to get somewhere first."""
+        """Makes the first push; yields whenever the device has to get somewhere first."""
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         """A pinned copy, complete at the next event."""
@@ -71,52 +73,63 @@ class _Staged(Transfer):
         return copy.copy_(tensor, non_blocking=True)
 
 
-class StagedSparse(_Staged):
+class StagedSparse(_Staged, OneRound):
     """A sparse COO tensor on a GPU; the bytes on the wire are those of ``SparseTransfer``.
 
-    Two events lie between the tensor and its parts: the number of rows must come to the host before it
+    Two events lie between the tensor and its chunks: the number of rows must come to the host before it
     knows how much to copy, and the copy must end before it can be sent.
 
     Args:
         tensor: coalesced or not, on the accelerator's device. It must not change before the round is done.
-        cut, codec, expected_rows: as for ``SparseTransfer``.
+        sharding, codec, expected_rows: as for ``SparseTransfer``.
         settings: how it is compacted.
         place: a layout as the device reads it.
-        narrowing: for values that travel narrower. That is done on the host, where what is rounded off is
-            kept: on the device it would take as much memory as the table once more.
+        coder: of its values. Quantizing is done on the host, where residuals are kept: on the device they
+            would take as much memory as the table once more.
     """
 
     def __init__(
         self,
         tensor: Tensor,
-        cut: Sharding,
+        sharding: Sharding,
         codec: str,
         settings: CudaConfig,
         place: Callable[[Layout], Placement],
         accelerator: Accelerator,
+        coder: ValueCoder,
         expected_rows: int = 0,
-        quantizer: Quantizer | None = None,
     ) -> None:
         self.rows_given = tensor._nnz()
-        self._quantizer = quantizer
+        self._coder = coder
         self._sparse_dim = tensor.sparse_dim()
         self._indices, self._values = tensor._indices(), tensor._values().detach()
         self._codec, self._settings, self._place_on_device = codec, settings, place
         self._pulled: list[tuple[Tensor, Tensor]] = []
         self._faults: list[Tensor] = []
         self._held: list[Tensor] = []
-        _, columns = table_shape(tensor)
-        form, row_bytes = wire_form(quantizer, columns, tensor.dtype)
-        sent = EncodedTensor(
-            "sparse", tensor.shape, tensor.dtype, columns, expected_rows, cut, (), form, row_bytes
+        self._hashed_rows = np.zeros(4, dtype=np.int64)
+        """Rows that a hash compaction placed at the first try, by another hash, serially; that overflowed."""
+        _, self._columns = table_shape(tensor)
+        self.restart(
+            EncodedTensor(
+                kind="sparse",
+                shape=tensor.shape,
+                dtype=tensor.dtype,
+                columns=self._columns,
+                expected_rows=expected_rows,
+                sharding=sharding,
+                chunks=(),
+                values=coder.form,
+                row_bytes=coder.size_bytes(1, self._columns),
+            )
         )
-        self.restart(sent)
         super().__init__(accelerator)
 
-    def restart(self, sent: EncodedTensor) -> None:
-        assert sent.cut.layout is not None
-        self._layout, self._placement = sent.cut.layout, self._place_on_device(sent.cut.layout)
-        self.sent, self._pieces = sent, sent.cut.ranges()
+    def restart(self, encoded: EncodedTensor) -> None:
+        layout = encoded.sharding.layout
+        assert layout is not None
+        self._layout, self._placement = layout, self._place_on_device(layout)
+        self.encoded, self._ranges = encoded, encoded.sharding.ranges()
         # What is held stays: copies from it may still be under way.
         self._pulled.clear()
         self._faults.clear()
@@ -129,8 +142,8 @@ class StagedSparse(_Staged):
         gpu.follow(self._indices, self._values)
         with gpu.stream():
             positions, values, outside = self._place()
-            starts = self._on_device([piece.start for piece in self._pieces.values()])
-            stops = self._on_device([piece.stop for piece in self._pieces.values()])
+            starts = self._on_device([each.start for each in self._ranges.values()])
+            stops = self._on_device([each.stop for each in self._ranges.values()])
         while True:
             with gpu.stream():
                 rows, counters = self._compact(positions, values, memory)
@@ -138,8 +151,10 @@ class StagedSparse(_Staged):
                 header = self._to_host(torch.cat([outside, counters, offsets]))
             yield gpu.mark()
             if int(header[0]):
-                raise TensorError(f"indices outside the tensor's shape {tuple(self.shape)}; check them")
-            self.hashed_rows = self.hashed_rows + header[1:5].numpy()
+                raise TensorError(
+                    f"indices outside the tensor's shape {tuple(self.encoded.shape)}; check them"
+                )
+            self._hashed_rows += header[1:5].numpy()
             if not int(header[4]):
                 break
             memory = memory.doubled()
@@ -157,15 +172,15 @@ class StagedSparse(_Staged):
         yield gpu.mark()
 
         del self._indices, self._values
-        data = tensor_bytes(values if self._quantizer is None else self._quantized(runs, numbers, values))
-        parts = [self._part(run, numbers, bitmaps.get(run), data) for run in runs]
-        self.sent = structs.replace(self.sent, parts=parts)
+        data = tensor_bytes(self._coded(runs, numbers, values))
+        chunks = [self._chunk(run, numbers, bitmaps.get(run), data) for run in runs]
+        self.encoded = structs.replace(self.encoded, chunks=chunks)
 
     def _place(self) -> tuple[Tensor, Tensor, Tensor]:
         """Positions, values ``[nnz, columns]``, and ``[1]``: not 0 where an index lies outside the tensor."""
-        rows, outside = row_numbers(self._indices, tuple(self.shape[: self._sparse_dim]))
+        rows, outside = row_numbers(self._indices, tuple(self.encoded.shape[: self._sparse_dim]))
         positions, beyond = place_rows(self._accelerator.launcher, self._placement, rows)
-        values = self._values.reshape(len(rows), self.columns).contiguous()
+        values = self._values.reshape(len(rows), self._columns).contiguous()
         return positions, values, outside | beyond
 
     def _compact(self, positions: Tensor, values: Tensor, memory: HashMemory) -> tuple[DeviceRows, Tensor]:
@@ -183,66 +198,71 @@ class StagedSparse(_Staged):
 
     def _relative_to_chunks(self, rows: DeviceRows, starts: Tensor) -> Tensor:
         """Each position within its chunk, as wide as the widest chunk needs it."""
-        widest = max(piece.span for piece in self._pieces.values())
+        widest = max(each.span for each in self._ranges.values())
         dtype = torch.int32 if item_dtype(widest).itemsize == 4 else torch.int64
         return encode_coo(self._accelerator.launcher, rows.positions, rows.count, starts, dtype)
 
     def _runs(self, ends: Sequence[int]) -> list[_Run]:
-        """The rows of each piece, given how many rows lie before its end."""
-        begins = (0, *ends[:-1])
+        """The rows of each chunk, given how many rows lie before its end."""
+        begins, row_bytes = (0, *ends[:-1]), self.encoded.row_bytes
         return [
-            _Run(piece, begin, end, choose(self._codec, end - begin, piece.span, self.sent.row_bytes))
-            for piece, begin, end in zip(self._pieces.values(), begins, ends, strict=True)
+            _Run(each, begin, end, choose(self._codec, end - begin, each.span, row_bytes))
+            for each, begin, end in zip(self._ranges.values(), begins, ends, strict=True)
         ]
 
     def _encode_bitmap(self, rows: DeviceRows, run: _Run) -> Tensor:
-        launcher, piece = self._accelerator.launcher, run.piece
-        return encode_bitmap(launcher, rows.positions, run.begin, run.end, piece.start, piece.span)
+        launcher, where = self._accelerator.launcher, run.where
+        return encode_bitmap(launcher, rows.positions, run.begin, run.end, where.start, where.span)
 
-    def _quantized(self, runs: Sequence[_Run], numbers: Tensor, values: Tensor) -> Tensor:
-        assert self._quantizer is not None
-        positions = torch.cat([numbers[run.begin : run.end].long() + run.piece.start for run in runs])
-        return self._quantizer.quantize(values, self._layout.rows(positions))
+    def _coded(self, runs: Sequence[_Run], numbers: Tensor, values: Tensor) -> Tensor:
+        if not self._coder.keeps_residual:
+            return self._coder.encode(values)
+        positions = torch.cat([numbers[run.begin : run.end].long() + run.where.start for run in runs])
+        return self._coder.encode_rows(values, self._layout, positions)
 
-    def _part(self, run: _Run, numbers: Tensor, bitmap: Tensor | None, values: memoryview) -> EncodedChunk:
-        piece, row_bytes = run.piece, self.sent.row_bytes
+    def _chunk(self, run: _Run, numbers: Tensor, bitmap: Tensor | None, values: memoryview) -> EncodedChunk:
+        where, row_bytes = run.where, self.encoded.row_bytes
         if bitmap is None:
-            encoded = run.codec.encode(numbers[run.begin : run.end].numpy(), piece.span).data
+            encoded = run.codec.encode(numbers[run.begin : run.end].numpy(), where.span).data
         else:
             encoded = tensor_bytes(bitmap)
         frames = (encoded, values[run.begin * row_bytes : run.end * row_bytes])
         return EncodedChunk(
-            piece.server, piece.chunk, piece.span, run.end - run.begin, run.codec.name, frames
+            where.server, where.chunk, where.span, run.end - run.begin, run.codec.name, frames
         )
+
+    def report(self, progress: Progress) -> Report:
+        hashed = self._hashed_rows.tolist() if self._hashed_rows.any() else ()
+        return sparse_report(self, progress, tuple(hashed))
 
     # ── back ────────────────────────────────────────────────────────────────────────────────────
 
-    def absorb(self, server: int, chunk: int, result: Result, frames: Sequence[memoryview]) -> None:
-        piece = self._pieces[server, chunk]
-        start, span, count = piece.start, piece.span, result.rows
-        if len(frames) != 2 or result.codec not in CODECS:
-            raise ProtocolError("payload", f"a sparse result with codec {result.codec!r}")
-        if count > span:
-            raise ProtocolError("payload", f"{count} rows in a chunk of {span}")
+    def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
+        result, frames = answer.result, answer.frames
+        where = self._ranges[answer.server, result.chunk]
+        check_sparse(result, frames, where)
+        start, span, count = where.start, where.span, result.rows
         codec, positions = CODECS[result.codec], frames[0]
         if result.codec not in ("coo", "bitmap"):  # the others have no kernel
             codec = CODECS["coo"]
             positions = codec.encode(CODECS[result.codec].decode(positions, count, span), span).data
-        expected = (codec.most_bytes(count, span), count * self.sent.row_bytes)
+        expected = (codec.most_bytes(count, span), count * self.encoded.row_bytes)
         got = (positions.nbytes, frames[1].nbytes)
         if got != expected:
             raise ProtocolError("payload", f"frames of {got} bytes, expected {expected} for {count} rows")
         gpu = self._accelerator
         with gpu.stream():
             encoded = self._to_device(np.frombuffer(positions, np.uint8))
-            values = self._to_device(self._dequantized(frames[1], count))
+            decoded = self._coder.decode(frames[1], (count, self._columns))
+            values = self._to_device(np.frombuffer(tensor_bytes(decoded), np.uint8))
             if codec.name == "bitmap":
                 rows, fault = decode_bitmap(gpu.launcher, self._placement, encoded, count, start, span)
             else:
                 item = torch.int32 if item_dtype(span).itemsize == 4 else torch.int64
                 rows, fault = decode_coo(gpu.launcher, self._placement, encoded.view(item), start, span)
-        self._pulled.append((rows, values.view(self.dtype).view(count, self.columns)))
+        self._pulled.append((rows, values.view(self.encoded.dtype).view(count, self._columns)))
         self._faults.append(fault)
+        return ()
 
     def finish(self) -> Tensor:
         """Sparse COO, coalesced, on the device, with every row that any rank pushed."""
@@ -250,7 +270,7 @@ class StagedSparse(_Staged):
         with gpu.stream():
             rows, values = (torch.cat(tensors) for tensors in zip(*self._pulled, strict=True))
             rows, values = merge(gpu.launcher, rows, values, self._layout.rows_total)
-            result = as_sparse(rows, values, self.shape, self._sparse_dim)
+            result = as_sparse(rows, values, self.encoded.shape, self._sparse_dim)
             fault = self._to_host(torch.cat(self._faults).amax(0, keepdim=True))
         # What came over the network is checked before anyone uses it; and copies from pinned memory end.
         gpu.wait_for(gpu.mark())
@@ -260,12 +280,6 @@ class StagedSparse(_Staged):
             raise ProtocolError("payload", "positions that do not increase, or that no row has")
         gpu.hand_over(result._indices(), result._values())
         return result
-
-    def _dequantized(self, data: memoryview, rows: int) -> NDArray[np.uint8]:
-        """The bytes of values of the tensor's own dtype."""
-        if self._quantizer is not None:
-            data = tensor_bytes(self._quantizer.dequantized(data, (rows, self.columns)))
-        return np.frombuffer(data, np.uint8)
 
     def _to_device(self, data: NDArray[np.uint8]) -> Tensor:
         """uint8 on the device, by way of pinned memory that is held until the round is done."""
@@ -282,9 +296,9 @@ class StagedSparse(_Staged):
 
 
 class _Run(NamedTuple):
-    """Rows ``begin`` to ``end``, which are those of ``piece``."""
+    """Rows ``begin`` to ``end``, which are those of the chunk ``where``."""
 
-    piece: ChunkRange
+    where: ChunkRange
     begin: int
     end: int
     codec: Codec
@@ -314,14 +328,15 @@ class StagedDense(_Staged):
         yield gpu.mark()
         del self._tensor
         self._inner = self._make(copy)
-        self.sent = self._inner.sent
 
-    def restart(self, sent: EncodedTensor) -> None:
-        self._inner.restart(sent)
-        self.sent = sent
+    def begin(self) -> Sequence[EncodedTensor]:
+        return self._inner.begin()
 
-    def absorb(self, server: int, chunk: int, result: Result, frames: Sequence[memoryview]) -> None:
-        self._inner.absorb(server, chunk, result, frames)
+    def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
+        return self._inner.on_answer(answer)
+
+    def restart(self, encoded: EncodedTensor) -> None:
+        self._inner.restart(encoded)
 
     def finish(self) -> Tensor:
         """Strided and contiguous, on the device."""
@@ -333,25 +348,23 @@ class StagedDense(_Staged):
         gpu.hand_over(result)
         return result
 
+    def report(self, progress: Progress) -> Report:
+        return self._inner.report(progress)
+
 
 class StagedBlocks(StagedDense):
     """As :class:`StagedDense`, then in streams as one on the CPU.
 
     Args:
         tensor: of any shape; it must not change before the round is done.
-        plan: how it falls into streams.
+        plan: how it is divided into streams.
+        shardings: of each stream.
     """
 
-    _inner: BlockTransfer
+    absorbs_on = BlockTransfer.absorbs_on
 
-    def __init__(self, tensor: Tensor, plan: Plan, accelerator: Accelerator) -> None:
-        self.plan = plan
-        super().__init__(tensor, lambda copy: BlockTransfer(copy, plan, accelerator.pinned), accelerator)
-
-    @property
-    def pushed_bytes(self) -> int:
-        return self._inner.pushed_bytes
-
-    def push(self, stream: int) -> tuple[int, EncodedChunk] | None:
-        """As :meth:`BlockTransfer.push`."""
-        return self._inner.push(stream)
+    def __init__(
+        self, tensor: Tensor, plan: Plan, shardings: Sequence[Sharding], accelerator: Accelerator
+    ) -> None:
+        pinned = accelerator.pinned
+        super().__init__(tensor, lambda copy: BlockTransfer(copy, plan, shardings, pinned), accelerator)

@@ -1,11 +1,13 @@
-"""How what was pushed under one ring is cut again for another.
+"""Resharding: what was pushed under one ring, encoded again for another.
 
-A ring that changes moves positions, not rows: the frames of all parts hold every row that this rank pushed,
+A ring that changes moves positions, not rows: the frames of all chunks hold every row that this rank pushed,
 compacted, and in an order that the old layout undoes. So neither the gradient nor a kernel is needed again,
 and only bytes are moved, whatever they mean.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,56 +17,60 @@ from numpy.typing import NDArray
 from zenps.codecs.registry import CODECS
 from zenps.partition.layout import Layout
 
+from ..core.encoded import EncodedChunk, EncodedTensor, Sharding
 from .dense import encode_values, granule_order
 from .sparse import encode_rows
-from .transfer import EncodedChunk, EncodedTensor, Sharding
 
 
-def reshard(sent: EncodedTensor, cut: Sharding, codec: str) -> EncodedTensor:
-    """What a fresh transfer of the same tensor would push under ``cut``, to the byte.
+def reshard(encoded: EncodedTensor, sharding: Sharding, codec: str) -> EncodedTensor:
+    """What a fresh transfer of the same tensor would push under ``sharding``, to the byte.
 
     Args:
-        sent: under any earlier ring.
-        cut: of the same tensor, under the present one.
+        encoded: under any earlier ring.
+        sharding: of the same tensor, under the present one.
         codec: the setting ``sync.codec``.
     """
-    old, new = sent.cut.layout, cut.layout
+    old, new = encoded.sharding.layout, sharding.layout
+    chunks: Sequence[EncodedChunk]
     if old is None or new is None:
         assert old is new, "whole or split is a matter of size"
-        parts = [structs.replace(part, server=cut.home) for part in sent.parts]
-    elif sent.kind == "sparse":
-        parts = _reshard_rows(sent, old, new, cut, codec)
+        chunks = [structs.replace(chunk, server=sharding.home) for chunk in encoded.chunks]
+    elif encoded.kind == "sparse":
+        chunks = _reshard_rows(encoded, old, new, sharding, codec)
     else:
-        parts = _reshard_values(sent, old, new, cut)
-    return structs.replace(sent, cut=cut, parts=parts)
+        chunks = _reshard_values(encoded, old, new, sharding)
+    return structs.replace(encoded, sharding=sharding, chunks=chunks)
 
 
 def _reshard_rows(
-    sent: EncodedTensor, old: Layout, new: Layout, cut: Sharding, codec: str
+    encoded: EncodedTensor, old: Layout, new: Layout, sharding: Sharding, codec: str
 ) -> list[EncodedChunk]:
-    starts = {place: piece.start for place, piece in sent.cut.ranges().items()}
+    starts = {key: each.start for key, each in encoded.sharding.ranges().items()}
     before = np.concatenate(
         [
-            CODECS[part.codec].decode(part.frames[0], part.rows, part.span) + starts[part.server, part.chunk]
-            for part in sent.parts
+            CODECS[chunk.codec].decode(chunk.frames[0], chunk.rows, chunk.span)
+            + starts[chunk.server, chunk.chunk]
+            for chunk in encoded.chunks
         ]
     )
     positions = new.positions(old.rows(torch.from_numpy(before))).numpy()
     order = np.argsort(positions)
-    values = _joined(sent).reshape(len(order), sent.row_bytes).take(order, axis=0)
-    return encode_rows(cut, positions[order], values.reshape(-1).data, sent.row_bytes, codec)
+    values = _joined(encoded).reshape(len(order), encoded.row_bytes).take(order, axis=0)
+    return encode_rows(sharding, positions[order], values.reshape(-1).data, encoded.row_bytes, codec)
 
 
-def _reshard_values(sent: EncodedTensor, old: Layout, new: Layout, cut: Sharding) -> list[EncodedChunk]:
-    if not any(part.rows for part in sent.parts):  # this rank does not contribute
-        return encode_values(cut, None, sent.row_bytes)
+def _reshard_values(
+    encoded: EncodedTensor, old: Layout, new: Layout, sharding: Sharding
+) -> list[EncodedChunk]:
+    if not any(chunk.rows for chunk in encoded.chunks):  # this rank does not contribute
+        return encode_values(sharding, None, encoded.row_bytes)
     granules, moved = granule_order(old).numpy(), granule_order(new).numpy()
-    place = np.empty_like(granules)
-    place[granules] = np.arange(len(granules))
-    values = _joined(sent).reshape(len(granules), sent.row_bytes).take(place[moved], axis=0)
-    return encode_values(cut, values.reshape(-1).data, sent.row_bytes)
+    index = np.empty_like(granules)
+    index[granules] = np.arange(len(granules))
+    values = _joined(encoded).reshape(len(granules), encoded.row_bytes).take(index[moved], axis=0)
+    return encode_values(sharding, values.reshape(-1).data, encoded.row_bytes)
 
 
-def _joined(sent: EncodedTensor) -> NDArray[np.uint8]:
-    """The values of all parts, in order of the old positions."""
-    return np.concatenate([np.frombuffer(part.frames[1], dtype=np.uint8) for part in sent.parts])
+def _joined(encoded: EncodedTensor) -> NDArray[np.uint8]:
+    """The values of all chunks, in order of the old positions."""
+    return np.concatenate([np.frombuffer(chunk.frames[1], dtype=np.uint8) for chunk in encoded.chunks])

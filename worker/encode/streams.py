@@ -64,11 +64,6 @@ def plan_streams(count: int, item_bytes: int, block: int, fusion: int, most_byte
     return Plan(block, blocks, max(1, min(MOST_STREAMS, blocks // columns)), columns)
 
 
-def stream_name(name: str, stream: int) -> str:
-    """Under which a stream of the tensor ``name`` counts its rounds."""
-    return f"{name}#{stream}"
-
-
 class Stream:
     """One stream as one rank sees it.
 
@@ -123,15 +118,15 @@ class Stream:
             ProtocolError: no rank's pushes, with this one's, can come to that.
         """
         following = ahead.astype(np.int64)
-        is_elastic = following != NONE_LEFT
+        is_continued = following != NONE_LEFT
         own = self._blocks[self._next]
         is_ahead = (following > self.asked) & (following <= own)
         in_column = (following < self._count) & ((following - self.asked) % self._columns == 0)
-        if not (is_ahead & (in_column | ~is_elastic)).all():
+        if not (is_ahead & (in_column | ~is_continued)).all():
             raise ProtocolError("payload", "next blocks that are none of their columns, or leave some out")
         missing = self._pushed.copy()
         missing[present] = False
         if missing.any():
             raise ProtocolError("payload", f"sums without {int(missing.sum())} blocks that were pushed")
-        self.asked, self._next = following[is_elastic], self._next[is_elastic]
+        self.asked, self._next = following[is_continued], self._next[is_continued]
         self.phase += 1

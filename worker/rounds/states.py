@@ -1,4 +1,7 @@
-"""What a round is at a worker: one tensor in one step, and the table of its states."""
+"""State table of a worker's rounds, and the actions that its rounds ask for.
+
+A round is one tensor in one step; of a tensor in streams, one phase of one stream.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,18 @@ from zenps.errors import ZenPSError
 from zenps.transitions import Transitions
 from zenps.wire.messages import Push, Result
 
-State = Literal["pushed", "kept", "recalled", "settled"]
-Event = Literal["answered", "failed", "ring changed", "wanted", "ended everywhere"]
+from ..core.request import Options
 
-ROUND: Final[Transitions[State, Event]] = {
-    "pushed": {"ring changed": "pushed", "answered": "kept", "failed": "kept"},
+RoundState = Literal["pushed", "resharding", "kept", "recalled", "settled"]
+RoundEvent = Literal["answered", "failed", "ring changed", "resharded", "wanted", "ended everywhere"]
+
+ROUND: Final[Transitions[RoundState, RoundEvent]] = {
+    "pushed": {"ring changed": "resharding", "answered": "kept", "failed": "kept"},
+    # Once more "ring changed": a newer view replaces the one that it is resharded for.
+    "resharding": {"resharded": "pushed", "ring changed": "resharding", "failed": "kept"},
     "kept": {"wanted": "recalled", "ended everywhere": "settled"},
     "recalled": {
+        "resharded": "recalled",
         "answered": "kept",
         "failed": "kept",
         "ring changed": "kept",
@@ -26,7 +34,7 @@ ROUND: Final[Transitions[State, Event]] = {
     },
     "settled": {},
 }
-"""A round at a worker. In ``pushed`` and ``recalled`` it is in flight, and its pushes are repeated."""
+"""A round at a worker. In all but ``kept`` and ``settled`` it is in flight, and its pushes are repeated."""
 
 # A connection that was cut and made again may have lost a push or its answer. Nobody notices, where rounds
 # have no deadline; so what stays unanswered is pushed again: after this time without any answer to its round,
@@ -50,18 +58,19 @@ class Round(Struct, eq=False):
 
     tensor: str
     step: int
-    epoch: int
-    """Of the ring by which ``outgoing`` was cut."""
+    ring_epoch: int
+    """Of the ring for which ``outgoing`` is sharded."""
     outgoing: Sequence[Outgoing]
-    sent: object = None
-    """What ``outgoing`` can be cut from again; opaque here."""
+    encoded: object = None
+    """What ``outgoing`` can be resharded from; opaque here."""
+    options: Options = Options()
     workers: Set[int] = frozenset()
     """The ranks that were members when it began."""
     again: bool = False
     """Whether it was pushed under an older ring before: others may have ended it there."""
     previous: int = -1
     """The step of the tensor's latest round before it that may not be settled yet; -1 if there is none."""
-    state: State = "pushed"
+    state: RoundState = "pushed"
     earlier: list[Outgoing] = []
     """What was pushed under older rings. A server that is lost but goes on may read it in this worker's
     memory, and answer ranks that have not heard so: until all have ended the round it stays as it is."""
@@ -77,12 +86,26 @@ class Round(Struct, eq=False):
     ended_after: int = 0
     """The watermark last heard of when it ended."""
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody here waits for its answers."""
+        return self.state in ("pushed", "resharding")
+
 
 class SendPush(Struct, frozen=True):
     """An action: send this push; ``again`` if a server was busy when it came first."""
 
     outgoing: Outgoing
     again: bool = False
+
+
+class Reshard(Struct, frozen=True):
+    """An action: shard the round's tensor for the present ring, and hand it to :meth:`WorkerRounds.on_resharded`.
+
+    It may take long, and need not be done before other events are heard.
+    """
+
+    round: Round
 
 
 class Deliver(Struct, frozen=True):
@@ -102,4 +125,4 @@ class Fail(Struct, frozen=True):
     error: ZenPSError
 
 
-Action = SendPush | Deliver | Fail
+Action = SendPush | Reshard | Deliver | Fail

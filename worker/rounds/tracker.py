@@ -1,4 +1,4 @@
-"""The rounds as a worker sees them: what is in flight, and how each ends. No socket, no clock.
+"""State machine of a worker's rounds: what is in flight, and how each round ends. No socket, no clock.
 
 A round is *pushed* until every part of it was answered, one failed, or its deadline passed. Then it is
 *kept*: a server may die with the only answer that another rank needs, and all have to push again. It is
@@ -14,7 +14,7 @@ A round is *pushed* until every part of it was answered, one failed, or its dead
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Literal
 
 from zenps.errors import (
@@ -28,7 +28,18 @@ from zenps.errors import (
 )
 from zenps.wire.messages import Busy, Failure, FromServer, Member, Resend, Result, Resume, Wanted
 
-from .states import REPEAT_SECONDS, ROUND, Action, Deliver, Fail, Frames, Outgoing, Round, SendPush
+from .states import (
+    REPEAT_SECONDS,
+    ROUND,
+    Action,
+    Deliver,
+    Fail,
+    Frames,
+    Outgoing,
+    Reshard,
+    Round,
+    SendPush,
+)
 
 # A server's own deadline comes first, because its error names the ranks that are missing.
 PATIENCE_SECONDS = 5.0
@@ -53,14 +64,11 @@ class WorkerRounds:
 
     Args:
         deadline_seconds: how long a round may take; may be infinite.
-        recut: cuts a round again, for the ring of the last :meth:`on_view`; its answers so far are void. The
-            pushes say :attr:`Round.again`.
     """
 
-    def __init__(self, deadline_seconds: float, reshard: Callable[[Round], Sequence[Outgoing]]) -> None:
+    def __init__(self, deadline_seconds: float) -> None:
         self._deadline_seconds = deadline_seconds
-        self._reshard = reshard
-        self._epoch = 0
+        self._ring_epoch = 0
         self._servers: dict[int, Member] = {}
         self._workers: Set[int] = frozenset()
         self._in_flight: dict[tuple[str, int], Round] = {}
@@ -75,7 +83,7 @@ class WorkerRounds:
         self._before_watermark: set[tuple[str, int]] = set()
         """Rounds that were in flight when the newest watermark was heard of, and still are."""
         self.resharded = 0
-        """How often a round in flight was cut again."""
+        """How often a round in flight was resharded."""
         self.recalled = 0
         """How often a round that had ended here was pushed again for another rank."""
 
@@ -92,36 +100,52 @@ class WorkerRounds:
     # ── events ──────────────────────────────────────────────────────────────────────────────────
 
     def on_view(
-        self, ring: int, servers: Iterable[Member], now: float, workers: Set[int] = frozenset()
+        self, ring_epoch: int, servers: Iterable[Member], workers: Set[int] = frozenset()
     ) -> list[Action]:
-        """Members have changed. Under a new ring, what is in flight begins again.
+        """Members have changed. Under a new ring, what is in flight is resharded and pushed again.
 
-        But not what began with another set of ``workers``, the ranks that are members: others may have ended
-        it with the push of one that is gone.
+        But a round that began with other ``workers``, the ranks that are members, fails: the others may have
+        ended it with the push of one that is gone.
         """
         self._servers = {member.rank: member for member in servers}
         self._workers = workers
-        if ring == self._epoch:
+        if ring_epoch == self._ring_epoch:
             return []
-        self._epoch = ring
+        self._ring_epoch = ring_epoch
         actions: list[Action] = []
         for key, round_ in list(self._in_flight.items()):
-            if round_.state == "pushed" and round_.workers != workers:
+            if round_.is_awaited and round_.workers != workers:
                 actions += self._fail(round_, _lost_with_a_server(round_, workers))
                 continue
             round_.state = ROUND[round_.state]["ring changed"]
-            if round_.state == "pushed":
+            round_.unanswered = {}
+            if round_.is_awaited:
                 round_.again = True
                 self.resharded += 1
-                actions += self._reshard_round(round_, now)
+                actions.append(Reshard(round_))
             else:
-                round_.unanswered = {}
                 self._kept[key] = self._in_flight.pop(key)
         return actions
 
+    def on_resharded(
+        self, round_: Round, ring_epoch: int, encoded: object, outgoing: Sequence[Outgoing], now: float
+    ) -> list[Action]:
+        """A round is sharded for a ring. Nothing follows if it has ended, or if there is a newer ring."""
+        if ring_epoch != self._ring_epoch or round_.state not in ("resharding", "recalled"):
+            return []
+        round_.state = ROUND[round_.state]["resharded"]
+        round_.earlier.extend(round_.outgoing)
+        round_.ring_epoch, round_.encoded, round_.outgoing = ring_epoch, encoded, outgoing
+        round_.repetitions = {}
+        round_.repeat_seconds = REPEAT_SECONDS
+        if round_.state == "recalled":
+            return self._give(round_, set(round_.given), now)
+        round_.given = {}
+        return self._push(round_, now)
+
     def reset(self) -> list[Action]:
         """Joining workers were let in: all ranks count steps and watermarks from 0 again."""
-        in_flight = [round_ for round_ in self._in_flight.values() if round_.state == "pushed"]
+        in_flight = [round_ for round_ in self._in_flight.values() if round_.is_awaited]
         actions = []
         for round_ in in_flight:
             reason = (
@@ -144,18 +168,19 @@ class WorkerRounds:
         round_.previous = min(self._newest.get(round_.tensor, -1), round_.step - 1)
         self._newest[round_.tensor] = round_.step
         self._in_flight[round_.tensor, round_.step] = round_
-        if round_.epoch != self._epoch:  # the ring changed while it was compacted
-            return self._reshard_round(round_, now)
+        if round_.ring_epoch != self._ring_epoch:  # the ring changed while it was encoded
+            round_.state = ROUND[round_.state]["ring changed"]
+            return [Reshard(round_)]
         return self._push(round_, now)
 
     def give_up(self, round_: Round) -> None:
         """Nobody waits for the answers to this round any more."""
-        if round_.state == "pushed":
+        if round_.is_awaited:
             self._end(round_, "failed")
 
     def on_reply(self, server: int, message: FromServer, frames: Frames, now: float) -> list[Action]:
         """A server answered. What belongs to no round in flight is a late repetition, and ignored."""
-        if message.ring_epoch != self._epoch:
+        if message.ring_epoch != self._ring_epoch:
             return []
         if isinstance(message, Wanted):
             return self._on_wanted(server, message, now)
@@ -182,7 +207,7 @@ class WorkerRounds:
 
     def on_corrupted(self, server: int, message: object) -> list[Action]:
         """An answer came whose checksum is wrong: the push is repeated, and the server repeats itself."""
-        if not isinstance(message, Result) or message.ring_epoch != self._epoch:
+        if not isinstance(message, Result) or message.ring_epoch != self._ring_epoch:
             return []
         round_ = self._in_flight.get((message.tensor, message.step))
         if round_ is None or (server, message.chunk) not in round_.unanswered:
@@ -202,12 +227,12 @@ class WorkerRounds:
         if watermark <= self._heard_watermark:
             return
         self._heard_watermark = watermark
-        self._before_watermark = {key for key, round_ in self._in_flight.items() if round_.state == "pushed"}
+        self._before_watermark = {key for key, round_ in self._in_flight.items() if round_.is_awaited}
         if not self._before_watermark:
             self.watermark = watermark
         for rounds in (self._kept, self._in_flight):
             for key, round_ in list(rounds.items()):
-                if round_.state != "pushed" and round_.ended_after + WATERMARKS_TO_SETTLE <= watermark:
+                if not round_.is_awaited and round_.ended_after + WATERMARKS_TO_SETTLE <= watermark:
                     self._settle(key)
 
     def on_tick(self, now: float) -> list[Action]:
@@ -234,41 +259,35 @@ class WorkerRounds:
         round_.repeat_at = now + round_.repeat_seconds
         return [SendPush(outgoing) for outgoing in round_.outgoing]
 
-    def _reshard_round(self, round_: Round, now: float) -> list[Action]:
-        self._cut(round_)
-        return self._push(round_, now)
-
-    def _cut(self, round_: Round) -> None:
-        round_.earlier.extend(round_.outgoing)
-        round_.outgoing = self._reshard(round_)
-        round_.epoch = self._epoch
-        round_.repetitions, round_.given = {}, {}
-        round_.repeat_seconds = REPEAT_SECONDS
-
     def _on_wanted(self, server: int, message: Wanted, now: float) -> list[Action]:
-        """Another rank lacks an answer that was given here: the server gets what it has to have for that.
+        """Another rank lacks an answer that was given here: the server gets the push that it needs for that.
 
         What this rank still has to push, or has just pushed, comes anyway.
         """
-        key = message.tensor, message.step
+        key, chunk = (message.tensor, message.step), (server, message.chunk)
         round_ = self._in_flight.get(key)
+        actions: list[Action] = []
         if key in self._kept:
             round_ = self._in_flight[key] = self._kept.pop(key)
             round_.state = ROUND[round_.state]["wanted"]
             round_.deadline = math.inf
             self.recalled += 1
-            if round_.epoch != self._epoch:
+            if round_.ring_epoch != self._ring_epoch:
                 round_.again = True
-                self._cut(round_)
-        place = server, message.chunk
-        if round_ is None or now < round_.given.get(place, -math.inf) + ASKED_SECONDS:
-            return []
-        if round_.state == "pushed" and place in round_.unanswered:
-            return []
-        round_.given[place] = now
-        wanted = [out for out in round_.outgoing if (out.server, out.push.chunk) == place]
+                round_.given = {}
+                actions.append(Reshard(round_))
+        if round_ is None or now < round_.given.get(chunk, -math.inf) + ASKED_SECONDS:
+            return actions
+        if round_.state == "resharding" or (round_.state == "pushed" and chunk in round_.unanswered):
+            return actions
+        round_.given[chunk] = now
+        # While it is resharded, what is given is pushed only then.
+        return actions if round_.ring_epoch != self._ring_epoch else self._give(round_, {chunk}, now)
+
+    def _give(self, round_: Round, chunks: Set[tuple[int, int]], now: float) -> list[Action]:
+        wanted = [out for out in round_.outgoing if (out.server, out.push.chunk) in chunks]
         if round_.state == "recalled":
-            round_.unanswered.update((place, out) for out in wanted)
+            round_.unanswered.update(((out.server, out.push.chunk), out) for out in wanted)
             round_.repeat_at = now + round_.repeat_seconds
         return [SendPush(out) for out in wanted]
 
@@ -277,7 +296,7 @@ class WorkerRounds:
         while round_.previous >= 0:
             settled = self._settle((round_.tensor, round_.previous))
             round_.previous = -1 if settled is None else settled.previous
-        is_awaited, last = round_.state == "pushed", not round_.unanswered
+        is_awaited, last = round_.is_awaited, not round_.unanswered
         if last:
             self._end(round_, "answered")
         return [Deliver(round_, server, result, frames, last)] if is_awaited else []
@@ -292,7 +311,7 @@ class WorkerRounds:
     def _end(self, round_: Round, event: Literal["answered", "failed"]) -> None:
         key = round_.tensor, round_.step
         del self._in_flight[key]
-        if round_.state == "pushed":
+        if round_.is_awaited:
             round_.ended_after = self._heard_watermark
         round_.state = ROUND[round_.state][event]
         round_.unanswered = {}
@@ -303,8 +322,8 @@ class WorkerRounds:
                 self.watermark = self._heard_watermark
 
     def _repeat(self, round_: Round, server: int, chunk: int, cause: str, *, again: bool) -> list[Action]:
-        place = (server, chunk)
-        count = round_.repetitions[place] = round_.repetitions.get(place, 0) + 1
+        key = (server, chunk)
+        count = round_.repetitions[key] = round_.repetitions.get(key, 0) + 1
         if count > MOST_REPETITIONS:
             where = f"tensor {round_.tensor!r}, step {round_.step}, chunk {chunk}"
             reason = (
@@ -312,10 +331,10 @@ class WorkerRounds:
                 f"{cause} again; expected once at most: test memory and network cards of both machines"
             )
             return self._fail(round_, ProtocolError("checksum", reason))
-        return [SendPush(round_.unanswered[place], again=again)]
+        return [SendPush(round_.unanswered[key], again=again)]
 
     def _fail(self, round_: Round, error: ZenPSError) -> list[Action]:
-        is_awaited = round_.state == "pushed"
+        is_awaited = round_.is_awaited
         self._end(round_, "failed")
         return [Fail(round_, error)] if is_awaited else []
 

@@ -10,7 +10,8 @@ from torch.nn import Parameter
 
 from zenps.errors import MismatchError, UsageError, listing
 
-from ..api import communicator, push_pull_async
+from ..core.request import Request
+from ..process import PROCESS
 from .ask import ask_all
 from .broadcast import broadcast_object
 from .buckets import Bucket, fuse
@@ -37,7 +38,7 @@ class Agreed:
     def __init__(self, prefix: str, own: dict[str, Parameter]) -> None:
         self._prefix = prefix
         self._own = own
-        names = list(own) if communicator().is_joining else self._names_of_all()
+        names = list(own) if PROCESS.world.is_joining else self._names_of_all()
         self._put_in_order(names)
         self.sparse: set[Parameter] = set()
         self.bucket_of: dict[Parameter, Bucket] = {}
@@ -60,7 +61,7 @@ class Agreed:
         for index, parameter in enumerate(self._unknown):
             if parameter.grad is not None:
                 seen[index, int(parameter.grad.is_sparse)] = 1
-        counts = push_pull_async(seen, f"{self._prefix}/kinds", average=False).wait().tolist()
+        counts = PROCESS.world.begin(Request(seen, f"{self._prefix}/kinds")).wait().tolist()
         unknown, dense = [], []
         for parameter, (as_dense, as_sparse) in zip(self._unknown, counts, strict=True):
             if as_dense and as_sparse:
@@ -76,8 +77,8 @@ class Agreed:
                 unknown.append(parameter)
         self._unknown = unknown
         # Backward computes the last layers' gradients first, so buckets are filled from the end.
-        prefix, world = f"{self._prefix}/bucket{len(self.bucket_of)}", communicator()
-        for bucket in fuse(prefix, reversed(dense), world.bucket_bytes, world.run):
+        prefix, world = f"{self._prefix}/bucket{len(self.bucket_of)}", PROCESS.world
+        for bucket in fuse(prefix, reversed(dense), world.bucket_bytes, world.quantized_run):
             self.bucket_of |= dict.fromkeys(bucket.parameters, bucket)
 
     def adopt(self, root_rank: int) -> None:
@@ -105,7 +106,7 @@ class Agreed:
         self.sparse = {own[name] for name in agreed["sparse"]}
         self.bucket_of = {}
         for bucket_name, names in agreed["buckets"]:
-            bucket = Bucket(bucket_name, [own[name] for name in names], communicator().run)
+            bucket = Bucket(bucket_name, [own[name] for name in names], PROCESS.world.quantized_run)
             self.bucket_of |= dict.fromkeys(bucket.parameters, bucket)
 
     def _put_in_order(self, names: Sequence[str]) -> None:
@@ -113,7 +114,7 @@ class Agreed:
         self.priorities = {parameter: -place for place, parameter in enumerate(self.names)}
 
     def _names_of_all(self) -> list[str]:
-        root = min(communicator().ranks)
+        root = min(PROCESS.world.ranks)
         names: list[str] = broadcast_object(list(self._own), root, name=f"{self._prefix}/names")
         differing = set(names) ^ self._own.keys()
         if others := ask_all(len(differing), f"{self._prefix}/differing"):

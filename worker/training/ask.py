@@ -6,7 +6,8 @@ import torch
 
 from zenps.config.settings import MOST_WORKERS
 
-from ..api import communicator, push_pull_async
+from ..core.request import Request
+from ..process import PROCESS
 
 
 def ask_all(answer: int, name: str) -> dict[int, int]:
@@ -16,10 +17,10 @@ def ask_all(answer: int, name: str) -> dict[int, int]:
         answer: this rank's.
         name: of the round, the same on all ranks. Errors are those of :func:`zenps.push_pull`.
     """
-    world = communicator()
+    world = PROCESS.world
     # Where ranks may get lost, they do not know the same of their number.
     most = MOST_WORKERS if world.is_elastic else world.size
     answers = torch.zeros(most, dtype=torch.int64, device="cpu")
     answers[world.rank] = answer
-    answers = push_pull_async(answers, name, average=False).wait()
+    answers = world.begin(Request(answers, name)).wait()
     return {rank: int(answers[rank]) for rank in answers.nonzero().flatten().tolist()}

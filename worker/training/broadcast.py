@@ -16,9 +16,10 @@ from torch import Tensor
 from zenps.config.settings import MOST_WORKERS
 from zenps.errors import MismatchError, ProtocolError, TensorError, UsageError, listing
 
-from ..api import communicator
-from ..core.communicator import Pending
+from ..core.pending import Pending
+from ..core.request import Options, Request
 from ..encode.dense import RootLostError
+from ..process import PROCESS
 from .ask import ask_all
 
 # Of a packed object: its length comes over the network, and memory is taken by it.
@@ -113,7 +114,7 @@ def broadcast_object(value: Any, root_rank: int = 0, name: str = "object") -> An
         ProtocolError: what came is no packed object.
     """
     data = b""
-    if communicator().rank == root_rank:
+    if PROCESS.world.rank == root_rank:
         try:
             data = msgpack.packb(value)
         except (TypeError, ValueError, OverflowError) as error:
@@ -162,27 +163,28 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     """
     tensors: list[Tensor] = []
     skeleton = None
-    if communicator().rank == root_rank:
+    if PROCESS.world.rank == root_rank:
         skeleton = _take_apart(optimizer.state_dict(), tensors)
     skeleton, described = broadcast_object(
         [skeleton, [[str(t.dtype), list(t.shape)] for t in tensors]], root_rank, "optimizer"
     )
-    if communicator().rank != root_rank:
+    if PROCESS.world.rank != root_rank:
         tensors = [torch.empty(shape, dtype=_DTYPES[dtype], device="cpu") for dtype, shape in described]
     _overwrite({f"optimizer/{i}": tensor for i, tensor in enumerate(tensors)}, root_rank)
-    if communicator().rank != root_rank:
+    if PROCESS.world.rank != root_rank:
         optimizer.load_state_dict(_put_together(skeleton, tensors))
 
 
 def _begin(tensor: Tensor, name: str, root_rank: int) -> Pending:
-    world = communicator()
+    world = PROCESS.world
     # One that is gone, in a job that goes on without it, is named by the round: here ranks may know or not.
     most = MOST_WORKERS if world.is_elastic else world.size
     if not 0 <= root_rank < most:
         raise UsageError(f"root_rank {root_rank}: expected 0 to {most - 1}")
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     raw = flat.view(*tensor.shape, tensor.element_size())
-    return world.push_pull_async(raw, name, average=False, contributes=world.rank == root_rank)
+    options = Options(contributes=world.rank == root_rank, purpose="broadcast")
+    return world.begin(Request(raw, name, options))
 
 
 def _check(tensor: object, name: str) -> None:

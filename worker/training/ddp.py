@@ -21,10 +21,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..api import push_gradient_async
-from ..core.communicator import Pending
-
-_prefixes = itertools.count()
+from ..core.pending import Pending
+from ..core.request import Options, Request
+from ..process import PROCESS
 
 
 @dataclass(slots=True)
@@ -37,7 +36,7 @@ class CommHookState:
     dense_group: dist.ProcessGroup | None = None
     """Averages the dense buckets, by allreduce; None sends them over ZenPS too."""
 
-    _prefix: str = field(default_factory=lambda: f"ddp{next(_prefixes)}")
+    _prefix: str = field(default_factory=lambda: PROCESS.new_prefix("ddp"))
     _finisher: _Finisher = field(default_factory=lambda: _Finisher())
     _numbers: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     """Of parameters, in the order in which they were first seen: the same on all ranks."""
@@ -100,7 +99,8 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
         return averaged
     name = f"{state._prefix}/{'sparse' if gradient.is_sparse else 'dense'}/{state._content(bucket)}"
     # DDP numbers its buckets as backward fills them: the last ones are of the first layers.
-    handle = push_gradient_async(gradient, name, priority=bucket.index())
+    options = Options(average=True, priority=bucket.index(), purpose="gradient")
+    handle = PROCESS.world.begin(Request(gradient, name, options))
     devices: list[int | str | torch.device] | None = [gradient.device] if gradient.is_cuda else None
     result: Future[Tensor] = Future(devices=devices)
     state._finisher.submit(handle, result)

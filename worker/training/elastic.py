@@ -11,8 +11,9 @@ from torch import nn
 
 from zenps.errors import PeerLostError, UsageError
 
-from ..api import communicator, push_pull
+from ..core.request import Request
 from ..encode.dense import RootLostError
+from ..process import PROCESS
 from .ask import ask_all
 from .broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .optimizer import DistributedOptimizer
@@ -69,18 +70,18 @@ class TrainingState:
             UsageError: workers were let in while a tensor was in flight; raised by its handle.
             PeerLostError: the job has failed.
         """
-        world = communicator()
+        world = PROCESS.world
         if not world.is_elastic:
             return
         # Ranks hear of joining workers at different times, but have to do the same.
         heard = torch.tensor([int(world.has_joining_workers())], device="cpu")
-        if push_pull(heard, "state/joining", average=False).item():
+        if world.begin(Request(heard, "state/joining")).wait().item():
             world.admit()
             self.sync()
 
     def sync(self) -> None:
         """Makes all ranks equal, in place, to the lowest that is no joining worker."""
-        world = communicator()
+        world = PROCESS.world
         has_state, world.is_joining = not world.is_joining, False
         while True:
             with_state = ask_all(int(has_state), "state/root")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -14,13 +13,11 @@ from torch.nn import Parameter
 
 from zenps.errors import MismatchError, UsageError, ZenPSError
 
-from ..api import communicator, push_gradient_async
-from ..backends.local import Alone
-from ..core.communicator import Pending
+from ..core.pending import Pending
+from ..core.request import Options, Request
+from ..process import PROCESS
 from .agreement import Agreed, named
 from .buckets import Bucket
-
-_prefixes = itertools.count()
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -61,7 +58,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._average = average
         self._passes_per_step = backward_passes_per_step
         self._skip = self._synchronized = False
-        self._prefix = f"optimizer{next(_prefixes)}"
+        self._prefix = PROCESS.new_prefix("optimizer")
         self._agreed = Agreed(self._prefix, named(optimizer, named_parameters))
         self._passes = dict.fromkeys(self._agreed.names, 0)
         self._in_flight: dict[Parameter | Bucket, Pending] = {}
@@ -107,7 +104,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """GradScaler.step asks for it. It would unscale what backward has pushed, and tell a fused optimizer
         by attributes, which the wrapped one would not see.
         """
-        if not (self._skip or isinstance(communicator(), Alone)):
+        if not (self._skip or not PROCESS.world.is_distributed):
             raise UsageError(
                 "GradScaler: expected synchronize(), then scaler.step() inside skip_synchronize()"
             )
@@ -147,7 +144,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             UsageError: a gradient was changed since backward pushed it, or belongs to no parameter that ranks
                 have agreed on.
         """
-        if isinstance(communicator(), Alone):
+        if not PROCESS.world.is_distributed:
             return
         self._check_gradients()
         self._passes = dict.fromkeys(self._passes, 0)
@@ -186,7 +183,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _on_gradient(self, parameter: Tensor) -> None:
         """Runs inside backward, whenever a parameter's gradient was accumulated."""
         assert isinstance(parameter, Parameter)
-        if isinstance(communicator(), Alone):
+        if not PROCESS.world.is_distributed:
             return
         self._synchronized = False
         self._passes[parameter] += 1
@@ -213,8 +210,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         elif not gradient.is_sparse:
             raise self._changed_kind(parameter, "sparse", "dense")
         name = f"{self._prefix}/{self._agreed.names[parameter]}"
-        priority = self._agreed.priorities[parameter]
-        self._in_flight[parameter] = push_gradient_async(gradient, name, self._average, priority)
+        self._in_flight[parameter] = self._push(gradient, name, self._agreed.priorities[parameter])
         self._pushed[parameter] = gradient, gradient._version
 
     def _push_bucket(self, bucket: Bucket) -> None:
@@ -222,11 +218,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise self._changed_kind(parameter, "dense", "sparse")
         priority = max(self._agreed.priorities[parameter] for parameter in bucket.parameters)
-        self._in_flight[bucket] = push_gradient_async(bucket.fused(), bucket.name, self._average, priority)
+        self._in_flight[bucket] = self._push(bucket.fused(), bucket.name, priority)
         bucket.waiting_for = set(bucket.parameters)
         for parameter in bucket.parameters:
             if parameter.grad is not None:
                 self._pushed[parameter] = parameter.grad, parameter.grad._version
+
+    def _push(self, gradient: Tensor, name: str, priority: int) -> Pending:
+        options = Options(average=self._average, priority=priority, purpose="gradient")
+        return PROCESS.world.begin(Request(gradient, name, options))
 
     def adopt_agreement(self, root_rank: int) -> None:
         """Takes over what the root's optimizer has agreed on, as :meth:`Agreed.adopt` says; for
@@ -253,7 +253,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _changed_kind(self, parameter: Parameter, agreed: str, now: str) -> MismatchError:
         name = self._agreed.names[parameter]
         return MismatchError(
-            f"gradient of {name!r} on rank {communicator().rank}: {now}, but ranks agreed that it is {agreed}"
+            f"gradient of {name!r} on rank {PROCESS.world.rank}: {now}, but ranks agreed that it is {agreed}"
         )
 
 

@@ -1,9 +1,9 @@
-"""The sockets to the servers, driven by whoever waits for a result.
+"""Channel to the servers: sockets that are polled by whichever thread waits for a result.
 
-There is no I/O thread on this path. A thread that submits a round sends its pushes itself, which
-only queues them: libzmq's own thread moves the bytes. A thread that waits for an answer polls and
-receives for everybody until its own has come (:mod:`.lock`). So a synchronous ``push_pull`` costs no
-hand-off from thread to thread; on a virtual machine each would take 40 to 100 µs.
+There is no I/O thread on this path. A thread that submits a tensor sends its pushes itself, which only queues
+them: libzmq's own thread moves the bytes. A thread that waits for an answer polls and receives for everybody
+until its own answer is there (:mod:`.lock`). So a synchronous ``push_pull`` costs no hand-off from thread to
+thread; on a virtual machine each would take 40 to 100 µs.
 """
 
 from __future__ import annotations
@@ -13,27 +13,32 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
 
 import zmq
 
-from zenps.config.settings import ClusterConfig
 from zenps.errors import PeerLostError, ProtocolError, UsageError, ZenPSError
-from zenps.keys import Keys
 from zenps.observe import log
 from zenps.observe.metrics import WorkerMetrics
+from zenps.schemes.base import WireForm
 from zenps.wire.frames import CorruptedError, Decoder
-from zenps.wire.messages import FromServer, Member, Result, View
+from zenps.wire.messages import FromServer, Result, View
 from zenps.wire.sockets import Socket, receive_frames
 
-from ..core.handle import Handle
+from ..core.encoded import EncodedTensor
+from ..core.pending import Pending, Waiter
 from ..core.spans import Spans
-from ..encode.transfer import EncodedTensor
-from ..rounds.states import Action, Deliver, Fail, Frames, Outgoing, Round, SendPush
+from ..core.steps import Steps
+from ..core.transfer import Answer
+from ..encode.sharder import Sharder
+from ..rounds.states import Action, Deliver, Fail, Outgoing, Reshard, Round, SendPush
 from ..rounds.tracker import WorkerRounds
 from .lock import CombiningLock
-from .memory import POOL_BYTES
-from .send_queue import SendQueue
-from .server_sockets import Servers
+from .membership import Membership
+from .pushes import PushWriter
+from .sender import Sender
+from .server_sockets import ServerSockets
 
 logger = logging.getLogger("zenps.worker")
 
@@ -42,12 +47,10 @@ TICK_SECONDS = 0.5
 # Plain integers: an enum's operator takes microseconds, at each message.
 READABLE, WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
 
-ReshardRound = Callable[[Round], tuple[EncodedTensor, Sequence[Outgoing]]]
-
 # Enough to receive what is there, too little to notice.
 LOOK_SECONDS = 0.001
 
-# How long close() waits for a driver on another thread to step aside.
+# How long close() waits for another thread to release the lock.
 CLOSE_SECONDS = 1.0
 
 # Where pushes have priorities: messages of up to sync.chunk_bytes that no other can overtake any more. The
@@ -55,145 +58,187 @@ CLOSE_SECONDS = 1.0
 AHEAD_MESSAGES = 2
 
 
-class Channel:
-    """All rounds of one worker. Every method may be called from any thread.
+class _Submit(NamedTuple):
+    pending: Pending
+    rounds: Sequence[Round]
+
+
+class _Departed(NamedTuple):
+    server: int
+
+
+class _Watermark(NamedTuple):
+    number: int
+
+
+class _Reached(NamedTuple):
+    future: Future[None]
+
+
+class _Fail(NamedTuple):
+    error: ZenPSError
+
+
+class _Notify:
+    """Has sleepers look again."""
+
+
+class _Close:
+    """The last command."""
+
+
+_Command = _Submit | View | _Watermark | _Departed | _Reached | _Fail | _Notify | _Close
+
+
+class Channel(Waiter):
+    """All rounds of one worker over servers. Every method may be called from any thread.
 
     Args:
-        ctx: where the sockets are opened; the caller destroys it after :meth:`close`.
-        cluster: limits and deadlines.
-        identity: this worker's routing identity.
+        membership: whose sockets these are; its first view is followed at once.
+        wire: the scheme's form on the wire.
+        sharder: reshards rounds; follows each view.
+        steps: reset when joining workers are admitted.
         metrics: for bytes, refusals and failures.
-        keys: this worker's, or None.
         spans: for a timeline.
-        has_priorities: whether what is pushed later goes first if its priority is higher. Otherwise libzmq
-            gets all at once, and sends it in that order.
     """
 
     def __init__(
         self,
-        ctx: zmq.Context[Socket],
-        cluster: ClusterConfig,
-        identity: bytes,
+        membership: Membership,
+        wire: WireForm,
+        sharder: Sharder,
+        steps: Steps,
         metrics: WorkerMetrics,
-        keys: Keys | None = None,
-        spans: Spans | None = None,
-        has_priorities: bool = False,
+        spans: Spans,
     ) -> None:
-        self._spans = spans or Spans()
-        self._metrics = metrics
-        self._exchange = WorkerRounds(cluster.patience_seconds, self._reshard)
+        cluster, view = membership.cluster, membership.view
+        self._sharder, self._steps = sharder, steps
+        self._metrics, self._spans = metrics, spans
+        self._rounds = WorkerRounds(cluster.patience_seconds)
         self._decoder: Decoder[FromServer] = Decoder(cluster.job, FromServer)
-        self._handles: dict[int, tuple[Round, Handle]] = {}
+        self._pending: dict[int, tuple[Round, Pending]] = {}
         """Who waits for which round, by the round's id."""
         self._next_tick = 0.0
-        self._ring = self._admitted = 0
-        self.follow: Callable[[View], None]
-        """Is called with each view, at once before the channel goes by it; set before the first one."""
-        self.reshard_round: ReshardRound
-        """Cuts a round for the present ring; set before the first one."""
-        self._lock = CombiningLock(self._drive)
+        self._ring_epoch, self._admitted = view.ring_epoch, view.admitted
+        self._lock: CombiningLock[_Command] = CombiningLock()
         self._poller = zmq.Poller()
         self._poller.register(self._lock.wake, zmq.POLLIN)
-        most_queued = AHEAD_MESSAGES if has_priorities else 0
-        self._servers = Servers(ctx, cluster, identity, keys, self._poller, most_queued, POOL_BYTES)
-        self._send_queue = SendQueue() if has_priorities else None
-        self._is_behind = threading.Event()
-        """Something waits in the send queue."""
+        self._servers = ServerSockets(membership, self._poller, AHEAD_MESSAGES if wire.prioritized else 0)
+        self._writer = PushWriter(view.rank, wire.pull_codec, self._servers)
+        self._sender = Sender(self._servers, wire.prioritized, metrics, spans)
         self._pusher: threading.Thread | None = None
         self._closed = False
+        self._post(view)
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether servers are on this host, and read what is placed for them.
-
-        Once all has failed nothing is: servers may still read what was pushed before, for other ranks.
-        """
-        return self._servers.shares_memory and self._exchange.failure is None
-
-    def place(self, server: int, frames: Frames) -> Frames:
-        """``frames`` of a push, where ``server`` can read them best."""
-        return self._servers.place(server, frames)
-
-    def submit(self, rounds: Sequence[Round], handle: Handle) -> None:
-        """Pushes the rounds of a tensor; their answers go to ``handle``."""
-
-        def push() -> None:
-            for round_ in rounds:
-                self._begin(round_, handle)
-
-        self._lock.post(push)
+    def submit(self, pending: Pending) -> None:
+        """Pushes a tensor, whose transfer is prepared."""
+        rounds = [self._new_round(pending, encoded) for encoded in pending.begin()]
+        self._post(_Submit(pending, rounds))
 
     def on_view(self, view: View) -> None:
-        """Members have changed: connects to new servers, and begins again what the ring concerns."""
+        """Members have changed: connects to new servers, and reshards what the ring concerns."""
+        self._post(view)
 
-        def follow() -> None:
-            # At the lock, with what comes after: a round must not be cut for a ring whose servers are not
-            # connected yet, nor pushed by one that has been.
-            self.follow(view)
-            if self._send_queue is not None and (view.ring_epoch, view.admitted) != (
-                self._ring,
-                self._admitted,
-            ):
-                self._send_queue.clear()
-            self._ring = view.ring_epoch
-            if view.admitted > self._admitted:
-                self._admitted = view.admitted
-                self._execute(self._exchange.reset())
-            self._reconnect({server.rank: server for server in view.servers})
-            workers = frozenset(worker.rank for worker in view.workers)
-            self._execute(self._exchange.on_view(view.ring_epoch, view.servers, time.monotonic(), workers))
-
-        self._lock.post(follow)
-
-    def then(self, command: Callable[[], None]) -> None:
-        """Runs ``command`` after all that has been said so far."""
-        self._lock.post(command)
+    def then(self, reached: Future[None]) -> None:
+        """``reached`` gets its result after all that was posted so far."""
+        self._post(_Reached(reached))
 
     def on_watermark(self, watermark: int) -> None:
         """The scheduler has begun a watermark."""
-        self._lock.post(lambda: self._exchange.on_watermark(watermark))
+        self._post(_Watermark(watermark))
 
     def on_departed(self, server: int) -> None:
         """The scheduler misses a server itself, so that it is no wonder that it cannot be reached."""
-        self._lock.post(lambda: self._servers.reach.on_answer(server))
+        self._post(_Departed(server))
 
     @property
     def watermark(self) -> int:
         """The newest watermark that has passed here."""
-        return self._exchange.watermark
-
-    def wait(self, ready: Callable[[], bool], until: float) -> None:
-        """Drives, or sleeps while another thread does, until ``ready()`` or the monotonic time ``until``."""
-        self._lock.wait(ready, until)
+        return self._rounds.watermark
 
     def wake(self) -> None:
         """Something that a thread in :meth:`wait` may be waiting for has happened elsewhere."""
-        self._lock.post(self._lock.tell)
+        self._post(_Notify())
 
-    def look(self) -> None:
+    def wait(self, ready: Callable[[], bool], until: float) -> None:
+        """Polls, or sleeps while another thread does, until ``ready()`` or the monotonic time ``until``."""
+        while not ready() and time.monotonic() < until:
+            if self._lock.take_or_sleep(ready, until):
+                try:
+                    self._poll(ready, until)
+                finally:
+                    self._release()
+
+    def look(self, ready: Callable[[], bool] = lambda: False) -> None:
         """Sees to what has come, should nobody wait just now: another rank may want a round again."""
-        self.wait(lambda: False, time.monotonic() + LOOK_SECONDS)
+        self.wait(ready, time.monotonic() + LOOK_SECONDS)
 
     def fail(self, error: ZenPSError) -> None:
         """Ends every round, and all that are submitted later, with ``error``."""
-        self._lock.post(lambda: self._execute(self._exchange.on_lost(error)))
+        self._post(_Fail(error))
 
     def close(self) -> None:
         """Closes the sockets; what is in flight fails."""
         self.fail(UsageError("this worker has left the cluster; call zenps.init() to join again"))
-        self._lock.post(self._close_sockets)
+        self._post(_Close())
         self.wait(lambda: self._closed, time.monotonic() + CLOSE_SECONDS)
 
-    # ── at the lock ────────────────────────────────────────────────────────────────────────────
+    def _new_round(self, pending: Pending, encoded: EncodedTensor) -> Round:
+        name, step = encoded.round_of(pending.name, pending.progress.step)
+        encoded = self._share(encoded)
+        outgoing = self._writer.write(name, step, encoded, pending.options)
+        return Round(name, step, encoded.sharding.ring_epoch, outgoing, encoded, pending.options)
 
-    def _drive(self, ready: Callable[[], bool], until: float) -> None:
+    def _share(self, encoded: EncodedTensor) -> EncodedTensor:
+        # Once all has failed nothing is shared: servers may still read what was pushed before, for others.
+        return encoded if self._rounds.failure else self._writer.share(encoded)
+
+    # ── with the lock ───────────────────────────────────────────────────────────────────────────
+
+    def _post(self, command: _Command) -> None:
+        if self._lock.take_or_leave(command):
+            try:
+                self._run(command)
+            finally:
+                self._release()
+
+    def _release(self) -> None:
+        try:
+            for command in self._lock.release():
+                self._run(command)
+        except BaseException:  # the lock must not stay with a thread that is about to leave
+            self._release()
+            raise
+
+    def _run(self, command: _Command) -> None:
+        match command:
+            case _Submit(pending, rounds):
+                for round_ in rounds:
+                    self._begin(round_, pending)
+            case View():
+                self._follow(command)
+            case _Watermark(number):
+                self._rounds.on_watermark(number)
+            case _Departed(server):
+                self._servers.connectivity.on_answer(server)
+            case _Reached(future):
+                future.set_result(None)
+            case _Fail(error):
+                self._execute(self._rounds.on_lost(error))
+            case _Notify():
+                self._lock.notify()
+            case _Close():
+                self._close_sockets()
+
+    def _poll(self, ready: Callable[[], bool], until: float) -> None:
         while True:
-            self._lock.run_commands()
+            for command in self._lock.commands():
+                self._run(command)
             now = time.monotonic()
             if ready() or self._closed or now >= until:
                 return
             if now >= self._next_tick:
-                self._execute(self._exchange.on_tick(now))
+                self._execute(self._rounds.on_tick(now))
                 self._look_for_servers(now)
                 self._next_tick = now + TICK_SECONDS
                 continue
@@ -204,10 +249,27 @@ class Channel:
                     self._look_for_refusals()
                 else:
                     if event & WRITABLE:
-                        assert self._send_queue is not None
-                        self._send_waiting(rank, self._send_queue)
+                        self._sender.send_waiting(rank)
                     if event & READABLE:
                         self._receive(rank, socket)
+
+    def _follow(self, view: View) -> None:
+        """Follows a view, with all that depends on it: a round must not be sharded for a ring whose servers
+        are not connected yet, nor pushed by one that has passed.
+        """
+        self._sharder.follow(view)
+        self._metrics.epoch.set(view.epoch)
+        is_admission = view.admitted > self._admitted
+        if view.ring_epoch != self._ring_epoch or is_admission:
+            self._sender.clear()
+        self._ring_epoch, self._admitted = view.ring_epoch, view.admitted
+        if is_admission:
+            self._steps.reset()
+            self._execute(self._rounds.reset())
+        if not self._closed:
+            self._servers.follow({server.rank: server for server in view.servers}, time.monotonic())
+        workers = frozenset(worker.rank for worker in view.workers)
+        self._execute(self._rounds.on_view(view.ring_epoch, view.servers, workers))
 
     def _receive(self, rank: int, socket: Socket) -> None:
         envelope, *frames = receive_frames(socket)
@@ -218,44 +280,90 @@ class Channel:
                 self._metrics.shared_bytes.inc(frames[-1].nbytes)
         except CorruptedError as error:
             self._refuse(rank, error)
-            self._execute(self._exchange.on_corrupted(rank, error.message))
+            self._execute(self._rounds.on_corrupted(rank, error.message))
             return
         except ProtocolError as error:
             self._refuse(rank, error)
             return
-        self._servers.reach.on_answer(rank)
+        self._servers.connectivity.on_answer(rank)
         self._metrics.pull_bytes.inc(envelope.nbytes + sum([frame.nbytes for frame in frames]))
-        self._execute(self._exchange.on_reply(rank, message, frames, time.monotonic()))
+        self._execute(self._rounds.on_reply(rank, message, frames, time.monotonic()))
 
-    def _begin(self, round_: Round, handle: Handle) -> None:
-        self._handles[id(round_)] = round_, handle
-        self._execute(self._exchange.submit(round_, time.monotonic()))
+    def _begin(self, round_: Round, pending: Pending) -> None:
+        self._pending[id(round_)] = round_, pending
+        self._execute(self._rounds.submit(round_, time.monotonic()))
 
-    def _deliver(self, answer: Deliver) -> None:
-        key = id(answer.round)
-        _, handle = self._handles.pop(key) if answer.last else self._handles[key]
+    def _deliver(self, action: Deliver) -> None:
+        key = id(action.round)
+        _, pending = self._pending.pop(key) if action.last else self._pending[key]
         try:
-            following = handle.deliver((answer.server, answer.result, answer.frames), answer.last)
+            following = pending.deliver(Answer(action.server, action.result, action.frames), action.last)
         except ProtocolError as error:
-            self._fail(handle, error)
+            self._fail(pending, error)
             return
-        if following is not None:
-            self._begin(following, handle)
-        self._lock.tell()
+        for encoded in following:
+            self._begin(self._new_round(pending, encoded), pending)
+        self._lock.notify()
 
-    def _fail(self, handle: Handle, error: ZenPSError) -> None:
+    def _fail(self, pending: Pending, error: ZenPSError) -> None:
         """Fails a tensor, with all rounds that it has in flight."""
         self._metrics.rounds.fail()
-        handle.fail(error)
-        for key, (round_, its_handle) in list(self._handles.items()):
-            if its_handle is handle:
-                del self._handles[key]
-                self._exchange.give_up(round_)
-        self._lock.tell()
+        pending.fail(error)
+        for key, (round_, its_pending) in list(self._pending.items()):
+            if its_pending is pending:
+                del self._pending[key]
+                self._rounds.give_up(round_)
+        self._lock.notify()
+
+    def _reshard(self, round_: Round) -> None:
+        assert isinstance(round_.encoded, EncodedTensor)
+        encoded = self._share(self._sharder.reshard(round_.tensor, round_.encoded))
+        outgoing = self._writer.write(round_.tensor, round_.step, encoded, round_.options, again=round_.again)
+        awaited = self._pending.get(id(round_))
+        if awaited is not None:  # else it has ended here, and is pushed for others
+            awaited[1].restart(encoded)
+        self._metrics.repeated_rounds.labels(cause="unanswered" if awaited else "wanted").inc()
+        ring_epoch = encoded.sharding.ring_epoch
+        self._execute(self._rounds.on_resharded(round_, ring_epoch, encoded, outgoing, time.monotonic()))
+
+    def _execute(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case SendPush(outgoing=out, again=again):
+                    if again:
+                        self._metrics.refused_pushes.inc()
+                    if not self._send(out):
+                        return
+                case Reshard(round=round_):
+                    self._reshard(round_)
+                case Deliver():
+                    self._deliver(action)
+                case Fail(round=round_, error=error):
+                    if id(round_) in self._pending:  # else another of its tensor's rounds has failed before
+                        self._fail(self._pending[id(round_)][1], error)
+
+    def _send(self, out: Outgoing) -> bool:
+        """Whether it was taken; if not, its server has refused this worker, and all has failed."""
+        try:
+            self._sender.send(out)
+        except zmq.Again:
+            self._lose(out.server)
+            return False
+        if self._sender.has_waiting and self._pusher is None:
+            self._pusher = threading.Thread(target=self._push_on, name="zenps-pusher", daemon=True)
+            self._pusher.start()
+        return True
+
+    def _push_on(self) -> None:
+        """Polls while pushes wait: those who asked for them may be computing now."""
+        while not self._closed:
+            self._sender.is_behind.wait()
+            self._sender.is_behind.clear()
+            self.wait(lambda: self._closed or not self._sender.has_waiting, math.inf)
 
     def _look_for_servers(self, now: float) -> None:
-        if self._exchange.in_flight and (error := self._servers.reach.look(now)):
-            self._execute(self._exchange.on_lost(error))
+        if self._rounds.in_flight and (error := self._servers.connectivity.look(now)):
+            self._execute(self._rounds.on_lost(error))
 
     def _look_for_refusals(self) -> None:
         rank = self._servers.refused_by()
@@ -264,79 +372,14 @@ class Channel:
 
     def _lose(self, rank: int) -> None:
         reason = f"server {rank} has refused this worker; see its log and its security.keys"
-        self._execute(self._exchange.on_lost(PeerLostError(reason)))
-
-    def _reconnect(self, servers: dict[int, Member]) -> None:
-        if not self._closed:
-            self._servers.follow(servers, time.monotonic())
-
-    def _reshard(self, round_: Round) -> Sequence[Outgoing]:
-        sent, outgoing = self.reshard_round(round_)
-        round_.sent = sent
-        awaited = self._handles.get(id(round_))
-        if awaited is not None:  # else it has ended here, and is pushed for others
-            awaited[1].restart(sent)
-        self._metrics.repeated_rounds.labels(cause="unanswered" if awaited else "wanted").inc()
-        return outgoing
+        self._execute(self._rounds.on_lost(PeerLostError(reason)))
 
     def _refuse(self, rank: int, error: ProtocolError) -> None:
         self._metrics.protocol_errors.labels(reason=error.reason).inc()
         log.once(logger, rank, "dropped a message of server %d: %s", rank, error)
 
-    def _execute(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            match action:
-                case SendPush(outgoing=out, again=again):
-                    if again:
-                        self._metrics.refused_pushes.inc()
-                    if self._send_queue is not None:
-                        self._send_queue.add(out)
-                        self._send_waiting(out.server, self._send_queue)
-                        continue
-                    try:
-                        self._send(out)
-                    except zmq.Again:
-                        self._lose(out.server)
-                        return
-                case Deliver():
-                    self._deliver(action)
-                case Fail(round=round_, error=error):
-                    if id(round_) in self._handles:  # else another of its tensor's rounds has failed before
-                        self._fail(self._handles[id(round_)][1], error)
-
-    def _send_waiting(self, server: int, send_queue: SendQueue) -> None:
-        """Sends what there is room for; the rest is sent by whoever drives when there is more."""
-        while (out := send_queue.first(server)) is not None and self._servers.has_room(server):
-            send_queue.remove_first(server)
-            self._send(out)
-        is_behind = out is not None
-        self._servers.watch_for_room(server, is_behind)
-        self._metrics.waiting_pushes.set(len(send_queue))
-        if is_behind:
-            self._is_behind.set()
-            if self._pusher is None:
-                self._pusher = threading.Thread(target=self._push_on, name="zenps-pusher", daemon=True)
-                self._pusher.start()
-
-    def _push_on(self) -> None:
-        """Drives while pushes wait: those who asked for them may be computing now."""
-        while not self._closed:
-            self._is_behind.wait()
-            self._is_behind.clear()
-            self.wait(lambda: self._closed or not self._send_queue, math.inf)
-
-    def _send(self, out: Outgoing) -> None:
-        push = out.push
-        with self._spans("push", push.tensor, push.step) as span:
-            size, shared = self._servers.send(out.server, push, out.frames)
-            if span:
-                where = {"chunk": push.chunk, "epoch": push.ring_epoch, "server": out.server}
-                span.note(**where, rows=push.rows, bytes=size, codec=push.codec)
-        self._metrics.push_bytes.inc(size)
-        self._metrics.shared_bytes.inc(shared)
-
     def _close_sockets(self) -> None:
         self._closed = True
-        self._is_behind.set()
+        self._sender.is_behind.set()
         self._servers.close()
         self._lock.close()

@@ -1,4 +1,4 @@
-"""A worker's membership: one thread that keeps the lease and carries barriers."""
+"""Lease of a worker: one thread that sends heartbeats, hears of views, and carries barriers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,8 @@ from queue import Empty, SimpleQueue
 
 import zmq
 
-from zenps.config.settings import Config
-from zenps.errors import DeadlineError, PeerLostError, UsageError, ZenPSError
-from zenps.keys import load_keys
+from zenps.errors import DeadlineError, PeerLostError, UsageError, ZenPSError, listing
 from zenps.observe import log
-from zenps.observe.metrics import WorkerMetrics
-from zenps.schemes.registry import over_servers
-from zenps.wire.curve import warn_if_open
 from zenps.wire.messages import (
     LAST_BARRIER,
     Admit,
@@ -29,16 +24,16 @@ from zenps.wire.messages import (
     BarrierReply,
     Departed,
     HeartbeatReply,
-    Load,
     Refused,
-    Register,
     View,
 )
 from zenps.wire.scheduler_link import SchedulerLink
-from zenps.wire.sockets import LINGER_MS, Socket
 
 from ..core.spans import Spans
-from .channel import Channel, ReshardRound
+from ..core.statistics import Statistics
+from ..rounds.tracker import PATIENCE_SECONDS
+from .channel import Channel
+from .membership import Membership
 
 logger = logging.getLogger("zenps.worker")
 
@@ -65,60 +60,46 @@ class _Leave:
     """The last command."""
 
 
-class Session:
-    """One worker's time in the cluster, from registration to departure.
+class Lease:
+    """Keeps a worker's lease until it leaves. Every method may be called from any thread.
 
-    Joins before it returns; the errors are those of :meth:`SchedulerLink.join`.
+    Args:
+        membership: what the worker has joined.
+        link: to the scheduler; from now on the lease's thread alone uses it.
+        channel: hears of views, watermarks and failures.
+        statistics: counters that go to the scheduler with every heartbeat.
+        spans: for a timeline.
 
     Attributes:
         view: membership and ring.
-        channel: the way to the servers.
-        joining workers: how many workers wait to be let in, as the scheduler said last.
+        joining: how many workers wait to be admitted, as the scheduler said last.
         failure: what has ended this worker's membership; None while it lasts.
-        on_failure: is called with it, on the lease's thread.
+        ended: gets ``failure`` as its exception.
     """
 
-    def __init__(self, config: Config, register: Register, metrics: WorkerMetrics, spans: Spans) -> None:
-        self._cluster = config.cluster
-        self._spans = spans
-        keys = load_keys(config.security, "worker", register.rank if register.rank >= 0 else None)
-        warn_if_open(keys, self._cluster.scheduler)
-        self._ctx: zmq.Context[Socket] = zmq.Context()
-        try:
-            self._link = SchedulerLink(self._ctx, self._cluster, "worker", keys)
-            spans.trace.follow(self._link.clock)
-            self.view: View = self._link.join(register)
-            identity = self._link.identity
-            has_priorities = over_servers(config.sync.scheme).has_priorities
-            self.channel = Channel(self._ctx, self._cluster, identity, metrics, keys, spans, has_priorities)
-        except BaseException:  # Ctrl-C while others are waited for, too: sockets would linger at exit
-            self._ctx.destroy(linger=0)
-            raise
-        log.here.rank, log.here.epoch = self.view.rank, self.view.epoch
-        spans.trace.name(self.view.rank)
-        spans.trace.epoch(self.view.epoch, len(self.view.workers), len(self.view.servers))
+    def __init__(
+        self,
+        membership: Membership,
+        link: SchedulerLink,
+        channel: Channel,
+        statistics: Statistics,
+        spans: Spans,
+    ) -> None:
+        self.view = membership.view
         self.joining = 0
-        self.on_failure: Callable[[ZenPSError], None] = lambda _: None
+        self.failure: ZenPSError | None = None
+        self.ended: Future[None] = Future()
+        self._cluster = membership.cluster
+        self._link = link
+        self._channel = channel
+        self._statistics = statistics
+        self._spans = spans
         self._commands: SimpleQueue[_AwaitBarrier | _AwaitAdmission | _Leave] = SimpleQueue()
         self._wake_reader, self._wake_writer = net.socketpair()
         self._barriers: dict[int, Future[None]] = {}
         self._admission: _AwaitAdmission | None = None
         self._barrier_sequence = 0
-        self.failure: ZenPSError | None = None
-        self._thread = threading.Thread(target=self._keep_lease, name="zenps-lease", daemon=True)
-
-    def start(
-        self, report: Callable[[], Load], follow: Callable[[View], None], reshard_round: ReshardRound
-    ) -> None:
-        """Connects to the servers, and keeps the lease from now on.
-
-        Args:
-            report: gives the counters that go to the scheduler with every heartbeat.
-            follow, cut_again: as :attr:`Channel.follow` and :attr:`Channel.cut_again`.
-        """
-        self._report = report
-        self.channel.follow, self.channel.reshard_round = follow, reshard_round
-        self.channel.on_view(self.view)
+        self._thread = threading.Thread(target=self._keep, name="zenps-lease", daemon=True)
         self._thread.start()
 
     def barrier(self) -> None:
@@ -161,15 +142,25 @@ class Session:
             reached: Future[None] = Future()
             self._post(_AwaitBarrier(LAST_BARRIER, reached))
             self._await(reached, TOGETHER_SECONDS)
-        self.channel.close()
+        self._channel.close()
         self._post(_Leave())
         self._thread.join(CLOSE_SECONDS)
-        self._ctx.destroy(linger=LINGER_MS)
+
+    def await_loss(self, is_over: Callable[[], bool] = lambda: False) -> ZenPSError | None:
+        """What has become of a worker that cannot be reached, once the scheduler has found out.
+
+        Returns:
+            None if that stays unknown, or ``is_over()`` before.
+        """
+        until = time.monotonic() + self._cluster.lease_seconds + PATIENCE_SECONDS
+        self._channel.wait(lambda: bool(self.failure or self.view.left or is_over()), until)
+        gone = [worker for worker in self.view.workers if worker.rank in self.view.left]
+        return self.failure or (PeerLostError(f"{listing(gone)} left the job") if gone else None)
 
     def _await(self, reached: Future[None], seconds: float) -> bool:
         """Whether it is reached in time. Drives the channel, for others may want what was pushed here."""
-        reached.add_done_callback(lambda _: self.channel.wake())
-        self.channel.wait(reached.done, time.monotonic() + seconds)
+        reached.add_done_callback(lambda _: self._channel.wake())
+        self._channel.wait(reached.done, time.monotonic() + seconds)
         return reached.done()
 
     def _post(self, command: _AwaitBarrier | _AwaitAdmission | _Leave) -> None:
@@ -181,13 +172,13 @@ class Session:
 
     # ── the lease's thread ──────────────────────────────────────────────────────────────────────
 
-    def _keep_lease(self) -> None:
+    def _keep(self) -> None:
         try:
             while not self._on_commands():
                 now = time.monotonic()
                 if self._link.is_beat_due(now):
                     self._beat(now)
-                    self.channel.look()
+                    self._channel.look()
                 self._sleep(self._link.seconds_to_beat(now))
                 self._on_scheduler()
                 self._check_scheduler()
@@ -204,7 +195,7 @@ class Session:
             self._fail_commands()
 
     def _beat(self, now: float) -> None:
-        self._link.beat(now, self.view.epoch, self._report(), watermark=self.channel.watermark)
+        self._link.beat(now, self.view.epoch, self._statistics.load(), watermark=self._channel.watermark)
         for sequence in self._barriers:  # it may have been lost, with its connection or the scheduler
             self._link.send(Barrier(sequence))
         if self._admission is not None:
@@ -259,13 +250,13 @@ class Session:
                         reached.set_result(None)
                 case HeartbeatReply(watermark=watermark, joining=joining):
                     self.joining = joining
-                    self.channel.on_watermark(watermark)
+                    self._channel.on_watermark(watermark)
                 case View():
                     self._on_view(message)
                 case Departed(member=member, lost=lost, reason=reason):
                     logger.warning("%s", reason) if lost else logger.debug("%s", reason)
                     if member.role == "server":
-                        self.channel.on_departed(member.rank)
+                        self._channel.on_departed(member.rank)
                 case Refused(reason=reason):
                     self._fail(PeerLostError(reason))
 
@@ -280,10 +271,10 @@ class Session:
             self._barrier_sequence = self._link.registration.barriers = 0
             self.joining = 0
         self.view = view
-        self.channel.on_view(view)
+        self._channel.on_view(view)
         if is_admission and self._admission is not None:
             admission, self._admission = self._admission, None
-            self.channel.then(lambda: admission.reached.set_result(None))
+            self._channel.then(admission.reached)
         self._beat(time.monotonic())
 
     def _check_scheduler(self) -> None:
@@ -294,9 +285,10 @@ class Session:
                 self._fail(error)
 
     def _fail(self, error: ZenPSError) -> None:
-        self.failure = self.failure or error
-        self.channel.fail(error)
-        self.on_failure(error)
+        if self.failure is None:
+            self.failure = error
+            self.ended.set_exception(error)
+        self._channel.fail(error)
         for reached in self._barriers.values():
             reached.set_exception(error)
         self._barriers.clear()

@@ -8,60 +8,48 @@ from functools import partial
 import zmq
 from msgspec import structs
 
-from zenps.config.settings import ClusterConfig
 from zenps.errors import ProtocolError
-from zenps.keys import Keys, node_name
+from zenps.keys import node_name
 from zenps.wire.arena import open_arena
 from zenps.wire.curve import Handshakes
 from zenps.wire.frames import encode
 from zenps.wire.messages import Hello, Member, Push, Shared
 from zenps.wire.sockets import COPY_BELOW_BYTES, Socket, connect, open_dealer, send_frames
 
+from ..core.memory import POOL_BYTES
 from ..rounds.states import Frames
 from .connectivity import Connectivity
+from .membership import Membership
 from .shared_memory import SharedMemoryPeer, call
 
 
-class Servers:
-    """For one thread at a time.
+class ServerSockets:
+    """For one thread at a time, but where it says otherwise.
 
     Args:
-        ctx: where sockets are opened.
-        cluster: limits and deadlines.
-        identity: this worker's routing identity.
-        keys: this worker's, or None.
+        membership: whose sockets these are.
         poller: gets every socket that is opened.
-        keep_bytes: of memory that is shared, at most so much is kept unused.
         most_queued: messages that may wait for one server behind those that TCP has taken; 0: any number.
 
     Attributes:
-        reach: whether they can be reached.
+        connectivity: whether the servers can be reached.
     """
 
-    def __init__(
-        self,
-        ctx: zmq.Context[Socket],
-        cluster: ClusterConfig,
-        identity: bytes,
-        keys: Keys | None,
-        poller: zmq.Poller,
-        most_queued: int,
-        keep_bytes: int,
-    ) -> None:
-        self.reach = Connectivity(cluster)
-        self._ctx = ctx
-        self._keys = keys
+    def __init__(self, membership: Membership, poller: zmq.Poller, most_queued: int) -> None:
+        cluster = membership.cluster
+        self.connectivity = Connectivity(cluster)
+        self._ctx, self._keys = membership.ctx, membership.keys
         self._job = cluster.job
-        self._hello = Hello(cluster.job, identity)
-        self._arena = open_arena(cluster, keep_bytes)
+        self._hello = Hello(cluster.job, membership.identity)
+        self._arena = open_arena(cluster, POOL_BYTES)
         self._shared_memory: dict[int, SharedMemoryPeer] = {}
-        """Those servers that are on this host."""
+        """Of those servers that are on this host."""
         self._open = partial(
             open_dealer,
-            ctx,
-            identity=identity,
+            self._ctx,
+            identity=membership.identity,
             max_message_bytes=cluster.max_message_bytes,
-            keys=keys,
+            keys=self._keys,
             most_queued=most_queued,
         )
         self._poller = poller
@@ -86,18 +74,15 @@ class Servers:
         return None
 
     @property
-    def shares_memory(self) -> bool:
-        """Whether servers are on this host, and read its memory."""
+    def share_memory(self) -> bool:
+        """Whether servers are on this host, and read this worker's memory. From any thread."""
         return bool(self._shared_memory)
 
-    def place(self, rank: int, frames: Frames) -> Frames:
-        """``frames`` of a push to a server, where it can read them if it is on this host.
-
-        From any thread.
-        """
-        if self._arena is None or rank not in self._shared_memory or frames[-1].nbytes < COPY_BELOW_BYTES:
-            return frames
-        return *frames[:-1], self._arena.copy(frames[-1])
+    def share(self, rank: int, values: memoryview) -> memoryview:
+        """Values of a push to a server, where it can read them if it is on this host. From any thread."""
+        if self._arena is None or rank not in self._shared_memory or values.nbytes < COPY_BELOW_BYTES:
+            return values
+        return self._arena.copy(values)
 
     def send(self, rank: int, push: Push, frames: Frames) -> tuple[int, int]:
         """Queues a push for a server; how many bytes it has, and how many of them are read where they lie.
@@ -158,13 +143,13 @@ class Servers:
         connect(socket, server.address)
         if self._arena is not None and (peer_memory := call(server.address, self._hello, self._arena)):
             self._shared_memory[server.rank] = peer_memory
-        self.reach.on_connect(server, now)
+        self.connectivity.on_connect(server, now)
         self._sockets[server.rank] = server.address, socket
         self._ranks[socket] = server.rank
         self._poller.register(socket, zmq.POLLIN)
 
     def _close(self, rank: int) -> None:
-        self.reach.on_answer(rank)
+        self.connectivity.on_answer(rank)
         _, socket = self._sockets.pop(rank)
         self._poller.unregister(socket)
         del self._ranks[socket]

@@ -14,7 +14,7 @@ from zenps.worker.core.handle import Progress
 from zenps.worker.core.statistics import Moved, Statistics
 from zenps.worker.encode.dense import WholeTransfer
 from zenps.worker.encode.sparse import SparseTransfer
-from zenps.worker.encode.transfer import Sharding, Transfer
+from zenps.worker.core.transfer import Sharding, Transfer
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from zenps.wire.tensors import dtype_name
 from zenps.worker.encode.blocks import BlockTransfer
 from zenps.worker.encode.gpu import StagedBlocks
 from zenps.worker.encode.streams import Plan, plan_streams
-from zenps.worker.encode.transfer import EncodedChunk
+from zenps.worker.core.transfer import EncodedChunk
 
 POOL = BufferPool(1 << 26)
 AGGREGATOR = Aggregator(CpuKernels(POOL), POOL)

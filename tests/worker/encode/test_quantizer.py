@@ -33,7 +33,7 @@ from zenps.worker.encode.planner import Transfers
 from zenps.worker.encode.quantizer import Quantizer, Residuals
 from zenps.worker.encode.reshard import reshard
 from zenps.worker.encode.sparse import SparseTransfer
-from zenps.worker.encode.transfer import Sharding, Transfer
+from zenps.worker.core.transfer import Sharding, Transfer
 from zenps.worker.training.buckets import Bucket
 
 ROWS, STEPS, RANKS = 600, 6, 3

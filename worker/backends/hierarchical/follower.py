@@ -1,12 +1,11 @@
-"""A rank that is not the leader of its host: gives its parts to that, and takes the sums."""
+"""Follower on a host: a rank that gives its parts to the leader, and takes the sums."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -16,24 +15,23 @@ from zenps.wire.arena import Window
 
 from ..negotiation import Entry
 from .link import Failed, Give, Link, LinkError, Take, Taken
-from .rounds import HostRounds
+from .rounds import HostRounds, HostSession
 from .transfer import HostRound
 
 _FAILURES = {kind.__name__: kind for kind in (DeadlineError, MismatchError, PeerLostError, TensorError)}
 
 
 class Follower(HostRounds):
-    """For the arguments after these, see :class:`HostRounds`.
+    """A follower's side.
 
     Args:
+        host: its part in the host.
         link: to the leader.
-        await_loss: waits, after that broke, until it is known what became of the leader; None if that stays
-            unknown.
     """
 
-    def __init__(self, link: Link, await_loss: Callable[[], ZenPSError | None], *common: Any) -> None:
-        super().__init__(*common)
-        self._link, self._await_loss = link, await_loss
+    def __init__(self, host: HostSession, link: Link) -> None:
+        super().__init__(host)
+        self._link = link
         self._window = Window(link.fd)
         self._dropped: deque[int] = deque()
         """Numbers of rounds whose sums nobody here has any more, and of which the leader has to hear."""
@@ -48,7 +46,7 @@ class Follower(HostRounds):
         offset, round_.lease = self._arena.lease(max(size, 1))
         form.place(round_.lease[:size], rows).copy_(part)
         round_.part = part._replace(values=part.values[:0])  # there is a copy of it now
-        with contextlib.suppress(LinkError):  # that the leader is gone, the meeting will say
+        with contextlib.suppress(LinkError):  # that the leader is gone, the negotiation will say
             self._link.send(Give(round_.name, round_.number, rows, offset, size))
             self._tell_of_dropped()
 
@@ -64,7 +62,7 @@ class Follower(HostRounds):
         if not self.is_over:
             leader = f"worker {self._link.rank}, the leader of this host,"
             broken = PeerLostError(f"{leader} cannot be reached any more; see its log")
-            self.fail(self._await_loss() or broken)
+            self.fail(self._session.lease.await_loss(self._is_over) or broken)
 
     def _take(self, take: Take) -> None:
         round_ = self._round(take.number)
@@ -86,14 +84,17 @@ class Follower(HostRounds):
             while self._dropped:
                 self._link.send(Taken(self._dropped.popleft()))
 
-    def _finish(self, number: int, outcome: Any) -> None:
+    def _finish(self, number: int, outcome: Tensor | ZenPSError) -> None:
         round_ = self._round(number)
         if round_ is not None:
-            # The leader may have heard of the meeting's end before. Until it is heard of here, too, the
+            # The leader may have heard of the negotiation's end before. Until it is heard of here, too, the
             # tensor is in flight.
-            self._wait(lambda: round_.is_negotiated or self.is_over, math.inf)
+            self._servers.wait(lambda: round_.is_negotiated or self.is_over, math.inf)
             round_.lease = None
             self._end(round_, outcome)
+
+    def _is_over(self) -> bool:
+        return self.is_over
 
     def _round(self, number: int) -> HostRound | None:
         with self._news:

@@ -1,25 +1,30 @@
-"""The leader of a host, its lowest rank: adds what the ranks there give, and hands out the sum."""
+"""Leader of a host, its lowest rank: adds what the ranks there give, and hands out the sum."""
 
 from __future__ import annotations
 
 import contextlib
 import selectors
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
+from msgspec import structs
 from torch import Tensor
 
 from zenps.buffers import BufferPool
 from zenps.errors import UsageError, ZenPSError
 from zenps.wire.arena import Window
 
-from ...core.handle import Handle
-from ...encode.sparse import as_table
+from ...core.pending import Pending
+from ...core.request import Request
+from ...encode.tables import as_table
 from ..negotiation import Entry
 from .adder import Adder
 from .link import Failed, Give, Link, LinkError, Take, Taken
-from .rounds import HostRounds
+from .rounds import HostRounds, HostSession
 from .transfer import HostRound, Part, added
+
+# Of what leaders push: under the tensor's own name all ranks negotiate.
+SUFFIX = "@hosts"
 
 # What a rank gives is on its way before the ranks meet.
 GIVE_SECONDS = 30.0
@@ -27,11 +32,8 @@ GIVE_SECONDS = 30.0
 # Characters of the reason of a failure.
 MOST_REASON = 4096
 
-Push = Callable[[HostRound, Tensor], tuple[Handle, Callable[[Tensor], Tensor] | None]]
-"""Begins the round over servers; what makes its result what it shall be, where it is another."""
 
-
-class _Place(NamedTuple):
+class _Lease(NamedTuple):
     """Where a sum lies in the leader's arena, and that memory."""
 
     rows: int
@@ -41,17 +43,19 @@ class _Place(NamedTuple):
 
 
 class Leader(HostRounds):
-    """For the arguments after these, see :class:`HostRounds`.
+    """The leader's side.
 
     Args:
-        links: to the other ranks, in rank order.
-        push: begins a round over servers, for all ranks of this host; None: there is no other host, and this
-            one's sum is the whole.
+        host: its part in the host.
+        links: to the other ranks there, in rank order.
     """
 
-    def __init__(self, links: Sequence[Link], push: Push | None, *common: Any) -> None:
-        super().__init__(*common)
-        self._links, self._push = links, push
+    def __init__(self, host: HostSession, links: Sequence[Link]) -> None:
+        super().__init__(host)
+        self._links = links
+        self._stands_for = tuple(link.rank for link in links)
+        self._is_alone = 1 + len(links) == self._size
+        """No other host takes part: the sum of this one is that of all ranks."""
         self._adder = Adder(self._kernels, 1 + len(links))
         self._windows = {link.rank: Window(link.fd) for link in links}
         self._own_window = Window(self._arena.fd)
@@ -103,14 +107,23 @@ class Leader(HostRounds):
         round_.numbers = {link.rank: said[link.rank].number for link in self._links}
         try:
             parts = [round_.part, *(self._part_of(link, round_, said[link.rank]) for link in self._links)]
-            if self._push is None:
-                with self._spans("aggregate", round_.name):
-                    pieces = self._adder.add(parts, round_.form, self._size if round_.average else 1)
+            if self._is_alone:
+                with self._session.spans("aggregate", round_.name):
+                    divisor = self._size if round_.pending.options.average else 1
+                    pieces = self._adder.add(parts, round_.form, divisor)
                 self._end(round_, self._seen(round_, self._hand_out(round_, pieces)))
             else:
                 round_.pushed = self._push(round_, added(parts, round_.form, self._pool))
         except ZenPSError as error:
             self._refuse(round_, error)
+
+    def _push(self, round_: HostRound, tensor: Tensor) -> Pending:
+        """Begins the round over servers, for all ranks of this host."""
+        options = structs.replace(round_.pending.options, stands_for=self._stands_for)
+        if tensor.dtype != round_.form.dtype:
+            # What was narrow travels as the wide sum that it is now, and is not quantized again.
+            options = structs.replace(options, purpose="value")
+        return self._servers.push(Request(tensor, round_.name + SUFFIX, options), "rows")
 
     def _part_of(self, link: Link, round_: HostRound, entry: Entry) -> Part:
         key = link.rank, round_.name
@@ -129,9 +142,9 @@ class Leader(HostRounds):
 
     def _on_answer(self, round_: HostRound) -> None:
         assert round_.pushed is not None
-        handle, back = round_.pushed
         try:
-            result = handle.wait() if back is None else back(handle.wait())
+            result = round_.pushed.wait()
+            round_.transfer.over_servers = round_.pushed.report
             part = Part(*as_table(result)) if result.is_sparse else Part(round_.part.rows, result.view(-1))
             part = Part(part.rows, part.values.to(round_.form.dtype))
             if self._links:
@@ -141,7 +154,7 @@ class Leader(HostRounds):
         else:
             self._end(round_, round_.form.tensor(part, is_coalesced=True))
 
-    def _hand_out(self, round_: HostRound, pieces: Sequence[Part]) -> _Place:
+    def _hand_out(self, round_: HostRound, pieces: Sequence[Part]) -> _Lease:
         """Puts the sum where the other ranks see it."""
         rows = sum(len(piece.rows) for piece in pieces)
         size = round_.form.size_bytes(rows)
@@ -152,9 +165,9 @@ class Leader(HostRounds):
             number = round_.numbers[link.rank]
             self._leases[link.rank, number] = memory
             self._tell(link, Take(number, rows, offset, size))
-        return _Place(rows, offset, size, memory)
+        return _Lease(rows, offset, size, memory)
 
-    def _seen(self, round_: HostRound, place: _Place) -> Tensor:
+    def _seen(self, round_: HostRound, place: _Lease) -> Tensor:
         """What this rank has of a sum, as the others have it."""
         own = self._rank, round_.number
         self._leases[own] = place.memory

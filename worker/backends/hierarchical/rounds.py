@@ -1,10 +1,10 @@
-"""Rounds of the ranks of one host: all give their parts to the leader, who has the sum.
+"""Hierarchical rounds: all ranks of a host give their parts to the leader, who has the sum.
 
-It gets it from servers, or where all ranks of the job are on one host has added it itself.
+The leader gets the sum from servers, or adds it itself where all ranks of the job are on one host.
 
-For every tensor all ranks of the job first meet at a server (:mod:`..met_rounds`), as those that exchange
-among themselves do: there, deadlines, losses and disagreements end a round on all ranks alike. Once they have
-met, every part lies in shared memory, and the leader waits for no rank of its host any more.
+For every tensor all ranks of the job first negotiate over a server (:mod:`..negotiated_rounds`), as those
+that exchange among themselves do: there, deadlines, losses and disagreements end a round on all ranks alike. Once
+they agree, every part lies in shared memory, and the leader waits for no rank of its host any more.
 """
 
 from __future__ import annotations
@@ -13,76 +13,76 @@ import math
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable
-
-from torch import Tensor
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from zenps.buffers import BufferPool
 from zenps.errors import ZenPSError
-from zenps.kernels.base import Kernels
-from zenps.observe.metrics import WorkerMetrics
+from zenps.kernels.cpu import CpuKernels
 from zenps.wire.arena import Arena
 
-from ...core.handle import Handle, Wait
-from ...core.spans import Spans
+from ...core.memory import POOL_BYTES
+from ...core.pending import Pending, Waiting
+from ...core.request import Request
+from ...core.statistics import Progress
+from ...encode.transforms import Transform
+from ..base import Session
 from ..negotiated_rounds import NegotiatedRounds
-from .transfer import Form, HostRound, part_of
+from ..peers.group import MOST_SECONDS
+from ..servers import ServerBackend
+from .transfer import Form, HostRound, HostTransfer, part_of
+
+
+class HostSession(NamedTuple):
+    """A worker's part in its host.
+
+    Attributes:
+        session: its part in the cluster.
+        servers: over which ranks negotiate, and leaders push.
+        arena: the memory that it shares.
+    """
+
+    session: Session
+    servers: ServerBackend
+    arena: Arena
 
 
 class HostRounds(NegotiatedRounds[HostRound]):
-    """The rounds of one rank of a host. Every method may be called from any thread.
+    """The rounds of one rank of a host. Every method may be called from any thread."""
 
-    Args:
-        rank, size, meet, wait, wake, metrics: as for :class:`NegotiatedRounds`.
-        arena: what it shares.
-        record: counts a round that is done, with the seconds that its caller waited.
-        timeout_seconds: how long a caller waits for a sum at most.
-        kernels, pool: for sums and copies.
-        spans: for a timeline.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        arena: Arena,
-        negotiate: Callable[[Tensor, str], Handle],
-        wait: Wait,
-        wake: Callable[[], None],
-        record: Callable[[HostRound, float], None],
-        timeout_seconds: float,
-        kernels: Kernels,
-        pool: BufferPool,
-        metrics: WorkerMetrics,
-        spans: Spans,
-    ) -> None:
-        super().__init__(rank, size, negotiate, wait, wake, metrics)
-        self._arena = arena
-        self._waiting = timeout_seconds, record, spans
-        self._kernels, self._pool = kernels, pool
-        self._spans = spans
+    def __init__(self, host: HostSession) -> None:
+        session = host.session
+        super().__init__(session, host.servers)
+        self._arena = host.arena
+        timeout_seconds = session.timeout_seconds + MOST_SECONDS
+        self._waiting = Waiting(self._signal, timeout_seconds, session.statistics, session.spans)
+        self._pool = BufferPool(POOL_BYTES)
+        self._kernels = CpuKernels(self._pool)
         self._threads = [
             threading.Thread(target=self._guarded, args=(run,), name=f"zenps-{name}", daemon=True)
             for run, name in ((self._run, "host"), (self._listen, "host-link"))
         ]
 
-    def begin(self, tensor: Tensor, name: str, average: bool, is_gradient: bool, priority: int) -> HostRound:
-        """Begins to sum a tensor, on the CPU, over all ranks of the job.
+    def begin(self, request: Request, transforms: Sequence[Transform]) -> Pending:
+        """Begins to reduce a tensor, on the CPU, over all ranks of the job.
+
+        Args:
+            transforms: which the tensor has gone through.
 
         Raises:
             TensorError: an index lies outside the tensor.
             UsageError: the name is in flight, or one too many.
         """
-        began = time.perf_counter()
-        with self._spans("compact", name):
+        tensor, name, options = request
+        progress = Progress(0)
+        with self._session.spans("compact", name):
             part = part_of(tensor, self._kernels, self._own_pool)
+        progress.compacted_seconds = time.perf_counter() - progress.began
         form = Form(tensor.shape, tensor.dtype, tensor.sparse_dim() if tensor.is_sparse else -1)
-        how = average, is_gradient, priority
-
-        def make(number: int) -> HostRound:
-            return HostRound(name, number, form, how, part, began, *self._waiting)
-
-        return self._begin(name, tensor, len(part.rows), average, make)
+        transfer = HostTransfer(form)
+        pending = Pending(name, options, transfer, progress, self._waiting, transforms)
+        round_ = HostRound(pending=pending, transfer=transfer, form=form, part=part)
+        return self._begin(request, len(part.rows), round_)
 
     @property
     @abstractmethod
@@ -112,7 +112,7 @@ class HostRounds(NegotiatedRounds[HostRound]):
         while self._failure is None:
             with self._news:
                 self._news.wait_for(lambda: self._failure or self._awaits_servers())
-            self._wait(self._has_work, math.inf)
+            self._servers.wait(self._has_work, math.inf)
             for round_ in self._ready():
                 if round_.is_heard:
                     self._on_answer(round_)

@@ -1,13 +1,13 @@
-"""One tensor's round on a host: what a rank gives, and how it lies in shared memory."""
+"""Transfer of one tensor on a host: what a rank gives, and how it lies in shared memory."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from msgspec import field
 from torch import Tensor
 
 from zenps.buffers import BufferPool
@@ -16,10 +16,11 @@ from zenps.partition.layout import check_rows
 from zenps.wire.messages import POSITION_BYTES
 from zenps.wire.tensors import tensor_from_bytes
 
-from ...core.handle import Handle
-from ...core.spans import Spans
-from ...encode.sparse import as_sparse, as_table
-from ...encode.transfer import table_shape
+from ...core.pending import Pending
+from ...core.request import table_shape
+from ...core.statistics import Progress, Report
+from ...core.transfer import Brought, dense_bytes
+from ...encode.tables import as_sparse, as_table
 from ..negotiated_rounds import NegotiatedRound
 
 
@@ -141,54 +142,46 @@ def added(parts: Sequence[Part], form: Form, pool: BufferPool) -> Tensor:
     return form.tensor(Part(rows, values), is_coalesced=len(parts) == 1)
 
 
-class HostRound(NegotiatedRound):
-    """A tensor in flight on a host.
+class HostTransfer(Brought):
+    """A tensor that the ranks of a host reduce.
 
     Args:
-        name: of the tensor.
-        number: among this rank's rounds.
         form: what it is.
-        how: whether it is averaged; whether it is a gradient; its priority.
-        part: what this rank gives.
-        began: when it did, by the performance counter.
-        timeout_seconds, spans: as for :class:`Awaited`.
-        record: is called once with the seconds that the caller waited.
 
     Attributes:
-        numbers: of this round, among those of each rank that the leader stands for.
-        pushed: the leader's round over servers, and what makes its result what it shall be.
-        pushed_bytes, pulled_bytes: by that.
-        lease: keeps what was given, or the sum, in shared memory.
+        over_servers: what the leader's round over servers has moved for this host.
     """
 
-    def __init__(
-        self,
-        name: str,
-        number: int,
-        form: Form,
-        how: tuple[bool, bool, int],
-        part: Part,
-        began: float,
-        timeout_seconds: float,
-        record: Callable[[HostRound, float], None],
-        spans: Spans,
-    ) -> None:
-        super().__init__(name, timeout_seconds, lambda waited: record(self, waited), spans)
-        self.number, self.form, self.began = number, form, began
-        self.average, self.is_gradient, self.priority = how
-        self.part = part
-        self.compacted_seconds = time.perf_counter() - began
-        self.numbers: dict[int, int] = {}
-        self.pushed: tuple[Handle, Callable[[Tensor], Tensor] | None] | None = None
-        self.pushed_bytes = self.pulled_bytes = 0
-        self.lease: Tensor | None = None
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        self.rows_given = 0
+        self.over_servers = Report()
+        self._form = form
 
-    @property
-    def dense_bytes(self) -> int:
-        """What pushing and pulling the tensor whole would move."""
-        return 2 * self.form.shape.numel() * self.form.dtype.itemsize
+    def report(self, progress: Progress) -> Report:
+        return Report(
+            pushed_bytes=self.over_servers.pushed_bytes,
+            pulled_bytes=self.over_servers.pulled_bytes,
+            dense_bytes=dense_bytes(self._form.shape.numel(), self._form.dtype.itemsize),
+            over="host",
+        )
+
+
+class HostRound(NegotiatedRound, kw_only=True):
+    """A tensor in flight on a host."""
+
+    transfer: HostTransfer
+    form: Form
+    part: Part
+    """What this rank gives."""
+    numbers: dict[int, int] = field(default_factory=dict)
+    """Of this round, among those of each rank that the leader stands for."""
+    pushed: Pending | None = None
+    """The leader's round over servers."""
+    lease: Tensor | None = None
+    """Keeps what was given, or the sum, in shared memory."""
 
     @property
     def has_answer(self) -> bool:
         """Whether the leader's round over servers is over."""
-        return self.pushed is not None and self.pushed[0].has_ended
+        return self.pushed is not None and self.pushed.has_ended

@@ -1,4 +1,4 @@
-"""How workers sum sparse rows among themselves: AGsparse, SparCML, hierarchical centralization. Pure.
+"""Sparse allreduce algorithms among workers: AGsparse, SparCML, hierarchical centralization. Pure.
 
 SparCML's algorithms: :mod:`zenps.schemes.sparcml`; hierarchical centralization and AGsparse: Zen, OSDI '25,
 §2.3. Keys are rows, where these have elements.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -110,7 +110,7 @@ def split(group: Group, own: Rows, table: Table, divisor: int, kernels: Kernels,
 
 
 def sparcml(
-    group: Group, own: Rows, table: Table, divisor: int, kernels: Kernels, *, counts: Sequence[int]
+    group: Group, own: Rows, table: Table, divisor: int, kernels: Kernels, counts: Sequence[int]
 ) -> Rows:
     """Whichever of SparCML's three algorithms :func:`choose` takes, by how many rows each rank has."""
     algorithm = choose(table.rows, table.row_bytes, counts)
@@ -260,3 +260,28 @@ def _rows(stream: Stream) -> Rows:
 def _divided(rows: Rows, divisor: int, dtype: torch.dtype) -> Rows:
     keys, values = rows
     return keys, (values if divisor == 1 else values / divisor).to(dtype)
+
+
+# ── by scheme ───────────────────────────────────────────────────────────────────────────────────
+
+Algorithm = Callable[[Group, Rows, Table, int, Kernels, Sequence[int]], Rows]
+"""The sum over all ranks of their own rows, divided. The numbers are the rows of each rank."""
+
+
+def _agsparse(
+    group: Group, own: Rows, table: Table, divisor: int, kernels: Kernels, counts: Sequence[int]
+) -> Rows:
+    return gathered(group, own, table, divisor, kernels)
+
+
+def _hierarchical_centralization(
+    group: Group, own: Rows, table: Table, divisor: int, kernels: Kernels, counts: Sequence[int]
+) -> Rows:
+    return merged(group, own, table, divisor, kernels, densifies=False)
+
+
+ALGORITHMS: Final[dict[str, Algorithm]] = {
+    "agsparse": _agsparse,
+    "sparcml": sparcml,
+    "hierarchical-centralization": _hierarchical_centralization,
+}

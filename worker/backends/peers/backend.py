@@ -1,119 +1,98 @@
-"""A worker among others whose rounds go from worker to worker."""
+"""Peer backend: workers reduce tensors among themselves, over gloo."""
 
 from __future__ import annotations
 
 import itertools
-from functools import partial
+import time
 
 import torch
 from torch import Tensor
 
-from zenps.config.settings import Config
+from zenps.buffers import BufferPool
 from zenps.errors import PeerLostError
+from zenps.kernels.cpu import CpuKernels
+from zenps.schemes.base import Scheme
 from zenps.wire.addresses import find_host
 
-from ...core.communicator import Pending
-from ...core.handle import Progress
-from ...core.statistics import Moved
-from ...encode.transforms import Converted
-from ..servers import Cluster
-from .exchange import Peers
-from .group import MOST_SECONDS, GlooGroup, GroupError
-from .transfer import PeerRound
+from ...core.memory import POOL_BYTES
+from ...core.pending import Pending
+from ...core.request import Request
+from ...core.statistics import Progress
+from ...encode.transforms import ToHost, Transform, transforms_of
+from ..base import Backend, Session
+from ..servers import ServerBackend
+from .exchange import PeerExchange
+from .group import GlooGroup, GroupError
+from .transfer import DensePeerTransfer, PeerTransfer, SparsePeerTransfer
 
 
-class PeerCluster(Cluster):
-    """Joins the cluster as :class:`Cluster` does, and connects to all other workers, who do so at this point.
+class PeerBackend(Backend):
+    """Connects to all other workers, who do so at this point.
 
-    Servers carry broadcasts, and what ranks tell one another of a tensor before they exchange it.
+    Servers carry broadcasts, and what ranks negotiate about a tensor before they exchange it.
+
+    Args:
+        session: this worker's part in the cluster.
+        scheme: of the exchange.
+        servers: for what goes over servers.
 
     Raises:
-        PeerLostError: they do not reach one another, or one was lost meanwhile.
+        PeerLostError: the workers do not reach one another, or one was lost meanwhile.
     """
 
-    def __init__(self, config: Config, rank: int | None, local_rank: int | None) -> None:
-        super().__init__(config, rank, local_rank)
-        self.stats.partition = "none"
-        try:
-            group = self._connect()
-        except BaseException:  # Ctrl-C while others are waited for, too
-            super().close()
-            raise
-        channel, session = self._session.channel, self._session
-        self._peers = Peers(
-            group,
-            self._negotiate,
-            channel.wait,
-            channel.wake,
-            self._await_loss,
-            self._record_exchange,
-            self._timeout_seconds + MOST_SECONDS,
-            self._metrics,
-            self._spans,
-        )
-        self._peers.start()
-        session.on_failure = self._peers.fail
-        if session.failure is not None:
-            self._peers.fail(session.failure)
+    partition = "none"
 
-    def push_pull_async(
-        self,
-        tensor: Tensor,
-        name: str,
-        *,
-        average: bool,
-        contributes: bool = True,
-        is_gradient: bool = False,
-        priority: int = 0,
-    ) -> Pending:
+    def __init__(self, session: Session, scheme: Scheme, servers: ServerBackend) -> None:
+        self._session = session
+        self._scheme = scheme
+        self._servers = servers
+        self._pool = BufferPool(POOL_BYTES)
+        self._kernels = CpuKernels(self._pool)
+        self._exchange = PeerExchange(session, servers, self._connect())
+        self._exchange.start()
+
+    def begin(self, request: Request) -> Pending:
         """Compacts or copies on this thread; another exchanges. What lies on a GPU is copied first."""
-        if tensor.dtype == torch.uint8:  # a broadcast
-            return super().push_pull_async(tensor, name, average=average, contributes=contributes)
-        return self._exchange(tensor, name, average)[0]
+        if not request.options.is_reduction:
+            return self._servers.begin(request)
+        transforms = self._transforms(request.tensor)
+        for transform in transforms:
+            request = request._replace(tensor=transform.apply(request.tensor))
+        progress = Progress(0)
+        with self._session.spans("compact", request.name):
+            transfer = self._transfer(request.tensor, request.options.average)
+        progress.compacted_seconds = time.perf_counter() - progress.began
+        return self._exchange.begin(request, transfer, progress, transforms)
 
-    def _exchange(self, tensor: Tensor, name: str, average: bool) -> tuple[Pending, Progress]:
-        """Begins a round among workers."""
-        device = tensor.device
-        sent, back = self._transfers.convert(tensor.detach().cpu())
-        prepare = partial(self._transfers.sum, sent, average)
-        round_ = self._peers.begin(sent, name, average, prepare)
-        pending: Pending = round_
-        if back is not None:
-            pending = Converted(pending, back)
-        if device.type != "cpu":
-            pending = Converted(pending, lambda result: result.to(device))
-        return pending, round_.progress
+    def close(self) -> None:
+        self._exchange.close()
 
-    def close(self, *, together: bool = False) -> None:
-        """As :meth:`Cluster.close`; connections to the other workers are closed last."""
-        super().close(together=together)
-        self._peers.close()
+    def _transforms(self, tensor: Tensor) -> tuple[Transform, ...]:
+        by_keys = transforms_of(tensor, self._scheme.wire.keys, self._kernels)
+        return by_keys if tensor.is_cpu else (ToHost(tensor.device), *by_keys)
+
+    def _transfer(self, tensor: Tensor, average: bool) -> PeerTransfer:
+        if tensor.is_sparse:
+            return SparsePeerTransfer(tensor, average, self._scheme.name, self._kernels)
+        return DensePeerTransfer(tensor, average, self._pool)
 
     def _connect(self) -> GlooGroup:
+        rank, size, config = self._session.rank, self._session.size, self._session.config
         calls = itertools.count()
 
         def share(own: bytes) -> list[bytes]:
             # gloo says 150 bytes, and 8 for each rank.
-            table = torch.zeros((self.size, 512 + 16 * self.size), dtype=torch.uint8, device="cpu")
+            table = torch.zeros((size, 512 + 16 * size), dtype=torch.uint8, device="cpu")
             given = len(own).to_bytes(2) + own
-            table[self.rank, : len(given)] = torch.frombuffer(bytearray(given), dtype=torch.uint8)
-            rows = self._negotiate(table, f"peers/addresses/{next(calls)}").wait().numpy()
+            table[rank, : len(given)] = torch.frombuffer(bytearray(given), dtype=torch.uint8)
+            rows = self._servers.negotiate(table, f"peers/addresses/{next(calls)}").wait().numpy()
             return [row[2:].tobytes()[: int.from_bytes(row[:2].tobytes())] for row in rows]
 
-        host = self._config.cluster.host or find_host(self._config.cluster.scheduler)
+        host = config.cluster.host or find_host(config.cluster.scheduler)
         try:
-            return GlooGroup(self.rank, self.size, host, share)
+            return GlooGroup(rank, size, host, share)
         except GroupError as error:
             raise PeerLostError(
-                f"worker {self.rank} and the others do not reach one another: {error}; set cluster.host of "
+                f"worker {rank} and the others do not reach one another: {error}; set cluster.host of "
                 "each to an address of its machine that the others reach at any port"
             ) from error
-
-    def _record_exchange(self, round_: PeerRound, waited: float) -> None:
-        """Counts a round that is done."""
-        sum_ = round_.sum
-        moved = Moved(round_.sent_bytes, round_.received_bytes, sum_.dense_bytes)
-        self._statistics.count_peer_round()
-        self._statistics.count(moved, round_.began, round_.compacted_seconds, waited)
-        if sum_.rows_total:
-            self._statistics.count_rows(sum_.rows_given, sum_.rows, sum_.pulled_rows, sum_.rows_total)

@@ -1,8 +1,9 @@
-"""Rounds among workers: who is ready for which tensor, in which order they are summed, and how that ends.
+"""Exchange among workers: the order of rounds that all ranks agree on, and how each ends.
 
 Ranks push tensors in orders of their own; a process group needs one order for all. So for every tensor the
-ranks first meet at a server (:mod:`..met_rounds`): an ordinary round, in which deadlines, losses and
-disagreements end on all ranks alike. Rank 0 then says which tensors come next: all ranks are ready for these.
+ranks first negotiate over a server (:mod:`..negotiated_rounds`): an ordinary round, in which deadlines, losses
+and disagreements end on all ranks alike. Rank 0 then says which tensors come next: all ranks are ready for
+these.
 """
 
 from __future__ import annotations
@@ -10,77 +11,65 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from zenps.errors import DeadlineError, PeerLostError, ZenPSError
-from zenps.observe.metrics import WorkerMetrics
 
-from ...core.handle import Handle, Wait
-from ...core.spans import Spans
+from ...core.pending import Pending, Waiting
+from ...core.request import Request
+from ...core.statistics import Progress
+from ...encode.transforms import Transform
+from ..base import Session
 from ..negotiated_rounds import NegotiatedRounds
 from ..negotiation import Entry
-from .group import Group, GroupError
-from .transfer import PeerRound, Sum
+from ..servers import ServerBackend
+from .group import MOST_SECONDS, Group, GroupError
+from .transfer import PeerRound, PeerTransfer
 
 # Of rounds that are ready, rank 0 names so many in one message.
 MOST_AT_ONCE = 32
 _NONE = -1
 
-# How long the answer of a meeting that rank 0 has heard may take to get here.
+# How long the result of a negotiation that rank 0 has heard may take to get here.
 ANSWER_SECONDS = 30.0
 
 
-class Peers(NegotiatedRounds[PeerRound]):
-    """The exchange of one worker with all others. Every method may be called from any thread.
+class PeerExchange(NegotiatedRounds[PeerRound]):
+    """One worker's exchange with all others. Every method may be called from any thread.
 
     Args:
+        session: this worker's part in the cluster.
+        servers: over which ranks negotiate.
         group: of all ranks; used by nobody else.
-        meet, wait, wake, metrics: as for :class:`NegotiatedRounds`.
-        await_loss: waits, after the group broke, until it is known who was lost; None if that stays unknown.
-        record: counts a round that is done, with the seconds that its caller waited.
-        timeout_seconds: how long a caller waits for a sum at most.
-        spans: for a timeline.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        negotiate: Callable[[Tensor, str], Handle],
-        wait: Wait,
-        wake: Callable[[], None],
-        await_loss: Callable[[], ZenPSError | None],
-        record: Callable[[PeerRound, float], None],
-        timeout_seconds: float,
-        metrics: WorkerMetrics,
-        spans: Spans,
-    ) -> None:
-        super().__init__(group.rank, group.size, negotiate, wait, wake, metrics)
+    def __init__(self, session: Session, servers: ServerBackend, group: Group) -> None:
+        super().__init__(session, servers)
         self._group = group
-        self._await_loss = await_loss
-        self._waiting = timeout_seconds, record, spans
-        self._spans = spans
+        timeout_seconds = session.timeout_seconds + MOST_SECONDS
+        self._waiting = Waiting(self._signal, timeout_seconds, session.statistics, session.spans)
         self._negotiated: dict[int, PeerRound] = {}
         """By rank 0's number; the thread's own."""
         self._threads = [threading.Thread(target=self._run, name="zenps-peers", daemon=True)]
 
-    def begin(self, tensor: Tensor, name: str, average: bool, prepare: Callable[[], Sum]) -> PeerRound:
-        """Begins to sum a tensor over all ranks.
+    def begin(
+        self, request: Request, transfer: PeerTransfer, progress: Progress, transforms: Sequence[Transform]
+    ) -> Pending:
+        """Begins to reduce a tensor over all ranks.
 
         Args:
-            tensor: for what it is; its values are not read.
-            prepare: makes what this rank brings, on this thread.
+            request: for what the tensor is; its values are not read.
+            transfer: what this rank brings.
+            progress: of the round.
+            transforms: which the tensor has gone through.
 
         Raises:
             UsageError: the name is in flight, or one too many.
         """
-        began = time.perf_counter()
-        with self._spans("compact", name):
-            sum_ = prepare()
-        round_ = PeerRound(name, sum_, *self._waiting, began)
-        return self._begin(name, tensor, sum_.rows, average, lambda _: round_)
+        pending = Pending(request.name, request.options, transfer, progress, self._waiting, transforms)
+        return self._begin(request, transfer.rows, PeerRound(pending=pending, transfer=transfer))
 
     def _shut_down(self) -> None:
         self._group.abort()
@@ -103,7 +92,7 @@ class Peers(NegotiatedRounds[PeerRound]):
         except GroupError as error:
             if self._failure is None:
                 broken = PeerLostError(f"the exchange among workers broke off: {error}; see their logs")
-                self.fail(self._await_loss() or broken)
+                self.fail(self._session.lease.await_loss() or broken)
         except ZenPSError as error:
             self.fail(error)
         except BaseException as error:
@@ -113,14 +102,14 @@ class Peers(NegotiatedRounds[PeerRound]):
     def _await_negotiation(self) -> None:
         with self._news:
             self._news.wait_for(lambda: self._in_flight or self._failure)
-        self._wait(self._has_heard, math.inf)
+        self._servers.wait(self._has_heard, math.inf)
 
     def _has_heard(self) -> bool:
-        """Whether a meeting has ended that was not looked at, or all is over."""
+        """Whether a negotiation has ended that was not looked at, or all is over."""
         return self.is_over or bool(self._unheard())
 
     def _unheard(self) -> list[PeerRound]:
-        """Those in flight whose meeting has ended, and was not looked at."""
+        """Those in flight whose negotiation has ended, and was not looked at."""
         with self._news:
             return [
                 round_ for round_ in self._in_flight.values() if round_.is_negotiated and not round_.is_heard
@@ -131,7 +120,7 @@ class Peers(NegotiatedRounds[PeerRound]):
             self._hear(round_)
 
     def _agree(self) -> list[int]:
-        """The numbers of the rounds that all ranks do next, once they have met here too."""
+        """The numbers of the rounds that all ranks do next, once they are negotiated here too."""
         order = torch.full((MOST_AT_ONCE,), _NONE, dtype=torch.int64, device="cpu")
         if self._group.rank == 0:
             ready = list(self._negotiated)[:MOST_AT_ONCE]
@@ -146,22 +135,25 @@ class Peers(NegotiatedRounds[PeerRound]):
                 raise DeadlineError(
                     f"rounds of rank 0: no answer from the servers within {ANSWER_SECONDS:g} s"
                 )
-            self._wait(self._has_heard, until)
+            self._servers.wait(self._has_heard, until)
             self._hear_all()
         return numbers
 
     def _exchange(self, number: int) -> None:
         if self._failure is not None:
             return
-        round_, group = self._negotiated.pop(number), self._group
+        round_, group, metrics = self._negotiated.pop(number), self._group, self._session.metrics
+        transfer, progress = round_.transfer, round_.pending.progress
         sent, received = group.sent_bytes, group.received_bytes
         assert round_.negotiation is not None
-        with self._spans("exchange", round_.name, round_.negotiation.step) as span:
-            result = round_.sum.over(group, round_.said)
-            round_.sent_bytes = group.sent_bytes - sent
-            round_.received_bytes = group.received_bytes - received
+        with self._session.spans("exchange", round_.name, round_.negotiation.progress.step) as span:
+            result = transfer.reduce(group, round_.said)
+            transfer.sent_bytes = group.sent_bytes - sent
+            transfer.received_bytes = group.received_bytes - received
             if span:
-                span.note(sent=round_.sent_bytes, received=round_.received_bytes)
-        self._metrics.push_bytes.inc(round_.sent_bytes)
-        self._metrics.pull_bytes.inc(round_.received_bytes)
+                span.note(sent=transfer.sent_bytes, received=transfer.received_bytes)
+        metrics.push_bytes.inc(transfer.sent_bytes)
+        metrics.pull_bytes.inc(transfer.received_bytes)
+        progress.pushed_rows = sum(entry.rows for entry in round_.said)
+        progress.pulled_rows = transfer.pulled_rows
         self._end(round_, result)

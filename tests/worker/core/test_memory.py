@@ -32,7 +32,7 @@ def faults_in_the_last_round() -> int:
 
 
 def test_without_a_worker_glibc_gives_every_page_back() -> None:
-    code = "from tests.worker.transport.test_memory import *; print(faults_in_the_last_round())"
+    code = "from tests.worker.core.test_memory import *; print(faults_in_the_last_round())"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert int(run.stdout) > PAGES // 2
 

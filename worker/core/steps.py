@@ -1,29 +1,29 @@
-"""Which step each tensor is at, and under how many names tensors were pushed. No socket."""
+"""Step counter of each tensor, and the limit of tensor names. No socket."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 from zenps.config.settings import MOST_NAMES
 from zenps.errors import UsageError
 from zenps.observe import log
+from zenps.observe.collectors import Tally
 
-from ..core.communicator import in_flight
-from ..core.handle import Progress
+from .pending import in_flight
+from .statistics import Progress
 
 
 class Steps:
     """The latest round of each tensor. Every method may be called from any thread.
 
-    Ranks count a tensor's steps by these, and cannot forget one together: so names are bounded.
+    Ranks number a tensor's rounds by these, and cannot forget one together: so names are bounded.
 
     Args:
-        on_step: is called when a tensor comes to a step that none was at before.
+        counter: counts the steps of the tensor that has had the most.
     """
 
-    def __init__(self, on_step: Callable[[], None]) -> None:
-        self._on_step = on_step
+    def __init__(self, counter: Tally) -> None:
+        self._counter = counter
         self._latest: dict[str, Progress] = {}
         """By name, at most :data:`MOST_NAMES`."""
         self._names = 0
@@ -31,8 +31,8 @@ class Steps:
         self._last_step = -1
         self._lock = threading.Lock()
 
-    def begin(self, name: str, names: int) -> tuple[Progress | None, Progress]:
-        """The tensor's last round, if there was one, and the one that begins now; it takes ``names``.
+    def begin(self, name: str, names: int) -> Progress:
+        """The tensor's round that begins now; it takes ``names``.
 
         Raises:
             UsageError: the last one has not ended; or there are too many names.
@@ -48,25 +48,31 @@ class Steps:
                     f"{MOST_NAMES} may be; "
                     "use one name for a tensor in all steps, without the step's number in it"
                 )
-            progress = Progress(previous.step + 1 if previous else 0, names=max(names, taken))
+            progress = Progress(0, names=max(names, taken))
+            if previous is not None:
+                previous.previous = None
+                progress.step, progress.previous = previous.step + 1, previous
+                progress.expected_rows = previous.pulled_rows
             self._names += progress.names - taken
             self._latest[name] = progress
             if progress.step > self._last_step:
                 self._last_step = log.here.step = progress.step
-                self._on_step()
-        return previous, progress
+                self._counter.inc()
+        return progress
 
-    def take_back(self, name: str, previous: Progress | None) -> None:
-        """The round was refused before anything was sent: the name is free again."""
+    def take_back(self, name: str) -> None:
+        """The tensor's latest round was refused before anything was sent: the name is free again."""
         with self._lock:
-            self._names += (previous.names if previous else 0) - self._latest[name].names
+            progress = self._latest[name]
+            previous = progress.previous
+            self._names += (previous.names if previous else 0) - progress.names
             if previous is None:
                 del self._latest[name]
             else:
                 self._latest[name] = previous
 
     def reset(self) -> None:
-        """Joining workers were let in: all ranks count from 0 again."""
+        """Joining workers were admitted: all ranks count from 0 again."""
         with self._lock:
             self._latest.clear()
             self._names = 0

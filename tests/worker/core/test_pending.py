@@ -11,7 +11,7 @@ from torch import Tensor
 from zenps.errors import ConfigError, DeadlineError, ProtocolError, ZenPSError
 from zenps.wire.messages import Result
 from zenps.worker.core.handle import Handle, Progress
-from zenps.worker.encode.transfer import EncodedTensor, Sharding, Transfer
+from zenps.worker.core.transfer import EncodedTensor, Sharding, Transfer
 
 PARTS = 3
 SENT = EncodedTensor("dense", torch.Size([PARTS]), torch.float32, 1, 0, Sharding(None, PARTS, 0), [])

@@ -5,7 +5,7 @@ import pytest
 from zenps.config.settings import MOST_NAMES
 from zenps.errors import UsageError
 from zenps.observe import log
-from zenps.worker.rounds.steps import Steps
+from zenps.worker.core.steps import Steps
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import time
 
 from zenps.errors import TensorError, ZenPSError
 from zenps.worker.encode.gpu_queue import Staging
-from zenps.worker.encode.transfer import Transfer
+from zenps.worker.core.transfer import Transfer
 
 
 class Slow(Transfer):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zenps.observe.recording import Header, Push, read
-from zenps.worker.core.recorder import Recorder, open_recorder
+from zenps.worker.recorder import Recorder, open_recorder
 
 
 def sparse(rows: list[int]) -> Tensor:

@@ -1,0 +1,37 @@
+"""Engines of schemes: which backend runs each."""
+
+from __future__ import annotations
+
+from zenps.schemes.base import Scheme
+
+from .auto import AutoBackend
+from .base import Backend, Session
+from .hierarchical.backend import HierarchicalBackend, has_shared_hosts
+from .peers.backend import PeerBackend
+from .servers import ServerBackend
+
+
+def make_backend(session: Session, scheme: Scheme, servers: ServerBackend) -> Backend:
+    """The backend that runs ``scheme``. All ranks make it at the same point.
+
+    Raises:
+        PeerLostError: workers do not reach one another, or one was lost meanwhile.
+    """
+    match scheme.engine:
+        case "peers":
+            return PeerBackend(session, scheme, servers)
+        case "auto":
+            peers = PeerBackend(session, scheme.candidates[1], servers)
+            try:
+                return AutoBackend(session, servers, peers)
+            except BaseException:  # Ctrl-C while others are waited for, too
+                peers.close()
+                raise
+        case "servers" | "blocks":
+            is_hierarchical = session.config.sync.levels > 1 and has_shared_hosts(session.lease.view)
+            return HierarchicalBackend(session, servers) if is_hierarchical else servers
+
+
+def served_scheme(scheme: Scheme) -> Scheme:
+    """The scheme of tensors that go over servers: of several candidates the first."""
+    return scheme.candidates[0] if scheme.candidates else scheme

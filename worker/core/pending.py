@@ -1,0 +1,301 @@
+"""Pending result of an asynchronous push_pull."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from zenps.errors import DeadlineError, UsageError, ZenPSError
+from zenps.observe.clock import now_ns
+
+from .encoded import EncodedTensor
+from .request import Options
+from .spans import Spans
+from .statistics import Counted, Progress, Report, Statistics
+from .transfer import Answer, Brought, Transfer
+
+
+class Waiter(ABC):
+    """How a thread waits for what others bring."""
+
+    @abstractmethod
+    def wait(self, ready: Callable[[], bool], until: float) -> None:
+        """Returns once ``ready()``, or at the monotonic time ``until``; perhaps earlier."""
+
+    @abstractmethod
+    def look(self, ready: Callable[[], bool]) -> None:
+        """Sees to what has come, so that ``ready()`` is up to date; does not wait for more."""
+
+
+class Signal(Waiter):
+    """Results that a thread of ours brings; it calls :meth:`notify` after each."""
+
+    def __init__(self) -> None:
+        self._news = threading.Condition()
+
+    def wait(self, ready: Callable[[], bool], until: float) -> None:
+        with self._news:
+            self._news.wait_for(ready, min(until - time.monotonic(), threading.TIMEOUT_MAX))
+
+    def look(self, ready: Callable[[], bool]) -> None:
+        """There is nothing to see to."""
+
+    def notify(self) -> None:
+        """Something has come."""
+        with self._news:
+            self._news.notify_all()
+
+
+class Waiting(NamedTuple):
+    """How the results of a backend are waited for, and where they are counted.
+
+    Attributes:
+        timeout_seconds: a last resort; deadlines of rounds come before it.
+    """
+
+    waiter: Waiter
+    timeout_seconds: float
+    statistics: Statistics
+    spans: Spans
+
+
+class Pending:
+    """A result to come; what the asynchronous calls return. :meth:`wait` may be called from any thread.
+
+    Args:
+        name: of the tensor.
+        options: how it is synchronised.
+        transfer: turns answers into the result.
+        progress: of this round.
+        waiting: for answers.
+        transforms: which the transfer's tensor has gone through.
+        counted: what of the round is counted.
+
+    Attributes:
+        name: of the tensor.
+        options: how it is synchronised.
+        progress: what becomes of the round.
+        report: what was moved, once the result is there.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        options: Options,
+        transfer: Transfer,
+        progress: Progress,
+        waiting: Waiting,
+        transforms: Sequence[Transform] = (),
+        counted: Counted = "round",
+    ) -> None:
+        self.name = name
+        self.options = options
+        self.progress = progress
+        self.report = Report()
+        self._transfer: Transfer | None = transfer
+        self._waiting = waiting
+        self._transforms = transforms
+        self._counted = counted
+        self._rounds = 0
+        """Those in flight."""
+        self._answers: deque[Answer | EncodedTensor | ZenPSError] = deque()
+        self._absorbed = 0
+        self._worked_seconds = 0.0
+        self._pushed_ns: dict[int, int] = {}
+        """When the latest round of each stream was pushed, for a timeline."""
+        self._finishing = threading.Lock()
+        self._outcome: Tensor | Exception | None = None
+
+    def __repr__(self) -> str:
+        return f"Pending({self.name!r}, done={self.progress.ended})"
+
+    @property
+    def has_ended(self) -> bool:
+        """What :meth:`done` returns, without a look at what has arrived."""
+        return self.progress.ended
+
+    def done(self) -> bool:
+        """Returns whether :meth:`wait` would not wait for the network any more."""
+        if not self.progress.ended:
+            self._waiting.waiter.look(self._has_ended)
+        return self.progress.ended
+
+    def wait(self) -> Tensor:
+        """The result; raises what went wrong. May be called again."""
+        with self._finishing:
+            if self._outcome is None:
+                assert self._transfer is not None
+                self._outcome = self._finish(self._transfer)
+                self._transfer = None
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
+
+    # ── for those who bring answers ─────────────────────────────────────────────────────────────
+
+    @property
+    def transfer(self) -> Transfer:
+        """There until the result is."""
+        assert self._transfer is not None
+        return self._transfer
+
+    def begin(self) -> Sequence[EncodedTensor]:
+        """What is pushed first; the transfer is prepared."""
+        self.progress.compacted_seconds = time.perf_counter() - self.progress.began
+        return self._pushed(self.transfer.begin())
+
+    def deliver(self, answer: Answer, last: bool) -> Sequence[EncodedTensor]:
+        """One push was answered, the ``last`` of its round, perhaps. Returns what is pushed upon it.
+
+        Raises:
+            ProtocolError: the answer is none to what was pushed.
+        """
+        progress, following = self.progress, ()
+        self._trace_pull(answer)
+        progress.pushed_rows += answer.result.pushed
+        progress.pulled_rows += answer.result.rows
+        progress.pulled_bytes += answer.pulled_bytes
+        if self.transfer.absorbs_on == "driver":
+            begin = time.perf_counter()
+            following = self._pushed(self.transfer.on_answer(answer))
+            self._absorbed += 1
+            self._worked_seconds += time.perf_counter() - begin
+        else:
+            self._answers.append(answer)
+        self._rounds -= last
+        progress.ended = not self._rounds
+        return following
+
+    def restart(self, encoded: EncodedTensor) -> None:
+        """The ring has changed, and a round begins again as ``encoded``. Not once all have ended."""
+        self._note_push(encoded)
+        if self.transfer.absorbs_on == "driver":
+            self.transfer.restart(encoded)
+            return
+        self.progress.pushed_rows = self.progress.pulled_rows = self.progress.pulled_bytes = 0
+        # The transfer belongs to the thread that waits, which may be absorbing an old answer just now: that
+        # thread restarts it, before it takes the next. The queue is replaced, for if it were emptied even for
+        # a moment, a thread that has been told of an answer would find none, and take that for the deadline.
+        self._answers = deque([encoded])
+
+    def complete(self, result: Tensor) -> None:
+        """Somebody has brought the result. Only of a transfer that is :class:`Brought`."""
+        transfer = self._transfer
+        if not self.progress.ended and transfer is not None:
+            assert isinstance(transfer, Brought)
+            transfer.result = result
+            self.progress.ended = True
+
+    def fail(self, error: ZenPSError) -> None:
+        """The tensor will not be answered. Once it was, this changes nothing."""
+        if not self.progress.ended:
+            # Ranks may have got different parts of it, and must cut the next round alike.
+            self.progress.pushed_rows = self.progress.pulled_rows = 0
+            self._answers.append(error)
+            self.progress.ended = True
+
+    # ── on the thread that waits ────────────────────────────────────────────────────────────────
+
+    def _finish(self, transfer: Transfer) -> Tensor | Exception:
+        """Absorbs each answer while the next ones travel.
+
+        An answer that could not be absorbed, for want of memory perhaps, is not there for a second wait.
+        """
+        waited = 0.0
+        waiter, timeout_seconds, statistics, spans = self._waiting
+        until = time.monotonic() + timeout_seconds
+        begin = time.perf_counter()
+        while self._answers or not self.progress.ended:
+            absorbed = self._absorbed
+            with spans("wait", self.name, self.progress.step):
+                waiter.wait(self._has_news, until)
+            if not self._answers:
+                if self._absorbed == absorbed and not self.progress.ended:
+                    self.progress.ended = True
+                    return DeadlineError(f"tensor {self.name!r}: no answer within {timeout_seconds:g} s")
+                until = time.monotonic() + timeout_seconds
+                continue
+            answer = self._answers.popleft()
+            got = time.perf_counter()
+            waited += got - begin
+            try:
+                match answer:
+                    case ZenPSError():
+                        return answer
+                    case EncodedTensor():
+                        transfer.restart(answer)
+                        until = time.monotonic() + timeout_seconds
+                    case Answer():
+                        self._absorb(transfer, answer)
+            except Exception as error:  # noqa: BLE001
+                return error
+            begin = time.perf_counter()
+            self._worked_seconds += begin - got
+        got = time.perf_counter()
+        waited += got - begin
+        try:
+            with spans("scatter", self.name, self.progress.step):
+                result = transfer.finish()
+                for transform in reversed(self._transforms):
+                    result = transform.undo(result)
+        except Exception as error:  # noqa: BLE001
+            return error
+        self._worked_seconds += time.perf_counter() - got
+        self.report = transfer.report(self.progress)
+        statistics.record(self.report, self.progress, waited, self._worked_seconds, self._counted)
+        return result
+
+    def _absorb(self, transfer: Transfer, answer: Answer) -> None:
+        with self._waiting.spans("scatter", self.name, answer.result.step) as span:
+            transfer.on_answer(answer)
+            if span:
+                span.note(**_about(self.name, answer))
+
+    def _has_news(self) -> bool:
+        return bool(self._answers) or self.progress.ended
+
+    def _has_ended(self) -> bool:
+        return self.progress.ended
+
+    # ── for a timeline ──────────────────────────────────────────────────────────────────────────
+
+    def _pushed(self, rounds: Sequence[EncodedTensor]) -> Sequence[EncodedTensor]:
+        self._rounds += len(rounds)
+        for encoded in rounds:
+            self._note_push(encoded)
+        return rounds
+
+    def _note_push(self, encoded: EncodedTensor) -> None:
+        if self._waiting.spans.trace.is_on:
+            self._pushed_ns[encoded.stream] = now_ns()
+
+    def _trace_pull(self, answer: Answer) -> None:
+        trace = self._waiting.spans.trace
+        if trace.is_on:
+            stream = answer.result.chunk if self.transfer.absorbs_on == "driver" else 0
+            trace.since(self._pushed_ns.get(stream, 0), "pull", **_about(self.name, answer))
+
+
+def in_flight(name: str) -> UsageError:
+    """The error of a push under a name whose last round has not ended."""
+    return UsageError(f"tensor {name!r} is in flight; wait for its result before pushing it again")
+
+
+def _about(tensor: str, answer: Answer) -> dict[str, object]:
+    """What a timeline says about an answer."""
+    result = answer.result
+    return {
+        "tensor": tensor,
+        "step": result.step,
+        "chunk": result.chunk,
+        "epoch": result.ring_epoch,
+        "server": answer.server,
+        "rows": result.rows,
+        "bytes": answer.pulled_bytes,
+    }
