@@ -14,7 +14,6 @@ import msgspec
 from msgspec import Meta
 
 from zenps.codecs.base import ValueForm
-from zenps.schemes.registry import SchemeSetting
 
 PARTITIONS: Final = ("balanced", "centralized", "parallel")
 """Names of the built-in partition strategies, known here without importing them (they need torch)."""
@@ -109,7 +108,7 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How gradients travel."""
 
     scheme: Annotated[
-        SchemeSetting,
+        str,
         Meta(
             description="[in which form gradients travel, and to whom](schemes.md); all but zenps bring "
             "their own partition and codec; auto: what is [predicted to be fastest](schemes.md#auto)"

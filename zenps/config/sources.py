@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
+from msgspec import structs
 
 from zenps.errors import ConfigError, UnknownKeyError
-from zenps.schemes.registry import over_servers
+from zenps.schemes.registry import scheme_of
 
 from .settings import FIELDS, Config
 from .values import checked, format_bytes
@@ -82,51 +83,35 @@ def load(
         section, _, field = name.partition(".")
         values.setdefault(section, {})[field] = checked(name, raw, source)
     config = msgspec.convert(values, Config)
-    if config.sync.chunk_bytes > config.cluster.max_message_bytes:
-        limit = format_bytes(config.cluster.max_message_bytes)
-        raise ConfigError(
-            "sync.chunk_bytes", config.sync.chunk_bytes, f"at most cluster.max_message_bytes = {limit}"
-        )
-    _check_scheme(config)
+    if error := _conflict(config):
+        raise error
     return Loaded(config, {name: settings[name][1] if name in settings else "default" for name in FIELDS})
 
 
-def _check_scheme(config: Config) -> None:
-    """Refuses what cannot be had where workers exchange among themselves, or blocks, or on two levels."""
-    scheme = over_servers(config.sync.scheme)
-    if config.sync.values != "same" and (scheme.exchange == "peers" or scheme.blocks):
-        wanted = f"same, because sync.scheme = {config.sync.scheme} sends values as they are"
-        raise ConfigError("sync.values", config.sync.values, wanted)
-    if config.sync.levels == 2 and (reason := why_one_level(config)):
-        raise ConfigError("sync.levels", 2, f"1, because {reason}")
-    if scheme.exchange != "peers":
-        return
-    among_workers = f"because sync.scheme = {config.sync.scheme} exchanges among workers"
-    if config.cluster.is_elastic:
-        raise ConfigError("cluster.on_worker_loss", "continue", f"fail, {among_workers}, who need every rank")
-    if config.security.keys:
-        wanted = f"no keys, {among_workers}, over connections that know none"
-        raise ConfigError("security.keys", config.security.keys, wanted)
+def _conflict(config: Config) -> ConfigError | None:
+    """The error for a setting that is valid alone, but not beside the others; None if all fit together."""
+    sync, cluster = config.sync, config.cluster
+    if sync.chunk_bytes > cluster.max_message_bytes:
+        allowed = f"at most cluster.max_message_bytes = {format_bytes(cluster.max_message_bytes)}"
+        return ConfigError("sync.chunk_bytes", sync.chunk_bytes, allowed)
+    if error := scheme_of(sync.scheme).refuse(config):
+        return error
+    if sync.levels == 2 and cluster.is_elastic:
+        allowed = "1, because cluster.on_worker_loss = continue: a host needs the worker that leads it"
+        return ConfigError("sync.levels", sync.levels, allowed)
+    return None
 
 
-def why_one_level(config: Config) -> str:
-    """The reason for which ``sync.levels`` has to be 1; empty if there is none."""
-    if over_servers(config.sync.scheme).exchange == "peers":
-        return f"sync.scheme = {config.sync.scheme} exchanges among workers"
-    if config.cluster.is_elastic:
-        return "cluster.on_worker_loss = continue: a host cannot do without its leader"
-    return ""
+def allows_two_levels(config: Config) -> bool:
+    """True if the other settings of the valid ``config`` can be combined with ``sync.levels = 2``."""
+    return _conflict(structs.replace(config, sync=structs.replace(config.sync, levels=2))) is None
 
 
+# Until the worker asks the declaration.
 def bound_to_servers(config: Config) -> str:
     """The setting that keeps workers from exchanging among themselves; empty if none does."""
-    reasons = {
-        "cluster.on_worker_loss": config.cluster.is_elastic,
-        "security.keys": bool(config.security.keys),
-        "sync.levels": config.sync.levels == 2,
-        "sync.values": config.sync.values != "same",
-    }
-    return next((name for name, holds in reasons.items() if holds), "")
+    fallback = scheme_of(config.sync.scheme).fallback(config)
+    return fallback[1].field if fallback else ""
 
 
 def describe(loaded: Loaded) -> list[Setting]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import importlib.metadata
 import ipaddress
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, get_args, get_origin
 
 import msgspec
 
 from zenps.errors import ConfigError
+from zenps.schemes.registry import scheme_names, scheme_of
 
 from .settings import FIELDS, GIB, KIB, MIB, PARTITIONS, TIB
 
@@ -32,6 +33,14 @@ def checked(name: str, raw: object, source: str) -> object:
         return _RULES[name](value) if name in _RULES else value
     except ValueError:  # msgspec.ValidationError is one
         raise ConfigError(name, raw, f"{_allowed(name)} (set by {source})") from None
+
+
+def choices(name: str) -> Sequence[str]:
+    """The names of which setting ``name`` is one; empty if it takes other values."""
+    if name == "sync.scheme":
+        return scheme_names()
+    kind = FIELDS[name].kind
+    return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -101,6 +110,10 @@ def _partition_name(value: str) -> str:
     return value
 
 
+def _scheme_name(value: str) -> str:
+    return scheme_of(value).name
+
+
 def _plugins() -> set[str]:
     return set(importlib.metadata.entry_points(group="zenps.partition").names)
 
@@ -111,6 +124,7 @@ _RULES: Final[dict[str, Callable[[Any], object]]] = {
     "sync.block": _power_of_two,
     "sync.granule": _power_of_two,
     "sync.partition": _partition_name,
+    "sync.scheme": _scheme_name,
 }
 
 
@@ -123,8 +137,8 @@ def _allowed(name: str) -> str:
     if name == "sync.partition":
         names = [*PARTITIONS, *sorted(_plugins() - set(PARTITIONS))]
         return f"one of {', '.join(names)}, or the dotted path of a strategy"
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(get_args(kind))}"
+    if choices(name):
+        return f"one of {', '.join(choices(name))}"
     if kind is str:
         return f"a string of {meta.min_length or 0} to {meta.max_length} characters"
     show: Callable[[float], str] = format_bytes if name.endswith("_bytes") else str
