@@ -1,4 +1,4 @@
-"""What a setting's value may be: how text becomes one, and what is said of one that is refused.
+"""Setting values: parses and checks one, and describes the allowed ones where it is refused.
 
 A setting whose name ends in ``_bytes`` also takes a string such as ``"8MiB"``.
 """
@@ -22,10 +22,15 @@ _UNITS: Final = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
 
 
 def checked(name: str, raw: object, source: str) -> object:
-    """The value of setting ``name`` that ``raw`` stands for; text is read as a number where one is due.
+    """Parses and checks the value of setting ``name``. Text becomes a number if the setting is one.
 
-    ``source`` (a variable, an option, a file) is named by the :class:`ConfigError` that a value of the
-    wrong type or out of bounds raises.
+    Args:
+        name: ``section.field``.
+        raw: the value, as text or as TOML has it.
+        source: the variable, option or file that it comes from, for the error.
+
+    Raises:
+        ConfigError: the value has a wrong type or is out of bounds.
     """
     try:
         value = _parse_bytes(raw) if name.endswith("_bytes") and isinstance(raw, str) else raw
@@ -36,7 +41,7 @@ def checked(name: str, raw: object, source: str) -> object:
 
 
 def choices(name: str) -> Sequence[str]:
-    """The names of which setting ``name`` is one; empty if it takes other values."""
+    """The names that the setting ``name`` allows; empty if it takes other values."""
     if name == "sync.scheme":
         return scheme_names()
     kind = FIELDS[name].kind
@@ -44,7 +49,11 @@ def choices(name: str) -> Sequence[str]:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Split ``host:port``, ``tcp://host:port`` or ``[v6]:port``; :class:`ValueError` for anything else."""
+    """Splits ``host:port``, ``tcp://host:port`` or ``[v6]:port``.
+
+    Raises:
+        ValueError: it is none of these.
+    """
     match = re.fullmatch(
         r"(?:tcp://)?(?:\[([0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|([^\s:/\[\]]+)):([0-9]{1,5})", text
     )
@@ -54,9 +63,9 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine is meant by ``host``, an address or a name.
+    """True if ``host``, an address or a name, can only mean this machine.
 
-    A name other than ``localhost`` never is, whatever it leads to here: others may find another address.
+    Of names only ``localhost`` can: another machine may resolve any other name to another address.
     """
     if not is_ip_address(host):
         return host == "localhost" or host.endswith(".localhost")
@@ -64,7 +73,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_ip_address(host: str) -> bool:
-    """Whether ``host`` is an address, of IPv4 or IPv6, and no name."""
+    """True if ``host`` is an IPv4 or IPv6 address, not a name."""
     try:
         ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -73,7 +82,7 @@ def is_ip_address(host: str) -> bool:
 
 
 def format_bytes(count: float) -> str:
-    """``8388608`` as ``8MiB``; a count that is no multiple of 1024 stays in bytes."""
+    """Writes ``8388608`` as ``8MiB``; a count that is no multiple of 1024 stays in bytes."""
     for unit, size in reversed(_UNITS.items()):
         if count and count % size == 0:
             return f"{count // size}{unit}"

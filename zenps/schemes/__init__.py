@@ -1,1 +1,1 @@
-"""Synchronization schemes: declarations, a registry, and the cost model."""
+"""Synchronisation schemes: declarations, a registry, and the cost model."""

@@ -1,4 +1,4 @@
-"""Synchronization scheme: what a declaration says of itself.
+"""Synchronisation scheme: what a declaration says of itself.
 
 Each module of :mod:`zenps.schemes.builtin` declares one scheme. The settings are checked against it, so
 this module imports neither NumPy nor torch.

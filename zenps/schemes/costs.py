@@ -1,4 +1,4 @@
-"""Cost model: predicts the bytes on the busiest link, and the seconds, that a scheme takes to synchronize.
+"""Cost model: predicts the bytes on the busiest link, and the seconds, that a scheme takes to synchronise.
 
 Each scheme states its own formula (:mod:`zenps.schemes.builtin`). They are those of the papers, above all of
 Zen (OSDI '25, §2.4 and §3), with the bytes that our codecs take. CPU time is left out, and so is what a step
@@ -37,7 +37,7 @@ def predict(scheme: str, tensor: Tensor, links: Links) -> Cost:
 
 
 def predict_step(scheme: str, tensors: Iterable[Tensor], links: Links) -> Cost:
-    """What it costs to synchronize all of ``tensors``.
+    """What it costs to synchronise all of ``tensors``.
 
     A link carries the bytes of one tensor after those of another.
 

@@ -1,4 +1,4 @@
-"""Traffic model: the bytes of a tensor, the links of a cluster, and the cost of one synchronization.
+"""Traffic model: the bytes of a tensor, the links of a cluster, and the cost of one synchronisation.
 
 :mod:`zenps.schemes.costs` predicts by it. ``Scheme.cost`` explains the letters.
 """
@@ -127,7 +127,7 @@ class Tensor(Struct, frozen=True, kw_only=True):
 
 
 class Cost(Struct, frozen=True, kw_only=True):
-    """The cost of one synchronization.
+    """The cost of one synchronisation.
 
     Attributes:
         push_bytes: in one direction of the busiest link, before they are summed.
