@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, get_args
+from typing import Final
 
 import msgspec
 from hosts import why_not_here
@@ -28,9 +28,9 @@ from rich.console import Console
 from sync_report import describe_machine, find_versions
 from workloads import SIZES, WORKLOADS, characterise
 
-from zenps.schemes.registry import SchemeSetting
+from zenps.schemes.registry import scheme_names
 
-NAMES: Final[Sequence[str]] = (*get_args(SchemeSetting), NARROW)
+NAMES: Final[Sequence[str]] = (*scheme_names(), NARROW)
 HERE = Path(__file__).resolve().parent
 BLOCK_SECONDS: Final = 3600
 TABLE_WIDTH: Final = 150

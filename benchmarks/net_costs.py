@@ -5,16 +5,8 @@ from __future__ import annotations
 from net_worker import GLOO, NARROW
 from workloads import Character
 
-from zenps.schemes.costs import (
-    predict,
-)
-from zenps.schemes.registry import AUTO
-from zenps.schemes.traffic import (
-    Cost,
-    Links,
-    Tensor,
-    expected_imbalance,
-)
+from zenps.schemes.costs import predict
+from zenps.schemes.traffic import Cost, Links, Tensor, expected_imbalance
 
 
 def expect(scheme: str, character: Character, workers: int, mbit: float) -> Cost:
@@ -35,5 +27,4 @@ def expect(scheme: str, character: Character, workers: int, mbit: float) -> Cost
         union_block_skew=character.union_block_skew[workers],
     )
     links = Links(workers=workers, bytes_per_second=mbit * 1e6 / 8)
-    names = {GLOO: ("allreduce",), NARROW: ("zenps",), "auto": AUTO}.get(scheme, (scheme,))
-    return min((predict(name, tensor, links) for name in names), key=lambda cost: cost.seconds)
+    return predict({GLOO: "allreduce", NARROW: "zenps"}.get(scheme, scheme), tensor, links)

@@ -34,8 +34,8 @@ to others. `make bench-net RESUME=1` measures it again.
 
 **Bytes** are those that the token buckets have counted in the very steps that are timed, with the headers of
 all packets and acknowledgements. The busiest is the greatest of all hosts and both directions. The formulas
-are those of `zenps/schemes/costs.py`, of payload alone: of 1514 bytes of a full packet, 1448 are payload,
-4.6 % less.
+are those of [planning](planning.md#formulas), of payload alone: of 1514 bytes of a full packet, 1448 are
+payload, 4.6 % less.
 
 **What is predicted** is what `zenps plan` says and `auto` goes by: bytes by the formula, over the bandwidth.
 

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
 from zenps.config.settings import FIELDS, Config, shared_settings
-from zenps.config.values import format_bytes
+from zenps.config.values import choices, format_bytes
 from zenps.observe.metrics import SchedulerMetrics, ServerMetrics, WorkerMetrics
 from zenps.scheduler.states import JOB
 from zenps.server.rounds.states import ROUND as SERVER_ROUND
@@ -183,7 +183,8 @@ def _settings(section: str, defaults: msgspec.Struct) -> Iterator[list[str]]:
         show: Callable[[float], str] = _number
         if name.endswith("_bytes"):
             default, show = format_bytes(default), format_bytes
-        kind = type_text(field.annotated, show)
+        names = [f"`{value}`" for value in choices(name)]
+        kind = ", ".join(names) or type_text(field.annotated, show)
         yield [f"`{name}`", f"`{json.dumps(default)}`", kind, str(field.meta.description)]
 
 

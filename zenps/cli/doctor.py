@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 from zenps.config.settings import PARTITIONS, Config, shared_settings
-from zenps.config.sources import check_partition, local_size_from_environment, why_one_level
+from zenps.config.sources import allows_two_levels, check_partition, local_size_from_environment
 from zenps.errors import ConfigError, DeadlineError, ZenPSError
 from zenps.keys import load_keys
 from zenps.wire.addresses import find_host, why_unreachable
@@ -229,7 +229,7 @@ def _levels(config: Config, status: Status) -> Check:
     found = f"{config.sync.levels}, with {hosts.total()} worker(s) on {len(hosts)} host(s)"
     if config.sync.levels == 2 and len(hosts) == 1:
         return Check("sync.levels", "ok", f"{found}: they reduce there, not at servers")
-    if config.sync.levels == 1 and hosts.total() > len(hosts) and not why_one_level(config):
+    if config.sync.levels == 1 and hosts.total() > len(hosts) and allows_two_levels(config):
         advice = "2 has those of a host reduce there first, which is faster: docs/schemes.md"
         return Check("sync.levels", "ok", found, advice)
     return Check("sync.levels", "ok", found)

@@ -1,1 +1,1 @@
-"""Settings: which there are, what each may be, where its value comes from."""
+"""Settings: their schema, the check of each value, and the sources that values come from."""

@@ -1,8 +1,8 @@
-"""The settings: one frozen tree, :class:`Config`.
+"""Settings schema: one frozen tree, :class:`Config`.
 
-Descriptions, bounds and defaults stand at the fields, so that ``zenps config``, error messages and
-documentation cannot disagree with what is checked. :mod:`zenps.config.values` checks one value, and
-:mod:`zenps.config` reads the tree from its sources.
+Each field has its description, bounds and default, from which ``zenps config``, error messages and
+documentation are made. :mod:`zenps.config.values` checks one value, and :mod:`zenps.config.sources` reads the
+tree from its sources.
 """
 
 from __future__ import annotations
@@ -14,29 +14,28 @@ import msgspec
 from msgspec import Meta
 
 from zenps.codecs.base import ValueForm
-from zenps.schemes.registry import SchemeSetting
 
 PARTITIONS: Final = ("balanced", "centralized", "parallel")
-"""Names of the built-in partition strategies, known here without importing them (they need torch)."""
+"""Names of the built-in partition strategies, which are not imported here: they need torch."""
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 TIB: Final = 1 << 40
-# Longer waits are as good as none, and milliseconds of this still fit a C int, as poll() needs.
+# A longer wait is as good as none. Its milliseconds still fit a C int, which poll() takes.
 WEEK_SECONDS: Final = 7 * 24 * 3600
 
 MOST_WORKERS: Final = 4096
 
 MOST_NAMES: Final = 65536
-"""How many different tensor names a job may use: each is remembered on every worker and on servers."""
+"""The number of different tensor names that a job may use. Workers and servers remember each of them."""
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who takes part, where they meet, and how long they wait for one another."""
+    """The nodes of a job, where they register, and how long they wait for one another."""
 
     scheduler: Annotated[
-        str, Meta(description="'host:port' of the scheduler; empty: no cluster, one worker alone")
+        str, Meta(description="'host:port' of the scheduler; empty: no cluster, this worker trains alone")
     ] = ""
     job: Annotated[
         str,
@@ -47,7 +46,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     host: Annotated[
         str,
         Meta(
-            description="address under which others reach this node; empty: that of the scheduler's route",
+            description="address at which others reach this node; empty: that of the route to the scheduler",
             max_length=255,
         ),
     ] = ""
@@ -55,12 +54,12 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         int, Meta(description="port that a server listens on; 0: any free port", ge=0, le=65535)
     ] = 0
     lease_seconds: Annotated[
-        float, Meta(description="a node that is silent for this long is lost", gt=0, le=WEEK_SECONDS)
+        float, Meta(description="a node that sends no heartbeat for this long is lost", gt=0, le=WEEK_SECONDS)
     ] = 10.0
     rendezvous_seconds: Annotated[
         float,
         Meta(
-            description="how long all nodes have to arrive, and a lost scheduler to return",
+            description="how long to wait for all nodes to register, and for a lost scheduler to return",
             gt=0,
             le=WEEK_SECONDS,
         ),
@@ -68,7 +67,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     deadline_seconds: Annotated[
         float,
         Meta(
-            description="how long a push or a barrier waits for a rank that is alive; 0: as long as it is",
+            description="how long a push or a barrier waits for a rank that is alive; 0: no deadline",
             ge=0,
             le=WEEK_SECONDS,
         ),
@@ -76,27 +75,28 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     on_worker_loss: Annotated[
         Literal["fail", "continue"],
         Meta(
-            description="what the others do when a worker is lost or leaves: fail, or "
-            "[continue without it](operations.md#going-on-without-a-worker)"
+            description="what the other workers do when one is lost or leaves: fail, or "
+            "[continue without it](operations.md#going-on-without-a-worker) (elastic)"
         ),
     ] = "fail"
     server_budget_bytes: Annotated[
-        int, Meta(description="what a server holds at most before it refuses pushes as busy", ge=MIB, le=TIB)
+        int,
+        Meta(description="memory limit of a server, above which it refuses pushes as busy", ge=MIB, le=TIB),
     ] = 4 * GIB
     max_message_bytes: Annotated[
-        int, Meta(description="a larger message is refused unread", ge=64 * KIB, le=2 * GIB)
+        int, Meta(description="largest message; a larger one is refused unread", ge=64 * KIB, le=2 * GIB)
     ] = 256 * MIB
     same_host: Annotated[
         Literal["memory", "tcp"],
         Meta(
-            description="how workers and servers of one host hand over large tensors: "
-            "[memory](protocol.md#on-one-host) that both read, or tcp"
+            description="how workers and servers of one host exchange large tensors: "
+            "[shared memory](protocol.md#on-one-host), or tcp"
         ),
     ] = "memory"
 
     @property
     def is_elastic(self) -> bool:
-        """Whether workers go on without one that is gone."""
+        """True if the other workers continue when one is lost."""
         return self.on_worker_loss == "continue"
 
     @property
@@ -106,70 +106,69 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How gradients travel."""
+    """How gradients are synchronised."""
 
     scheme: Annotated[
-        SchemeSetting,
+        str,
         Meta(
-            description="[in which form gradients travel, and to whom](schemes.md); all but zenps bring "
-            "their own partition and codec; auto: what is [predicted to be fastest](schemes.md#auto)"
+            description="[how gradients are exchanged](schemes.md); all schemes but zenps have their own "
+            "partition and codec; auto: the one that is [predicted to be fastest](schemes.md#auto)"
         ),
     ] = "zenps"
     partition: Annotated[
         str,
         Meta(
-            description=f"which slot owns a row: {', '.join(PARTITIONS)}, an entry point of zenps.partition, "
-            "or a dotted path to a strategy"
+            description="strategy that assigns rows to slots: "
+            f"{', '.join(PARTITIONS)}, an entry point of zenps.partition, or a dotted path to a strategy"
         ),
     ] = "balanced"
     codec: Annotated[
         Literal["auto", "coo", "bitmap", "delta", "blocks", "dense"],
-        Meta(description="how positions travel; auto: what [suits the chunk](protocol.md#position-codecs)"),
+        Meta(description="codec of positions; auto: what [suits the chunk](protocol.md#position-codecs)"),
     ] = "auto"
     values: Annotated[
         ValueForm,
         Meta(
-            description="how float32 gradients travel; same: as they are; else [narrower](schemes.md#values)"
+            description="form in which float32 gradients travel; same: unchanged; else "
+            "[quantized](schemes.md#values)"
         ),
     ] = "same"
     chunk_bytes: Annotated[
         int,
-        Meta(description="size of the pieces in which a tensor is pushed and pulled", ge=4 * KIB, le=GIB),
+        Meta(description="size of the chunks in which a tensor is pushed and pulled", ge=4 * KIB, le=GIB),
     ] = 8 * MIB
     bucket_bytes: Annotated[
         int, Meta(description="dense gradients are fused up to this size", ge=KIB, le=GIB)
     ] = 4 * MIB
     granule: Annotated[
         int,
-        Meta(description="elements that move together in a one-column tensor; a power of two", ge=1, le=256),
+        Meta(description="elements of a one-column tensor that stay together; a power of two", ge=1, le=256),
     ] = 32
     block: Annotated[
         int,
         Meta(
-            description="omnireduce: elements that travel, or are left out, together; a power of two",
+            description="omnireduce: elements in a block, which travels whole or not at all; a power of two",
             ge=1,
             le=4096,
         ),
     ] = 256
-    fusion: Annotated[int, Meta(description="omnireduce: blocks in a message at most", ge=1, le=65536)] = 256
+    fusion: Annotated[int, Meta(description="omnireduce: most blocks in a message", ge=1, le=65536)] = 256
     bandwidth_mbit: Annotated[
-        int, Meta(description="auto: what a host's link carries each way, in Mbit/s", ge=1, le=10**7)
+        int, Meta(description="auto: bandwidth of a host's link in each direction, in Mbit/s", ge=1, le=10**7)
     ] = 10_000
-    latency_us: Annotated[
-        int, Meta(description="auto: how long a message takes beside, in µs", ge=0, le=10**7)
-    ] = 50
+    latency_us: Annotated[int, Meta(description="auto: latency of a message, in µs", ge=0, le=10**7)] = 50
     levels: Annotated[
         int,
         Meta(
-            description="2: the workers of a host [reduce there first](schemes.md#two-levels), "
-            "and one of them speaks to the servers",
+            description="2: hierarchical reduction: the workers of a host "
+            "[reduce there first](schemes.md#two-levels), and one of them pushes the sum",
             ge=1,
             le=2,
         ),
     ] = 1
     table_bytes: Annotated[
         int,
-        Meta(description="budget of a worker's cached permutation tables; 0: compute anew", ge=0, le=TIB),
+        Meta(description="memory limit of a worker's cached permutation tables; 0: no cache", ge=0, le=TIB),
     ] = GIB
     seed: Annotated[
         int,
@@ -185,14 +184,14 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class CudaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How gradients on a GPU are compacted; each worker for itself."""
+    """How gradients on a GPU are compacted. Workers may differ in these."""
 
     compaction: Annotated[
         Literal["sort", "bitmap", "hash"],
-        Meta(description="sort: the same bits on every run; bitmap, hash: duplicates added in any order"),
+        Meta(description="sort: the same bits on every run; bitmap, hash: duplicates are added in any order"),
     ] = "sort"
     hash_functions: Annotated[
-        int, Meta(description="hash: places that are tried in the parallel memory (Zen's k)", ge=1, le=8)
+        int, Meta(description="hash: slots that are tried in the parallel memory (Zen's k)", ge=1, le=8)
     ] = 3
     parallel_factor: Annotated[
         float, Meta(description="hash: parallel memory (Zen's r1), in slots per row", ge=0.125, le=16)
@@ -203,7 +202,7 @@ class CudaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who is let in; with no keys, everybody ([how to set up keys](security.md))."""
+    """Authentication and encryption ([how to set up keys](security.md)); with no keys, any peer may join."""
 
     keys: Annotated[
         str,
@@ -212,14 +211,14 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     secret: Annotated[
         str,
         Meta(
-            description="file of this node's secret key, or a directory that has it under its own name",
+            description="file of this node's secret key, or a directory with one file per node",
             max_length=4096,
         ),
     ] = ""
 
 
 class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where this process serves Prometheus."""
+    """Where this process serves its metrics to Prometheus."""
 
     host: Annotated[str, Meta(description="address to serve /metrics on", min_length=1, max_length=255)] = (
         "127.0.0.1"
@@ -246,15 +245,16 @@ class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        Meta(description="the least severe level that is written"),
+        Meta(description="least severe level that is written"),
     ] = "info"
     format: Annotated[
-        Literal["text", "json"], Meta(description="lines for people, or one JSON object a line for programs")
+        Literal["text", "json"],
+        Meta(description="text: lines for people; json: one object per line, for programs"),
     ] = "text"
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All settings of one process. Built by :func:`load`, which checks them; direct construction does not."""
+    """All settings of one process. Only :func:`zenps.config.sources.load` checks them."""
 
     cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
     sync: SyncConfig = msgspec.field(default_factory=SyncConfig)
@@ -266,7 +266,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Field(NamedTuple):
-    """What the tree says about one setting."""
+    """The type, bounds and description of one setting."""
 
     annotated: Any
     kind: Any
@@ -287,7 +287,7 @@ FIELDS: Final = _fields()
 
 
 def shared_settings(config: Config) -> dict[str, str | int | float]:
-    """The settings that all workers must have alike: how tensors are cut, and what ranks do together."""
+    """The settings that must be equal on all workers: those of sharding and of what ranks do together."""
     return {
         "cluster.max_message_bytes": config.cluster.max_message_bytes,
         "cluster.on_worker_loss": config.cluster.on_worker_loss,

@@ -1,6 +1,6 @@
-"""Where each setting comes from.
+"""Configuration loading: merges and checks the settings from all their sources.
 
-:func:`load` reads the tree of :mod:`zenps.config.settings` once, at the start of a process.
+:func:`load` does so once, at the start of a process.
 
 Precedence, highest first:
 
@@ -9,7 +9,7 @@ Precedence, highest first:
 3. BytePS's bootstrap variables ``DMLC_PS_ROOT_URI``, ``DMLC_PS_ROOT_PORT``, ``DMLC_NUM_WORKER``,
    ``DMLC_NUM_SERVER`` (https://github.com/bytedance/byteps/blob/master/docs/env.md)
 4. torchrun's ``WORLD_SIZE`` (https://docs.pytorch.org/docs/stable/elastic/run.html)
-5. the file: the one given, else ``ZENPS_CONFIG``, else ``./zenps.toml`` where it exists
+5. the file: the one given, else ``ZENPS_CONFIG``, else ``./zenps.toml`` if it exists
 6. the default
 """
 
@@ -23,22 +23,23 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
+from msgspec import structs
 
 from zenps.errors import ConfigError, UnknownKeyError
-from zenps.schemes.registry import over_servers
+from zenps.schemes.registry import scheme_of
 
 from .settings import FIELDS, Config
 from .values import checked, format_bytes
 
 RESERVED: Final = frozenset({"ZENPS_CONFIG", "ZENPS_PLAN_TRACE", "ZENPS_PLAN_STEPS"})
-"""``ZENPS_*`` variables that are not settings; any other that names no field is refused.
+"""``ZENPS_*`` variables that are not settings. Any other variable that names no setting is refused.
 
-The last two are how ``zenps plan`` tells the workers that it starts what to record.
+With the last two, ``zenps plan`` tells its workers what to record.
 """
 
 
 class Loaded(NamedTuple):
-    """A configuration and, for each ``section.field``, the variable, option or file that set it."""
+    """A configuration, and the variable, option or file that set each ``section.field``."""
 
     config: Config
     sources: dict[str, str]
@@ -63,12 +64,16 @@ def load(
     file: Path | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Loaded:
-    """Read, merge and check all sources of settings; the module says which one wins.
+    """Reads, merges and checks all sources of settings, in the order that the module gives.
 
-    ``sets`` are ``section.field=value`` strings, ``file`` a TOML file that must exist.
+    Args:
+        sets: ``section.field=value`` strings.
+        file: a TOML file that must exist.
+        environ: the environment variables.
 
-    Raises :class:`ConfigError`, with one line, for an unknown key, a value out of bounds, or a file
-    that cannot be read. Only values that take effect are checked; unknown keys are refused everywhere.
+    Raises:
+        ConfigError: a key is unknown, a value is out of bounds or does not fit the others, or a file cannot
+            be read. A value that another source overrides is not checked.
     """
     settings = (
         _from_file(file, environ)
@@ -82,55 +87,39 @@ def load(
         section, _, field = name.partition(".")
         values.setdefault(section, {})[field] = checked(name, raw, source)
     config = msgspec.convert(values, Config)
-    if config.sync.chunk_bytes > config.cluster.max_message_bytes:
-        limit = format_bytes(config.cluster.max_message_bytes)
-        raise ConfigError(
-            "sync.chunk_bytes", config.sync.chunk_bytes, f"at most cluster.max_message_bytes = {limit}"
-        )
-    _check_scheme(config)
+    if error := _conflict(config):
+        raise error
     return Loaded(config, {name: settings[name][1] if name in settings else "default" for name in FIELDS})
 
 
-def _check_scheme(config: Config) -> None:
-    """Refuses what cannot be had where workers exchange among themselves, or blocks, or on two levels."""
-    scheme = over_servers(config.sync.scheme)
-    if config.sync.values != "same" and (scheme.exchange == "peers" or scheme.blocks):
-        wanted = f"same, because sync.scheme = {config.sync.scheme} sends values as they are"
-        raise ConfigError("sync.values", config.sync.values, wanted)
-    if config.sync.levels == 2 and (reason := why_one_level(config)):
-        raise ConfigError("sync.levels", 2, f"1, because {reason}")
-    if scheme.exchange != "peers":
-        return
-    among_workers = f"because sync.scheme = {config.sync.scheme} exchanges among workers"
-    if config.cluster.is_elastic:
-        raise ConfigError("cluster.on_worker_loss", "continue", f"fail, {among_workers}, who need every rank")
-    if config.security.keys:
-        wanted = f"no keys, {among_workers}, over connections that know none"
-        raise ConfigError("security.keys", config.security.keys, wanted)
+def _conflict(config: Config) -> ConfigError | None:
+    """The error for a setting that is valid alone, but not beside the others; None if all fit together."""
+    sync, cluster = config.sync, config.cluster
+    if sync.chunk_bytes > cluster.max_message_bytes:
+        allowed = f"at most cluster.max_message_bytes = {format_bytes(cluster.max_message_bytes)}"
+        return ConfigError("sync.chunk_bytes", sync.chunk_bytes, allowed)
+    if error := scheme_of(sync.scheme).refuse(config):
+        return error
+    if sync.levels == 2 and cluster.is_elastic:
+        allowed = "1, because cluster.on_worker_loss = continue: a host needs the worker that leads it"
+        return ConfigError("sync.levels", sync.levels, allowed)
+    return None
 
 
-def why_one_level(config: Config) -> str:
-    """The reason for which ``sync.levels`` has to be 1; empty if there is none."""
-    if over_servers(config.sync.scheme).exchange == "peers":
-        return f"sync.scheme = {config.sync.scheme} exchanges among workers"
-    if config.cluster.is_elastic:
-        return "cluster.on_worker_loss = continue: a host cannot do without its leader"
-    return ""
+def allows_two_levels(config: Config) -> bool:
+    """True if the other settings of the valid ``config`` can be combined with ``sync.levels = 2``."""
+    return _conflict(structs.replace(config, sync=structs.replace(config.sync, levels=2))) is None
 
 
+# Until the worker asks the declaration.
 def bound_to_servers(config: Config) -> str:
     """The setting that keeps workers from exchanging among themselves; empty if none does."""
-    reasons = {
-        "cluster.on_worker_loss": config.cluster.is_elastic,
-        "security.keys": bool(config.security.keys),
-        "sync.levels": config.sync.levels == 2,
-        "sync.values": config.sync.values != "same",
-    }
-    return next((name for name, holds in reasons.items() if holds), "")
+    fallback = scheme_of(config.sync.scheme).fallback(config)
+    return fallback[1].field if fallback else ""
 
 
 def describe(loaded: Loaded) -> list[Setting]:
-    """All settings in the order of their declaration, for ``zenps config``."""
+    """Lists all settings in the order of their declaration, for ``zenps config``."""
     rows = []
     for name, field in FIELDS.items():
         section, _, attribute = name.partition(".")
@@ -140,9 +129,12 @@ def describe(loaded: Loaded) -> list[Setting]:
 
 
 def check_partition(config: Config) -> None:
-    """Raise :class:`ConfigError` unless ``sync.partition`` names a strategy that can be made.
+    """Checks that the strategy of ``sync.partition`` can be made.
 
-    Imports the strategies and with them torch; the scheduler, which has none, does not call it.
+    Imports the strategies, and with them torch: the scheduler, which runs without it, does not call this.
+
+    Raises:
+        ConfigError: it cannot.
     """
     from zenps.partition.strategies.registry import strategy
 
@@ -150,9 +142,12 @@ def check_partition(config: Config) -> None:
 
 
 def require_cluster(loaded: Loaded, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise :class:`ConfigError` where several workers were started but no scheduler is configured.
+    """Checks that a scheduler is configured if several workers were started.
 
-    Without this check each of them would train alone, on its share of the data, and nobody would notice.
+    Otherwise each of them would train alone, on its share of the data, and nobody would notice.
+
+    Raises:
+        ConfigError: there is none.
     """
     if loaded.config.cluster.scheduler:
         return
@@ -171,23 +166,23 @@ def require_cluster(loaded: Loaded, environ: Mapping[str, str] = os.environ) -> 
 
 
 def rank_from_environment(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Rank given by torchrun (``RANK``) or BytePS (``DMLC_WORKER_ID``); None: the scheduler chooses."""
+    """The rank that torchrun (``RANK``) or BytePS (``DMLC_WORKER_ID``) gives; None: the scheduler chooses."""
     rank = _integer(environ, "RANK", at_least=0)
     return _integer(environ, "DMLC_WORKER_ID", at_least=0) if rank is None else rank
 
 
 def local_rank_from_environment(environ: Mapping[str, str] = os.environ) -> int:
-    """Rank among the workers of this host (torchrun's ``LOCAL_RANK``); 0 where nobody says."""
+    """The rank among the workers of this host (torchrun's ``LOCAL_RANK``); 0 if it is not set."""
     return _integer(environ, "LOCAL_RANK", at_least=0) or 0
 
 
 def local_size_from_environment(environ: Mapping[str, str] = os.environ) -> int:
-    """Number of workers on this host (torchrun's ``LOCAL_WORLD_SIZE``); 1 where nobody says."""
+    """The number of workers on this host (torchrun's ``LOCAL_WORLD_SIZE``); 1 if it is not set."""
     return _integer(environ, "LOCAL_WORLD_SIZE", at_least=1) or 1
 
 
 def restarts_from_environment(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """How often torchrun has started the workers again (``TORCHELASTIC_RESTART_COUNT``), and still may."""
+    """How often torchrun has restarted the workers (``TORCHELASTIC_RESTART_COUNT``), and still may."""
     count = _integer(environ, "TORCHELASTIC_RESTART_COUNT", at_least=0) or 0
     most = _integer(environ, "TORCHELASTIC_MAX_RESTARTS", at_least=0) or 0
     return count, max(most - count, 0)

@@ -1,4 +1,4 @@
-"""What a setting's value may be: how text becomes one, and what is said of one that is refused.
+"""Setting values: parses and checks one, and describes the allowed ones where it is refused.
 
 A setting whose name ends in ``_bytes`` also takes a string such as ``"8MiB"``.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 import importlib.metadata
 import ipaddress
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, get_args, get_origin
 
 import msgspec
 
 from zenps.errors import ConfigError
+from zenps.schemes.registry import scheme_names, scheme_of
 
 from .settings import FIELDS, GIB, KIB, MIB, PARTITIONS, TIB
 
@@ -21,10 +22,15 @@ _UNITS: Final = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
 
 
 def checked(name: str, raw: object, source: str) -> object:
-    """The value of setting ``name`` that ``raw`` stands for; text is read as a number where one is due.
+    """Parses and checks the value of setting ``name``. Text becomes a number if the setting is one.
 
-    ``source`` (a variable, an option, a file) is named by the :class:`ConfigError` that a value of the
-    wrong type or out of bounds raises.
+    Args:
+        name: ``section.field``.
+        raw: the value, as text or as TOML has it.
+        source: the variable, option or file that it comes from, for the error.
+
+    Raises:
+        ConfigError: the value has a wrong type or is out of bounds.
     """
     try:
         value = _parse_bytes(raw) if name.endswith("_bytes") and isinstance(raw, str) else raw
@@ -34,8 +40,20 @@ def checked(name: str, raw: object, source: str) -> object:
         raise ConfigError(name, raw, f"{_allowed(name)} (set by {source})") from None
 
 
+def choices(name: str) -> Sequence[str]:
+    """The names that the setting ``name`` allows; empty if it takes other values."""
+    if name == "sync.scheme":
+        return scheme_names()
+    kind = FIELDS[name].kind
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
 def parse_address(text: str) -> tuple[str, int]:
-    """Split ``host:port``, ``tcp://host:port`` or ``[v6]:port``; :class:`ValueError` for anything else."""
+    """Splits ``host:port``, ``tcp://host:port`` or ``[v6]:port``.
+
+    Raises:
+        ValueError: it is none of these.
+    """
     match = re.fullmatch(
         r"(?:tcp://)?(?:\[([0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|([^\s:/\[\]]+)):([0-9]{1,5})", text
     )
@@ -45,9 +63,9 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine is meant by ``host``, an address or a name.
+    """True if ``host``, an address or a name, can only mean this machine.
 
-    A name other than ``localhost`` never is, whatever it leads to here: others may find another address.
+    Of names only ``localhost`` can: another machine may resolve any other name to another address.
     """
     if not is_ip_address(host):
         return host == "localhost" or host.endswith(".localhost")
@@ -55,7 +73,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_ip_address(host: str) -> bool:
-    """Whether ``host`` is an address, of IPv4 or IPv6, and no name."""
+    """True if ``host`` is an IPv4 or IPv6 address, not a name."""
     try:
         ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -64,7 +82,7 @@ def is_ip_address(host: str) -> bool:
 
 
 def format_bytes(count: float) -> str:
-    """``8388608`` as ``8MiB``; a count that is no multiple of 1024 stays in bytes."""
+    """Writes ``8388608`` as ``8MiB``; a count that is no multiple of 1024 stays in bytes."""
     for unit, size in reversed(_UNITS.items()):
         if count and count % size == 0:
             return f"{count // size}{unit}"
@@ -101,6 +119,10 @@ def _partition_name(value: str) -> str:
     return value
 
 
+def _scheme_name(value: str) -> str:
+    return scheme_of(value).name
+
+
 def _plugins() -> set[str]:
     return set(importlib.metadata.entry_points(group="zenps.partition").names)
 
@@ -111,6 +133,7 @@ _RULES: Final[dict[str, Callable[[Any], object]]] = {
     "sync.block": _power_of_two,
     "sync.granule": _power_of_two,
     "sync.partition": _partition_name,
+    "sync.scheme": _scheme_name,
 }
 
 
@@ -123,8 +146,8 @@ def _allowed(name: str) -> str:
     if name == "sync.partition":
         names = [*PARTITIONS, *sorted(_plugins() - set(PARTITIONS))]
         return f"one of {', '.join(names)}, or the dotted path of a strategy"
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(get_args(kind))}"
+    if choices(name):
+        return f"one of {', '.join(choices(name))}"
     if kind is str:
         return f"a string of {meta.min_length or 0} to {meta.max_length} characters"
     show: Callable[[float], str] = format_bytes if name.endswith("_bytes") else str

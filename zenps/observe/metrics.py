@@ -15,7 +15,7 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCollector, start_http_server
 
 from zenps.errors import ProtocolError, cannot_listen
-from zenps.schemes.registry import AUTO
+from zenps.schemes.registry import scheme_of
 
 from .collectors import Durations, Late, Outcomes, Tally, WithoutCreated
 
@@ -97,7 +97,7 @@ class WorkerMetrics(_RoleMetrics):
         self.chosen_rounds = self._counter(
             "zenps_chosen_rounds_total",
             "Rounds of sparse tensors by the scheme that sync.scheme = auto has chosen for them.",
-            scheme=AUTO,
+            scheme=tuple(scheme.name for scheme in scheme_of("auto").candidates),
         )
         self.rows = self._counter(
             "zenps_rows_total",

@@ -1,1 +1,1 @@
-"""Synchronisation schemes: what each sends, to whom, and what that costs."""
+"""Synchronisation schemes: declarations, a registry, and the cost model."""

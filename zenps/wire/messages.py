@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from zenps.codecs.base import CodecName, ValueForm
 from zenps.observe.lateness import MOST_RANKS
-from zenps.schemes.registry import Answer
+from zenps.schemes.base import PullCodec as Answer
 
 Role = Literal["worker", "server"]
 Dtype = Literal["float16", "bfloat16", "float32", "float64", "int64", "uint8"]

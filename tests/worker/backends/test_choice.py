@@ -9,11 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.zenps.hot_keys import hot_keys
-from zenps.schemes.costs import (
-    COSTS,
-    predict,
-)
-from zenps.schemes.registry import AUTO
+from zenps.schemes.costs import predict
+from zenps.schemes.registry import AUTO, fixed_schemes
 from zenps.schemes.traffic import (
     Cost,
     Links,
@@ -136,7 +133,7 @@ class Case(NamedTuple):
             unions=hot_keys(self.density, self.overlap, self.workers),
         )
         links = Links(workers=self.workers, bytes_per_second=1.25e9, latency_seconds=50e-6)
-        return {scheme: predict(scheme, tensor, links) for scheme in COSTS}
+        return {scheme.name: predict(scheme.name, tensor, links) for scheme in fixed_schemes()}
 
 
 CASES = [

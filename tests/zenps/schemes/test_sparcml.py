@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zenps.schemes.sparcml import choose, is_worth_dense
+from zenps.schemes.builtin.sparcml import choose, is_worth_dense
 
 ROWS = 4_000_000
 ROW_BYTES = 64

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zenps.errors import ProtocolError
 from zenps.kernels.base import ACCUMULATE, Kernels, Rows
-from zenps.schemes.sparcml import choose, is_worth_dense
+from zenps.schemes.builtin.sparcml import choose, is_worth_dense
 
 from .group import Group
 

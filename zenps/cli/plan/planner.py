@@ -12,14 +12,9 @@ import msgspec
 from msgspec import Struct
 
 from zenps.errors import ConfigError, listing
-from zenps.schemes.costs import (
-    COSTS,
-    predict_step,
-)
-from zenps.schemes.traffic import (
-    Cost,
-    Links,
-)
+from zenps.schemes.costs import predict_step
+from zenps.schemes.registry import fixed_schemes, scheme_of
+from zenps.schemes.traffic import Cost, Links
 
 from .profile import Profile
 
@@ -30,21 +25,6 @@ MARGIN: Final = 1.05
 
 MOST_WORKERS: Final = 1024
 DOUBLINGS: Final = tuple(1 << level for level in range(1, MOST_WORKERS.bit_length()))
-
-# For a next best: what it spends its bytes or seconds on.
-_SPENDS: Final = {
-    "zenps": "every row goes to its owner and back",
-    "zen": "every element has an index of its own, and a bit of the bitmap",
-    "sparse-ps": "the fullest of its contiguous ranges has more than its share, and what is pushed is not "
-    "summed while the rest travels",
-    "byteps": "it moves every row of every table, touched or not",
-    "omnireduce": "it moves whole blocks of 256 elements, in contiguous ranges of which one is the fullest",
-    "allreduce": "it moves every row of every table, touched or not",
-    "agsparse": "everybody receives everybody's rows, common ones once from each",
-    "sparcml": "sums travel again at every stage, or dense",
-    "hierarchical-centralization": "sums travel again at every stage",
-}
-assert _SPENDS.keys() == COSTS.keys()
 
 
 class TensorSummary(Struct, kw_only=True):
@@ -147,7 +127,7 @@ def make_plan(
 def _costs(found: Sequence[Profile], links: Links, workers: int) -> dict[str, Cost]:
     links = msgspec.structs.replace(links, workers=workers)
     tensors = [profile.as_tensor(links) for profile in found]
-    return {scheme: predict_step(scheme, tensors, links) for scheme in COSTS}
+    return {scheme.name: predict_step(scheme.name, tensors, links) for scheme in fixed_schemes()}
 
 
 def _choose(costs: dict[str, Cost]) -> str:
@@ -175,7 +155,7 @@ def _reasons(
     next_best = others[0]
     ratio = costs[next_best].seconds / own.seconds
     how = f"takes {ratio:.2f} times as long" if ratio >= 1 else f"would take {ratio:.2f} of that"
-    said.append(f"Next is {next_best}, which {how}: {_SPENDS[next_best]}.")
+    said.append(f"Next is {next_best}, which {how}: {scheme_of(next_best).spends}.")
     if ratio < 1:
         said.append(f"{choice} is taken unless another wins by {MARGIN - 1:.0%}.")
     said.append(_where_it_changes(links.workers, by_count, choice))

@@ -13,7 +13,7 @@ from tomlkit.exceptions import TOMLKitError
 
 from zenps.config.sources import load
 from zenps.errors import ConfigError
-from zenps.schemes.registry import SCHEMES
+from zenps.schemes.registry import fixed_schemes
 
 
 def ruled_out(
@@ -29,11 +29,11 @@ def ruled_out(
     """
     load(sets=sets, file=file, environ=environ)
     found: dict[str, str] = {}
-    for scheme in SCHEMES:
+    for scheme in fixed_schemes():
         try:
-            load(sets=[*sets, f"sync.scheme={scheme}"], file=file, environ=environ)
+            load(sets=[*sets, f"sync.scheme={scheme.name}"], file=file, environ=environ)
         except ConfigError as error:
-            found[scheme] = error.field
+            found[scheme.name] = error.field
     return found
 
 

@@ -12,7 +12,10 @@ import pytest
 from zenps.cli.commands import main
 from zenps.config.sources import load
 from zenps.observe.recording import encode
-from zenps.schemes.registry import SCHEMES
+from zenps.schemes.registry import fixed_schemes
+
+SCHEMES = [scheme.name for scheme in fixed_schemes()]
+PEERS = [scheme.name for scheme in fixed_schemes() if scheme.engine == "peers"]
 
 
 @pytest.fixture
@@ -78,17 +81,16 @@ def test_a_scheme_that_the_settings_rule_out_is_not_recommended(
     def planned(*more: str) -> dict[str, Any]:
         assert main([*options, *more]) == 0
         plan: dict[str, Any] = json.loads(capsys.readouterr().out)
-        assert [prediction["scheme"] for prediction in plan["predictions"]] == list(SCHEMES)
+        assert [prediction["scheme"] for prediction in plan["predictions"]] == SCHEMES
         return plan
 
-    assert SCHEMES[planned()["scheme"]].exchange == "peers"
-    among_workers = [name for name, scheme in SCHEMES.items() if scheme.exchange == "peers"]
-    note = f"security.keys rules out {', '.join(among_workers)}"
+    assert planned()["scheme"] in PEERS
+    note = f"security.keys rules out {', '.join(PEERS)}"
     Path("zenps.toml").write_text('[security]\nkeys = "keys.toml"\n')
     plan = planned("--write", "zenps.toml")
     assert load(environ={}).config.sync.scheme == plan["scheme"]
     assert note in plan["notes"]
-    assert not any(name in plan["reason"] for name in among_workers)
+    assert not any(name in plan["reason"] for name in PEERS)
     # As well by the settings of another file, and by those that are in force beside it.
     Path("zenps.toml").rename("there.toml")
     assert note in planned("--write", "there.toml")["notes"]

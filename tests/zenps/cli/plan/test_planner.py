@@ -14,15 +14,11 @@ from zenps.cli.plan.profile import Profile, profiles
 from zenps.cli.plan.written import check_settings, ruled_out, write_settings
 from zenps.config.sources import load
 from zenps.errors import ConfigError
-from zenps.schemes.costs import (
-    COSTS,
-)
-from zenps.schemes.registry import SCHEMES
-from zenps.schemes.traffic import (
-    Links,
-)
+from zenps.schemes.registry import fixed_schemes
+from zenps.schemes.traffic import Links
 
 COUNTS = [8, 16, 1024]
+SCHEMES = [scheme.name for scheme in fixed_schemes()]
 
 
 def links(workers: int = 8, gbits: float = 10, latency_seconds: float = 0.0) -> Links:
@@ -41,7 +37,7 @@ def test_rows_in_common_are_for_zenps(hot: list[Profile]) -> None:
     assert plan.reason.startswith("zenps for 8 workers: ")
     assert "Pulls decide" in plan.reason
     assert "'table', of whose 50000 rows one worker pushes 0.9" in plan.reason
-    assert [(p.workers, p.scheme) for p in plan.predictions] == [(n, s) for n in COUNTS for s in COSTS]
+    assert [(p.workers, p.scheme) for p in plan.predictions] == [(n, s) for n in COUNTS for s in SCHEMES]
 
 
 def test_rows_of_one_worker_each_are_merged_in_pairs(made_up: Any) -> None:
@@ -136,7 +132,7 @@ def test_a_file_without_a_scheme_gets_one(tmp_path: Path, before: str | None) ->
     assert tomllib.loads(file.read_text()) == {**tomllib.loads(before or ""), "sync": {"scheme": "zen"}}
 
 
-AMONG_WORKERS = {name for name, scheme in SCHEMES.items() if scheme.exchange == "peers"}
+AMONG_WORKERS = {scheme.name for scheme in fixed_schemes() if scheme.engine == "peers"}
 AGAINST = {
     "security.keys": ('[security]\nkeys = "keys.toml"\n', AMONG_WORKERS),
     "cluster.on_worker_loss": ('[cluster]\non_worker_loss = "continue"\n', AMONG_WORKERS),
