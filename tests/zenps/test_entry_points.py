@@ -6,7 +6,7 @@ import zenps
 from zenps import worker
 
 
-def test_the_door_hands_on_all_public_names_of_the_worker() -> None:
+def test_the_package_hands_on_all_public_names_of_the_worker() -> None:
     assert sorted(zenps.__all__) == sorted(worker.__all__)
     assert all(getattr(zenps, name) is getattr(worker, name) for name in zenps.__all__)
     assert set(zenps.__all__) <= set(dir(zenps))
