@@ -90,7 +90,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Literal["memory", "tcp"],
         Meta(
             description="how workers and servers of one host hand over large tensors: "
-            "[memory](protocol.md#on-one-host) that both read, or tcp"
+            "[memory](protocol.md#shared-memory-on-one-host) that both read, or tcp"
         ),
     ] = "memory"
 
@@ -124,7 +124,7 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = "balanced"
     codec: Annotated[
         Literal["auto", "coo", "bitmap", "delta", "blocks", "dense"],
-        Meta(description="how positions travel; auto: what [suits the chunk](protocol.md#position-codecs)"),
+        Meta(description="how positions travel; auto: what [suits the chunk](encoding.md#position-codecs)"),
     ] = "auto"
     values: Annotated[
         ValueForm,
