@@ -77,7 +77,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Literal["fail", "continue"],
         Meta(
             description="what the others do when a worker is lost or leaves: fail, or "
-            "[continue without it](operations.md#going-on-without-a-worker)"
+            "[continue without it](operations.md#elastic-workers)"
         ),
     ] = "fail"
     server_budget_bytes: Annotated[
@@ -129,7 +129,8 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     values: Annotated[
         ValueForm,
         Meta(
-            description="how float32 gradients travel; same: as they are; else [narrower](schemes.md#values)"
+            description="how float32 gradients travel; same: as they are; "
+            "else [quantized](schemes.md#quantized-values)"
         ),
     ] = "same"
     chunk_bytes: Annotated[
@@ -161,7 +162,7 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     levels: Annotated[
         int,
         Meta(
-            description="2: the workers of a host [reduce there first](schemes.md#two-levels), "
+            description="2: the workers of a host [reduce there first](schemes.md#hierarchical-reduction), "
             "and one of them speaks to the servers",
             ge=1,
             le=2,
