@@ -12,8 +12,8 @@ METHOD = """\
 <!-- Written by benchmarks/bench_net.py from its own JSON file. Do not edit. -->
 # Benchmarks between hosts
 
-Every scheme on the same gradients and the same links, where the network is the bottleneck. How ZenPS does on
-loopback, where it is not, is in the [README](../README.md#measured).
+Every scheme on the same gradients and the same links, where the network is the bottleneck. Figures on
+loopback, where it is not, are in [performance](performance.md#loopback).
 
 ## How it is measured
 
@@ -27,7 +27,7 @@ come before those that are timed; where the second takes more than 4 s, it is th
 marks it. The first step's sum must be that of all gradients, and the same on all ranks. `gloo dense` is
 `torch.distributed.all_reduce` of a gradient that lies ready, dense. `zenps-bfloat16` is `zenps` with
 `sync.values = "bfloat16"`, error feedback included; what training makes of it is in
-[schemes](schemes.md#values).
+[schemes](schemes.md#quantized-values).
 
 ² marks what was measured while a hypervisor gave more than a tenth of the processor time that was wanted here
 to others. `make bench-net RESUME=1` measures it again.

@@ -118,11 +118,11 @@ def test_the_page_is_what_the_results_say(tmp_path: Path) -> None:
     assert page.read_text("utf-8") == PAGE.read_text("utf-8"), f"run: {command}"
 
 
-README_SCHEMES = ("zenps", "zen", "sparse-ps", "gloo dense")
-"""Those in the columns of the README's table, of 8 hosts with 50 Mbit/s."""
+OURS = {"zenps", "zenps-bfloat16", "auto"}
 
 
 def test_the_readme_has_these_results() -> None:
+    """Those of 8 hosts with 50 Mbit/s: zenps, the fastest scheme that is not ours, zen, gloo dense."""
     measured = {
         (m["workload"], m["scheme"]): 1e3 * statistics.median(m["seconds"])
         for m in json.loads(RESULTS.read_text())["measurements"]
@@ -130,7 +130,10 @@ def test_the_readme_has_these_results() -> None:
     }
     lines = {line[2:].split(",")[0].lower(): line for line in README.read_text("utf-8").splitlines()}
     for workload in ("lstm", "deepfm", "nmt", "opt"):
-        *_, zenps, zen, ranges, dense, ratio = lines[workload].strip("| ").split(" | ")
-        shown = [float(cell.replace(" ", "")) for cell in (zenps, zen, ranges, dense)]
-        assert shown == [round(measured[workload, scheme]) for scheme in README_SCHEMES], workload
+        milliseconds = {scheme: round(ms) for (name, scheme), ms in measured.items() if name == workload}
+        fastest = min(ms for scheme, ms in milliseconds.items() if scheme not in OURS)
+        *_, zenps, other, zen, dense, ratio = lines[workload].strip("| ").split(" | ")
+        shown = [float(cell.replace(" ", "")) for cell in (zenps, other, zen, dense)]
+        expected = [milliseconds["zenps"], fastest, milliseconds["zen"], milliseconds["gloo dense"]]
+        assert shown == expected, workload
         assert float(ratio.rstrip(" ×")) == pytest.approx(shown[-1] / shown[0], rel=0.04)

@@ -76,7 +76,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Literal["fail", "continue"],
         Meta(
             description="what the other workers do when one is lost or leaves: fail, or "
-            "[continue without it](operations.md#going-on-without-a-worker) (elastic)"
+            "[continue without it](operations.md#elastic-workers) (elastic)"
         ),
     ] = "fail"
     server_budget_bytes: Annotated[
@@ -90,7 +90,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Literal["memory", "tcp"],
         Meta(
             description="how workers and servers of one host exchange large tensors: "
-            "[shared memory](protocol.md#on-one-host), or tcp"
+            "[shared memory](protocol.md#shared-memory-on-one-host), or tcp"
         ),
     ] = "memory"
 
@@ -124,13 +124,13 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = "balanced"
     codec: Annotated[
         Literal["auto", "coo", "bitmap", "delta", "blocks", "dense"],
-        Meta(description="codec of positions; auto: what [suits the chunk](protocol.md#position-codecs)"),
+        Meta(description="codec of positions; auto: what [suits the chunk](encoding.md#position-codecs)"),
     ] = "auto"
     values: Annotated[
         ValueForm,
         Meta(
             description="form in which float32 gradients travel; same: unchanged; else "
-            "[quantized](schemes.md#values)"
+            "[quantized](schemes.md#quantized-values)"
         ),
     ] = "same"
     chunk_bytes: Annotated[
@@ -161,7 +161,7 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         int,
         Meta(
             description="2: hierarchical reduction: the workers of a host "
-            "[reduce there first](schemes.md#two-levels), and one of them pushes the sum",
+            "[reduce there first](schemes.md#hierarchical-reduction), and one of them pushes the sum",
             ge=1,
             le=2,
         ),
