@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 
 import torch
 from msgspec import Struct
 
+from zenps.schemes.base import Scheme
 from zenps.schemes.traffic import Links
 
 from ..core.pending import Pending, in_flight
 from ..core.request import Request, table_shape
 from ..core.statistics import Progress
 from .base import Backend, Session
-from .choice import AUTO, Choice, Table
+from .choice import Choice, Table
 from .peers.backend import PeerBackend
 from .servers import ServerBackend
 
@@ -35,16 +37,22 @@ class AutoBackend(Backend):
 
     Args:
         session: this worker's part in the cluster.
-        servers, peers: the backends of the schemes to choose from.
+        candidates: the schemes to choose from.
+        servers, peers: the backends that run them, in this order.
     """
 
-    def __init__(self, session: Session, servers: ServerBackend, peers: PeerBackend) -> None:
+    def __init__(
+        self,
+        session: Session,
+        candidates: Sequence[Scheme],
+        servers: ServerBackend,
+        peers: PeerBackend,
+    ) -> None:
         self.partition = servers.partition
         self._session = session
         self._servers = servers
         self._peers = peers
-        self._backends: dict[str, Backend] = dict(zip(AUTO, (servers, peers), strict=True))
-        """By scheme."""
+        self._candidates = candidates
         self._chosen: dict[str, _Chosen] = {}
         """By name, and so as many as the names that a job may use."""
         self._choosing = threading.Lock()
@@ -56,11 +64,12 @@ class AutoBackend(Backend):
             return self._servers.begin(request)
         chosen = self._choose(name)
         scheme = chosen.choice.scheme
-        pending = self._backends[scheme].begin(request)
+        backend = self._servers if scheme is self._candidates[0] else self._peers
+        pending = backend.begin(request)
         chosen.table, chosen.progress = Table(*table_shape(tensor), tensor.dtype.itemsize), pending.progress
         # Not before: a name that was refused is none of those that a job may use.
         self._chosen[name] = chosen
-        self._session.metrics.chosen_rounds.labels(scheme=scheme).inc()
+        self._session.metrics.chosen_rounds.labels(scheme=scheme.name).inc()
         return pending
 
     def close(self) -> None:
@@ -73,7 +82,7 @@ class AutoBackend(Backend):
             UsageError: that has not ended.
         """
         with self._choosing:
-            chosen = self._chosen.get(name) or _Chosen(Choice(self._links))
+            chosen = self._chosen.get(name) or _Chosen(Choice(self._links, self._candidates))
             table, latest = chosen.table, chosen.progress
             if table is None or latest is None:
                 return chosen
@@ -87,8 +96,8 @@ class AutoBackend(Backend):
                 "tensor %r: %s from now on, not %s: %.3g ms predicted, not %.3g, for %.0f rows of each rank "
                 "and %.0f of all",
                 name,
-                change.after,
-                change.before,
+                change.after.name,
+                change.before.name,
                 1000 * change.after_seconds,
                 1000 * change.before_seconds,
                 chosen.choice.pushed,

@@ -1,15 +1,16 @@
-"""Which scheme a tensor takes next, where ``sync.scheme`` is ``auto``. Pure.
+"""Choice of a scheme for one tensor, by predicted cost. Pure.
 
-It follows from what all ranks know alike once a round has ended: how many rows all of them together have
-pushed, and how many different ones these are. So they come to the same choice, and need not tell one another.
+The choice follows from what all ranks know alike once a round has ended: how many rows all of them together
+have pushed, and how many different ones these are. So ranks make the same choice without telling one another.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from zenps.schemes import costs, traffic
-from zenps.schemes.registry import AUTO, SCHEMES, SchemeName
+from zenps.schemes.base import Scheme
 from zenps.schemes.traffic import Links
 
 MARGIN: Final = 1.1
@@ -36,8 +37,8 @@ class Table(NamedTuple):
 class Change(NamedTuple):
     """A tensor takes another scheme from its next round on, with the seconds predicted for both."""
 
-    before: SchemeName
-    after: SchemeName
+    before: Scheme
+    after: Scheme
     before_seconds: float
     after_seconds: float
 
@@ -47,6 +48,7 @@ class Choice:
 
     Args:
         links: the cluster's; the same on all ranks.
+        candidates: the schemes to choose from, the one to begin with first.
 
     Attributes:
         scheme: of the next round.
@@ -54,12 +56,13 @@ class Choice:
         union: those of all ranks.
     """
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: Links, candidates: Sequence[Scheme]) -> None:
         self._links = links
+        self._candidates = candidates
         self._table: Table | None = None
         self._rounds = 0
         """For so many one after the other, another scheme would have been faster."""
-        self.scheme: SchemeName = AUTO[0]
+        self.scheme = candidates[0]
         self.pushed = self.union = 0.0
 
     def note(self, table: Table, pushed: int, union: int) -> Change | None:
@@ -77,28 +80,28 @@ class Choice:
         else:
             self.pushed += WEIGHT * (pushed / self._links.workers - self.pushed)
             self.union += WEIGHT * (union - self.union)
-        seconds = {name: self._seconds(name, table) for name in AUTO}
-        fastest = min(AUTO, key=lambda name: seconds[name])
-        if seconds[self.scheme] <= MARGIN * seconds[fastest]:
+        seconds = {scheme.name: self._seconds(scheme, table) for scheme in self._candidates}
+        fastest = min(self._candidates, key=lambda scheme: seconds[scheme.name])
+        if seconds[self.scheme.name] <= MARGIN * seconds[fastest.name]:
             self._rounds = 0
             return None
         self._rounds += 1
         if self._rounds < ROUNDS:
             return None
         before, self.scheme, self._rounds = self.scheme, fastest, 0
-        return Change(before, fastest, seconds[before], seconds[fastest])
+        return Change(before, fastest, seconds[before.name], seconds[fastest.name])
 
-    def _seconds(self, scheme: SchemeName, table: Table) -> float:
+    def _seconds(self, scheme: Scheme, table: Table) -> float:
         links = self._links
         tensor = traffic.Tensor(
             rows=table.rows,
             columns=table.columns,
             item_bytes=table.item_bytes,
             density=min(self.pushed / table.rows, 1.0),
-            # Of the schemes of AUTO, none sends the union of some ranks.
+            # None of the candidates sends the union of some ranks.
             unions=(min(self.union / table.rows, 1.0),) * (links.workers - 1).bit_length(),
             imbalance=traffic.expected_imbalance(links.parts, self.pushed),
         )
-        cost = costs.predict(scheme, tensor, links)
-        messages = NEGOTIATION_MESSAGES if SCHEMES[scheme].exchange == "peers" else 0
+        cost = costs.predict(scheme.name, tensor, links)
+        messages = NEGOTIATION_MESSAGES if scheme.engine == "peers" else 0
         return cost.seconds + messages * links.latency_seconds

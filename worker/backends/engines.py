@@ -23,7 +23,7 @@ def make_backend(session: Session, scheme: Scheme, servers: ServerBackend) -> Ba
         case "auto":
             peers = PeerBackend(session, scheme.candidates[1], servers)
             try:
-                return AutoBackend(session, servers, peers)
+                return AutoBackend(session, scheme.candidates, servers, peers)
             except BaseException:  # Ctrl-C while others are waited for, too
                 peers.close()
                 raise

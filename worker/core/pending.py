@@ -18,7 +18,7 @@ from .encoded import EncodedTensor
 from .request import Options
 from .spans import Spans
 from .statistics import Counted, Progress, Report, Statistics
-from .transfer import Answer, Brought, Transfer
+from .transfer import Answer, Brought, Transfer, Transform
 
 
 class Waiter(ABC):
@@ -156,7 +156,8 @@ class Pending:
         Raises:
             ProtocolError: the answer is none to what was pushed.
         """
-        progress, following = self.progress, ()
+        progress = self.progress
+        following: Sequence[EncodedTensor] = ()
         self._trace_pull(answer)
         progress.pushed_rows += answer.result.pushed
         progress.pulled_rows += answer.result.rows

@@ -69,15 +69,26 @@ def check_request(request: Request) -> None:
         TensorError: the tensor has an unsupported device, layout or dtype, or is an average of integers.
     """
     tensor, name, options = request
-    if not isinstance(name, str) or not 1 <= len(name) <= 1024 or _SURROGATE.search(name):
-        raise UsageError(f"tensor name {name!r:.60}: expected a string of 1 to 1024 characters")
+    _check_name(name)
     if options.is_reduction:
         _check_tensor(tensor, options.average)
-    if not isinstance(options.priority, int):
-        raise UsageError(f"tensor {name!r}: priority {options.priority!r:.60}: expected an integer")
+    _check_priority(name, options.priority)
 
 
-def _check_tensor(tensor: Tensor, average: bool) -> None:
+# Callers need not be typed.
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not 1 <= len(name) <= 1024 or _SURROGATE.search(name):
+        raise UsageError(f"tensor name {name!r:.60}: expected a string of 1 to 1024 characters")
+
+
+def _check_priority(name: str, priority: object) -> None:
+    if not isinstance(priority, int):
+        raise UsageError(f"tensor {name!r}: priority {priority!r:.60}: expected an integer")
+
+
+def _check_tensor(tensor: object, average: bool) -> None:
     if not isinstance(tensor, Tensor):
         raise TensorError(f"expected a torch.Tensor, got {type(tensor).__name__}")
     if not (tensor.is_cpu or tensor.is_cuda):

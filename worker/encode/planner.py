@@ -22,7 +22,7 @@ from zenps.schemes.base import Scheme
 from ..core.encoded import Sharding
 from ..core.memory import POOL_BYTES
 from ..core.request import Options, Request, table_shape
-from ..core.transfer import Transfer
+from ..core.transfer import Transfer, Transform
 from .accelerator import Accelerator, CudaAccelerator
 from .blocks import BlockTransfer
 from .dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
@@ -31,7 +31,7 @@ from .quantizer import Quantizer, Residuals, Unchanged, ValueCoder
 from .sharder import SPLIT_FROM_BYTES, Sharder
 from .sparse import SparseTransfer
 from .streams import LONGEST_NAME, Plan, plan_streams
-from .transforms import Transform, transforms_of
+from .transforms import transforms_of
 
 
 class Planner:

@@ -13,9 +13,10 @@ from zenps.wire.messages import View
 from ...core.memory import POOL_BYTES
 from ...core.pending import Pending
 from ...core.request import Request
+from ...core.transfer import Transform
 from ...encode.sharder import SPLIT_FROM_BYTES
 from ...encode.streams import LONGEST_NAME
-from ...encode.transforms import ToHost, Transform
+from ...encode.transforms import ToHost
 from ..base import Backend, Session
 from ..servers import ServerBackend
 from .follower import Follower

@@ -25,7 +25,7 @@ from ...core.memory import POOL_BYTES
 from ...core.pending import Pending, Waiting
 from ...core.request import Request
 from ...core.statistics import Progress
-from ...encode.transforms import Transform
+from ...core.transfer import Transform
 from ..base import Session
 from ..negotiated_rounds import NegotiatedRounds
 from ..peers.group import MOST_SECONDS

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zenps.errors import ProtocolError
 from zenps.kernels.base import ACCUMULATE, Kernels, Rows
+from zenps.schemes.base import PeerAlgorithm
 from zenps.schemes.builtin.sparcml import choose, is_worth_dense
 
 from .group import Group
@@ -262,26 +263,26 @@ def _divided(rows: Rows, divisor: int, dtype: torch.dtype) -> Rows:
     return keys, (values if divisor == 1 else values / divisor).to(dtype)
 
 
-# ── by scheme ───────────────────────────────────────────────────────────────────────────────────
+# ── by name ────────────────────────────────────────────────────────────────────────────────────
 
 Algorithm = Callable[[Group, Rows, Table, int, Kernels, Sequence[int]], Rows]
 """The sum over all ranks of their own rows, divided. The numbers are the rows of each rank."""
 
 
-def _agsparse(
+def _allgather(
     group: Group, own: Rows, table: Table, divisor: int, kernels: Kernels, counts: Sequence[int]
 ) -> Rows:
     return gathered(group, own, table, divisor, kernels)
 
 
-def _hierarchical_centralization(
+def _recursive_doubling(
     group: Group, own: Rows, table: Table, divisor: int, kernels: Kernels, counts: Sequence[int]
 ) -> Rows:
     return merged(group, own, table, divisor, kernels, densifies=False)
 
 
-ALGORITHMS: Final[dict[str, Algorithm]] = {
-    "agsparse": _agsparse,
+ALGORITHMS: Final[dict[PeerAlgorithm, Algorithm]] = {
+    "allgather": _allgather,
+    "recursive doubling": _recursive_doubling,
     "sparcml": sparcml,
-    "hierarchical-centralization": _hierarchical_centralization,
 }

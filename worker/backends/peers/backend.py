@@ -18,7 +18,8 @@ from ...core.memory import POOL_BYTES
 from ...core.pending import Pending
 from ...core.request import Request
 from ...core.statistics import Progress
-from ...encode.transforms import ToHost, Transform, transforms_of
+from ...core.transfer import Transform
+from ...encode.transforms import ToHost, transforms_of
 from ..base import Backend, Session
 from ..servers import ServerBackend
 from .exchange import PeerExchange
@@ -73,7 +74,9 @@ class PeerBackend(Backend):
 
     def _transfer(self, tensor: Tensor, average: bool) -> PeerTransfer:
         if tensor.is_sparse:
-            return SparsePeerTransfer(tensor, average, self._scheme.name, self._kernels)
+            algorithm = self._scheme.wire.peer_algorithm
+            assert algorithm, "a scheme of this engine has one"
+            return SparsePeerTransfer(tensor, average, algorithm, self._kernels)
         return DensePeerTransfer(tensor, average, self._pool)
 
     def _connect(self) -> GlooGroup:

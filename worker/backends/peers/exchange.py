@@ -20,7 +20,7 @@ from zenps.errors import DeadlineError, PeerLostError, ZenPSError
 from ...core.pending import Pending, Waiting
 from ...core.request import Request
 from ...core.statistics import Progress
-from ...encode.transforms import Transform
+from ...core.transfer import Transform
 from ..base import Session
 from ..negotiated_rounds import NegotiatedRounds
 from ..negotiation import Entry

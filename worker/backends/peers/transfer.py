@@ -11,6 +11,7 @@ from torch import Tensor
 from zenps.buffers import BufferPool
 from zenps.kernels.base import ACCUMULATE, Kernels
 from zenps.partition.layout import check_rows
+from zenps.schemes.base import PeerAlgorithm
 
 from ...core.request import table_shape
 from ...core.statistics import Progress, Report, RowCounts
@@ -75,15 +76,15 @@ class DensePeerTransfer(PeerTransfer):
 
 
 class SparsePeerTransfer(PeerTransfer):
-    """A sparse COO tensor: by the algorithm of ``scheme``.
+    """A sparse COO tensor: by ``algorithm``.
 
     Raises:
         TensorError: an index lies outside the tensor.
     """
 
-    def __init__(self, tensor: Tensor, average: bool, scheme: str, kernels: Kernels) -> None:
+    def __init__(self, tensor: Tensor, average: bool, algorithm: PeerAlgorithm, kernels: Kernels) -> None:
         super().__init__(tensor, average)
-        self._kernels, self._algorithm = kernels, ALGORITHMS[scheme]
+        self._kernels, self._algorithm = kernels, ALGORITHMS[algorithm]
         self._sparse_dim = tensor.sparse_dim()
         rows, values = as_table(tensor)
         self._rows_total, columns = table_shape(tensor)
