@@ -18,9 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zenps.partition.ring import (
-    SLOTS,
-)
+from zenps.partition.ring import SLOTS
 from zenps.partition.strategies import KeySpace, Partition, PartitionStrategy, even_bounds
 
 HOT_SHARE = 1 / 16

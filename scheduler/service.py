@@ -40,12 +40,8 @@ from zenps.wire.messages import (
 )
 from zenps.wire.sockets import Socket, bind_router, context, receive_routed
 
-from .actions import (
-    Send,
-)
-from .membership import (
-    Membership,
-)
+from .actions import Send
+from .membership import Membership
 from .page import endpoint as page
 
 logger = logging.getLogger("zenps.scheduler")

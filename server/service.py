@@ -50,14 +50,8 @@ from zenps.wire.sockets import Socket, bind_router, context, receive_routed
 
 from .memory import keep_freed_memory
 from .reducers.aggregation import Aggregator, Payload, check_span, read_payload
-from .rounds.states import (
-    Aggregate,
-    Held,
-    Reply,
-)
-from .rounds.tracker import (
-    ServerRounds,
-)
+from .rounds.states import Aggregate, Held, Reply
+from .rounds.tracker import ServerRounds
 from .send_queue import SendQueue, StalledError
 from .shared_memory import SharedMemoryPeers
 from .spans import KINDS, about, size_bytes

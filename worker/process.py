@@ -29,7 +29,7 @@ class Process:
         self._world: World | None = None
         self._changing = threading.Lock()
         self._owner = -1
-        """The process that joined. One forked off it, as by a DataLoader, has what it has, but is no worker."""
+        """The process that joined. A fork of it, as by a DataLoader, has what it has, but is no worker."""
         self._prefixes: Counter[str] = Counter()
 
     @property
@@ -86,7 +86,7 @@ class Process:
             self.leave()
 
     def new_prefix(self, kind: str) -> str:
-        """A prefix of tensor names: ranks tell things of one kind apart by the order in which they are made."""
+        """A prefix of tensor names. Ranks tell things of one kind apart by the order of their making."""
         number = self._prefixes[kind]
         self._prefixes[kind] += 1
         return f"{kind}{number}"

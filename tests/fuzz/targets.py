@@ -19,13 +19,8 @@ from zenps.config.settings import ClusterConfig, Config, SyncConfig
 from zenps.kernels.cpu import CpuKernels
 from zenps.scheduler.membership import Membership
 from zenps.server.reducers.aggregation import Aggregator, Payload, check_span, read_payload
-from zenps.server.rounds.states import (
-    Aggregate,
-    Held,
-)
-from zenps.server.rounds.tracker import (
-    ServerRounds,
-)
+from zenps.server.rounds.states import Aggregate, Held
+from zenps.server.rounds.tracker import ServerRounds
 from zenps.wire.blocks import decode_blocks, encode_blocks
 from zenps.wire.frames import PROTOCOL_VERSION, Decoder, checksum_of, encode
 from zenps.wire.messages import (

@@ -16,10 +16,10 @@ from tests.integration.reference import assert_same_bits, reduce_in_rank_order
 from tests.worker.encode.test_transfer import make_layout, sparse, synchronize
 from zenps.config.settings import CudaConfig
 from zenps.partition.device_layout import place_on
+from zenps.worker.core.transfer import Sharding, Transfer
 from zenps.worker.encode.accelerator import CudaAccelerator
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer
 from zenps.worker.encode.gpu import StagedDense, StagedSparse
-from zenps.worker.core.transfer import Sharding, Transfer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

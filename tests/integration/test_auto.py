@@ -14,9 +14,7 @@ import zenps as zps
 from tests.integration.cluster import LEASE_SECONDS, Cluster, attempt, await_file
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
 from tests.integration.scraping import parse, scrape
-from zenps.schemes.traffic import (
-    Links,
-)
+from zenps.schemes.traffic import Links
 from zenps.worker.backends.choice import Choice, Table
 
 WORKERS, SERVERS = 3, 3

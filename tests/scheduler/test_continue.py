@@ -9,12 +9,8 @@ import numpy as np
 import pytest
 
 from zenps.config.settings import ClusterConfig
-from zenps.scheduler.actions import (
-    Send,
-)
-from zenps.scheduler.membership import (
-    Membership,
-)
+from zenps.scheduler.actions import Send
+from zenps.scheduler.membership import Membership
 from zenps.wire.messages import (
     Admit,
     Barrier,

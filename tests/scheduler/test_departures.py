@@ -25,9 +25,7 @@ from tests.scheduler.nodes import (
     view_of,
     worker,
 )
-from zenps.scheduler.actions import (
-    Send,
-)
+from zenps.scheduler.actions import Send
 from zenps.wire.messages import Departed, Drain, DrainReply, Heartbeat, Leave, Refused, Stop, View
 
 VISITOR = b"admin client"

@@ -23,12 +23,8 @@ from tests.scheduler.nodes import (
     view_of,
     worker,
 )
-from zenps.scheduler.actions import (
-    Send,
-)
-from zenps.scheduler.membership import (
-    Membership,
-)
+from zenps.scheduler.actions import Send
+from zenps.scheduler.membership import Membership
 from zenps.scheduler.recovery import RETURN_SECONDS
 from zenps.wire.messages import (
     Barrier,

@@ -14,9 +14,7 @@ from zenps.observe import log
 from zenps.observe.metrics import SchedulerMetrics
 from zenps.observe.trace import open_trace
 from zenps.scheduler import service
-from zenps.scheduler.actions import (
-    Send,
-)
+from zenps.scheduler.actions import Send
 from zenps.scheduler.page import endpoint as page
 from zenps.scheduler.service import _Service
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, encode

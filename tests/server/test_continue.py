@@ -7,16 +7,8 @@ from collections.abc import Iterable
 import pytest
 
 from zenps.errors import ProtocolError
-from zenps.server.rounds.states import (
-    Aggregate,
-    Held,
-    Key,
-    Reply,
-)
-from zenps.server.rounds.tracker import (
-    Actions,
-    ServerRounds,
-)
+from zenps.server.rounds.states import Aggregate, Held, Key, Reply
+from zenps.server.rounds.tracker import Actions, ServerRounds
 from zenps.wire.messages import Failure, Push, Result, Wanted
 
 KEY = Key("t", 0, 0)

@@ -10,26 +10,16 @@ from typing import Any
 import msgspec
 
 from zenps.config.settings import ClusterConfig
-from zenps.scheduler.actions import (
-    Send,
-)
+from zenps.scheduler.actions import Send
 from zenps.scheduler.admission import JoiningWorkers
 from zenps.scheduler.barriers import Barriers
 from zenps.scheduler.job import Job
 from zenps.scheduler.members import Node
-from zenps.scheduler.membership import (
-    Membership,
-)
+from zenps.scheduler.membership import Membership
 from zenps.scheduler.registration import Settings
-from zenps.server.rounds.states import (
-    Aggregate,
-    Held,
-)
+from zenps.server.rounds.states import Aggregate, Held
 from zenps.server.rounds.states import Round as ServerRound
-from zenps.server.rounds.tracker import (
-    Actions,
-    ServerRounds,
-)
+from zenps.server.rounds.tracker import Actions, ServerRounds
 from zenps.wire.messages import FromServer, Member, Register
 from zenps.worker.rounds.states import Action, Frames, Round, SendPush
 from zenps.worker.rounds.tracker import WorkerRounds

@@ -9,14 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from zenps.errors import ProtocolError
-from zenps.server.rounds.states import (
-    Aggregate,
-    Held,
-    Reply,
-)
-from zenps.server.rounds.tracker import (
-    ROUND_BYTES,
-)
+from zenps.server.rounds.states import Aggregate, Held, Reply
+from zenps.server.rounds.tracker import ROUND_BYTES
 from zenps.wire.messages import Leave, Push, Register, Result, Stop, View
 
 from .network import OVERWRITTEN, Frame, Frames

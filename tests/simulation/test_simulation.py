@@ -11,16 +11,7 @@ from .nodes import Parts, Violation
 from .plants import PLANTS, OverwritesEarlierPushes
 from .promises import Promises
 from .run import simulate
-from .script import (
-    BUDGETS,
-    KINDS,
-    MOST_SECONDS,
-    WORKER_KINDS,
-    Fault,
-    Scenario,
-    Script,
-    random_script,
-)
+from .script import BUDGETS, KINDS, MOST_SECONDS, WORKER_KINDS, Fault, Scenario, Script, random_script
 from .simulation import Simulation
 
 MOST_RUNS = 100

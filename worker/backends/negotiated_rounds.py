@@ -1,7 +1,7 @@
 """Rounds before which all ranks negotiate over a server: those among workers, and those of a host.
 
-Which rounds are in flight, what came of each negotiation, and how each round ends. What the ranks do once they
-agree is up to subclasses: they exchange among themselves (:mod:`.peers`), or reduce on their host
+This keeps which rounds are in flight, what came of each negotiation, and how each round ends. What ranks do
+once they agree is up to subclasses: they exchange among themselves (:mod:`.peers`), or reduce on their host
 (:mod:`.hierarchical`).
 """
 

@@ -21,8 +21,8 @@ _SUPPORTED = tuple(dtype for dtype in ACCUMULATE if dtype != torch.uint8)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 Purpose = Literal["gradient", "value", "broadcast", "control"]
-"""What a tensor is to the training. A *gradient* may be quantized; a *value* arrives exactly; a *broadcast* is
-pushed by one rank and pulled by all; *control* is what ranks tell one another."""
+"""What a tensor is to the training. A *gradient* may be quantized; a *value* arrives exactly; a *broadcast*
+is pushed by one rank and pulled by all; *control* is what ranks tell one another."""
 
 
 class Options(Struct, frozen=True):

@@ -30,8 +30,8 @@ class Answer(NamedTuple):
 class Transfer(ABC):
     """One tensor, from the first push until its result.
 
-    :meth:`begin` is called once, :meth:`on_answer` for each push that was answered, and :meth:`finish` once no
-    round is in flight any more. What :meth:`begin` and :meth:`on_answer` return is pushed, each item as a
+    :meth:`begin` is called once, :meth:`on_answer` for each push that was answered, and :meth:`finish` once
+    no round is in flight any more. What :meth:`begin` and :meth:`on_answer` return is pushed, each item as a
     round of its own.
 
     Where the tensor lies on a GPU, all that is read from it is there only once :meth:`prepared`.

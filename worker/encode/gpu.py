@@ -1,7 +1,8 @@
 """Encoding of tensors on a GPU: compacted there, through pinned memory to the servers, and back.
 
 What such a transfer pushes is known only once the device has finished, and the host does something else
-meanwhile. So the preparation of a transfer is an iterator of events: each is what to wait for before going on.
+meanwhile. So the preparation of a transfer is an iterator of events: each is what to wait for before going
+on.
 """
 
 from __future__ import annotations

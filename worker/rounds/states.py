@@ -100,7 +100,7 @@ class SendPush(Struct, frozen=True):
 
 
 class Reshard(Struct, frozen=True):
-    """An action: shard the round's tensor for the present ring, and hand it to :meth:`WorkerRounds.on_resharded`.
+    """An action: reshard the round for the present ring, and tell :meth:`WorkerRounds.on_resharded`.
 
     It may take long, and need not be done before other events are heard.
     """

@@ -28,18 +28,7 @@ from zenps.errors import (
 )
 from zenps.wire.messages import Busy, Failure, FromServer, Member, Resend, Result, Resume, Wanted
 
-from .states import (
-    REPEAT_SECONDS,
-    ROUND,
-    Action,
-    Deliver,
-    Fail,
-    Frames,
-    Outgoing,
-    Reshard,
-    Round,
-    SendPush,
-)
+from .states import REPEAT_SECONDS, ROUND, Action, Deliver, Fail, Frames, Outgoing, Reshard, Round, SendPush
 
 # A server's own deadline comes first, because its error names the ranks that are missing.
 PATIENCE_SECONDS = 5.0

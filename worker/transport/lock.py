@@ -2,8 +2,8 @@
 
 A thread that has a command takes the lock if it is free; else it leaves the command to the thread that has
 the lock. A thread that waits for an answer takes the lock, and polls for all, or sleeps until its answer is
-there or the lock is free. So nothing that only the lock's owner touches needs a lock of its own, and no thread
-exists for that alone (Hendler et al., SPAA 2010, https://doi.org/10.1145/1810479.1810540).
+there or the lock is free. So nothing that only the lock's owner touches needs a lock of its own, and no
+thread exists for that alone (Hendler et al., SPAA 2010, https://doi.org/10.1145/1810479.1810540).
 """
 
 from __future__ import annotations

@@ -8,14 +8,8 @@ from tests.server.rounds.test_tracker import complete, make_held, make_rounds, p
 from zenps.errors import ProtocolError
 from zenps.server.rounds import history
 from zenps.server.rounds.history import FORGOTTEN_BYTES, NAME_BYTES, RANK_BYTES, History
-from zenps.server.rounds.states import (
-    Key,
-    Reply,
-    Round,
-)
-from zenps.server.rounds.tracker import (
-    ROUND_BYTES,
-)
+from zenps.server.rounds.states import Key, Reply, Round
+from zenps.server.rounds.tracker import ROUND_BYTES
 from zenps.wire.messages import Busy
 
 RANKS = 8

@@ -11,16 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from zenps.errors import ProtocolError
-from zenps.server.rounds.states import (
-    Aggregate,
-    Held,
-    Key,
-    Reply,
-)
-from zenps.server.rounds.tracker import (
-    ROUND_BYTES,
-    ServerRounds,
-)
+from zenps.server.rounds.states import Aggregate, Held, Key, Reply
+from zenps.server.rounds.tracker import ROUND_BYTES, ServerRounds
 from zenps.wire.messages import Busy, Failure, Push, Result, Resume, Wanted
 
 DEADLINE_SECONDS = 30.0

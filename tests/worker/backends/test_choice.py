@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 from tests.zenps.hot_keys import hot_keys
 from zenps.schemes.costs import predict
 from zenps.schemes.registry import AUTO, fixed_schemes
-from zenps.schemes.traffic import (
-    Cost,
-    Links,
-    Tensor,
-)
+from zenps.schemes.traffic import Cost, Links, Tensor
 from zenps.worker.backends.choice import MARGIN, ROUNDS, Choice, Table
 
 WORKERS = 4

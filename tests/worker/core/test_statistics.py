@@ -12,9 +12,9 @@ from tests.worker.encode.test_transfer import KERNELS, make_layout, sparse
 from zenps.observe.metrics import WorkerMetrics
 from zenps.worker.core.handle import Progress
 from zenps.worker.core.statistics import Moved, Statistics
+from zenps.worker.core.transfer import Sharding, Transfer
 from zenps.worker.encode.dense import WholeTransfer
 from zenps.worker.encode.sparse import SparseTransfer
-from zenps.worker.core.transfer import Sharding, Transfer
 
 
 @pytest.fixture

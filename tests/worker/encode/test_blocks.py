@@ -18,10 +18,10 @@ from zenps.kernels.cpu import CpuKernels
 from zenps.server.reducers.aggregation import Aggregator, read_payload
 from zenps.wire.messages import Push, Result
 from zenps.wire.tensors import dtype_name
+from zenps.worker.core.transfer import EncodedChunk
 from zenps.worker.encode.blocks import BlockTransfer
 from zenps.worker.encode.gpu import StagedBlocks
 from zenps.worker.encode.streams import Plan, plan_streams
-from zenps.worker.core.transfer import EncodedChunk
 
 POOL = BufferPool(1 << 26)
 AGGREGATOR = Aggregator(CpuKernels(POOL), POOL)

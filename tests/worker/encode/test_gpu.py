@@ -27,10 +27,10 @@ from tests.worker.host_accelerator import HostAccelerator
 from zenps.config.settings import CudaConfig
 from zenps.errors import DeadlineError, ProtocolError, TensorError
 from zenps.wire.messages import Result
+from zenps.worker.core.transfer import Sharding, Transfer
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from zenps.worker.encode.gpu import StagedDense, StagedSparse
 from zenps.worker.encode.gpu_queue import Staging
-from zenps.worker.core.transfer import Sharding, Transfer
 
 LAYOUT = make_layout("balanced", 600, 1, [0, 1, 2], 0)
 

@@ -27,10 +27,10 @@ from zenps.partition.strategies import strategy
 from zenps.server.reducers.aggregation import Aggregator, read_payload
 from zenps.wire.messages import Push, Result
 from zenps.wire.tensors import dtype_name
+from zenps.worker.core.transfer import EncodedChunk, Sharding, Transfer, check_tensor, table_shape
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from zenps.worker.encode.gpu import StagedSparse
 from zenps.worker.encode.sparse import SparseTransfer
-from zenps.worker.core.transfer import EncodedChunk, Sharding, Transfer, check_tensor, table_shape
 
 torch.set_num_threads(1)
 

@@ -15,8 +15,8 @@ from zenps.partition.layout import Layout, LayoutCache
 from zenps.partition.ring import rebalance
 from zenps.partition.strategies import strategy
 from zenps.wire.messages import Member, Push, Result, Wanted
-from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from zenps.worker.core.transfer import Sharding
+from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from zenps.worker.rounds.states import Action, Deliver, Fail, Outgoing, Round, SendPush
 from zenps.worker.rounds.tracker import WorkerRounds
 from zenps.worker.training.ask import ask_all

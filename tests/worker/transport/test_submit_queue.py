@@ -6,8 +6,8 @@ import threading
 import time
 
 from zenps.errors import TensorError, ZenPSError
-from zenps.worker.encode.gpu_queue import Staging
 from zenps.worker.core.transfer import Transfer
+from zenps.worker.encode.gpu_queue import Staging
 
 
 class Slow(Transfer):

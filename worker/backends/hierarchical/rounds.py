@@ -3,8 +3,8 @@
 The leader gets the sum from servers, or adds it itself where all ranks of the job are on one host.
 
 For every tensor all ranks of the job first negotiate over a server (:mod:`..negotiated_rounds`), as those
-that exchange among themselves do: there, deadlines, losses and disagreements end a round on all ranks alike. Once
-they agree, every part lies in shared memory, and the leader waits for no rank of its host any more.
+that exchange among themselves do: there, deadlines, losses and disagreements end a round on all ranks alike.
+Once they agree, every part lies in shared memory, and the leader waits for no rank of its host any more.
 """
 
 from __future__ import annotations

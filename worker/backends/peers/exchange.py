@@ -1,9 +1,9 @@
 """Exchange among workers: the order of rounds that all ranks agree on, and how each ends.
 
 Ranks push tensors in orders of their own; a process group needs one order for all. So for every tensor the
-ranks first negotiate over a server (:mod:`..negotiated_rounds`): an ordinary round, in which deadlines, losses
-and disagreements end on all ranks alike. Rank 0 then says which tensors come next: all ranks are ready for
-these.
+ranks first negotiate over a server (:mod:`..negotiated_rounds`). That is an ordinary round, in which
+deadlines, losses and disagreements end on all ranks alike. Rank 0 then says which tensors come next: all
+ranks are ready for these.
 """
 
 from __future__ import annotations

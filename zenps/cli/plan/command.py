@@ -15,9 +15,7 @@ from msgspec import Struct
 from zenps.cli.printing import show_plan
 from zenps.errors import ConfigError
 from zenps.observe.recording import read
-from zenps.schemes.traffic import (
-    Links,
-)
+from zenps.schemes.traffic import Links
 
 from .planner import DOUBLINGS, MOST_WORKERS, Plan, make_plan, parse_bandwidth, parse_latency
 from .plots import check_plots, write_plots

@@ -15,11 +15,7 @@ from zenps.errors import UsageError
 from zenps.observe.recording import Header, Push, Rows, thinned
 from zenps.partition.ring import SLOTS
 from zenps.schemes import traffic
-from zenps.schemes.traffic import (
-    BLOCK_ELEMENTS,
-    Links,
-    expected_imbalance,
-)
+from zenps.schemes.traffic import BLOCK_ELEMENTS, Links, expected_imbalance
 
 FEWEST_SAMPLES: Final = 4
 """A curve's slope, and how it changes, takes three points, each twice the one before."""

@@ -15,12 +15,8 @@ import torch
 from torch import Tensor
 
 from zenps.errors import ConfigError
-from zenps.partition.keyspace import (
-    Permutation,
-)
-from zenps.partition.ring import (
-    SLOTS,
-)
+from zenps.partition.keyspace import Permutation
+from zenps.partition.ring import SLOTS
 
 __all__ = ["KeySpace", "Partition", "PartitionStrategy", "even_bounds"]
 

@@ -7,12 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from zenps.partition.keyspace import (
-    Identity,
-)
-from zenps.partition.ring import (
-    SLOTS,
-)
+from zenps.partition.keyspace import Identity
+from zenps.partition.ring import SLOTS
 
 from .base import KeySpace, Partition, PartitionStrategy
 

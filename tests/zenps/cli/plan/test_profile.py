@@ -12,9 +12,7 @@ from zenps.cli.plan.profile import Growth, profiles
 from zenps.errors import UsageError
 from zenps.observe.recording import Header, Push
 from zenps.partition.ring import SLOTS
-from zenps.schemes.traffic import (
-    Links,
-)
+from zenps.schemes.traffic import Links
 
 ROWS = 100_000
 

@@ -12,12 +12,8 @@ import torch
 from torch import Tensor
 
 from zenps.errors import ConfigError
-from zenps.partition.keyspace import (
-    Identity,
-)
-from zenps.partition.ring import (
-    SLOTS,
-)
+from zenps.partition.keyspace import Identity
+from zenps.partition.ring import SLOTS
 from zenps.partition.strategies import (
     KeySpace,
     Partition,
