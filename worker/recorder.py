@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zenps.observe.recording import Header, Push, encode, keep
 
-from .encode.tables import row_numbers
+from .encode.sparse import row_numbers
 
 logger = logging.getLogger("zenps.plan")
 

@@ -13,7 +13,7 @@ from ..core.request import Request
 from ..core.spans import Spans
 from ..core.statistics import Progress, Statistics
 from ..core.transfer import Brought
-from ..encode.tables import coalesced
+from ..encode.sparse import coalesced
 from .base import Backend
 
 

@@ -14,11 +14,10 @@ from torch import Tensor
 from zenps.errors import DeadlineError, UsageError, ZenPSError
 from zenps.observe.clock import now_ns
 
-from .encoded import EncodedTensor
 from .request import Options
 from .spans import Spans
 from .statistics import Counted, Progress, Report, Statistics
-from .transfer import Answer, Brought, Transfer, Transform
+from .transfer import Answer, Brought, EncodedTensor, Transfer, Transform
 
 
 class Waiter(ABC):

@@ -15,9 +15,8 @@ from zenps.buffers import BufferPool
 from zenps.errors import ProtocolError
 from zenps.wire.blocks import decode_blocks, encode_blocks
 
-from ..core.encoded import EncodedChunk, EncodedTensor, Sharding
 from ..core.statistics import Progress, Report
-from ..core.transfer import Answer, Transfer, dense_bytes
+from ..core.transfer import Answer, EncodedChunk, EncodedTensor, Sharding, Transfer, dense_bytes
 from .streams import Plan, Stream
 
 

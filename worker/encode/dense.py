@@ -13,8 +13,7 @@ from zenps.partition.layout import Layout
 from zenps.wire.messages import Result
 from zenps.wire.tensors import tensor_bytes
 
-from ..core.encoded import EncodedChunk, EncodedTensor, Sharding
-from ..core.transfer import Answer, OneRound
+from ..core.transfer import Answer, EncodedChunk, EncodedTensor, OneRound, Sharding
 from .quantizer import ValueCoder
 
 # Elements of a dense tensor that stay together: 1 KiB of float32 is copied as fast as one run, and

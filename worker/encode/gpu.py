@@ -32,16 +32,23 @@ from zenps.kernels.gpu.sort_compact import sort_compact
 from zenps.partition.layout import Layout
 from zenps.wire.tensors import tensor_bytes
 
-from ..core.encoded import ChunkRange, EncodedChunk, EncodedTensor, Sharding
 from ..core.request import table_shape
 from ..core.statistics import Progress, Report
-from ..core.transfer import Answer, OneRound, Transfer, sparse_report
+from ..core.transfer import (
+    Answer,
+    ChunkRange,
+    EncodedChunk,
+    EncodedTensor,
+    OneRound,
+    Sharding,
+    Transfer,
+    sparse_report,
+)
 from .accelerator import Accelerator, Event
 from .blocks import BlockTransfer
 from .quantizer import ValueCoder
-from .sparse import check_sparse
+from .sparse import as_sparse, check_sparse, row_numbers
 from .streams import Plan
-from .tables import as_sparse, row_numbers
 
 
 class _Staged(Transfer):

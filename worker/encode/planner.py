@@ -19,10 +19,9 @@ from zenps.partition.device_layout import place_on
 from zenps.partition.layout import Layout
 from zenps.schemes.base import Scheme
 
-from ..core.encoded import Sharding
 from ..core.memory import POOL_BYTES
 from ..core.request import Options, Request, table_shape
-from ..core.transfer import Transfer, Transform
+from ..core.transfer import Sharding, Transfer, Transform
 from .accelerator import Accelerator, CudaAccelerator
 from .blocks import BlockTransfer
 from .dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
@@ -31,7 +30,7 @@ from .quantizer import Quantizer, Residuals, Unchanged, ValueCoder
 from .sharder import SPLIT_FROM_BYTES, Sharder
 from .sparse import SparseTransfer
 from .streams import LONGEST_NAME, Plan, plan_streams
-from .transforms import transforms_of
+from .transforms import TRANSFORMS
 
 
 class Planner:
@@ -73,7 +72,8 @@ class Planner:
 
     def transforms(self, tensor: Tensor) -> tuple[Transform, ...]:
         """What the scheme makes of ``tensor`` before it is encoded."""
-        return transforms_of(tensor, self._wire.keys, self._kernels)
+        transform = TRANSFORMS[self._wire.keys] if tensor.is_sparse else None
+        return () if transform is None else (transform(tensor, self._kernels),)
 
     def begin(self, request: Request, expected_rows: int) -> Transfer:
         """The transfer of a transformed tensor; for one on the CPU, compacted on this thread.

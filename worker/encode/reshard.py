@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from zenps.codecs.registry import CODECS
 from zenps.partition.layout import Layout
 
-from ..core.encoded import EncodedChunk, EncodedTensor, Sharding
+from ..core.transfer import EncodedChunk, EncodedTensor, Sharding
 from .dense import encode_values, granule_order
 from .sparse import encode_rows
 

@@ -15,7 +15,7 @@ from zenps.partition.strategies.registry import strategy
 from zenps.schemes.base import WireForm
 from zenps.wire.messages import POSITION_BYTES, View
 
-from ..core.encoded import EncodedTensor, Sharding
+from ..core.transfer import EncodedTensor, Sharding
 from .dense import DENSE_GRANULE
 from .reshard import reshard
 

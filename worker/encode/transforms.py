@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from zenps.schemes.base import Keys
 
 from ..core.request import table_shape
 from ..core.transfer import Transform
-from .tables import as_sparse, as_table, coalesced, row_numbers
+from .sparse import as_sparse, as_table, coalesced, row_numbers
 
 
 class ToHost(Transform):
@@ -90,8 +92,9 @@ class ByElement(Transform):
         return as_sparse(rows, result._values(), self._shape, self._sparse_dim)
 
 
-def transforms_of(tensor: Tensor, keys: Keys, kernels: Kernels) -> tuple[Transform, ...]:
-    """The transforms that a scheme with such ``keys`` needs for ``tensor``, in the order of application."""
-    if keys == "rows" or not tensor.is_sparse:
-        return ()
-    return (ByElement(tensor, kernels),) if keys == "elements" else (Densified(tensor, kernels),)
+TRANSFORMS: Final[dict[Keys, type[Densified | ByElement] | None]] = {
+    "rows": None,
+    "elements": ByElement,
+    "none": Densified,
+}
+"""What a sparse tensor goes through, by what its positions count."""

@@ -36,6 +36,9 @@ ROUND: Final[Transitions[RoundState, RoundEvent]] = {
 }
 """A round at a worker. In all but ``kept`` and ``settled`` it is in flight, and its pushes are repeated."""
 
+AWAITED: Final[tuple[RoundState, ...]] = ("pushed", "resharding")
+"""The states in which somebody here waits for answers."""
+
 # A connection that was cut and made again may have lost a push or its answer. Nobody notices, where rounds
 # have no deadline; so what stays unanswered is pushed again: after this time without any answer to its round,
 # and then ever more seldom, for the reason is nearly always a straggler. To a server a push is the same
@@ -85,11 +88,6 @@ class Round(Struct, eq=False):
     """By server and chunk: when a server that asked for a push was given it last."""
     ended_after: int = 0
     """The watermark last heard of when it ended."""
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether somebody here waits for its answers."""
-        return self.state in ("pushed", "resharding")
 
 
 class SendPush(Struct, frozen=True):

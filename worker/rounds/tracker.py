@@ -28,7 +28,19 @@ from zenps.errors import (
 )
 from zenps.wire.messages import Busy, Failure, FromServer, Member, Resend, Result, Resume, Wanted
 
-from .states import REPEAT_SECONDS, ROUND, Action, Deliver, Fail, Frames, Outgoing, Reshard, Round, SendPush
+from .states import (
+    AWAITED,
+    REPEAT_SECONDS,
+    ROUND,
+    Action,
+    Deliver,
+    Fail,
+    Frames,
+    Outgoing,
+    Reshard,
+    Round,
+    SendPush,
+)
 
 # A server's own deadline comes first, because its error names the ranks that are missing.
 PATIENCE_SECONDS = 5.0
@@ -103,12 +115,12 @@ class WorkerRounds:
         self._ring_epoch = ring_epoch
         actions: list[Action] = []
         for key, round_ in list(self._in_flight.items()):
-            if round_.is_awaited and round_.workers != workers:
+            if round_.state in AWAITED and round_.workers != workers:
                 actions += self._fail(round_, _lost_with_a_server(round_, workers))
                 continue
             round_.state = ROUND[round_.state]["ring changed"]
             round_.unanswered = {}
-            if round_.is_awaited:
+            if round_.state in AWAITED:
                 round_.again = True
                 self.resharded += 1
                 actions.append(Reshard(round_))
@@ -134,7 +146,7 @@ class WorkerRounds:
 
     def reset(self) -> list[Action]:
         """Joining workers were let in: all ranks count steps and watermarks from 0 again."""
-        in_flight = [round_ for round_ in self._in_flight.values() if round_.is_awaited]
+        in_flight = [round_ for round_ in self._in_flight.values() if round_.state in AWAITED]
         actions = []
         for round_ in in_flight:
             reason = (
@@ -164,7 +176,7 @@ class WorkerRounds:
 
     def give_up(self, round_: Round) -> None:
         """Nobody waits for the answers to this round any more."""
-        if round_.is_awaited:
+        if round_.state in AWAITED:
             self._end(round_, "failed")
 
     def on_reply(self, server: int, message: FromServer, frames: Frames, now: float) -> list[Action]:
@@ -216,12 +228,12 @@ class WorkerRounds:
         if watermark <= self._heard_watermark:
             return
         self._heard_watermark = watermark
-        self._before_watermark = {key for key, round_ in self._in_flight.items() if round_.is_awaited}
+        self._before_watermark = {key for key, round_ in self._in_flight.items() if round_.state in AWAITED}
         if not self._before_watermark:
             self.watermark = watermark
         for rounds in (self._kept, self._in_flight):
             for key, round_ in list(rounds.items()):
-                if not round_.is_awaited and round_.ended_after + WATERMARKS_TO_SETTLE <= watermark:
+                if round_.state not in AWAITED and round_.ended_after + WATERMARKS_TO_SETTLE <= watermark:
                     self._settle(key)
 
     def on_tick(self, now: float) -> list[Action]:
@@ -285,7 +297,7 @@ class WorkerRounds:
         while round_.previous >= 0:
             settled = self._settle((round_.tensor, round_.previous))
             round_.previous = -1 if settled is None else settled.previous
-        is_awaited, last = round_.is_awaited, not round_.unanswered
+        is_awaited, last = round_.state in AWAITED, not round_.unanswered
         if last:
             self._end(round_, "answered")
         return [Deliver(round_, server, result, frames, last)] if is_awaited else []
@@ -300,7 +312,7 @@ class WorkerRounds:
     def _end(self, round_: Round, event: Literal["answered", "failed"]) -> None:
         key = round_.tensor, round_.step
         del self._in_flight[key]
-        if round_.is_awaited:
+        if round_.state in AWAITED:
             round_.ended_after = self._heard_watermark
         round_.state = ROUND[round_.state][event]
         round_.unanswered = {}
@@ -323,7 +335,7 @@ class WorkerRounds:
         return [SendPush(round_.unanswered[key], again=again)]
 
     def _fail(self, round_: Round, error: ZenPSError) -> list[Action]:
-        is_awaited = round_.is_awaited
+        is_awaited = round_.state in AWAITED
         self._end(round_, "failed")
         return [Fail(round_, error)] if is_awaited else []
 

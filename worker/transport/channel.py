@@ -26,18 +26,16 @@ from zenps.wire.frames import CorruptedError, Decoder
 from zenps.wire.messages import FromServer, Result, View
 from zenps.wire.sockets import Socket, receive_frames
 
-from ..core.encoded import EncodedTensor
 from ..core.pending import Pending, Waiter
 from ..core.spans import Spans
 from ..core.steps import Steps
-from ..core.transfer import Answer
+from ..core.transfer import Answer, EncodedTensor
 from ..encode.sharder import Sharder
 from ..rounds.states import Action, Deliver, Fail, Outgoing, Reshard, Round, SendPush
 from ..rounds.tracker import WorkerRounds
 from .lock import CombiningLock
 from .membership import Membership
-from .pushes import PushWriter
-from .sender import Sender
+from .pushes import PushWriter, Sender
 from .server_sockets import ServerSockets
 
 logger = logging.getLogger("zenps.worker")

@@ -16,7 +16,7 @@ from zenps.wire.arena import Window
 
 from ...core.pending import Pending
 from ...core.request import Request
-from ...encode.tables import as_table
+from ...encode.sparse import as_table
 from ..negotiation import Entry
 from .adder import Adder
 from .link import Failed, Give, Link, LinkError, Take, Taken

@@ -20,7 +20,7 @@ from ...core.pending import Pending
 from ...core.request import table_shape
 from ...core.statistics import Progress, Report
 from ...core.transfer import Brought, dense_bytes
-from ...encode.tables import as_sparse, as_table
+from ...encode.sparse import as_sparse, as_table
 from ..negotiated_rounds import NegotiatedRound
 
 

@@ -19,7 +19,7 @@ from ...core.pending import Pending
 from ...core.request import Request
 from ...core.statistics import Progress
 from ...core.transfer import Transform
-from ...encode.transforms import ToHost, transforms_of
+from ...encode.transforms import TRANSFORMS, ToHost
 from ..base import Backend, Session
 from ..servers import ServerBackend
 from .exchange import PeerExchange
@@ -69,8 +69,10 @@ class PeerBackend(Backend):
         self._exchange.close()
 
     def _transforms(self, tensor: Tensor) -> tuple[Transform, ...]:
-        by_keys = transforms_of(tensor, self._scheme.wire.keys, self._kernels)
-        return by_keys if tensor.is_cpu else (ToHost(tensor.device), *by_keys)
+        transforms: list[Transform] = [] if tensor.is_cpu else [ToHost(tensor.device)]
+        if tensor.is_sparse and (transform := TRANSFORMS[self._scheme.wire.keys]) is not None:
+            transforms.append(transform(tensor, self._kernels))
+        return tuple(transforms)
 
     def _transfer(self, tensor: Tensor, average: bool) -> PeerTransfer:
         if tensor.is_sparse:

@@ -16,7 +16,7 @@ from zenps.schemes.base import PeerAlgorithm
 from ...core.request import table_shape
 from ...core.statistics import Progress, Report, RowCounts
 from ...core.transfer import Brought, dense_bytes
-from ...encode.tables import as_sparse, as_table
+from ...encode.sparse import as_sparse, as_table
 from ..negotiated_rounds import NegotiatedRound
 from ..negotiation import Entry
 from .algorithms import ALGORITHMS, Table
