@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
+from zenps.config.settings import SyncConfig
 from zenps.errors import ConfigError, listing
 from zenps.schemes.costs import predict_step
 from zenps.schemes.registry import fixed_schemes, scheme_of
@@ -18,10 +19,11 @@ from zenps.schemes.traffic import Cost, Links
 
 from .profile import Profile
 
-DEFAULT: Final = "zenps"
+DEFAULT: Final = SyncConfig().scheme
+"""Recommended unless another scheme wins by :data:`MARGIN`."""
 
 MARGIN: Final = 1.05
-"""The factor by which another scheme has to win: the formulas leave out CPU time and extrapolate unions."""
+"""The factor is above 1 because the formulas leave out CPU time and extrapolate unions."""
 
 MOST_WORKERS: Final = 1024
 DOUBLINGS: Final = tuple(1 << level for level in range(1, MOST_WORKERS.bit_length()))
@@ -177,7 +179,7 @@ def _what_decides(found: Sequence[Profile], links: Links, choice: str, cost: Cos
     share /= sum(by_tensor)
     of = f"{share:.0%} of the bytes are those of {heaviest.tensor!r}"
     if not heaviest.is_sparse:
-        return f"Bytes decide: {sent}. {of}, which is dense and reckoned whole under every scheme."
+        return f"Bytes decide: {sent}. {of}, which is dense and travels whole under every scheme."
     grows = (
         f"of whose {heaviest.rows} rows one worker pushes {heaviest.density:.2%}, and the union of all has "
         f"{heaviest.densification(links.workers):.1f} times as many"
