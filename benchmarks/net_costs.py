@@ -1,4 +1,4 @@
-"""What a scheme should cost on a workload of ``bench_net.py``, by :mod:`zenps.schemes.costs`."""
+"""Predicted cost of a scheme on a workload of ``bench_net.py``, by :mod:`zenps.schemes.costs`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The trace of a training: which rows each worker pushed in each step.
+"""Push trace: a file of the rows that each worker pushed in each step of a training.
 
-A file is a sequence of MessagePack maps: a :class:`Header`, then a :class:`Push` for each push of the worker
-that it names; more headers with their pushes may follow, so that the files of several workers are one when
-they are written one after the other.
+It is a sequence of MessagePack maps: a :class:`Header`, then a :class:`Push` for each push of the worker that
+the header names. More headers with their pushes may follow, so that the files of several workers can be
+concatenated.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ FORMAT: Final = "zenps plan trace"
 VERSION: Final = 1
 
 MOST_ROWS: Final = 1 << 16
-"""Row numbers that are written of one push."""
+"""The largest number of rows that is written for one push."""
 
 MOST_BYTES: Final = 1 << 20
-"""Of one map; a push takes half of that at most."""
+"""The largest size of one map. A push takes at most half of it."""
 
 Rows = NDArray[np.int64]
 Count = Annotated[int, Meta(ge=0)]
 
 
 class Header(Struct, tag="header", kw_only=True):
-    """Whose pushes follow."""
+    """The worker whose pushes follow."""
 
     format: Literal["zenps plan trace"] = FORMAT
     version: Literal[1] = VERSION
@@ -47,12 +47,14 @@ class Push(Struct, tag="push", kw_only=True):
 
     Attributes:
         tensor: its name.
-        step: how often it was pushed before.
-        shape, sparse_dims: the first dimensions number rows, the others columns; none do in a dense tensor.
-        item_bytes: of one element.
-        pushed: how many different rows, or of a dense tensor elements, are there and not zero.
-        halvings: ``rows`` are those that :func:`thinned` leaves of all, after so many halvings.
-        rows: sorted row numbers, little-endian int64; none of a dense tensor.
+        step: the number of its pushes before this one.
+        shape: of the tensor.
+        sparse_dims: how many of the first dimensions number rows; the others number columns. 0 for a dense
+            tensor.
+        item_bytes: the size of one element.
+        pushed: the number of different pushed rows; of a dense tensor, of elements that are not zero.
+        halvings: the argument with which :func:`thinned` has reduced the rows.
+        rows: sorted row numbers, little-endian int64; empty for a dense tensor.
     """
 
     tensor: str
@@ -66,21 +68,21 @@ class Push(Struct, tag="push", kw_only=True):
 
     @property
     def rows_total(self) -> int:
-        """Of the whole tensor."""
+        """The number of rows of the whole tensor."""
         return math.prod(self.shape[: self.sparse_dims])
 
     @property
     def columns(self) -> int:
-        """Elements in a row."""
+        """The number of elements in a row."""
         return math.prod(self.shape[self.sparse_dims :])
 
     def row_numbers(self) -> Rows:
-        """``rows`` as numbers."""
+        """``rows`` as an array."""
         return np.frombuffer(self.rows, "<i8").astype(np.int64)
 
 
 def keep(rows: Rows) -> tuple[int, bytes]:
-    """``halvings`` and ``rows`` of a push of these sorted different rows, of which few enough are kept."""
+    """``halvings`` and ``rows`` of a push of these sorted different rows, thinned to :data:`MOST_ROWS`."""
     halvings = 0
     while len(rows) > MOST_ROWS:
         halvings += 1
@@ -89,10 +91,11 @@ def keep(rows: Rows) -> tuple[int, bytes]:
 
 
 def thinned(rows: Rows, halvings: int) -> Rows:
-    """About one row in 2^``halvings``: the same ones in every push, and all of which fewer halvings leave.
+    """Samples about one row in 2^``halvings`` by its hash.
 
-    So the rows that are left of two pushes have in common what is left of their common rows. By Fibonacci
-    hashing (Knuth, The Art of Computer Programming 3, §6.4), which thins neighbours out evenly.
+    Every push keeps the same rows, and a larger ``halvings`` keeps a subset of what a smaller one keeps.
+    So the overlap of two thinned pushes is the thinned overlap of both. The hash is Fibonacci hashing (Knuth,
+    The Art of Computer Programming 3, §6.4), which samples runs of adjacent rows evenly.
     """
     if not halvings:
         return rows
@@ -102,15 +105,15 @@ def thinned(rows: Rows, halvings: int) -> Rows:
 
 
 def encode(item: Header | Push) -> bytes:
-    """As it stands in a file."""
+    """Encodes ``item`` as it stands in a file."""
     return msgspec.msgpack.encode(item)
 
 
 def read(path: Path) -> Iterator[tuple[Header, Push]]:
-    """Every push, with the header that is above it. A last one that was cut off is left out.
+    """Yields every push with the header above it. A truncated push at the end of the file is left out.
 
     Raises:
-        ConfigError: ``path`` cannot be read, or is no trace.
+        ConfigError: ``path`` cannot be read, or is not a trace.
     """
     header: Header | None = None
     try:
@@ -125,7 +128,7 @@ def read(path: Path) -> Iterator[tuple[Header, Push]]:
                     yield header, _checked(path, entry)
     except OSError as error:
         raise ConfigError("trace", str(path), f"a readable file ({error.strerror})") from None
-    # ValueError covers msgspec's and most of msgpack's own.
+    # ValueError covers msgspec's errors and most of msgpack's.
     except (ValueError, msgpack.UnpackException) as error:
         raise _no_trace(path, str(error)) from None
     if header is None:
@@ -150,7 +153,7 @@ def _no_trace(path: Path, reason: str) -> ConfigError:
 
 
 def concatenate(parts: Iterable[Path], out: Path) -> None:
-    """Makes one file of several workers'."""
+    """Joins the traces of several workers in the file ``out``."""
     with out.open("wb") as file:
         for part in parts:
             file.write(part.read_bytes())

@@ -1,1 +1,1 @@
-"""``zenps plan``: which scheme suits a training and a network."""
+"""``zenps plan``: recommends a scheme for a training and a network."""

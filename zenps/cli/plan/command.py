@@ -1,4 +1,4 @@
-"""What was asked of ``zenps plan``, and its answer."""
+"""The command ``zenps plan``: checks its options, plans by a trace, and writes the results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ USUAL_WORKERS = 8
 
 
 class Request(Struct, frozen=True, kw_only=True):
-    """The options, checked."""
+    """The checked options."""
 
     has_command: bool
     trace: Path | None
@@ -41,11 +41,14 @@ class Request(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_options(cls, args: argparse.Namespace, workers: int) -> Request:
-        """Args: ``workers``: ``cluster.workers``, to plan for if it is more than one.
+        """Checks the options, so that an error is reported before a training is started.
+
+        Args:
+            args: the command line.
+            workers: ``cluster.workers``; the plan is for as many if there are several.
 
         Raises:
-            ConfigError: one is wrong, or names a file that cannot be written. So whatever is wrong is known
-                before a training is started.
+            ConfigError: an option is wrong, or names a file that cannot be written.
         """
         if not args.command and args.plan_trace is None:
             raise ConfigError("CMD", "", "-- CMD [ARG ...] to record, or --trace FILE with what was recorded")
@@ -78,7 +81,7 @@ class Request(Struct, frozen=True, kw_only=True):
 
     @contextlib.contextmanager
     def trace_file(self) -> Iterator[Path]:
-        """Where the trace is, or is to be."""
+        """The path of the trace: the one given, else in a folder that lasts as long as the context."""
         if self.trace is not None:
             yield self.trace
             return
@@ -87,7 +90,7 @@ class Request(Struct, frozen=True, kw_only=True):
 
 
 def answer(request: Request, trace: Path) -> None:
-    """Plans by ``trace``, prints the plan, and writes what was asked for."""
+    """Plans by ``trace``, prints the plan, and writes the files that ``request`` asks for."""
     found, rare = profiles(read(trace))
     plan = make_plan(found, request.links, request.counts, rare, request.ruled_out)
     if request.json:
@@ -116,7 +119,7 @@ def _write(request: Request, plan: Plan) -> None:
 
 
 def _counts(given: str | None, workers: int) -> list[int]:
-    """The number of workers to plan for, and others for comparison."""
+    """The number of workers to plan for, then others for comparison."""
     if given is not None:
         return [_integer("--workers", text, 2, MOST_WORKERS) for text in given.split(",")]
     if workers > MOST_WORKERS:

@@ -1,4 +1,4 @@
-"""Which scheme a training's tensors and a network call for, and why."""
+"""Scheme selection: compares the predicted costs of all schemes, recommends one, and gives the reasons."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
+from zenps.config.settings import SyncConfig
 from zenps.errors import ConfigError, listing
 from zenps.schemes.costs import predict_step
 from zenps.schemes.registry import fixed_schemes, scheme_of
@@ -18,17 +19,18 @@ from zenps.schemes.traffic import Cost, Links
 
 from .profile import Profile
 
-DEFAULT: Final = "zenps"
+DEFAULT: Final = SyncConfig().scheme
+"""Recommended unless another scheme wins by :data:`MARGIN`."""
 
 MARGIN: Final = 1.05
-"""Another scheme has to win by this: the formulas know no CPU time, and extrapolate unions."""
+"""The factor is above 1 because the formulas leave out CPU time and extrapolate unions."""
 
 MOST_WORKERS: Final = 1024
 DOUBLINGS: Final = tuple(1 << level for level in range(1, MOST_WORKERS.bit_length()))
 
 
 class TensorSummary(Struct, kw_only=True):
-    """A line of the first table. Ratios are None where the trace cannot say."""
+    """A line of the first table. A ratio is None if the trace does not tell it."""
 
     tensor: str
     rows: int
@@ -45,7 +47,7 @@ class TensorSummary(Struct, kw_only=True):
 
 
 class Prediction(Struct, kw_only=True):
-    """One step of all tensors under one scheme."""
+    """The cost of synchronising all tensors in one step under one scheme."""
 
     workers: int
     scheme: str
@@ -57,7 +59,7 @@ class Prediction(Struct, kw_only=True):
 
 
 class Plan(Struct, kw_only=True):
-    """The answer of ``zenps plan``; what ``--json`` prints."""
+    """The recommendation of ``zenps plan``, as ``--json`` prints it."""
 
     workers: int
     servers: int
@@ -67,7 +69,7 @@ class Plan(Struct, kw_only=True):
     predictions: list[Prediction]
     scheme: str
     granule: int | None
-    """``sync.granule``, where a sparse tensor has single elements for rows."""
+    """``sync.granule``; None if no sparse tensor has single elements for rows."""
     reason: str
     notes: list[str]
 
@@ -79,14 +81,14 @@ def make_plan(
     rare: Sequence[str] = (),
     ruled_out: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
-    """What each scheme costs, and which is the one to take.
+    """Predicts the cost of each scheme, and recommends one.
 
     Args:
         found: the tensors.
-        links: the cluster; a scheme is chosen for as many workers as it has.
-        counts: the numbers of workers for which there are predictions.
+        links: the cluster; the recommendation is for its number of workers.
+        counts: the numbers of workers for which the plan lists predictions.
         rare: names of tensors that are left out.
-        ruled_out: schemes that are reckoned, but cannot be taken, each with the setting that is against it.
+        ruled_out: schemes that the plan lists but does not recommend, each with the setting that excludes it.
     """
     by_count = {count: _costs(found, links, count) for count in sorted({links.workers, *counts, *DOUBLINGS})}
     possible = {
@@ -177,7 +179,7 @@ def _what_decides(found: Sequence[Profile], links: Links, choice: str, cost: Cos
     share /= sum(by_tensor)
     of = f"{share:.0%} of the bytes are those of {heaviest.tensor!r}"
     if not heaviest.is_sparse:
-        return f"Bytes decide: {sent}. {of}, which is dense and reckoned whole under every scheme."
+        return f"Bytes decide: {sent}. {of}, which is dense and travels whole under every scheme."
     grows = (
         f"of whose {heaviest.rows} rows one worker pushes {heaviest.density:.2%}, and the union of all has "
         f"{heaviest.densification(links.workers):.1f} times as many"
@@ -246,19 +248,19 @@ _TIMES: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bytes per second of ``10Gbit``, ``500Mbit`` or ``64kbit`` a second.
+    """Parses ``10Gbit``, ``500Mbit`` or ``64kbit``, all per second, as bytes per second.
 
     Raises:
-        ConfigError: it is nothing of that.
+        ConfigError: it is none of these.
     """
     return _parse("--bandwidth", text, _BITS, "10Gbit or 500Mbit") / 8
 
 
 def parse_latency(text: str) -> float:
-    """Seconds of ``50us``, ``1.5ms`` or ``1s``; 0 needs no unit.
+    """Parses ``50us``, ``1.5ms`` or ``1s`` as seconds; 0 needs no unit.
 
     Raises:
-        ConfigError: it is nothing of that.
+        ConfigError: it is none of these.
     """
     return 0.0 if text == "0" else _parse("--latency", text, _TIMES, "50us, 1.5ms or 0")
 
@@ -272,13 +274,13 @@ def _parse(option: str, text: str, units: dict[str, float], such_as: str) -> flo
 
 
 def show_seconds(seconds: float) -> str:
-    """With three digits, in the unit that suits."""
+    """Writes seconds with three digits, in the unit that suits."""
     unit, size = next(((unit, size) for unit, size in _TIMES.items() if seconds < 1000 * size), ("s", 1.0))
     return f"{seconds / size:.3g} {unit}"
 
 
 def show_bytes(count: float) -> str:
-    """In decimal units, as links have them."""
+    """Writes bytes in decimal units, as bandwidths are."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""A plan as pictures. Needs matplotlib."""
+"""Plots of a plan, drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 
 def check_plots(folder: Path) -> None:
-    """Makes ``folder``.
+    """Checks that plots can be written, and creates ``folder``.
 
     Raises:
-        ConfigError: it cannot be made, or matplotlib is not installed.
+        ConfigError: it cannot be created, or matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot", str(folder), "matplotlib to be installed: pip install matplotlib")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError("--plot", str(folder), f"a folder that can be made ({error.strerror})") from None
+        raise ConfigError("--plot", str(folder), f"a folder that can be created ({error.strerror})") from None
 
 
 def write_plots(plan: Plan, folder: Path) -> list[Path]:
-    """``seconds.png`` by scheme and workers, ``densification.png`` and ``skewness.png`` by tensor."""
+    """Draws ``seconds.png`` by scheme, and ``densification.png`` and ``skewness.png`` by tensor."""
     return [
         _write(folder / "seconds.png", "workers", "seconds a step", lambda axes: _seconds(plan, axes)),
         _write(

@@ -1,4 +1,4 @@
-"""What a trace says of each tensor: density, overlap, densification, skewness (Zen, OSDI '25, §2.2)."""
+"""Sparsity statistics of a trace: density, overlap, densification and skewness (Zen, OSDI '25, §2.2)."""
 
 from __future__ import annotations
 
@@ -14,31 +14,30 @@ from numpy.typing import NDArray
 from zenps.errors import UsageError
 from zenps.observe.recording import Header, Push, Rows, thinned
 from zenps.partition.ring import SLOTS
-from zenps.schemes import traffic
-from zenps.schemes.traffic import BLOCK_ELEMENTS, Links, expected_imbalance
+from zenps.schemes.traffic import BLOCK_ELEMENTS, Links, Tensor, expected_imbalance
 
 FEWEST_SAMPLES: Final = 4
-"""A curve's slope, and how it changes, takes three points, each twice the one before."""
+"""The slope of a curve and its change need three points, each twice the one before."""
 
 GRANULES: Final = tuple(1 << bits for bits in range(9))
-"""What ``sync.granule`` can be."""
+"""The values of ``sync.granule``."""
 
 MOST_IMBALANCE: Final = 1.05
-"""Expected of the fullest server, over its even share, with a granule that is not too large."""
+"""The largest expected load of the fullest server, over its even share, that a granule may cause."""
 
 
 class Growth:
-    """How many different items some samples have among them: an accumulation curve.
+    """Accumulation curve: the number of different items in a number of samples.
 
-    Up to as many samples as there are, the mean over all choices of them: exact, and free of bias
-    (rarefaction: Hurlbert 1971, "The Nonconcept of Species Diversity"). Beyond, Heaps' law with an exponent
-    that falls on as it falls between a quarter of the samples and all: a power law alone overrates the tail
-    of a finite table.
+    For no more samples than there are, it is the mean over all choices of them: exact and unbiased
+    (rarefaction: Hurlbert 1971, "The Nonconcept of Species Diversity"). Beyond, it follows Heaps' law,
+    with an exponent that keeps falling as it falls between a quarter of the samples and all: a plain power
+    law overestimates the tail of a finite table.
 
     Args:
-        counts: in how many samples each item is that is in any.
-        samples: how many there are, at least :data:`FEWEST_SAMPLES`.
-        total: how many items there could be.
+        counts: for each item that is in any sample, the number of samples that it is in.
+        samples: their number, at least :data:`FEWEST_SAMPLES`.
+        total: the number of items that exist.
     """
 
     def __init__(self, counts: NDArray[np.int64], samples: int, total: float) -> None:
@@ -54,31 +53,31 @@ class Growth:
         self._bend = min(0.0, (slopes[1] - slopes[0]) / (sum(steps) / 2))
 
     def items(self, samples: int) -> float:
-        """Expected in ``samples`` of them together."""
+        """The expected number of different items in ``samples`` samples."""
         if samples <= self._samples:
             return float(self._frequencies @ self.chances(samples))
         distance = math.log(samples / self._samples)
-        if self._bend:  # to where the curve is flat
+        if self._bend:  # no further than to where the curve is flat
             distance = min(distance, -self._slope / self._bend)
         growth = math.exp(self._slope * distance + self._bend * distance**2 / 2)
         return min(self.items(self._samples) * growth, self._total)
 
     def chances(self, samples: int) -> NDArray[np.float64]:
-        """``[m + 1]``: of an item that is in j of all m samples, to be in one of ``samples`` of them."""
+        """``[m + 1]``: by j, the chance that an item in j of m samples is in any of ``samples`` of them."""
         every, samples = self._samples, min(samples, self._samples)
         ways = math.comb(every, samples)
         return np.array([1 - math.comb(every - j, samples) / ways for j in range(every + 1)])
 
 
 class Occurrences:
-    """Which items, rows or blocks, are in some samples.
+    """The items, rows or blocks, that some samples contain.
 
     Args:
-        items: their numbers, of all that are in any.
-        counts: in how many samples each is.
-        samples: how many there are, at least :data:`FEWEST_SAMPLES`.
-        total: of how many items.
-        kept: the share of all items that was looked at.
+        items: the numbers of the items that are in any sample.
+        counts: the number of samples that each of them is in.
+        samples: their number, at least :data:`FEWEST_SAMPLES`.
+        total: the number of items that exist.
+        kept: the share of these that the samples were reduced to.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class Occurrences:
         self._growth = Growth(counts, samples, self._looked_at)
 
     def density(self, workers: int) -> float:
-        """Of the union of so many."""
+        """The density of the union of so many workers."""
         return min(self._growth.items(workers) / self._looked_at, 1.0)
 
     def skew(self, parts: int, workers: int = 0) -> float:
@@ -97,7 +96,8 @@ class Occurrences:
 
         Args:
             parts: at most 4096.
-            workers: of whose union; 0: of what is pushed to it, by all together.
+            workers: the number of workers in whose union items are counted; 0: items are counted once for
+                each worker that pushes them.
         """
         weights = self._growth.chances(workers)[self._counts] if workers else self._counts
         by_slot = np.bincount(self._slots, weights, minlength=SLOTS)
@@ -106,10 +106,10 @@ class Occurrences:
 
 
 class Profile:
-    """One sparse tensor; or a dense one, of which there is less to know.
+    """The statistics of one tensor. A dense tensor has fewer of them.
 
     Args:
-        pushes: all of its, of all workers and steps, with their ranks.
+        pushes: all pushes of the tensor, of all workers and steps, each with the worker's rank.
 
     Raises:
         UsageError: there are fewer than :data:`FEWEST_SAMPLES`, or they differ in shape.
@@ -153,14 +153,15 @@ class Profile:
             self._blocks = self._blocks_of(items, counts, list(samples.values()))
 
     def _blocks_of(self, items: Rows, counts: NDArray[np.int64], samples: Sequence[Rows]) -> Occurrences:
-        """Those of the flattened tensor, in which a row may straddle two and more.
+        """The blocks of the flattened tensor. A row may straddle two and more.
 
         Args:
             items: the rows that are in any of ``samples``.
-            counts: in how many.
+            counts: the number of samples that each of them is in.
+            samples: the rows of each push.
         """
         ends, at_ends = _counted(np.unique(np.concatenate(self._first_and_last(rows))) for rows in samples)
-        # A block between a wide row's first and last has nothing of other rows: it is there when that row is.
+        # A block between the first and the last of a wide row contains no other row.
         first, last = self._first_and_last(items)
         widths = np.maximum(last - first - 1, 0)
         between = np.repeat(last - np.cumsum(widths), widths) + np.arange(widths.sum())
@@ -172,12 +173,12 @@ class Profile:
         )
 
     def _first_and_last(self, rows: Rows) -> tuple[Rows, Rows]:
-        """The blocks in which each of ``rows`` begins, and ends."""
+        """The block in which each of ``rows`` begins, and the one in which it ends."""
         begins = rows * self.columns
         return begins // BLOCK_ELEMENTS, (begins + self.columns - 1) // BLOCK_ELEMENTS
 
     def densification(self, workers: int) -> float:
-        """γ: how many times the rows of one worker the union of ``workers`` has."""
+        """γ: the rows of the union of ``workers``, divided by those of one worker."""
         return self.union(workers) / self.union(1) if self.union(1) else 1.0
 
     def union(self, workers: int) -> float:
@@ -185,14 +186,14 @@ class Profile:
         return self._rows.density(workers)
 
     def skew(self, parts: int, workers: int = 0) -> float:
-        """As :meth:`Occurrences.skew`, of rows."""
+        """The skew of rows, as for :meth:`Occurrences.skew`."""
         return self._rows.skew(parts, workers)
 
     def granule(self, parts: int) -> int | None:
-        """The largest with which ``parts`` servers nearly have their even share of what a worker pushes.
+        """The largest granule with which ``parts`` servers have nearly even shares of what a worker pushes.
 
-        None where rows are no single elements: one row is one granule then. Of a thinned trace, which says
-        nothing of neighbours, all that could be in a granule are taken to be there.
+        None if rows are not single elements: a granule is then one row. A thinned trace does not tell which
+        adjacent elements are present, so all elements of a granule are assumed to be.
         """
         if not self.is_sparse or self.columns > 1:
             return None
@@ -200,15 +201,15 @@ class Profile:
         even = (size for size in GRANULES if expected_imbalance(parts, equal[size]) <= MOST_IMBALANCE)
         return max(even, default=1)
 
-    def as_tensor(self, links: Links) -> traffic.Tensor:
-        """As it looks to the cluster that ``links`` describe."""
+    def as_tensor(self, links: Links) -> Tensor:
+        """The tensor as the cost model takes it, for the workers and servers of ``links``."""
         if not self.is_sparse:
-            return traffic.Tensor(rows=self.rows, item_bytes=self.item_bytes, is_sparse=False)
+            return Tensor(rows=self.rows, item_bytes=self.item_bytes, is_sparse=False)
         workers, parts = links.workers, min(links.parts, SLOTS)
         unions = tuple(
             self.union(min(1 << level, workers)) for level in range(1, (workers - 1).bit_length() + 1)
         )
-        tensor = traffic.Tensor(
+        tensor = Tensor(
             rows=self.rows,
             columns=self.columns,
             item_bytes=self.item_bytes,
@@ -230,10 +231,12 @@ class Profile:
 
 
 def profiles(trace: Iterable[tuple[Header, Push]]) -> tuple[list[Profile], list[str]]:
-    """Of each tensor, the largest first; and the names of those that fewer than half of the steps pushed.
+    """The profile of each tensor, the largest first; and the names of tensors left out as rare.
+
+    A tensor is rare if fewer than half of the steps pushed it.
 
     Raises:
-        UsageError: as :class:`Profile`, or there is none.
+        UsageError: as for :class:`Profile`, or no tensor is left.
     """
     by_name: dict[str, list[tuple[int, Push]]] = {}
     for header, push in trace:
@@ -250,12 +253,12 @@ def profiles(trace: Iterable[tuple[Header, Push]]) -> tuple[list[Profile], list[
 
 
 def _equal_granules(granules: Rows) -> float:
-    """How many granules of one size would be dealt as unevenly as those of which each element is in one.
+    """The number of granules of equal size that would be dealt to servers as unevenly as these.
 
-    (Σw)² ÷ Σw² for granules of w elements: they are dealt at random, and variances add up.
+    It is (Σw)² ÷ Σw² for granules of w elements: they are dealt at random, and variances add up.
 
     Args:
-        granules: sorted.
+        granules: the granule of each element, sorted.
     """
     begins = np.flatnonzero(np.diff(granules, prepend=-1))
     weights = np.diff(begins, append=len(granules)).astype(np.float64)
@@ -263,15 +266,15 @@ def _equal_granules(granules: Rows) -> float:
 
 
 def _counted(samples: Iterable[Rows]) -> tuple[Rows, NDArray[np.int64]]:
-    """Which items are in any of ``samples``, and in how many."""
+    """The items that are in any of ``samples``, and the number of samples that each is in."""
     return np.unique(np.concatenate(list(samples)), return_counts=True)
 
 
 def _mean_overlap(samples: dict[tuple[int, int], Rows], *, others: bool) -> float:
-    """|A ∩ B| ÷ min(|A|, |B|), of neighbouring ranks in one step; or of one rank in neighbouring steps."""
+    """|A ∩ B| ÷ min(|A|, |B|), of consecutive ranks in one step; or of one rank in consecutive steps."""
     ratios = []
     for (rank, step), rows in samples.items():
-        peer_memory = samples.get((rank + 1, step) if others else (rank, step + 1))
-        if peer_memory is not None and (smaller := min(len(rows), len(peer_memory))):
-            ratios.append(len(np.intersect1d(rows, peer_memory, assume_unique=True)) / smaller)
+        following = samples.get((rank + 1, step) if others else (rank, step + 1))
+        if following is not None and (smaller := min(len(rows), len(following))):
+            ratios.append(len(np.intersect1d(rows, following, assume_unique=True)) / smaller)
     return float(np.mean(ratios)) if ratios else math.nan

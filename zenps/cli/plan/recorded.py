@@ -1,4 +1,4 @@
-"""A trace of the user's own training: started here, and ended once enough of it is recorded."""
+"""Trace recording: starts the user's training, and ends it when enough pushes are recorded."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def record(
 ) -> int:
     """Runs ``command`` as the workers of ``config``, until each has pushed ``steps`` gradients of a tensor.
 
-    What it prints goes to stderr.
+    Its output goes to stderr.
 
     Args:
         config, command, environ: as for :func:`zenps.cli.launch.launch`.
-        steps: how many are recorded.
+        steps: the number of recorded steps.
         trace: the file to write.
 
     Returns:

@@ -1,4 +1,7 @@
-"""Which schemes settings allow, and how a plan gets into their file, whose other lines stay as they are."""
+"""Settings file of a plan: finds the schemes that its settings allow, and writes the plan into it.
+
+Other lines of the file are kept.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ from zenps.schemes.registry import fixed_schemes
 def ruled_out(
     sets: Sequence[str] = (), file: Path | None = None, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """The schemes that a configuration cannot have, each with the setting that is against it.
+    """The schemes that a configuration excludes, each with the setting that does so.
 
     Args:
-        sets, file, environ: as for :func:`zenps.config.load`.
+        sets, file, environ: as for :func:`zenps.config.sources.load`.
 
     Raises:
-        ConfigError: it is no valid configuration, whichever scheme it has.
+        ConfigError: the configuration is not valid.
     """
     load(sets=sets, file=file, environ=environ)
     found: dict[str, str] = {}
@@ -38,10 +41,10 @@ def ruled_out(
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Refuses a file of which it is plain that it cannot be written; leaves it as it is.
+    """Checks that a file can be written, without changing it.
 
     Raises:
-        ConfigError: it names ``option``.
+        ConfigError: it cannot, for an obvious reason; the error names ``option``.
     """
     folder, is_there = path.parent, os.access(path, os.F_OK)
     into_it = is_there and not path.is_dir() and os.access(path, os.W_OK)
@@ -51,21 +54,24 @@ def check_writable(option: str, path: Path) -> None:
 
 
 def check_settings(path: Path) -> dict[str, str]:
-    """What ``path`` rules out, as :func:`ruled_out` says it; nothing if there is no such file yet.
+    """The schemes that the file ``path`` excludes, as for :func:`ruled_out`; none if it does not exist.
 
     Raises:
-        ConfigError: it is no valid configuration, or cannot be written.
+        ConfigError: it is not a valid configuration, or cannot be written.
     """
     check_writable("--write", path)
     return ruled_out(file=path, environ={}) if _document(path) else {}
 
 
 def write_settings(path: Path, settings: Mapping[str, str | int]) -> dict[str, object]:
-    """Sets those of ``sync`` in ``path``, which is made if need be; returns those that it had, as they were.
+    """Writes ``settings`` into the section ``sync`` of the file ``path``, which need not exist.
+
+    Returns:
+        Their previous values, without those that were not set.
 
     Raises:
-        ConfigError: the file is no valid configuration, or would be none, or cannot be written; it is left
-            as it is.
+        ConfigError: the file is not a valid configuration, or would not be one, or cannot be written. It is
+            then unchanged.
     """
     document = _document(path)
     sync = document.setdefault("sync", tomlkit.table())

@@ -15,7 +15,7 @@ class AGsparse(PeerScheme):
 
     name = "agsparse"
     wire = WireForm(peer_algorithm="allgather")
-    spends = "everybody receives everybody's rows, common ones once from each"
+    spends = "every worker receives every worker's rows, common ones once from each"
     order = 7
 
     def cost(self, tensor: Tensor, links: Links) -> Cost:
