@@ -269,7 +269,7 @@ class _Service:
         for held in round_.pushes:
             assert isinstance(held.payload, Payload)
             pushes.append((held.push, held.payload))
-        self._shared_memory.hear()
+        self._shared_memory.collect()
         result, (positions, values) = self._aggregator.aggregate(pushes)
         frames = positions, self._shared_memory.place(values)
         end_ns = now_ns()

@@ -19,7 +19,7 @@ from zenps.wire.sockets import COPY_BELOW_BYTES, Socket, connect, open_dealer, s
 
 from ..rounds.states import Frames
 from .connectivity import Connectivity
-from .shared_memory import SharedMemoryPeer, call
+from .shared_memory import SharedMemoryPeer
 
 
 class Servers:
@@ -156,8 +156,10 @@ class Servers:
             self._handshakes[server.rank] = handshakes = Handshakes(self._ctx, socket)
             self._poller.register(handshakes.socket, zmq.POLLIN)
         connect(socket, server.address)
-        if self._arena is not None and (peer_memory := call(server.address, self._hello, self._arena)):
-            self._shared_memory[server.rank] = peer_memory
+        if self._arena is not None:
+            peer_memory = SharedMemoryPeer.connect(server.address, self._hello, self._arena)
+            if peer_memory is not None:
+                self._shared_memory[server.rank] = peer_memory
         self.reach.on_connect(server, now)
         self._sockets[server.rank] = server.address, socket
         self._ranks[socket] = server.rank

@@ -296,7 +296,7 @@ def test_announced_lengths_do_not_allocate() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("epoch", -1),
+        ("ring_epoch", -1),
         ("rank", 1 << 16),
         ("tensor", ""),
         ("tensor", "x" * 1025),

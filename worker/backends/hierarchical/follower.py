@@ -12,7 +12,6 @@ from torch import Tensor
 
 from zenps.buffers import BufferPool
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, TensorError, ZenPSError
-from zenps.wire.arena import Window
 
 from ..negotiation import Entry
 from .link import Failed, Give, Link, LinkError, Take, Taken
@@ -34,7 +33,7 @@ class Follower(HostRounds):
     def __init__(self, link: Link, await_loss: Callable[[], ZenPSError | None], *common: Any) -> None:
         super().__init__(*common)
         self._link, self._await_loss = link, await_loss
-        self._window = Window(link.fd)
+        self._window = link.window
         self._dropped: deque[int] = deque()
         """Numbers of rounds whose sums nobody here has any more, and of which the leader has to hear."""
 

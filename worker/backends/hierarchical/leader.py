@@ -12,6 +12,7 @@ from torch import Tensor
 from zenps.buffers import BufferPool
 from zenps.errors import UsageError, ZenPSError
 from zenps.wire.arena import Window
+from zenps.wire.loans import Loans
 
 from ...core.handle import Handle
 from ...encode.sparse import as_table
@@ -53,12 +54,12 @@ class Leader(HostRounds):
         super().__init__(*common)
         self._links, self._push = links, push
         self._adder = Adder(self._kernels, 1 + len(links))
-        self._windows = {link.rank: Window(link.fd) for link in links}
+        self._windows = {link.rank: link.window for link in links}
         self._own_window = Window(self._arena.fd)
         self._given: dict[tuple[int, str], Give] = {}
         """The latest by rank and tensor."""
-        self._leases: dict[tuple[int, int], Tensor] = {}
-        """Sums that somebody has, by rank and number of its round."""
+        self._loans = {rank: Loans() for rank in (self._rank, *self._windows)}
+        """The sums that each rank has, by number of its round."""
 
     @property
     def _own_pool(self) -> BufferPool | None:
@@ -83,7 +84,7 @@ class Leader(HostRounds):
                     self._given[link.rank, message.name] = message
                     self._news.notify_all()
             case Taken(number=number):
-                self._leases.pop((link.rank, number), None)
+                self._loans[link.rank].drop(number)
             case None:
                 return False
             case _:
@@ -145,20 +146,22 @@ class Leader(HostRounds):
         """Puts the sum where the other ranks see it."""
         rows = sum(len(piece.rows) for piece in pieces)
         size = round_.form.size_bytes(rows)
+        for loans in self._loans.values():
+            loans.collect()
         # What is empty has a place, too: then there is one case less.
         offset, memory = self._arena.lease(max(size, 1))
         self._adder.copy(pieces, round_.form.place(memory[:size], rows))
         for link in self._links:
             number = round_.numbers[link.rank]
-            self._leases[link.rank, number] = memory
+            self._loans[link.rank].lend(number, memory)
             self._tell(link, Take(number, rows, offset, size))
         return _Place(rows, offset, size, memory)
 
     def _seen(self, round_: HostRound, place: _Place) -> Tensor:
         """What this rank has of a sum, as the others have it."""
-        own = self._rank, round_.number
-        self._leases[own] = place.memory
-        memory = self._own_window.own(place.offset, place.size_bytes, self._leases.pop, own, None)
+        loans = self._loans[self._rank]
+        loans.lend(round_.number, place.memory)
+        memory = self._own_window.own(place.offset, place.size_bytes, loans.drop, round_.number)
         return round_.form.tensor(round_.form.read(memory, place.rows), is_coalesced=True)
 
     def _refuse(self, round_: HostRound, error: ZenPSError) -> None:
