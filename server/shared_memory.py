@@ -108,7 +108,7 @@ class SharedMemoryPeers:
         if peer := self._peers.pop(identity, None):
             peer.socket.close()
 
-    def look(self, identity: bytes, shared: Shared) -> memoryview:
+    def read(self, identity: bytes, shared: Shared) -> memoryview:
         """The values that a worker has named, in its memory.
 
         Raises:
@@ -117,9 +117,9 @@ class SharedMemoryPeers:
         peer = self._peers.get(identity)
         if peer is None:
             raise ProtocolError("payload", "values in the memory of a worker that shares none")
-        return peer.window.look(*shared)
+        return peer.window.read(*shared)
 
-    def place(self, values: memoryview) -> memoryview:
+    def share(self, values: memoryview) -> memoryview:
         """``values``, in memory that workers of this host can read if there are any."""
         if self._arena is None or not self._peers or values.nbytes < COPY_BELOW_BYTES:
             return values

@@ -32,7 +32,7 @@ GREETED_SECONDS = 1.0
 
 
 class Both(NamedTuple):
-    """A server, and a worker that it has let in."""
+    """A server, and a worker that it has accepted."""
 
     server: SharedMemoryPeers
     worker: SharedMemoryPeer
@@ -70,7 +70,7 @@ def both(server: SharedMemoryPeers, arena: Arena, address: str) -> Iterator[Both
 
 def give(server: SharedMemoryPeers, data: bytes = VALUES) -> memoryview:
     """A result in the server's memory."""
-    return server.place(memoryview(bytearray(data)))
+    return server.share(memoryview(bytearray(data)))
 
 
 def hand_over(both: Both, values: memoryview) -> memoryview:
@@ -85,7 +85,7 @@ def test_what_is_pushed_is_read_where_it_lies(both: Both) -> None:
     pushed = both.arena.copy(memoryview(VALUES))
     shared = both.worker.find(pushed)
     assert shared is not None
-    read = both.server.look(PEER, shared)
+    read = both.server.read(PEER, shared)
     assert read == VALUES
     pushed[0] = 77
     assert read[0] == 77, "a copy"
@@ -95,7 +95,7 @@ def test_a_part_of_what_was_placed_can_be_named(both: Both) -> None:
     pushed = both.arena.copy(memoryview(VALUES))
     shared = both.worker.find(pushed[1000:90_000])
     assert shared is not None
-    assert both.server.look(PEER, shared) == VALUES[1000:90_000]
+    assert both.server.read(PEER, shared) == VALUES[1000:90_000]
 
 
 def test_what_does_not_lie_there_has_to_travel(both: Both) -> None:
@@ -108,13 +108,13 @@ def test_what_does_not_lie_there_has_to_travel(both: Both) -> None:
 def test_few_values_travel(both: Both) -> None:
     few = memoryview(b"1234")
     assert both.worker.find(both.arena.copy(few)) is None
-    assert both.server.place(few) is few
+    assert both.server.share(few) is few
     assert both.server.find(PEER, [few]) is None
 
 
 def test_a_sum_in_the_server_s_memory_is_not_copied(both: Both) -> None:
     total = both.server.pool.lease(len(VALUES)).numpy().data
-    assert both.server.place(total) is total
+    assert both.server.share(total) is total
     assert both.server.find(PEER, [total]) is not None
 
 
@@ -165,7 +165,7 @@ def test_what_was_lent_to_a_worker_that_is_gone_is_used_again(both: Both) -> Non
     both.server.attend()
     assert both.server.find(PEER, [give(both.server)]) is None
     with pytest.raises(ProtocolError, match="a worker that shares none"):
-        both.server.look(PEER, (0, 1))
+        both.server.read(PEER, (0, 1))
 
 
 def test_a_server_that_is_gone_takes_nothing_along(arena: Arena, address: str) -> None:
@@ -221,18 +221,18 @@ def test_nothing_is_shared_where_that_is_not_wanted(arena: Arena, address: str) 
     server = SharedMemoryPeers(ClusterConfig(job=JOB, same_host="tcp"), address, MIB, zmq.Poller())
     assert SharedMemoryPeer.connect(address, Hello(JOB, PEER), arena) is None
     values = memoryview(VALUES)
-    assert server.place(values) is values
+    assert server.share(values) is values
     server.attend()
     server.close()
 
 
-@pytest.mark.parametrize("place", [(1 << 38, 1), ((1 << 38) - 1, 2), (0, (1 << 38) + 1)])
-def test_a_place_outside_is_refused(both: Both, place: tuple[int, int]) -> None:
+@pytest.mark.parametrize("shared", [(1 << 38, 1), ((1 << 38) - 1, 2), (0, (1 << 38) + 1)])
+def test_an_offset_outside_is_refused(both: Both, shared: tuple[int, int]) -> None:
     with pytest.raises(ProtocolError, match="of shared memory, expected at most"):
-        both.server.look(PEER, place)
+        both.server.read(PEER, shared)
     assert hand_over(both, give(both.server)) == VALUES  # it has answered
     with pytest.raises(ProtocolError, match="of shared memory, expected at most"):
-        both.worker.take(place)
+        both.worker.take(shared)
 
 
 def no_memfd() -> int:

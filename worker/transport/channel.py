@@ -94,8 +94,8 @@ class Channel:
         self._lock = CombiningLock(self._drive)
         self._poller = zmq.Poller()
         self._poller.register(self._lock.wake, zmq.POLLIN)
-        most_queued = AHEAD_MESSAGES if has_priorities else 0
-        self._servers = Servers(ctx, cluster, identity, keys, self._poller, most_queued, POOL_BYTES)
+        max_queued = AHEAD_MESSAGES if has_priorities else 0
+        self._servers = Servers(ctx, cluster, identity, keys, self._poller, max_queued, POOL_BYTES)
         self._send_queue = SendQueue() if has_priorities else None
         self._is_behind = threading.Event()
         """Something waits in the send queue."""

@@ -32,7 +32,7 @@ class Servers:
         keys: this worker's, or None.
         poller: gets every socket that is opened.
         keep_bytes: of memory that is shared, at most so much is kept unused.
-        most_queued: messages that may wait for one server behind those that TCP has taken; 0: any number.
+        max_queued: messages that may wait for one server behind those that TCP has taken; 0: any number.
 
     Attributes:
         reach: whether they can be reached.
@@ -45,7 +45,7 @@ class Servers:
         identity: bytes,
         keys: Keys | None,
         poller: zmq.Poller,
-        most_queued: int,
+        max_queued: int,
         keep_bytes: int,
     ) -> None:
         self.reach = Connectivity(cluster)
@@ -62,7 +62,7 @@ class Servers:
             identity=identity,
             max_message_bytes=cluster.max_message_bytes,
             keys=keys,
-            most_queued=most_queued,
+            max_queued=max_queued,
         )
         self._poller = poller
         self._sockets: dict[int, tuple[str, Socket]] = {}

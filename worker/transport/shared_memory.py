@@ -66,7 +66,7 @@ class SharedMemoryPeer:
             raise ProtocolError("payload", "values in the memory of a server that shares none")
         assert self._window is not None
         offset, size_bytes = shared
-        values = np.frombuffer(self._window.look(offset, size_bytes), np.uint8)
+        values = np.frombuffer(self._window.read(offset, size_bytes), np.uint8)
         weakref.finalize(values, self._dropped.append, offset).atexit = False
         return values.data
 

@@ -135,7 +135,7 @@ class Window:
         # Not read-only, because torch copies read-only memory. Nobody writes here.
         self._memory = memoryview(mmap.mmap(fd, CAPACITY_BYTES))
 
-    def look(self, offset: int, size_bytes: int) -> memoryview:
+    def read(self, offset: int, size_bytes: int) -> memoryview:
         """The bytes at ``offset``, uncopied. They change when the other process changes them.
 
         Raises:
@@ -144,7 +144,9 @@ class Window:
         _check(offset, size_bytes)
         return self._memory[offset : offset + size_bytes]
 
-    def own(self, offset: int, size_bytes: int, on_end: Callable[..., object], *args: object) -> memoryview:
+    def map_private(
+        self, offset: int, size_bytes: int, on_end: Callable[..., object], *args: object
+    ) -> memoryview:
         """The bytes at ``offset`` as a private copy-on-write mapping: writes go to this process's own pages.
 
         Args:

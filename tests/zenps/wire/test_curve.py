@@ -16,7 +16,7 @@ from zenps.errors import ConfigError, ProtocolError
 from zenps.keys import LIST_NAME, Keys, Player, generate, load_keys
 from zenps.observe.metrics import Refusal
 from zenps.wire.connections import Connections
-from zenps.wire.curve import Gate, Handshakes, warn_if_open
+from zenps.wire.curve import Authenticator, Handshakes, warn_if_open
 from zenps.wire.sockets import Socket, bind_router, context, open_dealer, receive_frames
 
 SECONDS = 20.0
@@ -46,13 +46,13 @@ def strangers(tmp_path: Path, directory: Path) -> Keys:
 class Scheduler:
     """A ROUTER behind a gate, driven by the test."""
 
-    def __init__(self, ctx: zmq.Context[Socket], keys: Keys | None, with_gate: bool = True) -> None:
+    def __init__(self, ctx: zmq.Context[Socket], keys: Keys | None, with_authenticator: bool = True) -> None:
         self.ctx = ctx
         self.refused: list[Refusal] = []
         self._dealers: list[Socket] = []  # one that is dropped would linger
-        self.gate = Gate(ctx, keys if with_gate else None, self.refused.append)
+        self.authenticator = Authenticator(ctx, keys if with_authenticator else None, self.refused.append)
         self.router, self.address = bind_router(ctx, "127.0.0.1", 0, 1 << 20, keys)
-        self.gate.watch(Connections(self.router, 1 << 20))
+        self.authenticator.watch(Connections(self.router, 1 << 20))
 
     def dealer(self, keys: Keys | None, identity: bytes = b"x", peer: str = "scheduler") -> Socket:
         """A peer that has sent a message."""
@@ -65,18 +65,18 @@ class Scheduler:
         until = time.monotonic() + SECONDS
         while not condition():
             assert time.monotonic() < until, f"in vain; refused: {self.refused}"
-            self.gate.attend()
+            self.authenticator.attend()
             self.router.poll(5)
 
     def owner_of_next(self) -> str:
         self.attend_until(lambda: self.router.poll(0))
         _, frame = receive_frames(self.router)
-        return self.gate.owner(frame)
+        return self.authenticator.owner(frame)
 
     def hears_nothing(self) -> bool:
         until = time.monotonic() + 0.2
         while time.monotonic() < until:
-            self.gate.attend()
+            self.authenticator.attend()
             if self.router.poll(5):
                 return False
         return True
@@ -124,9 +124,9 @@ def test_check_binds_a_message_to_a_name(scheduler: Scheduler, directory: Path) 
     scheduler.dealer(keys_of(directory, "worker", 1))
     scheduler.attend_until(lambda: scheduler.router.poll(0))
     _, frame = scheduler.router.recv_multipart(copy=False)
-    scheduler.gate.check(frame, "worker", 1)
+    scheduler.authenticator.check(frame, "worker", 1)
     with pytest.raises(ProtocolError, match=r"^key: a message of worker-0 by worker-1$"):
-        scheduler.gate.check(frame, "worker", 0)
+        scheduler.authenticator.check(frame, "worker", 0)
 
 
 def test_unknown_key(scheduler: Scheduler, strangers: Keys, caplog: pytest.LogCaptureFixture) -> None:
@@ -156,7 +156,7 @@ def test_peer_that_means_another_server(scheduler: Scheduler, directory: Path) -
 
 def test_nobody_is_let_in_while_nobody_answers(ctx: zmq.Context[Socket], directory: Path) -> None:
     """Without a ZAP domain, libzmq would let every key in here."""
-    scheduler = Scheduler(ctx, keys_of(directory, "scheduler"), with_gate=False)
+    scheduler = Scheduler(ctx, keys_of(directory, "scheduler"), with_authenticator=False)
     scheduler.dealer(keys_of(directory, "worker", 1))
     assert scheduler.hears_nothing()
 
@@ -165,7 +165,7 @@ def test_without_keys_nothing_is_asked(ctx: zmq.Context[Socket]) -> None:
     scheduler = Scheduler(ctx, None)
     scheduler.dealer(None)
     assert scheduler.owner_of_next() == ""
-    assert scheduler.gate.sockets == []
+    assert scheduler.authenticator.sockets == []
 
 
 # ── a list that changes ─────────────────────────────────────────────────────────────────────────
@@ -175,7 +175,7 @@ def test_revoked_key_loses_its_connection_s_worth(scheduler: Scheduler, director
     dealer = scheduler.dealer(keys_of(directory, "worker", 1))
     assert scheduler.owner_of_next() == "worker-1"
     rewrite(directory, without("worker-1"))
-    scheduler.gate.attend()
+    scheduler.authenticator.attend()
     dealer.send(b"hello again")
     with pytest.raises(ProtocolError, match="key: its key is no longer listed"):
         scheduler.owner_of_next()
@@ -201,7 +201,7 @@ def test_new_key_of_a_node_is_not_mistaken_for_the_old(scheduler: Scheduler, dir
     rewrite(directory, without("worker-1"))
     (directory / "worker-1.secret").unlink()
     generate(directory, workers=2, servers=1)
-    scheduler.gate.attend()
+    scheduler.authenticator.attend()
     dealer.send(b"by the old key")
     with pytest.raises(ProtocolError, match="no longer listed"):
         scheduler.owner_of_next()
@@ -221,7 +221,7 @@ def test_damaged_list_leaves_the_keys_as_they_were(
             file.unlink()
         case "writable":
             file.chmod(0o666)
-    scheduler.gate.attend()
+    scheduler.authenticator.attend()
     scheduler.dealer(keys)
     assert scheduler.owner_of_next() == "worker-1"
     assert sum("the keys stay as they were: security.keys" in line for line in caplog.messages) == 1

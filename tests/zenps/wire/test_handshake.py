@@ -88,10 +88,10 @@ def test_each_side_gets_the_others_message_and_memory(
     answered = listener.accept(caller, b"welcome", own.fd)
     data, window = receive(socket)
     assert data == b"welcome"
-    for written, read in ((own, window), (arena, caller.window)):
+    for written, seen in ((own, window), (arena, caller.window)):
         offset, memory = written.lease(1000)
         memory.fill_(written.fd % 251)
-        assert set(read.look(offset, 1000)) == {written.fd % 251}
+        assert set(seen.read(offset, 1000)) == {written.fd % 251}
     own.close()
     socket.close()
     assert answered.recv(1) == b""

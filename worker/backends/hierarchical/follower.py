@@ -72,7 +72,7 @@ class Follower(HostRounds):
             return
         outcome: Tensor | ZenPSError
         try:
-            memory = self._window.own(take.offset, take.size_bytes, self._dropped.append, take.number)
+            memory = self._window.map_private(take.offset, take.size_bytes, self._dropped.append, take.number)
         except TensorError as error:
             outcome = error
         else:

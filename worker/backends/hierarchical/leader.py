@@ -125,7 +125,7 @@ class Leader(HostRounds):
             given = self._given.pop(key, None)
         if not is_given or given is None:
             raise LinkError(f"tensor {round_.name!r}: nothing from rank {link.rank} in {GIVE_SECONDS:g} s")
-        memory = self._windows[link.rank].look(given.offset, given.size_bytes)
+        memory = self._windows[link.rank].read(given.offset, given.size_bytes)
         return round_.form.read(memory, given.rows)
 
     def _on_answer(self, round_: HostRound) -> None:
@@ -161,7 +161,7 @@ class Leader(HostRounds):
         """What this rank has of a sum, as the others have it."""
         loans = self._loans[self._rank]
         loans.lend(round_.number, place.memory)
-        memory = self._own_window.own(place.offset, place.size_bytes, loans.drop, round_.number)
+        memory = self._own_window.map_private(place.offset, place.size_bytes, loans.drop, round_.number)
         return round_.form.tensor(round_.form.read(memory, place.rows), is_coalesced=True)
 
     def _refuse(self, round_: HostRound, error: ZenPSError) -> None:

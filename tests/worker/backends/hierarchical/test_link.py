@@ -83,8 +83,8 @@ def test_messages_and_memory_go_both_ways(listener: Listener, arena: Arena) -> N
             sender.send(message)
             assert receiver.receive() == message
         assert (
-            bytes(leader.window.look(offset, 1000))
-            == bytes(follower.window.look(offset, 1000))
+            bytes(leader.window.read(offset, 1000))
+            == bytes(follower.window.read(offset, 1000))
             == b"\7" * 1000
         )
     close(connected)
