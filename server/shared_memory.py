@@ -41,11 +41,6 @@ class _Peer:
 
     def collect(self) -> bool:
         """Takes back what the worker has dropped. Returns False once its socket is closed."""
-        is_connected = self._receive()
-        self.loans.collect()
-        return is_connected
-
-    def _receive(self) -> bool:
         for _ in range(MAX_READS):
             try:
                 data = self.socket.recv(READ_BYTES)
@@ -55,12 +50,16 @@ class _Peer:
                 return False
             if not data:
                 return False
-            self._unread += data
-            whole = len(self._unread) // DROPPED.size * DROPPED.size
-            for (offset,) in DROPPED.iter_unpack(self._unread[:whole]):
-                self.loans.drop(offset)
-            self._unread = self._unread[whole:]
+            self._take_back(data)
         return True
+
+    def _take_back(self, data: bytes) -> None:
+        self._unread += data
+        whole = len(self._unread) // DROPPED.size * DROPPED.size
+        for (offset,) in DROPPED.iter_unpack(self._unread[:whole]):
+            self.loans.drop(offset)
+        self._unread = self._unread[whole:]
+        self.loans.collect()
 
 
 class SharedMemoryPeers:

@@ -23,8 +23,7 @@ import msgspec
 
 from .arena import Window, window_of
 
-# Connections without a hello that a listener keeps. A hello comes with its connection, so a caller needs a
-# place for microseconds.
+# Connections without a hello that a listener keeps. A hello comes microseconds after its connection.
 MAX_PENDING = 64
 
 # Connections that the system keeps for a listener that is busy.

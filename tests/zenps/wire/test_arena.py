@@ -87,9 +87,9 @@ def test_what_others_may_have_stays_when_its_arena_closes(arena: Arena) -> None:
     memory.fill_(7)
     own = Window(arena.fd).map_private(offset, 8 * MIB, lambda: None)
     closing = Arena(keep_bytes=0)
-    place, lease = closing.lease(MIB)
+    offset, lease = closing.lease(MIB)
     lease.fill_(9)
-    seen = Window(os.dup(closing.fd)).map_private(place, MIB, lambda: None)
+    seen = Window(closing.fd).map_private(offset, MIB, lambda: None)
     closing.close()
     closing.close()
     del lease, closing

@@ -1,4 +1,4 @@
-"""Who is let in, with real sockets; each trap of CURVE in libzmq and pyzmq has a test."""
+"""CURVE authentication with real sockets; each trap of CURVE in libzmq and pyzmq has a test."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def strangers(tmp_path: Path, directory: Path) -> Keys:
+def unlisted(tmp_path: Path, directory: Path) -> Keys:
     """Keys of another job, whose owner knows the public keys of this one."""
-    generate(tmp_path / "strangers", workers=1, servers=1)
-    own, known = keys_of(tmp_path / "strangers", "worker", 0), keys_of(directory, "worker", 0)
+    generate(tmp_path / "unlisted", workers=1, servers=1)
+    own, known = keys_of(tmp_path / "unlisted", "worker", 0), keys_of(directory, "worker", 0)
     return Keys(own.file, own.name, own.public, own.secret, known.owners)
 
 
@@ -129,14 +129,14 @@ def test_check_binds_a_message_to_a_name(scheduler: Scheduler, directory: Path) 
         scheduler.authenticator.check(frame, "worker", 0)
 
 
-def test_unknown_key(scheduler: Scheduler, strangers: Keys, caplog: pytest.LogCaptureFixture) -> None:
-    scheduler.dealer(strangers)
-    scheduler.dealer(strangers, identity=b"y")
+def test_unknown_key(scheduler: Scheduler, unlisted: Keys, caplog: pytest.LogCaptureFixture) -> None:
+    scheduler.dealer(unlisted)
+    scheduler.dealer(unlisted, identity=b"y")
     scheduler.attend_until(lambda: len(scheduler.refused) >= 2)
     assert scheduler.hears_nothing()
     assert set(scheduler.refused) == {"unknown_key"}
     (line,) = caplog.messages
-    assert line.startswith(f"refused a connection from 127.0.0.1: {strangers.public.decode()} is not in ")
+    assert line.startswith(f"refused a connection from 127.0.0.1: {unlisted.public.decode()} is not in ")
 
 
 def test_plaintext(scheduler: Scheduler) -> None:
@@ -154,7 +154,7 @@ def test_peer_that_means_another_server(scheduler: Scheduler, directory: Path) -
     assert set(scheduler.refused) == {"handshake"}
 
 
-def test_nobody_is_let_in_while_nobody_answers(ctx: zmq.Context[Socket], directory: Path) -> None:
+def test_nobody_is_admitted_while_nobody_answers(ctx: zmq.Context[Socket], directory: Path) -> None:
     """Without a ZAP domain, libzmq would let every key in here."""
     scheduler = Scheduler(ctx, keys_of(directory, "scheduler"), with_authenticator=False)
     scheduler.dealer(keys_of(directory, "worker", 1))
@@ -189,7 +189,7 @@ def test_revoked_key_gets_no_new_connection(scheduler: Scheduler, directory: Pat
     assert scheduler.hears_nothing()
 
 
-def test_key_that_was_added_is_let_in(scheduler: Scheduler, directory: Path) -> None:
+def test_key_that_was_added_is_admitted(scheduler: Scheduler, directory: Path) -> None:
     generate(directory, workers=3, servers=1)
     scheduler.dealer(keys_of(directory, "worker", 2))
     assert scheduler.owner_of_next() == "worker-2"
@@ -249,9 +249,9 @@ def refusal(scheduler: Scheduler, keys: Keys | None) -> str:
     return texts[0]
 
 
-def test_node_is_told_that_its_key_is_not_listed(scheduler: Scheduler, strangers: Keys) -> None:
+def test_node_is_told_that_its_key_is_not_listed(scheduler: Scheduler, unlisted: Keys) -> None:
     expected = "security.secret = 'worker-0': expected a key that the scheduler at host:1 lists"
-    assert refusal(scheduler, strangers).startswith(expected)
+    assert refusal(scheduler, unlisted).startswith(expected)
 
 
 def test_node_is_told_that_keys_are_needed(scheduler: Scheduler) -> None:

@@ -244,7 +244,7 @@ def test_malformed(frame: bytes, reason: str) -> None:
     assert refusal(Decoder("job", FromScheduler), frame) == reason
 
 
-def test_the_well_formed_neighbour_of_these() -> None:
+def test_a_well_formed_message_beside_these() -> None:
     decoder: Decoder[Stop] = Decoder("job", FromScheduler)
     assert decoder.decode(packed(PROTOCOL_VERSION, "job", STOP)) == Stop()
 
