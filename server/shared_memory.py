@@ -115,7 +115,9 @@ class SharedMemoryPeers:
         """
         peer = self._peers.get(identity)
         if peer is None:
-            raise ProtocolError("payload", "values in the memory of a worker that shares none")
+            raise ProtocolError(
+                "payload", "values in the memory of a worker that shares none, expected a frame"
+            )
         return peer.window.read(*shared)
 
     def share(self, values: memoryview) -> memoryview:

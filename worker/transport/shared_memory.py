@@ -63,7 +63,9 @@ class SharedMemoryPeer:
         """
         # The answer to the hello was sent before any values were named.
         if self._window is None and not self._has_answered():
-            raise ProtocolError("payload", "values in the memory of a server that shares none")
+            raise ProtocolError(
+                "payload", "values in the memory of a server that shares none, expected a frame"
+            )
         assert self._window is not None
         offset, size_bytes = shared
         values = np.frombuffer(self._window.read(offset, size_bytes), np.uint8)

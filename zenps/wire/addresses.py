@@ -51,7 +51,7 @@ def find_host(scheduler: str, patience_seconds: float = 0.0) -> str:
     if ipaddress.ip_address(found).is_link_local:
         raise ZenPSError(
             f"the scheduler at {scheduler} is reached from {found}, which is link-local: other machines may "
-            "not reach it; set cluster.host to an address that they do"
+            "not reach it; set cluster.host to an address that they reach"
         )
     return found
 

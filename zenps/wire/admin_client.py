@@ -72,7 +72,7 @@ def _await(
             return answer
     raise DeadlineError(
         f"no answer from the scheduler at {cluster.scheduler} within {timeout_seconds:g} s; "
-        f"is it running, and is its job {cluster.job!r}?{handshakes.hint}"
+        f"check that it runs, and that its job is {cluster.job!r}{handshakes.hint}"
     )
 
 

@@ -81,8 +81,8 @@ class Handshakes:
             if failure == "mechanism":
                 file = str(keys.file) if keys else ""
                 allowed = f"{'none' if keys else 'a list'}, as the scheduler at {scheduler} has"
-                raise ConfigError("security.keys", file, f"{allowed}: with or without keys, but all alike")
-            self.hint = " Handshakes failed: are the keys here and there of one job?"
+                raise ConfigError("security.keys", file, f"{allowed}: all nodes have keys, or none has")
+            self.hint = "; handshakes failed: check that the keys here and there are of one job"
 
     def close(self) -> None:
         """Stops watching; the socket stays open. May be called again."""

@@ -141,10 +141,10 @@ class SchedulerLink:
     def _silence(self, seconds: float) -> str:
         reason = why_unreachable(self._scheduler)
         advice = (
-            "is it running, is cluster.scheduler right, an address of its network there and not of loopback, "
-            "and is its port open in all firewalls?"
+            "check that it runs, that cluster.scheduler is right (there, too, no loopback address), and that "
+            "firewalls let its port through"
             if reason
-            else f"is it a scheduler that listens there, and that of job {self._cluster.job!r}?"
+            else f"check that a scheduler of job {self._cluster.job!r} listens there"
         )
         found = f"no answer from the scheduler at {self._scheduler} within {seconds:g} s"
         return f"{found} ({reason or 'but connections are accepted'}): {advice}{self._handshakes.hint}"
@@ -201,7 +201,10 @@ class SchedulerLink:
         most = max(lease, self._cluster.rendezvous_seconds)
         who = f"the scheduler at {self._scheduler}"
         if silent > most:
-            raise PeerLostError(f"{who} is lost: silent for {silent:.1f} s (cluster.rendezvous_seconds)")
+            raise PeerLostError(
+                f"{who} is lost: silent for {silent:.1f} s, expected at most {most:g} s "
+                "(cluster.rendezvous_seconds); see its log"
+            )
         if (is_missed := silent > lease) != self._is_missed:
             self._is_missed = is_missed
             if is_missed:

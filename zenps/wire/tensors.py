@@ -53,8 +53,11 @@ def check_size(data: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> No
     Raises:
         ProtocolError: it has another size.
     """
-    if data.nbytes != math.prod(shape) * dtype.itemsize:
-        raise ProtocolError("payload", f"{data.nbytes} bytes of values for {tuple(shape)} {dtype}")
+    expected = math.prod(shape) * dtype.itemsize
+    if data.nbytes != expected:
+        raise ProtocolError(
+            "payload", f"{data.nbytes} bytes of values for {tuple(shape)} {dtype}, expected {expected}"
+        )
 
 
 def tensor_from_bytes(data: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
