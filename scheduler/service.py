@@ -22,7 +22,7 @@ from zenps.observe.clock import now_ns
 from zenps.observe.metrics import STATES, SchedulerMetrics
 from zenps.observe.trace import Trace, open_trace
 from zenps.wire.connections import Connections
-from zenps.wire.curve import Gate, warn_if_open
+from zenps.wire.curve import Authenticator, warn_if_open
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.messages import (
     BarrierReply,
@@ -107,14 +107,14 @@ class _Service:
         trace: Trace,
     ) -> None:
         self._trace = trace
-        self._gate = Gate(ctx, keys, counters.count_refusal)
+        self._authenticator = Authenticator(ctx, keys, counters.count_refusal)
         host, port = _listen_on(config.cluster.scheduler)
         self._socket, address = bind_router(ctx, host, port, MAX_ENVELOPE_BYTES, keys)
         warn_if_open(keys, address)
         self.address = address.removeprefix("tcp://")
         self._config = config
         self._connections = Connections(self._socket, MOST_UNFINISHED_BYTES)
-        self._gate.watch(self._connections)
+        self._authenticator.watch(self._connections)
         # By reference, however small: of what is copied nobody can tell when it is gone.
         self._socket.copy_threshold = 0
         self._untaken: dict[bytes, zmq.MessageTracker] = {}
@@ -138,11 +138,11 @@ class _Service:
     def _run(self) -> None:
         next_tick = 0.0
         poller = zmq.Poller()
-        for waiting in (self._socket, *self._gate.sockets):
+        for waiting in (self._socket, *self._authenticator.sockets):
             poller.register(waiting, zmq.POLLIN)
         while True:
             poller.poll(int(1000 * max(next_tick - time.monotonic(), 0.0)) + 1)
-            self._gate.attend()
+            self._authenticator.attend()
             self._receive()
             now = time.monotonic()
             if now >= next_tick:  # it looks at every node and connection: too much for each message
@@ -174,7 +174,7 @@ class _Service:
 
     def close(self) -> None:
         """Lets go of what must not outlive the sockets."""
-        self._gate.close()
+        self._authenticator.close()
 
     def _receive(self) -> None:
         for _ in range(MOST_AT_ONCE):
@@ -182,7 +182,7 @@ class _Service:
                 return
             descriptor, frames = receive_routed(self._socket)
             peer = bytes(frames[0])
-            self._connections.spoke(descriptor)
+            self._connections.on_message(descriptor)
             try:
                 if len(frames) != 2:
                     raise ProtocolError("envelope", f"{len(frames)} frames, expected 2")
@@ -208,7 +208,7 @@ class _Service:
         Raises:
             ProtocolError: the key is another node's, or has been revoked.
         """
-        owner = self._gate.owner(frame)
+        owner = self._authenticator.owner(frame)
         if not owner or isinstance(message, StatusRequest):
             return message
         if isinstance(message, Drain):
@@ -286,7 +286,7 @@ class _Service:
         return True
 
     def _cut_endless(self) -> None:
-        for address in self._connections.look():
+        for address in self._connections.cut_endless():
             self._metrics.cut_connections.inc()
             log.once(logger, "endless", "cut the connection of %s: it sent a message without end", address)
 

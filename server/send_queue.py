@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import zmq
 
-from zenps.wire.sockets import COPY_BELOW_BYTES, SEND_AT_MOST_MESSAGES, Socket, send_frame
+from zenps.wire.sockets import COPY_BELOW_BYTES, MAX_QUEUED_MESSAGES, Socket, send_frame
 
 # Plain integers: an enum's operator takes a microsecond, for each frame.
 LAST = int(zmq.DONTWAIT)
@@ -68,9 +68,7 @@ class SendQueue:
                 self._send(part, MORE, waiting)
             self._send(last, LAST, waiting)
         except zmq.Again:
-            raise StalledError(
-                f"it has not taken {SEND_AT_MOST_MESSAGES} messages that it was sent"
-            ) from None
+            raise StalledError(f"it has not taken {MAX_QUEUED_MESSAGES} messages that it was sent") from None
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
                 del self._waiting[peer]

@@ -29,7 +29,7 @@ from zenps.observe.trace import OFF, Trace, open_trace
 from zenps.wire.addresses import find_host
 from zenps.wire.blocks import PHASES
 from zenps.wire.connections import Connections
-from zenps.wire.curve import Gate, warn_if_open
+from zenps.wire.curve import Authenticator, warn_if_open
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, CorruptedError, Decoder, encode
 from zenps.wire.messages import (
     Busy,
@@ -97,13 +97,13 @@ class _Service:
         host = cluster.host or find_host(cluster.scheduler, cluster.rendezvous_seconds)
         self._rank = rank_from_environment(os.environ)
         keys = load_keys(config.security, "server", self._rank)
-        self._gate = Gate(ctx, keys, counters.count_refusal)
+        self._authenticator = Authenticator(ctx, keys, counters.count_refusal)
         limit = cluster.max_message_bytes
         self._socket, self._address = bind_router(ctx, host, cluster.server_port, limit, keys)
         warn_if_open(keys, self._address)
         # Twice, for positions and values, and two envelopes' worth for the rest.
         self._connections = Connections(self._socket, 2 * (limit + MAX_ENVELOPE_BYTES))
-        self._gate.watch(self._connections)
+        self._authenticator.watch(self._connections)
         # A worker that computes reads nothing, and what it has in flight may be all that the budget let in.
         self._send_queue = SendQueue(self._socket, max(cluster.server_budget_bytes, 4 * limit))
         self._stalled: dict[bytes, str] = {}
@@ -134,7 +134,7 @@ class _Service:
                 # However it ends: those who wait for this server should not have to wait for its lease.
                 self._link.leave()
         finally:
-            self._gate.close()
+            self._authenticator.close()
             self._shared_memory.close()
         if self._failure:
             raise PeerLostError(self._failure)
@@ -142,7 +142,7 @@ class _Service:
     # NaN and infinities are added as they are. To say so at each sum costs as much as a sum of 1 KB.
     @np.errstate(invalid="ignore", over="ignore")
     def _serve_until_told(self) -> None:
-        for waiting in (self._socket, self._link.socket, *self._gate.sockets):
+        for waiting in (self._socket, self._link.socket, *self._authenticator.sockets):
             self._poller.register(waiting, zmq.POLLIN)
         next_tick = next_look = 0.0
         while True:
@@ -155,7 +155,7 @@ class _Service:
                     self._link.beat(now, self._epoch, self._load(), self._late())
                 self._link.check(now)
                 self._execute(self._rounds.on_tick(now))
-                self._gate.attend()
+                self._authenticator.attend()
                 self._show_gauges()
                 next_tick = now + min(TICK_SECONDS, self._link.seconds_to_beat(now))
             for socket, _ in self._poller.poll(int(1000 * (min(next_tick, next_look) - now)) + 1):
@@ -164,7 +164,7 @@ class _Service:
                 elif isinstance(socket, int):
                     self._shared_memory.attend()
                 elif socket is not self._link.socket:
-                    self._gate.attend()
+                    self._authenticator.attend()
                 elif self._on_scheduler():
                     return
 
@@ -210,7 +210,7 @@ class _Service:
     def _receive(self) -> None:
         descriptor, (routing, *frames) = receive_routed(self._socket)
         peer = bytes(routing)
-        self._connections.spoke(descriptor)
+        self._connections.on_message(descriptor)
         try:
             actions = self._on_push(peer, frames)
         except ProtocolError as error:
@@ -227,13 +227,13 @@ class _Service:
         begin_ns = now_ns()
         envelope, *tensors = frames
         push = self._decoder.decode(envelope, tensors)
-        self._gate.check(envelope, "worker", push.rank)
+        self._authenticator.check(envelope, "worker", push.rank)
         self._workers.check(push, peer)
         if peer in self._stalled:
             raise ProtocolError("unexpected", f"push of rank {push.rank}, which was dropped")
         check_span(push, self._config.cluster.max_message_bytes)
         if push.shared is not None:
-            tensors = [*tensors, self._shared_memory.look(peer, push.shared)]
+            tensors = [*tensors, self._shared_memory.read(peer, push.shared)]
         payload = read_payload(push, tensors)
         size = envelope.nbytes + size_bytes(tensors)
         if self._trace.is_on:
@@ -263,9 +263,9 @@ class _Service:
         for held in round_.pushes:
             assert isinstance(held.payload, Payload)
             pushes.append((held.push, held.payload))
-        self._shared_memory.hear()
+        self._shared_memory.collect()
         result, (positions, values) = self._aggregator.aggregate(pushes)
-        frames = positions, self._shared_memory.place(values)
+        frames = positions, self._shared_memory.share(values)
         end_ns = now_ns()
         if self._trace.is_on:
             size = size_bytes(frames)
@@ -333,7 +333,7 @@ class _Service:
     def _look_at_peers(self, now: float) -> None:
         """Cuts who sends without end, and tells the rounds of those that were dropped."""
         self._shared_memory.attend()
-        for address in self._connections.look():
+        for address in self._connections.cut_endless():
             self._metrics.cut_connections.inc()
             log.once(logger, "endless", "cut the connection of %s: it sent a message without end", address)
         for rank, peer in self._workers.peers.items():

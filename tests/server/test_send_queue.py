@@ -8,7 +8,7 @@ import zmq
 
 from tests.dealer import connect_dealer
 from zenps.server.send_queue import SendQueue, StalledError
-from zenps.wire.sockets import SEND_AT_MOST_MESSAGES, Socket, bind_router, context
+from zenps.wire.sockets import MAX_QUEUED_MESSAGES, Socket, bind_router, context
 
 BIG = memoryview(bytes(1 << 20))
 MOST_BYTES = 4 << 20
@@ -29,7 +29,7 @@ def pair() -> Iterator[tuple[SendQueue, Socket]]:
 
 
 def send_many(send_queue: SendQueue, envelope: bytes, frames: list[memoryview]) -> None:
-    for _ in range(20 * SEND_AT_MOST_MESSAGES):
+    for _ in range(20 * MAX_QUEUED_MESSAGES):
         send_queue.send(b"peer", envelope, frames)
 
 
@@ -64,7 +64,7 @@ def test_a_peer_that_never_reads_is_stalled_once_the_messages_are_too_many(
     pair: tuple[SendQueue, Socket],
 ) -> None:
     send_queue, _ = pair
-    with pytest.raises(StalledError, match=f"it has not taken {SEND_AT_MOST_MESSAGES} messages"):
+    with pytest.raises(StalledError, match=f"it has not taken {MAX_QUEUED_MESSAGES} messages"):
         send_many(send_queue, b"envelope" * 100, [])
 
 

@@ -38,6 +38,6 @@ def test_a_view_that_comes_again_is_confirmed_and_changes_nothing(monkeypatch: p
                 assert isinstance(beat, Heartbeat)
                 assert beat.epoch == 1
         finally:
-            service._gate.close()
+            service._authenticator.close()
     assert isinstance(reply.message, Failure)  # type: ignore[union-attr]
     assert reply.message.reason.endswith("worker 0 was dropped")  # type: ignore[union-attr]

@@ -116,7 +116,7 @@ class Worker(Member):
         super().beat()
         rendezvous = self.simulation.cluster.rendezvous_seconds
         if self.view is None and self.now > self.began + rendezvous + JOIN_PATIENCE_SECONDS:
-            self.end("the job has not let this worker in")
+            self.end("the job has not admitted this worker")
         if self.waits_at_barrier:
             self.send(SCHEDULER, Barrier(self.entered))
         if self._asks is not None:

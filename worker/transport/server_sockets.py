@@ -20,7 +20,7 @@ from ..core.memory import POOL_BYTES
 from ..rounds.states import Frames
 from .connectivity import Connectivity
 from .membership import Membership
-from .shared_memory import SharedMemoryPeer, call
+from .shared_memory import SharedMemoryPeer
 
 
 class ServerSockets:
@@ -29,13 +29,13 @@ class ServerSockets:
     Args:
         membership: whose sockets these are.
         poller: gets every socket that is opened.
-        most_queued: messages that may wait for one server behind those that TCP has taken; 0: any number.
+        max_queued: messages that may wait for one server behind those that TCP has taken; 0: any number.
 
     Attributes:
         connectivity: whether the servers can be reached.
     """
 
-    def __init__(self, membership: Membership, poller: zmq.Poller, most_queued: int) -> None:
+    def __init__(self, membership: Membership, poller: zmq.Poller, max_queued: int) -> None:
         cluster = membership.cluster
         self.connectivity = Connectivity(cluster)
         self._ctx, self._keys = membership.ctx, membership.keys
@@ -50,7 +50,7 @@ class ServerSockets:
             identity=membership.identity,
             max_message_bytes=cluster.max_message_bytes,
             keys=self._keys,
-            most_queued=most_queued,
+            max_queued=max_queued,
         )
         self._poller = poller
         self._sockets: dict[int, tuple[str, Socket]] = {}
@@ -141,8 +141,10 @@ class ServerSockets:
             self._handshakes[server.rank] = handshakes = Handshakes(self._ctx, socket)
             self._poller.register(handshakes.socket, zmq.POLLIN)
         connect(socket, server.address)
-        if self._arena is not None and (peer_memory := call(server.address, self._hello, self._arena)):
-            self._shared_memory[server.rank] = peer_memory
+        if self._arena is not None:
+            peer_memory = SharedMemoryPeer.connect(server.address, self._hello, self._arena)
+            if peer_memory is not None:
+                self._shared_memory[server.rank] = peer_memory
         self.connectivity.on_connect(server, now)
         self._sockets[server.rank] = server.address, socket
         self._ranks[socket] = server.rank

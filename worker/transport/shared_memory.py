@@ -1,7 +1,8 @@
-"""A server on this worker's host: large values lie in memory that both read, and only say where they are.
+"""Shared memory with a server of this worker's host: large values stay there, and messages give their offset.
 
-What is pushed stays as it is for as long as the round may have to be pushed again, and so until every rank
-has its answer: by then the server has read it. Of what is pulled, the server hears when it was dropped.
+What is pushed stays unchanged for as long as the round may have to be pushed again, and so until every rank
+has its answer: by then the server has read it. The server is told when this worker has dropped what it
+pulled.
 """
 
 from __future__ import annotations
@@ -10,22 +11,24 @@ import socket as net
 import weakref
 from collections import deque
 
-import msgspec
 import numpy as np
 
 from zenps.errors import ProtocolError
-from zenps.wire.arena import Arena, Window, window_of
+from zenps.wire import handshake
+from zenps.wire.arena import Arena, Window
+from zenps.wire.loans import DROPPED
 from zenps.wire.messages import Hello, Shared
-from zenps.wire.same_host import OFFSET, check_user, name_of
 from zenps.wire.sockets import COPY_BELOW_BYTES
 
 
 class SharedMemoryPeer:
-    """For one thread at a time; but what was pulled may be dropped by any.
+    """A server of this host. Used by one thread at a time, but pulled values may be dropped on any thread.
+
+    Until the server has answered the hello, or if it never does, values travel.
 
     Args:
-        socket: to the server, which has not answered yet.
-        arena: what this worker shares.
+        socket: connected to the server, which has not answered yet; it does not block.
+        arena: of this worker.
     """
 
     def __init__(self, socket: net.socket, arena: Arena) -> None:
@@ -34,71 +37,65 @@ class SharedMemoryPeer:
         self._window: Window | None = None
         self._is_lost = False
         self._dropped: deque[int] = deque()
-        self._unsaid = b""
+        self._unsent = b""
+
+    @classmethod
+    def connect(cls, address: str, hello: Hello, arena: Arena) -> SharedMemoryPeer | None:
+        """The server with this address; None if it is not on this host, or shares no memory. Never waits."""
+        try:
+            socket = handshake.connect(handshake.server_name(address), net.SOCK_STREAM, hello, arena.fd)
+        except OSError:
+            return None
+        return cls(socket, arena)
 
     def find(self, values: memoryview) -> Shared | None:
-        """How to name ``values`` to the server; None if they have to travel."""
-        if values.nbytes < COPY_BELOW_BYTES or (self._window is None and not self._greet()):
+        """The offset and size by which the server reads ``values``; None if they have to travel."""
+        if values.nbytes < COPY_BELOW_BYTES or (self._window is None and not self._has_answered()):
             return None
         offset = self._arena.find(values)
         return None if offset is None else (offset, values.nbytes)
 
     def take(self, shared: Shared) -> memoryview:
-        """Values that the server has named. It leaves them as they are until nobody here refers to them.
+        """The values that the server has named. It leaves them unchanged until nobody here refers to them.
 
         Raises:
-            ProtocolError: it shares no such place.
+            ProtocolError: the server shares no memory, or not there.
         """
-        # Its greeting was sent before it named anything.
-        if self._window is None and not self._greet():
-            raise ProtocolError("payload", "values in the memory of a server that shares none")
+        # The answer to the hello was sent before any values were named.
+        if self._window is None and not self._has_answered():
+            raise ProtocolError(
+                "payload", "values in the memory of a server that shares none, expected a frame"
+            )
         assert self._window is not None
         offset, size_bytes = shared
-        values = np.frombuffer(self._window.look(offset, size_bytes), np.uint8)
+        values = np.frombuffer(self._window.read(offset, size_bytes), np.uint8)
         weakref.finalize(values, self._dropped.append, offset).atexit = False
         return values.data
 
     def tell(self) -> None:
-        """Tells the server what nobody refers to any more."""
+        """Tells the server which values nobody here refers to any more."""
         while self._dropped:
-            self._unsaid += OFFSET.pack(self._dropped.popleft())
-        if self._unsaid and not self._is_lost:
+            self._unsent += DROPPED.pack(self._dropped.popleft())
+        if self._unsent and not self._is_lost:
             try:
-                self._unsaid = self._unsaid[self._socket.send(self._unsaid) :]
-            except BlockingIOError:  # it is told with what follows
+                self._unsent = self._unsent[self._socket.send(self._unsent) :]
+            except BlockingIOError:  # the next call sends it
                 return
-            except OSError:  # it is gone: its memory is nobody's any more
+            except OSError:  # the server is gone
                 self._is_lost = True
 
     def close(self) -> None:
-        """The server takes all as dropped."""
+        """Closes the connection, by which the server takes back all that it has lent."""
         self._socket.close()
 
-    def _greet(self) -> bool:
-        """Whether the server has answered, and with its memory."""
+    def _has_answered(self) -> bool:
+        """True once the server has answered with its memory."""
         if self._is_lost:
             return False
         try:
-            _, fds, _, _ = net.recv_fds(self._socket, 1, 1)
-            self._is_lost = not fds
-            for fd in fds:
-                self._window = window_of(fd)
+            _, self._window = handshake.receive(self._socket, max_bytes=1)
         except BlockingIOError:
             return False
         except OSError:
             self._is_lost = True
         return not self._is_lost
-
-
-def call(address: str, hello: Hello, arena: Arena) -> SharedMemoryPeer | None:
-    """The server with this address, if it is on this host; without waiting for its answer."""
-    socket = net.socket(net.AF_UNIX, net.SOCK_STREAM)
-    socket.setblocking(False)
-    try:
-        socket.connect(name_of(address))
-        check_user(socket)
-        net.send_fds(socket, [msgspec.msgpack.encode(hello)], [arena.fd])
-    except OSError:  # nobody is there, or somebody who is not meant
-        socket.close()
-        return None
-    return SharedMemoryPeer(socket, arena)

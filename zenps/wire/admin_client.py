@@ -1,4 +1,4 @@
-"""One question to the scheduler, from a process that is no node of the cluster."""
+"""Admin client: sends one request to the scheduler, from a process that is no node of the cluster."""
 
 from __future__ import annotations
 
@@ -29,10 +29,13 @@ def ask(
     timeout_seconds: float,
     keys: Keys | None = None,
 ) -> Answer:
-    """The scheduler's answer, from that at ``cluster.scheduler``.
+    """Asks the scheduler at ``cluster.scheduler`` and returns its answer.
+
+    Args:
+        answer: the type of message that answers ``question``.
 
     Raises:
-        ConfigError: the scheduler lists no such key, or we have keys and it has none, or the reverse.
+        ConfigError: the scheduler does not list our key, or only one of the two has keys.
         DeadlineError: no answer within ``timeout_seconds``.
     """
     ctx: zmq.Context[Socket] = zmq.Context()
@@ -42,14 +45,14 @@ def ask(
         handshakes = Handshakes(ctx, socket)
         try:
             connect(socket, cluster.scheduler)
-            with contextlib.suppress(zmq.Again):  # refused already: the handshakes say why
+            with contextlib.suppress(zmq.Again):  # refused already; the handshakes tell the reason
                 socket.send(encode(cluster.job, question))
             decoder = Decoder(cluster.job, answer, max_bytes)
             return _await(socket, handshakes, decoder, cluster, timeout_seconds, keys)
         finally:
             handshakes.close()
     finally:
-        # No linger: a request that could not be delivered by now has nobody waiting for its answer.
+        # No linger: nobody waits any more for the answer to a request that was not delivered.
         ctx.destroy(linger=0)
 
 
@@ -69,13 +72,13 @@ def _await(
             return answer
     raise DeadlineError(
         f"no answer from the scheduler at {cluster.scheduler} within {timeout_seconds:g} s; "
-        f"is it running, and is its job {cluster.job!r}?{handshakes.hint}"
+        f"check that it runs, and that its job is {cluster.job!r}{handshakes.hint}"
     )
 
 
 def _receive(socket: Socket, decoder: Decoder[Answer]) -> Answer | None:
     while socket.poll(0):
         frames = socket.recv_multipart()
-        with contextlib.suppress(ProtocolError):  # whatever it is that listens there, it may yet answer
+        with contextlib.suppress(ProtocolError):  # a valid answer may still follow
             return decoder.decode(frames[0])
     return None

@@ -1,8 +1,9 @@
-"""Memory that processes of one host share: each writes its own, and others read it.
+"""Shared memory of processes on one host: each process writes its own arena, and others read it.
 
-It is an anonymous file (memfd): no name of it can be left behind, whatever ends its processes, the size of
-``/dev/shm`` does not bound it, and only those who are given its descriptor can open it. The file is long and
-almost empty, and mapped once as a whole: what is used again costs neither side another page fault.
+An arena is an anonymous file (memfd). It leaves no name behind, however its processes end; the size of
+``/dev/shm`` does not bound it; and only processes that were given its descriptor can open it. The file is
+long and almost empty. Each side maps it once as a whole, so memory that is used again costs neither side
+another page fault.
 """
 
 from __future__ import annotations
@@ -27,27 +28,27 @@ from zenps.errors import ProtocolError, TensorError
 
 logger = logging.getLogger("zenps.arena")
 
-# Of addresses, not of memory: only pages that were written take any.
+# Address space, not memory: only pages that were written take memory.
 CAPACITY_BYTES = 1 << 38
 
 # linux/mman.h; Python has no name for it.
 MADV_POPULATE_READ = 22
 
-# A file that shrank would end with a signal whoever reads what was there.
+# If the file shrank, a reader of its end would be killed by SIGBUS.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Arena:
-    """What this process lets others of its host read. Every method may be called from any thread.
+    """Memory of this process that others of its host can read. Every method may be called from any thread.
 
-    Memory is used again once nobody here refers to it any more: others must have read it by then.
+    Memory is used again once nobody in this process refers to it any more: others must have read it by then.
 
     Args:
         keep_bytes: at most so much unused memory is kept.
 
     Attributes:
-        fd: for those who read it.
-        pool: of its memory.
+        fd: the descriptor to give to readers.
+        pool: buffers in this memory.
     """
 
     def __init__(self, keep_bytes: int) -> None:
@@ -59,34 +60,34 @@ class Arena:
         self._base = self._bytes.ctypes.data
         self._end = 0
         self._freed: dict[int, deque[int]] = {}
-        """Where pages were given back to the system, by how many bytes."""
+        """Offsets of blocks whose pages were given back to the system, by size of the block."""
         self._growing = threading.Lock()
         self._owner = os.getpid()
         self.pool = BufferPool(keep_bytes, self._allocate)
 
     def lease(self, size_bytes: int) -> tuple[int, Tensor]:
-        """Where in the file uninitialised memory lies, and itself: uint8 ``[size_bytes]``, at least 1.
+        """Uninitialised memory: its offset in the file, and a uint8 tensor ``[size_bytes]``, at least 1.
 
         Raises:
-            TensorError: so much cannot be shared.
+            TensorError: the arena is full.
         """
         memory = self.pool.lease(size_bytes)
         return memory.data_ptr() - self._base, memory
 
     def copy(self, data: memoryview) -> memoryview:
-        """The same bytes, at least 1, in memory of this arena."""
+        """A copy of ``data``, at least 1 byte, in this arena."""
         copy = self.pool.lease(data.nbytes).numpy()
         copy[:] = np.frombuffer(data, np.uint8)
         return copy.data
 
     def find(self, data: memoryview) -> int | None:
-        """Where in the file ``data`` lies, which is contiguous; None if it is not memory of this arena."""
+        """The offset of contiguous ``data`` in the file; None if it is not memory of this arena."""
         address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
         offset = address - self._base
         return offset if 0 <= offset < CAPACITY_BYTES else None
 
     def close(self) -> None:
-        """Closes the file. Its memory lasts, as it is, as long as somebody has it. Again, it does nothing."""
+        """Closes the descriptor. Memory stays as it is while any process maps it. May be called again."""
         if self._owner:
             self._owner = 0
             os.close(self.fd)
@@ -99,81 +100,93 @@ class Arena:
                 begin = self._end
                 self._end += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
             if self._end > CAPACITY_BYTES:
-                raise TensorError(f"{self._end} bytes in flight on one host, expected {CAPACITY_BYTES}")
+                raise TensorError(
+                    f"{self._end} bytes of shared memory in flight, expected at most {CAPACITY_BYTES}; "
+                    "keep fewer tensors in flight"
+                )
         block = self._bytes[begin : begin + size]
         weakref.finalize(block, self._free, begin, size).atexit = False
         return block
 
     def _free(self, begin: int, size: int) -> None:
-        if self._owner == os.getpid():  # neither closed nor forked: else others may have what lies there
+        if self._owner == os.getpid():  # if this arena was closed or forked, others may still read the block
             self._memory.madvise(mmap.MADV_REMOVE, begin, size)
             self._freed.setdefault(size, deque()).append(begin)
 
 
 class Window:
-    """What another process's arena has.
+    """Reads the arena of another process.
 
     Args:
-        fd: of the arena.
+        fd: of the arena. It is duplicated, and may be closed.
 
     Raises:
-        OSError: it is none.
+        OSError: it is not the descriptor of an arena.
     """
 
     def __init__(self, fd: int) -> None:
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) != SEALS or os.fstat(fd).st_size != CAPACITY_BYTES:
-            raise OSError(f"descriptor {fd} is not that of an arena")
-        self._fd = fd
-        # Not read-only, for of what is torch makes a copy. Nobody writes here.
+            raise OSError(
+                f"descriptor {fd} is not that of an arena; expected a memfd of {CAPACITY_BYTES} bytes, "
+                "sealed against every change of its size"
+            )
+        self._fd = os.dup(fd)
+        weakref.finalize(self, os.close, self._fd).atexit = False
+        # Not read-only, because torch copies read-only memory. Nobody writes here.
         self._memory = memoryview(mmap.mmap(fd, CAPACITY_BYTES))
 
-    def look(self, offset: int, size_bytes: int) -> memoryview:
-        """What lies there.
+    def read(self, offset: int, size_bytes: int) -> memoryview:
+        """The bytes at ``offset``, uncopied. They change when the other process changes them.
 
         Raises:
-            ProtocolError: it has no such place.
+            ProtocolError: they lie outside the arena.
         """
         _check(offset, size_bytes)
         return self._memory[offset : offset + size_bytes]
 
-    def own(self, offset: int, size_bytes: int, on_end: Callable[..., object], *args: object) -> memoryview:
-        """What lies there, as if it were a copy: who writes to it writes to pages of his own.
+    def map_private(
+        self, offset: int, size_bytes: int, on_end: Callable[..., object], *args: object
+    ) -> memoryview:
+        """The bytes at ``offset`` as a private copy-on-write mapping: writes go to this process's own pages.
 
         Args:
-            on_end: is called with ``args`` when nobody refers to it any more, on whichever thread. Until then
-                the other process must leave it as it is.
+            on_end: called with ``args``, on any thread, when nobody refers to the memory any more. Until
+                then the other process must not change these bytes.
 
         Raises:
-            ProtocolError: it has no such place.
-            TensorError: this process may not map it.
+            ProtocolError: they lie outside the arena.
+            TensorError: this process cannot map them.
         """
         _check(offset, size_bytes)
         before = offset % mmap.ALLOCATIONGRANULARITY
         try:
-            length = max(before + size_bytes, 1)  # of 0 it would be the whole file
+            length = max(before + size_bytes, 1)  # 0 would map the whole file
             mapped = mmap.mmap(self._fd, length, mmap.MAP_PRIVATE, offset=offset - before)
-            # Its pages at once: each by itself, at its first use, costs several times as much.
-            with contextlib.suppress(OSError):  # before Linux 5.14
+            # Faults all pages in at once: one fault for each page costs several times as much.
+            with contextlib.suppress(OSError):  # a kernel before Linux 5.14
                 mapped.madvise(MADV_POPULATE_READ)
         except OSError as error:
-            raise TensorError(f"{size_bytes} bytes of shared memory cannot be mapped: {error}") from error
+            raise TensorError(
+                f"{size_bytes} bytes of shared memory cannot be mapped ({error}); check ulimit -v and "
+                "vm.max_map_count, and keep fewer results"
+            ) from error
         weakref.finalize(mapped, on_end, *args).atexit = False
         return memoryview(mapped)[before : before + size_bytes]
 
 
 def open_arena(cluster: ClusterConfig, keep_bytes: int) -> Arena | None:
-    """An arena for the other nodes of this host; None where none is wanted, or none can be had."""
+    """An arena for the other nodes of this host; None if the settings or the system do not allow one."""
     if cluster.same_host != "memory":
         return None
     try:
         return Arena(keep_bytes)
-    except OSError as error:  # a limit of addresses (ulimit -v), or a kernel that knows of no memfd
+    except OSError as error:  # a limit of address space (ulimit -v), or a kernel without memfd
         logger.warning("tensors will travel by TCP within this host, too: no memory to share (%s)", error)
         return None
 
 
 def window_of(fd: int) -> Window:
-    """As :class:`Window`, to :meth:`~Window.look` only; closes ``fd``."""
+    """The :class:`Window` of a received descriptor, which is closed."""
     try:
         return Window(fd)
     finally:
@@ -182,4 +195,7 @@ def window_of(fd: int) -> Window:
 
 def _check(offset: int, size_bytes: int) -> None:
     if offset + size_bytes > CAPACITY_BYTES:
-        raise ProtocolError("payload", f"{size_bytes} bytes at {offset} are not in what a process shares")
+        raise ProtocolError(
+            "payload",
+            f"{size_bytes} bytes at {offset} of shared memory, expected at most {CAPACITY_BYTES} in all",
+        )

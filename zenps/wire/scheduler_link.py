@@ -1,4 +1,4 @@
-"""A node's side of its conversation with the scheduler: register, then renew the lease."""
+"""Connection of a node to the scheduler: registers, then renews the lease by heartbeats."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ from .sockets import Socket, connect, open_dealer
 
 logger = logging.getLogger("zenps.link")
 
-# A node is lost after one lease without a heartbeat; four in that time let three be late.
+# A node is lost after one lease without a heartbeat. With four in that time, three may be late.
 BEATS_PER_LEASE = 4
 
-# The scheduler's own rendezvous deadline comes first, because its error names who is missing.
+# A node waits longer than the scheduler, whose error names the missing nodes.
 PATIENCE_SECONDS = 5.0
 
 _REFUSALS: dict[str, type[ZenPSError]] = {
@@ -57,7 +57,7 @@ _REFUSALS: dict[str, type[ZenPSError]] = {
 
 
 class SchedulerLink:
-    """One DEALER to the scheduler. Used by one thread at a time.
+    """The connection to the scheduler, over one DEALER. Used by one thread at a time.
 
     Args:
         ctx: where the socket is opened.
@@ -82,24 +82,24 @@ class SchedulerLink:
         self._heard = time.monotonic()
         self._is_missed = False
         self.clock = ClockFilter()
-        """How far the scheduler's clock is ahead, as heartbeats show."""
+        """Estimates from heartbeats how far the scheduler's clock is ahead."""
         self.registration: Registration
-        """From :meth:`join` on."""
+        """Set by :meth:`join`."""
 
     def join(self, register: Register) -> View:
-        """Registers and waits for the first view, sending heartbeats meanwhile.
+        """Registers and waits for the first view; sends heartbeats meanwhile.
 
         Raises:
-            DeadlineError: not all nodes came in time (it names them), or the scheduler is silent.
-            MismatchError: a shared setting is not the scheduler's.
+            DeadlineError: some nodes did not come in time (the error names them), or the scheduler is silent.
+            MismatchError: a shared setting differs from the scheduler's.
             UsageError: the rank is taken, or the cluster is already complete.
             PeerLostError: a node was lost before all had the first view.
-            ConfigError: the scheduler does not take this node's key, or one of the two has none.
+            ConfigError: the scheduler does not list this node's key, or only one of the two has keys.
         """
         try:
             return self._await_view(register)
         except (KeyboardInterrupt, SystemExit):
-            # Somebody else may take the place at once, not only when this lease has run out.
+            # Another process may take the rank at once, and not only when this lease has run out.
             self.leave()
             self._handshakes.close()
             self.socket.close()
@@ -133,7 +133,7 @@ class SchedulerLink:
         if is_joining:
             self.leave()
             raise DeadlineError(
-                f"the job has not let this worker in within {self._cluster.rendezvous_seconds:g} s: its "
+                f"the job has not admitted this worker within {self._cluster.rendezvous_seconds:g} s: its "
                 "workers have to call zenps.TrainingState.commit() after each step"
             )
         raise DeadlineError(self._silence(self._cluster.rendezvous_seconds))
@@ -141,10 +141,10 @@ class SchedulerLink:
     def _silence(self, seconds: float) -> str:
         reason = why_unreachable(self._scheduler)
         advice = (
-            "is it running, is cluster.scheduler right, an address of its network there and not of loopback, "
-            "and is its port open in all firewalls?"
+            "check that it runs, that cluster.scheduler is right (there, too, no loopback address), and that "
+            "firewalls let its port through"
             if reason
-            else f"is it a scheduler that listens there, and that of job {self._cluster.job!r}?"
+            else f"check that a scheduler of job {self._cluster.job!r} listens there"
         )
         found = f"no answer from the scheduler at {self._scheduler} within {seconds:g} s"
         return f"{found} ({reason or 'but connections are accepted'}): {advice}{self._handshakes.hint}"
@@ -154,20 +154,21 @@ class SchedulerLink:
 
         Raises:
             PeerLostError: the scheduler has refused the connection.
-            ConfigError: it has, while this node joins, and this is why.
+            ConfigError: the same while this node joins, with the reason.
         """
         try:
             self.socket.send(encode(self._cluster.job, message))
         except zmq.Again:
             self._handshakes.raise_for(self._keys, self._scheduler)
             raise PeerLostError(
-                f"the scheduler at {self._scheduler} no longer lets this node in; see its log and keys"
+                f"the scheduler at {self._scheduler} no longer admits this node; see its log and keys"
             ) from None
 
     def receive(self) -> Iterator[FromScheduler]:
-        """The messages that have arrived; those that the caller does not take stay for the next call.
+        """The messages that have arrived. A message that the caller does not take stays for the next call.
 
-        One that cannot be read is dropped, and logged once. A scheduler that does not know this node is told.
+        A message that cannot be decoded is dropped and logged once. If the scheduler does not know this node,
+        the node registers again.
         """
         while self.socket.poll(0):
             frames = self.socket.recv_multipart()
@@ -189,9 +190,9 @@ class SchedulerLink:
             yield message
 
     def check(self, now: float) -> None:
-        """Looks whether the scheduler, which answers every heartbeat, still does.
+        """Checks that the scheduler still answers heartbeats.
 
-        It may die and return while rounds go on. But without it nobody learns of other losses.
+        The scheduler may end and be restarted while rounds go on. But without it no lost node is noticed.
 
         Raises:
             PeerLostError: it has been silent for ``cluster.rendezvous_seconds``, at least a lease.
@@ -200,7 +201,10 @@ class SchedulerLink:
         most = max(lease, self._cluster.rendezvous_seconds)
         who = f"the scheduler at {self._scheduler}"
         if silent > most:
-            raise PeerLostError(f"{who} is lost: silent for {silent:.1f} s (cluster.rendezvous_seconds)")
+            raise PeerLostError(
+                f"{who} is lost: silent for {silent:.1f} s, expected at most {most:g} s "
+                "(cluster.rendezvous_seconds); see its log"
+            )
         if (is_missed := silent > lease) != self._is_missed:
             self._is_missed = is_missed
             if is_missed:
@@ -209,11 +213,11 @@ class SchedulerLink:
                 logger.warning("%s has returned", who)
 
     def is_beat_due(self, now: float) -> bool:
-        """Whether it is time for a heartbeat; ``now`` is :func:`time.monotonic`."""
+        """True if it is time for a heartbeat; ``now`` is :func:`time.monotonic`."""
         return now >= self._next_beat
 
     def beat(self, now: float, epoch: int, load: Load, late: Late | None = None, watermark: int = 0) -> None:
-        """Sends a heartbeat at once, as after a new view."""
+        """Sends a heartbeat at once, for example after a new view."""
         self._next_beat = now + self._cluster.lease_seconds / BEATS_PER_LEASE
         self.send(Heartbeat(epoch, load, late or {}, watermark, now_ns()))
 
@@ -222,15 +226,15 @@ class SchedulerLink:
         return max(self._next_beat - now, 0.0)
 
     def leave(self) -> None:
-        """Says good-bye; the socket's linger lets it arrive."""
-        with contextlib.suppress(PeerLostError):  # it has said so first
+        """Tells the scheduler that this node leaves; the socket's linger lets the message arrive."""
+        with contextlib.suppress(PeerLostError):  # the scheduler has refused this node before
             self.send(Leave())
 
 
 def new_register(
     role: Role, rank: int | None, address: str, metrics: str, settings: dict[str, str | int | float]
 ) -> Register:
-    """This process's registration. Of a worker that torchrun has started it says how often it has."""
+    """The registration of this process. A worker's also has torchrun's count of restarts."""
     wanted = -1 if rank is None else rank
     register = Register(role, wanted, socket.gethostname(), os.getpid(), address, metrics, settings)
     if role == "server":

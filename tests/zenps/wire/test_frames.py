@@ -244,7 +244,7 @@ def test_malformed(frame: bytes, reason: str) -> None:
     assert refusal(Decoder("job", FromScheduler), frame) == reason
 
 
-def test_the_well_formed_neighbour_of_these() -> None:
+def test_a_well_formed_message_beside_these() -> None:
     decoder: Decoder[Stop] = Decoder("job", FromScheduler)
     assert decoder.decode(packed(PROTOCOL_VERSION, "job", STOP)) == Stop()
 
@@ -296,7 +296,7 @@ def test_announced_lengths_do_not_allocate() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("epoch", -1),
+        ("ring_epoch", -1),
         ("rank", 1 << 16),
         ("tensor", ""),
         ("tensor", "x" * 1025),

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from zenps.buffers import BufferPool
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, TensorError, ZenPSError
-from zenps.wire.arena import Window
 
 from ..negotiation import Entry
 from .link import Failed, Give, Link, LinkError, Take, Taken
@@ -32,7 +31,7 @@ class Follower(HostRounds):
     def __init__(self, host: HostSession, link: Link) -> None:
         super().__init__(host)
         self._link = link
-        self._window = Window(link.fd)
+        self._window = link.window
         self._dropped: deque[int] = deque()
         """Numbers of rounds whose sums nobody here has any more, and of which the leader has to hear."""
 
@@ -71,7 +70,7 @@ class Follower(HostRounds):
             return
         outcome: Tensor | ZenPSError
         try:
-            memory = self._window.own(take.offset, take.size_bytes, self._dropped.append, take.number)
+            memory = self._window.map_private(take.offset, take.size_bytes, self._dropped.append, take.number)
         except TensorError as error:
             outcome = error
         else:

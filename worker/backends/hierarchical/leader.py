@@ -13,6 +13,7 @@ from torch import Tensor
 from zenps.buffers import BufferPool
 from zenps.errors import UsageError, ZenPSError
 from zenps.wire.arena import Window
+from zenps.wire.loans import Loans
 
 from ...core.pending import Pending
 from ...core.request import Request
@@ -33,7 +34,7 @@ GIVE_SECONDS = 30.0
 MOST_REASON = 4096
 
 
-class _Lease(NamedTuple):
+class _Sum(NamedTuple):
     """Where a sum lies in the leader's arena, and that memory."""
 
     rows: int
@@ -57,12 +58,12 @@ class Leader(HostRounds):
         self._is_alone = 1 + len(links) == self._size
         """No other host takes part: the sum of this one is that of all ranks."""
         self._adder = Adder(self._kernels, 1 + len(links))
-        self._windows = {link.rank: Window(link.fd) for link in links}
+        self._windows = {link.rank: link.window for link in links}
         self._own_window = Window(self._arena.fd)
         self._given: dict[tuple[int, str], Give] = {}
         """The latest by rank and tensor."""
-        self._leases: dict[tuple[int, int], Tensor] = {}
-        """Sums that somebody has, by rank and number of its round."""
+        self._loans = {rank: Loans() for rank in (self._rank, *self._windows)}
+        """The sums that each rank has, by number of its round."""
 
     @property
     def _own_pool(self) -> BufferPool | None:
@@ -87,7 +88,7 @@ class Leader(HostRounds):
                     self._given[link.rank, message.name] = message
                     self._news.notify_all()
             case Taken(number=number):
-                self._leases.pop((link.rank, number), None)
+                self._loans[link.rank].drop(number)
             case None:
                 return False
             case _:
@@ -137,7 +138,7 @@ class Leader(HostRounds):
             given = self._given.pop(key, None)
         if not is_given or given is None:
             raise LinkError(f"tensor {round_.name!r}: nothing from rank {link.rank} in {GIVE_SECONDS:g} s")
-        memory = self._windows[link.rank].look(given.offset, given.size_bytes)
+        memory = self._windows[link.rank].read(given.offset, given.size_bytes)
         return round_.form.read(memory, given.rows)
 
     def _on_answer(self, round_: HostRound) -> None:
@@ -154,24 +155,26 @@ class Leader(HostRounds):
         else:
             self._end(round_, round_.form.tensor(part, is_coalesced=True))
 
-    def _hand_out(self, round_: HostRound, pieces: Sequence[Part]) -> _Lease:
+    def _hand_out(self, round_: HostRound, pieces: Sequence[Part]) -> _Sum:
         """Puts the sum where the other ranks see it."""
         rows = sum(len(piece.rows) for piece in pieces)
         size = round_.form.size_bytes(rows)
+        for loans in self._loans.values():
+            loans.collect()
         # What is empty has a place, too: then there is one case less.
         offset, memory = self._arena.lease(max(size, 1))
         self._adder.copy(pieces, round_.form.place(memory[:size], rows))
         for link in self._links:
             number = round_.numbers[link.rank]
-            self._leases[link.rank, number] = memory
+            self._loans[link.rank].lend(number, memory)
             self._tell(link, Take(number, rows, offset, size))
-        return _Lease(rows, offset, size, memory)
+        return _Sum(rows, offset, size, memory)
 
-    def _seen(self, round_: HostRound, place: _Lease) -> Tensor:
+    def _seen(self, round_: HostRound, place: _Sum) -> Tensor:
         """What this rank has of a sum, as the others have it."""
-        own = self._rank, round_.number
-        self._leases[own] = place.memory
-        memory = self._own_window.own(place.offset, place.size_bytes, self._leases.pop, own, None)
+        loans = self._loans[self._rank]
+        loans.lend(round_.number, place.memory)
+        memory = self._own_window.map_private(place.offset, place.size_bytes, loans.drop, round_.number)
         return round_.form.tensor(round_.form.read(memory, place.rows), is_coalesced=True)
 
     def _refuse(self, round_: HostRound, error: ZenPSError) -> None:

@@ -1,16 +1,14 @@
-"""Connections between the leader of a host and the other ranks there, over Unix sockets.
+"""Connections between the leader of a host and its followers (the other ranks there), by Unix sockets.
 
-Only descriptions of tensors travel here; their bytes lie in shared memory (:mod:`.arena`). The sockets'
-names are abstract: they vanish with the process.
+Only descriptions of tensors travel here; their bytes lie in shared memory (:mod:`zenps.wire.arena`).
+Connections begin with the handshake of :mod:`zenps.wire.handshake`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import socket as net
-import struct
 import time
 from collections.abc import Sequence
 from typing import Annotated
@@ -19,13 +17,17 @@ import msgspec
 from msgspec import Meta, Struct
 
 from zenps.errors import ZenPSError, listing
+from zenps.wire import handshake
+from zenps.wire.arena import Window
 
-# All ranks of the host are there already, and do this at the same point.
+# All ranks of the host are in init() at this point, and need only the processor.
 CONNECT_SECONDS = 30.0
 
+# Between two attempts of a follower, while processes that are no ranks fill the leader's queue.
+RETRY_SECONDS = 0.01
+
 # The longest are a name of 1024 characters, and the reason of a failure.
-MOST_BYTES = 65536
-_CREDENTIALS = struct.Struct("3i")
+MAX_MESSAGE_BYTES = 65536
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
@@ -35,13 +37,13 @@ class LinkError(ZenPSError):
 
 
 class Hello(Struct, frozen=True, array_like=True, tag="hello"):
-    """The first message each way; its sender's arena comes with it."""
+    """The first message each way; the descriptor of its sender's arena comes with it."""
 
     rank: Count
 
 
 class Give(Struct, frozen=True, array_like=True, tag="give"):
-    """To the leader: a rank's part of a tensor lies in its arena, row numbers first, until it is answered."""
+    """To the leader: a rank's tensor lies in its arena, row numbers first, until it is answered."""
 
     name: str
     number: Count
@@ -66,12 +68,12 @@ class Failed(Struct, frozen=True, array_like=True, tag="failed"):
 
     number: Count
     kind: str
-    """The name of the error."""
+    """The name of the error's class."""
     reason: str
 
 
 class Taken(Struct, frozen=True, array_like=True, tag="taken"):
-    """To the leader: nobody has the sum any more."""
+    """To the leader: the sender has dropped the sum."""
 
     number: Count
 
@@ -81,16 +83,17 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 class Link:
-    """The way to one rank. Several threads may send, one may receive.
+    """The connection to one rank. Several threads may send, one may receive.
 
     Args:
-        socket: connected.
-        rank: the other one's.
-        fd: of its arena.
+        socket: connected, and past the handshake.
+        rank: of the other side.
+        window: its memory.
     """
 
-    def __init__(self, socket: net.socket, rank: int, fd: int) -> None:
-        self.rank, self.fd = rank, fd
+    def __init__(self, socket: net.socket, rank: int, window: Window) -> None:
+        socket.settimeout(None)
+        self.rank, self.window = rank, window
         self._socket = socket
 
     def fileno(self) -> int:
@@ -98,10 +101,10 @@ class Link:
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Waits while the other does not read.
+        """Sends a message; waits while the other side does not read.
 
         Raises:
-            LinkError: it is gone.
+            LinkError: the other side is gone.
         """
         try:
             self._socket.send(msgspec.msgpack.encode(message))
@@ -109,73 +112,87 @@ class Link:
             raise LinkError(f"rank {self.rank}: {error}") from error
 
     def receive(self) -> Message | None:
-        """Waits for the next message; None once the other is gone, or this end was shut down.
+        """Waits for the next message; None once the other side is gone, or this one was shut down.
 
         Raises:
-            LinkError: what came is no message.
+            LinkError: the message cannot be decoded.
         """
         try:
-            data = self._socket.recv(MOST_BYTES)
+            data = self._socket.recv(MAX_MESSAGE_BYTES)
         except OSError:
             return None
-        return _decode(data) if data else None
+        return _decode(data, self.rank) if data else None
 
     def shut_down(self) -> None:
-        """Ends whatever waits in here, on both sides. May be called from any thread, and again."""
+        """Ends every wait in here, on both sides. May be called from any thread, and again."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(net.SHUT_RDWR)
 
     def close(self) -> None:
-        """Once nobody uses it any more."""
+        """Closes the socket, once nobody uses it any more."""
         self._socket.close()
-        os.close(self.fd)
 
 
 class Listener:
-    """Where the leader waits for the other ranks of its host.
+    """Accepts the followers at the leader.
 
     Attributes:
-        address: for them. Only they learn it.
+        address: for the followers. No other process is told of it.
     """
 
     def __init__(self) -> None:
         self.address = b"\0zenps-" + secrets.token_hex(16).encode()
-        self._socket = net.socket(net.AF_UNIX, net.SOCK_SEQPACKET)
-        self._socket.bind(self.address)
-        self._socket.listen(1024)
+        self._listener = handshake.Listener(self.address, net.SOCK_SEQPACKET, Hello)
 
     def accept(self, own: int, fd: int, ranks: Sequence[int]) -> list[Link]:
-        """Connections to all of ``ranks``, in this order.
+        """Connections to all of ``ranks``, in this order. Other processes that connect delay nobody.
 
         Args:
             own: this rank.
             fd: of its arena.
 
         Raises:
-            LinkError: some of them did not come.
+            LinkError: some of them did not connect in time.
         """
         until = time.monotonic() + CONNECT_SECONDS
         links: dict[int, Link] = {}
-        while len(links) < len(ranks):
-            try:
-                self._socket.settimeout(max(until - time.monotonic(), 0.001))
-                socket, _ = self._socket.accept()
-            except TimeoutError:
-                missing = listing(sorted(set(ranks) - links.keys()))
-                raise LinkError(f"rank(s) {missing} did not come within {CONNECT_SECONDS:g} s") from None
-            with contextlib.suppress(LinkError, OSError):
-                link = _greet(socket, own, fd)
-                if link.rank in ranks and link.rank not in links:
-                    links[link.rank] = link
+        try:
+            while missing := sorted(set(ranks) - links.keys()):
+                if (left_seconds := until - time.monotonic()) <= 0:
+                    found = f"rank(s) {listing(missing)} did not connect within {CONNECT_SECONDS:g} s"
+                    raise LinkError(f"{found}, expected rank(s) {listing(ranks)}")
+                for caller in self._listener.poll(left_seconds):
+                    self._greet(caller, own, fd, ranks, links)
+        except BaseException:  # also Ctrl-C
+            for link in links.values():
+                link.close()
+            raise
         return [links[rank] for rank in ranks]
 
     def close(self) -> None:
-        """Lets nobody in any more."""
-        self._socket.close()
+        """Frees the address; nobody is accepted any more."""
+        self._listener.close()
+
+    def _greet(
+        self,
+        caller: handshake.Caller[Hello],
+        own: int,
+        fd: int,
+        ranks: Sequence[int],
+        links: dict[int, Link],
+    ) -> None:
+        rank = caller.hello.rank
+        if rank not in ranks or rank in links:
+            expected = listing(sorted(set(ranks) - links.keys()))
+            self._listener.refuse(caller, f"it says that it is rank {rank}, expected rank(s) {expected}")
+            return
+        with contextlib.suppress(OSError):  # it is gone, and may come again
+            socket = self._listener.accept(caller, msgspec.msgpack.encode(Hello(own)), fd)
+            links[rank] = Link(socket, rank, caller.window)
 
 
 def connect(address: bytes, own: int, fd: int, leader: int) -> Link:
-    """The way to the leader.
+    """The connection of a follower to the leader.
 
     Args:
         address: of its :class:`Listener`.
@@ -183,39 +200,37 @@ def connect(address: bytes, own: int, fd: int, leader: int) -> Link:
         fd: of its arena.
 
     Raises:
-        LinkError: it cannot be reached from here.
+        LinkError: the leader cannot be reached from here.
     """
-    socket = net.socket(net.AF_UNIX, net.SOCK_SEQPACKET)
+    until = time.monotonic() + CONNECT_SECONDS
+    while True:
+        try:
+            return _connect_once(address, own, fd, leader, until)
+        except (BlockingIOError, ConnectionAbortedError, ConnectionResetError, BrokenPipeError) as error:
+            # Other processes fill the leader's queue, or have displaced this one there.
+            if time.monotonic() >= until:
+                raise LinkError(f"rank {leader}: {error}, for {CONNECT_SECONDS:g} s") from error
+        except OSError as error:
+            raise LinkError(f"rank {leader}: {error}") from error
+        time.sleep(RETRY_SECONDS)
+
+
+def _connect_once(address: bytes, own: int, fd: int, leader: int, until: float) -> Link:
+    socket = handshake.connect(address, net.SOCK_SEQPACKET, Hello(own), fd)
     try:
-        socket.settimeout(CONNECT_SECONDS)
-        socket.connect(address)
-        link = _greet(socket, own, fd)
-    except OSError as error:
+        socket.settimeout(max(until - time.monotonic(), RETRY_SECONDS))
+        data, window = handshake.receive(socket)
+        answer = _decode(data, leader)
+        if not isinstance(answer, Hello) or answer.rank != leader:
+            raise LinkError(f"rank {leader} answered {answer}, expected a hello of that rank")
+    except BaseException:
         socket.close()
-        raise LinkError(f"rank {leader}: {error}") from error
-    assert link.rank == leader
-    return link
+        raise
+    return Link(socket, leader, window)
 
 
-def _greet(socket: net.socket, own: int, fd: int) -> Link:
-    """Both sides say who they are, and exchange their arenas."""
-    _, user, _ = _CREDENTIALS.unpack(socket.getsockopt(net.SOL_SOCKET, net.SO_PEERCRED, _CREDENTIALS.size))
-    if user != os.geteuid():  # whoever may list the sockets of this machine knows their names
-        socket.close()
-        raise LinkError(f"a process of user {user}, expected {os.geteuid()}")
-    socket.settimeout(CONNECT_SECONDS)
-    net.send_fds(socket, [msgspec.msgpack.encode(Hello(own))], [fd])
-    data, fds, _, _ = net.recv_fds(socket, MOST_BYTES, 1)
-    message = _decode(data) if data else None
-    if not isinstance(message, Hello) or len(fds) != 1:
-        socket.close()
-        raise LinkError("a process that does not say which rank it is")
-    socket.settimeout(None)
-    return Link(socket, message.rank, fds[0])
-
-
-def _decode(data: bytes) -> Message:
+def _decode(data: bytes, rank: int) -> Message:
     try:
         return _decoder.decode(data)
     except msgspec.MsgspecError as error:
-        raise LinkError(f"a message that is none: {error}") from error
+        raise LinkError(f"rank {rank} sent a message that cannot be decoded: {error}") from error

@@ -1,4 +1,4 @@
-"""Memory that processes of one host share: read through the descriptor alone, used again, and given back."""
+"""Shared memory of one host: read through the descriptor alone, used again, and given back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_what_is_written_is_seen_and_used_again(arena: Arena) -> None:
     offset, memory = arena.lease(10_000)
     other, _ = arena.lease(10_000)
     memory.fill_(7)
-    seen = tensor_from_bytes(window.look(offset, 10_000), torch.uint8, (10_000,))
+    seen = tensor_from_bytes(window.read(offset, 10_000), torch.uint8, (10_000,))
     assert torch.equal(seen, memory)
     memory[0] = 8
     assert seen[0] == 8, "a copy"
@@ -59,8 +59,10 @@ def test_what_is_ones_own_is_changed_by_nobody_else(arena: Arena) -> None:
     window, ended = Window(arena.fd), []
     offset, memory = arena.lease(10_000)
     memory.fill_(7)
-    own = tensor_from_bytes(window.own(offset + 100, 9000, ended.append, "one"), torch.uint8, (9000,))
-    other = tensor_from_bytes(window.own(offset, 10_000, ended.append, "other"), torch.uint8, (10_000,))
+    own = tensor_from_bytes(window.map_private(offset + 100, 9000, ended.append, "one"), torch.uint8, (9000,))
+    other = tensor_from_bytes(
+        window.map_private(offset, 10_000, ended.append, "other"), torch.uint8, (10_000,)
+    )
     own[0] = 8
     assert (memory[100], other[100], own[0], own[1]) == (7, 7, 8, 7)
     part = own[5:]
@@ -76,18 +78,18 @@ def test_what_is_ones_own_is_changed_by_nobody_else(arena: Arena) -> None:
 def test_the_smallest_are_ones_own_too(arena: Arena, size_bytes: int) -> None:
     offset, memory = arena.lease(8192)
     memory.fill_(7)
-    own = Window(arena.fd).own(offset, size_bytes, lambda: None)
+    own = Window(arena.fd).map_private(offset, size_bytes, lambda: None)
     assert bytes(own) == b"\7" * size_bytes
 
 
 def test_what_others_may_have_stays_when_its_arena_closes(arena: Arena) -> None:
     offset, memory = arena.lease(8 * MIB)
     memory.fill_(7)
-    own = Window(arena.fd).own(offset, 8 * MIB, lambda: None)
+    own = Window(arena.fd).map_private(offset, 8 * MIB, lambda: None)
     closing = Arena(keep_bytes=0)
-    place, lease = closing.lease(MIB)
+    offset, lease = closing.lease(MIB)
     lease.fill_(9)
-    seen = Window(os.dup(closing.fd)).own(place, MIB, lambda: None)
+    seen = Window(closing.fd).map_private(offset, MIB, lambda: None)
     closing.close()
     closing.close()
     del lease, closing
@@ -99,10 +101,12 @@ def test_what_others_may_have_stays_when_its_arena_closes(arena: Arena) -> None:
     assert set(bytes(own)) == {7}
 
 
-@pytest.mark.parametrize("look", [Window.look, lambda window, *place: window.own(*place, lambda: None)])
-def test_a_place_outside_is_refused(arena: Arena, look: Callable[..., memoryview]) -> None:
-    with pytest.raises(ProtocolError, match="not in what a process shares"):
-        look(Window(arena.fd), CAPACITY_BYTES - 10, 11)
+@pytest.mark.parametrize(
+    "read", [Window.read, lambda window, *place: window.map_private(*place, lambda: None)]
+)
+def test_an_offset_outside_is_refused(arena: Arena, read: Callable[..., memoryview]) -> None:
+    with pytest.raises(ProtocolError, match="of shared memory, expected at most"):
+        read(Window(arena.fd), CAPACITY_BYTES - 10, 11)
 
 
 def test_it_has_no_name(arena: Arena) -> None:
@@ -114,7 +118,7 @@ def test_what_is_copied_is_found(arena: Arena) -> None:
     copy = arena.copy(memoryview(b"12345678" * 1000))
     offset = arena.find(copy)
     assert offset is not None
-    assert Window(arena.fd).look(offset, 8000) == b"12345678" * 1000
+    assert Window(arena.fd).read(offset, 8000) == b"12345678" * 1000
     assert arena.find(copy[8:16]) == offset + 8
     assert arena.find(memoryview(b"12345678")) is None
 
