@@ -111,13 +111,6 @@ def allows_two_levels(config: Config) -> bool:
     return _conflict(structs.replace(config, sync=structs.replace(config.sync, levels=2))) is None
 
 
-# Until the worker asks the declaration.
-def bound_to_servers(config: Config) -> str:
-    """The setting that keeps workers from exchanging among themselves; empty if none does."""
-    fallback = scheme_of(config.sync.scheme).fallback(config)
-    return fallback[1].field if fallback else ""
-
-
 def describe(loaded: Loaded) -> list[Setting]:
     """Lists all settings in the order of their declaration, for ``zenps config``."""
     rows = []

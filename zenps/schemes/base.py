@@ -109,53 +109,6 @@ class Scheme(ABC):
         """Message rounds of a step whose tensors take ``rounds``. Servers handle tensors concurrently."""
         return max(rounds, default=0)
 
-    # Until the worker asks the declaration.
-
-    @property
-    def exchange(self) -> Literal["servers", "peers"]:
-        """``peers`` if workers send to each other."""
-        return "peers" if self.engine == "peers" else "servers"
-
-    @property
-    def keys(self) -> Keys:
-        """``wire.keys``."""
-        return self.wire.keys
-
-    @property
-    def partition(self) -> str:
-        """``wire.partition``."""
-        return self.wire.partition
-
-    @property
-    def ranges(self) -> bool:
-        """``wire.contiguous``."""
-        return self.wire.contiguous
-
-    @property
-    def push_codec(self) -> CodecName | Literal[""]:
-        """``wire.push_codec``."""
-        return self.wire.push_codec
-
-    @property
-    def pull_codec(self) -> PullCodec:
-        """``wire.pull_codec``."""
-        return self.wire.pull_codec
-
-    @property
-    def streams(self) -> bool:
-        """``wire.chunked``."""
-        return self.wire.chunked
-
-    @property
-    def blocks(self) -> bool:
-        """True if the engine is ``blocks``."""
-        return self.engine == "blocks"
-
-    @property
-    def has_priorities(self) -> bool:
-        """``wire.prioritized``."""
-        return self.wire.prioritized
-
 
 class PeerScheme(Scheme):
     """A scheme whose workers send to each other, over connections of a torch.distributed group."""

@@ -9,13 +9,11 @@ from __future__ import annotations
 import pkgutil
 from functools import cache
 from importlib import import_module
-from typing import Final
 
 from zenps.errors import ConfigError
 
 from . import builtin
-from .base import PullCodec
-from .base import Scheme as Scheme
+from .base import Scheme
 
 
 @cache
@@ -50,24 +48,3 @@ def fixed_schemes() -> tuple[Scheme, ...]:
 def _modules() -> dict[str, str]:
     """The module of each scheme."""
     return {found.name.replace("_", "-"): found.name for found in pkgutil.iter_modules(builtin.__path__)}
-
-
-# Until the worker asks the declaration.
-
-SchemeName = str
-SchemeSetting = str
-Answer = PullCodec
-SCHEMES: Final = {scheme.name: scheme for scheme in fixed_schemes()}
-AUTO: Final = tuple(scheme.name for scheme in scheme_of("auto").candidates)
-
-
-def over_servers(setting: str) -> Scheme:
-    """The scheme of tensors that go over servers."""
-    scheme = scheme_of(setting)
-    return scheme.candidates[0] if scheme.candidates else scheme
-
-
-def among_workers(setting: str) -> str:
-    """The scheme of tensors that go from worker to worker."""
-    scheme = scheme_of(setting)
-    return scheme.candidates[1].name if scheme.candidates else setting

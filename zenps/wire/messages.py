@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from zenps.codecs.base import CodecName, ValueForm
 from zenps.observe.lateness import MOST_RANKS
-from zenps.schemes.base import PullCodec as Answer
+from zenps.schemes.base import PullCodec
 
 Role = Literal["worker", "server"]
 Dtype = Literal["float16", "bfloat16", "float32", "float64", "int64", "uint8"]
@@ -277,7 +277,7 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
     average: bool
     again: bool = False
     """True if the round began under an older ring: ranks that have ended it have to push it again."""
-    answer: Answer = "auto"
+    answer: PullCodec = "auto"
     """How the positions of the result should be encoded."""
     values: ValueForm = "same"
     """The form of the values, here and in the result. Unless it is ``same``, ``dtype`` is float32."""
