@@ -31,7 +31,7 @@ from zenps.config.settings import SecurityConfig
 from zenps.keys import LIST_NAME, Keys, Player, load_keys
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.messages import FromScheduler, NodeStatus, Status, StatusRequest
-from zenps.worker import api
+from zenps.worker.process import PROCESS
 
 DEADLINE_SECONDS = 60.0
 """How long any wait in a test may take, on a machine that is busy with others."""
@@ -73,8 +73,8 @@ def await_file(path: Path) -> None:
 
 def shared_bytes() -> float:
     """What this worker and servers have read where it lies, in each other's memory."""
-    cluster: Any = api.communicator()
-    total: float = cluster._metrics.shared_bytes.total
+    world: Any = PROCESS.world
+    total: float = world._session.metrics.shared_bytes.total
     return total
 
 

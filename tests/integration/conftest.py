@@ -1,3 +1,5 @@
 """The command ``zenps`` for tests of whole jobs."""
 
 from __future__ import annotations
+
+from tests.zenps.conftest import zenps as zenps

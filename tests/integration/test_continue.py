@@ -17,6 +17,7 @@ import zenps as zps
 from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, Raised, attempt, await_file
 from tests.integration.embedding_model import OPTIMIZERS, Model, assert_same, loss_of, make_model, state_of
 from tests.integration.progress import await_step, step_of
+from zenps.worker.process import PROCESS
 
 STEP_SECONDS = 0.03
 """Training would otherwise be over before anything can happen to it."""
@@ -313,8 +314,8 @@ def lose_an_answer(path: Path) -> Tensor:
     if zps.rank() == 1:
         time.sleep(0.5)
         (path / "pushed").touch()
-        session = zps.worker.api.communicator()._session  # type: ignore[attr-defined]
-        while session.view.epoch < 2:
+        world: Any = PROCESS.world
+        while world._session.lease.view.epoch < 2:
             time.sleep(0.01)
     result = handle.wait()
     zps.barrier()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +27,18 @@ Priorities = dict[str, set[int]]
 
 def watched_priorities() -> Priorities:
     """From now on."""
-    from zenps.worker.backends.servers import Cluster as Worker
+    from zenps.worker.transport.pushes import PushWriter
 
     seen: Priorities = defaultdict(set)
-    pushes = Worker._pushes
+    write = PushWriter.write
 
-    def watched(self: Worker, *args: Any) -> Sequence[Any]:
-        outgoing = pushes(self, *args)
+    def watched(self: PushWriter, *args: Any, **named: Any) -> list[Any]:
+        outgoing = write(self, *args, **named)
         for out in outgoing:
             seen[out.push.tensor].add(out.priority)
         return outgoing
 
-    Worker._pushes = watched  # type: ignore[method-assign]
+    PushWriter.write = watched  # type: ignore[method-assign]
     return seen
 
 
