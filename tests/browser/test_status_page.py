@@ -167,7 +167,8 @@ def served(status: Status) -> Iterator[str]:
 
     def answer() -> None:
         while not end.wait(0.02):
-            shown.answer(lambda: status)
+            if shown.has_questions:
+                shown.answer(status)
 
     thread = threading.Thread(target=answer)
     thread.start()

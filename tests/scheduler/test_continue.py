@@ -255,7 +255,7 @@ def test_a_newcomer_learns_that_the_job_has_ended(short: Membership) -> None:
     sends = short.on_message(WORKERS[2], Leave(), LOST)
     (refused,) = to(sends, JOINING, Refused)
     assert isinstance(refused, Refused)
-    assert "the job has ended before it was let in" in refused.reason
+    assert "the job has ended before it was admitted" in refused.reason
     assert short.state == "draining"
     assert not to(sends, JOINING, Stop)
 

@@ -29,7 +29,7 @@ from zenps.scheduler.actions import (
 from zenps.scheduler.membership import (
     Membership,
 )
-from zenps.scheduler.recovery import RETURN_SECONDS
+from zenps.scheduler.recovery import RECOVERY_GRACE_SECONDS
 from zenps.wire.messages import (
     Barrier,
     BarrierReply,
@@ -46,7 +46,7 @@ from zenps.wire.messages import (
     WhoAreYou,
 )
 
-ENOUGH_SECONDS = LEASE_SECONDS + RETURN_SECONDS + 1
+ENOUGH_SECONDS = LEASE_SECONDS + RECOVERY_GRACE_SECONDS + 1
 
 
 class Nodes:
@@ -181,7 +181,7 @@ def test_a_server_that_does_not_return_is_lost() -> None:
     nodes.come(after, [worker(0), worker(1), server(1)])
     for peer in (worker(0), worker(1), server(1)):
         after.on_message(peer, Heartbeat(1, {}), 14.0)
-    assert after.on_tick(LEASE_SECONDS + RETURN_SECONDS) == []
+    assert after.on_tick(LEASE_SECONDS + RECOVERY_GRACE_SECONDS) == []
     sends = after.on_tick(ENOUGH_SECONDS)
     assert {peer: (view.epoch, view.ring_epoch) for peer, view in sent(sends, View).items()} == {
         server(1): (2, 2)
@@ -199,7 +199,7 @@ def test_a_worker_that_does_not_return_fails_the_job() -> None:
         after.on_message(peer, Heartbeat(1, {}), 14.0)
     assert_failed(after, after.on_tick(ENOUGH_SECONDS), here)
     assert after.failure == (
-        "worker 1 (host box, pid 1) is lost: it did not return to the scheduler, which was started anew"
+        "worker 1 (host box, pid 1) is lost: it did not return after the scheduler was restarted"
     )
 
 

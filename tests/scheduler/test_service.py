@@ -17,8 +17,8 @@ from zenps.scheduler import service
 from zenps.scheduler.actions import (
     Send,
 )
-from zenps.scheduler.page import endpoint as page
-from zenps.scheduler.service import _Service
+from zenps.scheduler.page.endpoint import Page
+from zenps.scheduler.service import Outputs, _Service
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, encode
 from zenps.wire.messages import Departed, Heartbeat, Member
 from zenps.wire.sockets import context, open_dealer
@@ -33,7 +33,7 @@ def registry() -> CollectorRegistry:
 def scheduler(registry: CollectorRegistry, tmp_path: Path) -> Iterator[_Service]:
     config = Config()
     with context() as ctx, closing(open_trace("", "scheduler")) as trace:
-        made = _Service(config, ctx, None, "", page.Page(), SchedulerMetrics(registry), trace)
+        made = _Service(config, ctx, None, Outputs(SchedulerMetrics(registry), "", Page(), trace))
         with closing(made):
             yield made
 

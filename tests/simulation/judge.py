@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from zenps.scheduler.recovery import RETURN_SECONDS
+from zenps.scheduler.recovery import RECOVERY_GRACE_SECONDS
 from zenps.worker.rounds.states import Round
 
 from .nodes import Violation
@@ -109,7 +109,7 @@ class Judge:
         simulation = self._simulation
         cluster, now = simulation.cluster, simulation.network.now
         gone = [worker.gone_at for worker in simulation.workers if worker.is_gone]
-        seconds = 2 * cluster.lease_seconds + RETURN_SECONDS
+        seconds = 2 * cluster.lease_seconds + RECOVERY_GRACE_SECONDS
         if "is lost" not in reason or "the scheduler" in reason:
             seconds += cluster.rendezvous_seconds
         since = max(simulation.quiet_from, min(gone)) if gone else simulation.quiet_from
