@@ -1,4 +1,4 @@
-"""What the cluster looks like, and how an operator changes it."""
+"""Status of a live cluster, and what is derived from it; also drains a server."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from zenps.wire.admin_client import ask
 from zenps.wire.messages import Drain, DrainReply, NodeStatus, Status, StatusRequest
 
 STRAGGLER_SECONDS: Final = 1.0
-"""A worker that others have waited for less is named as no straggler."""
+"""A worker that others have waited for less is no straggler."""
 
 
 def fetch(cluster: ClusterConfig, timeout_seconds: float, keys: Keys | None = None) -> Status:
-    """The cluster as the scheduler at ``cluster.scheduler`` sees it now; any key of the job may ask.
+    """Asks the scheduler at ``cluster.scheduler`` for the status. Any key of the job may ask.
 
     Errors are those of :func:`~zenps.wire.admin_client.ask`.
     """
@@ -26,7 +26,7 @@ def fetch(cluster: ClusterConfig, timeout_seconds: float, keys: Keys | None = No
 
 
 def drain(cluster: ClusterConfig, rank: int, timeout_seconds: float, keys: Keys | None = None) -> None:
-    """Has the server ``rank`` hand its slots to the others, and end. With keys, only the operator's may.
+    """Makes the server ``rank`` hand its slots to the others, and end. With keys, this needs the operator's.
 
     Raises:
         UsageError: there is no such server, it is the only one, or the job is not running.
@@ -38,15 +38,15 @@ def drain(cluster: ClusterConfig, rank: int, timeout_seconds: float, keys: Keys 
 
 
 def late_workers(status: Status) -> list[NodeStatus]:
-    """Those that keep the others waiting, the worst first."""
+    """Returns the stragglers, the worst first."""
     workers = {node.rank: node for node in status.nodes if node.role == "worker"}
     late = {rank: node.late_seconds for rank, node in workers.items()}
     return [workers[rank] for rank in stragglers(late, len(late), STRAGGLER_SECONDS)]
 
 
 def throughput(status: Status) -> dict[str, float]:
-    """What happens in a second: ``pushed_bytes`` and ``pulled_bytes`` at all servers together, and how many
-    ``rounds`` and ``steps`` a worker does, in the mean of those that are present.
+    """Returns rates per second: ``pushed_bytes`` and ``pulled_bytes``, sums of all servers; ``rounds`` and
+    ``steps``, means of all workers that are present.
     """
     servers = [node.rates for node in status.nodes if node.role == "server"]
     workers = [n.rates for n in status.nodes if n.role == "worker" and n.state == "present"]
@@ -59,9 +59,9 @@ def throughput(status: Status) -> dict[str, float]:
 
 
 def to_tree(status: Status) -> dict[str, Any]:
-    """``status`` as an object whose ``nodes`` have role, rank, host, pid, address, epoch, load, rates, …
+    """Returns ``status`` as a dictionary, whose ``nodes`` have role, rank, host, pid, address, epoch, load, …
 
-    With :func:`throughput`, and the ranks of :func:`late_workers` as ``stragglers``.
+    It also has the :func:`throughput`, and the ranks of :func:`late_workers` as ``stragglers``.
     """
     tree = msgspec.structs.asdict(status)
     tree["nodes"] = [msgspec.structs.asdict(node) for node in status.nodes]
@@ -72,8 +72,5 @@ def to_tree(status: Status) -> dict[str, Any]:
 
 
 def to_json(status: Status) -> str:
-    """:func:`to_tree` for programs; ``owners`` is in base64.
-
-    A counter that is no finite number is null, as JSON knows no other.
-    """
+    """Returns :func:`to_tree` as JSON. ``owners`` is in base64, and a counter that is not finite is null."""
     return msgspec.json.format(msgspec.json.encode(to_tree(status)).decode())

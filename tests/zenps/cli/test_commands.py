@@ -18,7 +18,8 @@ from zenps.keys import generate
 from zenps.observe.trace import open_trace
 
 SHOW = (
-    "import json; from zenps.config import load, describe; print(json.dumps([*map(list, describe(load()))]))"
+    "import json; from zenps.config.sources import load, describe; "
+    "print(json.dumps([*map(list, describe(load()))]))"
 )
 
 
