@@ -183,13 +183,13 @@ class Membership:
             return [Send(peer, Refused("lost", f"the job has failed: {self.failure}"))]
         if message.role == "worker":
             if generations.is_stale(message, job):
-                return [Send(peer, Refused("lost", "torchrun has started the workers anew"))]
+                return [Send(peer, Refused("lost", "torchrun has restarted the workers"))]
             if generations.is_restart(message, job) and self.state != "recovering":
                 job.restart_workers(max(message.generation, job.generation), now)
         if self.state == "recovering" or (message.view and not self.epoch):
             return self._on_recovery(peer, message, now)
         if message.view is not None:
-            return [Send(peer, Refused("lost", "the scheduler took this node for lost; start it again"))]
+            return [Send(peer, Refused("lost", "the scheduler counts this node as lost; start it again"))]
         refused = refusal(message, self.state, job.members, self._cluster, self._settings)
         if refused is not None:
             return [Send(peer, refused)]

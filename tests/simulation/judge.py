@@ -72,7 +72,8 @@ class Judge:
         if simulation.script.scenario == "steady":
             return None
         # Back after its lease, it is to the scheduler the first of those that torchrun has started anew.
-        if worker.was_silent and any(said in reason for said in ("its lease", "for lost", "workers anew")):
+        excused = ("its lease", "as lost", "restarted the workers")
+        if worker.was_silent and any(part in reason for part in excused):
             return "was silent itself"
         if simulation.script.scenario == "continue":
             return self._excuse_of_going_on(worker, reason)
@@ -93,7 +94,7 @@ class Judge:
     def _excuse_of_going_on(self, worker: Worker, reason: str) -> str | None:
         if worker.view is None:
             return "was not let in"
-        if self._may_be_silenced and ("its lease" in reason or "for lost" in reason):
+        if self._may_be_silenced and ("its lease" in reason or "as lost" in reason):
             return "was silent itself"
         if "of both" in reason or "servers have changed" in reason:
             return "a round was lost with a worker and a server"

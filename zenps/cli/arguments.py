@@ -16,7 +16,7 @@ _Add = Callable[..., argparse.ArgumentParser]
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits ``options -- CMD`` at ``--``, which Python versions of argparse treat differently."""
+    """Splits ``options -- CMD`` at ``--``: argparse does that differently in each Python version."""
     arguments = list(argv)
     if "--" not in arguments:
         return arguments, []
@@ -27,8 +27,8 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the options before ``--``.
 
-    Its result has ``subcommand``, the ``parser`` of the subcommand, for errors, and ``takes_command``: True if
-    CMD must follow, False if it must not, None if it may.
+    Its result has ``subcommand``, the ``parser`` of the subcommand, for errors, and ``takes_command``: True
+    if CMD must follow, False if it must not, None if it may.
     """
     parser = argparse.ArgumentParser(
         prog="zenps", description="A parameter server for PyTorch that synchronises sparse gradients."

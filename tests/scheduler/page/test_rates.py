@@ -1,3 +1,5 @@
+"""Rates of the counters in heartbeats."""
+
 from __future__ import annotations
 
 import math
@@ -24,7 +26,7 @@ def test_close_heartbeats_are_taken_together() -> None:
         assert rates.per_second == ({} if beat < 4 else {"step": 4.0})
 
 
-def test_what_is_no_counter_has_no_rate() -> None:
+def test_gauges_have_no_rate() -> None:
     rates = Rates()
     rates.update({"held_bytes": 1.0, "open_rounds": 1.0}, 0.0)
     rates.update({"held_bytes": 9.0, "open_rounds": 9.0, "rounds": 9.0}, 2.0)
