@@ -83,9 +83,7 @@ def _add_questions(add: _Add) -> None:
     form.add_argument("--json", action="store_true", help="print JSON, for programs")
     form.add_argument("--watch", action="store_true", help="repeat every second, until Ctrl-C")
     health = add("health", "check a role, for a container's probe: exit code 0 or 1")
-    health.add_argument(
-        "--role", choices=("scheduler", "server"), required=True, help="the role of this node"
-    )
+    health.add_argument("--role", choices=("scheduler", "server"), required=True, help="role of this node")
     drain = add("drain", "make a server hand its slots to the others and end", operand=" RANK")
     drain.add_argument("rank", type=int, metavar="RANK", help="rank of the server, as zenps status shows it")
     for asking in (status, health, drain):
@@ -100,13 +98,7 @@ def _add_questions(add: _Add) -> None:
 def _add_tools(add: _Add) -> None:
     trace = add("trace", "merge the timelines of several processes into one", operand=" OUT PART...")
     trace.add_argument("out", type=Path, metavar="OUT", help="the file to write")
-    trace.add_argument(
-        "parts",
-        type=Path,
-        nargs="+",
-        metavar="PART",
-        help="what a role wrote by sync.trace",
-    )
+    trace.add_argument("parts", type=Path, nargs="+", metavar="PART", help="what a role wrote by sync.trace")
     _add_plan(add("plan", "recommend a scheme for CMD, or for a trace of it, on a network", command=None))
     keygen = add("keygen", "create the keys of all nodes that a directory lacks", operand=" DIR")
     keygen.add_argument("directory", type=Path, metavar="DIR", help="created if need be, for its owner only")
@@ -124,18 +116,10 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--steps": ("N", "how many steps of CMD to record (default: 20)", "20"),
         "--local-workers": ("N", "how many workers run CMD here (default: 2)", "2"),
         "--workers": ("N[,N...]", "how many to plan for; more to compare (default: 8, 16, ... 1024)", None),
-        "--servers": (
-            "N",
-            "hosts with only a server (default: 0, a server on each worker's host)",
-            "0",
-        ),
+        "--servers": ("N", "hosts with only a server (default: 0, a server on each worker's host)", "0"),
         "--bandwidth": ("RATE", "of each host, in each direction (default: 10Gbit)", "10Gbit"),
         "--latency": ("TIME", "of one message (default: 50us)", "50us"),
-        "--write": (
-            "FILE",
-            "set sync.scheme in this file, and sync.granule for single elements",
-            None,
-        ),
+        "--write": ("FILE", "set sync.scheme in this file, and sync.granule for single elements", None),
         "--plot": ("DIR", "draw curves into this folder; needs matplotlib", None),
     }
     for name, (metavar, summary, default) in options.items():

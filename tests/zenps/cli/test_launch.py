@@ -38,7 +38,7 @@ def sleepers(zenps: Any) -> Iterator[subprocess.Popen[str]]:
 
 
 def assert_nothing_is_left(zenps: Any) -> None:
-    assert zenps.cli.processes() == {}
+    assert zenps.processes() == {}
 
 
 # ── the end of the workers ──────────────────────────────────────────────────────────────────────
@@ -159,7 +159,7 @@ def test_scheduler_that_fails_at_once(zenps: Any) -> None:
 def test_crash_of_a_role_ends_all_before_the_cluster_is_complete(
     zenps: Any, sleepers: Any, role: str, line: str
 ) -> None:
-    victims = [pid for pid, command in zenps.cli.processes().items() if re.match(line, command)]
+    victims = [pid for pid, command in zenps.processes().items() if re.match(line, command)]
     os.kill(victims[0], signal.SIGKILL)
     _, err = sleepers.communicate(timeout=60)
     assert sleepers.returncode == 128 + signal.SIGKILL
@@ -195,7 +195,7 @@ def test_training_continues_after_a_crash(zenps: Any, role: str, says: str) -> N
     popen = zenps.start("launch", *counts, "--", sys.executable, "-c", TRAIN)
     for _ in range(2):
         assert "started" in popen.stdout.readline()
-    victims = [pid for pid, command in zenps.cli.processes().items() if f"zenps.cli {role}" in command]
+    victims = [pid for pid, command in zenps.processes().items() if f"zenps.cli {role}" in command]
     os.kill(victims[0], signal.SIGKILL)
     _, err = popen.communicate(timeout=60)
     assert popen.returncode == 0, err
@@ -312,7 +312,7 @@ def test_launch_itself_is_killed(zenps: Any, sleepers: Any) -> None:
     sleepers.kill()
     sleepers.wait(timeout=30)
     until = time.monotonic() + 20
-    while zenps.cli.processes() and time.monotonic() < until:
+    while zenps.processes() and time.monotonic() < until:
         time.sleep(0.02)
     assert_nothing_is_left(zenps)
 
