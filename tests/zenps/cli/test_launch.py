@@ -1,3 +1,5 @@
+"""Local launcher: whole clusters on this machine, their ends, signals and output."""
+
 from __future__ import annotations
 
 import json
@@ -25,7 +27,7 @@ SLEEP = [*PYTHON, "import time; time.sleep(600)"]
 
 @pytest.fixture
 def sleepers(zenps: Any) -> Iterator[subprocess.Popen[str]]:
-    """A running cluster of two servers and two workers, one of which has a child, beside a bystander."""
+    """A cluster of two servers and two workers with a child each, beside an unrelated process."""
     script = "echo started; sleep 601 & exec sleep 600"
     bystander = subprocess.Popen(["sleep", "600"], env=os.environ)
     popen = zenps.start("launch", "--workers", "2", "--servers", "2", "--", "sh", "-c", script)

@@ -1,3 +1,5 @@
+"""Status of a cluster: tables, JSON, throughput, stragglers, and drains."""
+
 from __future__ import annotations
 
 import json
@@ -71,7 +73,7 @@ def status(*nodes: NodeStatus) -> Status:
 
 
 def tables(out: str) -> list[list[list[str]]]:
-    """What is printed, as paragraphs of lines of cells, without rules."""
+    """Returns the output as paragraphs of lines of cells, without rules."""
     paragraphs = [part.splitlines() for part in out.split("\n\n")]
     return [
         [re.split(r"  +", line.strip()) for line in part if not set(line) <= {"─", " "}]
@@ -121,7 +123,7 @@ def test_table_names_stragglers(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(to_json(seen))["stragglers"] == [2]
 
 
-def test_watching_shows_it_again_until_nobody_answers(
+def test_watching_repeats_until_the_scheduler_does_not_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers = [status(SERVER), status(WORKER)]
@@ -141,7 +143,7 @@ def test_watching_shows_it_again_until_nobody_answers(
     assert out.index("node-1") < out.rindex("node-2")
 
 
-def test_throughput_is_of_all_servers_and_of_a_worker_in_the_mean() -> None:
+def test_throughput_is_the_sum_of_servers_and_the_mean_of_workers() -> None:
     busy = msgspec.structs.replace(WORKER, state="present", rates={"rounds": 8.0, "step": 4.0})
     idle = msgspec.structs.replace(WORKER, state="present", rates={})
     seen = status(SERVER, SERVER, busy, idle, WORKER)
@@ -158,7 +160,7 @@ def test_hostile_names_and_counters_do_no_harm(capsys: pytest.CaptureFixture[str
     assert [row[:3] for row in tables(out)[1][1:]] == [["server", "1", r"[red]a\x1b[2J\x0ab"]]
 
 
-def test_json_is_json_whatever_a_node_reports() -> None:
+def test_json_is_valid_whatever_a_node_reports() -> None:
     tree = json.loads(to_json(status(msgspec.structs.replace(SERVER, load={"rounds": math.nan}))))
     assert tree["nodes"][0]["load"] == {"rounds": None}
 
@@ -199,7 +201,7 @@ def test_status_of_a_live_cluster(zenps: Any, scheduler: str) -> None:
     assert server.wait(timeout=30) == 0
 
 
-def test_nobody_there(zenps: Any) -> None:
+def test_no_scheduler_answers(zenps: Any) -> None:
     begin = time.monotonic()
     done = zenps("status", "--set", "cluster.scheduler=127.0.0.1:1", "--timeout-seconds", "0.3")
     assert (done.returncode, done.stdout) == (1, "")
@@ -214,7 +216,7 @@ def test_scheduler_of_another_job_does_not_answer(scheduler: str) -> None:
     assert fetch(ClusterConfig(scheduler=scheduler), 30).state == "gathering"
 
 
-def test_a_drain_that_cannot_be(zenps: Any, scheduler: str) -> None:
+def test_a_drain_that_is_refused(zenps: Any, scheduler: str) -> None:
     with pytest.raises(UsageError, match=r"^the job is gathering; expected running$"):
         drain(ClusterConfig(scheduler=scheduler), 0, 30)
     done = zenps("drain", "0", "--set", f"cluster.scheduler={scheduler}")
@@ -222,7 +224,7 @@ def test_a_drain_that_cannot_be(zenps: Any, scheduler: str) -> None:
     assert done.stderr == "zenps: the job is gathering; expected running\n"
 
 
-def test_nobody_to_drain(zenps: Any) -> None:
+def test_no_scheduler_answers_a_drain(zenps: Any) -> None:
     done = zenps("drain", "0", "--set", "cluster.scheduler=127.0.0.1:1", "--timeout-seconds", "0.3")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("zenps: no answer from the scheduler at 127.0.0.1:1 within 0.3 s")
