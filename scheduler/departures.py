@@ -56,8 +56,8 @@ def on_lost(job: Job, node: Node, now: float) -> list[Send]:
     return sends + job.lose_worker(reason, now)
 
 
-def on_message_of_gone(job: Job, node: Node) -> list[Send]:
-    """A node that is no member any more has sent a message: tells it why, unless it has left."""
+def reply_to_departed(job: Job, node: Node) -> list[Send]:
+    """Answers a node that is no member any more with the reason, unless the node has left."""
     if job.state == "failed":
         return [Send(node.peer, Refused("lost", f"the job has failed: {job.failure}"))]
     if node.state == "lost":

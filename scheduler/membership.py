@@ -74,10 +74,10 @@ class Membership:
         if node is None:
             return self._on_unknown_peer(peer, message, now)
         if node.state in ("lost", "left"):
-            return departures.on_message_of_gone(self._job, node)
+            return departures.reply_to_departed(self._job, node)
         node.last_heard = now
         if self.state == "failed" and not isinstance(message, Leave):
-            return departures.on_message_of_gone(self._job, node)
+            return departures.reply_to_departed(self._job, node)
         match message:
             case Heartbeat():
                 return self._on_heartbeat(node, message, now)

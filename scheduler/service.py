@@ -217,7 +217,7 @@ class _Service:
                 self._trace.instant("state", self._membership.state)
 
     def _authorized(self, peer: bytes, frame: memoryview, message: ToScheduler) -> ToScheduler:
-        """As :func:`authorize`. A node that registers by another node's name is told so."""
+        """Authorizes a message. A node that registers under the name of another is told the reason."""
         owner = self._gate.owner(frame)
         try:
             return authorize(message, owner, self._membership.name_of(peer))

@@ -56,7 +56,7 @@ class Views:
         nodes = self._members.with_state("worker", *states)
         workers = tuple(node.member for node in nodes)
         if receiver.role == "worker":
-            # Whoever knows a routing identity can take its connection over; a worker needs nobody's.
+            # A routing identity is enough to take over the connection of a node, and workers need none.
             workers = tuple(msgspec.structs.replace(worker, identity=b"") for worker in workers)
         servers = (node.member for node in self._members.present("server"))
         return View(

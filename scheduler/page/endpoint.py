@@ -44,7 +44,7 @@ LIMIT_SECONDS: Final = 5.0
 """How long a connection may take, from its first to its last byte. Each serves one request."""
 
 MOST_CONNECTIONS: Final = 32
-"""One more closes the oldest: so idle connections keep nobody out."""
+"""One more connection closes the oldest, so that idle connections do not block others."""
 
 MOST_REQUEST_BYTES: Final = 16 << 10
 
