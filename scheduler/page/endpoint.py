@@ -26,11 +26,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from zenps.cli.status import to_tree
 from zenps.config.settings import StatusConfig
 from zenps.errors import cannot_listen
 from zenps.observe import log
 from zenps.wire.messages import Status
+from zenps.wire.status import to_tree
 
 logger = logging.getLogger("zenps.scheduler")
 

@@ -175,13 +175,15 @@ def _launch(args: argparse.Namespace) -> int:
     return launch(loaded.config, args.command, _environment(args, loaded))
 
 
-# ── questions to a cluster ───────────────────────────────────────────────────────────────────────
+# ── questions to a cluster ──────────────────────────────────────────────────────────────────────────
 
 
 def _status(args: argparse.Namespace) -> int:
     config = _load_with_scheduler(args)
+    from zenps.wire.status import to_json
+
     from .printing import show_status, watch_status
-    from .status import fetch, to_json
+    from .status import fetch
 
     keys = load_keys(config.security, "operator")
     ask = partial(fetch, config.cluster, args.timeout_seconds, keys)

@@ -20,10 +20,10 @@ from zenps.config.values import format_bytes
 from zenps.errors import ConfigError
 from zenps.partition.ring import SLOTS
 from zenps.wire.messages import NodeStatus, Status
+from zenps.wire.status import late_workers, throughput
 
 from .doctor import Check
 from .plan.planner import Plan, TensorSummary, show_bytes, show_seconds
-from .status import late_workers, throughput
 
 MAX_COLUMNS = 10_000
 """No table is wider."""
