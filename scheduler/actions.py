@@ -1,4 +1,4 @@
-"""What the scheduler's pure parts have done: messages are sent, and nothing else."""
+"""Actions of the scheduler's pure parts: messages that the service sends for them."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class Send(Struct, frozen=True):
 
 
 def to_all(nodes: Iterable[Node], message: FromScheduler) -> list[Send]:
-    """The same to each."""
+    """Sends the same message to each of ``nodes``."""
     return [Send(node.peer, message) for node in nodes]

@@ -1,4 +1,4 @@
-"""Workers that came to a running job, and wait for the end of a step to become members."""
+"""Admission of workers that join a running elastic job, at the end of a step."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from .members import Members, Node
 
 
 class JoiningWorkers:
-    """Who waits, and which members have asked for them to be let in."""
+    """The workers that wait for admission, and the members that are ready for them."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
-        self._asked: set[bytes] = set()
+        self._ready: set[bytes] = set()
 
     def add(self, node: Node) -> None:
-        """One that has registered: it gets the rank that it wants, else the lowest that is free."""
+        """Adds a registered worker, with the rank that it wants or else the lowest free rank."""
         node.rank = node.rank if node.rank >= 0 else self._members.free_rank("worker")
         node.state = "waiting"
         self._members.add(node)
 
     def waiting(self) -> Sequence[Node]:
-        """Those that are no members yet."""
+        """The workers that are not admitted yet."""
         return self._members.with_state("worker", "waiting")
 
-    def ask(self, node: Node) -> None:
-        """A member has come to the end of a step, with nothing in flight, and waits for this."""
-        self._asked.add(node.peer)
+    def mark_ready(self, member: Node) -> None:
+        """A member is at the end of a step, has nothing in flight, and waits for the admission."""
+        self._ready.add(member.peer)
 
-    def are_due(self) -> bool:
-        """Whether all members that are present have asked."""
+    def are_all_ready(self) -> bool:
+        """True if every member that is present is ready, and there is one."""
         members = {worker.peer for worker in self._members.present("worker")}
-        return bool(members) and members <= self._asked
+        return bool(members) and members <= self._ready
 
     def admit(self) -> None:
-        """Those that wait become members, and all count watermarks from 0 again."""
-        self._asked.clear()
+        """Makes the waiting workers members. All workers count watermarks from 0 again."""
+        self._ready.clear()
         for node in self.waiting():
-            self._members.turn(node, "present")
+            self._members.set_state(node, "present")
         for worker in self._members.present("worker"):
             self._members.report(worker, 0)

@@ -1,4 +1,4 @@
-"""Barriers of one job: who waits, and when they may go on. No socket, no clock."""
+"""Barriers of one job: which workers have arrived, and when all may pass. No socket, no clock."""
 
 from __future__ import annotations
 
@@ -12,62 +12,61 @@ from .members import Members, Node, names
 
 
 class _Barrier(Struct):
+    """A barrier that is not complete: by rank, who waits there and when each arrived first."""
+
     opened: float
     waiting: dict[int, bytes] = {}
     arrivals: dict[int, float] = {}
 
 
 class Barriers:
-    """The barriers that workers have come to, by their number.
+    """The open barriers by their sequence number.
 
     Args:
-        members: all that are present have to come.
-        goes_on: whether they do without those that are gone.
-        deadline_seconds: how long one waits for its last worker; may be infinite.
-        late: counts for whom others waited.
+        members: a barrier is complete when all workers that are present have arrived.
+        is_elastic: False: once a worker has left or is lost, every later barrier fails.
+        deadline_seconds: how long a barrier stays open; may be infinite.
+        late: counts how long others waited for each rank.
+
+    Attributes:
+        passed: the number of the last complete barrier.
+        ended: True if all workers arrived at the barrier before they leave.
     """
 
     def __init__(self, members: Members, is_elastic: bool, deadline_seconds: float, late: Lateness) -> None:
         self._members = members
-        self._goes_on = is_elastic
+        self._is_elastic = is_elastic
         self._deadline_seconds = deadline_seconds
         self._late = late
         self._open: dict[int, _Barrier] = {}
         self.passed = 0
-        """The last one that all workers had come to."""
         self.ended = False
-        """Whether all have come to that before they leave."""
 
     def on_barrier(self, node: Node, sequence: int, now: float) -> list[Send]:
-        """A worker has come, perhaps not for the first time; answers those that may go on."""
+        """A worker has arrived, perhaps not for the first time. Answers all workers that may pass."""
         if sequence <= self.passed:
             return [Send(node.peer, BarrierReply(sequence, ""))]
         gone = self._members.with_state("worker", "left", "lost")
-        if gone and not self._goes_on:
+        if gone and not self._is_elastic:
             error = f"barrier {sequence}: {names(gone)} left before it"
             return [Send(node.peer, BarrierReply(sequence, error))]
-        if sequence != LAST_BARRIER:  # it waits at one counted barrier, or any number would stay open
+        if sequence != LAST_BARRIER:  # a worker waits at one counted barrier, or any number would stay open
             self._withdraw(node.rank, sequence, LAST_BARRIER)
-        world = len(self._members.present("worker"))
+        world_size = len(self._members.present("worker"))
         barrier = self._open.setdefault(sequence, _Barrier(now))
         if node.rank not in barrier.waiting:
-            self._late.wait([node.rank], [*barrier.arrivals.values()], world, now)
+            self._late.wait([node.rank], [*barrier.arrivals.values()], world_size, now)
             barrier.arrivals[node.rank] = now
         barrier.waiting[node.rank] = node.peer
         return self._complete(sequence)
 
-    def on_gone(self, node: Node) -> list[Send]:
-        """A worker is gone, and the others go on: it may have been the only one that they waited for."""
+    def on_removed(self, node: Node) -> list[Send]:
+        """An elastic job has removed a worker. Barriers that only this worker kept open are complete."""
         self._withdraw(node.rank)
         return [send for sequence in list(self._open) for send in self._complete(sequence)]
 
-    def reset(self) -> None:
-        """All workers count from 0 again; none waits."""
-        self._open.clear()
-        self.passed = 0
-
     def on_tick(self, now: float) -> list[Send]:
-        """Time passed: barriers may have reached their deadline, and somebody is waited for."""
+        """Time has passed: counts the lateness of absent workers, and fails barriers at their deadline."""
         sends: list[Send] = []
         workers = self._members.present("worker")
         for sequence, barrier in list(self._open.items()):
@@ -79,20 +78,25 @@ class Barriers:
                 sends += self._answer(sequence, f"barrier {sequence}: {reason}")
         return sends
 
-    def end(self, reason: str) -> list[Send]:
-        """Nobody can pass any more; tells those that wait."""
+    def fail(self, reason: str) -> list[Send]:
+        """Fails all open barriers for the same reason."""
         return [
             send
             for sequence in list(self._open)
             for send in self._answer(sequence, f"barrier {sequence}: {reason}")
         ]
 
+    def reset(self) -> None:
+        """Closes all barriers without an answer. All workers count from 0 again."""
+        self.clear()
+        self.passed = 0
+
     def clear(self) -> None:
-        """Nobody will be answered."""
+        """Closes all barriers without an answer."""
         self._open.clear()
 
     def _withdraw(self, rank: int, *stays: int) -> None:
-        """A worker waits no more at any barrier but those where it ``stays``."""
+        """Removes a worker from all barriers but those in ``stays``."""
         for sequence, barrier in list(self._open.items()):
             if sequence not in stays:
                 barrier.waiting.pop(rank, None)
@@ -101,7 +105,7 @@ class Barriers:
                     del self._open[sequence]
 
     def _complete(self, sequence: int) -> list[Send]:
-        """Answers those that wait, if these are all."""
+        """Answers a barrier if all workers that are present have arrived."""
         if len(self._open[sequence].waiting) < len(self._members.present("worker")):
             return []
         if sequence == LAST_BARRIER:

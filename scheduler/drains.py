@@ -1,4 +1,4 @@
-"""Which servers an operator has told to leave, and who wants to hear when they may."""
+"""Drains: servers that an operator has told to leave, and the admin clients that wait for an answer."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ from zenps.wire.messages import DrainReply
 
 from .actions import Send
 from .members import Members
-from .states import State
+from .states import JobState
 
 
 class Drains:
-    """Requests that wait for their answer. A server that is drained is ``leaving``."""
+    """Requests that are not answered yet. A server that is being drained is ``leaving``."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
-        self._asking: dict[bytes, int] = {}
+        self._waiting: list[bytes] = []
 
-    def ask(self, peer: bytes, rank: int, state: State) -> tuple[list[Send], bool]:
-        """What is answered at once, and whether members have changed by this."""
+    def request(self, peer: bytes, rank: int, state: JobState) -> tuple[list[Send], bool]:
+        """An admin client asks to drain a server.
+
+        Returns:
+            The immediate answer if there is one, and whether the server has become ``leaving`` by this.
+        """
         if state not in ("running", "confirming"):
             return [Send(peer, DrainReply(f"the job is {state}; expected running"))], False
         if any(node.rank == rank for node in self._members.with_state("server", "leaving")):
-            if state == "running":  # asked again, by one that has not heard the answer
+            if state == "running":  # the client repeats its request because the answer was lost
                 return [Send(peer, DrainReply(""))], False
-            self._asking[peer] = rank
+            self._wait(peer)
             return [], False
         nodes = {node.rank: node for node in self._members.present("server")}
         error = ""
@@ -33,18 +37,22 @@ class Drains:
             error = f"server {rank} is the only one; start another first"
         if error:
             return [Send(peer, DrainReply(error))], False
-        self._members.turn(nodes[rank], "leaving")
-        self._asking[peer] = rank
+        self._members.set_state(nodes[rank], "leaving")
+        self._wait(peer)
         return [], True
 
-    def take_back(self) -> list[Send]:
-        """All other servers are gone: those that were told to leave are needed."""
+    def cancel(self) -> list[Send]:
+        """All other servers are gone: the servers that are being drained have to stay."""
         leaving = self._members.with_state("server", "leaving")
         for node in leaving:
-            self._members.turn(node, "present")
+            self._members.set_state(node, "present")
         return self.answer("the other servers are gone; start another first") if leaving else []
 
     def answer(self, error: str = "") -> list[Send]:
-        """To all that wait: the servers have no slots any more, or why they keep them."""
-        asking, self._asking = self._asking, {}
-        return [Send(peer, DrainReply(error)) for peer in asking]
+        """Answers all requests: the servers own no slots any more, or ``error`` says why they keep them."""
+        waiting, self._waiting = self._waiting, []
+        return [Send(peer, DrainReply(error)) for peer in waiting]
+
+    def _wait(self, peer: bytes) -> None:
+        if peer not in self._waiting:
+            self._waiting.append(peer)

@@ -1,4 +1,4 @@
-"""The table of nodes: who they are, and how each was last heard."""
+"""Table of the nodes that have registered: who each node is, and what was last heard of it."""
 
 from __future__ import annotations
 
@@ -16,131 +16,141 @@ from zenps.wire.messages import Load, Member, NodeStatus, Register, Role
 from .page.rates import Rates
 
 NodeState = Literal["waiting", "present", "leaving", "left", "lost"]
+"""``waiting``: a worker that waits for its admission to a running job. ``present``: a member. ``leaving``: a
+server that is being drained, and owns no slots in the newest ring. ``left``, ``lost``: gone."""
 
 
 class Node(msgspec.Struct, eq=False):
-    """A worker or a server."""
+    """A worker or a server.
+
+    Attributes:
+        peer: its routing identity.
+        register: the message with which it registered.
+        rank: -1 until it is assigned.
+        last_heard: when its last message came.
+        epoch: of the newest view that the node has applied.
+        state: while the node is in the table, only :meth:`Members.set_state` changes it.
+        load: of its last heartbeat.
+        rates: how fast the counters in its loads rise.
+        watermark: the newest that it has reported, by :meth:`Members.report`.
+    """
 
     peer: bytes
     register: Register
     rank: int
-    seen: float
+    last_heard: float
     epoch: int = 0
-    """Of the newest view that it has applied."""
     state: NodeState = "present"
-    """``waiting``: a worker that came to a running job, and is no member yet. ``leaving``: a server that is
-    being drained, and has no slots in the newest ring. Of one in the table :meth:`Members.turn` sets it."""
     load: Load = {}
     rates: Rates = msgspec.field(default_factory=Rates)
     watermark: int = 0
-    """The newest that it has reported, by :meth:`Members.report`."""
 
     @property
     def role(self) -> Role:
-        """What it does."""
+        """Worker or server."""
         return self.register.role
 
     @property
     def member(self) -> Member:
-        """As others know it."""
+        """The node as other nodes know it."""
         r = self.register
         return Member(r.role, max(self.rank, 0), r.host, r.pid, r.address, r.metrics, self.peer)
 
 
 class Members:
-    """All nodes of a job that have registered, by their routing identity.
+    """All registered nodes of a job, by their routing identity.
 
-    Each heartbeat asks who is present, and for the least watermark. There may be thousands of nodes, so
-    answers are kept until something changes.
+    Each heartbeat asks for the nodes in a state and for the least watermark. There may be thousands of
+    nodes, so both answers are cached until something changes.
     """
 
     def __init__(self) -> None:
         self._nodes: dict[bytes, Node] = {}
-        self._found: dict[tuple[Role | None, tuple[NodeState, ...]], Sequence[Node]] = {}
-        self._watermark = 0
+        self._by_state: dict[tuple[Role | None, tuple[NodeState, ...]], Sequence[Node]] = {}
+        self._next_watermark = 0
         self._counted: Sequence[Node] = ()
-        """The workers among which that is the least."""
+        """The workers whose reports ``_next_watermark`` was computed from."""
         self._behind: set[bytes] = set()
-        """Those of them that have not reported it yet."""
+        """Those of them that have not reported ``_next_watermark`` yet."""
 
     def __iter__(self) -> Iterator[Node]:
         return iter(list(self._nodes.values()))
 
     def get(self, peer: bytes) -> Node | None:
-        """None for one that has not registered."""
+        """Returns the node with this routing identity; None if it has not registered."""
         return self._nodes.get(peer)
 
     def add(self, node: Node) -> None:
-        """One that has registered. It takes the place of one that was lost, or has left, with its rank."""
+        """Adds a registered node. It replaces a node of its rank that has left or is lost."""
         self._nodes[node.peer] = node
-        self._found.clear()
+        self._by_state.clear()
         self._replace(node)
 
-    def turn(self, node: Node, state: NodeState) -> None:
-        """The node is in another state."""
-        node.state = state
-        self._found.clear()
-
     def forget(self, node: Node) -> None:
-        """As if it had never come."""
+        """Removes the node as if it had never registered."""
         self._nodes.pop(node.peer, None)
-        self._found.clear()
+        self._by_state.clear()
+
+    def set_state(self, node: Node, state: NodeState) -> None:
+        """Changes the state of a node in the table."""
+        node.state = state
+        self._by_state.clear()
 
     def present(self, role: Role | None = None) -> Sequence[Node]:
-        """Those that are members, servers first, in order of rank."""
+        """Returns the members of a role, or of both with servers first, in order of rank."""
         return self.with_state(role, "present")
 
+    def with_state(self, role: Role | None, *states: NodeState) -> Sequence[Node]:
+        """Returns the nodes that are in one of ``states``, in order of role and rank."""
+        if (role, states) not in self._by_state:
+            nodes = (n for n in self if n.state in states and role in (None, n.role))
+            self._by_state[role, states] = tuple(sorted(nodes, key=_role_and_rank))
+        return self._by_state[role, states]
+
     def alive(self) -> list[Node]:
-        """Those that can be told something."""
+        """Returns the nodes that still receive messages, in order of registration."""
         return [node for node in self if node.state in ("waiting", "present", "leaving")]
 
-    def with_state(self, role: Role | None, *states: NodeState) -> Sequence[Node]:
-        """Those of a role that are in one of ``states``, in order of rank."""
-        if (role, states) not in self._found:
-            nodes = (n for n in self if n.state in states and role in (None, n.role))
-            self._found[role, states] = tuple(sorted(nodes, key=lambda n: (n.role, n.rank)))
-        return self._found[role, states]
-
     def report(self, node: Node, watermark: int) -> None:
-        """All rounds of a worker that were in flight when it heard of ``watermark`` have ended."""
-        if watermark < node.watermark:  # it counts anew
+        """A worker has ended all rounds that were in flight when it heard of ``watermark``."""
+        if watermark < node.watermark:  # the worker counts from 0 again
             self._behind.clear()
-        elif watermark >= self._watermark:
+        elif watermark >= self._next_watermark:
             self._behind.discard(node.peer)
         node.watermark = watermark
 
     def next_watermark(self) -> int:
-        """One more than the least that a worker that is present has reported."""
+        """Returns one more than the least watermark that a present worker has reported."""
         workers = self.present("worker")
         if workers is not self._counted or not self._behind:
             self._counted = workers
-            self._watermark = 1 + min((worker.watermark for worker in workers), default=0)
-            self._behind = {worker.peer for worker in workers if worker.watermark < self._watermark}
-        return self._watermark
+            self._next_watermark = 1 + min((worker.watermark for worker in workers), default=0)
+            self._behind = {worker.peer for worker in workers if worker.watermark < self._next_watermark}
+        return self._next_watermark
 
     def assign_ranks(self, role: Role) -> None:
-        """Wanted ranks as they are; the others in order of registration."""
+        """Gives each node without a rank the lowest free one, in order of registration."""
         for node in self.alive():
             if node.role == role and node.rank < 0:
                 node.rank = self.free_rank(role)
-                self._found.clear()
+                self._by_state.clear()
                 self._replace(node)
 
     def free_rank(self, role: Role) -> int:
-        """The lowest that nobody has who is alive."""
+        """Returns the lowest rank that no living node has."""
         taken = {node.rank for node in self.alive() if node.role == role}
         return next(rank for rank in itertools.count() if rank not in taken)
 
-    def _replace(self, node: Node) -> None:
-        for other in self:
-            is_gone = other is not node and other.state in ("lost", "left")
-            if is_gone and (other.role, other.rank) == (node.role, node.rank):
-                self.forget(other)
-
     def status(
-        self, owners: NDArray[np.uint16], late: dict[int, float], now: float
+        self, owners: NDArray[np.uint16], late_seconds: dict[int, float], now: float
     ) -> tuple[NodeStatus, ...]:
-        """The table for people, servers first."""
+        """Returns the table as ``zenps status`` shows it, servers first.
+
+        Args:
+            owners: the rank of each slot's server.
+            late_seconds: how long others have waited for each worker, by rank.
+            now: the time.
+        """
         return tuple(
             NodeStatus(
                 role=node.role,
@@ -152,15 +162,25 @@ class Members:
                 epoch=node.epoch,
                 state=node.state,
                 slots=int((owners == node.rank).sum()) if node.role == "server" else 0,
-                silent_seconds=round(now - node.seen, 3),
+                silent_seconds=round(now - node.last_heard, 3),
                 load=node.load,
-                late_seconds=round(late.get(node.rank, 0.0), 3) if node.role == "worker" else 0.0,
+                late_seconds=round(late_seconds.get(node.rank, 0.0), 3) if node.role == "worker" else 0.0,
                 rates=node.rates.per_second if node.state not in ("left", "lost") else {},
             )
-            for node in sorted(self, key=lambda n: (n.role, n.rank))
+            for node in sorted(self, key=_role_and_rank)
         )
+
+    def _replace(self, node: Node) -> None:
+        for other in self:
+            is_gone = other is not node and other.state in ("lost", "left")
+            if is_gone and (other.role, other.rank) == (node.role, node.rank):
+                self.forget(other)
+
+
+def _role_and_rank(node: Node) -> tuple[Role, int]:
+    return node.role, node.rank
 
 
 def names(nodes: Iterable[Node]) -> str:
-    """For a message."""
+    """Lists the nodes for a message, such as ``worker 0 (host a, pid 7), worker 1 (host b, pid 8)``."""
     return listing(node.member for node in nodes)

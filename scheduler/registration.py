@@ -1,4 +1,4 @@
-"""Who may join, and who is missing: the sentences for people."""
+"""Registration: which nodes may join a job, and which the rendezvous still waits for."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from zenps.errors import listing
 from zenps.wire.messages import Refused, Register, Role
 
 from .members import Members, names
-from .states import State
+from .states import JobState
 
 Settings = dict[str, str | int | float]
 
 
 def refusal(
-    message: Register, state: State, members: Members, cluster: ClusterConfig, settings: Settings
+    message: Register, state: JobState, members: Members, cluster: ClusterConfig, settings: Settings
 ) -> Refused | None:
-    """Why a node cannot join; None if it can.
+    """Returns why a node cannot join; None if it can.
 
-    Servers may join at any time, and beyond their number; workers that others go on without, too, up to it.
+    Servers may join at any time, and there may be more than ``cluster.servers``. Workers may join a running
+    job if it is elastic and has lost some.
     """
     role, rank = message.role, message.rank
     expected = cluster.workers if role == "worker" else cluster.servers
@@ -36,7 +37,7 @@ def refusal(
     for node in alive:
         if rank == node.rank >= 0:
             return Refused("usage", f"rank {rank} is taken by {node.member}; give each {role} its own")
-    if reason := _out_of_reach(message, members):
+    if reason := _unreachable(message, members):
         return Refused("usage", reason)
     if role == "worker" and message.settings != settings:
         keys = sorted(message.settings.keys() | settings.keys())
@@ -49,8 +50,8 @@ def refusal(
     return None
 
 
-def _out_of_reach(message: Register, members: Members) -> str:
-    """Of a server that no other machine reaches, and a worker on another; "" if there is no such pair."""
+def _unreachable(message: Register, members: Members) -> str:
+    """Names a server on loopback and a worker on another host; "" if there is no such pair."""
     others = [node.register for node in members.alive()]
     servers = [message] if message.role == "server" else [r for r in others if r.role == "server"]
     workers = [message] if message.role == "worker" else [r for r in others if r.role == "worker"]
@@ -70,18 +71,18 @@ def _out_of_reach(message: Register, members: Members) -> str:
 def _is_on_loopback(address: str) -> bool:
     try:
         return is_loopback(parse_address(address)[0])
-    except ValueError:  # whatever it is, workers will say so
+    except ValueError:  # workers report a malformed address when they connect to it
         return False
 
 
-def missing_from(members: Members, cluster: ClusterConfig, state: State, epoch: int) -> str:
-    """Who has not come to the rendezvous, or confirmed the newest view."""
+def missing_from(members: Members, cluster: ClusterConfig, state: JobState, epoch: int) -> str:
+    """Lists the nodes that the rendezvous lacks, or the servers that have not confirmed the newest view."""
     if state == "confirming":
         servers = members.present("server")
         unconfirmed = [node for node in servers if node.epoch < epoch]
         return f"the confirmation of {names(unconfirmed)}" if servers else "another server"
     missing = []
-    # A job whose workers torchrun has restarted goes on with the servers that it has.
+    # A job whose workers torchrun has restarted continues with the servers that it has.
     expectations: dict[Role, int] = {"worker": cluster.workers, "server": 1 if epoch else cluster.servers}
     for role, expected in expectations.items():
         nodes = members.present(role)

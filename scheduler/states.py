@@ -1,4 +1,4 @@
-"""The states of a job, and what leads from one to another."""
+"""State machine of a job at its scheduler: one literal transition table."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import Final, Literal
 
 from zenps.transitions import Transitions
 
-State = Literal["gathering", "recovering", "confirming", "running", "draining", "stopped", "failed"]
-Event = Literal[
+JobState = Literal["gathering", "recovering", "confirming", "running", "draining", "stopped", "failed"]
+JobEvent = Literal[
     "all registered",
-    "a member returns",
-    "all returned",
+    "recovery started",
+    "recovery finished",
     "servers confirmed",
     "members changed",
     "workers restart",
     "a worker left",
-    "goes on without a worker",
+    "a worker removed",
     "joining workers admitted",
     "workers left",
     "servers left",
@@ -24,17 +24,17 @@ Event = Literal[
     "told to end",
 ]
 
-JOB: Final[Transitions[State, Event]] = {
+JOB: Final[Transitions[JobState, JobEvent]] = {
     "gathering": {
         "all registered": "confirming",
-        "a member returns": "recovering",
+        "recovery started": "recovering",
         "deadline": "failed",
         "told to end": "failed",
     },
     "recovering": {
-        "all returned": "running",
+        "recovery finished": "running",
         "members changed": "confirming",
-        "goes on without a worker": "confirming",
+        "a worker removed": "confirming",
         "workers restart": "gathering",
         "workers left": "draining",
         "a worker lost": "failed",
@@ -44,7 +44,7 @@ JOB: Final[Transitions[State, Event]] = {
         "servers confirmed": "running",
         "members changed": "confirming",
         "a worker left": "confirming",
-        "goes on without a worker": "confirming",
+        "a worker removed": "confirming",
         "joining workers admitted": "confirming",
         "workers restart": "gathering",
         "workers left": "draining",
@@ -55,7 +55,7 @@ JOB: Final[Transitions[State, Event]] = {
     "running": {
         "members changed": "confirming",
         "a worker left": "confirming",
-        "goes on without a worker": "confirming",
+        "a worker removed": "confirming",
         "joining workers admitted": "confirming",
         "workers restart": "gathering",
         "workers left": "draining",
@@ -66,4 +66,9 @@ JOB: Final[Transitions[State, Event]] = {
     "stopped": {},
     "failed": {},
 }
-"""A job at its scheduler: ``confirming`` while servers learn of a view that workers do not have yet."""
+"""``table[state][event]`` is the next state.
+
+``confirming``: servers learn of a new view, which workers get once all servers have it. ``a worker left``:
+the view still names it, so that rounds that wait for it fail. ``a worker removed``: an elastic job continues
+without it, and the view does not name it.
+"""

@@ -1,1 +1,1 @@
-"""The status page, and what is computed for it alone."""
+"""Status page of the scheduler, and the values that are computed for people alone."""

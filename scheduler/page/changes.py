@@ -1,4 +1,4 @@
-"""What became of the job and its nodes lately, for people. No socket, no clock."""
+"""Change log of the job and its nodes, for the status page. No socket, no clock."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ from typing import Final
 from zenps.wire.messages import Change
 
 from ..members import Node
-from ..states import State
+from ..states import JobState
 
 KEPT: Final = 32
+"""Older changes are dropped."""
 
-LOOK_SECONDS: Final = 0.25
-"""How often to look. What changes twice in between, as while servers confirm a view, is of no interest."""
+INTERVAL_SECONDS: Final = 0.25
+"""How often states are compared. States that last for less, such as confirming, may be missed."""
 
 FEW: Final = 3
-"""Nodes of which the same has become at once are named up to here, and counted beyond."""
+"""So many nodes that change to the same state at once are named. More than these are counted."""
 
 
 class Changes:
-    """Compares the cluster with how it was before."""
+    """Compares the states of the job and its nodes with those before."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[float, str, str, int]] = deque(maxlen=KEPT)
-        self._job: tuple[State, int] = ("gathering", 0)
+        self._job: tuple[JobState, int] = ("gathering", 0)
         self._nodes: dict[bytes, tuple[Node, str]] = {}
-        self._next_look = -math.inf
+        self._next_update = -math.inf
 
-    def look(self, members: Iterable[Node], state: State, epoch: int, now: float) -> None:
-        """Keeps what is new. A node that has no rank yet is not."""
-        if now < self._next_look:
+    def update(self, members: Iterable[Node], state: JobState, epoch: int, now: float) -> None:
+        """Records what has changed. Nodes without a rank are left out."""
+        if now < self._next_update:
             return
-        self._next_look = now + LOOK_SECONDS
+        self._next_update = now + INTERVAL_SECONDS
         before = self._nodes
         self._nodes = {node.peer: (node, node.state) for node in members if node.rank >= 0}
         changed = [node for node, was in self._nodes.values() if before.get(node.peer) != (node, was)]
-        # Members forget whom another replaces, or torchrun restarts.
+        # Members forget nodes that another node replaces, or that torchrun restarts.
         gone = [
             node
             for peer, (node, was) in before.items()
@@ -53,8 +54,8 @@ class Changes:
             self._job = (state, epoch)
             self._kept.append((now, "job", state, epoch))
 
-    def lately(self, now: float) -> tuple[Change, ...]:
-        """The latest, newest first."""
+    def newest_first(self, now: float) -> tuple[Change, ...]:
+        """Returns the recorded changes."""
         return tuple(
             Change(round(now - then, 3), who, state, epoch)
             for then, who, state, epoch in reversed(self._kept)

@@ -1,6 +1,6 @@
-"""The status page: how the cluster looks in a browser. Whoever reads it can change nothing.
+"""HTTP server of the status page, which is read-only.
 
-Threads of its own serve it, and ask the scheduler's loop, which never waits for them, for the status.
+It has its own threads. They ask the scheduler's loop for the status, and the loop never waits for them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import socketserver
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -27,30 +26,30 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from zenps.cli.status import to_tree
 from zenps.config.settings import StatusConfig
 from zenps.errors import cannot_listen
 from zenps.observe import log
 from zenps.wire.messages import Status
+from zenps.wire.status import to_tree
 
 logger = logging.getLogger("zenps.scheduler")
 
 FRESH_SECONDS: Final = 0.25
-"""For so long a status serves all who look: however many they are, the loop makes four a second."""
+"""How long one status answers all readers: so the loop makes at most four a second, however many they are."""
 
 PATIENCE_SECONDS: Final = 2.0
-"""How long a reader waits for the loop, which turns ten times a second."""
+"""How long a reader waits for the loop, which answers ten times a second."""
 
 LIMIT_SECONDS: Final = 5.0
-"""How long a connection may take, from first to last byte: each is for one request."""
+"""How long a connection may take, from its first to its last byte. Each serves one request."""
 
 MOST_CONNECTIONS: Final = 32
-"""The next one makes the oldest go: those that only wait keep nobody out."""
+"""One more connection closes the oldest, so that idle connections do not block others."""
 
 MOST_REQUEST_BYTES: Final = 16 << 10
 
 POLL_SECONDS: Final = 0.2
-"""How often old connections are looked for, and how long an end takes."""
+"""How often connections over their limit are closed, and how long :meth:`Page.close` may take."""
 
 _HEADERS: Final = {
     "Cache-Control": "no-store",
@@ -61,27 +60,33 @@ _HEADERS: Final = {
 
 
 class Page:
-    """A status page that is served; ``address`` is its ``host:port``, empty where it is off."""
+    """A served status page.
 
-    def __init__(self, server: _Server | None = None) -> None:
+    Attributes:
+        address: its ``host:port``; empty if the page is off.
+    """
+
+    def __init__(self, server: _Server | None = None, thread: threading.Thread | None = None) -> None:
         self._server = server
+        self._thread = thread
         self.address = ""
         if server is not None:
             host, port = server.server_address[:2]
             self.address = f"[{host!s}]:{port}" if ":" in str(host) else f"{host!s}:{port}"
-            self._thread = threading.Thread(
-                target=server.serve_forever, args=(POLL_SECONDS,), name="zenps-page", daemon=True
-            )
-            self._thread.start()
 
-    def answer(self, look: Callable[[], Status]) -> None:
-        """For the scheduler's loop: gives what ``look`` returns to those who have asked, if any."""
+    @property
+    def has_questions(self) -> bool:
+        """True if a reader waits for :meth:`answer`."""
+        return self._server is not None and self._server.mailbox.has_questions
+
+    def answer(self, status: Status) -> None:
+        """Gives the status to the readers that wait for it; called by the scheduler's loop."""
         if self._server is not None:
-            self._server.desk.answer(look)
+            self._server.mailbox.answer(status)
 
     def close(self) -> None:
         """Stops serving and frees the port; calling it again does nothing."""
-        if self._server is not None:
+        if self._server is not None and self._thread is not None:
             self._server.shutdown()
             self._server.server_close()
             self._thread.join()
@@ -89,7 +94,7 @@ class Page:
 
 
 def serve(config: StatusConfig) -> Page:
-    """Serves the page where ``config`` says.
+    """Serves the page at the address in ``config``.
 
     Raises:
         ConfigError: the address cannot be listened on.
@@ -99,34 +104,42 @@ def serve(config: StatusConfig) -> Page:
     try:
         found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)
         family, _, _, _, address = found[0]
-        return Page(_Server(family, address))
+        server = _Server(family, address)
     except OSError as error:
         raise cannot_listen("status", config.host, config.port, error) from error
+    run = threading.Thread(target=server.serve_forever, args=(POLL_SECONDS,), name="zenps-page", daemon=True)
+    run.start()
+    return Page(server, run)
 
 
-class _Desk:
-    """Where readers' threads ask, and the scheduler's loop answers."""
+class _Mailbox:
+    """Hands the status from the scheduler's loop to the threads of readers."""
 
     def __init__(self) -> None:
-        self._asked: SimpleQueue[Future[Status]] = SimpleQueue()
+        self._questions: SimpleQueue[Future[Status]] = SimpleQueue()
         self._reading = threading.Lock()
         self._json = b""
         self._fresh_until = 0.0
 
     def read(self) -> bytes:
-        """The status as JSON. Raises :class:`TimeoutError` where the loop does not answer."""
+        """Returns the status as JSON. Raises :class:`TimeoutError` if the loop does not answer."""
         with self._reading:
             if time.monotonic() > self._fresh_until:
                 question: Future[Status] = Future()
-                self._asked.put(question)
+                self._questions.put(question)
                 self._json = msgspec.json.encode(to_tree(question.result(PATIENCE_SECONDS)))
                 self._fresh_until = time.monotonic() + FRESH_SECONDS
             return self._json
 
-    def answer(self, look: Callable[[], Status]) -> None:
+    @property
+    def has_questions(self) -> bool:
+        """See :attr:`Page.has_questions`."""
+        return not self._questions.empty()
+
+    def answer(self, status: Status) -> None:
         """See :meth:`Page.answer`."""
-        while not self._asked.empty():
-            self._asked.get_nowait().set_result(look())
+        while not self._questions.empty():
+            self._questions.get_nowait().set_result(status)
 
 
 class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
@@ -137,19 +150,19 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     def __init__(self, family: int, address: Any) -> None:
         self.address_family = family
-        self.desk = _Desk()
+        self.mailbox = _Mailbox()
         self.html = importlib.resources.files("zenps.scheduler.page").joinpath("page.html").read_bytes()
         self.policy = _policy(self.html.decode())
         self._lock = threading.Lock()
         self._until: dict[socket.socket, float] = {}
-        """When each connection is cut, the oldest first."""
+        """When each connection is closed, the oldest first."""
         super().__init__(address, _Handler)
         self.is_local = ipaddress.ip_address(str(self.server_address[0]).partition("%")[0]).is_loopback
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
             if len(self._until) >= MOST_CONNECTIONS:
-                self._cut(next(iter(self._until)))
+                self._close(next(iter(self._until)))
             self._until[request] = time.monotonic() + LIMIT_SECONDS
         super().process_request(request, client_address)
 
@@ -158,10 +171,10 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         with self._lock:
             for connection, until in list(self._until.items()):
                 if time.monotonic() > until:
-                    self._cut(connection)
+                    self._close(connection)
 
     def shutdown_request(self, request: Any) -> None:
-        with self._lock:  # what is closed is not to be cut: its number may be another's by then
+        with self._lock:  # once it is closed, its descriptor may be that of another connection
             self._until.pop(request, None)
         super().shutdown_request(request)
 
@@ -169,24 +182,27 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         super().server_close()
         with self._lock:
             for connection in list(self._until):
-                self._cut(connection)
+                self._close(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         error = sys.exception()
-        if not isinstance(error, OSError):  # those are of readers that went away
+        if not isinstance(error, OSError):  # such as a reader that went away
             log.once(logger, ("page", type(error)), "the status page was not served: %r", error)
 
-    def _cut(self, connection: socket.socket) -> None:
-        """Its thread, which waits for it, closes it."""
+    def _close(self, connection: socket.socket) -> None:
+        """Shuts the connection down. Its thread, which waits for it, closes it."""
         del self._until[connection]
         try:
             connection.shutdown(socket.SHUT_RDWR)
         except OSError:
-            logger.debug("a reader of the status page was gone before it was cut")
+            logger.debug("a reader of the status page had gone before its connection was closed")
 
 
 def _policy(html: str) -> str:
-    """The page's own style and script, its own origin, and nothing else."""
+    """Content security policy: the page's own style and script, its own origin, and nothing else.
+
+    Source: https://developer.mozilla.org/en-US/docs/Web/HTTP/Reference/Headers/Content-Security-Policy
+    """
     hashes = {}
     for tag in ("style", "script"):
         found = re.search(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
@@ -200,7 +216,7 @@ def _policy(html: str) -> str:
 
 
 class _Bounded(io.RawIOBase):
-    """What a connection sends, up to :data:`MOST_REQUEST_BYTES`."""
+    """The bytes that a connection sends, up to :data:`MOST_REQUEST_BYTES`."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -244,9 +260,9 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _send_status(self, kind: str, instead: bytes = b"") -> None:
-        """The status, or what is to be sent if there is one."""
+        """Sends the status, or ``instead`` if the scheduler has answered with a status."""
         try:
-            status = self.server.desk.read()
+            status = self.server.mailbox.read()
         except TimeoutError:
             return self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "the scheduler is busy")
         self._send(kind, instead or status)
@@ -274,7 +290,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _names_this_machine(host: str) -> bool:
-    """Whether a request's Host is no name that somebody's DNS could point here from a page of theirs."""
+    """True if a request's Host is ``localhost`` or an IP address, against DNS rebinding.
+
+    Any other name may be one that the DNS server of a hostile page has pointed to this machine.
+    """
     try:
         name = urlsplit(f"//{host}").hostname or ""
         return name == "localhost" or bool(ipaddress.ip_address(name))

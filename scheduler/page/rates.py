@@ -1,4 +1,4 @@
-"""How fast what a node counts rises. No socket, no clock."""
+"""Rates per second of the counters in a node's heartbeats. No socket, no clock."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ COUNTERS: Final = frozenset({"rounds", "step"}) | {
     *("pushed_bytes", "pulled_bytes", "wait_seconds"),
     *("received_bytes", "sent_bytes", "busy_seconds"),
 }
-"""What only rises in a load; the rest is as it is at the moment."""
+"""The fields of a load that only rise. All others are gauges, and have no rate."""
 
 WINDOW_SECONDS: Final = 1.0
-"""Heartbeats that are closer, as those after a new view, say little."""
+"""Heartbeats that are closer, such as those after a new view, give no useful rate."""
 
 
 class Rates:
-    """Of one node, from the last two of its heartbeats that are a window or more apart.
+    """The rates of one node, from its last two heartbeats that are a window or more apart.
 
     Attributes:
-        per_second: by name, of the counters that both have.
+        per_second: by name, of the counters that both heartbeats have.
     """
 
     def __init__(self) -> None:
@@ -29,8 +29,8 @@ class Rates:
         self._before: Load = {}
         self._since = -math.inf
 
-    def report(self, load: Load, now: float) -> None:
-        """A heartbeat has come. A counter that fell, as steps do when all count anew, did not rise."""
+    def update(self, load: Load, now: float) -> None:
+        """A heartbeat has come. A counter that fell, because a worker counts from 0 again, has the rate 0."""
         seconds = now - self._since
         if seconds < WINDOW_SECONDS:
             return

@@ -2,4 +2,6 @@
 
 from __future__ import annotations
 
-from tests.zenps.conftest import zenps as zenps
+from tests.zenps.conftest import zenps
+
+__all__ = ["zenps"]

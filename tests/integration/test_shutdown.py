@@ -141,7 +141,7 @@ def test_launch(zenps: Any, train: Path, case: Case) -> None:
     out, err = popen.communicate(timeout=60)
     took = time.time() - begin
     assert popen.returncode == case.code, err
-    assert zenps.cli.processes() == {}
+    assert zenps.processes() == {}
     assert took < END_SECONDS, err
     assert_only_the_users_tracebacks(case, out + err)
     print(f"{case}: {took:.2f} s")  # shown by pytest -rP

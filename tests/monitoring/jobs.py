@@ -1,4 +1,4 @@
-"""What the monitored jobs do: a healthy one, and one that is harmed in the ways that alerts tell."""
+"""Training functions of the monitored jobs: a healthy one, and one that provokes every alert."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HARM = {
 
 
 def train(path: Path) -> None:
-    """Sparse and dense rounds, and barriers, until ``path/stop`` is there."""
+    """Sparse and dense rounds, and barriers, until ``path/stop`` exists."""
     generator = torch.Generator().manual_seed(zps.rank())
     while not _is_there(path / "stop"):
         table = zps.push_pull_async(_gradient(generator), "table")
@@ -44,14 +44,14 @@ def train(path: Path) -> None:
 
 
 def be_harmed(path: Path) -> None:
-    """One server has the whole table; and what files ask for while they are there.
+    """One server owns the whole table, and files in ``path`` cause harm while they exist.
 
-    ``overflow``: the table is compacted by hashing, once. ``late``: rank 1 is, in each step. ``crowd``: ranks
-    push more bytes than servers take, in different orders.
+    ``overflow``: the table is compacted by hashing, once. ``late``: rank 1 is late in each step. ``crowd``:
+    ranks push more bytes than servers accept, in different orders.
     """
     generator = torch.Generator().manual_seed(zps.rank())
     order = list(range(LARGE))[:: 1 if zps.rank() % 2 else -1]
-    _push_hashed(generator)  # compiles the kernels, before anybody looks
+    _push_hashed(generator)  # compiles the kernels, before rounds are measured
     is_hashed = False
     while True:
         if not is_hashed and _is_there(path / "overflow"):
@@ -77,13 +77,13 @@ def _push_hashed(generator: torch.Generator) -> None:
 
 
 def _gradient(generator: torch.Generator) -> Tensor:
-    """Of a table, an eighth of whose rows were touched, some of them twice or more."""
+    """Returns the gradient of a table with an eighth of its rows, some of them twice or more."""
     indices = torch.randint(ROWS, (1, ROWS // 8), generator=generator)
     values = torch.ones(ROWS // 8, COLUMNS)
     return torch.sparse_coo_tensor(indices, values, (ROWS, COLUMNS), check_invariants=True)
 
 
 def _is_there(path: Path) -> bool:
-    """Whether any rank sees the file; all get the same answer."""
+    """True if any rank sees the file; all ranks get the same answer."""
     seen = zps.push_pull(torch.tensor([float(path.exists())]), path.name, average=False)
     return bool(seen.item())

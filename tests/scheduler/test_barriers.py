@@ -1,3 +1,5 @@
+"""Barriers of one job, by messages to its membership."""
+
 from __future__ import annotations
 
 import pytest
@@ -49,7 +51,7 @@ def test_a_worker_waits_at_one_counted_barrier() -> None:
         7: [1],
         999: [0],
     }
-    # As often as it comes and goes, it has come to one once.
+    # However often a worker alternates between two, it has arrived at each once.
     for sequence in (7, 8, 7, 8, 7):
         assert membership.on_message(worker(0), Barrier(sequence), 0.0) == []
     assert [*is_open[7].arrivals] == [1, 0]
@@ -108,7 +110,7 @@ def test_barriers_are_for_workers_of_a_running_cluster() -> None:
     assert gathering.on_message(worker(0), Barrier(1), 0.0) == []
 
 
-def test_a_barrier_that_is_passed_is_passed_for_whoever_asks_again() -> None:
+def test_a_passed_barrier_stays_passed_for_a_worker_that_asks_again() -> None:
     membership = running(workers=3)
     for number in range(3):
         membership.on_message(worker(number), Barrier(1), 0.0)
@@ -117,7 +119,7 @@ def test_a_barrier_that_is_passed_is_passed_for_whoever_asks_again() -> None:
     assert only(membership.on_message(worker(0), Barrier(1), 2.0), worker(0)) == BarrierReply(1, "")
 
 
-def test_barriers_go_on_while_servers_learn_of_a_new_ring() -> None:
+def test_barriers_complete_while_servers_learn_of_a_new_ring() -> None:
     membership = running()
     membership.on_message(worker(0), Barrier(1), 0.0)
     membership.on_message(server(1), Leave(), 1.0)

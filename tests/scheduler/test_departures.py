@@ -1,11 +1,10 @@
-"""What follows when members are lost, leave, join or are drained: another view, or the end."""
+"""Departures: members that leave or are lost, and servers that take their place."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.scheduler.nodes import (
-    DEADLINE_SECONDS,
     EVERYBODY,
     LEASE_SECONDS,
     RENDEZVOUS_SECONDS,
@@ -21,15 +20,11 @@ from tests.scheduler.nodes import (
     sent,
     server,
     slots,
-    to,
     view_of,
     worker,
 )
 from zenps.scheduler.actions import Send
-from zenps.wire.messages import Departed, Drain, DrainReply, Heartbeat, Leave, Refused, Stop, View
-
-VISITOR = b"admin client"
-
+from zenps.wire.messages import Departed, Heartbeat, Leave, Refused, Stop, View
 
 # ── workers ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -66,7 +61,7 @@ def test_the_loss_of_a_worker_names_its_last_step() -> None:
     assert membership.failure.endswith("; its last step was 41")
 
 
-def test_the_first_failure_is_the_one_that_is_told() -> None:
+def test_the_first_failure_is_the_one_that_is_reported() -> None:
     membership = running()
     keep_alive(membership, 8.0, [worker(1), server(0), server(1)])
     membership.on_tick(11.0)
@@ -152,7 +147,7 @@ def test_the_others_take_the_slots_of_a_server_that_is_gone(gone: int, is_lost: 
     assert membership.state == "running"
 
 
-def test_a_change_before_servers_confirmed_takes_the_place_of_the_one_before() -> None:
+def test_a_change_before_servers_confirmed_replaces_the_one_before() -> None:
     membership = running(servers=3)
     membership.on_message(server(0), Leave(), 1.0)
     membership.on_message(server(1), Heartbeat(2, {}), 1.0)
@@ -163,7 +158,7 @@ def test_a_change_before_servers_confirmed_takes_the_place_of_the_one_before() -
     assert {peer: view.epoch for peer, view in views.items()} == {worker(0): 3, worker(1): 3}
 
 
-def test_a_server_lost_between_rendezvous_and_start_is_done_without() -> None:
+def test_a_job_starts_without_a_server_lost_before_its_start() -> None:
     membership = make_membership()
     gather(membership)
     lose(membership, server(0))
@@ -172,7 +167,7 @@ def test_a_server_lost_between_rendezvous_and_start_is_done_without() -> None:
     assert membership.state == "running"
 
 
-def test_a_server_that_was_taken_for_lost_is_told() -> None:
+def test_a_server_that_was_silent_too_long_is_told_that_it_is_lost() -> None:
     membership = running()
     lose(membership, server(1))
     refused = only(membership.on_message(server(1), Heartbeat(1, {}), 21.0), server(1))
@@ -247,77 +242,3 @@ def test_a_rank_that_a_server_wants_must_be_free() -> None:
     )
     view = sent(membership.on_message(server(9), register("server", 5), 1.0), View)[server(9)]
     assert [member.rank for member in view.servers] == [0, 1, 5]
-
-
-# ── draining ────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_drained_server_leaves_once_the_others_have_its_slots() -> None:
-    membership = running()
-    view = sent(membership.on_message(VISITOR, Drain(0), 1.0), View)
-    assert {peer: view.ring_epoch for peer, view in view.items()} == {server(1): 2}
-    assert slots(membership) == {1: 4096}
-    assert [n.state for n in membership.status(1.0).nodes if n.role == "server"] == ["leaving", "present"]
-    # It hears nothing of the new view; asked again, the admin client waits, too.
-    assert membership.on_message(b"impatient", Drain(0), 1.0) == []
-    assert [*map(type, to(membership.on_message(server(0), Heartbeat(1, {}), 1.0), server(0)))] != [Stop]
-    sends = confirm(membership, [server(1)])
-    assert sent(sends, Stop) == {server(0): Stop()}
-    assert sent(sends, DrainReply) == {VISITOR: DrainReply(""), b"impatient": DrainReply("")}
-    assert {*sent(sends, View)} == {worker(0), worker(1)}
-    # Stop may be lost with its connection, as the admin client's answer.
-    assert Stop() in to(membership.on_message(server(0), Heartbeat(1, {}), 2.0), server(0))
-    assert only(membership.on_message(VISITOR, Drain(0), 2.0), VISITOR) == DrainReply("")
-    assert membership.on_message(server(0), Leave(), 3.0) == []
-    assert (membership.state, membership.epoch) == ("running", 2)
-
-
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_a_drained_server_may_go_early(is_lost: bool) -> None:
-    membership = running()
-    membership.on_message(VISITOR, Drain(0), 1.0)
-    if is_lost:
-        lose(membership, server(0))
-    else:
-        assert membership.on_message(server(0), Leave(), 1.0) == []
-    assert membership.epoch == 2
-    if membership.state == "confirming":
-        assert sent(confirm(membership, [server(1)], now=20.0), DrainReply) == {VISITOR: DrainReply("")}
-    assert membership.state == "running"
-
-
-def test_a_drained_server_stays_when_all_others_are_lost() -> None:
-    membership = running()
-    membership.on_message(VISITOR, Drain(0), 1.0)
-    sends = membership.on_message(server(1), Leave(), 2.0)
-    assert sent(sends, DrainReply) == {VISITOR: DrainReply("the other servers are gone; start another first")}
-    assert {peer: view.ring_epoch for peer, view in sent(sends, View).items()} == {server(0): 3}
-    assert slots(membership)[0] == 4096
-    assert {*sent(confirm(membership, [server(0)]), View)} == {worker(0), worker(1)}
-    assert membership.state == "running"
-
-
-def test_drains_that_make_no_sense() -> None:
-    membership = running(servers=1)
-
-    def error(rank: int, now: float = 1.0) -> str:
-        reply = only(membership.on_message(VISITOR, Drain(rank), now), VISITOR)
-        assert isinstance(reply, DrainReply)
-        return reply.error
-
-    assert error(0) == "server 0 is the only one; start another first"
-    assert error(4) == "no server 4 is present; expected one of [0]"
-    membership.abort("told to end")
-    assert error(0) == "the job is failed; expected running"
-    membership = make_membership()
-    assert error(0) == "the job is gathering; expected running"
-
-
-def test_whoever_wants_to_drain_hears_that_the_job_failed() -> None:
-    membership = running()
-    membership.on_message(VISITOR, Drain(0), 1.0)
-    for peer in (worker(0), server(0), server(1)):  # nobody confirms
-        membership.on_message(peer, Heartbeat(1, {}), 20.0)
-    sends = membership.on_tick(20.0)
-    assert sent(sends, DrainReply) == {VISITOR: DrainReply(membership.failure)}
-    assert DEADLINE_SECONDS > 20.0

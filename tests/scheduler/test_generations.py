@@ -1,4 +1,4 @@
-"""torchrun ends all workers and starts them again: the servers stay."""
+"""Generations: torchrun ends all workers and starts them again, and the servers stay."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from zenps.wire.messages import (
 
 
 def start(membership: Membership, generation: int, now: float, restarts: int = 0) -> list[Send]:
-    """Both workers of a generation register; what that caused."""
+    """Both workers of a generation register. Returns what that caused."""
     sends = []
     for number in (0, 1):
         message = register("worker", number, 70 + number, generation=generation, restarts=restarts)
@@ -46,7 +46,7 @@ def start(membership: Membership, generation: int, now: float, restarts: int = 0
     return sends
 
 
-def test_a_newer_generation_takes_the_place_of_all_workers() -> None:
+def test_a_newer_generation_replaces_all_workers() -> None:
     membership = running()
     membership.on_message(worker(0), Barrier(1), 0.0)
     membership.on_message(b"new-1", register("worker", 1, generation=1), 1.0)
@@ -58,10 +58,10 @@ def test_a_newer_generation_takes_the_place_of_all_workers() -> None:
     # Barriers are counted from 1 again.
     assert membership.on_message(b"new-0", Barrier(1), 3.0) == []
     assert len(membership.on_message(b"new-1", Barrier(1), 3.0)) == 2
-    # What the old ones still say is a stranger's.
+    # The old ones are unknown peers.
     assert only(membership.on_message(worker(0), Heartbeat(1, {}), 3.0), worker(0)) == WhoAreYou()
     refused = only(membership.on_message(worker(0), register("worker", 0), 3.0), worker(0))
-    assert refused == Refused("lost", "torchrun has started the workers anew")
+    assert refused == Refused("lost", "torchrun has restarted the workers")
 
 
 def on_two_hosts() -> Membership:
@@ -94,23 +94,23 @@ def test_agents_count_restarts_each_for_themselves(is_lost: bool, first: int) ->
     assert membership.on_message(b"new-%d" % first, new[first], now) == []
     assert membership.state == "gathering"
     sends = membership.on_message(b"new-%d" % (1 - first), new[1 - first], now)
-    if not sends:  # the newer count has taken the place of the older: that is asked, and comes again
+    if not sends:  # the newer count has replaced the older: that worker is asked, and registers again
         assert only(membership.on_message(b"new-0", Heartbeat(0, {}), now), b"new-0") == WhoAreYou()
         sends = membership.on_message(b"new-0", new[0], now)
     view = view_of(sends)
     assert [m.pid for m in view.workers] == [70, 71]
-    # What was ended is not let in again.
+    # A worker that was ended cannot register again.
     old = msgspec.structs.replace(register("worker", 1, host="node1", restarts=2), view=view)
     assert only(membership.on_message(worker(1), old, now), worker(1)).kind == "lost"
 
 
-def test_an_older_count_on_the_same_host_is_of_the_past() -> None:
+def test_an_older_count_on_the_same_host_is_stale() -> None:
     membership = on_two_hosts()
     new = register("worker", 1, 71, "node1", generation=1, restarts=1)
     assert membership.on_message(b"new-1", new, 1.0) == []
     old = register("worker", 0, 60, "node1", generation=0, restarts=2)
     refused = only(membership.on_message(b"old-1", old, 1.0), b"old-1")
-    assert refused == Refused("lost", "torchrun has started the workers anew")
+    assert refused == Refused("lost", "torchrun has restarted the workers")
 
 
 def test_a_rank_that_has_left_is_taken_again_only_under_torchrun() -> None:
@@ -161,7 +161,7 @@ def test_workers_that_are_not_started_again_in_time() -> None:
     assert "missing after 60 s: 2 of 2 worker(s); present: server 0" in membership.failure
 
 
-def test_a_restart_goes_on_with_the_servers_that_are_left() -> None:
+def test_a_restart_continues_with_the_servers_that_are_left() -> None:
     membership = running(restarts=1)
     membership.on_message(server(0), Leave(), 1.0)
     confirm(membership, [server(1)])
@@ -199,7 +199,7 @@ def test_servers_wait_a_lease_for_workers_that_torchrun_may_start_again() -> Non
     assert Stop() in sent(membership.on_message(server(0), Heartbeat(2, {}), 12.0), Stop).values()
 
 
-def test_they_wait_longer_for_workers_that_have_not_come_to_the_end() -> None:
+def test_servers_wait_longer_for_workers_that_have_not_reached_the_end() -> None:
     membership = running(restarts=2)
     for number in (0, 1):
         membership.on_message(worker(number), Leave(), 1.0)

@@ -1,4 +1,4 @@
-"""Whatever happens in whatever order, and however often the scheduler is started anew."""
+"""Random histories: any messages in any order, and restarts of the scheduler (property-based)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EVENTS = st.sampled_from(PEERS)
 
 
 class History(RuleBasedStateMachine):
-    """Anything from anybody in any order, honest or not."""
+    """Any message from any peer in any order, honest or not."""
 
     @initialize(workers=st.integers(1, 2), servers=st.integers(1, 2))
     def begin(self, workers: int, servers: int) -> None:
@@ -61,7 +61,7 @@ class History(RuleBasedStateMachine):
 
     @rule(restarts=st.integers(0, 1))
     def complete(self, restarts: int) -> None:
-        """What usually happens, so that histories get somewhere."""
+        """The usual start of a job, so that histories reach later states."""
         cluster = self.membership._cluster
         roles: list[Role] = ["worker"] * cluster.workers + ["server"] * cluster.servers  # type: ignore[list-item]
         for peer, role in zip(PEERS, roles, strict=False):
@@ -75,7 +75,7 @@ class History(RuleBasedStateMachine):
             self.message(peer, Heartbeat(epoch, {}))
 
     @rule(is_returning=st.lists(st.booleans(), min_size=len(PEERS), max_size=len(PEERS)))
-    def start_scheduler_anew(self, is_returning: list[bool]) -> None:
+    def restart_scheduler(self, is_returning: list[bool]) -> None:
         cluster = self.membership._cluster
         self.membership = make_membership(cluster.workers, cluster.servers, now=self.now)
         self.epoch = 0
@@ -83,9 +83,9 @@ class History(RuleBasedStateMachine):
             if returns:
                 self.message(peer, Heartbeat(0, {}))
 
-    @rule(visitor=st.sampled_from([b"admin client", b"another"]), rank=st.integers(0, 3))
-    def drain(self, visitor: bytes, rank: int) -> None:
-        self.message(visitor, Drain(rank))
+    @rule(client=st.sampled_from([b"admin client", b"another"]), rank=st.integers(0, 3))
+    def drain(self, client: bytes, rank: int) -> None:
+        self.message(client, Drain(rank))
 
     @rule(peer=EVENTS, epoch=st.integers(0, 3))
     def heartbeat(self, peer: bytes, epoch: int) -> None:
@@ -114,9 +114,9 @@ class History(RuleBasedStateMachine):
             self.known[peer] = message
         self.check(self.membership.on_message(peer, message, self.now), peer)
 
-    def check(self, sends: Sequence[Send], visitor: bytes | None) -> None:
+    def check(self, sends: Sequence[Send], client: bytes | None) -> None:
         for send in sends:
-            assert send.peer in self.known.keys() | {visitor, b"admin client", b"another"}
+            assert send.peer in self.known.keys() | {client, b"admin client", b"another"}
             match send.message:
                 case View() as view:
                     assert 0 < view.ring_epoch <= view.epoch <= self.membership.epoch
@@ -166,7 +166,7 @@ class History(RuleBasedStateMachine):
             assert sum(node.slots for node in nodes if node.state == "present") == 4096
 
     def teardown(self) -> None:
-        """Whatever happened: once all are silent, the job ends."""
+        """After any history: once all nodes are silent, the job ends."""
         if not hasattr(self, "membership"):
             return
         for _ in range(5):

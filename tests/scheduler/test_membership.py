@@ -1,3 +1,5 @@
+"""Membership: leases, heartbeats, watermarks, unknown peers and the status."""
+
 from __future__ import annotations
 
 import time
@@ -43,31 +45,13 @@ def test_any_message_renews_the_lease() -> None:
     assert membership.state == "running"
 
 
-def test_the_first_failure_is_the_one_that_is_told() -> None:
-    membership = running()
-    keep_alive(membership, 8.0, [worker(1), server(0), server(1)])
-    membership.on_tick(11.0)
-    first = membership.failure
-    membership.on_tick(30.0)
-    assert (membership.state, membership.failure) == ("failed", first)
-    assert membership.live("worker") + membership.live("server") == 0
-
-
 @pytest.mark.parametrize("message", [Heartbeat(1, {"rounds": 9.0}), Barrier(1), Leave(), register("worker")])
-def test_a_node_that_has_left_is_not_heard_again(message: ToScheduler) -> None:
+def test_messages_of_a_node_that_has_left_are_ignored(message: ToScheduler) -> None:
     membership = running()
     membership.on_message(worker(0), Leave(), 1.0)
     before = membership.status(5.0)
     assert membership.on_message(worker(0), message, 5.0) == []
     assert membership.status(5.0) == before
-
-
-def test_a_server_that_is_lost_while_draining_does_not_keep_the_job_from_its_end() -> None:
-    membership = running(workers=1)
-    membership.on_message(worker(0), Leave(), 1.0)
-    membership.on_message(server(0), Leave(), 1.0)
-    assert membership.on_tick(2 * LEASE_SECONDS) == []
-    assert (membership.state, membership.failure) == ("stopped", "")
 
 
 def test_a_straggler_is_named_with_what_barriers_and_servers_waited() -> None:
@@ -84,7 +68,7 @@ def test_a_straggler_is_named_with_what_barriers_and_servers_waited() -> None:
     }
 
 
-def test_a_scheduler_that_has_to_end_tells_everybody() -> None:
+def test_a_scheduler_that_has_to_end_tells_all_nodes() -> None:
     membership = running()
     sends = membership.abort("the scheduler was told to end")
     assert {send.peer for send in sends} == {*EVERYBODY}
@@ -107,7 +91,7 @@ def test_a_node_whose_heartbeat_shows_an_older_epoch_gets_the_view_again() -> No
     assert sent(membership.on_message(worker(0), Heartbeat(2, {}), 3.0), View) == {}
 
 
-def test_a_wave_begins_when_all_workers_have_reported_the_one_before() -> None:
+def test_a_watermark_begins_when_all_workers_have_reported_the_one_before() -> None:
     membership = running()
 
     def beat(number: int, watermark: int) -> int:
@@ -120,14 +104,14 @@ def test_a_wave_begins_when_all_workers_have_reported_the_one_before() -> None:
     assert [beat(0, 0), beat(0, 1), beat(0, 1), beat(1, 0)] == [1, 1, 1, 1]
     assert [beat(1, 1), beat(0, 1), beat(0, 2)] == [2, 2, 2]
     assert only(membership.on_message(server(0), Heartbeat(1, {}), 1.0), server(0)) == HeartbeatReply(2)
-    # Who has left has no rounds any more.
+    # A worker that has left has no rounds in flight.
     membership.on_message(worker(1), Leave(), 1.0)
     assert beat(0, 2) == 3
 
 
-def test_a_beat_costs_the_same_however_many_nodes_there_are() -> None:
+def test_a_heartbeat_costs_the_same_however_many_nodes_there_are() -> None:
     def cost(workers: int) -> float:
-        """Of one beat, where each brings a new watermark; at best, for others use this processor, too."""
+        """Of one heartbeat with a new watermark: the best of five, for others use this processor, too."""
         membership = running(workers)
         seconds = []
         for watermark in range(1, 6):
@@ -141,21 +125,21 @@ def test_a_beat_costs_the_same_however_many_nodes_there_are() -> None:
     assert cost(800) < 3 * cost(40)
 
 
-# ── strangers and status ────────────────────────────────────────────────────────────────────────
+# ── unknown peers and status ────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("message", [Heartbeat(1, {}), Barrier(1)])
-def test_strangers_are_asked_to_register(message: ToScheduler) -> None:
+def test_unknown_peers_are_asked_to_register(message: ToScheduler) -> None:
     for membership in (make_membership(), running()):
-        assert membership.on_message(b"stranger", message, 1.0) == [Send(b"stranger", WhoAreYou())]
+        assert membership.on_message(b"unknown", message, 1.0) == [Send(b"unknown", WhoAreYou())]
 
 
-def test_a_stranger_may_leave() -> None:
+def test_an_unknown_peer_may_leave() -> None:
     for membership in (make_membership(), running()):
-        assert membership.on_message(b"stranger", Leave(), 1.0) == []
+        assert membership.on_message(b"unknown", Leave(), 1.0) == []
 
 
-def test_status_is_for_everybody() -> None:
+def test_any_peer_may_ask_for_the_status() -> None:
     membership = make_membership(workers=2, servers=1)
     status = only(membership.on_message(b"admin client", StatusRequest(), 0.0), b"admin client")
     assert status == Status("job", "gathering", 0, LEASE_SECONDS, SETTINGS, ())
@@ -183,7 +167,7 @@ def test_status_shows_every_node() -> None:
     assert (last.load, last.epoch, last.silent_seconds, last.pid) == ({"rounds": 3.0}, 1, 2.0, 1)
 
 
-def test_epochs_from_the_future_are_not_believed() -> None:
+def test_epochs_from_the_future_are_ignored() -> None:
     membership = running()
     membership.on_message(worker(0), Heartbeat(10, {}), 1.0)
     assert {node.epoch for node in membership.status(1.0).nodes if node.rank == 0} == {1}

@@ -1,4 +1,4 @@
-"""A scheduler that is started anew learns from its members what the job was."""
+"""Recovery: a restarted scheduler learns from returning members what the job was."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.scheduler.nodes import (
 )
 from zenps.scheduler.actions import Send
 from zenps.scheduler.membership import Membership
-from zenps.scheduler.recovery import RETURN_SECONDS
+from zenps.scheduler.recovery import RECOVERY_GRACE_SECONDS
 from zenps.wire.messages import (
     Barrier,
     BarrierReply,
@@ -42,11 +42,11 @@ from zenps.wire.messages import (
     WhoAreYou,
 )
 
-ENOUGH_SECONDS = LEASE_SECONDS + RETURN_SECONDS + 1
+ENOUGH_SECONDS = LEASE_SECONDS + RECOVERY_GRACE_SECONDS + 1
 
 
 class Nodes:
-    """The nodes of one job, each with its newest view: what a scheduler that died leaves behind."""
+    """The nodes of one job, each with its newest view, after their scheduler died."""
 
     def __init__(self, workers: int = 2, servers: int = 2, restarts: int = 0, generation: int = 0) -> None:
         self.before = make_membership(workers, servers)
@@ -80,7 +80,7 @@ class Nodes:
         return sends
 
 
-def test_all_return_with_the_same_view_and_the_job_goes_on_without_another() -> None:
+def test_all_return_with_the_same_view_and_the_job_continues_with_it() -> None:
     nodes, after = Nodes(), make_membership()
     assert nodes.come(after, EVERYBODY[:3]) == []
     assert after.state == "recovering"
@@ -94,7 +94,7 @@ def test_all_return_with_the_same_view_and_the_job_goes_on_without_another() -> 
 
 
 @pytest.mark.parametrize("message", [Heartbeat(1, {}), Barrier(3)])
-def test_who_is_not_known_is_asked_to_register(message: ToScheduler) -> None:
+def test_unknown_nodes_are_asked_to_register(message: ToScheduler) -> None:
     nodes, after = Nodes(), make_membership()
     nodes.come(after, [server(0)])
     assert only(after.on_message(worker(0), message, 1.0), worker(0)) == WhoAreYou()
@@ -110,7 +110,7 @@ def test_barriers_that_all_have_passed_stay_passed() -> None:
     assert len(after.on_message(worker(0), Barrier(4), 1.0)) == 2
 
 
-def test_no_wave_begins_while_workers_are_missing() -> None:
+def test_no_watermark_begins_while_workers_are_missing() -> None:
     nodes, after = Nodes(), make_membership()
     nodes.come(after, [worker(0)])
 
@@ -177,14 +177,14 @@ def test_a_server_that_does_not_return_is_lost() -> None:
     nodes.come(after, [worker(0), worker(1), server(1)])
     for peer in (worker(0), worker(1), server(1)):
         after.on_message(peer, Heartbeat(1, {}), 14.0)
-    assert after.on_tick(LEASE_SECONDS + RETURN_SECONDS) == []
+    assert after.on_tick(LEASE_SECONDS + RECOVERY_GRACE_SECONDS) == []
     sends = after.on_tick(ENOUGH_SECONDS)
     assert {peer: (view.epoch, view.ring_epoch) for peer, view in sent(sends, View).items()} == {
         server(1): (2, 2)
     }
     assert slots(after) == {1: 4096}
     refused = only(after.on_message(server(0), nodes.again(server(0)), 20.0), server(0))
-    assert refused == Refused("lost", "the scheduler took this node for lost; start it again")
+    assert refused == Refused("lost", "the scheduler counts this node as lost; start it again")
 
 
 def test_a_worker_that_does_not_return_fails_the_job() -> None:
@@ -195,7 +195,7 @@ def test_a_worker_that_does_not_return_fails_the_job() -> None:
         after.on_message(peer, Heartbeat(1, {}), 14.0)
     assert_failed(after, after.on_tick(ENOUGH_SECONDS), here)
     assert after.failure == (
-        "worker 1 (host box, pid 1) is lost: it did not return to the scheduler, which was started anew"
+        "worker 1 (host box, pid 1) is lost: it did not return after the scheduler was restarted"
     )
 
 
@@ -252,7 +252,7 @@ def test_a_server_that_was_being_drained_is_no_member_any_more() -> None:
     nodes.come(after, [server(0), server(1), worker(0), worker(1)])
     assert slots(after) == {1: 4096}
     refused = only(after.on_message(server(0), nodes.again(server(0)), 1.0), server(0))
-    assert refused == Refused("lost", "the scheduler took this node for lost; start it again")
+    assert refused == Refused("lost", "the scheduler counts this node as lost; start it again")
 
 
 def test_a_new_server_has_to_wait_until_members_are_back() -> None:
@@ -313,4 +313,4 @@ def test_old_workers_do_not_return_after_new_ones() -> None:
     nodes, after = Nodes(generation=2), make_membership()
     nodes.come(after, [worker(0)])
     refused = only(after.on_message(b"old", register("worker", 1, generation=1), 1.0), b"old")
-    assert refused == Refused("lost", "torchrun has started the workers anew")
+    assert refused == Refused("lost", "torchrun has restarted the workers")

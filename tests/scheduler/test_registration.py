@@ -1,3 +1,5 @@
+"""Registration: who may join, which ranks nodes get, and the deadline of the rendezvous."""
+
 from __future__ import annotations
 
 import msgspec
@@ -110,7 +112,7 @@ def test_a_server_that_only_its_own_machine_reaches(host: str, server_first: boo
 
 
 @pytest.mark.parametrize("address", ["", "tcp://", "nonsense", "tcp://[::1:7"])
-def test_an_address_that_is_none_is_no_reason_to_fall_over(address: str) -> None:
+def test_a_malformed_address_does_no_harm(address: str) -> None:
     membership = make_membership()
     odd = msgspec.structs.replace(register("server"), address=address)
     assert membership.on_message(server(0), odd, 0.0) == []

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from zenps.scheduler.recovery import RETURN_SECONDS
+from zenps.scheduler.recovery import RECOVERY_GRACE_SECONDS
 from zenps.worker.rounds.states import Round
 
 from .nodes import Violation
@@ -72,7 +72,8 @@ class Judge:
         if simulation.script.scenario == "steady":
             return None
         # Back after its lease, it is to the scheduler the first of those that torchrun has started anew.
-        if worker.was_silent and any(said in reason for said in ("its lease", "for lost", "workers anew")):
+        excused = ("its lease", "as lost", "restarted the workers")
+        if worker.was_silent and any(part in reason for part in excused):
             return "was silent itself"
         if simulation.script.scenario == "continue":
             return self._excuse_of_going_on(worker, reason)
@@ -93,7 +94,7 @@ class Judge:
     def _excuse_of_going_on(self, worker: Worker, reason: str) -> str | None:
         if worker.view is None:
             return "was not let in"
-        if self._may_be_silenced and ("its lease" in reason or "for lost" in reason):
+        if self._may_be_silenced and ("its lease" in reason or "as lost" in reason):
             return "was silent itself"
         if "of both" in reason or "servers have changed" in reason:
             return "a round was lost with a worker and a server"
@@ -109,7 +110,7 @@ class Judge:
         simulation = self._simulation
         cluster, now = simulation.cluster, simulation.network.now
         gone = [worker.gone_at for worker in simulation.workers if worker.is_gone]
-        seconds = 2 * cluster.lease_seconds + RETURN_SECONDS
+        seconds = 2 * cluster.lease_seconds + RECOVERY_GRACE_SECONDS
         if "is lost" not in reason or "the scheduler" in reason:
             seconds += cluster.rendezvous_seconds
         since = max(simulation.quiet_from, min(gone)) if gone else simulation.quiet_from

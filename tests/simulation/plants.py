@@ -170,9 +170,9 @@ class NeverDoesWithout(ServerRounds):
 
 
 class _EagerJob(Job):
-    def change(self, event: Any, now: float) -> list[Send]:
-        sends = super().change(event, now)
-        return [self.show_view(worker) for worker in self.members.present("worker")] + sends
+    def begin_epoch(self, event: Any, now: float) -> list[Send]:
+        sends = super().begin_epoch(event, now)
+        return [self.send_view(worker) for worker in self.members.present("worker")] + sends
 
 
 class TellsWorkersFirst(Membership):
@@ -200,9 +200,8 @@ class _HastyBarriers(Barriers):
 
 
 class _HastyJob(Job):
-    def _begin_generation(self, generation: int) -> None:
-        super()._begin_generation(generation)
-        self.barriers = _HastyBarriers(self.members, False, math.inf, self.stragglers.barriers)
+    def _new_barriers(self) -> Barriers:
+        return _HastyBarriers(self.members, False, math.inf, self.stragglers.barriers)
 
 
 class LetsOneThrough(Membership):
@@ -214,8 +213,8 @@ class LetsOneThrough(Membership):
 
 
 class _ImpatientJoiningWorkers(JoiningWorkers):
-    def are_due(self) -> bool:
-        return bool(self._asked)
+    def are_all_ready(self) -> bool:
+        return bool(self._ready)
 
 
 class LetsInTooEarly(Membership):
@@ -288,9 +287,9 @@ class MixesGenerations(Membership):
 class ForgetsThatTorchrunHasBegunAnew(Membership):
     """Takes new workers that come before members return for the generation of those."""
 
-    def _on_return(self, peer: bytes, message: Register, now: float) -> list[Send]:
-        sends = super()._on_return(peer, message, now)
-        self._job.generation = max(self._job.generation, self._job.returning.generation)
+    def _on_recovery(self, peer: bytes, message: Register, now: float) -> list[Send]:
+        sends = super()._on_recovery(peer, message, now)
+        self._job.generation = max(self._job.generation, self._job.recovery.generation)
         return sends
 
 

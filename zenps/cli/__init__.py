@@ -1,1 +1,1 @@
-"""The command zenps."""
+"""Command line of ZenPS: the command ``zenps``."""

@@ -1,4 +1,4 @@
-"""``python -m zenps.cli``, which ``zenps launch`` starts its roles by."""
+"""Module entry point: ``zenps launch`` starts roles as ``python -m zenps.cli``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command ``zenps``. A role, and torch with it, is imported only by the subcommand that runs it."""
+"""Subcommands of ``zenps``. Only the subcommand that runs a role imports it, and torch with it."""
 
 from __future__ import annotations
 
@@ -20,20 +20,14 @@ from zenps.keys import LIST_NAME, generate, load_keys
 from zenps.observe.log import setup as setup_log
 
 from .arguments import make_parser, split_command
-
-EXIT_FAILED = 1
-EXIT_CONFIG = 2
-EXIT_CANNOT_START = 126  # as a shell has it
-
-# The status that a shell shows for a process that this signal ended is 128 + its number.
-_SIGNALLED = 128
+from .exit_codes import CANNOT_START, FAILED, REFUSED, SIGNALLED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``zenps`` with the arguments ``argv`` (default: the process's) and return its exit code.
+    """Runs ``zenps`` with the arguments ``argv`` (default: those of the process) and returns its exit code.
 
     0: done. 1: the cluster or a check failed, or output cannot be written. 2: a setting or an argument was
-    refused, in one line. ``launch`` and ``worker`` otherwise end as the command that they were given.
+    refused, in one line. Otherwise ``launch`` and ``worker`` have the exit code of their command.
     """
     options, command = split_command(sys.argv[1:] if argv is None else argv)
     args = make_parser().parse_args(options)
@@ -41,26 +35,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.parser.error("expected -- CMD [ARG ...]" if args.takes_command else "unexpected -- CMD")
     args.command = command
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # not every encoding has what tables are made of
+        sys.stdout.reconfigure(errors="replace")  # not every encoding has the characters of tables
     try:
         code = _RUN[args.subcommand](args)
-        sys.stdout.flush()  # what is still in the buffer fails here, not at exit
+        sys.stdout.flush()  # so that a failure to write is reported here, not at exit
         return code
     except ConfigError as error:
         _complain(error)
-        return EXIT_CONFIG
+        return REFUSED
     except ZenPSError as error:
         _complain(error)
-        return EXIT_FAILED
+        return FAILED
     except KeyboardInterrupt:
-        return _SIGNALLED + signal.SIGINT
+        return SIGNALLED + signal.SIGINT
     except BrokenPipeError:  # the reader of our output is gone
         _drop_output()
-        return _SIGNALLED + signal.SIGPIPE
+        return SIGNALLED + signal.SIGPIPE
     except OSError as error:
         _drop_output()
         _complain(error)
-        return EXIT_FAILED
+        return FAILED
 
 
 def _drop_output() -> None:
@@ -73,14 +67,18 @@ def _complain(error: Exception) -> None:
 
 
 def _load(args: argparse.Namespace) -> Loaded:
+    """Loads the settings with the options on top."""
     counts = {f"cluster.{name}s": getattr(args, f"{name}s", None) for name in ("worker", "server")}
     more = [f"{name}={count}" for name, count in counts.items() if count is not None]
     return load(sets=[*args.set, *more], file=args.config)
 
 
-def _require_scheduler(config: Config) -> None:
+def _load_with_scheduler(args: argparse.Namespace) -> Config:
+    """Loads the settings, of which ``cluster.scheduler`` must be set."""
+    config = _load(args).config
     if not config.cluster.scheduler:
         raise ConfigError("cluster.scheduler", "", "'host:port' of the scheduler")
+    return config
 
 
 def _require_command(command: Sequence[str]) -> None:
@@ -89,9 +87,9 @@ def _require_command(command: Sequence[str]) -> None:
 
 
 def _environment(args: argparse.Namespace, loaded: Loaded) -> dict[str, str]:
-    """Our environment, with the options added in the form in which a child's ``load`` finds them.
+    """Returns our environment with the options added as variables, which a child process loads.
 
-    The rest it finds as we did; so precedence, and what ``zenps config`` shows there, stay the same.
+    It finds all other settings as we did. So their precedence stays, and what ``zenps config`` shows there.
     """
     environment = dict(os.environ)
     if args.config is not None:
@@ -106,22 +104,22 @@ def _environment(args: argparse.Namespace, loaded: Loaded) -> dict[str, str]:
 
 
 def _serve(role: str, config: Config, serve: Callable[[], None]) -> int:
-    """Runs a role until the job ends, SIGTERM or Ctrl-C; all three close its sockets."""
+    """Runs a role until the job ends, SIGTERM or Ctrl-C, all of which close its sockets."""
     logger = setup_log(config.log, role, owns_process=True)
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(_SIGNALLED + number))
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(SIGNALLED + number))
     try:
         serve()
     except ConfigError as error:
         if config.log.format == "text":
-            raise  # to be refused as before the log was set up
+            raise  # main() reports it, as before the log was set up
         logger.error("%s", error)
-        return EXIT_CONFIG
+        return REFUSED
     except ZenPSError as error:
         logger.error("%s", error)
-        return EXIT_FAILED
-    except Exception:  # whatever it is, it becomes a line like all others, with its traceback
-        logger.exception("ended by an error of its own")
-        return EXIT_FAILED
+        return FAILED
+    except Exception:  # a log line like all others, with its traceback
+        logger.exception("ended by an unexpected error")
+        return FAILED
     return 0
 
 
@@ -133,6 +131,8 @@ def _scheduler(args: argparse.Namespace) -> int:
 
 
 def _announce(descriptor: int | None) -> Callable[[str], None]:
+    """Returns a function that writes the scheduler's address to a file descriptor, and closes it."""
+
     def announce(address: str) -> None:
         if descriptor is None:
             return
@@ -148,15 +148,14 @@ def _announce(descriptor: int | None) -> Callable[[str], None]:
 
 
 def _server(args: argparse.Namespace) -> int:
-    config = _load(args).config
-    _require_scheduler(config)
+    config = _load_with_scheduler(args)
     from zenps.server import service
 
     return _serve("server", config, lambda: service.serve(config))
 
 
 def _worker(args: argparse.Namespace) -> int:
-    # A dotted sync.partition is left to zenps.init(): only CMD knows the sys.path that it lies on.
+    # zenps.init() checks a dotted sync.partition: only CMD has the sys.path to find it.
     loaded = _load(args)
     require_cluster(loaded)
     _require_command(args.command)
@@ -165,7 +164,7 @@ def _worker(args: argparse.Namespace) -> int:
         os.execvpe(args.command[0], args.command, _environment(args, loaded))
     except OSError as error:
         print(f"zenps: {args.command[0]} cannot be started: {error.strerror}", file=sys.stderr)
-        return EXIT_CANNOT_START
+        return CANNOT_START
 
 
 def _launch(args: argparse.Namespace) -> int:
@@ -176,14 +175,15 @@ def _launch(args: argparse.Namespace) -> int:
     return launch(loaded.config, args.command, _environment(args, loaded))
 
 
-# ── questions ───────────────────────────────────────────────────────────────────────────────────
+# ── questions to a cluster ──────────────────────────────────────────────────────────────────────────
 
 
 def _status(args: argparse.Namespace) -> int:
-    config = _load(args).config
-    _require_scheduler(config)
+    config = _load_with_scheduler(args)
+    from zenps.wire.status import to_json
+
     from .printing import show_status, watch_status
-    from .status import fetch, to_json
+    from .status import fetch
 
     keys = load_keys(config.security, "operator")
     ask = partial(fetch, config.cluster, args.timeout_seconds, keys)
@@ -197,8 +197,7 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _health(args: argparse.Namespace) -> int:
-    config = _load(args).config
-    _require_scheduler(config)
+    config = _load_with_scheduler(args)
     from .health import check
 
     check(config, args.role, rank_from_environment(), args.timeout_seconds)
@@ -206,8 +205,7 @@ def _health(args: argparse.Namespace) -> int:
 
 
 def _drain(args: argparse.Namespace) -> int:
-    config = _load(args).config
-    _require_scheduler(config)
+    config = _load_with_scheduler(args)
     from .status import drain
 
     if not 0 <= args.rank < 1 << 16:
@@ -235,13 +233,13 @@ def _doctor(args: argparse.Namespace) -> int:
 
     checks = examine(config)
     show_checks(checks)
-    return EXIT_FAILED if any(check.verdict == "fail" for check in checks) else 0
+    return FAILED if any(check.verdict == "fail" for check in checks) else 0
 
 
 def _trace(args: argparse.Namespace) -> int:
     from zenps.observe.timeline import merge
 
-    _load(args)  # of no use here, but what is wrong is refused everywhere
+    _load(args)  # not used here, but every subcommand refuses wrong settings
     count = merge(args.parts, args.out)
     print(f"{args.out}: {count} process(es); chrome://tracing and https://ui.perfetto.dev show it")
     return 0
@@ -260,7 +258,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _record(args: argparse.Namespace, steps: int, workers: int, trace: Path) -> int:
-    """Runs CMD on a cluster of its own, whatever the settings say of the one to come."""
+    """Runs CMD on a local cluster, whatever the settings say of the cluster to plan for."""
     _require_command(args.command)
     from .plan.recorded import record
 
@@ -275,7 +273,7 @@ def _keygen(args: argparse.Namespace) -> int:
     cluster = _load(args).config.cluster
     made = generate(args.directory, cluster.workers, cluster.servers)
     print(f"{len(made)} new key(s) in {args.directory}" + (f": {listing(made)}" if made else ""))
-    print(f"every node needs {LIST_NAME} and the .secret of its own name, and should have no other's")
+    print(f"every node needs {LIST_NAME} and the .secret of its own name, and no other .secret")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""``zenps doctor``: what to look at when a cluster does not start, hangs, or is slow."""
+"""Diagnostics of ``zenps doctor``, for a cluster that does not start, hangs, or is slow."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from .status import fetch
 
 TIMEOUT_SECONDS: Final = 2.0
 
-# Files, pipes and sockets of a Python process with torch, and ZeroMQ's own, beside those to the peers.
 OTHER_FILES: Final = 128
+"""Files, pipes and sockets of a Python process with torch and ZeroMQ, beside those to the peers."""
 
 _GIB: Final = 1 << 30
 
 
 class Check(NamedTuple):
-    """One line of the report; ``advice`` says what to do about it, where there is something to do."""
+    """One line of the report; ``advice`` says what to do, if there is something to do."""
 
     name: str
     verdict: Literal["ok", "warn", "fail"]
@@ -41,7 +41,7 @@ class Check(NamedTuple):
 
 
 def examine(config: Config) -> list[Check]:
-    """All checks, of this machine first, then of the way to the cluster. Takes a few seconds at most."""
+    """Runs all checks of this machine, and then of its connection to the cluster, within a few seconds."""
     return [
         *_versions(),
         *_torch(),
@@ -70,18 +70,18 @@ def _torch() -> Iterator[Check]:
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a shared library that it needs
-        yield Check("torch", "fail", f"cannot be imported: {error}", "install it anew")
+        yield Check("torch", "fail", f"cannot be imported: {error}", "install it again")
         return
     cores, here = len(os.sched_getaffinity(0)), local_size_from_environment()
     threads = torch.get_num_threads()
     found = f"{threads} per process, {cores} core(s), {here} worker(s) on this host"
     if threads * here > cores:
-        advice = f"set OMP_NUM_THREADS={max(1, cores // here)}, or they fight for the cores"
+        advice = f"set OMP_NUM_THREADS={max(1, cores // here)}, or processes compete for the cores"
         yield Check("torch threads", "warn", found, advice)
     else:
         yield Check("torch threads", "ok", found)
     if not torch.cuda.is_available():
-        yield Check("cuda", "ok", "not seen: everything runs on the CPU")
+        yield Check("cuda", "ok", "no GPU found: everything runs on the CPU")
         return
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
     if importlib.util.find_spec("cupy") is None:
@@ -98,7 +98,7 @@ def _partition(config: Config) -> Check:
     try:
         check_partition(config)
     except ConfigError as error:
-        advice = "nothing, if it lies beside the training script; else put its folder on PYTHONPATH"
+        advice = "put its folder on PYTHONPATH, unless it lies beside the training script"
         return Check("sync.partition", "warn", str(error), advice)
     return Check("sync.partition", "ok", name)
 
@@ -122,7 +122,7 @@ def _memory(config: Config) -> Check:
 
 
 def _available_bytes() -> int:
-    """What the kernel could give out, or the container's limit (cgroup v2) where that is less."""
+    """Returns the available memory, or the limit of the container (cgroup v2) if that is less."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -143,7 +143,7 @@ def _keys(config: Config) -> Check:
     except ConfigError as error:
         return Check("keys", "fail", str(error), "zenps keygen makes keys")
     if keys is None:
-        return Check("keys", "ok", "none: to be used among machines that trust one another")
+        return Check("keys", "ok", "none: for machines that trust one another")
     return Check("keys", "ok", f"that of {keys.name}, one of {len(keys.owners)} in {keys.file}")
 
 
@@ -152,20 +152,20 @@ def _bind(name: str, host: str, port: int, advice: str) -> Check:
     try:
         family, kind, _, _, target = net.getaddrinfo(host, port, type=net.SOCK_STREAM)[0]
         with net.socket(family, kind) as probe:
-            # As ZeroMQ and the metrics endpoint do: a port whose last connections linger is free.
+            # As ZeroMQ and the metrics endpoint do: a port is free although its last connections linger.
             probe.setsockopt(net.SOL_SOCKET, net.SO_REUSEADDR, 1)
             probe.bind(target)
             probe.listen()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return Check(
-                name, "warn", f"{shown}: in use", f"well if a node of yours runs here; else {advice}"
+                name, "warn", f"{shown}: in use", f"expected if a node of yours runs here; else {advice}"
             )
         return Check(name, "fail", f"{shown}: {error.strerror}", advice)
     return Check(name, "ok", shown)
 
 
-# ── the way to the cluster ──────────────────────────────────────────────────────────────────────
+# ── the cluster ─────────────────────────────────────────────────────────────────────────────────
 
 
 def _cluster(config: Config) -> Iterator[Check]:
@@ -209,7 +209,7 @@ def _scheduler(config: Config) -> Iterator[Check]:
 
 
 def _nodes(config: Config, status: Status) -> Check:
-    """Whom the cluster waits for, by our own configuration, and whom it has lost."""
+    """Checks which nodes the cluster waits for, by our own configuration, and which it has lost."""
     expected = {"worker": config.cluster.workers, "server": config.cluster.servers}
     present = {
         role: sum(node.role == role and node.state == "present" for node in status.nodes) for role in expected
@@ -217,26 +217,26 @@ def _nodes(config: Config, status: Status) -> Check:
     found = " and ".join(f"{present[role]} of {expected[role]} {role}(s)" for role in expected)
     lost = [f"{node.role} {node.rank} ({node.host})" for node in status.nodes if node.state == "lost"]
     if lost:
-        return Check("nodes", "fail", f"lost: {', '.join(lost)}", "see their logs; then start the job anew")
+        return Check("nodes", "fail", f"lost: {', '.join(lost)}", "see their logs; then start the job again")
     if status.state == "gathering" and present != expected:
         return Check("nodes", "warn", f"gathering: {found}", "the cluster waits for the others: start them")
     return Check("nodes", "ok", found)
 
 
 def _levels(config: Config, status: Status) -> Check:
-    """Whether workers share a host, and make use of it."""
+    """Checks if workers share a host, and if they use hierarchical reduction then."""
     hosts = Counter(node.host for node in status.nodes if node.role == "worker" and node.state == "present")
     found = f"{config.sync.levels}, with {hosts.total()} worker(s) on {len(hosts)} host(s)"
     if config.sync.levels == 2 and len(hosts) == 1:
         return Check("sync.levels", "ok", f"{found}: they reduce there, not at servers")
     if config.sync.levels == 1 and hosts.total() > len(hosts) and allows_two_levels(config):
-        advice = "2 has those of a host reduce there first, which is faster: docs/schemes.md"
+        advice = "set 2: workers of a host then reduce there first, which is faster; see docs/schemes.md"
         return Check("sync.levels", "ok", found, advice)
     return Check("sync.levels", "ok", found)
 
 
 def _same_settings(config: Config, status: Status) -> Check:
-    """Workers whose shared settings are not the scheduler's are refused."""
+    """Checks the shared settings: the scheduler refuses a worker with others."""
     own = shared_settings(config)
     differing = [
         f"{name} is {own.get(name)!r} here and {value!r} there"

@@ -1,4 +1,4 @@
-"""What each process of a cluster on one machine finds in its environment."""
+"""Environment variables of the processes of a local cluster."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from zenps.keys import load_keys
 
 
 def environments(config: Config, base: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """The environment of each process, by its name, ``server 0``, in the order of starting.
+    """Returns the variables of each process, by its name, such as ``server 0``, in the order of starting.
 
     Args:
-        config: how many there are. Fixed ports are the first process's; the next take those after it.
-        base: what all have; settings in it must give ``config``.
+        config: the settings of the cluster. The first process has its fixed ports, the next ones those after.
+        base: variables of all processes; settings in it must give ``config``.
 
     Raises:
         ConfigError: ``cluster.scheduler`` is not on this machine, ports run out, or a node has no keys.
@@ -29,10 +29,10 @@ def environments(config: Config, base: Mapping[str, str]) -> dict[str, dict[str,
     names += [f"worker {rank}" for rank in range(cluster.workers)]
     cores = len(os.sched_getaffinity(0))
     common = {
-        # torch takes a thread per core in every process, and they would fight for the cores. torchrun's
-        # choice, 1, leaves cores idle where processes are few.
+        # torch starts a thread per core in every process, which is too many. torchrun's choice, 1, leaves
+        # cores idle if there are few processes.
         "OMP_NUM_THREADS": str(max(1, cores // (cluster.workers + cluster.servers))),
-        # Output into a pipe would come in blocks, and late.
+        # Python buffers output into a pipe: it would come late.
         "PYTHONUNBUFFERED": "1",
         **base,
         "ZENPS_CLUSTER_WORKERS": str(cluster.workers),
@@ -61,7 +61,7 @@ def environments(config: Config, base: Mapping[str, str]) -> dict[str, dict[str,
 
 
 def _check_keys(config: Config) -> None:
-    """What every process will load: better refused here in one line than by each for itself."""
+    """Loads the keys of all processes: an error here is one line, and not one of each process."""
     security = config.security
     if security.secret and not Path(security.secret).is_dir():
         raise ConfigError("security.secret", security.secret, "the directory with the secrets of all nodes")
@@ -74,7 +74,7 @@ def _check_keys(config: Config) -> None:
 
 
 def _own_port(name: str, first: int, index: int) -> dict[str, str]:
-    """A fixed port serves one process; the next ones take the ports after it."""
+    """Returns the variable for the port of one process: the first has a fixed port, the next those after."""
     if first <= 0:
         return {}
     if first + index > 65535:

@@ -1,4 +1,4 @@
-"""Whether one role does its work: what ``zenps health`` asks for a container's healthcheck."""
+"""Health check of one role, for the probe of a container: ``zenps health``."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .status import fetch
 def check(
     config: Config, role: Literal["scheduler", "server"], rank: int | None, timeout_seconds: float
 ) -> None:
-    """Asks the scheduler for the cluster's status, with this node's own key where there are keys.
+    """Asks the scheduler for the status of the cluster, with this node's own key if there are keys.
 
-    A scheduler is well when it answers, and its job has not failed. A server is well when it has registered
-    and keeps its lease, as its one thread does that also sums. Which server is meant follows from its key,
-    else from ``rank``, else from the name of this host.
+    A scheduler is healthy if it answers and its job has not failed. A server is healthy if it has registered
+    and keeps its lease: the thread that does so also sums. The server is found by its key, else by ``rank``,
+    else by the name of this host.
 
     Raises:
-        PeerLostError: it is not.
-        ConfigError, DeadlineError: as :func:`~zenps.cli.status.fetch`; without a scheduler no server is well.
+        PeerLostError: the role is not healthy.
+        ConfigError, DeadlineError: as :func:`~zenps.cli.status.fetch`, also if a server was to be checked.
     """
     keys = load_keys(config.security, role, rank)
     status = fetch(config.cluster, timeout_seconds, keys)
@@ -45,6 +45,6 @@ def _check_server(status: Status, rank: int | None, host: str) -> None:
     ]
     if not found:
         raise PeerLostError(f"no {who} has registered with the scheduler")
-    # One that was started again is listed beside those that it follows.
+    # A server that was started again is listed beside the earlier one.
     if not any(node.state in ("present", "leaving") for node in found):
         raise PeerLostError(f"{who} is {found[-1].state}: silent for {found[-1].silent_seconds:.1f} s")

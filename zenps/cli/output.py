@@ -1,4 +1,4 @@
-"""The output of several processes on one terminal: whole lines, each with the name of its process."""
+"""Line-wise output of several processes on one terminal, each line with the name of its process."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import select
 import sys
 from typing import Final
 
-# A line this long is cut, so that output without line ends does not fill the memory.
 MAX_LINE_BYTES: Final = 1 << 16
+"""A longer line is broken, so that output without line ends does not fill the memory."""
 
 STALLED_SECONDS: Final = 60.0
-"""Whoever reads nothing for this long is taken for dead, where writing does not wait by itself."""
+"""Output that nobody reads for this long has failed. Applies to streams that do not block."""
 
-# Erasing and moving would hit the prefix and the lines of others. Colours are let through.
+# Escape sequences that erase or move would damage the lines of other processes. Colours are kept.
 _CURSOR: Final = re.compile(rb"\x1b\[[0-9;]*[A-HJKSTfsu]")
 _ERASE_LINE: Final = b"\r\x1b[K"
 _SHOW_CURSOR: Final = b"\x1b[?25h"
@@ -23,12 +23,12 @@ _COLOURS: Final = (36, 32, 33, 34, 35, 96, 92, 93, 94, 95)
 
 
 class Output:
-    """stdout and stderr of this process, shared by ``names``.
+    """stdout and stderr of this process, shared by the processes ``names``.
 
     Attributes:
-        columns: width left beside the prefix where both are a terminal, else None.
-        failure: why stdout or stderr cannot be written any more, ``BrokenPipeError`` where whoever read
-            it is gone; what comes is dropped.
+        columns: the width beside the prefix if both are a terminal, else None.
+        failure: why stdout or stderr cannot be written any more, ``BrokenPipeError`` if its reader is gone.
+            Further output is dropped.
     """
 
     def __init__(self, names: list[str]) -> None:
@@ -42,7 +42,7 @@ class Output:
             self.columns = os.get_terminal_size(sys.stdout.fileno()).columns - self._width - len(" | ")
 
     def line(self, name: str, text: bytes, *, is_stderr: bool) -> None:
-        """Write one line, above an unfinished one."""
+        """Writes one line, above an unfinished one."""
         stream = sys.stderr if is_stderr else sys.stdout
         whole = self._prefix(name, coloured=self._coloured and stream.isatty()) + text + b"\n"
         if self._unfinished:
@@ -52,14 +52,14 @@ class Output:
             self._write(sys.stdout.fileno(), self._unfinished)
 
     def unfinished(self, name: str, text: bytes) -> None:
-        """Show a line that is still to change at the bottom of the terminal; empty: take it away."""
+        """Shows a line that still changes at the bottom of the terminal; an empty text removes it."""
         shown = self._prefix(name, coloured=self._coloured) + text if text else b""
         if shown != self._unfinished:
             self._unfinished = shown
             self._write(sys.stdout.fileno(), _ERASE_LINE + shown)
 
     def close(self) -> None:
-        """Leave the terminal usable even if the program that hid its cursor was killed."""
+        """Shows the cursor again: a program that was killed may have hidden it."""
         if self.columns is not None:
             self._write(sys.stdout.fileno(), _SHOW_CURSOR)
 
@@ -80,7 +80,7 @@ class Output:
 
 
 def _write_some(fd: int, data: bytes) -> int:
-    """How many bytes were taken, which may be none: others can make a pipe or a terminal non-blocking."""
+    """Returns how many bytes were written. None may be, if another process made the stream non-blocking."""
     try:
         return os.write(fd, data)
     except BlockingIOError:
@@ -92,10 +92,10 @@ def _write_some(fd: int, data: bytes) -> int:
 
 
 class Lines:
-    """Cuts the bytes of one stream into lines.
+    """Splits the bytes of one stream into lines.
 
-    A progress bar rewrites its line after a carriage return. The last state of each line is written;
-    the states before it are shown only where ``is_live``, at the bottom of the terminal.
+    A progress bar rewrites its line after a carriage return. The last state of each line is written. Earlier
+    states are shown only if ``is_live``, at the bottom of the terminal.
     """
 
     def __init__(self, output: Output, name: str, *, is_stderr: bool, is_live: bool) -> None:
@@ -106,7 +106,7 @@ class Lines:
         self._rest = b""
 
     def feed(self, data: bytes) -> None:
-        """Take the next bytes; none at the end of the stream, where an unfinished line is written."""
+        """Takes the next bytes. Empty bytes are the end of the stream: then an unfinished line is written."""
         *lines, rest = (self._rest + data).split(b"\n")
         if (rest and not data) or len(rest) > MAX_LINE_BYTES:
             lines, rest = [*lines, rest], b""
@@ -120,5 +120,5 @@ class Lines:
 
 
 def _visible(line: bytes) -> bytes:
-    """What a terminal shows of a line: the part after the last carriage return that something follows."""
+    """Returns what a terminal shows of a line: the part after the last carriage return within it."""
     return _CURSOR.sub(b"", line.rstrip(b"\r").rpartition(b"\r")[2])

@@ -1,4 +1,4 @@
-"""What ``zenps config``, ``status``, ``doctor`` and ``plan`` print for people: tables on stdout."""
+"""Tables on stdout, for people: the output of ``zenps config``, ``status``, ``doctor`` and ``plan``."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from zenps.config.values import format_bytes
 from zenps.errors import ConfigError
 from zenps.partition.ring import SLOTS
 from zenps.wire.messages import NodeStatus, Status
+from zenps.wire.status import late_workers, throughput
 
 from .doctor import Check
 from .plan.planner import Plan, TensorSummary, show_bytes, show_seconds
-from .status import late_workers, throughput
 
 MAX_COLUMNS = 10_000
+"""No table is wider."""
 
 DESCRIPTION_COLUMNS = 50
-"""A description that is wrapped to less is hard to read."""
+"""Descriptions are shown if they have this width at least: narrower ones are hard to read."""
 
 TEXT_COLUMNS = 100
-"""Of a paragraph."""
+"""The width of a paragraph."""
 
 SHOWN_CHANGES = 8
 
@@ -59,12 +60,12 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def settings_to_json(settings: Sequence[Setting]) -> str:
-    """A list of objects with name, value, source and description."""
+    """Returns a list of objects with name, value, source and description."""
     return msgspec.json.format(msgspec.json.encode([setting._asdict() for setting in settings]).decode())
 
 
 def show_settings(settings: Sequence[Setting]) -> None:
-    """Name, value as TOML writes it, source; and the description where the terminal has room for it."""
+    """Prints name, value as in TOML, and source; also the description if the terminal is wide enough."""
     console = Console()
     plain = _settings_table(settings, describe=False)
     if console.is_terminal and console.width >= _width(plain) + DESCRIPTION_COLUMNS:
@@ -96,13 +97,13 @@ def _as_toml(setting: Setting) -> str:
 
 
 def show_status(status: Status) -> None:
-    """What :func:`_status_parts` says, as wide as it is."""
+    """Prints the status once, as wide as its tables are."""
     for part in _status_parts(status):
         _print(part)
 
 
 def watch_status(ask: Callable[[], Status]) -> None:
-    """The same, again every second, until ``ask`` raises. Raises :class:`ConfigError` without a terminal."""
+    """Shows the status every second until ``ask`` raises. Raises :class:`ConfigError` without a terminal."""
     console = Console()
     if not console.is_terminal:
         raise ConfigError("--watch", "a pipe or a file", "a terminal as output")
@@ -113,7 +114,7 @@ def watch_status(ask: Callable[[], Status]) -> None:
 
 
 class _Whole:
-    """A part as wide as it is: the terminal's edge cuts it, where it would squeeze every column."""
+    """Renders a part in its full width: the terminal's edge cuts it, and no column is squeezed."""
 
     def __init__(self, part: Table | Text) -> None:
         self._part = part
@@ -123,7 +124,7 @@ class _Whole:
 
 
 def _status_parts(status: Status) -> list[Table | Text]:
-    """The job, its throughput, its nodes, what each does, who is late, what changed lately, the settings."""
+    """Returns the job, throughput, nodes, their loads, stragglers, changes and settings."""
     facts = [
         f"epoch {status.epoch}",
         f"up {status.uptime_seconds:.0f} s",
@@ -172,7 +173,7 @@ def _node_row(node: NodeStatus) -> list[Text]:
 
 
 def _load_row(node: NodeStatus) -> list[Text]:
-    """Each counter, and in brackets how fast it rises."""
+    """Returns the cells of a load: each counter, and its rate in brackets."""
     load, rates = node.load, node.rates
     if node.role == "worker":
         received, sent, spent, verb = "pulled_bytes", "pushed_bytes", "wait_seconds", "waiting"
@@ -199,7 +200,7 @@ def _load_row(node: NodeStatus) -> list[Text]:
 
 
 def _setting(name: str, value: str | int | float) -> str:
-    """As :func:`_as_toml`, but without quotes."""
+    """Formats a value as :func:`_as_toml` does, but without quotes."""
     if name.endswith("_bytes") and not isinstance(value, str):
         value = format_bytes(value)
     return _printable(str(value))
@@ -218,7 +219,7 @@ def _short(count: float) -> str:
 
 
 def show_checks(checks: Sequence[Check]) -> None:
-    """A line for each check, and under one that is not ok what to do."""
+    """Prints a line for each check, and under it the advice if there is one."""
     width = max(len(check.name) for check in checks)
     for check in checks:
         verdict = (f"{check.verdict:<5}", _VERDICT_STYLES[check.verdict])
@@ -228,7 +229,7 @@ def show_checks(checks: Sequence[Check]) -> None:
 
 
 def show_plan(plan: Plan) -> None:
-    """The tensors; the seconds of a step under each scheme; the scheme to take, and why."""
+    """Prints the tensors, the seconds of a step under each scheme, and the recommendation."""
     tensors = _table(*_TENSORS)
     for tensor in plan.tensors:
         tensors.add_row(Text(_printable(tensor.tensor)), *_tensor_row(tensor))
@@ -283,7 +284,7 @@ def _width(what: Table | Text) -> int:
 
 
 def _print(what: Table | Text) -> None:
-    """Nothing is cut off: a pipe has no width, and a narrow terminal wraps lines itself."""
+    """Prints in full width: a pipe has none, and a narrow terminal wraps lines itself."""
     Console(width=max(_width(what), 1)).print(what)
 
 
@@ -296,5 +297,5 @@ def _human_bytes(count: float) -> str:
 
 
 def _printable(text: str) -> str:
-    """What a peer calls itself must not steer the terminal."""
+    """Escapes control characters, so that a name that a peer reports cannot control the terminal."""
     return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)

@@ -1,6 +1,6 @@
-"""Programs that run as process groups of their own, so that each can be ended with all that it started.
+"""Child processes: each program runs in its own process group, and is ended with all that it has started.
 
-And how this process hears of their ends, and that they shall end.
+Also the signals that tell this process of their ends, or ask it to end.
 """
 
 from __future__ import annotations
@@ -17,30 +17,40 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, NamedTuple
 
+from .exit_codes import SIGNALLED
+
 TERMINAL_ROWS: Final = 24
 _GUARD: Final = Path(__file__).with_name("guard.py")
 _HANDLED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+class Program(NamedTuple):
+    """What a process runs: its name for messages, the command, and all variables of its environment."""
+
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str]
+
+
 class Pipe(NamedTuple):
-    """An end from which a process's output can be read."""
+    """The end of a pipe or terminal from which the output of a process is read."""
 
     fd: int
     is_stderr: bool
 
     def read(self) -> bytes:
-        """What has come, at least one byte; empty at the end."""
+        """Returns the bytes that have come, at least one; empty at the end of the output."""
         try:
             return os.read(self.fd, 65536)
-        except OSError:  # Linux reports EIO once a terminal's other end is closed
+        except OSError:  # Linux reports EIO when the other end of a terminal is closed
             return b""
 
 
 class Guard:
-    """A process that kills the groups it was told of, should this process vanish."""
+    """A process that kills the reported process groups if this process is killed: ``guard.py``."""
 
     def __init__(self) -> None:
-        # -I and -S: it needs the standard library alone, and starts in a third of the time.
+        # -I and -S: the guard needs only the standard library, and starts in a third of the time.
         self._popen = subprocess.Popen(
             [sys.executable, "-I", "-S", _GUARD],
             stdin=subprocess.PIPE,
@@ -49,29 +59,32 @@ class Guard:
             start_new_session=True,
         )
 
-    def tell(self, line: str) -> None:
-        """``+GROUP``: started; ``-GROUP``: ended."""
+    def report(self, line: str) -> None:
+        """Reports that a process group has started, ``+GROUP``, or ended, ``-GROUP``."""
         assert self._popen.stdin is not None
-        # Somebody killed the guard: the job can go on without it.
+        # If the guard was killed, the job continues without it.
         with contextlib.suppress(BrokenPipeError):
             self._popen.stdin.write(f"{line}\n".encode())
             self._popen.stdin.flush()
 
     def close(self) -> None:
-        """Let the guard end, and with it whatever group has not."""
+        """Ends the guard, and with it all groups that have not ended."""
         self._popen.communicate()
 
 
 class Process:
-    """A running program: the leader of its own session and process group, without input.
+    """A running program, which leads its own session and process group, and has no input.
 
     Args:
-        name: for messages.
-        command: program and arguments.
-        environment: all of its variables.
-        guard: is told when the group starts and when it has ended.
-        terminal_columns: gives it a terminal of this width for its output; None: pipes.
-        inherited_fd: a file descriptor that it shall have; None: none beside output.
+        program: what it runs.
+        guard: gets a report when the process group starts and when it has ended.
+        terminal_columns: its output is a terminal of this width; None: pipes.
+        inherited_fd: a file descriptor that it inherits; None: only those of its output.
+
+    Attributes:
+        name: that of the program.
+        exit_code: as a shell shows it: 128 + n after signal n; None while the program runs.
+        pipes: from which its output is read.
 
     Raises:
         OSError: the program cannot be started.
@@ -79,17 +92,15 @@ class Process:
 
     def __init__(
         self,
-        name: str,
-        command: Sequence[str],
-        environment: Mapping[str, str],
+        program: Program,
         guard: Guard,
         terminal_columns: int | None = None,
         inherited_fd: int | None = None,
     ) -> None:
-        self.name = name
+        self.name = program.name
         self.exit_code: int | None = None
-        """As a shell shows it: 128 + n after signal n; None while the program runs."""
         self._guard = guard
+        environment = program.environment
         if terminal_columns is None:
             (out, child_out), (err, child_err) = os.pipe(), os.pipe()
             self.pipes = [Pipe(out, False), Pipe(err, True)]
@@ -98,11 +109,11 @@ class Process:
             child_err = child_out
             termios.tcsetwinsize(child_out, (TERMINAL_ROWS, max(terminal_columns, 1)))
             self.pipes = [Pipe(out, False)]
-            # Programs believe these more than their terminal, and they are of another: readline sets them.
+            # Programs prefer these to the size of their terminal. Ours may be set, as readline does.
             environment = {k: v for k, v in environment.items() if k not in ("COLUMNS", "LINES")}
         try:
             self._popen = subprocess.Popen(
-                command,
+                program.command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=child_out,
@@ -113,39 +124,44 @@ class Process:
         finally:
             for fd in {child_out, child_err}:
                 os.close(fd)
-        guard.tell(f"+{self._popen.pid}")
+        guard.report(f"+{self._popen.pid}")
+
+    @property
+    def is_worker(self) -> bool:
+        """True if the program is a worker, by its name."""
+        return self.name.startswith("worker")
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the whole group, if the program has not ended."""
+        """Sends a signal to the whole group, if the program has not ended."""
         if self.exit_code is None:
             os.killpg(self._popen.pid, number)
 
     def has_ended(self) -> bool:
-        """Whether the program has; then what it left in its group is killed, and ``exit_code`` is set."""
+        """True if the program has ended. Then its process group is killed, and ``exit_code`` is set."""
         if self.exit_code is not None:
             return True
         pid = self._popen.pid
         info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         if info is None:
             return False
-        # Until the leader is reaped, its number cannot pass to a process that is not ours.
+        # Until the leader is reaped, no other process can get its number.
         os.killpg(pid, signal.SIGKILL)
-        self._guard.tell(f"-{pid}")
-        self.exit_code = info.si_status if info.si_code == os.CLD_EXITED else 128 + info.si_status
+        self._guard.report(f"-{pid}")
+        self.exit_code = info.si_status if info.si_code == os.CLD_EXITED else SIGNALLED + info.si_status
         self._popen.wait()
         return True
 
     def how_it_ended(self) -> str:
-        """``exit code 3``, or ``killed by signal 9 (Killed)``."""
+        """Returns a text such as ``exit code 3``, or ``killed by signal 9 (Killed)``."""
         code = self._popen.returncode
         return f"killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
 
 
 @contextlib.contextmanager
-def watched(on_signal: Callable[[int], None]) -> Iterator[int]:
-    """Calls ``on_signal`` with the number of a signal that asks for an end.
+def handled_signals(on_signal: Callable[[int], None]) -> Iterator[int]:
+    """Calls ``on_signal`` with the number of each signal that asks this process to end.
 
-    Gives a file descriptor that can be read after such a signal, and when a child has ended.
+    Yields a file descriptor that can be read after such a signal, and when a child has ended.
     """
     awake, wake = net.socketpair()
     wake.setblocking(False)
@@ -153,7 +169,7 @@ def watched(on_signal: Callable[[int], None]) -> Iterator[int]:
     def handle(number: int, _: FrameType | None) -> None:
         on_signal(number)
 
-    # nohup has SIGHUP ignored, and means it.
+    # nohup makes a process ignore SIGHUP: leave it so.
     handled = [n for n in _HANDLED if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, handle) for number in handled}
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)

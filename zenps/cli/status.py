@@ -1,24 +1,16 @@
-"""What the cluster looks like, and how an operator changes it."""
+"""Questions of an admin client to the scheduler: the status of a live cluster, and the drain of a server."""
 
 from __future__ import annotations
-
-from typing import Any, Final
-
-import msgspec
 
 from zenps.config.settings import ClusterConfig
 from zenps.errors import UsageError
 from zenps.keys import Keys
-from zenps.observe.lateness import stragglers
 from zenps.wire.admin_client import ask
-from zenps.wire.messages import Drain, DrainReply, NodeStatus, Status, StatusRequest
-
-STRAGGLER_SECONDS: Final = 1.0
-"""A worker that others have waited for less is named as no straggler."""
+from zenps.wire.messages import Drain, DrainReply, Status, StatusRequest
 
 
 def fetch(cluster: ClusterConfig, timeout_seconds: float, keys: Keys | None = None) -> Status:
-    """The cluster as the scheduler at ``cluster.scheduler`` sees it now; any key of the job may ask.
+    """Asks the scheduler at ``cluster.scheduler`` for the status. Any key of the job may ask.
 
     Errors are those of :func:`~zenps.wire.admin_client.ask`.
     """
@@ -26,7 +18,7 @@ def fetch(cluster: ClusterConfig, timeout_seconds: float, keys: Keys | None = No
 
 
 def drain(cluster: ClusterConfig, rank: int, timeout_seconds: float, keys: Keys | None = None) -> None:
-    """Has the server ``rank`` hand its slots to the others, and end. With keys, only the operator's may.
+    """Makes the server ``rank`` hand its slots to the others, and end. With keys, this needs the operator's.
 
     Raises:
         UsageError: there is no such server, it is the only one, or the job is not running.
@@ -35,45 +27,3 @@ def drain(cluster: ClusterConfig, rank: int, timeout_seconds: float, keys: Keys 
     reply = ask(cluster, Drain(rank), DrainReply, timeout_seconds, keys)
     if reply.error:
         raise UsageError(reply.error)
-
-
-def late_workers(status: Status) -> list[NodeStatus]:
-    """Those that keep the others waiting, the worst first."""
-    workers = {node.rank: node for node in status.nodes if node.role == "worker"}
-    late = {rank: node.late_seconds for rank, node in workers.items()}
-    return [workers[rank] for rank in stragglers(late, len(late), STRAGGLER_SECONDS)]
-
-
-def throughput(status: Status) -> dict[str, float]:
-    """What happens in a second: ``pushed_bytes`` and ``pulled_bytes`` at all servers together, and how many
-    ``rounds`` and ``steps`` a worker does, in the mean of those that are present.
-    """
-    servers = [node.rates for node in status.nodes if node.role == "server"]
-    workers = [n.rates for n in status.nodes if n.role == "worker" and n.state == "present"]
-    return {
-        "pushed_bytes": sum(rates.get("received_bytes", 0.0) for rates in servers),
-        "pulled_bytes": sum(rates.get("sent_bytes", 0.0) for rates in servers),
-        "rounds": sum(rates.get("rounds", 0.0) for rates in workers) / max(len(workers), 1),
-        "steps": sum(rates.get("step", 0.0) for rates in workers) / max(len(workers), 1),
-    }
-
-
-def to_tree(status: Status) -> dict[str, Any]:
-    """``status`` as an object whose ``nodes`` have role, rank, host, pid, address, epoch, load, rates, …
-
-    With :func:`throughput`, and the ranks of :func:`late_workers` as ``stragglers``.
-    """
-    tree = msgspec.structs.asdict(status)
-    tree["nodes"] = [msgspec.structs.asdict(node) for node in status.nodes]
-    tree["changes"] = [msgspec.structs.asdict(change) for change in status.changes]
-    tree["throughput"] = throughput(status)
-    tree["stragglers"] = [node.rank for node in late_workers(status)]
-    return tree
-
-
-def to_json(status: Status) -> str:
-    """:func:`to_tree` for programs; ``owners`` is in base64.
-
-    A counter that is no finite number is null, as JSON knows no other.
-    """
-    return msgspec.json.format(msgspec.json.encode(to_tree(status)).decode())

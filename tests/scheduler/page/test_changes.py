@@ -1,4 +1,4 @@
-"""What a membership says became of its nodes."""
+"""Change log of a membership: what nodes and the job became, and when."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zenps.wire.messages import Change, Leave
 
 
 def changes(membership: Membership, now: float) -> list[tuple[str, str, int]]:
-    """Newest first: who, by role and rank, became what in which epoch."""
+    """Returns the changes, newest first: who by role and rank, the new state, and the epoch."""
     membership.on_tick(now)
     found = membership.status(now).changes
     return [(change.who.partition(" (")[0], change.state, change.epoch) for change in found]
@@ -55,7 +55,7 @@ def test_losses_and_departures_are_named() -> None:
     assert changes(membership, 12.0)[0:2] == [("job", "confirming", 3), ("worker 1", "left", 3)]
 
 
-def test_one_that_goes_before_the_job_begins_has_left() -> None:
+def test_a_node_that_goes_before_the_job_begins_has_left() -> None:
     membership = make_membership()
     membership.on_message(worker(1), register("worker", 1), 0.0)
     membership.on_message(server(0), register("server"), 0.0)  # has no rank yet

@@ -1,3 +1,5 @@
+"""Subcommands of ``zenps``: arguments, settings, exit codes and one-line errors."""
+
 from __future__ import annotations
 
 import json
@@ -24,7 +26,7 @@ SHOW = (
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
-    """Exit code 2 and one line, which has ``parts``."""
+    """The exit code is 2, and stderr is one line that contains ``parts``."""
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("zenps: ")
     assert done.stderr.count("\n") == 1
@@ -119,7 +121,7 @@ def test_wrong_usage(zenps: Any, arguments: str) -> None:
 
 
 @pytest.mark.parametrize("seconds", ["inf", "1e300", "nan", "-1", "0", "604801", "soon"])
-def test_a_time_that_nobody_can_wait(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_timeout_is_refused(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["status", "--timeout-seconds", seconds])
     line = capsys.readouterr().err.splitlines()[-1]
@@ -137,7 +139,7 @@ def test_starts_without_torch(module: str) -> None:
 # ── keys ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_keygen_makes_what_lacks(zenps: Any, tmp_path: Path) -> None:
+def test_keygen_makes_missing_keys(zenps: Any, tmp_path: Path) -> None:
     done = zenps("keygen", "keys", "--workers", "2", "--servers", "1")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("5 new key(s) in keys: scheduler, operator, server-0, worker-0, worker-1\n")
@@ -223,7 +225,7 @@ def test_an_encoding_that_lacks_a_character(zenps: Any) -> None:
 # ── worker ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_worker_hands_settings_on(zenps: Any, tmp_path: Path) -> None:
+def test_worker_passes_settings_on(zenps: Any, tmp_path: Path) -> None:
     (tmp_path / "my.toml").write_text("[sync]\ngranule = 64\ncodec = 'coo'\n")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -317,7 +319,7 @@ def test_trace_merges_parts(zenps: Any, tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) > 2
 
 
-def test_trace_refuses_what_is_no_part(zenps: Any, tmp_path: Path) -> None:
+def test_trace_refuses_files_that_are_no_timeline(zenps: Any, tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("one\ntwo\n")
     assert_refused(zenps("trace", "trace.json", "notes"), "PART", "notes")
     assert_refused(zenps("trace", "trace.json", "missing"), "PART", "missing")

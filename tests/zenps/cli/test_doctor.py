@@ -1,3 +1,5 @@
+"""Diagnostics of ``zenps doctor``: verdicts and advice."""
+
 from __future__ import annotations
 
 import importlib.util
@@ -24,13 +26,13 @@ def examined(*sets: str) -> dict[str, Check]:
     return {check.name: check for check in examine(load(sets=sets, environ={}).config)}
 
 
-def test_all_is_well() -> None:
+def test_all_checks_pass() -> None:
     checks = examined("cluster.server_budget_bytes=1MiB")
     assert {check.verdict for check in checks.values()} == {"ok"}
     assert {"python", "torch", "pyzmq", "msgpack", "cuda", "metrics", "open files"} <= checks.keys()
 
 
-def test_whatever_is_not_ok_comes_with_advice() -> None:
+def test_every_check_that_is_not_ok_has_advice() -> None:
     checks = examined("cluster.workers=2", "cluster.server_budget_bytes=1TiB", "sync.partition=no.such:Thing")
     assert checks["scheduler"].verdict == "fail"
     assert checks["memory"].verdict == "warn"
@@ -105,14 +107,14 @@ def test_name_that_cannot_be_resolved() -> None:
     assert examined("cluster.scheduler=no-such-host.invalid:7777")["own address"].verdict == "fail"
 
 
-def test_something_else_listens() -> None:
+def test_another_program_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         check = examined(f"cluster.scheduler=127.0.0.1:{other.getsockname()[1]}")["scheduler"]
     assert check.verdict == "fail"
     assert "no answer" in check.found
 
 
-def test_cluster_that_waits(scheduler: str) -> None:
+def test_cluster_that_gathers(scheduler: str) -> None:
     checks = examined(f"cluster.scheduler={scheduler}", "sync.granule=64")
     assert checks["scheduler"].verdict == "ok"
     assert "gathering" in checks["scheduler"].found

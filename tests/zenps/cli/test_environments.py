@@ -1,3 +1,5 @@
+"""Environment variables of the processes of a local cluster."""
+
 from __future__ import annotations
 
 import os
@@ -26,7 +28,7 @@ def test_every_role_loads_the_number_of_nodes() -> None:
         assert (cluster.workers, cluster.servers) == (3, 2)
 
 
-def test_workers_find_what_torchrun_would_give() -> None:
+def test_workers_have_the_variables_of_torchrun() -> None:
     found = of("cluster.workers=2", WORLD_SIZE="8", RANK="7", DMLC_WORKER_ID="7")
     for rank in range(2):
         environment = found[f"worker {rank}"]
@@ -52,7 +54,7 @@ def test_fixed_ports_are_counted_up() -> None:
 
 
 @pytest.mark.parametrize("port", ["0", "-1"])
-def test_any_port_and_none_stay(port: str) -> None:
+def test_free_port_and_no_port_stay(port: str) -> None:
     for environment in of(f"metrics.port={port}", ZENPS_METRICS_PORT=port).values():
         assert environment["ZENPS_METRICS_PORT"] == port
 

@@ -1,3 +1,5 @@
+"""Guard process: which process groups it kills."""
+
 from __future__ import annotations
 
 import io
@@ -10,7 +12,7 @@ import pytest
 from zenps.cli import guard
 
 
-def test_groups_that_are_left_go_whatever_becomes_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_groups_that_are_left_are_killed_even_if_one_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     killed = []
 
     def kill(group: int, signal_number: int) -> None:

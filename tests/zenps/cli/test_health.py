@@ -1,3 +1,5 @@
+"""Health check of one role: which servers are healthy."""
+
 from __future__ import annotations
 
 import os
@@ -46,14 +48,14 @@ def changed(**fields: object) -> NodeStatus:
 
 
 ELSEWHERE = changed(host="elsewhere", rank=0)
-WELL = {
+HEALTHY = {
     "by the host's name": (None, [ELSEWHERE, SERVER]),
     "by rank": (0, [ELSEWHERE, changed(state="lost")]),
     "before all have come": (None, [changed(rank=-1)]),
     "while it is drained": (None, [changed(state="leaving")]),
     "started again": (None, [changed(state="lost"), changed(rank=2)]),
 }
-UNWELL = {
+UNHEALTHY = {
     "none": (None, [], f"no server on host {SERVER.host} has registered"),
     "another's": (None, [ELSEWHERE], f"no server on host {SERVER.host} has registered"),
     "none of this rank": (2, [SERVER, ELSEWHERE], "no server 2 has registered"),
@@ -63,20 +65,22 @@ UNWELL = {
 }
 
 
-@pytest.mark.parametrize(("rank", "servers"), WELL.values(), ids=WELL)
-def test_server_is_well(monkeypatch: pytest.MonkeyPatch, rank: int | None, servers: list[NodeStatus]) -> None:
+@pytest.mark.parametrize(("rank", "servers"), HEALTHY.values(), ids=HEALTHY)
+def test_server_is_healthy(
+    monkeypatch: pytest.MonkeyPatch, rank: int | None, servers: list[NodeStatus]
+) -> None:
     check(monkeypatch, rank, *servers)
 
 
-@pytest.mark.parametrize(("rank", "servers", "why"), UNWELL.values(), ids=UNWELL)
-def test_server_is_not_well(
+@pytest.mark.parametrize(("rank", "servers", "why"), UNHEALTHY.values(), ids=UNHEALTHY)
+def test_server_is_unhealthy(
     monkeypatch: pytest.MonkeyPatch, rank: int | None, servers: list[NodeStatus], why: str
 ) -> None:
     with pytest.raises(PeerLostError, match=why):
         check(monkeypatch, rank, *servers)
 
 
-def test_no_role_of_a_failed_job_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_role_of_a_failed_job_is_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PeerLostError, match="the job has failed"):
         check(monkeypatch, None, SERVER, state="failed")
 
@@ -97,7 +101,7 @@ def test_a_live_cluster(zenps: Any, scheduler: str) -> None:
     assert zenps("health", "--role", "server", *here).returncode == 1
 
 
-def test_nobody_there(zenps: Any) -> None:
+def test_no_scheduler_answers(zenps: Any) -> None:
     options = ("--set", "cluster.scheduler=127.0.0.1:1", "--timeout-seconds", "0.3")
     done = zenps("health", "--role", "scheduler", *options)
     assert (done.returncode, done.stdout) == (1, "")
@@ -105,7 +109,7 @@ def test_nobody_there(zenps: Any) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_a_node_s_own_key_will_do(zenps: Any, tmp_path: Path) -> None:
+def test_the_key_of_the_node_is_enough(zenps: Any, tmp_path: Path) -> None:
     generate(tmp_path / "keys", workers=1, servers=2)
     keys = ("--set", "security.keys=keys/keys.toml", "--set", "security.secret=keys/{}.secret")
     reader, writer = os.pipe()
@@ -133,7 +137,7 @@ def test_a_node_s_own_key_will_do(zenps: Any, tmp_path: Path) -> None:
 
 
 def test_is_light() -> None:
-    """It runs every few seconds on every node."""
+    """The health check runs every few seconds on every node."""
     heavy = {"torch", "numpy", "rich", "prometheus_client"}
     script = f"import sys, zenps.cli, zenps.cli.health; print(*{heavy} & set(sys.modules))"
     done = subprocess.run(

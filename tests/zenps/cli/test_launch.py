@@ -1,3 +1,5 @@
+"""Local launcher: whole clusters on this machine, their ends, signals and output."""
+
 from __future__ import annotations
 
 import json
@@ -16,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.integration.cluster import LEASE_SECONDS
-from zenps.cli import launch as launching
+from zenps.cli.supervisor import GRACE_SECONDS, MOST_SCHEDULER_DEATHS
 from zenps.keys import generate
 
 PYTHON = [sys.executable, "-S", "-c"]
@@ -25,7 +27,7 @@ SLEEP = [*PYTHON, "import time; time.sleep(600)"]
 
 @pytest.fixture
 def sleepers(zenps: Any) -> Iterator[subprocess.Popen[str]]:
-    """A running cluster of two servers and two workers, one of which has a child, beside a bystander."""
+    """A cluster of two servers and two workers with a child each, beside an unrelated process."""
     script = "echo started; sleep 601 & exec sleep 600"
     bystander = subprocess.Popen(["sleep", "600"], env=os.environ)
     popen = zenps.start("launch", "--workers", "2", "--servers", "2", "--", "sh", "-c", script)
@@ -38,7 +40,7 @@ def sleepers(zenps: Any) -> Iterator[subprocess.Popen[str]]:
 
 
 def assert_nothing_is_left(zenps: Any) -> None:
-    assert zenps.cli.processes() == {}
+    assert zenps.processes() == {}
 
 
 # ── the end of the workers ──────────────────────────────────────────────────────────────────────
@@ -51,7 +53,7 @@ def test_success(zenps: Any) -> None:
     assert sorted(done.stdout.splitlines()) == ["worker 0  | done", "worker 1  | done"]
     assert "does CMD call zenps.init()?" in done.stderr
     assert "sending" not in done.stderr
-    assert time.monotonic() - begin < launching.GRACE_SECONDS + 15
+    assert time.monotonic() - begin < GRACE_SECONDS + 15
     assert_nothing_is_left(zenps)
 
 
@@ -62,11 +64,11 @@ def test_joined_cluster_ends_by_itself(zenps: Any) -> None:
     assert sorted(done.stdout.splitlines()) == ["worker 0  | 0 2", "worker 1  | 1 2"]
     assert re.search(r"scheduler e\d+( s\d+)?: stopped", done.stderr)
     assert "launch    | zenps status --set cluster.scheduler=" in done.stderr
-    assert done.stderr.count("launch ") == 1  # it had nothing else to say
+    assert done.stderr.count("launch ") == 1  # its only line
     assert_nothing_is_left(zenps)
 
 
-def test_infinities_are_summed_without_a_word(zenps: Any) -> None:
+def test_infinities_are_summed_without_a_warning(zenps: Any) -> None:
     script = (
         "import torch, zenps as zps; zps.init(); sign = 1 - 2 * zps.rank();"
         "print(zps.push_pull(torch.tensor([sign * float('inf'), 3e38]), 'a', average=False).tolist());"
@@ -111,10 +113,10 @@ def test_exit_code_of_the_first_failure_is_passed_on(zenps: Any) -> None:
     assert_nothing_is_left(zenps)
 
 
-def test_workers_that_go_on_without_others_must_have_met(zenps: Any) -> None:
+def test_an_elastic_job_continues_only_once_all_have_joined(zenps: Any) -> None:
     script = "import os, sys, time; time.sleep(600 * (os.environ['RANK'] == '0')); sys.exit(7)"
-    going_on = ("--set", "cluster.on_worker_loss=continue")
-    done = zenps("launch", "--workers", "2", *going_on, "--", *PYTHON, script)
+    elastic = ("--set", "cluster.on_worker_loss=continue")
+    done = zenps("launch", "--workers", "2", *elastic, "--", *PYTHON, script)
     assert done.returncode == 7
     assert "launch    | worker 1 failed: exit code 7; ending the others" in done.stderr
     assert_nothing_is_left(zenps)
@@ -159,7 +161,7 @@ def test_scheduler_that_fails_at_once(zenps: Any) -> None:
 def test_crash_of_a_role_ends_all_before_the_cluster_is_complete(
     zenps: Any, sleepers: Any, role: str, line: str
 ) -> None:
-    victims = [pid for pid, command in zenps.cli.processes().items() if re.match(line, command)]
+    victims = [pid for pid, command in zenps.processes().items() if re.match(line, command)]
     os.kill(victims[0], signal.SIGKILL)
     _, err = sleepers.communicate(timeout=60)
     assert sleepers.returncode == 128 + signal.SIGKILL
@@ -190,12 +192,12 @@ zenps.shutdown()
         ("scheduler", r"scheduler ended: killed by signal 9 \(Killed\); starting it again"),
     ],
 )
-def test_training_goes_on_after_a_crash(zenps: Any, role: str, says: str) -> None:
+def test_training_continues_after_a_crash(zenps: Any, role: str, says: str) -> None:
     counts = ("--workers", "2", "--servers", "2", "--set", f"cluster.lease_seconds={LEASE_SECONDS}")
     popen = zenps.start("launch", *counts, "--", sys.executable, "-c", TRAIN)
     for _ in range(2):
         assert "started" in popen.stdout.readline()
-    victims = [pid for pid, command in zenps.cli.processes().items() if f"zenps.cli {role}" in command]
+    victims = [pid for pid, command in zenps.processes().items() if f"zenps.cli {role}" in command]
     os.kill(victims[0], signal.SIGKILL)
     _, err = popen.communicate(timeout=60)
     assert popen.returncode == 0, err
@@ -225,7 +227,9 @@ sys.exit(int(code))
     ("way", "how", "code"),
     [("kill", r"killed by signal 9 \(Killed\)", 0), ("raise", "exit code 1", 0), ("kill", "", 7)],
 )
-def test_training_goes_on_without_a_worker(zenps: Any, tmp_path: Path, way: str, how: str, code: int) -> None:
+def test_training_continues_without_a_worker(
+    zenps: Any, tmp_path: Path, way: str, how: str, code: int
+) -> None:
     sets = ("--set", f"cluster.lease_seconds={LEASE_SECONDS}", "--set", "cluster.on_worker_loss=continue")
     # After an exception an interpreter may take longer to end than a few steps alone do.
     may_end = tmp_path / "may-end"
@@ -234,8 +238,8 @@ def test_training_goes_on_without_a_worker(zenps: Any, tmp_path: Path, way: str,
     pids = dict(re.findall(r"worker (\d).*started (\d+)", popen.stdout.readline() + popen.stdout.readline()))
     if way == "kill":
         os.kill(int(pids["1"]), signal.SIGKILL)
-    said = next((line for line in popen.stderr if "the others go on" in line), "nothing of it")
-    assert re.search(rf"launch    \| worker 1 ended: {how}.*; the others go on", said)
+    said = next((line for line in popen.stderr if "the others continue" in line), "nothing of it")
+    assert re.search(rf"launch    \| worker 1 ended: {how}.*; the others continue without it", said)
     may_end.touch()
     err = popen.stderr.read()
     assert popen.wait(timeout=60) == code, err
@@ -245,12 +249,12 @@ def test_training_goes_on_without_a_worker(zenps: Any, tmp_path: Path, way: str,
 
 
 def test_a_scheduler_that_is_killed_again_and_again_ends_all(zenps: Any, sleepers: Any) -> None:
-    for _ in range(launching.MOST_SCHEDULER_DEATHS + 1):
+    for _ in range(MOST_SCHEDULER_DEATHS + 1):
         os.kill(zenps.pid_of("zenps.cli scheduler"), signal.SIGKILL)
         time.sleep(0.5)
     _, err = sleepers.communicate(timeout=60)
     assert sleepers.returncode == 128 + signal.SIGKILL
-    assert err.count("starting it again") == launching.MOST_SCHEDULER_DEATHS
+    assert err.count("starting it again") == MOST_SCHEDULER_DEATHS
     assert_nothing_is_left(zenps)
 
 
@@ -301,7 +305,7 @@ def test_second_signal_kills_at_once(zenps: Any) -> None:
     begin = time.monotonic()
     popen.send_signal(signal.SIGINT)
     popen.communicate(timeout=60)
-    assert time.monotonic() - begin < launching.GRACE_SECONDS - 1
+    assert time.monotonic() - begin < GRACE_SECONDS - 1
     assert popen.returncode == 130
     assert_nothing_is_left(zenps)
 
@@ -310,7 +314,7 @@ def test_launch_itself_is_killed(zenps: Any, sleepers: Any) -> None:
     sleepers.kill()
     sleepers.wait(timeout=30)
     until = time.monotonic() + 20
-    while zenps.cli.processes() and time.monotonic() < until:
+    while zenps.processes() and time.monotonic() < until:
         time.sleep(0.02)
     assert_nothing_is_left(zenps)
 
@@ -363,9 +367,9 @@ def test_output_is_prefixed_by_stream_and_process(zenps: Any) -> None:
 
 
 def on_a_terminal(zenps: Any, script: str, cues: dict[bytes, Path] | None = None, **environment: str) -> str:
-    """What a terminal of 100 columns receives from a launch with two workers.
+    """Returns what a terminal of 100 columns receives from a launch with two workers.
 
-    Once it has received a key of ``cues``, the file is made: the script goes on when the terminal is so far.
+    Makes a file of ``cues`` once its key is received: the script waits for it.
     """
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 100))
@@ -410,7 +414,7 @@ def test_progress_of_rank_0_can_be_watched(zenps: Any, tmp_path: Path) -> None:
     plain = re.sub(r"\x1b\[\d*m", "", received)
     assert "worker 0  | terminal: True 88\r\n" in plain
     assert "\r\x1b[Kworker 0  | 10%" in plain
-    # The line of another process goes above the bar, which is drawn again.
+    # A line of another process is written above the bar, which is drawn again.
     assert "\r\x1b[Kworker 1  | terminal: False\r\nworker 0  | 10%" in plain
     assert "worker 0  | 20%\r\n" in plain
     assert "\x1b[2K" not in received

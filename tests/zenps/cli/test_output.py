@@ -1,3 +1,5 @@
+"""Line-wise output of several processes."""
+
 from __future__ import annotations
 
 import errno
@@ -14,7 +16,7 @@ from zenps.cli.output import MAX_LINE_BYTES, Lines, Output
 
 
 class Record(Output):
-    """Keeps what it is given."""
+    """Records the lines."""
 
     def __init__(self) -> None:
         self.lines: list[bytes] = []
@@ -37,7 +39,7 @@ def passed(*chunks: bytes, is_live: bool = False) -> Record:
 
 CASES = {
     "lines": ([b"one\ntwo\n"], [b"one", b"two"]),
-    "pieces": ([b"on", b"e\ntw", b"o\n"], [b"one", b"two"]),
+    "chunks": ([b"on", b"e\ntw", b"o\n"], [b"one", b"two"]),
     "no end": ([b"one"], [b"one"]),
     "empty line": ([b"\n"], [b""]),
     "terminal's line ends": ([b"one\r", b"\ntwo\r\n"], [b"one", b"two"]),
@@ -55,20 +57,20 @@ def test_lines(chunks: list[bytes], lines: list[bytes]) -> None:
     assert passed(*chunks, is_live=True).lines == lines
 
 
-def test_states_between_are_shown_only_live() -> None:
+def test_intermediate_states_are_shown_only_live() -> None:
     assert passed(b"\r10%", b"\r20%").shown == []
     assert passed(b"\r10%", b"\r20%\r", b"x\n", is_live=True).shown == [b"10%", b"20%", b"", b"", b""]
 
 
-def test_line_without_end_is_cut() -> None:
+def test_line_without_end_is_broken() -> None:
     record = passed(*[b"x" * 1000] * (MAX_LINE_BYTES // 1000 + 1), b"y\n")
     assert [len(line) for line in record.lines] == [66000, 1]
 
 
 @given(st.lists(st.text("ab\r\n", max_size=6), max_size=8))
-def test_lines_do_not_depend_on_how_they_are_cut(chunks: list[str]) -> None:
-    pieces = [chunk.encode() for chunk in chunks if chunk]
-    assert passed(*pieces).lines == (passed(b"".join(pieces)).lines if pieces else [])
+def test_lines_do_not_depend_on_chunks(chunks: list[str]) -> None:
+    parts = [chunk.encode() for chunk in chunks if chunk]
+    assert passed(*parts).lines == (passed(b"".join(parts)).lines if parts else [])
 
 
 def test_prefixes_are_aligned(capfd: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +105,7 @@ def test_full_disk(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 
 
 def full_pipe() -> tuple[int, int]:
-    """Its two ends, of which writing does not block."""
+    """Returns both ends of a pipe that is full and does not block."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     try:
@@ -133,7 +135,7 @@ def test_pipe_that_does_not_block_is_waited_for(monkeypatch: pytest.MonkeyPatch)
     assert received == [b"a | " + b"x" * 200_000 + b"\n"]
 
 
-def test_pipe_that_nobody_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipe_without_a_reader_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outputs, "STALLED_SECONDS", 0.1)
     output = Output(["a"])
     reader, writer = full_pipe()

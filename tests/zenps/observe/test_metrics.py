@@ -15,7 +15,7 @@ from zenps.errors import ConfigError, ProtocolError
 from zenps.observe.collectors import DURATION_BUCKETS
 from zenps.observe.lateness import MOST_RANKS
 from zenps.observe.metrics import STATES, SchedulerMetrics, ServerMetrics, WorkerMetrics, serve
-from zenps.scheduler.states import State
+from zenps.scheduler.states import JobState
 
 ROLES = (WorkerMetrics, ServerMetrics, SchedulerMetrics)
 Role = Callable[[CollectorRegistry], WorkerMetrics | ServerMetrics | SchedulerMetrics]
@@ -158,7 +158,7 @@ def test_node_info_has_one_rank_at_a_time() -> None:
 
 
 def test_states_are_the_scheduler_s() -> None:
-    assert get_args(State) == STATES
+    assert get_args(JobState) == STATES
 
 
 def test_buckets_run_from_100_microseconds_to_10_seconds() -> None:

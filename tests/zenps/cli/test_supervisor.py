@@ -1,4 +1,4 @@
-"""Which end of a process ends the job, with which code and when: decided without processes or time."""
+"""Supervisor without real processes or time: which end ends the job, with which code and when."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from zenps.cli import launch as launching
+from zenps.cli import supervisor
+from zenps.cli.supervisor import Supervisor
 from zenps.config.sources import load
 
 
 class Clock:
-    """Time that passes only where somebody waits."""
+    """A clock that advances only while the supervisor waits."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -28,7 +29,9 @@ class Clock:
 
 
 class Worker:
-    """One that ends by ``end``, or by SIGKILL; the job notices when it looks."""
+    """A process that ends by ``end``; the supervisor notices it in its next turn."""
+
+    is_worker = True
 
     def __init__(self, name: str, clock: Clock) -> None:
         self.name = name
@@ -52,11 +55,11 @@ class Worker:
 
 
 def make_job(monkeypatch: pytest.MonkeyPatch, on_worker_loss: str) -> Any:
-    """Two workers, of which worker 0 has left; the scheduler tells that, and its ``state``, after 1 s."""
+    """Two workers, of which worker 0 has left. The scheduler answers after 1 s, with this and ``state``."""
     clock = Clock()
-    monkeypatch.setattr(launching, "time", clock)
+    monkeypatch.setattr(supervisor, "time", clock)
     sets = ["cluster.workers=2", f"cluster.on_worker_loss={on_worker_loss}"]
-    job: Any = launching._Job(load(sets=sets, environ={}).config, ["true"], {}, lambda _: ())
+    job: Any = Supervisor(load(sets=sets, environ={}).config, [])
     job.clock, job.state = clock, "running"
     left = [SimpleNamespace(role="worker", rank=0, state="left", silent_seconds=1.0)]
     job._address = b"host:1\n"
@@ -75,21 +78,21 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.fixture
-def going_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A job that goes on without a worker."""
+def elastic(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A job that continues without a worker that is gone."""
     job = make_job(monkeypatch, "continue")
     yield job
     job.close()
 
 
-def test_settling_and_grace_are_one(failing: Any) -> None:
+def test_settling_is_part_of_the_grace(failing: Any) -> None:
     settling, failed = failing._processes
     began = failing.clock.now
     failed.end(1)
     failing._turn()
-    assert settling.signals[signal.SIGTERM] == pytest.approx(began + launching.SETTLE_SECONDS, abs=0.1)
+    assert settling.signals[signal.SIGTERM] == pytest.approx(began + supervisor.SETTLE_SECONDS, abs=0.1)
     failing._turn()
-    assert settling.signals[signal.SIGKILL] == began + launching.GRACE_SECONDS
+    assert settling.signals[signal.SIGKILL] == began + supervisor.GRACE_SECONDS
     assert failing._code == 1
 
 
@@ -118,23 +121,23 @@ def test_ctrl_c_while_a_worker_settles_has_its_grace(failing: Any) -> None:
 
 
 @pytest.mark.parametrize("codes", [(137, 0), (1, 0), (1, 7), (0, 7), (0, 0)])
-def test_where_others_go_on_the_last_worker_decides(going_on: Any, codes: tuple[int, int]) -> None:
-    for worker, code in zip(going_on._processes, codes, strict=True):
-        assert going_on._code is None
+def test_the_last_worker_of_an_elastic_job_decides(elastic: Any, codes: tuple[int, int]) -> None:
+    for worker, code in zip(elastic._processes, codes, strict=True):
+        assert elastic._code is None
         worker.end(code)
-        going_on._turn()
-    assert going_on._code == codes[1]
+        elastic._turn()
+    assert elastic._code == codes[1]
 
 
-def test_of_two_that_end_at_once_one_is_the_last(going_on: Any) -> None:
-    for worker, code in zip(going_on._processes, (7, 0), strict=True):
+def test_of_two_workers_that_end_at_once_one_is_the_last(elastic: Any) -> None:
+    for worker, code in zip(elastic._processes, (7, 0), strict=True):
         worker.end(code)
-    going_on._turn()
-    assert going_on._code == 0
+    elastic._turn()
+    assert elastic._code == 0
 
 
-def test_an_end_while_another_is_dealt_with_is_noticed(failing: Any) -> None:
-    """The news of it is read with the other's output: nobody tells again."""
+def test_an_end_while_another_is_handled_is_noticed(failing: Any) -> None:
+    """Its only notice is read with the other's output."""
     first, second = failing._processes
     second.end(0)
     reads = []
@@ -152,15 +155,15 @@ def test_an_end_while_another_is_dealt_with_is_noticed(failing: Any) -> None:
     assert reads == [float("inf"), 0.0, 0.0]
 
 
-def test_a_cluster_that_did_not_come_about_does_not_go_on(going_on: Any) -> None:
-    going_on.state = "gathering"
-    going_on._processes[1].end(7)
-    going_on._turn()
-    assert going_on._code == 7
+def test_an_elastic_job_does_not_continue_before_all_have_joined(elastic: Any) -> None:
+    elastic.state = "gathering"
+    elastic._processes[1].end(7)
+    elastic._turn()
+    assert elastic._code == 7
 
 
-def test_without_an_answer_from_the_scheduler_others_go_on(going_on: Any) -> None:
-    going_on._status = lambda: None
-    going_on._processes[1].end(7)
-    going_on._turn()
-    assert going_on._code is None
+def test_without_an_answer_of_the_scheduler_an_elastic_job_continues(elastic: Any) -> None:
+    elastic._status = lambda: None
+    elastic._processes[1].end(7)
+    elastic._turn()
+    assert elastic._code is None

@@ -1,4 +1,4 @@
-"""Decisions of the scheduler where workers go on without one that is gone, and let others in."""
+"""Elastic jobs: workers continue without one that is gone, and joining workers are admitted."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from zenps.wire.messages import (
 
 LEASE_SECONDS = 10.0
 LATE = 0.9 * LEASE_SECONDS
-"""Within the lease of whoever was heard at 0."""
+"""Within the lease of a node that was heard at 0."""
 LOST = 1.1 * LEASE_SECONDS
-"""Beyond that, and within the lease of whoever was heard at LATE."""
+"""Beyond that, and within the lease of a node that was heard at LATE."""
 SETTINGS: dict[str, str | int | float] = {"sync.seed": 7}
 
 WORKERS = [b"worker-0", b"worker-1", b"worker-2"]
@@ -118,7 +118,7 @@ def test_a_lost_worker_makes_a_view_without_it_and_the_ring_stays(running: Membe
     assert to_workers[WORKERS[2]].rank == 2
 
 
-def test_so_does_one_that_leaves(running: Membership) -> None:
+def test_a_worker_that_leaves_makes_such_a_view_too(running: Membership) -> None:
     (view, _) = views(running.on_message(WORKERS[0], Leave(), 1.0)).values()
     assert (view.epoch, view.ring_epoch, ranks(view), view.left) == (2, 1, [1, 2], ())
 
@@ -156,13 +156,13 @@ def test_a_loss_completes_a_barrier(running: Membership, had_come: bool) -> None
     for peer in (WORKERS[0], *WORKERS[1:2] * had_come):
         assert running.on_message(peer, Barrier(1), 0.0) == []
     sends = lose(running, [WORKERS[1]])
-    assert not to(sends, WORKERS[0], BarrierReply), "the one that is there has still to come"
+    assert not to(sends, WORKERS[0], BarrierReply), "the one that is left has not arrived"
     sends = running.on_message(WORKERS[2], Barrier(1), LOST)
     assert sends == [Send(peer, BarrierReply(1, "")) for peer in (WORKERS[0], WORKERS[2])]
     assert running.on_message(WORKERS[0], Barrier(1), LOST) == [Send(WORKERS[0], BarrierReply(1, ""))]
 
 
-def test_it_may_be_the_loss_that_completes_it(running: Membership) -> None:
+def test_a_departure_completes_a_barrier(running: Membership) -> None:
     for peer in (WORKERS[0], WORKERS[2]):
         running.on_message(peer, Barrier(1), 0.0)
     sends = running.on_message(WORKERS[1], Leave(), 1.0)
@@ -181,7 +181,7 @@ def short(running: Membership) -> Membership:
     return running
 
 
-def test_a_newcomer_waits_until_all_members_ask_for_it(short: Membership) -> None:
+def test_a_joining_worker_waits_until_all_members_are_ready(short: Membership) -> None:
     assert short.on_message(JOINING, register("worker", 1, pid=7), LOST) == []
     assert {(node.rank, node.state) for node in short.status(LOST).nodes if node.role == "worker"} == {
         (0, "present"), (1, "waiting"), (2, "present")
@@ -198,35 +198,35 @@ def test_a_newcomer_waits_until_all_members_ask_for_it(short: Membership) -> Non
     assert beat(short, [WORKERS[0]], LOST) == [Send(WORKERS[0], HeartbeatReply(1, joining=0))]
 
 
-def test_who_wants_no_rank_gets_the_lowest_that_is_free(short: Membership) -> None:
+def test_a_joining_worker_without_a_rank_gets_the_lowest_that_is_free(short: Membership) -> None:
     short.on_message(JOINING, register("worker", pid=7), LOST)
     admit(short, (WORKERS[0], WORKERS[2]), LOST)
     assert confirm(short, LOST)[JOINING].rank == 1
 
 
 @pytest.mark.parametrize("rank", [-1, 0, 1])
-def test_nobody_joins_a_job_that_is_complete(running: Membership, rank: int) -> None:
+def test_no_worker_joins_a_complete_job(running: Membership, rank: int) -> None:
     (send,) = running.on_message(JOINING, register("worker", rank, pid=7), 1.0)
     assert isinstance(send.message, Refused)
     assert "the cluster is complete with 3 worker(s)" in send.message.reason
 
 
-def test_nor_is_the_rank_of_another_given_away(short: Membership) -> None:
+def test_a_joining_worker_cannot_have_the_rank_of_a_member(short: Membership) -> None:
     (send,) = short.on_message(JOINING, register("worker", 2, pid=7), LOST)
     assert isinstance(send.message, Refused)
     assert "rank 2 is taken by worker 2" in send.message.reason
 
 
-def test_a_question_that_was_answered_counts_for_nothing(short: Membership) -> None:
-    """It is repeated until the view is there, and may come after that was made."""
-    assert views(admit(short, (WORKERS[0], WORKERS[2]), LOST)), "a view, though nobody waits any more"
+def test_a_late_repetition_of_an_answered_request_is_ignored(short: Membership) -> None:
+    """Members repeat the request until they have the view."""
+    assert views(admit(short, (WORKERS[0], WORKERS[2]), LOST)), "a view, though no worker waits any more"
     assert admit(short, (WORKERS[0], WORKERS[2]), LOST, since=0) == []
     assert short.epoch == 3
     assert views(admit(short, (WORKERS[0], WORKERS[2]), LOST, since=3))
     assert short.epoch == 4
 
 
-def test_a_loss_may_be_all_that_the_others_wait_for(short: Membership) -> None:
+def test_a_departure_may_complete_an_admission(short: Membership) -> None:
     short.on_message(JOINING, register("worker", 1, pid=7), LOST)
     admit(short, [WORKERS[0]], LOST)
     (view, _) = views(short.on_message(WORKERS[2], Leave(), LOST)).values()
@@ -234,7 +234,7 @@ def test_a_loss_may_be_all_that_the_others_wait_for(short: Membership) -> None:
 
 
 @pytest.mark.parametrize("is_told", [True, False])
-def test_a_newcomer_that_goes_again_changes_nothing(short: Membership, is_told: bool) -> None:
+def test_a_joining_worker_that_leaves_again_changes_nothing(short: Membership, is_told: bool) -> None:
     short.on_message(JOINING, register("worker", 1, pid=7), LOST)
     if is_told:
         assert short.on_message(JOINING, Leave(), LOST) == []
@@ -245,36 +245,36 @@ def test_a_newcomer_that_goes_again_changes_nothing(short: Membership, is_told: 
     assert beat(short, [WORKERS[0]], LOST + LOST) == [Send(WORKERS[0], HeartbeatReply(1, joining=0))]
 
 
-def test_a_newcomer_learns_that_the_job_has_ended(short: Membership) -> None:
+def test_a_joining_worker_learns_that_the_job_has_ended(short: Membership) -> None:
     short.on_message(JOINING, register("worker", 1, pid=7), LOST)
     short.on_message(WORKERS[0], Leave(), LOST)
     sends = short.on_message(WORKERS[2], Leave(), LOST)
     (refused,) = to(sends, JOINING, Refused)
     assert isinstance(refused, Refused)
-    assert "the job has ended before it was let in" in refused.reason
+    assert "the job has ended before it was admitted" in refused.reason
     assert short.state == "draining"
     assert not to(sends, JOINING, Stop)
 
 
-def test_barriers_and_waves_are_counted_anew_with_a_newcomer(short: Membership) -> None:
+def test_an_admission_resets_barriers_and_watermarks(short: Membership) -> None:
     for peer in (WORKERS[0], WORKERS[2]):
         short.on_message(peer, Barrier(1), LOST)
     beat(short, (WORKERS[0], WORKERS[2]), LOST, watermark=5)
     short.on_message(JOINING, register("worker", 1, pid=7), LOST)
     admit(short, (WORKERS[0], WORKERS[2]), LOST)
     confirm(short, LOST)
-    # One that has not got the view yet speaks of the watermarks before it.
+    # A worker without the new view still counts the watermarks before it.
     short.on_message(WORKERS[0], Heartbeat(2, {}, {}, 5), LOST)
     beat(short, (WORKERS[2], JOINING), LOST, watermark=1)
     assert HeartbeatReply(1) in to(beat(short, [WORKERS[2]], LOST, watermark=1), WORKERS[2], HeartbeatReply)
     assert short.on_message(WORKERS[0], Barrier(1), LOST) == []
 
 
-# ── a scheduler that was started anew ───────────────────────────────────────────────────────────
+# ── recovery ────────────────────────────────────────────────────────────────────────────────────
 
 
 def come_back(view: View, workers: dict[bytes, int], admitted: dict[bytes, int] | None = None) -> Membership:
-    """A successor to which both servers return, and these workers, with so many barriers."""
+    """A restarted scheduler to which both servers return, and these workers, with so many barriers."""
     successor = make_membership()
     for peer, barriers in {**dict.fromkeys(SERVERS, 0), **workers}.items():
         role: Role = "worker" if peer in WORKERS else "server"
@@ -287,14 +287,14 @@ def come_back(view: View, workers: dict[bytes, int], admitted: dict[bytes, int] 
 
 @pytest.fixture
 def view() -> View:
-    """The first of a job in which joining workers had been let in before."""
+    """A view after an admission of joining workers."""
     workers = tuple(Member("worker", rank, "box", rank, "", "") for rank in range(3))
     servers = tuple(Member("server", rank, "box", rank, "tcp://box:1", "") for rank in range(2))
     owners = np.zeros(4096, dtype="<u2").tobytes()
     return View(8, 0, workers, servers, owners, 6, (), 6)
 
 
-def test_a_worker_that_does_not_return_is_done_without(view: View) -> None:
+def test_a_job_continues_without_a_worker_that_does_not_return(view: View) -> None:
     successor = come_back(view, {WORKERS[0]: 4, WORKERS[2]: 4})
     assert successor.state == "recovering"
     beat(successor, (WORKERS[0], WORKERS[2], *SERVERS), LATE, epoch=8)
@@ -305,8 +305,8 @@ def test_a_worker_that_does_not_return_is_done_without(view: View) -> None:
         assert (got.epoch, got.ring_epoch, got.admitted, ranks(got)) == (9, 6, 6, [0, 2])
 
 
-def test_with_one_that_is_behind_the_ring_stays_all_the_same(view: View) -> None:
-    """What is in flight goes on: a ring that changes with the members would end it."""
+def test_the_ring_stays_although_a_worker_has_an_older_view(view: View) -> None:
+    """A new ring would end the rounds in flight."""
     successor = come_back(view, {WORKERS[0]: 4})
     behind = msgspec.structs.replace(view, epoch=7, rank=2)
     successor.on_message(WORKERS[2], register("worker", 2, 2, behind, 4), 0.0)
@@ -316,14 +316,14 @@ def test_with_one_that_is_behind_the_ring_stays_all_the_same(view: View) -> None
 
 
 def test_barriers_count_from_the_newest_admission(view: View) -> None:
-    """A worker that has not heard of that yet counts from another."""
+    """A worker without the newest view counts from an older admission."""
     successor = come_back(view, {WORKERS[0]: 2, WORKERS[1]: 2, WORKERS[2]: 70}, {WORKERS[2]: 3})
     assert (successor.state, successor.epoch) == ("running", 8)
     assert successor.on_message(WORKERS[0], Barrier(2), 0.0) == [Send(WORKERS[0], BarrierReply(2, ""))]
     assert successor.on_message(WORKERS[0], Barrier(3), 0.0) == []
 
 
-def test_a_newcomer_waits_for_the_successor_as_well(view: View) -> None:
+def test_a_joining_worker_waits_for_the_restarted_scheduler(view: View) -> None:
     successor = come_back(view, {WORKERS[0]: 0, WORKERS[2]: 0})
     assert successor.on_message(JOINING, register("worker", 1, pid=7), 0.0) == []
     beat(successor, (WORKERS[0], WORKERS[2], *SERVERS), LATE, epoch=8)

@@ -1,4 +1,4 @@
-"""The status page over real sockets: what it serves, to whom, and what bad readers cannot do to it."""
+"""HTTP server of the status page over real sockets: what it serves, to whom, and hostile readers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def status() -> Status:
 
 
 class Loop(contextlib.AbstractContextManager["Loop"]):
-    """A page, and a thread in the place of the scheduler's loop. While ``stopped``, that answers nobody."""
+    """A page, and a thread instead of the scheduler's loop. While ``stopped``, it does not answer."""
 
     def __init__(self, config: StatusConfig) -> None:
         self.page = page.serve(config)
@@ -41,8 +41,8 @@ class Loop(contextlib.AbstractContextManager["Loop"]):
 
     def _run(self) -> None:
         while not self._end.wait(0.01):
-            if not self.stopped:
-                self.page.answer(self._look)
+            if not self.stopped and self.page.has_questions:
+                self.page.answer(self._look())
 
     def _look(self) -> Status:
         self.asked += 1
@@ -78,7 +78,7 @@ def ask(loop: Loop, path: str = "/", method: str = "GET", **headers: str) -> Ans
 
 
 def first_line(connection: socket.socket) -> bytes:
-    """Of the answer; empty if the connection ended without one."""
+    """Returns the first line of the answer; empty if the connection ended without one."""
     with connection.makefile("rb") as stream:
         try:
             return stream.readline()
@@ -118,7 +118,7 @@ def test_head_has_no_body(loop: Loop) -> None:
 
 
 @pytest.mark.parametrize("path", ["/nothing", "/../etc/passwd", "/%2e%2e/", "/status.json/"])
-def test_there_is_nothing_else(loop: Loop, path: str) -> None:
+def test_other_paths_are_not_found(loop: Loop, path: str) -> None:
     assert ask(loop, path).status == 404
 
 
@@ -137,7 +137,7 @@ def test_answers_to_this_machine_s_names(loop: Loop, host: str) -> None:
 @pytest.mark.parametrize(
     "host", ["evil.example", "localhost.evil.example:80", "", "[", "127.0.0.1.evil", "a@b"]
 )
-def test_answers_to_no_other(loop: Loop, host: str) -> None:
+def test_other_names_are_refused(loop: Loop, host: str) -> None:
     for path in ("/", "/status.json", "/healthz"):
         assert ask(loop, path, Host=host).status == 421
 
@@ -152,7 +152,7 @@ def test_the_page_may_only_ask_its_own_origin(loop: Loop) -> None:
     assert "innerHTML =" not in html
 
 
-def test_an_oversized_request_is_cut_off(loop: Loop) -> None:
+def test_an_oversized_request_is_refused(loop: Loop) -> None:
     for start in (b"GET /", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: "):
         with loop.connect() as connection:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -162,7 +162,7 @@ def test_an_oversized_request_is_cut_off(loop: Loop) -> None:
 
 
 @pytest.mark.parametrize("start", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\n"])
-def test_a_slow_reader_is_cut(loop: Loop, monkeypatch: pytest.MonkeyPatch, start: bytes) -> None:
+def test_a_slow_reader_is_disconnected(loop: Loop, monkeypatch: pytest.MonkeyPatch, start: bytes) -> None:
     monkeypatch.setattr(page, "LIMIT_SECONDS", 0.5)
     begin = time.monotonic()
     with loop.connect() as connection:
@@ -180,7 +180,7 @@ def test_a_slow_reader_is_cut(loop: Loop, monkeypatch: pytest.MonkeyPatch, start
     assert 0.4 < time.monotonic() - begin < 5
 
 
-def test_idle_connections_keep_nobody_out(loop: Loop) -> None:
+def test_idle_connections_do_not_block_others(loop: Loop) -> None:
     before = threading.active_count()
     idle = [loop.connect() for _ in range(3 * page.MOST_CONNECTIONS)]
     try:
@@ -193,14 +193,14 @@ def test_idle_connections_keep_nobody_out(loop: Loop) -> None:
             connection.close()
 
 
-def test_many_readers_cost_the_loop_a_few_looks_a_second(loop: Loop) -> None:
+def test_many_readers_cost_the_loop_a_few_answers_a_second(loop: Loop) -> None:
     before, begin = loop.asked, time.monotonic()
     for _ in range(100):
         assert ask(loop, "/status.json").status == 200
     assert 0 <= loop.asked - before <= 2 + (time.monotonic() - begin) / page.FRESH_SECONDS
 
 
-def test_a_loop_that_does_not_answer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_does_not_answer_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "PATIENCE_SECONDS", 0.1)
     with Loop(StatusConfig()) as loop:
         loop.stopped = True
@@ -211,7 +211,7 @@ def test_a_loop_that_does_not_answer_is_said(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_loop_never_waits() -> None:
-    """With readers that ask and never read, and with nobody."""
+    """With readers that ask and never read, and without readers."""
     shown = status()
     with Loop(StatusConfig()) as loop:
         loop.stopped = True
@@ -220,7 +220,8 @@ def test_the_loop_never_waits() -> None:
                 connection.sendall(b"GET /status.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
         begin = time.monotonic()
         for _ in range(1000):
-            loop.page.answer(lambda: shown)
+            if loop.page.has_questions:
+                loop.page.answer(shown)
         assert time.monotonic() - begin < page.PATIENCE_SECONDS
 
 
@@ -249,7 +250,7 @@ def test_a_large_cluster_is_served(loop: Loop, monkeypatch: pytest.MonkeyPatch) 
 def test_off() -> None:
     off = page.serve(StatusConfig(port=-1))
     assert off.address == ""
-    off.answer(lambda: pytest.fail("nobody looks"))
+    assert not off.has_questions
     off.close()
 
 
