@@ -35,11 +35,11 @@ from zenps.kernels.gpu.hash_compact import (
     hash_compact_until_fits,
 )
 from zenps.kernels.gpu.launcher import Launcher
-from zenps.kernels.gpu.place import Placement, place_rows
+from zenps.kernels.gpu.place import DeviceLayout, place_rows
 from zenps.kernels.gpu.rows import DeviceRows
 from zenps.kernels.gpu.scan_compact import scan_compact
 from zenps.kernels.gpu.sort_compact import sort_compact
-from zenps.partition.device_layout import place_on
+from zenps.partition.device_layout import device_layout_on
 from zenps.partition.layout import Layout, LayoutCache
 from zenps.partition.ring import rebalance
 from zenps.partition.strategies import strategy
@@ -174,12 +174,12 @@ def rows_ways(bench: Bench, case: RowsCase) -> Plan:
     dtype, launcher = getattr(torch, case.dtype), bench.launcher
     ids = zipf_ids(case, bench.device)
     values = torch.randn(case.ids, case.dim, device=bench.device).to(dtype)
-    layout, placement = placed("rows", case.rows, 1, case.servers, bench.device)
+    layout, device_layout = placed("rows", case.rows, 1, case.servers, bench.device)
     bounds = torch.tensor(layout.server_bounds, device=bench.device)
-    size = placement.size
+    size = device_layout.size
 
     def positions() -> Tensor:
-        return place_rows(launcher, placement, ids)[0]
+        return place_rows(launcher, device_layout, ids)[0]
 
     def hashed() -> DeviceRows:
         compact = partial(hash_compact, launcher, positions(), values, bounds, size)
@@ -229,18 +229,18 @@ def dense_ways(bench: Bench, case: DenseCase) -> Plan:
     dense[torch.rand(case.elements, device=bench.device) >= case.density] = 0
     indices = dense.nonzero().squeeze(1)
     count = len(indices)
-    layout, placement = placed("dense", case.elements, case.granule, case.servers, bench.device)
+    layout, device_layout = placed("dense", case.elements, case.granule, case.servers, bench.device)
     bounds = torch.tensor(layout.server_bounds, device=bench.device)
 
     def hashed() -> DeviceRows:
-        compact = partial(hash_compact_dense, launcher, placement, dense, bounds)
+        compact = partial(hash_compact_dense, launcher, device_layout, dense, bounds)
         return hash_compact_until_fits(compact, count, HashMemory()).rows
 
     ours: dict[str, Callable[[], DeviceRows]] = {
-        "scan_compact": lambda: scan_compact(launcher, placement, dense, count * 5 // 4 + 1),
+        "scan_compact": lambda: scan_compact(launcher, device_layout, dense, count * 5 // 4 + 1),
         "hash_compact": hashed,
     }
-    positions, order = place_rows(launcher, placement, indices)[0].long().sort()
+    positions, order = place_rows(launcher, device_layout, indices)[0].long().sort()
     expected = dense[indices[order]].double()[:, None]
     for way, run in ours.items():
         check(way, run(), positions, expected)
@@ -276,12 +276,12 @@ def zipf_ids(case: RowsCase, device: torch.device) -> Tensor:
 
 def placed(
     name: str, rows: int, granule: int, servers: int, device: torch.device
-) -> tuple[Layout, Placement]:
+) -> tuple[Layout, DeviceLayout]:
     """The balanced layout over that many servers, on the host and on the device."""
     ranks = range(servers)
     cache = LayoutCache(strategy("balanced"), 7, rebalance(None, ranks), ranks, 0)
     layout = cache.get(name, rows, granule)
-    return layout, place_on(layout, device)
+    return layout, device_layout_on(layout, device)
 
 
 # ── the run ─────────────────────────────────────────────────────────────────────────────────────────────────

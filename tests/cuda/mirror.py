@@ -55,11 +55,11 @@ class Mirror(Launcher):
         self._launcher.launch(source, expression, grid, block, mirrored)
         self._synchronize()
         for arg in args:
-            if isinstance(arg, Tensor) and not _is_placement(arg):
+            if isinstance(arg, Tensor) and not _is_device_layout(arg):
                 arg.copy_(copies[id(arg)])
 
     def _copy(self, tensor: Tensor, kept: list[Tensor]) -> Tensor:
-        if not _is_placement(tensor):
+        if not _is_device_layout(tensor):
             return tensor.to(self._device, copy=True)
         words = tensor.tolist()
         for place, (dtype, length) in POINTERS.items():
@@ -69,7 +69,7 @@ class Mirror(Launcher):
         return torch.tensor(words, device=self._device)
 
 
-def _is_placement(tensor: Tensor) -> bool:
+def _is_device_layout(tensor: Tensor) -> bool:
     """Other arguments may have as many words, but none that describe a layout and have addresses in place."""
     if tensor.dtype != torch.int64 or tensor.numel() != PLACEMENT_WORDS:
         return False

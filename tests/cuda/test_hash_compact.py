@@ -24,7 +24,7 @@ from zenps.kernels.gpu.hash_compact import (
     hash_compact_until_fits,
 )
 from zenps.kernels.gpu.rows import DeviceRows
-from zenps.partition.device_layout import place_on
+from zenps.partition.device_layout import device_layout_on
 
 CPU = torch.device("cpu")
 DEFAULT = HashMemory()
@@ -359,7 +359,7 @@ def check_dense(
     dense = dense_of(rows, density, dtype, seed)
     positions, bits = expected(layout, dense)
     bounds = torch.tensor(layout.server_bounds)
-    compact = partial(hash_compact_dense, launcher, place_on(layout, CPU), dense, bounds)
+    compact = partial(hash_compact_dense, launcher, device_layout_on(layout, CPU), dense, bounds)
     hashed = hash_compact_until_fits(compact, len(positions), memory)
     count = len(positions)
     assert hashed.rows.values.shape[1] == 1

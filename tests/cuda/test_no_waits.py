@@ -14,10 +14,10 @@ from tests.cuda.host.launcher import HostLauncher
 from zenps.kernels.gpu import bitmap_codec, place, scatter
 from zenps.kernels.gpu.bitmap_compact import bitmap_compact
 from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact, hash_compact_dense
-from zenps.kernels.gpu.place import Placement
+from zenps.kernels.gpu.place import DeviceLayout
 from zenps.kernels.gpu.scan_compact import scan_compact
 from zenps.kernels.gpu.sort_compact import sort_compact
-from zenps.partition.device_layout import place_on
+from zenps.partition.device_layout import device_layout_on
 from zenps.partition.layout import LayoutCache
 from zenps.partition.ring import rebalance
 from zenps.partition.strategies import strategy
@@ -44,12 +44,12 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def placement_of(rows: int, granule: int) -> Placement:
+def device_layout_of(rows: int, granule: int) -> DeviceLayout:
     cache = LayoutCache(strategy("balanced"), 7, rebalance(None, [0, 1]), [0, 1], 0)
-    return place_on(cache.get("weight", rows, granule), torch.device("cpu"))
+    return device_layout_on(cache.get("weight", rows, granule), torch.device("cpu"))
 
 
-PLACEMENT, ELEMENTS = placement_of(1000, 1), placement_of(1000, 32)
+PLACEMENT, ELEMENTS = device_layout_of(1000, 1), device_layout_of(1000, 32)
 ROWS = torch.randint(0, 1000, (300,), generator=torch.Generator().manual_seed(1))
 POSITIONS = ROWS.int()
 VALUES = torch.ones(300, 4)

@@ -13,7 +13,7 @@ from tests.cuda.test_place import layout_of
 from zenps.errors import TensorError
 from zenps.kernels.gpu.launcher import BLOCK, scan_state
 from zenps.kernels.gpu.scan_compact import scan_compact
-from zenps.partition.device_layout import place_on
+from zenps.partition.device_layout import device_layout_on
 from zenps.partition.layout import Layout
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def expected(layout: Layout, dense: Tensor) -> tuple[Tensor, Tensor]:
 
 def check(launcher: HostLauncher, layout: Layout, dense: Tensor) -> None:
     positions, bits = expected(layout, dense)
-    got = scan_compact(launcher, place_on(layout, CPU), dense, capacity=len(positions))
+    got = scan_compact(launcher, device_layout_on(layout, CPU), dense, capacity=len(positions))
     assert int(got.count) == len(positions)
     assert got.values.shape == (len(positions), 1)
     assert got.values.dtype == dense.dtype
@@ -108,8 +108,8 @@ def test_zeros_of_both_signs_are_skipped_and_nothing_else(
 ) -> None:
     subnormal, nan, inf = torch.finfo(dtype).smallest_normal / 2, float("nan"), float("inf")
     dense = torch.tensor([0.0, -0.0, subnormal, -subnormal, nan, 1.0, -inf, 0.0], dtype=dtype)
-    placement = place_on(layout_of("parallel", len(dense), granule, [0]), CPU)
-    got = scan_compact(launcher, placement, dense, capacity=8)
+    device_layout = device_layout_on(layout_of("parallel", len(dense), granule, [0]), CPU)
+    got = scan_compact(launcher, device_layout, dense, capacity=8)
     assert int(got.count) == 5
     assert got.positions[:5].tolist() == [2, 3, 4, 5, 6]
     bits = BITS[dtype.itemsize]
@@ -142,13 +142,13 @@ def launch(
     launcher: HostLauncher, layout: Layout, dense: Tensor, position: torch.dtype, capacity: int, grid: int
 ) -> tuple[Tensor, Tensor]:
     """Positions and bits of values, from the kernel itself: into guarded memory."""
-    placement = place_on(layout, CPU)
+    device_layout = device_layout_on(layout, CPU)
     positions = launcher.guarded(torch.empty(capacity, dtype=position))
     values = launcher.guarded(torch.empty(capacity, dtype=torch.int32))
     count = launcher.guarded(torch.empty(1, dtype=torch.int64))
     state = launcher.guarded(scan_state(-(-layout.size // 8192), CPU))
     expression = f"scan_compact<uint32, {str(position).removeprefix('torch.')}, 4>"
-    args = (state, placement.words, dense, capacity, positions, values, count)
+    args = (state, device_layout.words, dense, capacity, positions, values, count)
     launcher.launch("scan_compact", expression, grid, BLOCK, args)
     assert int(count) == len(expected(layout, dense)[0])
     return positions, values
@@ -166,6 +166,6 @@ def launch(
     ],
 )
 def test_what_the_kernel_would_misread_is_refused(dense: Tensor, message: str) -> None:
-    placement = place_on(layout_of("balanced", 100, 32, [0]), CPU)
+    device_layout = device_layout_on(layout_of("balanced", 100, 32, [0]), CPU)
     with pytest.raises(TensorError, match=message):
-        scan_compact(HostLauncher(), placement, dense, capacity=10)
+        scan_compact(HostLauncher(), device_layout, dense, capacity=10)

@@ -25,7 +25,7 @@ from zenps.errors import ProtocolError, TensorError, ZenPSError
 from zenps.kernels.gpu.bitmap_codec import decode_bitmap, decode_coo, encode_bitmap, encode_coo
 from zenps.kernels.gpu.bitmap_compact import bitmap_compact
 from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact
-from zenps.kernels.gpu.place import Placement, find_cuts, place_rows
+from zenps.kernels.gpu.place import DeviceLayout, find_cuts, place_rows
 from zenps.kernels.gpu.rows import DeviceRows
 from zenps.kernels.gpu.scatter import merge
 from zenps.kernels.gpu.sort_compact import sort_compact
@@ -92,7 +92,7 @@ class StagedSparse(_Staged):
         cut: Sharding,
         codec: str,
         settings: CudaConfig,
-        place: Callable[[Layout], Placement],
+        place: Callable[[Layout], DeviceLayout],
         accelerator: Accelerator,
         expected_rows: int = 0,
         quantizer: Quantizer | None = None,
@@ -115,7 +115,7 @@ class StagedSparse(_Staged):
 
     def restart(self, sent: EncodedTensor) -> None:
         assert sent.cut.layout is not None
-        self._layout, self._placement = sent.cut.layout, self._place_on_device(sent.cut.layout)
+        self._layout, self._device_layout = sent.cut.layout, self._place_on_device(sent.cut.layout)
         self.sent, self._pieces = sent, sent.cut.ranges()
         # What is held stays: copies from it may still be under way.
         self._pulled.clear()
@@ -164,13 +164,13 @@ class StagedSparse(_Staged):
     def _place(self) -> tuple[Tensor, Tensor, Tensor]:
         """Positions, values ``[nnz, columns]``, and ``[1]``: not 0 where an index lies outside the tensor."""
         rows, outside = row_numbers(self._indices, tuple(self.shape[: self._sparse_dim]))
-        positions, beyond = place_rows(self._accelerator.launcher, self._placement, rows)
+        positions, beyond = place_rows(self._accelerator.launcher, self._device_layout, rows)
         values = self._values.reshape(len(rows), self.columns).contiguous()
         return positions, values, outside | beyond
 
     def _compact(self, positions: Tensor, values: Tensor, memory: HashMemory) -> tuple[DeviceRows, Tensor]:
         """Rows by position, and the counters of hashing."""
-        launcher, size = self._accelerator.launcher, self._placement.size
+        launcher, size = self._accelerator.launcher, self._device_layout.size
         if self._settings.compaction == "hash":
             bounds = self._on_device(self._layout.server_bounds)
             hashed = hash_compact(launcher, positions, values, bounds, size, len(positions), memory)
@@ -237,10 +237,10 @@ class StagedSparse(_Staged):
             encoded = self._to_device(np.frombuffer(positions, np.uint8))
             values = self._to_device(self._dequantized(frames[1], count))
             if codec.name == "bitmap":
-                rows, fault = decode_bitmap(gpu.launcher, self._placement, encoded, count, start, span)
+                rows, fault = decode_bitmap(gpu.launcher, self._device_layout, encoded, count, start, span)
             else:
                 item = torch.int32 if item_dtype(span).itemsize == 4 else torch.int64
-                rows, fault = decode_coo(gpu.launcher, self._placement, encoded.view(item), start, span)
+                rows, fault = decode_coo(gpu.launcher, self._device_layout, encoded.view(item), start, span)
         self._pulled.append((rows, values.view(self.dtype).view(count, self.columns)))
         self._faults.append(fault)
 

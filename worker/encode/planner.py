@@ -18,8 +18,8 @@ from zenps.codecs.values import value_codec
 from zenps.config.settings import Config
 from zenps.errors import TensorError
 from zenps.kernels.cpu import CpuKernels
-from zenps.kernels.gpu.place import Placement
-from zenps.partition.device_layout import place_on
+from zenps.kernels.gpu.place import DeviceLayout
+from zenps.partition.device_layout import device_layout_on
 from zenps.partition.layout import Layout, LayoutCache
 from zenps.partition.ring import SLOTS
 from zenps.partition.strategies.centralized import home_slot
@@ -62,8 +62,8 @@ class Transfers:
         self._kernels = CpuKernels(self._pool)
         self._residuals = Residuals()
         self._accelerators: dict[torch.device, Accelerator] = {}
-        # A placement lives as long as its layout, and so as long as whatever was cut by it.
-        self._placements: WeakKeyDictionary[Layout, dict[torch.device, Placement]] = WeakKeyDictionary()
+        # A device layout lives as long as its layout, and so as long as whatever was cut by it.
+        self._gpu_layouts: WeakKeyDictionary[Layout, dict[torch.device, DeviceLayout]] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
     def set_ring(self, epoch: int, owners: NDArray[np.uint16], servers: Sequence[int]) -> None:
@@ -171,7 +171,7 @@ class Transfers:
         cut = self._ring.shard_sparse(name, max(rows, 1), columns, tensor.dtype, expected_rows)
         if gpu is None:
             return SparseTransfer(tensor, cut, self._codec, self._kernels, expected_rows, quantizer)
-        place = partial(self._placement, gpu)
+        place = partial(self._device_layout, gpu)
         settings = self._config.cuda
         return StagedSparse(tensor, cut, self._codec, settings, place, gpu, expected_rows, quantizer)
 
@@ -196,14 +196,14 @@ class Transfers:
                 self._accelerators[device] = CudaAccelerator(device, POOL_BYTES, deadline_seconds)
             return self._accelerators[device]
 
-    def _placement(self, gpu: Accelerator, layout: Layout) -> Placement:
+    def _device_layout(self, gpu: Accelerator, layout: Layout) -> DeviceLayout:
         with self._lock:
-            placements = self._placements.setdefault(layout, {})
-            if gpu.device not in placements:
+            gpu_layouts = self._gpu_layouts.setdefault(layout, {})
+            if gpu.device not in gpu_layouts:
                 # Memory of the stream that reads it: once freed, it is not used again before that is done.
                 with gpu.stream():
-                    placements[gpu.device] = place_on(layout, gpu.device)
-            return placements[gpu.device]
+                    gpu_layouts[gpu.device] = device_layout_on(layout, gpu.device)
+            return gpu_layouts[gpu.device]
 
 
 def _begin_dense(

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from zenps.errors import ConfigError
-from zenps.kernels.gpu.place import KINDS, Placement
+from zenps.kernels.gpu.place import KINDS, DeviceLayout
 
 from .keyspace import Feistel, Identity
 from .layout import Layout
 
 
-def place_on(layout: Layout, device: torch.device) -> Placement:
+def device_layout_on(layout: Layout, device: torch.device) -> DeviceLayout:
     """Copies what kernels need of ``layout`` to ``device``.
 
     Feistel and identity are computed there, which is faster than a look-up in the device's memory; any
@@ -45,4 +45,4 @@ def place_on(layout: Layout, device: torch.device) -> Placement:
     words = [layout.rows_total, granule_bits, granules, kind, *halves, *keys]
     words += [len(layout.placing.starts), *pointers[:2], len(layout.unplacing.starts), *pointers[2:]]
     words_there = torch.tensor(words, device=device)
-    return Placement(words_there, kept, layout.rows_total, layout.size, layout.granule)
+    return DeviceLayout(words_there, kept, layout.rows_total, layout.size, layout.granule)

@@ -12,7 +12,7 @@ from torch import Tensor
 from zenps.errors import ProtocolError, TensorError
 
 from .launcher import BLOCK, Launcher, check_on_device, grid_of, scan_state
-from .place import Placement
+from .place import DeviceLayout
 from .sources import position_name
 
 BITMAP_TILE = 1 << 16
@@ -51,15 +51,15 @@ def encode_bitmap(
 
 
 def decode_bitmap(
-    launcher: Launcher, placement: Placement, data: Tensor, rows: int, start: int, span: int
+    launcher: Launcher, layout: DeviceLayout, data: Tensor, rows: int, start: int, span: int
 ) -> tuple[Tensor, Tensor]:
     """The table rows whose positions a bitmap holds, in order of position.
 
     Args:
-        placement: of the tensor.
+        layout: of the tensor.
         data: uint8 ``[⌈span / 8⌉]`` on the device, at an address divisible by 16; not trusted.
         rows: how many the sender says there are.
-        start, span: of the chunk, within the placement.
+        start, span: of the chunk, within the layout.
 
     Returns:
         table rows int64 ``[rows]``, and int64 ``[1]`` that is 1 where other than ``rows`` bits are set, one
@@ -73,10 +73,10 @@ def decode_bitmap(
     _check_address("bitmap", data, BITMAP_ALIGNMENT)
     if len(data) != -(-span // 8):
         raise ProtocolError("payload", f"bitmap: {len(data)} bytes for a span of {span}")
-    table_rows, error = _decoded(placement, rows, start, span)
+    table_rows, error = _decoded(layout, rows, start, span)
     tiles = _bitmap_tiles(span)
     state = scan_state(tiles, data.device)
-    args = (state, placement.words, data, rows, start, span, table_rows, error)
+    args = (state, layout.words, data, rows, start, span, table_rows, error)
     launcher.launch("bitmap_codec", "decode_bitmap", tiles, BLOCK, args)
     return table_rows, error
 
@@ -109,14 +109,14 @@ def encode_coo(
 
 
 def decode_coo(
-    launcher: Launcher, placement: Placement, relative: Tensor, start: int, span: int
+    launcher: Launcher, layout: DeviceLayout, relative: Tensor, start: int, span: int
 ) -> tuple[Tensor, Tensor]:
     """The table rows at positions of a chunk.
 
     Args:
-        placement: of the tensor.
+        layout: of the tensor.
         relative: int32 or int64 ``[rows]`` on the device, aligned as its dtype; not trusted.
-        start, span: of the chunk, within the placement.
+        start, span: of the chunk, within the layout.
 
     Returns:
         table rows int64 ``[rows]``, and int64 ``[1]`` that is 1 where the positions do not increase within
@@ -128,9 +128,9 @@ def decode_coo(
     """
     check_on_device("relative positions", relative, INTEGERS, 1)
     _check_address("relative positions", relative, relative.itemsize)
-    table_rows, error = _decoded(placement, len(relative), start, span)
+    table_rows, error = _decoded(layout, len(relative), start, span)
     expression = f"decode_coo<{position_name(relative.dtype)}>"
-    args = (placement.words, relative, len(relative), start, span, table_rows, error)
+    args = (layout.words, relative, len(relative), start, span, table_rows, error)
     launcher.launch("bitmap_codec", expression, grid_of(len(relative)), BLOCK, args)
     return table_rows, error
 
@@ -145,10 +145,10 @@ def _bitmap_tiles(span: int) -> int:
     return grid_of(-(-span // BITMAP_TILE) * BLOCK)
 
 
-def _decoded(placement: Placement, rows: int, start: int, span: int) -> tuple[Tensor, Tensor]:
+def _decoded(layout: DeviceLayout, rows: int, start: int, span: int) -> tuple[Tensor, Tensor]:
     """Memory for table rows and the flag. How many rows, the sender says: no more than the span may be."""
-    assert 0 <= start <= start + span <= placement.size, (start, span, placement.size)
+    assert 0 <= start <= start + span <= layout.size, (start, span, layout.size)
     if not 0 <= rows <= span:
         raise ProtocolError("payload", f"{rows} rows for a span of {span}")
-    table_rows = torch.empty(rows, dtype=torch.int64, device=placement.words.device)
-    return table_rows, torch.zeros(1, dtype=torch.int64, device=placement.words.device)
+    table_rows = torch.empty(rows, dtype=torch.int64, device=layout.words.device)
+    return table_rows, torch.zeros(1, dtype=torch.int64, device=layout.words.device)

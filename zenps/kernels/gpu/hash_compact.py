@@ -16,7 +16,7 @@ from torch import Tensor
 from zenps.errors import ConfigError, TensorError
 
 from .launcher import BLOCK, Launcher, check_on_device, grid_of, scan_state
-from .place import INTEGERS, Placement
+from .place import INTEGERS, DeviceLayout
 from .rows import DeviceRows
 from .scan_compact import check_dense
 from .sources import number_name, word_name
@@ -143,7 +143,7 @@ def hash_compact(
 
 def hash_compact_dense(
     launcher: Launcher,
-    placement: Placement,
+    layout: DeviceLayout,
     dense: Tensor,
     bounds: Tensor,
     capacity: int,
@@ -154,29 +154,29 @@ def hash_compact_dense(
     Both zeros, 0.0 and -0.0, are left out; subnormals and NaN are not.
 
     Args:
-        placement: of the tensor's elements.
+        layout: of the tensor's elements.
         dense: float32, float16 or bfloat16 ``[rows]`` on the device.
-        bounds: int64 ``[servers + 1]``: where each server's positions begin, and ``placement.size``.
+        bounds: int64 ``[servers + 1]``: where each server's positions begin, and ``layout.size``.
         capacity: how many elements are expected; room for as many is made.
         memory: what they are hashed into.
 
     Returns:
-        positions ``[capacity]`` of ``placement.position_dtype``, values ``[capacity, 1]`` of the dtype of
+        positions ``[capacity]`` of ``layout.position_dtype``, values ``[capacity, 1]`` of the dtype of
         ``dense``, and the counters.
 
     Raises:
-        TensorError: as :func:`hash_compact`, or ``dense`` does not have the placement's rows.
+        TensorError: as :func:`hash_compact`, or ``dense`` does not have the layout's rows.
     """
-    check_dense(placement, dense)
-    table = _new_table(bounds, placement.size, placement.position_dtype, capacity, memory)
+    check_dense(layout, dense)
+    table = _new_table(bounds, layout.size, layout.position_dtype, capacity, memory)
     types = f"{word_name(dense.itemsize)}, {table.key}"
-    args = (placement.words, dense, *table.args, table.counters)
+    args = (layout.words, dense, *table.args, table.counters)
     blocks = grid_of(len(dense), DENSE_TILE)
     launcher.launch("hash_compact", f"claim_nonzeros<{types}>", blocks, BLOCK, args)
 
     positions, _, count = _extract_sorted(launcher, table, capacity, key_slots=0)
     values = torch.empty(capacity, 1, dtype=dense.dtype, device=dense.device)
-    gathering = (placement.words, dense, positions, count, capacity, values)
+    gathering = (layout.words, dense, positions, count, capacity, values)
     launcher.launch("hash_compact", f"gather_values<{types}>", grid_of(capacity), BLOCK, gathering)
     return Hashed(DeviceRows(positions, values, count), table.counters)
 

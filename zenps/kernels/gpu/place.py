@@ -13,7 +13,7 @@ from .sources import position_name
 INTEGERS = (torch.int32, torch.int64)
 
 
-class Placement(NamedTuple):
+class DeviceLayout(NamedTuple):
     """A layout as kernels read it.
 
     Attributes:
@@ -45,26 +45,26 @@ KINDS: dict[Literal["identity", "feistel", "table"], int] = {"identity": 0, "fei
 """``enum`` of ``cuda/keyspace.cuh``."""
 
 
-def place_rows(launcher: Launcher, placement: Placement, rows: Tensor) -> tuple[Tensor, Tensor]:
+def place_rows(launcher: Launcher, layout: DeviceLayout, rows: Tensor) -> tuple[Tensor, Tensor]:
     """The position of each row.
 
     Args:
         rows: int32 or int64 ``[n]`` on the device, in any order, with duplicates.
 
     Returns:
-        positions ``[n]`` of ``placement.position_dtype``, and int64 ``[1]`` that is 1 where a row lies
+        positions ``[n]`` of ``layout.position_dtype``, and int64 ``[1]`` that is 1 where a row lies
         outside the tensor; that row's position is 0.
     """
     check_on_device("row indices", rows, INTEGERS, 1)
-    positions = torch.empty(len(rows), dtype=placement.position_dtype, device=rows.device)
+    positions = torch.empty(len(rows), dtype=layout.position_dtype, device=rows.device)
     outside = torch.zeros(1, dtype=torch.int64, device=rows.device)
     expression = f"place_rows<{position_name(rows.dtype)}, {position_name(positions.dtype)}>"
-    args = (placement.words, rows, len(rows), positions, outside)
+    args = (layout.words, rows, len(rows), positions, outside)
     launcher.launch("place", expression, grid_of(len(rows)), BLOCK, args)
     return positions, outside
 
 
-def unplace_rows(launcher: Launcher, placement: Placement, positions: Tensor) -> tuple[Tensor, Tensor]:
+def unplace_rows(launcher: Launcher, layout: DeviceLayout, positions: Tensor) -> tuple[Tensor, Tensor]:
     """The row at each position.
 
     Args:
@@ -77,7 +77,7 @@ def unplace_rows(launcher: Launcher, placement: Placement, positions: Tensor) ->
     rows = torch.empty(len(positions), dtype=torch.int64, device=positions.device)
     outside = torch.zeros(1, dtype=torch.int64, device=positions.device)
     expression = f"unplace_rows<{position_name(positions.dtype)}>"
-    args = (placement.words, positions, len(positions), rows, outside)
+    args = (layout.words, positions, len(positions), rows, outside)
     launcher.launch("place", expression, grid_of(len(positions)), BLOCK, args)
     return rows, outside
 
