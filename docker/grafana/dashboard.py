@@ -173,7 +173,7 @@ ROWS: Final[dict[str, Sequence[Panel]]] = {
             width=6,
         ),
         Panel(
-            "RoundTracker",
+            "Rounds",
             "Tensors synchronised per second; a step has a round for each sparse tensor and for each bucket "
             "of dense ones.",
             [Query(by_rank(rate("zenps_rounds_total", 'outcome="completed"')), "worker {{rank}}")],
