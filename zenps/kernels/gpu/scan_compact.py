@@ -1,4 +1,4 @@
-"""Compaction of an element-sparse gradient in one pass: ``cuda/scan_compact.cu``."""
+"""Stream compaction of an element-sparse gradient in one pass: wraps ``cuda/scan_compact.cu``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .rows import DeviceRows
 from .sources import position_name, word_name
 
 DENSE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""What an element-sparse gradient may be of."""
+"""The dtypes of an element-sparse gradient."""
 
 # constexprs of cuda/scan_compact.cu
 PACKS = 8
@@ -32,7 +32,7 @@ def scan_compact(launcher: Launcher, layout: DeviceLayout, dense: Tensor, capaci
     Args:
         layout: of the tensor's elements. Granules of 32 and more are fast.
         dense: float32, float16 or bfloat16 ``[rows]`` on the device.
-        capacity: how many elements to make room for.
+        capacity: the number of elements that the output has room for.
 
     Returns:
         positions ``[capacity]`` of ``layout.position_dtype`` and values ``[capacity, 1]`` of the dtype
@@ -55,7 +55,7 @@ def scan_compact(launcher: Launcher, layout: DeviceLayout, dense: Tensor, capaci
 
 
 def check_dense(layout: DeviceLayout, dense: Tensor) -> None:
-    """Refuses a dense tensor that is not one of ``layout``'s.
+    """Checks that ``dense`` is a gradient of ``layout``'s tensor.
 
     Raises:
         TensorError: another dtype or shape, or another number of rows.
@@ -66,6 +66,6 @@ def check_dense(layout: DeviceLayout, dense: Tensor) -> None:
 
 
 def _takes_packs(layout: DeviceLayout, dense: Tensor) -> bool:
-    """Whether every load of LANES neighbours is aligned and stays within a granule."""
+    """True if every load of LANES adjacent values is aligned and stays within a granule."""
     aligned = dense.data_ptr() % (LANES * dense.itemsize) == 0
     return aligned and layout.granule >= LEAST_GRANULE_OF_PACKS
