@@ -1,13 +1,11 @@
-"""What a scheme should cost on a workload of ``bench_net.py``, by :mod:`zenps.schemes.costs`."""
+"""Expected cost of a scheme on a workload of ``bench_net.py``, by :mod:`zenps.schemes.costs`."""
 
 from __future__ import annotations
 
-from net_worker import GLOO, NARROW
+from net_worker import BFLOAT16, GLOO
 from workloads import Character
 
-from zenps.schemes.costs import (
-    predict,
-)
+from zenps.schemes.costs import predict
 from zenps.schemes.registry import AUTO
 from zenps.schemes.traffic import (
     Cost,
@@ -23,7 +21,7 @@ def expect(scheme: str, character: Character, workers: int, mbit: float) -> Cost
     tensor = Tensor(
         rows=character.rows,
         columns=character.columns,
-        item_bytes=2 if scheme == NARROW else 4,
+        item_bytes=2 if scheme == BFLOAT16 else 4,
         density=character.density,
         unions=tuple(character.union_rows[size] / character.rows for size in levels),
         skew=character.skew[workers],
@@ -35,5 +33,5 @@ def expect(scheme: str, character: Character, workers: int, mbit: float) -> Cost
         union_block_skew=character.union_block_skew[workers],
     )
     links = Links(workers=workers, bytes_per_second=mbit * 1e6 / 8)
-    names = {GLOO: ("allreduce",), NARROW: ("zenps",), "auto": AUTO}.get(scheme, (scheme,))
+    names = {GLOO: ("allreduce",), BFLOAT16: ("zenps",), "auto": AUTO}.get(scheme, (scheme,))
     return min((predict(name, tensor, links) for name in names), key=lambda cost: cost.seconds)

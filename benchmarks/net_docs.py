@@ -1,4 +1,4 @@
-"""The page of results that ``bench_net.py --docs`` writes: text, and the tables of the JSON file."""
+"""Results page of ``bench_net.py --docs``: its text, and the tables of the JSON file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``bench_net.py`` writes: JSON, tables and plots."""
+"""Report of ``bench_net.py``: JSON, tables and plots."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import numpy as np
 from hosts import BURST_BYTES, congestion_control
 from matplotlib.figure import Figure
 from net_costs import expect
-from net_worker import GLOO, NARROW, Measurement, Task
+from net_worker import BFLOAT16, GLOO, Measurement, Task
 from rich.table import Table
 from sync_report import Machine
 from workloads import WORKLOADS, Character
 
 MUCH_STOLEN: Final = 0.1
-"""A measurement is better taken again."""
+"""Above this share of stolen time, a measurement should be repeated."""
 
 MARKERS: Final = ("o-", "s-", "^-", "D-", "v-", "P-", "X-", "<-", ">-", "*-", "h-")
 """As colours repeat after ten, no two lines look alike."""
 
 
 class Links(msgspec.Struct):
-    """How links are shaped, apart from their speed."""
+    """The shaping of links, apart from their speed."""
 
     shaper: str
     burst_bytes: int
@@ -61,7 +61,7 @@ class Report(msgspec.Struct):
 
 
 class Row(NamedTuple):
-    """A measurement, and what follows from it."""
+    """A measurement with derived numbers."""
 
     measured: Measurement
     p50_seconds: float
@@ -113,7 +113,7 @@ def describe_links() -> Links:
 
 
 def evaluate(report: Report) -> list[Row]:
-    """Every measurement with what follows from it."""
+    """Every measurement with derived numbers."""
     base = {
         (m.workload, m.workers, m.mbit): statistics.median(m.seconds)
         for m in report.measurements
@@ -145,7 +145,7 @@ def evaluate(report: Report) -> list[Row]:
 
 
 def sheets(report: Report) -> list[Sheet]:
-    """What was synchronised; who wins; for each workload times, bytes, and how near to the limits it was."""
+    """The tables: workloads; speed-ups; and for each workload times, bytes, and ratios to the limits."""
     rows = evaluate(report)
     tables = [describe_workloads(report), compare(report, rows)]
     for name in report.characters:
@@ -190,7 +190,7 @@ def compare(report: Report, rows: Sequence[Row]) -> Sheet:
         own = [row.measured for row in rows if row.measured.workload == name]
         for mbit, size in sorted({(m.mbit, m.workers) for m in own}):
             measured = {m.scheme: m for m in own if (m.mbit, m.workers) == (mbit, size)}
-            others = measured.keys() - {"zenps", "auto", NARROW}
+            others = measured.keys() - {"zenps", "auto", BFLOAT16}
             best = min(others, key=lambda scheme: _median(measured[scheme]), default="")
             lines.append(
                 [
@@ -199,7 +199,7 @@ def compare(report: Report, rows: Sequence[Row]) -> Sheet:
                     f"{_ratio(measured, best, 'zenps')} ({best})",
                     _ratio(measured, "zen", "zenps"),
                     _ratio(measured, "zenps", "auto"),
-                    _ratio(measured, "zenps", NARROW),
+                    _ratio(measured, "zenps", BFLOAT16),
                 ]
             )
     columns = ["workload", f"{GLOO} ÷ zenps", "fastest other ÷ zenps", "zen ÷ zenps"]

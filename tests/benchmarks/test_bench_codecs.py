@@ -1,4 +1,4 @@
-"""The benchmark of position codecs runs; and what it found, which is kept, is what the codecs do."""
+"""The benchmark of position codecs runs, and its archived results are those of the present codecs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark between hosts runs, reports what it promises, and goes on where it was cut."""
+"""The benchmark between hosts runs, reports its tables, and resumes an interrupted run."""
 
 from __future__ import annotations
 

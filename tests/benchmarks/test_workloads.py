@@ -1,4 +1,4 @@
-"""The gradients of the benchmark are what they are said to be."""
+"""The benchmark's gradients have the published density, overlap and skew."""
 
 from __future__ import annotations
 

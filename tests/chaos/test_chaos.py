@@ -1,4 +1,4 @@
-"""A short form of ``make chaos``, and that what it looks for would be noticed."""
+"""A short form of ``make chaos``, and tests that it notices faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codecs on the device: the bytes of zenps.codecs there, its positions and refusals back."""
+"""Codecs on the device: they encode to the bytes of zenps.codecs, and decode and refuse the same bytes."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_wrong_number_of_rows_is_reported(
 
 
 def test_positions_without_a_row_are_reported() -> None:
-    """33 rows in granules of 32: of the last granule's positions 31 have no row."""
+    """33 rows in granules of 32: 31 positions of the last granule have no row."""
     launcher = HostLauncher()
     _, device_layout = placed(33, 32, "parallel")
     _, error = decode_bitmap(launcher, device_layout, packed(torch.tensor([32]), 64), 1, 0, 64)

@@ -1,4 +1,4 @@
-"""Compaction by bitmap: what occurs once keeps its bits, sums are close to exact ones."""
+"""Compaction by bitmap: rows that occur once keep their bits, and sums are close to exact ones."""
 
 from __future__ import annotations
 

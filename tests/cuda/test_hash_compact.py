@@ -1,4 +1,4 @@
-"""Hierarchical hashing loses no row: what Zen's paper leaves to chance and its released code gets wrong."""
+"""Hierarchical hashing loses no row, unlike Zen's released code."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_first_and_last_position(launcher: HostLauncher) -> None:
 
 @pytest.mark.parametrize("server", [0, 3, 6])
 def test_all_rows_at_one_of_several_servers(launcher: HostLauncher, server: int) -> None:
-    """Expected are rows in proportion to the servers' shares, so here the memory must grow."""
+    """The memory is divided by the servers' shares of positions, so here it must grow."""
     size = 700_000
     positions = (torch.arange(1000) * 97 + 100_000 * server).int()
     values = values_of(positions, 1, torch.float32)
@@ -214,7 +214,7 @@ def kept(positions: Tensor, values: Tensor, some: Tensor) -> tuple[Tensor, Tenso
 
 
 def test_more_memory_ends_with_a_slot_for_each_position(launcher: HostLauncher) -> None:
-    """However little a doubling adds, and though all positions are taken."""
+    """Even if a doubling adds little, and all positions have rows."""
     positions = torch.arange(300, dtype=torch.int32)
     values = values_of(positions, 1, torch.float32)
     memory = HashMemory(hashes=1, parallel_factor=1e-3, serial_factor=1e-3)

@@ -1,4 +1,4 @@
-"""The runtime that other tests here trust: what it computes, what it refuses, what its sanitizers find."""
+"""Tests of the host runtime itself: its results, the kernels that it aborts, and its sanitizers."""
 
 from __future__ import annotations
 

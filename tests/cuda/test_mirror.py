@@ -1,4 +1,4 @@
-"""The way to a GPU and back that the kernels' tests take there, walked on the CPU."""
+"""Tests of the copies to a GPU and back that kernel tests make there, on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No wrapper waits for the device: none uses an operation whose result the host must know to go on."""
+"""No wrapper waits for the device: none uses an operation that returns a number or a size to the host."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def device_layout_of(rows: int, granule: int) -> DeviceLayout:
     return device_layout_on(cache.get("weight", rows, granule), torch.device("cpu"))
 
 
-PLACEMENT, ELEMENTS = device_layout_of(1000, 1), device_layout_of(1000, 32)
+LAYOUT, ELEMENTS = device_layout_of(1000, 1), device_layout_of(1000, 32)
 ROWS = torch.randint(0, 1000, (300,), generator=torch.Generator().manual_seed(1))
 POSITIONS = ROWS.int()
 VALUES = torch.ones(300, 4)
@@ -59,8 +59,8 @@ BOUNDS = torch.tensor([0, 500, 1000])
 ELEMENT_BOUNDS = torch.tensor([0, 512, ELEMENTS.size])
 
 WRAPPERS: dict[str, Callable[[HostLauncher], object]] = {
-    "place_rows": lambda launcher: place.place_rows(launcher, PLACEMENT, ROWS),
-    "unplace_rows": lambda launcher: place.unplace_rows(launcher, PLACEMENT, POSITIONS),
+    "place_rows": lambda launcher: place.place_rows(launcher, LAYOUT, ROWS),
+    "unplace_rows": lambda launcher: place.unplace_rows(launcher, LAYOUT, POSITIONS),
     "find_cuts": lambda launcher: place.find_cuts(launcher, POSITIONS.sort()[0], COUNT, BOUNDS),
     "sort_compact": lambda launcher: sort_compact(launcher, POSITIONS, VALUES),
     "bitmap_compact": lambda launcher: bitmap_compact(launcher, POSITIONS, VALUES, 1000),
@@ -75,13 +75,13 @@ WRAPPERS: dict[str, Callable[[HostLauncher], object]] = {
         launcher, torch.arange(300, dtype=torch.int32), 0, 300, 0, 1000
     ),
     "decode_bitmap": lambda launcher: bitmap_codec.decode_bitmap(
-        launcher, PLACEMENT, torch.full((125,), 255, dtype=torch.uint8), 1000, 0, 1000
+        launcher, LAYOUT, torch.full((125,), 255, dtype=torch.uint8), 1000, 0, 1000
     ),
     "encode_coo": lambda launcher: bitmap_codec.encode_coo(
         launcher, POSITIONS, COUNT, BOUNDS[:2], torch.int32
     ),
     "decode_coo": lambda launcher: bitmap_codec.decode_coo(
-        launcher, PLACEMENT, torch.arange(300, dtype=torch.int32), 0, 1000
+        launcher, LAYOUT, torch.arange(300, dtype=torch.int32), 0, 1000
     ),
     "put_rows": lambda launcher: scatter.put_rows(launcher, VALUES, torch.arange(300), torch.zeros(300, 4)),
     "gather_rows": lambda launcher: scatter.gather_rows(launcher, VALUES, torch.arange(300)),

@@ -1,4 +1,4 @@
-"""Rows ⇄ positions as kernels compute them: the numbers of zenps.partition.layout."""
+"""Mapping between rows and positions in kernels: the same numbers as in zenps.partition.layout."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_permutation_that_no_kernel_knows_needs_its_tables() -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("count", [0, 1, 700, 1000])
 def test_cuts(dtype: torch.dtype, count: int) -> None:
-    """What lies behind the count is not looked at."""
+    """Positions beyond the count are ignored."""
     generator = torch.Generator().manual_seed(count)
     positions = torch.randint(0, 5000, (1000,), generator=generator).unique().to(dtype)
     count = min(count, len(positions))

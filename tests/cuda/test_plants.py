@@ -1,4 +1,4 @@
-"""The kernels are clean under the sanitizers, and what is planted in them is caught."""
+"""The kernels are clean under the sanitizers, and the tests catch planted faults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAILED = 1
 
 @pytest.fixture(scope="module")
 def reruns() -> Iterator[dict[Sanitizer, Rerun]]:
-    """A process for each sanitizer, started when it is asked for."""
+    """A process for each sanitizer, started on first use."""
     running: dict[Sanitizer, Rerun] = {}
     yield running
     for rerun in running.values():

@@ -1,4 +1,4 @@
-"""A dense tensor's non-zeros in order of position: bit for bit what sorting them gives."""
+"""Stream compaction: a dense tensor's non-zeros in order of position, with the bits that sorting gives."""
 
 from __future__ import annotations
 

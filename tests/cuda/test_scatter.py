@@ -1,4 +1,4 @@
-"""Rows go whole, bits as they are, to where they are told and nowhere else."""
+"""Scatter and gather: rows are written whole, unchanged, to their targets and nowhere else."""
 
 from __future__ import annotations
 

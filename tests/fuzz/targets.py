@@ -1,4 +1,4 @@
-"""Everything that reads received bytes: functions of a list of frames that may only raise ProtocolError."""
+"""Fuzz targets: all decoders of received bytes, as functions of frames that may only raise ProtocolError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The testbed itself."""
+"""The testbed of network namespaces: creation, links with a delay, names, and removal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SECONDS = 10.0
 
 
 def kill_creator(*arguments: str) -> tuple[str, Path]:
-    """What the names of its namespaces begin with, and what runs on one of its hosts."""
+    """The prefix of its namespaces' names, and the file of a program that runs on one of its hosts."""
     command = [sys.executable, "-c", CREATOR, *arguments]
     done = subprocess.Popen(command, env={"PYTHONPATH": "."}, stdout=subprocess.PIPE, text=True)
     assert done.stdout is not None

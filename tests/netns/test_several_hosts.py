@@ -1,4 +1,4 @@
-"""Jobs over several hosts: what each node is reached by, and what happens when it cannot be."""
+"""Jobs over several hosts: the addresses by which nodes connect, slow links, and lost links."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ WORKERS_NETWORK = {"cluster.scheduler": "10.77.1.1:9100"}
 
 
 def test_servers_with_two_addresses(expected: State, tmp_path: Path) -> None:
-    """By the scheduler's route they advertise the one that workers do not reach."""
+    """Servers advertise their address on the route to the scheduler by default; workers need the other."""
     own: dict[str, dict[str, object]] = {
         "scheduler": {"cluster.scheduler": "0.0.0.0:9100"},
         "worker0": WORKERS_NETWORK,
@@ -143,7 +143,7 @@ def push_dense() -> float:
 
 
 def test_slow_links(tmp_path: Path) -> None:
-    # A rank's link carries all that it pushes; what the bucket holds at first costs nothing.
+    # A rank's link carries all its pushes; the shaper's bucket passes the first bytes at once.
     floor_seconds = 8 * (ROUNDS * 4 * ELEMENTS - BURST_BYTES) / BITS_PER_SECOND
     with (
         Hosts(ONE_EACH, bits_per_second=BITS_PER_SECOND) as hosts,
@@ -157,7 +157,7 @@ LAYERS = 16
 
 
 def push_layers_in_order_of_backward(by_layer: bool) -> tuple[float, float]:
-    """Seconds until the gradient of the first layer was there, which is pushed last, and until all were."""
+    """Seconds until the result of the first layer, which is pushed last, and until all results."""
     gradient = torch.ones(500_000)
     zps.barrier()
     begin = time.monotonic()

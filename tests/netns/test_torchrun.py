@@ -1,4 +1,4 @@
-"""torchrun on two hosts: each has an agent, and each agent counts restarts by itself."""
+"""torchrun on two hosts: each host has an agent, and each agent counts restarts by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts with a mistake each: the simulator has to find every one."""
+"""Faulty subclasses of the classes under test: the simulator has to find each mistake."""
 
 from __future__ import annotations
 

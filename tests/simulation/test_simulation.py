@@ -1,4 +1,4 @@
-"""Scripts by hypothesis, scripts that once failed, and parts with a mistake, which must fail."""
+"""Simulations: scripts by hypothesis, scripts that once failed, and faulty classes, which must fail."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .script import (
 from .simulation import Simulation
 
 MOST_RUNS = 100
-"""By when a mistake is found; most are in the first few."""
+"""The number of scripts within which a mistake is found; most are found in the first few."""
 
 
 def scripts(scenario: Scenario) -> st.SearchStrategy[Script]:
@@ -64,10 +64,10 @@ LOST_BUT_ALIVE = Script(
         Fault(at=38.285, kind="stall server", target=7, seconds=10.321),
     ),
 )
-"""A server that was lost sums what one rank has pushed anew, and answers one that has not heard of it."""
+"""A server that was lost sums what one rank has pushed again, and answers a rank that knows nothing of it."""
 
 ONCE_FAILED = [
-    # A late push comes when its outcome is forgotten, and the next step has fewer chunks.
+    # A late push comes when its result is forgotten, and the next step has fewer chunks.
     Script(
         seed=882,
         workers=2,
@@ -150,7 +150,7 @@ ONCE_FAILED = [
             Fault(at=55.59, kind="crash server", target=21, seconds=21.21),
         ),
     ),
-    # What was never pushed was pushed again, and so not done without one that was lost.
+    # A chunk that was never pushed was pushed again, so its round was not completed without a lost rank.
     Script(
         seed=400284,
         workers=3,

@@ -1,4 +1,4 @@
-"""A worker: :class:`WorkerRounds` with what a process does around it, and no socket."""
+"""Simulated worker: :class:`WorkerRounds` in a process without sockets."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ class Worker(Member):
     """One process.
 
     Attributes:
-        number: of the process, among all that ever were.
+        number: of the process, among all that have ever run.
         rank: the one that it wants, then the one that it has; -1 for any.
         ended: how; None while it runs.
         error: why it could not go on.
         was_silent: whether it was stalled for so long that it may be taken for lost.
         gone_at: when it ended, or was stalled so.
         restarts_after: how long after its end another process takes its place.
-        joining workers: how many wait to be let in, as the scheduler said last.
-        entered: the last barrier that it has come to.
+        joining: the number of workers that wait for admission, as the scheduler reported last.
+        entered: the last barrier that it has reached.
     """
 
     def __init__(
@@ -320,7 +320,7 @@ class Worker(Member):
         self.registration.barriers = sequence
 
     def admit(self) -> Program:
-        """Lets those in that wait, and counts anew."""
+        """Admits the joining workers, and numbers steps from 0 again."""
         assert self.view is not None
         self._asks = Admit(self.view.admitted)
         self.send(SCHEDULER, self._asks)
@@ -329,6 +329,6 @@ class Worker(Member):
 
 
 def _chunks(tensor: str, step: int) -> int:
-    """Into how many a server's range is cut; as in reality, it changes from step to step."""
+    """The number of chunks of a server's range; as in reality, it changes from step to step."""
     tensors = [f"t{number}" for number in range(TENSORS)]
     return 1 + (tensors.index(tensor) + step // 2) % 2 if tensor in tensors else 1

@@ -1,4 +1,4 @@
-"""A short form of ``make soak``, and that growth is noticed."""
+"""A short form of ``make soak``, and tests that growth is noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// Fibers: stacks that one CPU thread switches between, and what the sanitizers have to be told of them.
+// Fibers: stacks that one CPU thread switches between, with the annotations that sanitizers need.
 #pragma once
 
 #include <sys/mman.h>

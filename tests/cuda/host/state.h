@@ -1,4 +1,4 @@
-// What the scheduler and the threads that it runs know of each other.
+// State that the scheduler and the CUDA threads share.
 #pragma once
 
 #include <cstdint>

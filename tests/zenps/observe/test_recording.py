@@ -1,4 +1,4 @@
-"""Traces: what is written is read again, and what is no trace is refused."""
+"""Traces of ``zenps plan``: reading gives what was written, and other files are refused."""
 
 from __future__ import annotations
 

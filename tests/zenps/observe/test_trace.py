@@ -22,7 +22,7 @@ def recorder(tmp_path: Path) -> Recorder:
 
 
 def events(recorder: Recorder) -> list[dict[str, Any]]:
-    """All that it has written, once it is closed."""
+    """All events in its file, after closing it."""
     recorder.close()
     written: list[dict[str, Any]] = json.loads(recorder.path.read_text())
     return written
@@ -133,7 +133,7 @@ def test_a_file_that_cannot_be_made_is_refused(
 
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the recorder has warned of, whatever other tests of this process have made of logging."""
+    """The recorder's warnings, whatever logging setup other tests of this process have left."""
     said: list[str] = []
     monkeypatch.setattr(tracing.logger, "warning", lambda text, *args: said.append(text % args))
     return said

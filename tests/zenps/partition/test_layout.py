@@ -260,7 +260,7 @@ def test_balanced_is_balanced(pattern: str) -> None:
 
 
 def test_the_other_strategies_are_not() -> None:
-    """The measure can fail: what ``balanced`` is for shows in it."""
+    """The measure can fail: it shows the imbalance that ``balanced`` avoids."""
     touched = torch.arange(MILLION)
     assert imbalance("parallel", SIZE, touched, 16) > 1.2
     assert imbalance("centralized", SIZE, touched, 16) == 16

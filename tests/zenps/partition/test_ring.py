@@ -80,8 +80,8 @@ def test_leavers_slots_go_to_many() -> None:
     assert np.delete(gained, 5).min() > 0
 
 
-def test_neighbouring_slots_are_scattered() -> None:
-    """A hot run of slots must not be one server's."""
+def test_adjacent_slots_are_scattered() -> None:
+    """A range of hot slots must not belong to one server."""
     owners = rebalance(None, range(16))
     same_as_next = np.mean([a == b for a, b in pairwise(owners.tolist())])
     assert same_as_next < 0.2

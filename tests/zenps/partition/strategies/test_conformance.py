@@ -1,4 +1,4 @@
-"""What every partition strategy must do: the built-in ones and a plug-in from ``examples/``."""
+"""Conformance tests of partition strategies: the built-in ones and a plug-in from ``examples/``."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_bounds_that_are_none_are_refused() -> None:
 
 
 def install_entry_point(site: Path, line: str) -> None:
-    """What pip leaves of a package that declares ``line`` in the group ``zenps.partition``."""
+    """Writes the metadata of an installed package that declares ``line`` in the group ``zenps.partition``."""
     information = site / "their_package-1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n")
