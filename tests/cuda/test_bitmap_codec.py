@@ -221,7 +221,7 @@ def test_hostile_coo_is_refused_where_the_codec_refuses_it(span: int) -> None:
             assert not int(error), positions
 
 
-def test_what_cannot_be_is_refused_at_once() -> None:
+def test_impossible_arguments_are_refused_at_once() -> None:
     launcher, (_, device_layout) = HostLauncher(), placed(100)
     data = torch.zeros(13, dtype=torch.uint8)
     with pytest.raises(ProtocolError, match="13 bytes for a span of 96"):

@@ -108,7 +108,7 @@ def test_sums_are_close_to_exact_ones(launcher: HostLauncher, dtype: torch.dtype
     assert bool(((got.values[:50].double() - exact).abs() <= rounding + 50 * 2**-24 * sizes).all())
 
 
-def test_what_a_kernel_would_misread_is_refused() -> None:
+def test_arguments_that_a_kernel_would_misread_are_refused() -> None:
     launcher, positions = HostLauncher(), torch.arange(3)
     for bad, values, message in [
         (positions.float(), torch.zeros(3, 2), "positions of dtype"),

@@ -176,7 +176,7 @@ def test_the_order_of_threads_changes_nothing(seed: int) -> None:
     assert_rows(hashing(launcher, positions, values, even_bounds(28_000, 5))(700, DEFAULT), positions, values)
 
 
-def test_numbers_that_are_hard_to_add(launcher: HostLauncher) -> None:
+def test_special_values(launcher: HostLauncher) -> None:
     """A lone -0.0 stays one, NaN and infinity spread, sums of 16-bit numbers are rounded once."""
     positions = torch.tensor([3, 1, 1, 2, 2, 9, 9, *[7] * 256], dtype=torch.int32)
     inf, nan = float("inf"), float("nan")
@@ -213,7 +213,7 @@ def kept(positions: Tensor, values: Tensor, some: Tensor) -> tuple[Tensor, Tenso
     return positions[is_kept], values[is_kept]
 
 
-def test_more_memory_ends_with_a_slot_for_each_position(launcher: HostLauncher) -> None:
+def test_memory_grows_at_most_to_a_slot_for_each_position(launcher: HostLauncher) -> None:
     """Even if a doubling adds little, and all positions have rows."""
     positions = torch.arange(300, dtype=torch.int32)
     values = values_of(positions, 1, torch.float32)
@@ -300,7 +300,7 @@ def test_the_memory_is_for_the_rows_and_not_for_the_tensor() -> None:
     assert len(launcher.slots) == 2 * (2000 + 200) + 2 * 4 * 32
 
 
-def test_serial_slots_are_counted_so_that_no_row_walks_past_all_in_vain() -> None:
+def test_serial_slots_are_counted_so_that_no_row_probes_all_in_vain() -> None:
     launcher, positions = Recorder(), torch.arange(1025, dtype=torch.int32)
     compact = hashing(launcher, positions, torch.ones(1025, 1), [0, 500, 2000])
     compact(1025, TINY)
@@ -401,7 +401,7 @@ def test_more_slots_than_32_bits_number_are_refused(launcher: HostLauncher) -> N
         compact(1 << 30, DEFAULT)
 
 
-def test_what_a_kernel_would_misread_is_refused(launcher: HostLauncher) -> None:
+def test_arguments_that_a_kernel_would_misread_are_refused(launcher: HostLauncher) -> None:
     positions, values = torch.arange(3), torch.ones(3, 1)
     with pytest.raises(TensorError, match="2 rows of values: expected 3"):
         hashing(launcher, positions, values[:2], [0, 10])(3, DEFAULT)

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 MIRROR = Mirror(HostLauncher(), CPU, lambda: None)
 
 
-def test_device_layouts_go_along_with_what_they_point_to() -> None:
+def test_device_layouts_are_copied_with_the_tensors_that_they_point_to() -> None:
     rows = torch.arange(1000)
     for name, table_bytes in (("balanced", 0), ("parallel", 0), ("reversed", 1 << 20)):
         layout = layout_of(name, 1000, 1, [0, 1, 2], table_bytes)
@@ -34,7 +34,7 @@ def test_results_come_back() -> None:
     assert rows.values[:2].tolist() == [[2.0], [4.0]]
 
 
-def test_as_many_numbers_as_a_device_layout_has_words_are_numbers() -> None:
+def test_other_tensors_of_as_many_words_are_not_device_layouts() -> None:
     for first in (7, 1 << 40):
         positions = torch.arange(first, first + 18).flip(0)
         rows = sort_compact(MIRROR, positions, torch.ones(18, 1))

@@ -107,7 +107,7 @@ def test_cuts(dtype: torch.dtype, count: int) -> None:
     assert offsets.tolist() == np.searchsorted(positions[:count].numpy(), cuts.numpy()).tolist()
 
 
-def test_what_a_kernel_would_misread_is_refused() -> None:
+def test_arguments_that_a_kernel_would_misread_are_refused() -> None:
     device_layout = device_layout_on(layout_of("balanced", 50, 1, [0, 1]), CPU)
     for rows in (torch.zeros(3), torch.zeros((3, 2), dtype=torch.int64), torch.arange(6)[::2]):
         with pytest.raises(TensorError, match="row indices"):

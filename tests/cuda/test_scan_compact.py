@@ -117,7 +117,7 @@ def test_zeros_of_both_signs_are_skipped_and_nothing_else(
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 1030])
-def test_what_does_not_fit_is_counted_and_not_written(launcher: HostLauncher, capacity: int) -> None:
+def test_rows_beyond_the_capacity_are_counted_and_not_written(launcher: HostLauncher, capacity: int) -> None:
     layout, dense = layout_of("balanced", 3000, 32, [0, 1]), dense_of(3000, 0.9, torch.float32, seed=2)
     positions, bits = expected(layout, dense)
     assert len(positions) > 1030
@@ -165,7 +165,7 @@ def launch(
         (torch.zeros(0), "a dense gradient of 0 rows"),
     ],
 )
-def test_what_the_kernel_would_misread_is_refused(dense: Tensor, message: str) -> None:
+def test_arguments_that_the_kernel_would_misread_are_refused(dense: Tensor, message: str) -> None:
     device_layout = device_layout_on(layout_of("balanced", 100, 32, [0]), CPU)
     with pytest.raises(TensorError, match=message):
         scan_compact(HostLauncher(), device_layout, dense, capacity=10)

@@ -90,7 +90,7 @@ def test_merged_rows_are_sorted(rows: list[int], wide: bool, columns: int, dtype
     assert_same_bytes(sorted_values, values[order])
 
 
-def test_what_a_kernel_would_misread_is_refused() -> None:
+def test_arguments_that_a_kernel_would_misread_are_refused() -> None:
     launcher, values, out = HostLauncher(), torch.zeros(3, 2), torch.zeros(9, 2)
     for bad_values, targets, message in [
         (values, torch.zeros(3), "targets of dtype"),

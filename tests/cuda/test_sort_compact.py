@@ -183,7 +183,7 @@ def test_any_runs_under_any_schedule(runs: list[int], columns: int, dtype: torch
     assert_same_bits(got[1], expected[1])
 
 
-def test_what_a_kernel_would_misread_is_refused() -> None:
+def test_arguments_that_a_kernel_would_misread_are_refused() -> None:
     launcher, positions = HostLauncher(), torch.arange(3)
     for bad, values, message in [
         (positions.float(), torch.zeros(3, 2), "positions of dtype"),

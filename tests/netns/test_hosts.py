@@ -48,7 +48,7 @@ def test_the_guard_removes_what_a_killed_creator_left() -> None:
         time.sleep(0.05)
 
 
-def test_what_a_killed_creator_left_without_a_guard_is_removed_by_the_next() -> None:
+def test_the_next_testbed_removes_one_whose_creator_and_guard_were_killed() -> None:
     left, sleeper = kill_creator("alone")
     assert len(list(NAMESPACES.glob(left))) == 3
     assert len(list(FILES.glob(left))) == 2

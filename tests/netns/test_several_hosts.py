@@ -63,7 +63,7 @@ def test_training_is_the_same_as_on_one_machine(
         assert f"listening on {advertised}" in job.log("server0")
 
 
-def test_names_that_lead_elsewhere_on_other_hosts(expected: State, tmp_path: Path) -> None:
+def test_names_that_resolve_differently_on_other_hosts(expected: State, tmp_path: Path) -> None:
     """A machine's own name is loopback in Debian's /etc/hosts, and one worker has no IPv6."""
     own_names = {name: [f"127.0.1.1 {name}"] for name in ("head", "server0")}
     with Hosts(ONE_EACH, lines=own_names) as hosts:
@@ -182,7 +182,9 @@ def test_the_first_layer_overtakes_others_on_a_slow_link(tmp_path: Path, by_laye
             assert (first < 0.75 * last) == by_layer, (first, last)
 
 
-def test_a_server_whose_link_is_cut_is_done_without(hosts: Hosts, expected: State, tmp_path: Path) -> None:
+def test_training_continues_without_a_server_whose_link_is_cut(
+    hosts: Hosts, expected: State, tmp_path: Path
+) -> None:
     settings = {"cluster.lease_seconds": 2}
     with Job(hosts, tmp_path, "10.77.0.1:9100", settings) as job:
         workers = [job.start(rank, train, tmp_path, STEPS, [1, 3]) for rank in range(2)]

@@ -33,7 +33,7 @@ zps.shutdown()
 
 
 @pytest.mark.timeout(300)
-def test_a_worker_is_killed_and_all_begin_again(tmp_path: Path) -> None:
+def test_after_a_worker_is_killed_all_workers_are_restarted(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     environ = {name: value for name, value in os.environ.items() if not name.startswith("ZENPS_")}
     environ |= {

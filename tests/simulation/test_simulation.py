@@ -203,12 +203,12 @@ ONCE_FAILED = [
 
 @settings(max_examples=80, deadline=None)
 @given(scripts("steady"))
-def test_whatever_happens_every_round_has_one_answer(script: Script) -> None:
+def test_every_round_has_one_answer_under_any_faults(script: Script) -> None:
     Simulation(script).run()
 
 
 @pytest.mark.parametrize("scenario", ["fail", "continue", "restart"])
-def test_and_so_it_has_when_workers_are_lost(scenario: Scenario) -> None:
+def test_every_round_has_one_answer_when_workers_are_lost(scenario: Scenario) -> None:
     @settings(max_examples=25, deadline=None)
     @given(scripts(scenario))
     def run(script: Script) -> None:
@@ -219,13 +219,13 @@ def test_and_so_it_has_when_workers_are_lost(scenario: Scenario) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(scripts("steady"))
-def test_and_so_it_has_when_workers_run_ahead(script: Script) -> None:
+def test_every_round_has_one_answer_when_workers_run_ahead(script: Script) -> None:
     script = msgspec.structs.replace(script, runs_ahead=True, budget_bytes=max(BUDGETS))
     Simulation(script).run()
 
 
 @pytest.mark.parametrize("script", ONCE_FAILED, ids=range(len(ONCE_FAILED)))
-def test_what_once_failed(script: Script) -> None:
+def test_scripts_that_once_failed(script: Script) -> None:
     Simulation(script).run()
 
 
@@ -255,13 +255,13 @@ def test_a_mistake_is_found(scenario: Scenario, parts: Parts) -> None:
         run()
 
 
-def test_what_was_pushed_under_an_earlier_ring_stays_as_it_is() -> None:
+def test_memory_of_pushes_under_an_earlier_ring_is_not_overwritten() -> None:
     with pytest.raises(Violation, match="overwritten"):
         Simulation(LOST_BUT_ALIVE, Parts(exchange=OverwritesEarlierPushes)).run()
     Simulation(LOST_BUT_ALIVE).run()
 
 
-def test_the_loss_of_a_worker_ends_all_others_with_its_name() -> None:
+def test_the_loss_of_a_worker_ends_all_others_with_an_error_that_names_it() -> None:
     fault = Fault(3.0, "crash worker", target=1)
     simulation = Simulation(Script(workers=3, servers=2, steps=1000, faults=(fault,), scenario="fail"))
     simulation.run()
@@ -272,7 +272,7 @@ def test_the_loss_of_a_worker_ends_all_others_with_its_name() -> None:
     assert not any(server.is_alive for server in simulation.servers)
 
 
-def test_the_others_go_on_and_a_restarted_worker_comes_back() -> None:
+def test_an_elastic_job_continues_and_a_restarted_worker_comes_back() -> None:
     fault = Fault(3.0, "crash worker", target=1)
     simulation = Simulation(Script(workers=3, servers=2, steps=60, faults=(fault,), scenario="continue"))
     assert simulation.run().admissions == 1
@@ -283,7 +283,7 @@ def test_the_others_go_on_and_a_restarted_worker_comes_back() -> None:
     assert back.training.state == simulation.workers[0].training.state
 
 
-def test_torchrun_starts_all_of_them_again() -> None:
+def test_torchrun_restarts_all_workers() -> None:
     fault = Fault(3.0, "crash worker", target=1)
     simulation = Simulation(Script(workers=3, servers=2, steps=60, faults=(fault,), scenario="restart"))
     assert simulation.run().generations == 1

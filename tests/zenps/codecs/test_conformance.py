@@ -157,7 +157,7 @@ def test_bitmap_is_least_significant_bit_first_with_unused_bits_zero() -> None:
             bitmap.decode(memoryview(bytes([0, byte])), rows, 10)
 
 
-def test_the_registry_is_what_the_wire_knows() -> None:
+def test_the_registry_has_every_codec_of_the_wire() -> None:
     assert list(CODECS) == list(get_args(CodecName)) == [codec.name for codec in CODECS.values()]
 
 

@@ -58,7 +58,7 @@ def runs_of(values: Tensor) -> list[Tensor]:
     return list(values.split(RUN) if values.shape[1] == 1 else values)
 
 
-def test_the_registry_is_what_the_wire_knows() -> None:
+def test_the_registry_has_every_codec_of_the_wire() -> None:
     assert ["same", *VALUE_CODECS] == list(get_args(ValueForm))
     assert all(codec.form == form for form, codec in VALUE_CODECS.items())
 
@@ -133,7 +133,7 @@ def test_int8_is_a_power_of_two_and_small_integers() -> None:
 
 @every_step
 @pytest.mark.parametrize("special", [NAN, -NAN, INF, -INF])
-def test_int8_shows_what_is_no_number_in_the_whole_run(special: float, step: int | None) -> None:
+def test_int8_makes_a_run_with_a_nan_or_infinity_nan(special: float, step: int | None) -> None:
     values = random_values((5, 6), 3)
     values[2, 4] = special
     got = travelled(int8, values, step)

@@ -153,9 +153,7 @@ def test_scatter_sorts(kernels: Kernels, rows: Rows, pieces: int, seed: int) -> 
 
 @every_backend
 @pytest.mark.parametrize("columns", [47, 48, 512])
-def test_rows_around_the_width_from_which_they_are_not_copied_together(
-    kernels: Kernels, columns: int
-) -> None:
+def test_rows_around_the_width_above_which_they_are_not_concatenated(kernels: Kernels, columns: int) -> None:
     generator = torch.Generator().manual_seed(3)
     keys = [torch.randperm(300, generator=generator)[:200].sort().values for _ in range(4)]
     ranks = [(some, values_of(200, columns, torch.float32, generator)) for some in keys]
@@ -250,7 +248,7 @@ def test_a_lone_row_keeps_the_payload_of_a_nan(kernels: Kernels, columns: int) -
 @every_backend
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("dtype", list(ACCUMULATE))
-def test_nothing(kernels: Kernels, dtype: torch.dtype, columns: int) -> None:
+def test_empty_tables(kernels: Kernels, dtype: torch.dtype, columns: int) -> None:
     nothing = torch.empty(0, dtype=torch.int64), torch.empty(0, columns, dtype=dtype)
     assert_same(kernels.compact(*nothing), nothing)
     assert_same(kernels.aggregate([nothing, nothing], 1), nothing)

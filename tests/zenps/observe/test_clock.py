@@ -26,7 +26,7 @@ def test_offset_is_never_more_wrong_than_it_says(trips: list[tuple[int, int, int
 
 @settings(deadline=None)
 @given(st.lists(trips, min_size=1))
-def test_one_clock_is_not_corrected(trips: list[tuple[int, int, int]]) -> None:
+def test_a_common_clock_has_offset_0(trips: list[tuple[int, int, int]]) -> None:
     clock = ClockFilter()
     for sent, there, back in trips:
         clock.add(sent, sent + there, sent + there + back)

@@ -73,7 +73,7 @@ def test_many_at_once_move_only_what_the_load_bound_forces(old: set[int], new: s
     assert (before != after).sum() == fewest
 
 
-def test_leavers_slots_go_to_many() -> None:
+def test_slots_of_a_leaving_server_go_to_many() -> None:
     before = rebalance(None, range(16))
     after = rebalance(before, [rank for rank in range(16) if rank != 5])
     gained = np.bincount(after[before == 5], minlength=16)

@@ -138,7 +138,7 @@ def test_hot_rows_deals_the_first_rows_round_robin() -> None:
     assert int(slots.bincount(minlength=SLOTS).max()) <= -(-1_000_000 // SLOTS) + 1
 
 
-def test_bounds_that_are_none_are_refused() -> None:
+def test_invalid_bounds_are_refused() -> None:
     good = even_bounds(100)
     falling = good.clone()
     falling[7] = 99
@@ -197,7 +197,7 @@ def test_unknown_names(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["hot_rows_partition:DealHotRows", "math:pi", "zenps.partition.strategies:PartitionStrategy"]
 )
-def test_things_that_are_no_strategy(name: str) -> None:
+def test_objects_that_are_not_a_strategy(name: str) -> None:
     with pytest.raises(ConfigError, match="concrete subclass of PartitionStrategy"):
         strategy(name)
 
