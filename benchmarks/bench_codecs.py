@@ -49,7 +49,7 @@ class Drawn(msgspec.Struct):
     clustered: bool
     """True if whole granules of 32 positions were drawn, as in a layout with granules."""
     entropy_bits_per_row: float
-    """Of a set drawn evenly, or of as many whole granules."""
+    """The entropy of a set drawn evenly, or of as many whole granules."""
     auto: str
     """The codec that ``auto`` chooses for rows of 4 bytes."""
     codes: dict[str, Code]
@@ -59,7 +59,7 @@ class Report(msgspec.Struct):
     """The JSON file."""
 
     machine: Machine
-    """Where the times were measured."""
+    """The machine on which the times were measured."""
     versions: dict[str, str]
     sets: list[Drawn]
 

@@ -106,7 +106,7 @@ class Result(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """What is written to ``results``."""
+    """The JSON file."""
 
     started: str
     command: list[str]
@@ -127,7 +127,7 @@ class Bench:
         self.bytes_per_second = self._measure_bandwidth(1 << 31 if on_gpu else 1 << 16)
 
     def milliseconds(self, run: Callable[[], object]) -> list[float]:
-        """How long each repetition took, sorted."""
+        """The times of all repetitions, sorted."""
         for _ in range(self._warm_ups):
             run()
         return sorted(self._time_once(run) for _ in range(self._repeats))

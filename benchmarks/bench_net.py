@@ -173,7 +173,7 @@ def blocks(tasks: Sequence[Task]) -> Iterator[list[Task]]:
 
 
 def estimate_seconds(task: Task, report: Report) -> float:
-    """How long a cluster will take, roughly."""
+    """A rough estimate of a cluster's duration."""
     total = CLUSTER_SECONDS + HOST_SECONDS * task.workers
     for name in task.workloads:
         cost = expect(task.scheme, report.characters[name], task.workers, task.mbit)

@@ -82,13 +82,13 @@ class Host:
         with open(NAMESPACES / self.namespace) as namespace:
             _call("setns", namespace.fileno(), CLONE_NEWNET)
         _call("unshare", CLONE_NEWNS | CLONE_NEWUTS)
-        # What is mounted here from now on is seen by nobody else.
+        # Mounts from now on are invisible to other processes.
         _call("mount", b"none", b"/", None, MS_REC | MS_SLAVE, None)
         _call("mount", bytes(FILES / self.namespace / "hosts"), b"/etc/hosts", None, MS_BIND, None)
         socket.sethostname(self.name)
 
     def entering(self) -> list[str]:
-        """What a command has to begin with to run on this host."""
+        """The prefix of a command that runs on this host."""
         return [*_PROGRAM, "enter", self.namespace, self.name]
 
     def ip(self, *arguments: str) -> None:
@@ -96,9 +96,9 @@ class Host:
         _ip("-n", self.namespace, *arguments)
 
     def carried_bytes(self) -> tuple[int, int]:
-        """What left and reached it over its first network, which is shaped, with the headers of all packets.
+        """Bytes sent and received over its first network, which is shaped, with the headers of all packets.
 
-        The shapers' own count. The devices' is less: to them, what is cut into packets on its way is one.
+        They are the shapers' counts. The devices count fewer: they see large packets before segmentation.
         """
         network = self.networks[0]
         out = _carried(self.namespace, f"eth{network}")
@@ -118,8 +118,8 @@ class Host:
 class Hosts(contextlib.AbstractContextManager["Hosts"]):
     """Hosts on common networks; they exist from the beginning of the ``with`` block to its end.
 
-    At the end, whatever runs on them is killed. If the creator is, the guard does the same; and if that was
-    killed, too, the next creator on the machine.
+    At the end, all processes on them are killed. If the creator was killed, the guard does this; if the guard
+    was killed, too, the next creator on the machine does.
 
     Args:
         networks: the hosts by name, and which networks each is on. All hosts have all names, of which
@@ -254,7 +254,7 @@ def _own_prefix() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process began, in ticks since boot, as another may have its number after it; "": it is gone."""
+    """When a process began, in ticks since boot, because PIDs are reused; "" if it is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -285,7 +285,7 @@ def congestion_control() -> str:
 
 
 def _shape(namespace: str, device: str, bits_per_second: int, delay_seconds: float) -> None:
-    """What is sent on ``device``. Of both, the bucket is behind the delay, as tc-netem(8) has it."""
+    """Shapes traffic sent on ``device``: a delay, then a token bucket, in the order of tc-netem(8)."""
     add = ("tc", "-n", namespace, "qdisc", "add", "dev", device)
     place = ["root", "handle", "1:"]
     if delay_seconds:

@@ -53,7 +53,7 @@ class Report(msgspec.Struct):
         )
 
     def add(self, measurements: Sequence[Measurement]) -> None:
-        """Of two that measured the same, the one remains from which less was stolen."""
+        """Adds measurements. Of two of the same task, the one with less stolen time remains."""
         by_key = {m.key: m for m in self.measurements}
         for m in measurements:
             by_key[m.key] = min(by_key.get(m.key, m), m, key=lambda each: each.stolen)
@@ -67,15 +67,15 @@ class Row(NamedTuple):
     p50_seconds: float
     p95_seconds: float
     busiest_bytes: float
-    """Of all links and directions."""
+    """The greatest of all links and directions."""
     imbalance: float
     """``busiest_bytes`` over the mean of all links and directions."""
     expected_bytes: float
     """The same by the scheme's formula, of the payload."""
     expected_seconds: float
-    """By the same formula, as ``zenps plan`` and ``auto`` have it."""
+    """The time by the same formula, as ``zenps plan`` and ``auto`` predict it."""
     ideal_seconds: float
-    """What ``busiest_bytes`` take at the link's speed, when the shaper's bucket is full at first."""
+    """The time of ``busiest_bytes`` at the link's speed, if the shaper's bucket is full at first."""
     speedup: float
     """Over gloo's dense all_reduce; NaN where that was not measured."""
 
@@ -108,7 +108,7 @@ class Sheet(NamedTuple):
 
 
 def describe_links() -> Links:
-    """Of this machine."""
+    """The shaping of links on this machine."""
     return Links("tbf", BURST_BYTES, congestion_control())
 
 
@@ -184,7 +184,7 @@ def describe_workloads(report: Report) -> Sheet:
 
 
 def compare(report: Report, rows: Sequence[Row]) -> Sheet:
-    """By workload, hosts and speed: zenps against what PyTorch has, the other schemes, auto, and 16 bits."""
+    """By workload, hosts and speed: zenps against PyTorch, the other schemes, auto, and 16 bits."""
     lines = []
     for name in report.characters:
         own = [row.measured for row in rows if row.measured.workload == name]

@@ -71,7 +71,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
 
     def workload(self, name: str) -> Workload:
-        """That of the name, in the size of this task."""
+        """The workload of that name, in the size of this task."""
         return WORKLOADS[name].resized(self.scale)
 
 
@@ -100,7 +100,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> tuple[str, str, int, float]:
-        """What was measured, of which there is one in a report."""
+        """The key of a measurement, unique in a report."""
         return self.workload, self.scheme, self.workers, self.mbit
 
 

@@ -106,7 +106,7 @@ def describe_machine() -> Machine:
 
 
 def find_versions() -> dict[str, str]:
-    """Of Python and of every package that is measured."""
+    """The versions of Python and of every package that is measured."""
     packages = ("zenps", "torch", "numpy", "pyzmq")
     return {"python": platform.python_version()} | {
         name: importlib.metadata.version(name) for name in packages

@@ -133,9 +133,9 @@ class Rows(Workload):
 class Elements(Workload):
     """A dense gradient of which a sparsifier has left the greatest elements.
 
-    Blocks of :data:`BLOCK` neighbours have a scale in common, as the weights of one neuron have, the same for
-    all workers; scales are log-normal and fall along the tensor. An element is sent if it exceeds what
-    ``density`` of all elements do.
+    Each block of :data:`BLOCK` adjacent elements has a common scale, like the weights of one neuron, the same
+    for all workers; scales are log-normal and fall along the tensor. An element is sent if it is above a
+    threshold that a share of ``density`` of all elements exceed.
 
     Attributes:
         density: elements that are sent, over all.
@@ -160,7 +160,7 @@ class Elements(Workload):
 
     @cached_property
     def _chances(self) -> Tensor:
-        """Of an element of each block to be sent, (blocks, 1)."""
+        """The probability that an element of each block is sent, (blocks, 1)."""
         blocks = self.rows // BLOCK
         scales = self.spread * torch.randn(blocks, generator=_generator(self.name), dtype=torch.float64)
         scales -= self.fall * torch.arange(blocks, dtype=torch.float64) / blocks
@@ -243,7 +243,7 @@ def _skew(ids: Tensor, rows: int, parts: int) -> float:
 
 
 def _generator(*key: object) -> torch.Generator:
-    """Of random numbers that depend on nothing but ``key``."""
+    """A generator of random numbers that depend only on ``key``."""
     return torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(repr(key).encode()))
 
 

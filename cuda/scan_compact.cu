@@ -1,8 +1,8 @@
 // Compaction of an element-sparse gradient: a dense tensor's non-zeros, sorted by position, in one pass.
 //
-// The reads are permuted, not the writes. Positions are walked in order; each granule of the position space
-// is one contiguous piece of the tensor, found by one π⁻¹; what is not zero is compacted as a stream. So the
-// output comes out sorted, hence grouped by server, with no sort and no atomics on data.
+// The reads are permuted, not the writes. The kernel walks positions in order; each granule of positions is
+// one contiguous range of the tensor, found by one π⁻¹; its non-zeros are appended to the output. So the
+// output is sorted, hence grouped by server, with no sort and no atomics on data.
 //
 // Pipeline of a tile of TILE positions:
 //   ticket, π⁻¹ of its granules   while the values of the block's previous tile are loading

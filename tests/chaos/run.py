@@ -27,8 +27,8 @@ LOOK_SECONDS = 0.1
 RUN_SECONDS = 240.0
 
 CODES: Final[dict[Act, tuple[int, ...]]] = {"drain": (0,), "SIGTERM": (143,), "SIGSTOP, SIGCONT": (0, 1)}
-"""How a server ends. One that was stopped for longer than its lease is told that it was lost; unless the
-scheduler was away, and nobody noticed."""
+"""A server's exit codes. One that was stopped for longer than its lease is told that it was lost, and exits
+with 1, unless the scheduler was away and did not notice."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Run:
         self._nodes = Nodes(self.directory, self.lease_seconds)
         self._coming = deque(self.events)
         self._due_at: float | None = None
-        """When the first of those happens; None: not before a step that is still to come."""
+        """The time of the first coming event; None if its step is still to come."""
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._away: Done | None = None
         """The scheduler's kill, until it is back."""
@@ -167,7 +167,7 @@ class Run:
         self._after(LOOK_SECONDS, look_after)
 
     def _replace(self) -> None:
-        """Not where a server that joined makes up for the one that is gone."""
+        """Starts a server in place of one that is gone, unless another has joined instead."""
         if sum(server.harm is None for server in self._nodes.servers) < SERVERS:
             self._nodes.start_server()
 

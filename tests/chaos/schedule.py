@@ -53,10 +53,10 @@ class Done:
     step: int
     since: float
     until: float = 0.0
-    """When all of it was over, as far as the harness can tell: 0.0 while it is not."""
+    """When its effects were over, as far as the harness can tell; 0.0 while they last."""
 
     def pause_seconds(self, steps: Sequence[tuple[float, float]]) -> float:
-        """What was left of the step in flight at ``since``, or a longer one up to the second after ``until``.
+        """The rest of the step in flight at ``since``, or a longer step up to the second after ``until``.
 
         Args:
             steps: when each began and ended.

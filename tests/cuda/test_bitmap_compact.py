@@ -98,7 +98,7 @@ def test_any_positions_under_any_schedule(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_are_close_to_exact_ones(launcher: HostLauncher, dtype: torch.dtype) -> None:
-    """Made in float32 and rounded once, whatever the order."""
+    """Sums are made in float32 and rounded once, in any order."""
     positions, values = torch.randint(0, 50, (1000,)), torch.randn(1000, 4).to(dtype)
     got = bitmap_compact(launcher, positions, values, 50)
     exact = torch.zeros(50, 4, dtype=torch.float64).index_add_(0, positions, values.double())

@@ -32,7 +32,7 @@ TINY = HashMemory(hashes=1, parallel_factor=0.01, serial_factor=0.1)
 
 
 def values_of(positions: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Integers so small that their sums are exact, in whatever order they are added."""
+    """Integers so small that their sums are exact, in any order."""
     generator = torch.Generator().manual_seed(len(positions))
     return torch.randint(-3, 4, (len(positions), columns), generator=generator).to(dtype)
 

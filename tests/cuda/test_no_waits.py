@@ -26,7 +26,7 @@ WAITING = {
     "_local_scalar_dense", "nonzero", "nonzero_numpy", "_unique", "_unique2", "unique_consecutive",
     "unique_dim", "masked_select", "equal", "is_nonzero", "_assert_async", "repeat_interleave",
 }  # fmt: skip
-"""Of ATen: what copies a number or a size from the device. Copies to the host are seen by their device."""
+"""ATen operations that copy a number or a size from the device. Copies to the host are found by device."""
 
 
 class NoWaiting(TorchDispatchMode):

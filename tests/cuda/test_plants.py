@@ -44,7 +44,7 @@ def test_sanitizers_find_nothing(rerun: Rerun, tested: str) -> None:
     assert outcome.passed, outcome.output
 
 
-# The first of each source in the default suite: each is compiled anew, which takes seconds.
+# The first of each source in the default suite: compiling each takes seconds.
 SHORT = {plant.file: plant for plant in reversed(PLANTS)}
 
 

@@ -148,7 +148,7 @@ def test_passes_after_the_second_skip_empty_slots() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES[:4], ids=str)
 def test_a_lone_row_keeps_its_bits(dtype: torch.dtype) -> None:
-    """Of -0.0, of the least subnormal, and of -0.0 summed with itself."""
+    """The bits of -0.0, of the least subnormal, and of -0.0 summed with itself."""
     least = torch.ones(1, dtype=BITS[dtype.itemsize]).view(dtype)
     values = torch.stack(
         [torch.tensor(-0.0, dtype=dtype), least[0]] + [torch.tensor(-0.0, dtype=dtype)] * 200

@@ -71,7 +71,7 @@ class Job(contextlib.AbstractContextManager["Job"]):
         return self._start(f"worker{rank}", _work, str(rank), function, args)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What ``function(*args)`` returns on each rank; all nodes must end well."""
+        """Runs ``function(*args)`` on each rank, and returns the results; all nodes must end well."""
         results = [worker.result() for worker in [self.start(rank, function, *args) for rank in range(2)]]
         for process in self.processes.values():
             assert process.wait() == 0, f"{process.name}:\n{process.log}"

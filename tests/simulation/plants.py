@@ -70,7 +70,7 @@ class NeverSettles(WorkerRounds):
 
 
 class SaysItIsTheFirstTime(WorkerRounds):
-    """Does not say that it pushes again: nobody is asked for what he has ended."""
+    """Does not mark repeated pushes: other ranks are not asked for rounds that they have ended."""
 
     def _cut(self, round_: Round) -> None:
         super()._cut(round_)
@@ -113,7 +113,7 @@ class GoesOnWithOthers(WorkerRounds):
 
 
 class CountsOn(WorkerRounds):
-    """Keeps what was before joining workers were let in."""
+    """Keeps its rounds from before joining workers were admitted."""
 
     def reset(self) -> list[Action]:
         return []

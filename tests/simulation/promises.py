@@ -71,8 +71,8 @@ class Promises:
         """Any answer, of any server, under any ring, is the only one there is.
 
         It is the sum in order of rank of what was pushed for this round, each rank's once, and nothing of
-        another generation or from before an admission. Unless others go on without a worker, it is that of
-        all ranks; and always it has what the ``worker`` that gets it has pushed.
+        another generation or from before an admission. Unless the job is elastic, it is the sum of all ranks;
+        and it always includes the push of the ``worker`` that gets it.
         """
         for unit, given in answer.items():
             assert isinstance(given, tuple)

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 Scenario = Literal["steady", "fail", "continue", "restart"]
-"""What follows the loss of a worker: in ``steady`` none is lost; a job may fail, go on without it, or have
-torchrun start all workers again."""
+"""The consequence of losing a worker: in ``steady`` none is lost; a job may fail, continue without the worker
+(elastic), or be restarted by torchrun."""
 SCENARIOS: dict[Scenario, int] = {"steady": 8, "fail": 3, "continue": 6, "restart": 3}
 """How often each is played, in twentieths of all runs."""
 

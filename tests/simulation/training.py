@@ -84,7 +84,7 @@ class Training:
         yield lambda: simulation.may_leave(worker.name)
         worker.leave("done")
 
-    # ── going on without others ─────────────────────────────────────────────────────────────────
+    # ── elastic training ────────────────────────────────────────────────────────────────────────
 
     def _commit(self) -> Program:
         """As :meth:`TrainingState.commit`."""

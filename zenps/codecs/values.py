@@ -80,7 +80,7 @@ class Int8(ValueCodec):
 
     def decode(self, data: memoryview, out: Tensor) -> None:
         _check_size(self, data, out)
-        # A copy of read-only memory, because torch warns of it, although nobody writes to it.
+        # A copy of read-only memory, because torch warns of it even if it is only read.
         received = np.frombuffer(data, np.uint8)
         coded = torch.from_numpy(received if received.flags.writeable else received.copy())
         for runs, codes in _runs(out, coded):

@@ -45,8 +45,8 @@ def setup(config: LogConfig, role: str, *, owns_process: bool = False) -> loggin
     From now on an exception that ends a thread of ZenPS is logged, too.
 
     Args:
-        owns_process: True if nobody else logs in this process: then all loggers, warnings and threads are
-            logged the same way.
+        owns_process: True in a process of ZenPS alone: then all loggers, warnings and threads are logged the
+            same way.
     """
     here.role, here.rank, here.epoch, here.step = role, None, None, None
     handler = logging.StreamHandler(sys.stderr)

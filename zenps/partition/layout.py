@@ -41,8 +41,8 @@ class Layout:
 
     Args:
         rows: how many rows the tensor has, at least 1.
-        granule: neighbouring rows that stay together, a power of two: 1 where a row is wide, 32 to 256
-            where it is one element.
+        granule: the number of adjacent rows that stay together, a power of two: 1 if a row is wide, 32 to
+            256 if it is one element.
         partition: of the ⌈rows / granule⌉ granules.
         owners: uint16 ``[SLOTS]``, the rank of each slot's server (:func:`zenps.partition.ring.rebalance`).
         servers: the ranks of all servers, ascending.

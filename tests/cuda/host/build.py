@@ -59,7 +59,7 @@ class Sanitizer(enum.StrEnum):
 
 
 def source_folder() -> Path:
-    """The folder of the sources: ``cuda/``, or what :mod:`.rerun` puts in its place."""
+    """The folder of the sources: ``cuda/``, or that of a rerun (:mod:`.rerun`)."""
     return Path(os.environ.get("ZENPS_HOST_SOURCES", folder()))
 
 

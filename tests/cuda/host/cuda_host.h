@@ -1,8 +1,8 @@
 // The subset of CUDA C++ that the kernels of cuda/ use, for g++: included before everything else (-include).
 //
-// Calls that involve other threads go to runtime.cpp, which runs each CUDA thread as a fiber. A kernel may not
-// use anything else: bare __shared__, a second dimension, __activemask. Atomics are relaxed, as on a GPU;
-// only __syncthreads and __syncwarp order memory, so ThreadSanitizer finds code that relies on more.
+// Calls that involve other threads go to runtime.cpp, which runs each CUDA thread as a fiber. Kernels may use
+// nothing else: no bare __shared__, second dimension or __activemask. Atomics are relaxed, as on a GPU; only
+// __syncthreads and __syncwarp order memory, so ThreadSanitizer finds code that relies on more.
 #pragma once
 
 #define ZENPS_HOST 1

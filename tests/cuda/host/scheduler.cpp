@@ -1,4 +1,4 @@
-// Scheduler of a CUDA grid on one CPU thread: each CUDA thread is a fiber; the next to run is drawn by a seed.
+// Scheduler of a CUDA grid on one CPU thread: each CUDA thread is a fiber, and a seed draws the next to run.
 //
 // A fiber only records what it waits for and switches back; the scheduler decides everything. Several blocks
 // are resident at once and start in random order, so that a look-back really waits, and one that waits for a
@@ -193,7 +193,7 @@ void settle(Lane& lane) {
 // The grid
 
 Lane* pick() {
-    // Who waits in a loop mostly waits for somebody else.
+    // A thread that waits in a loop mostly waits for another thread.
     const bool patient = !launch->ready.empty() && (launch->paused.empty() || random_below(8) != 0);
     auto& from = patient ? launch->ready : launch->paused;
     if (from.empty()) return nullptr;
