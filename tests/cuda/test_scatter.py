@@ -97,7 +97,7 @@ def test_arguments_that_a_kernel_would_misread_are_refused() -> None:
         (values.double(), torch.arange(3), "values of dtype"),
         (torch.zeros(2, 3).T, torch.arange(3), "contiguous"),
         (values, torch.arange(2), "one target for each row"),
-        (torch.zeros(3, 1), torch.arange(3), "rows as wide"),
+        (torch.zeros(3, 1), torch.arange(3), "as many columns"),
     ]:
         with pytest.raises(TensorError, match=message):
             put_rows(launcher, bad_values, targets, out)
