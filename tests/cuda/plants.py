@@ -41,7 +41,7 @@ BARRIER: Final = "__syncthreads();"
 BARRIER_TESTS: Final = {
     "bitmap.cuh": "bitmap_compact: every_position_of_a_tile",
     "bitmap_codec.cu": "bitmap_codec: codecs_bytes and 1025",
-    "hash_compact.cu": "hash_compact: dense_sizes and 1025 and float32",
+    "hash_compact.cu": "hash_compact_dense: dense_sizes and 1025 and float32",
     "scan.cuh": "scan: test",
     "scan_compact.cu": "scan_compact: test_sizes and 1025 or several_tiles and 20002 and float32",
 }
