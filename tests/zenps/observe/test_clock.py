@@ -1,3 +1,5 @@
+"""Clock offset: estimates stay within their error."""
+
 from __future__ import annotations
 
 from hypothesis import given, settings

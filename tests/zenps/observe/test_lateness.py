@@ -1,3 +1,5 @@
+"""Straggler detection: whose lateness counts, and from when."""
+
 from __future__ import annotations
 
 import pytest

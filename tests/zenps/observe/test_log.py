@@ -1,3 +1,5 @@
+"""Logging: text and JSON lines, other loggers, and logging once per key."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""Prometheus metrics: names, labels, and the HTTP endpoint."""
+
 from __future__ import annotations
 
 import itertools

@@ -1,3 +1,5 @@
+"""Merging of traces: one clock, arrows, and parts that end anywhere."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""Tracing: recorded events, and files that end early."""
+
 from __future__ import annotations
 
 import json

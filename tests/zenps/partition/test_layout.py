@@ -1,3 +1,5 @@
+"""Server-major layout: rows and positions are inverse, and caches keep their budget."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,3 +1,5 @@
+"""Consistent hashing with bounded loads: load and movement bounds over random histories."""
+
 from __future__ import annotations
 
 import subprocess
