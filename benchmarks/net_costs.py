@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from net_worker import GLOO, NARROW
+from net_worker import BFLOAT16, GLOO
 from workloads import Character
 
 from zenps.schemes.costs import predict
@@ -15,7 +15,7 @@ def expect(scheme: str, character: Character, workers: int, mbit: float) -> Cost
     tensor = Tensor(
         rows=character.rows,
         columns=character.columns,
-        item_bytes=2 if scheme == NARROW else 4,
+        item_bytes=2 if scheme == BFLOAT16 else 4,
         density=character.density,
         unions=tuple(character.union_rows[size] / character.rows for size in levels),
         skew=character.skew[workers],
@@ -27,4 +27,4 @@ def expect(scheme: str, character: Character, workers: int, mbit: float) -> Cost
         union_block_skew=character.union_block_skew[workers],
     )
     links = Links(workers=workers, bytes_per_second=mbit * 1e6 / 8)
-    return predict({GLOO: "allreduce", NARROW: "zenps"}.get(scheme, scheme), tensor, links)
+    return predict({GLOO: "allreduce", BFLOAT16: "zenps"}.get(scheme, scheme), tensor, links)

@@ -1,4 +1,4 @@
-"""Everything that reads received bytes: functions of a list of frames that may only raise ProtocolError."""
+"""Fuzz targets: all decoders of received bytes, as functions of frames that may only raise ProtocolError."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ TARGETS: dict[str, Callable[[], Callable[[Frames], None]]] = {
     "int8": lambda: partial(_values, "int8"),
     "object": lambda: lambda frames: unpack_object(frames[0]) and None,
 }
-"""By name, what makes a reader."""
+"""By name, a function that makes a target."""
 
 
 def _sealed(message: msgspec.Struct, *frames: bytes) -> Frames:
@@ -319,4 +319,4 @@ SEEDS: dict[str, list[Frames]] = {
         [msgpack.packb(value)] for value in ({"a": [1, 2.5, None, "text", b"bytes"]}, [{1: True}, []], 7)
     ],
 }
-"""By target, inputs that it takes."""
+"""By target, inputs that it accepts."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
 from tests.worker.encode.test_transfer import make_layout, sparse, synchronize
 from zenps.config.settings import CudaConfig
-from zenps.partition.device_layout import place_on
+from zenps.partition.device_layout import device_layout_on
 from zenps.worker.core.transfer import Sharding, Transfer
 from zenps.worker.encode.accelerator import CudaAccelerator
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer
@@ -59,12 +59,12 @@ def test_rounds_of_many_sizes_reuse_memory_and_stay_right(
     accelerator: CudaAccelerator, compaction: str
 ) -> None:
     layout = make_layout("balanced", 100_000, 1, [0, 1, 2], 0)
-    placement = place_on(layout, accelerator.device)
+    device_layout = device_layout_on(layout, accelerator.device)
     settings = CudaConfig(compaction=compaction)  # type: ignore[arg-type]
 
     def begin(tensor: Tensor) -> Transfer:
         staged = StagedSparse(
-            tensor.cuda(), Sharding(layout, 2, 0), "auto", settings, lambda _: placement, accelerator
+            tensor.cuda(), Sharding(layout, 2, 0), "auto", settings, lambda _: device_layout, accelerator
         )
         return prepared(staged, accelerator)
 
@@ -80,12 +80,12 @@ def test_rounds_of_many_sizes_reuse_memory_and_stay_right(
 def test_a_gradient_is_compacted_without_waiting(accelerator: CudaAccelerator) -> None:
     layout = make_layout("balanced", 100_000, 1, [0, 1, 2], 0)
     torch.cuda.set_sync_debug_mode("default")
-    placement = place_on(layout, accelerator.device)
+    device_layout = device_layout_on(layout, accelerator.device)
     tensor = whole_numbers(100_000, 32, 50_000, 1).cuda()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     transfer = StagedSparse(
-        tensor, Sharding(layout, 2, 0), "auto", CudaConfig(), lambda _: placement, accelerator
+        tensor, Sharding(layout, 2, 0), "auto", CudaConfig(), lambda _: device_layout, accelerator
     )
     prepared(transfer, accelerator)
     assert sum(part.rows for part in transfer.parts) > 0
@@ -94,14 +94,14 @@ def test_a_gradient_is_compacted_without_waiting(accelerator: CudaAccelerator) -
 def test_the_callers_stream_goes_first(accelerator: CudaAccelerator) -> None:
     """What is compacted is what the gradient is once all work before it is done."""
     layout = make_layout("balanced", 1000, 1, [0, 1], 0)
-    placement = place_on(layout, accelerator.device)
+    device_layout = device_layout_on(layout, accelerator.device)
     tensor = sparse(torch.arange(1000), torch.full((1000, 4), 3.0), (1000, 4)).cuda()
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(200_000_000)
         tensor._values().mul_(2)
         transfer = StagedSparse(
-            tensor, Sharding(layout, 1, 0), "coo", CudaConfig(), lambda _: placement, accelerator
+            tensor, Sharding(layout, 1, 0), "coo", CudaConfig(), lambda _: device_layout, accelerator
         )
     prepared(transfer, accelerator)
     for part in transfer.parts:

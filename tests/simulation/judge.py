@@ -1,4 +1,4 @@
-"""Which errors a run deserves: each has to come from what has befallen it, and in time."""
+"""Error oracle: checks that every error in a run is explained by its faults, and comes in time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Judge:
-    """Is told every error of a worker and every failure of the job.
+    """Checks every error of a worker and every failure of the job.
 
     Attributes:
-        errors: how often workers had one, by the scenario's rule that allows it.
+        errors: the number of workers' errors, by the rule that allows them.
     """
 
     def __init__(self, simulation: Simulation) -> None:
@@ -29,7 +29,7 @@ class Judge:
 
     @property
     def _may_be_silenced(self) -> bool:
-        """Whether messages were kept from arriving for so long that somebody may be taken for lost."""
+        """True if messages may have been lost for so long that a live node is taken for lost."""
         return any(fault.kind in ("cut", "lose") for fault in self._simulation.script.faults)
 
     def on_error(self, worker: Worker, reason: str) -> None:
@@ -39,19 +39,19 @@ class Judge:
         self.errors[why] += 1
 
     def on_failed(self, reason: str) -> None:
-        """A scheduler has given the job up."""
+        """A scheduler declares the job failed."""
         simulation = self._simulation
         gone = [worker for worker in simulation.workers if worker.is_gone]
         is_right = bool(gone)
         if simulation.script.scenario == "continue":
-            # Nobody was left to go on; nor had anybody to.
+            # No worker was left to continue, and none had to.
             has_ended = any(worker.ended == "done" for worker in simulation.workers)
             is_right = has_ended or not any(self._is_heard(worker) for worker in simulation.workers)
         if not is_right:
             raise Violation(f"the job has failed: {reason}")
 
     def on_failed_round(self, worker: Worker, round_: Round, reason: str) -> None:
-        """A round cannot be answered: only if a rank was lost after it began, and its push may be, too."""
+        """A round fails. That is right only if a rank was lost after it began, whose push may be missing."""
         if self._simulation.script.scenario != "continue" or "lost" not in reason:
             return
         begun_with, scheduler = set(round_.workers), self._simulation.scheduler
@@ -60,18 +60,18 @@ class Judge:
             raise Violation(f"{worker.name!r}: {reason}; but {sorted(begun_with)} are all there")
 
     def _is_heard(self, worker: Worker) -> bool:
-        """Whether it has the state, and nothing keeps it from being a member."""
+        """True if the worker has the state, and nothing prevents it from being a member."""
         simulation, now = self._simulation, self._simulation.network.now
         scheduler, lease = simulation.scheduler, simulation.cluster.lease_seconds
         heard = scheduler.heard.get(worker.name, scheduler.started)
         return not worker.is_gone and worker.training.has_state and now <= heard + lease
 
     def _excuse(self, worker: Worker, reason: str) -> str | None:
-        """What an error comes of; None if of nothing that has happened."""
+        """The rule that allows an error; None if no fault explains the error."""
         simulation = self._simulation
         if simulation.script.scenario == "steady":
             return None
-        # Back after its lease, it is to the scheduler the first of those that torchrun has started anew.
+        # If it returns after its lease, the scheduler takes it for the first worker that torchrun restarted.
         excused = ("its lease", "as lost", "restarted the workers")
         if worker.was_silent and any(part in reason for part in excused):
             return "was silent itself"
@@ -106,7 +106,7 @@ class Judge:
         return None
 
     def _check_time(self, reason: str) -> None:
-        """A lost worker is noticed within its lease, and all are told at once; but for other faults."""
+        """A lost worker must be noticed within its lease, and all told at once; other faults may delay it."""
         simulation = self._simulation
         cluster, now = simulation.cluster, simulation.network.now
         gone = [worker.gone_at for worker in simulation.workers if worker.is_gone]

@@ -1,4 +1,4 @@
-"""Parts with a mistake each: the simulator has to find every one."""
+"""Faulty subclasses of the classes under test: the simulator has to find each mistake."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TakesAnyEpoch(WorkerRounds):
 
 
 class KeepsNothing(WorkerRounds):
-    """Forgets a round when it has ended here."""
+    """Forgets a round when it has ended on this worker."""
 
     def _end(self, round_: Round, event: Any) -> None:
         super()._end(round_, event)
@@ -44,7 +44,7 @@ class KeepsNothing(WorkerRounds):
 
 
 class TrustsTheFirstWatermark(WorkerRounds):
-    """Takes one watermark for three."""
+    """Settles rounds after one watermark instead of three."""
 
     def on_watermark(self, watermark: int) -> None:
         super().on_watermark(watermark)
@@ -60,7 +60,7 @@ class NeverSettles(WorkerRounds):
 
 
 class SaysItIsTheFirstTime(WorkerRounds):
-    """Does not say that it pushes again: nobody is asked for what he has ended."""
+    """Does not mark repeated pushes: other ranks are not asked for rounds that they have ended."""
 
     def _cut(self, round_: Round) -> None:
         super()._cut(round_)
@@ -69,7 +69,7 @@ class SaysItIsTheFirstTime(WorkerRounds):
 
 
 class OverwritesEarlierPushes(WorkerRounds):
-    """Uses the memory of what was pushed under an older ring, which a server that was lost may read."""
+    """Reuses the memory of pushes under an older ring, which a lost server may still read."""
 
     def _cut(self, round_: Round) -> None:
         super()._cut(round_)
@@ -77,7 +77,7 @@ class OverwritesEarlierPushes(WorkerRounds):
 
 
 class OverwritesWhatHasEnded(WorkerRounds):
-    """Uses the memory of what was pushed when all is answered here."""
+    """Reuses the memory of a push when this worker has all answers."""
 
     def _end(self, round_: Round, event: Any) -> None:
         super()._end(round_, event)
@@ -94,7 +94,7 @@ class NeverRepeats(WorkerRounds):
 
 
 class GoesOnWithOthers(WorkerRounds):
-    """Pushes again under a new ring what began with a rank that is lost."""
+    """Repeats under a new ring rounds that began with a lost rank."""
 
     def on_view(
         self, ring: int, servers: Iterable[Member], now: float, workers: Set[int] = frozenset()
@@ -103,7 +103,7 @@ class GoesOnWithOthers(WorkerRounds):
 
 
 class CountsOn(WorkerRounds):
-    """Keeps what was before joining workers were let in."""
+    """Keeps its rounds from before joining workers were admitted."""
 
     def reset(self) -> list[Action]:
         return []
@@ -119,7 +119,7 @@ class SumsAsTheyCome(ServerRounds):
 
 
 class KeepsTheOldRing(ServerRounds):
-    """Goes on with its rounds under a new ring."""
+    """Continues its rounds under a new ring."""
 
     def on_view(
         self, ring: int, peers: Mapping[int, bytes], departed: Mapping[int, str], now: float
@@ -131,14 +131,14 @@ class KeepsTheOldRing(ServerRounds):
 
 
 class NeverAsks(ServerRounds):
-    """Waits for pushes that ranks do not know to be missing."""
+    """Waits for missing pushes without asking the ranks for them."""
 
     def _ask(self, now: float) -> Actions:
         return []
 
 
 class ForgetsToForget(ServerRounds):
-    """Loses count of its memory."""
+    """Counts the memory of ended rounds as used."""
 
     def _end(self, round_: ServerRound, event: Any) -> None:
         before = self._open_bytes
@@ -147,7 +147,7 @@ class ForgetsToForget(ServerRounds):
 
 
 class RefusesWhatIsOlder(ServerRounds):
-    """Admits what comes again after a loss only if there is room: others have taken it."""
+    """Admits repeated pushes after a loss only if there is room, which other rounds have taken."""
 
     def on_push(self, held: Held, now: float) -> Actions:
         push = msgspec.structs.replace(held.push, again=False)
@@ -155,7 +155,7 @@ class RefusesWhatIsOlder(ServerRounds):
 
 
 class DoesWithoutAnybody(ServerRounds):
-    """Sums without a rank that is lost what others may have ended with it."""
+    """Sums a round without a lost rank, although others may have ended the round with that rank."""
 
     def _complete(self, round_: ServerRound, now: float) -> Actions:
         self._gone.clear()
@@ -184,7 +184,7 @@ class TellsWorkersFirst(Membership):
 
 
 class BeginsAnew(Membership):
-    """Comes back without asking what there was."""
+    """Starts a new job instead of recovering the old one from its members."""
 
     def _on_register(self, peer: bytes, message: Register, now: float) -> list[Send]:
         return super()._on_register(peer, msgspec.structs.replace(message, view=None), now)
@@ -218,7 +218,7 @@ class _ImpatientJoiningWorkers(JoiningWorkers):
 
 
 class LetsInTooEarly(Membership):
-    """Lets joining workers in when the first has come to the end of its step."""
+    """Admits joining workers when the first member has reached the end of its step."""
 
     def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
         super().__init__(job, cluster, settings, now)
@@ -234,7 +234,7 @@ class _ForgetfulJob(Job):
 
 
 class CountsBarriersOn(Membership):
-    """Takes a barrier for passed because there was one of that number before an admission."""
+    """Takes a barrier for passed because one of that number was passed before an admission."""
 
     def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
         super().__init__(job, cluster, settings, now)
@@ -247,7 +247,7 @@ class _NamelessJob(Job):
 
 
 class NamesNobody(Membership):
-    """Does not say who is lost."""
+    """Does not name the lost node in the error."""
 
     def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
         super().__init__(job, cluster, settings, now)
@@ -255,14 +255,14 @@ class NamesNobody(Membership):
 
 
 class NeverMissesAWorker(Membership):
-    """Waits for one that is lost."""
+    """Waits for a lost worker."""
 
     def _on_lost(self, node: Node, now: float) -> list[Send]:
         return super()._on_lost(node, now) if node.role == "server" else []
 
 
 class TakesGenerationsForOne(Membership):
-    """Does not tell workers that torchrun has started from those before."""
+    """Does not distinguish workers that torchrun has restarted from those before."""
 
     def _on_register(self, peer: bytes, message: Register, now: float) -> list[Send]:
         return super()._on_register(peer, msgspec.structs.replace(message, generation=0), now)
@@ -277,7 +277,7 @@ class _MixingJob(Job):
 
 
 class MixesGenerations(Membership):
-    """Begins a generation with workers of the one before."""
+    """Begins a generation with workers of the previous one."""
 
     def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
         super().__init__(job, cluster, settings, now)
@@ -285,7 +285,7 @@ class MixesGenerations(Membership):
 
 
 class ForgetsThatTorchrunHasBegunAnew(Membership):
-    """Takes new workers that come before members return for the generation of those."""
+    """Takes restarted workers that register before returning members for the generation of those members."""
 
     def _on_recovery(self, peer: bytes, message: Register, now: float) -> list[Send]:
         sends = super()._on_recovery(peer, message, now)
@@ -315,4 +315,4 @@ PLANTS: dict[Scenario, list[Parts]] = {
         Parts(membership=ForgetsThatTorchrunHasBegunAnew),
     ],
 }
-"""By the scenario that shows the mistake."""
+"""The faulty classes, by the scenario that reveals the mistake."""

@@ -1,4 +1,4 @@
-"""One run: a job under a script of faults, and what must hold at every moment of it."""
+"""Simulation of one job under a script of faults, with checks of its invariants."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .supervisor import Supervisor
 from .workers import Worker
 
 FINISH_SECONDS = 1500.0
-"""A push that was lost is repeated after 60 s, then after 120 more, …: a few of that must do."""
+"""A lost push is repeated after 60 s, then after 120 more, …: this is enough for a few repetitions."""
 SETTLE_SECONDS = 60.0
 SHORT_LEASE_SECONDS = 5.0
-"""Where others go on: a worker that is lost comes back before the job is over."""
+"""In elastic jobs: a worker that is lost comes back before the job is over."""
 
 
 class Outcome(msgspec.Struct):
-    """What happened."""
+    """The counts of one run."""
 
     rounds: int
     interleaving: str
@@ -47,8 +47,8 @@ class Simulation:
     """A job from its first process to its last.
 
     Args:
-        script: what happens to it.
-        parts: what it consists of.
+        script: the faults.
+        parts: the classes under test.
     """
 
     settle_seconds = SETTLE_SECONDS
@@ -71,7 +71,7 @@ class Simulation:
         for _ in range(script.servers):
             self.start_server()
         self.workers: list[Worker] = []
-        """All processes that ever were."""
+        """All processes, also those that have ended."""
         self._faults = Faults(self, self._counts)
         self.supervisor = Supervisor(self)
         self.operator = Operator(self)
@@ -106,11 +106,11 @@ class Simulation:
     # ── what processes ask ──────────────────────────────────────────────────────────────────────
 
     def may_leave(self, worker: bytes) -> bool:
-        """A leave that nobody hears is the loss of a worker: leaves wait for a scheduler that knows them."""
+        """True if a scheduler that knows the worker is there: else its leave would look like a loss."""
         return self.scheduler.is_alive and bool(self.scheduler.membership.name_of(worker))
 
     def on_moment(self, moment: Moment, worker: Worker) -> None:
-        """A worker does what it may be going to die of."""
+        """A worker is at a moment at which a fault may kill it."""
         self._faults.on_moment(moment, worker)
 
     def on_error(self, worker: Worker, reason: str) -> None:
@@ -118,22 +118,22 @@ class Simulation:
         self.judge.on_error(worker, reason)
 
     def is_over(self) -> bool:
-        """Whether nobody is left."""
+        """True if all nodes have ended."""
         is_anybody_alive = self.scheduler.is_alive or any(server.is_alive for server in self.servers)
         return not is_anybody_alive and self.supervisor.is_over
 
     def start_server(self) -> None:
-        """Another process."""
+        """Starts another server process."""
         self.servers.append(Server(self, len(self.servers)))
 
     def start_scheduler(self) -> None:
-        """Another process at the same address."""
+        """Starts another scheduler process at the same address."""
         self.scheduler = Scheduler(self)
 
     # ── what must hold ──────────────────────────────────────────────────────────────────────────
 
     def check_settled(self) -> None:
-        """After a while in which nothing bad happened, nobody holds anything."""
+        """After a while without faults, no node holds any rounds."""
         for worker in self.workers:
             held = [*worker.exchange._kept, *worker.exchange._in_flight]
             is_member = worker.is_alive and self.scheduler.has_present(worker.name)
@@ -172,9 +172,9 @@ class Simulation:
         return "\n".join(lines)
 
     def _must_arrive(self, sender: bytes, receiver: bytes, message: msgspec.Struct) -> bool:
-        """What a worker's lease hangs on, once it is in danger; what is said only once.
+        """True for messages that keep a worker's lease from expiring, and for messages that are sent once.
 
-        And what keeps a node out: nothing that the scheduler says later overtakes it on its connection.
+        Also for refusals of a node: no later message of the scheduler overtakes them on their connection.
         """
         match message:
             case Leave() | Refused(kind="usage"):
@@ -188,7 +188,7 @@ class Simulation:
         return False
 
     def _watch(self) -> None:
-        """Whoever runs servers starts one where there is none, or where the job cannot begin."""
+        """Starts a server if there is none, or if the job cannot begin without another."""
         now = self.network.now
         awake = [s for s in self.servers if s.is_alive and s.stalled_until <= now and not s.is_drained]
         has_begun = any(worker.view for worker in self.workers)

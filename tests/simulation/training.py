@@ -1,4 +1,4 @@
-"""What a script does, as :class:`DistributedOptimizer` and :class:`TrainingState` have it done."""
+"""Simulated training script: the calls that :class:`DistributedOptimizer` and :class:`TrainingState` make."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 TENSORS = 3
 BARRIER_EVERY = 5
 COMMIT_EVERY = 3
-"""Of one that runs ahead, for nothing may be in flight then."""
+"""For a script that runs ahead: no round may be in flight at a commit."""
 TOGETHER_SECONDS = 2.0
 
 Program = Generator[Callable[[], bool], None, None]
@@ -27,9 +27,9 @@ class Training:
     """One process's training, from its first round to its last.
 
     Attributes:
-        step: how many steps lie behind it.
-        state: what they have made of it: a number for all bits of model and optimizer.
-        has_state: whether it has the state of the job.
+        step: the number of completed steps.
+        state: a number that stands for all bits of model and optimizer.
+        has_state: True if it has the state of the job.
     """
 
     def __init__(self, worker: Worker, rng: random.Random) -> None:
@@ -42,14 +42,14 @@ class Training:
         self.has_state = False
 
     def run(self) -> Program:
-        """All of it; what it yields says when it can go on."""
+        """Trains to the end; yields conditions, and continues when they become true."""
         worker, script = self._worker, self._script
         if script.scenario == "continue":
             yield from self._sync(is_joining=worker.is_joining)
         else:
             self.state, self.has_state = 0, True
         while self.step < script.steps:
-            # Not every tensor in every step: then nothing but watermarks settles its last round.
+            # Not every tensor in every step: then only watermarks settle its last round.
             numbers = [number for number in range(TENSORS) if self.step % (1 + 2 * number) == 0]
             self._rng.shuffle(numbers)
             for number in numbers:
@@ -66,7 +66,7 @@ class Training:
         yield from self._leave()
 
     def _learn(self, tensor: str, answer: Answer) -> None:
-        """A gradient. The state does not depend on the order in which those of a step come."""
+        """Applies a gradient. The state does not depend on the order of a step's gradients."""
         said = f"{tensor} {sorted(answer.items())}".encode()
         change = int.from_bytes(hashlib.blake2b(said, digest_size=8).digest())
         self.state = (self.state + change) % (1 << 64)
@@ -84,7 +84,7 @@ class Training:
         yield lambda: simulation.may_leave(worker.name)
         worker.leave("done")
 
-    # ── going on without others ─────────────────────────────────────────────────────────────────
+    # ── elastic training ────────────────────────────────────────────────────────────────────────
 
     def _commit(self) -> Program:
         """As :meth:`TrainingState.commit`."""

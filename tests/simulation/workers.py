@@ -1,4 +1,4 @@
-"""A worker: :class:`WorkerRounds` with what a process does around it, and no socket."""
+"""Simulated worker: :class:`WorkerRounds` in a process without sockets."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ End = Literal["done", "left", "failed", "crashed"]
 
 
 class _Awaited(NamedTuple):
-    """A round whose answer somebody waits for, and what has come of it."""
+    """A round whose answer the training waits for: the values received so far, and who learns them."""
 
     answer: Answer
     learn: Learn
 
 
 class Worker(Member):
-    """One process.
+    """A simulated worker process.
 
     Attributes:
-        number: of the process, among all that ever were.
+        number: of the process, among all that have ever run.
         rank: the one that it wants, then the one that it has; -1 for any.
-        ended: how; None while it runs.
-        error: why it could not go on.
-        was_silent: whether it was stalled for so long that it may be taken for lost.
-        gone_at: when it ended, or was stalled so.
+        ended: how it ended; None while it runs.
+        error: the error that ended it.
+        was_silent: True if it was stalled for so long that it may be taken for lost.
+        gone_at: when it ended, or was stalled for so long.
         restarts_after: how long after its end another process takes its place.
-        joining workers: how many wait to be let in, as the scheduler said last.
-        entered: the last barrier that it has come to.
+        joining: the number of workers that wait for admission, as the scheduler reported last.
+        entered: the last barrier that it has reached.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Worker(Member):
 
     @property
     def is_gone(self) -> bool:
-        """Whether others may miss it."""
+        """True if other nodes may take it for lost."""
         return self.was_silent or self.ended in ("left", "failed", "crashed")
 
     def beat(self) -> None:
@@ -190,7 +190,7 @@ class Worker(Member):
     # ── rounds ──────────────────────────────────────────────────────────────────────────────────
 
     def is_idle(self) -> bool:
-        """Whether it waits for no answer."""
+        """True if it waits for no answer."""
         return not self._awaited
 
     def push(self, tensor: str, payload: object, learn: Learn) -> Program:
@@ -211,7 +211,7 @@ class Worker(Member):
         self._execute(self.exchange.submit(round_, self.now))
 
     def _cut(self, tensor: str, step: int, values: Values, *, again: bool) -> list[Outgoing]:
-        """As many chunks for each server as the step makes it, and each chunk's units."""
+        """The chunks for each server, whose number depends on the step, with each chunk's units."""
         assert self.view is not None
         chunks = _chunks(tensor, step)
         outgoing = []
@@ -320,7 +320,7 @@ class Worker(Member):
         self.registration.barriers = sequence
 
     def admit(self) -> Program:
-        """Lets those in that wait, and counts anew."""
+        """Admits the joining workers, and numbers steps from 0 again."""
         assert self.view is not None
         self._asks = Admit(self.view.admitted)
         self.send(SCHEDULER, self._asks)
@@ -329,6 +329,6 @@ class Worker(Member):
 
 
 def _chunks(tensor: str, step: int) -> int:
-    """Into how many a server's range is cut; as in reality, it changes from step to step."""
+    """The number of chunks of a server's range; as in reality, it changes from step to step."""
     tensors = [f"t{number}" for number in range(TENSORS)]
     return 1 + (tensors.index(tensor) + step // 2) % 2 if tensor in tensors else 1

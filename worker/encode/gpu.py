@@ -25,7 +25,7 @@ from zenps.errors import ProtocolError, TensorError, ZenPSError
 from zenps.kernels.gpu.bitmap_codec import decode_bitmap, decode_coo, encode_bitmap, encode_coo
 from zenps.kernels.gpu.bitmap_compact import bitmap_compact
 from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact
-from zenps.kernels.gpu.place import Placement, find_cuts, place_rows
+from zenps.kernels.gpu.place import DeviceLayout, find_cuts, place_rows
 from zenps.kernels.gpu.rows import DeviceRows
 from zenps.kernels.gpu.scatter import merge
 from zenps.kernels.gpu.sort_compact import sort_compact
@@ -102,7 +102,7 @@ class StagedSparse(_Staged, OneRound):
         sharding: Sharding,
         codec: str,
         settings: CudaConfig,
-        place: Callable[[Layout], Placement],
+        place: Callable[[Layout], DeviceLayout],
         accelerator: Accelerator,
         coder: ValueCoder,
         expected_rows: int = 0,
@@ -136,7 +136,7 @@ class StagedSparse(_Staged, OneRound):
     def restart(self, encoded: EncodedTensor) -> None:
         layout = encoded.sharding.layout
         assert layout is not None
-        self._layout, self._placement = layout, self._place_on_device(layout)
+        self._layout, self._device_layout = layout, self._place_on_device(layout)
         self.encoded, self._ranges = encoded, encoded.sharding.ranges()
         # What is held stays: copies from it may still be under way.
         self._pulled.clear()
@@ -187,13 +187,13 @@ class StagedSparse(_Staged, OneRound):
     def _place(self) -> tuple[Tensor, Tensor, Tensor]:
         """Positions, values ``[nnz, columns]``, and ``[1]``: not 0 where an index lies outside the tensor."""
         rows, outside = row_numbers(self._indices, tuple(self.encoded.shape[: self._sparse_dim]))
-        positions, beyond = place_rows(self._accelerator.launcher, self._placement, rows)
+        positions, beyond = place_rows(self._accelerator.launcher, self._device_layout, rows)
         values = self._values.reshape(len(rows), self._columns).contiguous()
         return positions, values, outside | beyond
 
     def _compact(self, positions: Tensor, values: Tensor, memory: HashMemory) -> tuple[DeviceRows, Tensor]:
         """Rows by position, and the counters of hashing."""
-        launcher, size = self._accelerator.launcher, self._placement.size
+        launcher, size = self._accelerator.launcher, self._device_layout.size
         if self._settings.compaction == "hash":
             bounds = self._on_device(self._layout.server_bounds)
             hashed = hash_compact(launcher, positions, values, bounds, size, len(positions), memory)
@@ -264,10 +264,10 @@ class StagedSparse(_Staged, OneRound):
             decoded = self._coder.decode(frames[1], (count, self._columns))
             values = self._to_device(np.frombuffer(tensor_bytes(decoded), np.uint8))
             if codec.name == "bitmap":
-                rows, fault = decode_bitmap(gpu.launcher, self._placement, encoded, count, start, span)
+                rows, fault = decode_bitmap(gpu.launcher, self._device_layout, encoded, count, start, span)
             else:
                 item = torch.int32 if item_dtype(span).itemsize == 4 else torch.int64
-                rows, fault = decode_coo(gpu.launcher, self._placement, encoded.view(item), start, span)
+                rows, fault = decode_coo(gpu.launcher, self._device_layout, encoded.view(item), start, span)
         self._pulled.append((rows, values.view(self.encoded.dtype).view(count, self._columns)))
         self._faults.append(fault)
         return ()

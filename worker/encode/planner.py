@@ -14,8 +14,8 @@ from zenps.codecs.values import value_codec
 from zenps.config.settings import Config
 from zenps.errors import UsageError
 from zenps.kernels.cpu import CpuKernels
-from zenps.kernels.gpu.place import Placement
-from zenps.partition.device_layout import place_on
+from zenps.kernels.gpu.place import DeviceLayout
+from zenps.partition.device_layout import device_layout_on
 from zenps.partition.layout import Layout
 from zenps.schemes.base import Scheme
 
@@ -53,7 +53,7 @@ class Planner:
         self._residuals = Residuals()
         self._accelerators: dict[torch.device, Accelerator] = {}
         # A placement lives as long as its layout, and so as long as whatever was sharded by it.
-        self._placements: WeakKeyDictionary[Layout, dict[torch.device, Placement]] = WeakKeyDictionary()
+        self._gpu_layouts: WeakKeyDictionary[Layout, dict[torch.device, DeviceLayout]] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
     def count_names(self, request: Request) -> int:
@@ -109,7 +109,7 @@ class Planner:
         sharding = self._sharder.shard_sparse(request.name, rows, columns, tensor.dtype, expected_rows)
         if gpu is None:
             return SparseTransfer(tensor, sharding, self._codec, self._kernels, coder, expected_rows)
-        place = partial(self._placement, gpu)
+        place = partial(self._device_layout, gpu)
         return StagedSparse(
             tensor, sharding, self._codec, self._config.cuda, place, gpu, coder, expected_rows
         )
@@ -144,14 +144,14 @@ class Planner:
                 self._accelerators[device] = CudaAccelerator(device, POOL_BYTES, deadline_seconds)
             return self._accelerators[device]
 
-    def _placement(self, gpu: Accelerator, layout: Layout) -> Placement:
+    def _device_layout(self, gpu: Accelerator, layout: Layout) -> DeviceLayout:
         with self._lock:
-            placements = self._placements.setdefault(layout, {})
-            if gpu.device not in placements:
+            gpu_layouts = self._gpu_layouts.setdefault(layout, {})
+            if gpu.device not in gpu_layouts:
                 # Memory of the stream that reads it: once freed, it is not used again before that is done.
                 with gpu.stream():
-                    placements[gpu.device] = place_on(layout, gpu.device)
-            return placements[gpu.device]
+                    gpu_layouts[gpu.device] = device_layout_on(layout, gpu.device)
+            return gpu_layouts[gpu.device]
 
 
 def _begin_dense(

@@ -1,4 +1,4 @@
-"""Metrics that cost less than those of the Prometheus client, or have fewer series."""
+"""Prometheus collectors that cost less than the client's own, or have fewer series."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from prometheus_client.utils import floatToGoString
 from .lateness import MOST_RANKS, latest
 
 DURATION_BUCKETS: Final = tuple(round(1e-4 * 10 ** (step / 3), 6) for step in range(16))
-"""100 µs to 10 s in seconds, three to a decade; the client's own begin at 5 ms, above most rounds."""
+"""In seconds, 100 µs to 10 s, three to a decade. The client's own begin at 5 ms; most rounds are shorter."""
 
 
 class Tally(Collector):
-    """A counter that every message adds to: one addition, and a metric only when Prometheus asks.
+    """A counter for the data path: adding is one addition; the metric is made when Prometheus asks for it.
 
-    The client's own takes a lock and several calls, which a round of 1 KB would feel. Here whoever adds
-    holds a lock of theirs, or is the only thread that does.
+    The client's own counter takes a lock and several calls, which slows a round of 1 KB down. This one has
+    no lock: the caller holds one, or only one thread adds.
     """
 
     def __init__(self, name: str, documentation: str, registry: CollectorRegistry) -> None:
@@ -42,22 +42,22 @@ class Tally(Collector):
 
 
 class Durations(Collector):
-    """A histogram over :data:`DURATION_BUCKETS`, as cheap as :class:`Tally` and under the same condition."""
+    """A histogram over :data:`DURATION_BUCKETS`, as cheap as :class:`Tally`; it has no lock either."""
 
     def __init__(self, name: str, documentation: str, registry: CollectorRegistry) -> None:
         self._name, self._documentation = name, documentation
         self._counts = [0] * (len(DURATION_BUCKETS) + 1)
         self.seconds = 0.0
-        """The sum of all."""
+        """The sum of all durations."""
         registry.register(self)
 
     @property
     def count(self) -> int:
-        """How many."""
+        """The number of durations."""
         return sum(self._counts)
 
     def observe(self, seconds: float) -> None:
-        """Counts one."""
+        """Counts one duration."""
         self._counts[bisect_left(DURATION_BUCKETS, seconds)] += 1
         self.seconds += seconds
 
@@ -70,11 +70,11 @@ class Durations(Collector):
 
 
 class Outcomes(Collector):
-    """A counter by outcome: what succeeded, it need not count, for there are durations of that.
+    """A counter with the label ``outcome``. Only failures are counted here: successes have durations.
 
     Args:
-        succeeded: the outcome of what has a duration; the other one is ``failed``.
-        durations: of what succeeded.
+        succeeded: the label's value for successes; that for failures is ``failed``.
+        durations: one for each success.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Outcomes(Collector):
         registry.register(self)
 
     def fail(self) -> None:
-        """Counts what failed. May be called from any thread."""
+        """Counts a failure. May be called from any thread."""
         with self._lock:
             self._failed += 1
 
@@ -106,12 +106,12 @@ class Outcomes(Collector):
 
 
 class Late(Collector):
-    """A counter of seconds by rank, of the few ranks that are latest: no series for each of thousands."""
+    """A counter of seconds by rank. Only the latest ranks are shown: a job may have thousands."""
 
     def __init__(self, documentation: str, registry: CollectorRegistry) -> None:
         self._documentation = f"{documentation} The {MOST_RANKS} latest ranks."
         self.seconds: Mapping[int, float] = {0: 0.0}
-        """By rank; whoever counts sets or changes it."""
+        """By rank; the counting role replaces or changes this mapping."""
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
@@ -124,9 +124,9 @@ class Late(Collector):
 
 
 class WithoutCreated(Collector):
-    """``registry`` without its ``_created`` series, which double the output and which no rule here reads.
+    """``registry`` without its ``_created`` series: they double the output, and no alert or panel reads them.
 
-    The client's own switch is for the whole process, where the training script may export its own metrics.
+    The client's own switch is for the whole process; it would change the training script's metrics, too.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -138,5 +138,5 @@ class WithoutCreated(Collector):
             yield family
 
     def restricted_registry(self, names: list[str]) -> object:
-        """What the client asks of a registry for ``/metrics?name[]=…``."""
+        """The client calls this for ``/metrics?name[]=…``."""
         return self._registry.restricted_registry(names)

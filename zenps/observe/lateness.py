@@ -1,4 +1,4 @@
-"""Which rank the others wait for, and how long: what tells a straggler. No socket, no clock."""
+"""Straggler detection: how long the other ranks have waited for each rank. No socket, no clock."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 MOST_RANKS: Final = 16
-"""How many ranks are reported: a job may have thousands, and few of them are late."""
+"""At most this many ranks are reported: a job may have thousands, and few of them are late."""
 
 FACTOR: Final = 4.0
-"""A straggler is this many times as late as the median rank. Ranks that are late in turn are none."""
+"""A straggler is this many times as late as the median rank; ranks that take turns at being late are not."""
 
 
 class Lateness:
-    """How long others have waited for each rank.
+    """Sums up how long the others have waited for each rank.
 
-    A rank is waited for from when half of all ranks have come until it comes itself: so one straggler does
-    not hide another, and with two ranks it is the second. Waits that overlap, as those of many chunks do,
-    count once.
+    The wait for a rank begins when half of all ranks have arrived and ends when that rank arrives. So one
+    straggler does not hide another, and of two ranks the second is late. Waits that overlap, as those of
+    many chunks do, count once.
 
     Attributes:
-        seconds: by rank, of those that were waited for at all.
+        seconds: by rank; a rank that nobody has waited for is not in it.
     """
 
     def __init__(self) -> None:
@@ -29,12 +29,12 @@ class Lateness:
         self._counted_until: dict[int, float] = {}
 
     def wait(self, ranks: Iterable[int], arrivals: Sequence[float], expected: int, now: float) -> None:
-        """``ranks`` come only now, or have not come yet.
+        """Counts the wait for ``ranks``, which arrive just now or are still missing.
 
         Args:
-            ranks: who is waited for.
-            arrivals: when the others came, in order.
-            expected: how many ranks there are in all.
+            ranks: the late ranks.
+            arrivals: the times at which the others arrived, ascending.
+            expected: the number of all ranks.
             now: the time, on the same clock.
         """
         half = (expected + 1) // 2
@@ -49,17 +49,17 @@ class Lateness:
 
 
 def latest(seconds: Mapping[int, float]) -> list[tuple[int, float]]:
-    """The :data:`MOST_RANKS` ranks that were waited for longest, and how long; the worst first."""
+    """The :data:`MOST_RANKS` latest ranks and their seconds; the latest first."""
     return heapq.nlargest(MOST_RANKS, dict(seconds).items(), key=lambda item: item[1])
 
 
 def stragglers(seconds: Mapping[int, float], expected: int, least_seconds: float) -> list[int]:
-    """Ranks that are much later than most, the worst first.
+    """Ranks that are much later than most, the latest first.
 
     Args:
-        seconds: by rank; a rank that it lacks was not waited for.
-        expected: how many ranks there are.
-        least_seconds: what is not worth a word.
+        seconds: by rank; a rank that is missing counts as 0.
+        expected: the number of all ranks.
+        least_seconds: a rank that is less late than this is not reported.
     """
     median = _lower_median(seconds.values(), expected)
     return [rank for rank, late in latest(seconds) if late >= least_seconds and late > FACTOR * median]

@@ -1,8 +1,7 @@
-"""What a process writes to stderr: lines for people, or one JSON object a line for programs.
+"""Logging to stderr: lines of text for people, or one JSON object a line for programs.
 
-In a training process only the logger ``zenps`` is touched; the script's own logging stays as it is. Every
-line says whose it is and how far that was: :data:`here`, which the roles keep up to date, and which is read
-only when something is logged.
+In a training process only the logger ``zenps`` is configured; the script's own logging stays as it is. Every
+line has the role, rank, epoch and step of the process, from :data:`here`, which the roles keep up to date.
 """
 
 from __future__ import annotations
@@ -19,34 +18,35 @@ from typing import Final
 from zenps.config.settings import LogConfig
 
 ONCE_KEYS: Final = 1024
-"""How many different keys :func:`once` remembers; more would let a stranger fill the memory."""
+"""How many different keys :func:`once` remembers: without a limit an unknown peer could fill the memory."""
 
-# A peer's name or payload may reach a message; a line break in it must not look like a line of ours.
+# A message may quote a peer's name or payload; a line break in it must not forge another line of the log.
 _CONTROL_CHARACTERS: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
 
 
 @dataclass(slots=True)
 class Here:
-    """Whose lines these are, and how far this process is; None as long as that is not known."""
+    """The role and progress of this process, as its log lines show them; None while a number is not known."""
 
     role: str = ""
     rank: int | None = None
     epoch: int | None = None
-    """Of the newest view."""
+    """The newest view's."""
     step: int | None = None
-    """A worker's latest, the latest that a server has summed, or that the scheduler has heard of."""
+    """A worker's latest step; the latest that a server has summed, or that was reported to the scheduler."""
 
 
 here: Final = Here()
 
 
 def setup(config: LogConfig, role: str, *, owns_process: bool = False) -> logging.Logger:
-    """Send the logger ``zenps`` to stderr as ``config`` says, and return it.
+    """Sends the logger ``zenps`` to stderr as ``config`` says, and returns it.
 
-    From now on exceptions that end a thread of ours are logged, too.
+    From now on an exception that ends a thread of ZenPS is logged, too.
 
     Args:
-        owns_process: whether nobody else logs here. Then all loggers, warnings and threads are ours.
+        owns_process: True in a process of ZenPS alone: then all loggers, warnings and threads are logged the
+            same way.
     """
     here.role, here.rank, here.epoch, here.step = role, None, None, None
     handler = logging.StreamHandler(sys.stderr)
@@ -63,9 +63,9 @@ def setup(config: LogConfig, role: str, *, owns_process: bool = False) -> loggin
 
 
 def _log_threads(*, everyone: bool) -> None:
-    """Log the exceptions that end threads: ``everyone``'s, or of those named as ours."""
+    """Logs an exception that ends a thread: any thread for ``everyone``, else one named ``zenps-…``."""
     before = threading.excepthook
-    before = getattr(before, "before", before)  # set up again: not one upon the other
+    before = getattr(before, "before", before)  # a second setup replaces the hook of the first
 
     def hook(args: threading.ExceptHookArgs) -> None:
         name = args.thread.name if args.thread is not None else "of no name"
@@ -82,10 +82,10 @@ def _log_threads(*, everyone: bool) -> None:
 def once(
     logger: logging.Logger, key: Hashable, message: str, *args: object, level: int = logging.WARNING
 ) -> bool:
-    """Log ``message % args`` the first time that ``logger`` meets ``key``; True where it was logged.
+    """Logs ``message % args`` only for the first ``key`` of its kind in ``logger``; True if it was logged.
 
-    For what a peer can cause again and again, with the peer's identity in ``key``. After
-    :data:`ONCE_KEYS` keys nothing more is logged, and one line says so: metrics go on counting.
+    For events that a peer can repeat at will, with the peer's identity in ``key``. After :data:`ONCE_KEYS`
+    keys one line says that further ones are only counted, and nothing more is logged.
     """
     with _seen_lock:
         if (logger.name, key) in _seen or len(_seen) > ONCE_KEYS:
@@ -104,20 +104,20 @@ _seen_lock = threading.Lock()
 
 
 class _TextFormatter(logging.Formatter):
-    """``HH:MM:SS level role rank eEPOCH sSTEP: message``, in local time; what is not known is left out."""
+    """``HH:MM:SS level role rank eEPOCH sSTEP: message``, in local time; unknown numbers are left out."""
 
     def __init__(self) -> None:
         super().__init__(datefmt="%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        places = (("", here.rank), ("e", here.epoch), ("s", here.step))
-        who = " ".join([here.role, *(f"{letter}{number}" for letter, number in places if number is not None)])
+        numbers = (("", here.rank), ("e", here.epoch), ("s", here.step))
+        who = " ".join([here.role, *(f"{letter}{value}" for letter, value in numbers if value is not None)])
         message = record.message.translate(_CONTROL_CHARACTERS)
         return f"{self.formatTime(record, self.datefmt)} {record.levelname.lower()} {who}: {message}"
 
 
 class _JsonFormatter(logging.Formatter):
-    """One object a line: the fields of :class:`Here` and of the record, and a traceback if any."""
+    """One JSON object a line: the fields of :class:`Here` and of the record, and a traceback if any."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {

@@ -1,8 +1,8 @@
-"""What each role counts, and the HTTP endpoint where Prometheus reads it.
+"""Prometheus metrics of each role, and the HTTP endpoint that exports them.
 
 Names and units follow https://prometheus.io/docs/practices/naming/: base units, ``_total`` on counters.
-Labels are closed sets; a label per tensor, step or peer would make a series each. Ranks are one, but a large
-one: only the latest are shown. One object per process, on a registry that the caller gives.
+Labels are closed sets: a label per tensor, step or peer would make a series each. Ranks are a large set, so
+only the latest ones are shown. A process has one metrics object, on a registry that the caller gives.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from zenps.schemes.registry import scheme_of
 
 from .collectors import Durations, Late, Outcomes, Tally, WithoutCreated
 
-CUT_CONNECTIONS: Final = "Connections cut because their peer sent a message without end or did not read."
+CUT_CONNECTIONS: Final = "Connections closed because the peer sent an endless message or did not read."
 
 HASH_OUTCOMES: Final = ("first_try", "rehashed", "serial", "overflowed")
 """In the order of the kernel's counters (:class:`zenps.kernels.gpu.hash_compact.Hashed`)."""
 
 STATES: Final = ("gathering", "recovering", "confirming", "running", "draining", "stopped", "failed")
-"""Of a job, those of ``scheduler/states.py``, which nothing below a role imports."""
+"""The job's states, as in ``scheduler/states.py``: this layer must not import a role."""
 
 Refusal = Literal["unknown_key", "handshake"]
-"""Why a connection came to nothing. libzmq cannot tell a peer without a key from one that hung up."""
+"""Why a connection was refused. libzmq cannot tell a peer without a key from one that hung up."""
 
 
 class _RoleMetrics:
-    """What all roles have in common."""
+    """The metrics that all roles have."""
 
     def __init__(self, registry: CollectorRegistry, role: Literal["worker", "server", "scheduler"]) -> None:
         self._registry = registry
@@ -43,17 +43,17 @@ class _RoleMetrics:
         ProcessCollector(registry=registry)
         self.protocol_errors = self._counter(
             "zenps_protocol_errors_total",
-            "Messages that were refused as malformed.",
+            "Messages refused as malformed.",
             reason=ProtocolError.REASONS,
         )
-        self.epoch = self._gauge("zenps_epoch", "Version number of membership and ring as known here.")
+        self.epoch = self._gauge("zenps_epoch", "Epoch of the newest view of membership known here.")
 
     def set_rank(self, rank: int | str) -> None:
-        """This process is now known by that rank."""
+        """Sets the rank that ``zenps_node`` shows."""
         self._node.info({"rank": str(rank)})
 
     def _counter(self, name: str, documentation: str, **labels: tuple[str, ...]) -> Counter:
-        """A counter with at most one label, whose values are given so that each series starts at 0."""
+        """A counter with at most one label; a series for each of its values starts at 0."""
         counter = Counter(name, documentation, tuple(labels), registry=self._registry)
         for label, values in labels.items():
             for value in values:
@@ -79,7 +79,7 @@ class _RoleMetrics:
 
 
 class WorkerMetrics(_RoleMetrics):
-    """What a worker counts. Bytes are those of whole messages as sent and received."""
+    """A worker's metrics. Bytes are those of whole messages as sent and received."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry, "worker")
@@ -87,73 +87,75 @@ class WorkerMetrics(_RoleMetrics):
         self.pull_bytes = self._tally("zenps_pull_bytes_total", "Bytes pulled from servers or workers.")
         self.shared_bytes = self._tally(
             "zenps_shared_bytes_total",
-            "Those of the bytes pushed and pulled that did not travel: they lie in memory of one host.",
+            "Bytes pushed and pulled through shared memory of one host instead of the network.",
         )
         self.dense_bytes = self._tally(
             "zenps_dense_bytes_total",
-            "Bytes, pushed and pulled, that dense synchronisation of the same tensors would have moved.",
+            "Bytes that dense synchronisation of the same tensors would have pushed and pulled.",
         )
         self.steps = self._tally("zenps_steps_total", "Steps begun: pushes of the tensor pushed most often.")
         self.chosen_rounds = self._counter(
             "zenps_chosen_rounds_total",
-            "Rounds of sparse tensors by the scheme that sync.scheme = auto has chosen for them.",
+            "Rounds of sparse tensors by the scheme that sync.scheme = auto chose.",
             scheme=tuple(scheme.name for scheme in scheme_of("auto").candidates),
         )
         self.rows = self._counter(
             "zenps_rows_total",
-            "Rows of sparse tensors: as given, as pushed once duplicates were summed, as pulled with those "
-            "of all ranks, and as many as the whole tensor has.",
+            "Rows of sparse tensors by stage: given by the caller, pushed after duplicates were summed, "
+            "pulled as the union of all ranks, and rows of the whole tensor.",
             stage=("given", "pushed", "pulled", "whole"),
         )
         self.push_pull_duration = self._durations(
-            "zenps_push_pull_duration_seconds", "A round as the caller sees it, from call to result."
+            "zenps_push_pull_duration_seconds", "Duration of a round, from the caller's call to its result."
         )
         self.rounds = self._outcomes(
-            "zenps_rounds_total", "Rounds by how they ended.", "completed", self.push_pull_duration
+            "zenps_rounds_total", "Rounds ended, by outcome.", "completed", self.push_pull_duration
         )
         self.wait_duration = self._durations(
-            "zenps_wait_duration_seconds", "Part of a round that was spent waiting for replies."
+            "zenps_wait_duration_seconds", "Time of a round spent waiting for replies."
         )
         self.compaction_duration = self._durations(
-            "zenps_compaction_duration_seconds", "Making sorted, unique rows per server of a gradient."
+            "zenps_compaction_duration_seconds",
+            "Time to compact a gradient: summing duplicate rows and sorting them by server.",
         )
         self.scatter_duration = self._durations(
-            "zenps_scatter_duration_seconds", "Putting pulled rows into the result."
+            "zenps_scatter_duration_seconds", "Time to scatter pulled rows into the result."
         )
         self.compaction_ratio = self._gauge(
-            "zenps_compaction_ratio", "Rows after compaction over rows before, in the latest round."
+            "zenps_compaction_ratio", "Rows after compaction divided by rows before, in the latest round."
         )
         self.partition_imbalance = self._gauge(
             "zenps_partition_imbalance_ratio",
-            "Rows pushed in the latest round to the busiest server over the mean of all servers.",
+            "Rows pushed to the busiest server divided by the mean of all servers, in the latest round.",
         )
         self.waiting_pushes = self._gauge(
-            "zenps_waiting_pushes", "Pushes that wait for the network, where others may still overtake them."
+            "zenps_waiting_pushes", "Pushes queued in order of priority before they enter the network."
         )
         self.refused_pushes = self._counter(
-            "zenps_refused_pushes_total", "Pushes that a server refused as busy and that were sent again."
+            "zenps_refused_pushes_total", "Pushes that a busy server refused and this worker sent again."
         )
         self.repeated_rounds = self._counter(
             "zenps_repeated_rounds_total",
-            "Rounds that were pushed again under a new ring: unanswered here, or wanted by another rank.",
+            "Rounds pushed again under a new ring: unanswered here, or wanted by another rank.",
             cause=("unanswered", "wanted"),
         )
         self.hashed_rows = self._counter(
             "zenps_hashed_rows_total",
-            "Rows that hash compaction on a GPU placed by the first or another hash, or serially; or that "
-            "overflowed, so that it began again with twice the memory.",
+            "Rows by the slot that hash compaction on a GPU found for them: that of the first hash, that of "
+            "another, or one in the serial memory. After rows overflowed, it starts again with more memory.",
             outcome=HASH_OUTCOMES,
         )
 
 
 class _ListenerMetrics(_RoleMetrics):
-    """What the roles that others connect to have in common."""
+    """The metrics of roles that accept connections."""
 
     def __init__(self, registry: CollectorRegistry, role: Literal["server", "scheduler"]) -> None:
         super().__init__(registry, role)
         self._refused_connections = self._counter(
             "zenps_refused_connections_total",
-            "Connections by peers whose key is not listed; or that have none, mean another node, or hang up.",
+            "Connections refused: the peer's key is not listed (unknown_key); or the peer has no key, "
+            "expects another node's key, or hung up (handshake).",
             reason=get_args(Refusal),
         )
 
@@ -163,40 +165,40 @@ class _ListenerMetrics(_RoleMetrics):
 
 
 class ServerMetrics(_ListenerMetrics):
-    """What a server counts. Bytes are those of whole messages as sent and received."""
+    """A server's metrics. Bytes are those of whole messages as sent and received."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry, "server")
         self.received_bytes = self._tally("zenps_server_received_bytes_total", "Bytes pushed by workers.")
         self.sent_bytes = self._tally("zenps_server_sent_bytes_total", "Bytes pulled by workers.")
         self.aggregation_duration = self._durations(
-            "zenps_aggregation_duration_seconds", "Summing the pushes of one round of a chunk."
+            "zenps_aggregation_duration_seconds", "Time to sum the pushes of one round of a chunk."
         )
         self.rounds = self._outcomes(
             "zenps_server_rounds_total",
-            "Rounds of a chunk by how they ended.",
+            "Rounds of chunks ended, by outcome.",
             "aggregated",
             self.aggregation_duration,
         )
         self.round_wait_duration = self._durations(
-            "zenps_round_wait_duration_seconds", "From the first push of a round to the last."
+            "zenps_round_wait_duration_seconds", "Time from the first push of a round to the last."
         )
-        self.held_bytes = self._gauge("zenps_held_bytes", "Bytes held now, of zenps_budget_bytes.")
-        self.budget_bytes = self._gauge("zenps_budget_bytes", "Bytes above which pushes are refused.")
+        self.held_bytes = self._gauge("zenps_held_bytes", "Bytes of pushes and sums held now.")
+        self.budget_bytes = self._gauge("zenps_budget_bytes", "Held bytes above which pushes are refused.")
         self.open_rounds = self._gauge("zenps_open_rounds", "Rounds that wait for pushes.")
         self.duplicate_pushes = self._counter(
-            "zenps_duplicate_pushes_total", "Pushes that had been received before."
+            "zenps_duplicate_pushes_total", "Pushes received more than once."
         )
         self.refused_pushes = self._counter(
-            "zenps_refused_pushes_total", "Pushes refused because the byte budget was used up."
+            "zenps_refused_pushes_total", "Pushes refused because zenps_budget_bytes was used up."
         )
         self.slots = self._gauge("zenps_slots", "Slots that this server owns.")
-        self.late = Late("How long rounds have waited here for a worker.", registry)
+        self.late = Late("Seconds that rounds on this server have waited for a worker.", registry)
         self.cut_connections = self._counter("zenps_cut_connections_total", CUT_CONNECTIONS)
 
 
 class SchedulerMetrics(_ListenerMetrics):
-    """What the scheduler counts."""
+    """The scheduler's metrics."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry, "scheduler")
@@ -209,9 +211,9 @@ class SchedulerMetrics(_ListenerMetrics):
             "zenps_lost_nodes_total", "Nodes whose lease ran out before they left.", role=roles
         )
         self.barriers = self._counter(
-            "zenps_barriers_total", "Barriers by how they ended.", outcome=("completed", "failed")
+            "zenps_barriers_total", "Barriers ended, by outcome.", outcome=("completed", "failed")
         )
-        self.late = Late("How long barriers and servers have waited for a worker.", registry)
+        self.late = Late("Seconds that barriers and servers have waited for a worker.", registry)
         self.cut_connections = self._counter("zenps_cut_connections_total", CUT_CONNECTIONS)
 
 
@@ -227,7 +229,7 @@ class Exporter:
             self.address = f"[{host!s}]:{port}" if ":" in str(host) else f"{host!s}:{port}"
 
     def close(self) -> None:
-        """Stop serving and free the port; calling it again does nothing."""
+        """Stops serving and frees the port; a second call does nothing."""
         if self._server is not None and self._thread is not None:
             self._server.shutdown()
             self._server.server_close()
@@ -236,9 +238,10 @@ class Exporter:
 
 
 def serve(registry: CollectorRegistry, host: str, port: int) -> Exporter:
-    """Serve ``registry`` over HTTP at ``host``; port 0: any free one, -1: not at all.
+    """Serves ``registry`` over HTTP at ``host``. Port 0 takes any free one; port -1 serves nothing.
 
-    Raises :class:`~zenps.errors.ConfigError` where the address cannot be listened on.
+    Raises:
+        ConfigError: the address cannot be listened on.
     """
     if port == -1:
         return Exporter()

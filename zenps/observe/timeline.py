@@ -1,4 +1,7 @@
-"""One timeline of the parts that :mod:`zenps.observe.trace` wrote: on one clock, with arrows."""
+"""Merging of traces: joins the files that processes wrote into one timeline, on one clock and with arrows.
+
+:mod:`zenps.observe.trace` writes the files, called *parts* here, one for each process.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +30,23 @@ _ENDS: Final = {
     ("server", "answer"): ("answer", "s"),
     ("worker", "scatter"): ("answer", "f"),
 }
-"""Whose spans an arrow begins and ends at: from each push to where it was received, and back."""
+"""By role and kind of span: the name of its arrow, and whether that starts (s) or finishes (f) there. Arrows
+lead from each push to its receipt, and from each answer back to the worker's scatter."""
 
 
 @contextlib.contextmanager
 def collected(trace: str) -> Iterator[str]:
-    """Make the file ``trace`` of what processes write that have, in this block, the value for ``sync.trace``.
+    """Collects the parts that processes write in this block, and merges them into ``trace`` at its end.
 
-    That value is in a directory of its own, for parts of another job may lie beside ``trace``. If the file
-    cannot be made, they are left there, and a line on stderr says so: the job has ended as it has.
+    The block gets the value of ``sync.trace`` for these processes. It is a path in a new directory, because
+    parts of another job may lie beside ``trace``. If merging fails, the parts are left there and a line on
+    stderr says so; no exception is raised, since the job itself has ended.
 
     Args:
         trace: a path; empty: nothing is recorded, and the value is empty, too.
 
     Raises:
-        ConfigError: there can be no such file.
+        ConfigError: the directory of ``trace`` cannot be written.
     """
     if not trace:
         yield ""
@@ -64,23 +69,23 @@ def collected(trace: str) -> Iterator[str]:
 
 
 def merge(parts: Sequence[Path], path: Path) -> int:
-    """Write one timeline of several parts, however each of them ended.
+    """Merges parts into one timeline, also those of processes that were killed.
 
     Args:
         parts: files that processes wrote.
-        path: of the result, which is there as a whole or not at all.
+        path: the result; it is written whole or not at all.
 
     Returns:
-        The number of parts that have anything in them.
+        The number of parts that are not empty.
 
     Raises:
-        ConfigError: a file cannot be read or written, or is no part.
+        ConfigError: a file cannot be read or written, or is not a part.
     """
     known = [part for part in map(_look, parts) if part is not None]
     if not known:
         raise ConfigError("PART", " ".join(map(str, parts)), "a part in which there is something")
     known.sort(key=lambda part: (part.sort_index, part.began_us))
-    start_us = min(part.began_us for part in known)  # what is infinite here is not used
+    start_us = min(part.began_us for part in known)  # infinite only if there is no event to subtract it from
     began = min(part.unix_seconds for part in known)
     about = {
         "began": datetime.fromtimestamp(began, UTC).isoformat(timespec="milliseconds"),
@@ -104,10 +109,10 @@ def merge(parts: Sequence[Path], path: Path) -> int:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a part. What its end lacks, because the process was killed, is left out.
+    """The events of a part. A torn last line, as a killed process leaves it, is left out.
 
     Raises:
-        ConfigError: it cannot be read, or is no part.
+        ConfigError: ``path`` cannot be read, or is not a part.
     """
     decoder = msgspec.json.Decoder(Event)
     torn = False
@@ -132,22 +137,22 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 class _Part(NamedTuple):
-    """What the whole of a part says about each event in it."""
+    """The facts about a part that placing its events on the common timeline needs."""
 
     path: Path
     role: str
     rank: int
     sort_index: int
     began_us: float
-    """When its first event was, by the scheduler's clock; infinity where it has none."""
+    """The time of its first event by the scheduler's clock; infinity if there is none."""
     unix_seconds: float
     clocks: list[tuple[float, float]]
-    """From when on the scheduler's clock is how far ahead, in microseconds."""
+    """Estimates: when each was made, and by how much the scheduler's clock is ahead; in microseconds."""
     error_us: float
-    """How wrong that may be at worst; 0 where one clock is known."""
+    """The greatest error of an estimate; 0 if both clocks are one."""
 
     def scheduler_us(self, here_us: float) -> float:
-        """A time of this part by the scheduler's clock, which is as far ahead as between two estimates."""
+        """Converts a time of this part to the scheduler's clock, by interpolation between two estimates."""
         if not self.clocks:
             return here_us
         index = bisect(self.clocks, (here_us,))
@@ -159,7 +164,7 @@ class _Part(NamedTuple):
 
 
 def _look(path: Path) -> _Part | None:
-    """None for one that is empty: its process was killed before it wrote anything."""
+    """Reads the facts about a part; None if it is empty: its process was killed before it wrote anything."""
     part = None
     first_us = float("inf")
     clocks, errors = [], [0.0]
@@ -185,7 +190,7 @@ def _look(path: Path) -> _Part | None:
 
 
 def _shown(part: _Part, pid: int, start_us: float) -> Iterator[Event]:
-    """The events of a part as they stand in the whole, in the same order."""
+    """The events of a part as they appear in the timeline, in the same order."""
     for event in read_events(part.path):
         if event.name in (NODE, CLOCK):
             continue
@@ -203,7 +208,7 @@ def _shown(part: _Part, pid: int, start_us: float) -> Iterator[Event]:
 
 
 def _arrow(event: Event, part: _Part, name: str, phase: Any) -> Event:
-    """One end of it. Both ends know from whom to whom, and of what, and so agree about its ``id``."""
+    """One end of an arrow. Its ``id`` is a hash of facts that both ends know, so both have the same one."""
     args: dict[str, Any] = event.args
     server = args["server"] if part.role == "worker" else part.rank
     worker = part.rank if part.role == "worker" else args["rank"]

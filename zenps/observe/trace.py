@@ -1,8 +1,8 @@
-"""What this process did when, as a part of a timeline: one file of Chrome trace events.
+"""Tracing: records what this process does, in a file of Chrome trace events.
 
-Recording costs an entry in a queue; a thread makes JSON of it and writes it, twice a second. The file is a
-JSON array with an event in each line. Its end may be missing, as that of a process that was killed:
-:mod:`zenps.observe.timeline` and the viewers take it as it is.
+Recording an event appends to a queue. Twice a second a thread converts the queue to JSON and writes it. The
+file, called a *part*, is a JSON array with one event a line. After a process is killed the end is missing:
+:mod:`zenps.observe.timeline` and the viewers accept that.
 
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -32,21 +32,21 @@ from .clock import ClockFilter, now_ns
 logger = logging.getLogger("zenps.trace")
 
 MOST_BYTES: Final = 32 << 20
-"""Of one process's part, some 150 000 events: what follows is not recorded."""
+"""The greatest size of a part, some 150 000 events; later events are not recorded."""
 
 MOST_PENDING: Final = 1 << 16
-"""Events that may wait to be written; others are dropped."""
+"""The most events that may wait to be written; when there are more, recording stops."""
 
 FLUSH_SECONDS: Final = 0.5
 
-# So few are made into JSON at a time that a thread that trains is not kept waiting for the interpreter.
+# Events made into JSON at a time: more would keep a training thread waiting for the interpreter.
 _BATCH: Final = 128
 
 CLOCK: Final = "zenps_clock"
-"""An event of this name says how far the scheduler's clock is ahead from here on."""
+"""An event of this name has the offset of the scheduler's clock from here on."""
 
 NODE: Final = "zenps_node"
-"""An event of this name says who wrote the part, and when by the calendar."""
+"""An event of this name has the role and rank of the process, and the Unix time."""
 
 _ROLES: Final = ("scheduler", "worker", "server")
 
@@ -56,7 +56,8 @@ class Event(msgspec.Struct, omit_defaults=True):
 
     name: str
     ph: Literal["X", "b", "e", "i", "M", "s", "f"]
-    """A thread's span; begin and end of what overlaps; an instant; about the process; an arrow's two ends."""
+    """A span of a thread (X), begin and end of an asynchronous span (b, e), an instant (i), metadata of the
+    process (M), start and finish of an arrow (s, f)."""
     pid: int
     ts: float = -1.0
     """Microseconds, by the monotonic clock."""
@@ -70,39 +71,39 @@ class Event(msgspec.Struct, omit_defaults=True):
 
 
 class Trace:
-    """A timeline that is off: what is to be recorded is not."""
+    """A trace that is off: its methods record nothing."""
 
     is_on = False
 
     def span(self, kind: str, /, **args: object) -> Span | Nothing:
-        """What this thread does in the ``with`` block; of which ``tensor``, and how much, is in ``args``."""
+        """Records the ``with`` block as this thread's span; ``args`` has its ``tensor``, sizes and so on."""
         return NOTHING
 
     def did(self, begin_ns: int, kind: str, /, **args: object) -> None:
-        """What this thread did from ``begin_ns`` until now: as :meth:`span`, where a block costs too much."""
+        """Records a span of this thread from ``begin_ns`` until now; cheaper than :meth:`span`."""
 
     def since(self, begin_ns: int, kind: str, /, **args: object) -> None:
-        """What went on from ``begin_ns`` until now, whatever this thread did meanwhile."""
+        """Records an asynchronous span from ``begin_ns`` until now; it may overlap spans of this thread."""
 
     def instant(self, kind: str, what: object = "", /, **args: object) -> None:
-        """What happened just now, and to ``what``."""
+        """Records an event of this moment; ``what`` names its object."""
 
     def epoch(self, epoch: int, workers: int, servers: int) -> None:
-        """There is a view of this epoch."""
+        """Records that a view of this epoch has come."""
         self.instant("epoch", epoch, workers=workers, servers=servers)
 
     def name(self, rank: int | None) -> None:
-        """This process has its rank."""
+        """Records the rank of this process."""
 
     def follow(self, clock: ClockFilter) -> None:
-        """How the scheduler's clock is known."""
+        """Records the estimates of ``clock`` from now on."""
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes all pending events and closes the file."""
 
 
 class Nothing:
-    """A span that is not recorded: false, so that nobody computes what to note."""
+    """A span that is not recorded. It is false, so that callers can skip computing arguments."""
 
     def __enter__(self) -> Nothing:
         return self
@@ -142,19 +143,19 @@ class Span:
         self._recorder.add("X", self._kind, self._begin_ns, self._args)
 
     def note(self, **args: object) -> None:
-        """Adds what is known only now."""
+        """Adds arguments that are known only within the block."""
         self._args.update(args)
 
 
 _Record = tuple[Literal["X", "b", "i"], str, int, int, int, dict[str, Any]]
-"""Phase, kind, begin and end in nanoseconds, thread, arguments: a plain tuple, as quick as can be."""
+"""Phase, kind, begin and end in nanoseconds, thread, arguments; a plain tuple is the fastest to make."""
 
 
 class Recorder(Trace):
-    """A timeline that is on. Every method may be called from any thread.
+    """A trace that is on. Every method may be called from any thread.
 
     Args:
-        path: of the part, which must not exist yet.
+        path: the part's; there must be no such file yet.
         role: this process's.
 
     Raises:
@@ -167,7 +168,7 @@ class Recorder(Trace):
         self.path = path
         self._role = role
         self._pid = os.getpid()
-        # Should it ever be full, the oldest go; and one that holds nothing records nothing.
+        # A full deque drops its oldest events; _stop() sets one of length 0, which records nothing.
         self._pending: deque[_Record] = deque(maxlen=MOST_PENDING)
         self._threads: dict[int, int] = {}
         self._asynchronous = itertools.count(1)
@@ -194,7 +195,7 @@ class Recorder(Trace):
         self.add("i", kind, now_ns(), {kind: what, **args})
 
     def add(self, phase: Literal["X", "b", "i"], kind: str, begin_ns: int, args: dict[str, Any]) -> None:
-        """What began then and ends now."""
+        """Appends an event that began at ``begin_ns`` and ends now."""
         self._pending.append((phase, kind, begin_ns, now_ns(), get_ident(), args))
 
     def name(self, rank: int | None) -> None:
@@ -290,20 +291,20 @@ class Recorder(Trace):
         self._stop(reason)
 
     def _stop(self, reason: str) -> None:
-        """Records nothing from now on."""
+        """Stops recording, and logs why once."""
         if self._pending.maxlen:
             self._pending = deque(maxlen=0)
             logger.warning("the timeline ends here: %s, %s; training goes on", self.path, reason)
 
 
 def _name_of(ident: int) -> str:
-    """The name of a thread, if it has not ended."""
+    """The name of a thread; ``ended`` if it is no longer there."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return names.get(ident, "ended").replace("MainThread", "main")
 
 
 def open_trace(path: str, role: str) -> Trace:
-    """The part of this process beside ``path``: for ``trace.json`` it is ``trace.worker.HOST.PID.json``.
+    """Opens this process's part beside ``path``: for ``trace.json`` it is ``trace.worker.HOST.PID.json``.
 
     Args:
         path: the setting ``sync.trace``; empty: nothing is recorded.
@@ -316,7 +317,7 @@ def open_trace(path: str, role: str) -> Trace:
         return OFF
     whole = Path(path)
     stem = f"{whole.stem}.{role}.{socket.gethostname()}.{os.getpid()}"
-    # In a container a process has the number of the one before it, whose part is worth keeping.
+    # A restarted container gives its process the same PID again; the part of the one before is kept.
     names = (stem, *(f"{stem}.{number}" for number in range(2, 1000)))
     try:
         for name in names:

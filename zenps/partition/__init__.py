@@ -1,1 +1,1 @@
-"""Partitioning: index to position, position to slot, slot to server."""
+"""Partitioning: maps rows to positions, positions to slots, and slots to servers."""

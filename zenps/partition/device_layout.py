@@ -1,4 +1,4 @@
-"""A layout as CUDA kernels read it."""
+"""Device layout: copies a :class:`Layout` to device memory, in the form that CUDA kernels read."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import torch
 from torch import Tensor
 
 from zenps.errors import ConfigError
-from zenps.kernels.gpu.place import KINDS, Placement
+from zenps.kernels.gpu.place import KINDS, DeviceLayout
 
 from .keyspace import Feistel, Identity
 from .layout import Layout
 
 
-def place_on(layout: Layout, device: torch.device) -> Placement:
-    """Copies what kernels need of ``layout`` to ``device``.
+def device_layout_on(layout: Layout, device: torch.device) -> DeviceLayout:
+    """Copies the parts of ``layout`` that kernels need to ``device``.
 
-    Feistel and identity are computed there, which is faster than a look-up in the device's memory; any
-    other permutation is looked up in the layout's tables.
+    Kernels compute Feistel and identity, which is faster than a look-up in device memory; they look up any
+    other permutation in the layout's tables.
 
     Raises:
-        ConfigError: another permutation, and no room for its tables in ``sync.table_bytes``.
+        ConfigError: the tables of another permutation do not fit in ``sync.table_bytes``.
     """
     permutation, granules = layout.permutation, layout.size // layout.granule
     halves: tuple[int, ...] = (1, 1)
     keys: tuple[int, ...] = (0, 0, 0, 0)
     tables: tuple[Tensor, ...] = ()
-    # Exact types: what a subclass computes is not what the kernel does.
+    # Exact types: the kernels know nothing of what a subclass changes.
     if type(permutation) is Identity:
         kind = KINDS["identity"]
     elif type(permutation) is Feistel:
@@ -45,4 +45,4 @@ def place_on(layout: Layout, device: torch.device) -> Placement:
     words = [layout.rows_total, granule_bits, granules, kind, *halves, *keys]
     words += [len(layout.placing.starts), *pointers[:2], len(layout.unplacing.starts), *pointers[2:]]
     words_there = torch.tensor(words, device=device)
-    return Placement(words_there, kept, layout.rows_total, layout.size, layout.granule)
+    return DeviceLayout(words_there, kept, layout.rows_total, layout.size, layout.granule)

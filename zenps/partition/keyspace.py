@@ -1,8 +1,8 @@
-"""Permutations π of an index space [0, size), which spread a tensor's rows over the slots.
+"""Permutations π of an index space [0, size): they spread a tensor's rows over the slots.
 
-A permutation stands in for Zen's hash function h0 *and* for its stored index tables (Zen,
-OSDI '25, §3.2): ``π(index)`` says where a row lives, ``π⁻¹`` says which row a position is, and no
-table of the tensor's size is needed. Every node computes it alike from the job's seed.
+A permutation replaces Zen's hash function h0 *and* its stored index tables (Zen, OSDI '25, §3.2):
+``π(index)`` is the position of a row, ``π⁻¹(position)`` is the row at a position, and no table of the
+tensor's size is needed. Every node computes the same permutation from the job's seed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _check_size(size: int) -> None:
 
 @dataclass(frozen=True)
 class Identity:
-    """The permutation that leaves every index in its place."""
+    """The permutation that maps every index to itself."""
 
     size: int
 

@@ -1,8 +1,8 @@
-"""Server-major positions: a tensor's rows in an order where each server's rows are one contiguous run.
+"""Server-major layout: a tensor's rows in an order in which each server's rows are one contiguous range.
 
-A strategy permutes the rows and cuts them into slots; the ring gives each slot to a server. Laying
-the slots out server after server turns a row i into its *position* q. Wire, codecs and servers speak
-of positions only: sorted by q, a push falls apart into the servers' parts.
+A strategy permutes the rows and divides them into slots; the ring assigns each slot to a server. Laying
+the slots out server after server gives each row i its *position* q. Messages, codecs and servers use
+positions only: a push that is sorted by q is one contiguous shard for each server.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Layout:
 
     Args:
         rows: how many rows the tensor has, at least 1.
-        granule: neighbouring rows that stay together, a power of two: 1 where a row is wide, 32 to 256
-            where it is one element.
+        granule: the number of adjacent rows that stay together, a power of two: 1 if a row is wide, 32 to
+            256 if it is one element.
         partition: of the ⌈rows / granule⌉ granules.
         owners: uint16 ``[SLOTS]``, the rank of each slot's server (:func:`zenps.partition.ring.rebalance`).
         servers: the ranks of all servers, ascending.
@@ -53,13 +53,13 @@ class Layout:
         size: how many positions there are: ``rows`` rounded up to whole granules.
         server_bounds: ``len(servers) + 1`` positions; ``servers[j]`` holds those from
             ``server_bounds[j]`` up to ``server_bounds[j + 1]``, which may be none.
-        keeps_order: whether every row is its own position, so that nothing needs to be moved.
+        keeps_order: True if every row is its own position, so that nothing needs to be moved.
         permutation: π of the granules.
         placing, unplacing: the moves from π's order to server-major order, and back.
         table_bytes: what the tables take, built or not; 0 where positions are computed.
 
     Raises:
-        ConfigError: an argument is not as said.
+        ConfigError: an argument is not as described.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Layout:
         """The row at each position, the inverse of :meth:`positions`: int64 ``[n]``, fresh memory.
 
         Args:
-            positions: int64 ``[n]`` on the CPU, in any order; from the network, so not trusted.
+            positions: int64 ``[n]`` on the CPU, in any order; checked, as they come from the network.
 
         Raises:
             TensorError: another dtype.
@@ -133,11 +133,11 @@ class Layout:
         return self._compute(torch.arange(start, stop, device="cpu"), inverse=True)
 
     def cuts(self, chunks: int) -> list[list[int]]:
-        """Where each server's run is cut into ``chunks`` nearly equal chunks, at whole granules.
+        """The bounds that divide each server's range into ``chunks`` nearly equal chunks of whole granules.
 
         Returns:
-            for each server, in the order of ``servers``, ``chunks + 1`` positions that never fall,
-            from its first to its end. Chunks are empty where there are fewer granules than chunks.
+            for each server, in the order of ``servers``, ``chunks + 1`` ascending positions from its first
+            to its end. Some chunks are empty if a server has fewer granules than chunks.
 
         Raises:
             ConfigError: fewer than one chunk.
@@ -151,7 +151,7 @@ class Layout:
         ]
 
     def _by_granule(self, values: Tensor, *, inverse: bool) -> Tensor:
-        """Maps the values' granules and keeps each value's place within its granule."""
+        """Maps the values' granules and keeps each value's offset within its granule."""
         if self.granule == 1:
             return self._map_granules(values, inverse=inverse)
         mapped = self._map_granules(values >> self._granule_bits, inverse=inverse)
@@ -171,7 +171,7 @@ class Layout:
         return self.placing.apply(self.permutation.forward(values))
 
     def tables(self) -> Tables | None:
-        """Place of every granule, granule in every place; None where the budget has no room for them."""
+        """The tables of all granules, built on first use; None if they exceed the byte budget."""
         if self.table_bytes and self._tables is None:
             with self._tables_lock:
                 if self._tables is None:
@@ -193,14 +193,14 @@ class Layout:
 
 
 class LayoutCache:
-    """The layouts of one epoch, made on first use, with one byte budget for all their tables.
+    """The layouts of one epoch, made on first use, with one byte budget for all their tables. Thread-safe.
 
-    Tables go to the layouts first asked for, until the budget is spent, and stay with them: one that came
-    and went would cost more to build than it saves. Of more than :data:`MOST_LAYOUTS` layouts, as a tensor
-    makes whose size is another in each step, the one not asked for the longest is forgotten. Thread-safe.
+    The layouts asked for first get tables, until the budget is spent, and keep them: building a table again
+    and again would cost more than it saves. More than :data:`MOST_LAYOUTS` layouts come of a tensor whose
+    size differs in each step; then the least recently used layout is dropped.
 
     Args:
-        strategy, seed: how rows become slots.
+        strategy, seed: they define the partition of each tensor.
         owners, servers: the epoch's ring and servers, as for :class:`Layout`.
         table_bytes: budget of all tables together.
     """
@@ -222,7 +222,8 @@ class LayoutCache:
         self._lock = threading.Lock()
 
     def get(self, name: str, rows: int, granule: int) -> Layout:
-        """The layout of the tensor ``name`` of ``rows`` rows; equal shapes share one where they may."""
+        """The layout of the tensor ``name`` of ``rows`` rows. Tensors of one shape share it, unless the
+        strategy is ``per_tensor``."""
         space_name = name if self._strategy.per_tensor else ""
         key = (space_name, rows, granule)
         with self._lock:
@@ -247,7 +248,7 @@ class Tables(NamedTuple):
 
 
 class Shift(NamedTuple):
-    """A map that moves stretches of [0, n) as wholes: that from ``starts[j]`` on by ``distances[j]``."""
+    """A map of [0, n) that moves whole ranges: the one from ``starts[j]`` on moves by ``distances[j]``."""
 
     starts: Tensor
     distances: Tensor
@@ -262,7 +263,8 @@ def _place_slots(
 ) -> tuple[Shift, Shift, list[int]]:
     """Lays the slots out server after server, each server's in ascending order.
 
-    Returns: the shift from permuted position to place, its inverse, and the servers' bounds, in granules.
+    Returns:
+        the shift from π's order to server-major order, its inverse, and the servers' bounds; in granules.
     """
     if owners.shape != (SLOTS,):
         raise ConfigError("owners", f"array of shape {owners.shape}", f"shape ({SLOTS},)")
@@ -283,7 +285,7 @@ def _place_slots(
 
 
 def _shift(starts: NDArray[np.int64], distances: NDArray[np.int64], lengths: NDArray[np.int64]) -> Shift:
-    """The shift of these slots, without empty ones and with neighbours that move alike made one."""
+    """The shift of these slots; empty slots are left out, and adjacent slots that move alike are joined."""
     kept = np.flatnonzero(lengths)
     kept = kept[np.diff(distances[kept], prepend=distances[kept[0]] - 1) != 0]
     return Shift(torch.from_numpy(starts[kept]), torch.from_numpy(distances[kept]))
@@ -298,7 +300,7 @@ def _count_granules(rows: int, granule: int) -> int:
 
 
 def check_rows(rows: Tensor, total: int) -> None:
-    """Refuses rows that a table of ``total`` rows has not.
+    """Checks that a table of ``total`` rows has all of ``rows``.
 
     Raises:
         TensorError: another dtype than int64, or a row outside [0, ``total``).
@@ -312,7 +314,7 @@ def check_rows(rows: Tensor, total: int) -> None:
 
 
 def _range_of(values: Tensor) -> tuple[int, int]:
-    """(least, greatest); (0, 0) of none, which is within any range."""
+    """(least, greatest) of ``values``; (0, 0) if there are none, which is within any range."""
     if values.dtype != torch.int64:
         raise TensorError(f"indices of dtype {values.dtype}: expected torch.int64; convert with .long()")
     if not values.numel():

@@ -1,19 +1,19 @@
-"""Which server owns which slot: consistent hashing with bounded loads.
+"""Consistent hashing with bounded loads: the ring, which assigns every slot to a server.
 
-Every tensor's permuted index space is cut into ``SLOTS`` equal slots, and a *ring* says which
-server owns each. It is drawn up once per epoch, by the scheduler, and published: nodes read it.
+A strategy divides every tensor's permuted index space into ``SLOTS`` slots, and a *ring* is the owner
+of each slot. The scheduler computes it once per epoch and publishes it; the other nodes only read it.
 
-Bounds, for n servers (the tests prove them over random histories):
+Bounds, for n servers (the tests check them over random histories):
 
 - each server owns ⌊4096/n⌋ or ⌈4096/n⌉ slots;
 - when one server joins n others, exactly ⌊4096/(n+1)⌋ slots move, all of them to it;
 - when one of n servers leaves, exactly its own ⌊4096/n⌋ or ⌈4096/n⌉ slots move;
-- so neither ever moves a slot between two servers that stay;
+- so neither a join nor a leave moves a slot between two servers that stay;
 - when several join and leave at once, as few slots move as the first bound allows.
 
-They are exact because the next ring is computed from the previous one. A ring that is a
-function of the members alone cannot keep them: with bounded loads one arrival can push slots
-from server to server all along the circle.
+The bounds are exact because each ring is computed from the previous one. A ring that is a function
+of the members alone cannot keep them: with bounded loads one arrival can push slots from server to
+server all along the circle.
 
 Source: Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018
 (https://arxiv.org/abs/1608.01350); the bound here is the tightest, their ε = 0 rounded up.
@@ -31,7 +31,7 @@ from zenps.errors import ConfigError
 
 SLOTS = 4096
 VIRTUAL_NODES = 64
-"""Points of each server on the circle: enough that a leaver's slots go to many heirs."""
+"""Points of each server on the circle: enough to spread a leaving server's slots over many others."""
 
 
 def rebalance(owners: NDArray[np.uint16] | None, servers: Sequence[int]) -> NDArray[np.uint16]:
@@ -74,7 +74,7 @@ def _members(servers: Sequence[int]) -> NDArray[np.int64]:
 
 
 def _index_of(members: NDArray[np.int64], ranks: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Each rank's index in the sorted ``members``, -1 for one that is no member."""
+    """Each rank's index in the sorted ``members``; -1 for a rank that is not a member."""
     nearest = np.minimum(np.searchsorted(members, ranks), len(members) - 1)
     return np.where(members[nearest] == ranks, nearest, -1)
 
@@ -82,8 +82,8 @@ def _index_of(members: NDArray[np.int64], ranks: NDArray[np.int64]) -> NDArray[n
 def _quotas(held: NDArray[np.int64]) -> NDArray[np.int64]:
     """How many slots each member will own: ⌈4096/n⌉ for those that hold most now, ⌊4096/n⌋ for the rest.
 
-    Favouring those that hold most is what keeps a single join or leave from taking a slot from
-    one stayer for another.
+    Because those that hold most get more, a single join or leave never moves a slot between two
+    members that stay.
     """
     floor, larger = divmod(SLOTS, len(held))
     quotas = np.full(len(held), floor)

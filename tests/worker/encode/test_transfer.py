@@ -19,8 +19,8 @@ from zenps.buffers import BufferPool
 from zenps.config.settings import CudaConfig
 from zenps.errors import ProtocolError, TensorError
 from zenps.kernels.cpu import CpuKernels
-from zenps.kernels.gpu.place import Placement
-from zenps.partition.device_layout import place_on
+from zenps.kernels.gpu.place import DeviceLayout
+from zenps.partition.device_layout import device_layout_on
 from zenps.partition.layout import Layout, LayoutCache
 from zenps.partition.ring import rebalance
 from zenps.partition.strategies import strategy
@@ -56,8 +56,8 @@ def make_layout(name: str, rows: int, granule: int, servers: Sequence[int], tabl
     return cache.get("weight", max(rows, 1), granule)
 
 
-def on_the_device(layout: Layout) -> Placement:
-    return place_on(layout, ACCELERATOR.device)
+def on_the_device(layout: Layout) -> DeviceLayout:
+    return device_layout_on(layout, ACCELERATOR.device)
 
 
 class MakeSparse(Protocol):

@@ -1,3 +1,5 @@
+"""Clock offset: estimates stay within their error."""
+
 from __future__ import annotations
 
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from zenps.observe.clock import ROUND_TRIPS, ClockFilter, Offset
 
 SECOND = 10**9
 
-# When it was sent, and how long it took there and back.
+# The time of sending, and the durations of the way there and back.
 trips = st.tuples(st.integers(0, 10**15), st.integers(0, SECOND), st.integers(0, SECOND))
 
 
@@ -26,7 +28,7 @@ def test_offset_is_never_more_wrong_than_it_says(trips: list[tuple[int, int, int
 
 @settings(deadline=None)
 @given(st.lists(trips, min_size=1))
-def test_one_clock_is_not_corrected(trips: list[tuple[int, int, int]]) -> None:
+def test_a_common_clock_has_offset_0(trips: list[tuple[int, int, int]]) -> None:
     clock = ClockFilter()
     for sent, there, back in trips:
         clock.add(sent, sent + there, sent + there + back)
@@ -36,7 +38,7 @@ def test_one_clock_is_not_corrected(trips: list[tuple[int, int, int]]) -> None:
 
 def test_nothing_is_known_before_an_answer() -> None:
     clock = ClockFilter()
-    clock.add(5, 100, 4)  # the answer to a question that was never asked
+    clock.add(5, 100, 4)  # an answer that came before its heartbeat was sent
     assert clock.offset is None
 
 

@@ -1,3 +1,5 @@
+"""Straggler detection: whose lateness counts, and from when."""
+
 from __future__ import annotations
 
 import pytest
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from zenps.observe.lateness import MOST_RANKS, Lateness, latest, stragglers
 
 
-def test_the_second_of_two_is_waited_for() -> None:
+def test_of_two_ranks_the_second_is_late() -> None:
     late = Lateness()
     late.wait([1], [], 2, 10.0)
     late.wait([0], [10.0], 2, 13.0)
@@ -38,7 +40,7 @@ def test_a_wait_counts_while_it_lasts() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 10), st.floats(0, 10)), max_size=30))
-def test_nobody_is_waited_for_longer_than_time_passes(waits: list[tuple[int, float, float]]) -> None:
+def test_no_rank_is_later_than_the_time_that_has_passed(waits: list[tuple[int, float, float]]) -> None:
     late, now = Lateness(), 0.0
     for rank, since, seconds in waits:
         late.wait([rank], [min(since, now)], 2, now := now + seconds)

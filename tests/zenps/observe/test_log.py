@@ -1,3 +1,5 @@
+"""Logging: text and JSON lines, other loggers, and logging once per key."""
+
 from __future__ import annotations
 
 import json
@@ -135,7 +137,7 @@ def run_thread(name: str) -> None:
     thread.join()
 
 
-def test_threads_of_ours_end_in_the_log_and_others_as_before(
+def test_exceptions_of_zenps_threads_are_logged_and_others_are_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others: list[str] = []
@@ -151,7 +153,7 @@ def test_threads_of_ours_end_in_the_log_and_others_as_before(
     assert others == ["theirs"]
 
 
-def test_in_a_process_of_ours_everything_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_process_of_zenps_logs_everything_as_lines(capsys: pytest.CaptureFixture[str]) -> None:
     log.setup(LogConfig(format="json"), "scheduler", owns_process=True)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -179,7 +181,7 @@ def test_once_per_key(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_once_is_bounded_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_once_is_bounded_and_logs_that(capsys: pytest.CaptureFixture[str]) -> None:
     logger = setup("server", 0)
     logged = [log.once(logger, key, "peer %d", key) for key in range(log.ONCE_KEYS + 100)]
     assert sum(logged) == log.ONCE_KEYS

@@ -1,3 +1,5 @@
+"""Prometheus metrics: names, labels, and the HTTP endpoint."""
+
 from __future__ import annotations
 
 import itertools
@@ -130,7 +132,7 @@ def test_labels_are_closed_sets_that_start_at_zero(role: Role) -> None:
     assert labels <= known
 
 
-def test_of_thousands_of_ranks_the_latest_have_series() -> None:
+def test_only_the_latest_of_thousands_of_ranks_have_series() -> None:
     registry = CollectorRegistry()
     metrics = SchedulerMetrics(registry)
     metrics.late.seconds = {rank: float(rank % 1000) for rank in range(4096)}
@@ -157,7 +159,7 @@ def test_node_info_has_one_rank_at_a_time() -> None:
     assert ranks == [{"rank": "0"}, {"rank": "3"}]
 
 
-def test_states_are_the_scheduler_s() -> None:
+def test_states_are_those_of_the_scheduler() -> None:
     assert get_args(JobState) == STATES
 
 
@@ -199,7 +201,7 @@ def test_close_frees_the_port() -> None:
     again.close()
 
 
-def test_off() -> None:
+def test_no_port_no_endpoint() -> None:
     exporter = serve(CollectorRegistry(), "127.0.0.1", -1)
     assert exporter.address == ""
     exporter.close()
@@ -214,6 +216,6 @@ def test_busy_port() -> None:
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no such host"])
-def test_host_that_is_not_ours(host: str) -> None:
+def test_host_of_another_machine(host: str) -> None:
     with pytest.raises(ConfigError, match=r"^metrics\.host = "):
         serve(CollectorRegistry(), host, 0)

@@ -1,4 +1,4 @@
-"""Traces: what is written is read again, and what is no trace is refused."""
+"""Traces of ``zenps plan``: reading gives what was written, and other files are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_files_of_workers_are_read_as_one(tmp_path: Path) -> None:
     assert found == [(0, 0, [1, 5]), (0, 1, []), (1, 0, [0, 99])]
 
 
-def test_what_was_cut_off_is_left_out(tmp_path: Path) -> None:
+def test_a_torn_end_is_left_out(tmp_path: Path) -> None:
     file = write(tmp_path / "trace", Header(rank=0, workers=1), push([1]), push([2], step=1))
     file.write_bytes(file.read_bytes()[:-3])
     assert [push.step for _, push in read(file)] == [0]
@@ -54,7 +54,7 @@ WRONG: dict[str, tuple[list[object], str]] = {
 
 
 @pytest.mark.parametrize(("items", "reason"), WRONG.values(), ids=WRONG)
-def test_what_is_no_trace_is_refused(tmp_path: Path, items: list[object], reason: str) -> None:
+def test_other_files_are_refused(tmp_path: Path, items: list[object], reason: str) -> None:
     file = tmp_path / "trace"
     file.write_bytes(
         b"".join(encode(item) if isinstance(item, Header | Push) else msgpack.packb(item) for item in items)

@@ -1,3 +1,5 @@
+"""Merging of traces: one clock, arrows, and parts that end anywhere."""
+
 from __future__ import annotations
 
 import json
@@ -85,7 +87,7 @@ def test_a_part_may_end_at_any_byte(data: st.DataObject) -> None:
         merged([part, other], Path(directory) / "out")
 
 
-def test_clocks_are_laid_upon_each_other(tmp_path: Path) -> None:
+def test_times_are_converted_to_one_clock(tmp_path: Path) -> None:
     here = write(tmp_path / "here", [*about("scheduler", 0, 0), Event("a", "X", 1, 100.0, 10.0, tid=1)])
     clock = Event(CLOCK, "M", 1, 900.0, args={"offset_us": -800.0, "error_us": 2.0})
     later = Event(CLOCK, "M", 1, 1000.0, args={"offset_us": -810.0, "error_us": 2.0})
@@ -105,7 +107,7 @@ def test_clocks_are_laid_upon_each_other(tmp_path: Path) -> None:
     }
 
 
-def test_arrows_go_from_pushes_to_where_they_are_received_and_back(tmp_path: Path) -> None:
+def test_arrows_connect_pushes_with_their_receipt_and_answers_with_their_scatter(tmp_path: Path) -> None:
     what = {"tensor": "emb", "step": 3, "chunk": 1, "epoch": 1}
 
     def span(kind: str, at: float, **args: object) -> Event:
@@ -131,7 +133,7 @@ def test_arrows_go_from_pushes_to_where_they_are_received_and_back(tmp_path: Pat
     assert all(event["bp"] == "e" for event in events if event["ph"] == "f")
 
 
-def test_processes_are_numbered_and_ids_are_their_own(tmp_path: Path) -> None:
+def test_processes_are_numbered_and_have_their_own_ids(tmp_path: Path) -> None:
     parts = []
     for rank in (1, 0):
         recorder = open_trace(str(tmp_path / f"{rank}.json"), "worker")
@@ -163,7 +165,7 @@ def test_an_empty_part_is_left_out(tmp_path: Path) -> None:
         "[1,\n2,\n3]",
     ],
 )
-def test_what_is_no_part_is_refused(tmp_path: Path, text: str) -> None:
+def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "part").write_text(text)
     with pytest.raises(ConfigError, match="PART = "):
         merge([tmp_path / "part"], tmp_path / "out")

@@ -1,3 +1,5 @@
+"""Tracing: recorded events, and files that end early."""
+
 from __future__ import annotations
 
 import json
@@ -22,7 +24,7 @@ def recorder(tmp_path: Path) -> Recorder:
 
 
 def events(recorder: Recorder) -> list[dict[str, Any]]:
-    """All that it has written, once it is closed."""
+    """All events in its file, after closing it."""
     recorder.close()
     written: list[dict[str, Any]] = json.loads(recorder.path.read_text())
     return written
@@ -45,7 +47,7 @@ def test_off_records_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_span_has_a_name_a_thread_and_what_it_noted(recorder: Recorder) -> None:
+def test_a_span_has_a_name_a_thread_and_arguments(recorder: Recorder) -> None:
     with recorder.span("compact", tensor="emb", step=3) as outer:
         time.sleep(0.002)
         with pytest.raises(OSError, match="no"), recorder.span("push"):
@@ -78,7 +80,7 @@ def test_threads_are_told_apart(recorder: Recorder) -> None:
     assert len({event["tid"] for event in of(found, name="thread_name")}) == 2
 
 
-def test_what_overlaps_is_begun_and_ended(recorder: Recorder) -> None:
+def test_asynchronous_spans_have_a_begin_and_an_end(recorder: Recorder) -> None:
     begin = tracing.now_ns()
     for chunk in range(2):
         recorder.since(begin, "pull", tensor="emb", chunk=chunk)
@@ -90,7 +92,7 @@ def test_what_overlaps_is_begun_and_ended(recorder: Recorder) -> None:
     assert begun[0]["ts"] == begin / 1000 < ended[0]["ts"] <= ended[1]["ts"]
 
 
-def test_an_instant_says_what(recorder: Recorder) -> None:
+def test_an_instant_names_its_object(recorder: Recorder) -> None:
     recorder.epoch(3, 2, 1)
     (event,) = of(events(recorder), ph="i")
     assert (event["name"], event["args"]) == ("epoch 3", {"epoch": 3, "workers": 2, "servers": 1})
@@ -133,13 +135,13 @@ def test_a_file_that_cannot_be_made_is_refused(
 
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the recorder has warned of, whatever other tests of this process have made of logging."""
+    """The recorder's warnings, whatever logging setup other tests of this process have left."""
     said: list[str] = []
     monkeypatch.setattr(tracing.logger, "warning", lambda text, *args: said.append(text % args))
     return said
 
 
-def test_it_ends_at_its_limit_and_says_so_once(
+def test_a_trace_ends_at_its_limit_and_logs_that_once(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
     monkeypatch.setattr(tracing, "MOST_BYTES", 100_000)

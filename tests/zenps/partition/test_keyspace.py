@@ -1,3 +1,5 @@
+"""Permutations: bijections of any size, equal on every machine."""
+
 from __future__ import annotations
 
 import os

@@ -1,3 +1,5 @@
+"""Server-major layout: rows and positions are inverse, and caches keep their budget."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -75,7 +77,7 @@ def test_each_position_lies_with_the_owner_of_its_slot(name: str, rows: int, gra
 
 @pytest.mark.parametrize("name", BUILT_IN)
 @pytest.mark.parametrize("granule", [1, 64])
-def test_tables_say_what_the_computation_says(name: str, granule: int) -> None:
+def test_tables_equal_the_computation(name: str, granule: int) -> None:
     rows = 300_001
     tabled, computed = (make_layout(name, rows, granule, table_bytes=budget) for budget in (PLENTY, 0))
     assert tabled.table_bytes == 8 * -(-rows // granule)
@@ -183,7 +185,7 @@ class Colliding(Identity):
         return position // 2
 
 
-def test_a_permutation_that_is_none_is_refused() -> None:
+def test_a_function_that_is_not_a_bijection_is_refused() -> None:
     partition = Partition(Colliding(100), even_bounds(100))
     layout = Layout(100, 1, partition, rebalance(None, [0]), [0], PLENTY)
     with pytest.raises(ConfigError, match="collide"):
@@ -259,14 +261,14 @@ def test_balanced_is_balanced(pattern: str) -> None:
     assert imbalance("balanced", size, touched, 128) <= 1.05
 
 
-def test_the_other_strategies_are_not() -> None:
-    """The measure can fail: what ``balanced`` is for shows in it."""
+def test_the_other_strategies_are_not_balanced() -> None:
+    """The measure can fail: it shows the imbalance that ``balanced`` avoids."""
     touched = torch.arange(MILLION)
     assert imbalance("parallel", SIZE, touched, 16) > 1.2
     assert imbalance("centralized", SIZE, touched, 16) == 16
 
 
-def test_a_cache_forgets_what_was_not_asked_for_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_cache_drops_the_least_recently_used_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zenps.partition.layout.MOST_LAYOUTS", 3)
     cache = LayoutCache(strategy("balanced"), 11, rebalance(None, [0, 1]), [0, 1], table_bytes=3 * 8 * 1000)
     first, second = cache.get("a", 1000, 1), cache.get("a", 999, 1)

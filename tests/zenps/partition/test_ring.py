@@ -1,3 +1,5 @@
+"""Consistent hashing with bounded loads: load and movement bounds over random histories."""
+
 from __future__ import annotations
 
 import subprocess
@@ -73,15 +75,15 @@ def test_many_at_once_move_only_what_the_load_bound_forces(old: set[int], new: s
     assert (before != after).sum() == fewest
 
 
-def test_leavers_slots_go_to_many() -> None:
+def test_slots_of_a_leaving_server_go_to_many() -> None:
     before = rebalance(None, range(16))
     after = rebalance(before, [rank for rank in range(16) if rank != 5])
     gained = np.bincount(after[before == 5], minlength=16)
     assert np.delete(gained, 5).min() > 0
 
 
-def test_neighbouring_slots_are_scattered() -> None:
-    """A hot run of slots must not be one server's."""
+def test_adjacent_slots_are_scattered() -> None:
+    """A range of hot slots must not belong to one server."""
     owners = rebalance(None, range(16))
     same_as_next = np.mean([a == b for a, b in pairwise(owners.tolist())])
     assert same_as_next < 0.2

@@ -1,1 +1,1 @@
-"""CUDA kernels: one wrapper for each source in cuda/."""
+"""CUDA kernels: one Python wrapper for each source in cuda/."""

@@ -1,7 +1,7 @@
-"""Both codecs on the device, with the bytes of :mod:`zenps.codecs`: ``cuda/bitmap_codec.cu``.
+"""Position codecs on the device: wraps ``cuda/bitmap_codec.cu``, bitmap and COO as in :mod:`zenps.codecs`.
 
-What is decoded comes from the network and is checked on the device: an error is a flag there, which the
-host reads when it needs the rows.
+Encoded bytes come from the network. The device checks them and sets a flag there on an error; the host reads
+the flag when it needs the rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from zenps.errors import ProtocolError, TensorError
 
 from .launcher import BLOCK, Launcher, check_on_device, grid_of, scan_state
-from .place import Placement
+from .place import DeviceLayout
 from .sources import position_name
 
 BITMAP_TILE = 1 << 16
@@ -27,7 +27,7 @@ INTEGERS = (torch.int32, torch.int64)
 def encode_bitmap(
     launcher: Launcher, positions: Tensor, begin: int, end: int, start: int, span: int
 ) -> Tensor:
-    """One bit for each position of a chunk.
+    """Encodes the positions of one chunk as a bitmap.
 
     Args:
         positions: int32 or int64 ``[n]`` on the device; those from ``begin`` up to ``end``, the chunk's,
@@ -36,7 +36,7 @@ def encode_bitmap(
         start, span: of the chunk.
 
     Returns:
-        uint8 ``[⌈span / 8⌉]`` on the device, as :meth:`zenps.codecs.bitmap.Bitmap.encode` has them.
+        uint8 ``[⌈span / 8⌉]`` on the device, the bytes of :meth:`zenps.codecs.bitmap.Bitmap.encode`.
 
     Raises:
         TensorError: another dtype or shape.
@@ -51,32 +51,32 @@ def encode_bitmap(
 
 
 def decode_bitmap(
-    launcher: Launcher, placement: Placement, data: Tensor, rows: int, start: int, span: int
+    launcher: Launcher, layout: DeviceLayout, data: Tensor, rows: int, start: int, span: int
 ) -> tuple[Tensor, Tensor]:
-    """The table rows whose positions a bitmap holds, in order of position.
+    """Decodes a bitmap to the table rows at its positions, in order of position.
 
     Args:
-        placement: of the tensor.
+        layout: of the tensor.
         data: uint8 ``[⌈span / 8⌉]`` on the device, at an address divisible by 16; not trusted.
-        rows: how many the sender says there are.
-        start, span: of the chunk, within the placement.
+        rows: their number, as the sender states it.
+        start, span: of the chunk, within the layout.
 
     Returns:
-        table rows int64 ``[rows]``, and int64 ``[1]`` that is 1 where other than ``rows`` bits are set, one
-        beyond ``span``, or one that stands for no row: then the rows mean nothing.
+        table rows int64 ``[rows]``, and a flag, int64 ``[1]``. It is 1 if the number of set bits is not
+        ``rows``, or if a bit is beyond ``span`` or is no row's position: then the rows mean nothing.
 
     Raises:
         TensorError: another dtype, shape or alignment.
-        ProtocolError: as many bytes or rows cannot be.
+        ProtocolError: the number of bytes or rows does not fit ``span``.
     """
     check_on_device("bitmap", data, (torch.uint8,), 1)
     _check_address("bitmap", data, BITMAP_ALIGNMENT)
     if len(data) != -(-span // 8):
         raise ProtocolError("payload", f"bitmap: {len(data)} bytes for a span of {span}")
-    table_rows, error = _decoded(placement, rows, start, span)
+    table_rows, error = _decoded(layout, rows, start, span)
     tiles = _bitmap_tiles(span)
     state = scan_state(tiles, data.device)
-    args = (state, placement.words, data, rows, start, span, table_rows, error)
+    args = (state, layout.words, data, rows, start, span, table_rows, error)
     launcher.launch("bitmap_codec", "decode_bitmap", tiles, BLOCK, args)
     return table_rows, error
 
@@ -84,7 +84,7 @@ def decode_bitmap(
 def encode_coo(
     launcher: Launcher, positions: Tensor, count: Tensor, starts: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """How far each position lies behind the start of its chunk, for all chunks at once.
+    """Encodes the positions of all chunks at once: each relative to the start of its chunk.
 
     Args:
         positions: int32 or int64 ``[capacity]`` on the device; the first ``count`` are valid.
@@ -109,28 +109,28 @@ def encode_coo(
 
 
 def decode_coo(
-    launcher: Launcher, placement: Placement, relative: Tensor, start: int, span: int
+    launcher: Launcher, layout: DeviceLayout, relative: Tensor, start: int, span: int
 ) -> tuple[Tensor, Tensor]:
-    """The table rows at positions of a chunk.
+    """Decodes the relative positions of one chunk to table rows.
 
     Args:
-        placement: of the tensor.
+        layout: of the tensor.
         relative: int32 or int64 ``[rows]`` on the device, aligned as its dtype; not trusted.
-        start, span: of the chunk, within the placement.
+        start, span: of the chunk, within the layout.
 
     Returns:
-        table rows int64 ``[rows]``, and int64 ``[1]`` that is 1 where the positions do not increase within
-        [0, ``span``) or one stands for no row: then the rows mean nothing.
+        table rows int64 ``[rows]``, and a flag, int64 ``[1]``. It is 1 if the positions do not increase
+        within [0, ``span``) or one of them is no row's: then the rows mean nothing.
 
     Raises:
         TensorError: another dtype, shape or alignment.
-        ProtocolError: as many rows cannot be.
+        ProtocolError: the number of rows does not fit ``span``.
     """
     check_on_device("relative positions", relative, INTEGERS, 1)
     _check_address("relative positions", relative, relative.itemsize)
-    table_rows, error = _decoded(placement, len(relative), start, span)
+    table_rows, error = _decoded(layout, len(relative), start, span)
     expression = f"decode_coo<{position_name(relative.dtype)}>"
-    args = (placement.words, relative, len(relative), start, span, table_rows, error)
+    args = (layout.words, relative, len(relative), start, span, table_rows, error)
     launcher.launch("bitmap_codec", expression, grid_of(len(relative)), BLOCK, args)
     return table_rows, error
 
@@ -145,10 +145,10 @@ def _bitmap_tiles(span: int) -> int:
     return grid_of(-(-span // BITMAP_TILE) * BLOCK)
 
 
-def _decoded(placement: Placement, rows: int, start: int, span: int) -> tuple[Tensor, Tensor]:
-    """Memory for table rows and the flag. How many rows, the sender says: no more than the span may be."""
-    assert 0 <= start <= start + span <= placement.size, (start, span, placement.size)
+def _decoded(layout: DeviceLayout, rows: int, start: int, span: int) -> tuple[Tensor, Tensor]:
+    """Allocates table rows and the flag. The sender states ``rows``, which must not exceed ``span``."""
+    assert 0 <= start <= start + span <= layout.size, (start, span, layout.size)
     if not 0 <= rows <= span:
         raise ProtocolError("payload", f"{rows} rows for a span of {span}")
-    table_rows = torch.empty(rows, dtype=torch.int64, device=placement.words.device)
-    return table_rows, torch.zeros(1, dtype=torch.int64, device=placement.words.device)
+    table_rows = torch.empty(rows, dtype=torch.int64, device=layout.words.device)
+    return table_rows, torch.zeros(1, dtype=torch.int64, device=layout.words.device)

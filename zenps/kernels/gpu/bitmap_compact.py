@@ -1,4 +1,4 @@
-"""Compaction by bitmap, on the device: ``cuda/bitmap_compact.cu``. For rows that are nearly unique."""
+"""Compaction by bitmap on the device: wraps ``cuda/bitmap_compact.cu``. For rows that are nearly unique."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ ITEMS = 4
 """Positions that a thread marks; ``cuda/bitmap_compact.cu`` has the same."""
 
 DIRECTORY_BITS = 256
-"""Positions whose words one thread numbers: what the bitmap is rounded up to."""
+"""Positions whose words one thread numbers; the bitmap is rounded up to a multiple of it."""
 
 VALUES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def bitmap_compact(launcher: Launcher, positions: Tensor, values: Tensor, size: int) -> DeviceRows:
-    """Sums the rows of equal positions and sorts them. Not deterministic where a position has three rows.
+    """Sums the rows of equal positions and sorts them; not deterministic for 3 or more rows of a position.
 
-    A position's only row keeps its bits, -0.0 too, and the sum of two rows has defined bits. Longer sums
-    are made in the order in which the hardware comes to them, and flush subnormal numbers to zero.
+    A position's only row keeps its bits, -0.0 too, and the sum of two rows has defined bits. The hardware
+    decides the order of longer sums, and atomics flush subnormal numbers to zero.
 
     Args:
         positions: int32 or int64 ``[n]`` in [0, ``size``) on the device, in any order, with duplicates; not
             checked. n below 2**31.
         values: float16, bfloat16 or float32 ``[n, columns]`` on the same device.
-        size: how many positions there are. Takes 3/8 of a byte for each while it runs.
+        size: the number of positions. 3/8 of a byte for each are allocated during the call.
 
     Returns:
         The rows, with capacity n. Sums are made in float32 and rounded once.
@@ -50,7 +50,7 @@ def bitmap_compact(launcher: Launcher, positions: Tensor, values: Tensor, size: 
 
 
 def _number_rows(launcher: Launcher, positions: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where each row goes (int32 ``[n]``), the sorted unique positions, and their count."""
+    """The output row of each row (int32 ``[n]``), the sorted unique positions, and their count."""
     device, rows, position = positions.device, len(positions), position_name(positions.dtype)
     blocks = -(-size // DIRECTORY_BITS)
     words = blocks * (DIRECTORY_BITS // 32)

@@ -1,4 +1,4 @@
-"""Launches on a GPU, through CuPy's runtime compiler.
+"""Kernel launches on a GPU, through CuPy's runtime compiler.
 
 CuPy keeps what it compiled in ``CUPY_CACHE_DIR`` (default ``~/.cupy/kernel_cache``), so only the first use on
 a machine pays for it.
@@ -34,7 +34,7 @@ class CupyLauncher(Launcher):
         self._cupy: Any = cupy
         self._modules: dict[str, Any] = {}
         self._kernels: dict[tuple[str, str], Any] = {}
-        """CuPy would look each up anew, by all of its source."""
+        """Kept here, because CuPy looks a kernel up by its whole source each time."""
 
     def launch(
         self, source: str, expression: str, grid: int, block: int, args: Sequence[Tensor | int]
@@ -42,7 +42,7 @@ class CupyLauncher(Launcher):
         if not grid:
             return
         device = next(arg.device for arg in args if isinstance(arg, Tensor))
-        # A pointer is as wide as the int64 that CuPy makes of an int, so a launch is a list of words.
+        # CuPy passes an int as int64, which is as wide as a pointer.
         words = tuple(arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args)
         # CuPy launches on its own current stream, which is not torch's.
         stream = self._cupy.cuda.Stream.from_external(_TorchStream(torch.cuda.current_stream(device)))
@@ -50,7 +50,7 @@ class CupyLauncher(Launcher):
             self._kernel(source, expression)((grid,), (block,), words)
 
     def _kernel(self, source: str, expression: str) -> Any:
-        """As CuPy has it, for all devices."""
+        """CuPy's kernel; it serves all devices."""
         key = source, expression
         if key not in self._kernels:
             self._kernels[key] = self._module(source).get_function(expression)
@@ -58,7 +58,7 @@ class CupyLauncher(Launcher):
 
     def _module(self, source: str) -> Any:
         if source not in self._modules:
-            # CuPy's cache does not look into headers: the digest makes a changed one a new program.
+            # CuPy's cache ignores changes of headers: with their digest a changed header is a new program.
             options = (*OPTIONS, f"-I{folder()}", f"-DSOURCES_{digest()}")
             self._modules[source] = self._cupy.RawModule(
                 code=source_text(source), options=options, name_expressions=EXPRESSIONS[source]
@@ -67,7 +67,7 @@ class CupyLauncher(Launcher):
 
 
 class _TorchStream:
-    """A stream in the form that CuPy takes; torch's own have it only since 2.13."""
+    """A torch stream with the protocol that CuPy needs; torch's own streams have it only since 2.13."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream

@@ -1,6 +1,6 @@
-"""Zen's hierarchical hashing, with no row lost: ``cuda/hash_compact.cu``.
+"""Compaction by Zen's hierarchical hashing, without its loss of rows: wraps ``cuda/hash_compact.cu``.
 
-The comparison that the other compactions are measured against; it is neither deterministic nor the fastest.
+It is the baseline for measuring the other compactions; it is neither deterministic nor the fastest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from zenps.errors import ConfigError, TensorError
 
 from .launcher import BLOCK, Launcher, check_on_device, grid_of, scan_state
-from .place import INTEGERS, Placement
+from .place import INTEGERS, DeviceLayout
 from .rows import DeviceRows
 from .scan_compact import check_dense
 from .sources import number_name, word_name
@@ -27,10 +27,10 @@ SLOT_TILE = 4096
 SUM_TILE = 1024
 
 SUMMED = (torch.float32, torch.float16, torch.bfloat16)
-"""What atomics can add up: all are summed in float32."""
+"""The dtypes that atomics can add; all are summed in float32."""
 
 LEAST_SLOTS = 32
-"""Of every parallel and every serial memory: a share of few rows is seldom an even one."""
+"""Slots that each parallel and serial memory gets beside its share: few rows are seldom spread evenly."""
 
 MOST_HASHES = 16
 MOST_SLOTS = (1 << 31) - 1
@@ -38,10 +38,10 @@ MOST_SLOTS = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class HashMemory:
-    """How much memory rows are hashed into, and how often they try; the defaults are Zen's (OSDI'25 §3.2).
+    """The size of the hash memory, and the number of hashes; the defaults are Zen's (OSDI'25 §3.2).
 
-    Of as many different rows as room was made for, 76 to 79 % take their first slot, 3 to 4 % a serial one:
-    less where fewer come at once. That leaves four in five serial slots free.
+    If all expected rows come, 76 to 79 % of them take their first slot and 3 to 4 % a serial one: fewer if
+    fewer run at once. That leaves four in five serial slots free.
 
     Attributes:
         hashes: slots of the parallel memory that a row tries.
@@ -65,18 +65,18 @@ class HashMemory:
                 raise ConfigError(f"hash_memory.{name}", value, "a finite number greater than 0")
 
     def doubled(self) -> HashMemory:
-        """The same with twice the parallel, and so twice the serial memory: after an overflow."""
+        """Twice the parallel memory, and with it twice the serial memory; for use after an overflow."""
         return replace(self, parallel_factor=2 * self.parallel_factor)
 
 
 class Hashed(NamedTuple):
-    """What hashing makes of rows.
+    """The result of compaction by hashing.
 
     Attributes:
         rows: complete if ``rows.count`` is within the capacity and no row overflowed.
-        counters: int64 ``[4]`` on the device. How many of the given rows took, or shared, the slot of their
-            first hash, that of another, a serial one; and how many *overflowed*: they met a serial memory
-            that was full, and unless others of their position came before, ``rows`` lacks them.
+        counters: int64 ``[4]`` on the device. The numbers of given rows that took, or shared, the slot of
+            their first hash, that of another hash, and a serial slot; and the number that *overflowed*: the
+            serial memory was full, and ``rows`` lacks them unless others of their position came before.
     """
 
     rows: DeviceRows
@@ -101,16 +101,16 @@ def hash_compact(
         positions: int32 or int64 ``[n]`` on the device, in any order, with duplicates; in [0, ``size``),
             as :func:`~zenps.kernels.gpu.place.place_rows` makes them.
         values: float32, float16 or bfloat16 ``[n, columns]``, contiguous.
-        bounds: int64 ``[servers + 1]``: where each server's positions begin, and ``size``.
-        size: how many positions there are.
-        capacity: how many different positions are expected; room for as many is made.
-        memory: what they are hashed into.
+        bounds: int64 ``[servers + 1]``: the first position of each server, and ``size``.
+        size: the number of positions.
+        capacity: the expected number of different positions; the output has room for as many.
+        memory: the size of the hash memory.
 
     Returns:
         positions ``[capacity]`` and values ``[capacity, columns]`` of the dtypes given, and the counters.
 
     Raises:
-        TensorError: a tensor has another dtype or shape; or the memory has too many slots for 32 bits.
+        TensorError: a tensor has another dtype or shape; or the hash memory has too many slots for 32 bits.
     """
     check_on_device("positions", positions, INTEGERS, 1)
     if values.dtype not in SUMMED:
@@ -133,7 +133,7 @@ def hash_compact(
     launcher.launch("hash_compact", "rank_slots", grid_of(capacity), BLOCK, ranking)
 
     columns = values.shape[1]
-    # -0.0, not 0.0, leaves every number that is added to it as it is.
+    # -0.0 is the neutral element: 0.0 would turn a sum of -0.0 into 0.0.
     sums = torch.full((capacity, columns), -0.0, dtype=torch.float32, device=values.device)
     adding = (values, row_slots, slot_ranks, len(values), columns, count, capacity, sums)
     expression = f"add_rows<{number_name(values.dtype)}>"
@@ -143,7 +143,7 @@ def hash_compact(
 
 def hash_compact_dense(
     launcher: Launcher,
-    placement: Placement,
+    layout: DeviceLayout,
     dense: Tensor,
     bounds: Tensor,
     capacity: int,
@@ -154,29 +154,29 @@ def hash_compact_dense(
     Both zeros, 0.0 and -0.0, are left out; subnormals and NaN are not.
 
     Args:
-        placement: of the tensor's elements.
+        layout: of the tensor's elements.
         dense: float32, float16 or bfloat16 ``[rows]`` on the device.
-        bounds: int64 ``[servers + 1]``: where each server's positions begin, and ``placement.size``.
-        capacity: how many elements are expected; room for as many is made.
-        memory: what they are hashed into.
+        bounds: int64 ``[servers + 1]``: the first position of each server, and ``layout.size``.
+        capacity: the expected number of elements; the output has room for as many.
+        memory: the size of the hash memory.
 
     Returns:
-        positions ``[capacity]`` of ``placement.position_dtype``, values ``[capacity, 1]`` of the dtype of
+        positions ``[capacity]`` of ``layout.position_dtype``, values ``[capacity, 1]`` of the dtype of
         ``dense``, and the counters.
 
     Raises:
-        TensorError: as :func:`hash_compact`, or ``dense`` does not have the placement's rows.
+        TensorError: as :func:`hash_compact`, or ``dense`` does not have the layout's rows.
     """
-    check_dense(placement, dense)
-    table = _new_table(bounds, placement.size, placement.position_dtype, capacity, memory)
+    check_dense(layout, dense)
+    table = _new_table(bounds, layout.size, layout.position_dtype, capacity, memory)
     types = f"{word_name(dense.itemsize)}, {table.key}"
-    args = (placement.words, dense, *table.args, table.counters)
+    args = (layout.words, dense, *table.args, table.counters)
     blocks = grid_of(len(dense), DENSE_TILE)
     launcher.launch("hash_compact", f"claim_nonzeros<{types}>", blocks, BLOCK, args)
 
     positions, _, count = _extract_sorted(launcher, table, capacity, key_slots=0)
     values = torch.empty(capacity, 1, dtype=dense.dtype, device=dense.device)
-    gathering = (placement.words, dense, positions, count, capacity, values)
+    gathering = (layout.words, dense, positions, count, capacity, values)
     launcher.launch("hash_compact", f"gather_values<{types}>", grid_of(capacity), BLOCK, gathering)
     return Hashed(DeviceRows(positions, values, count), table.counters)
 
@@ -184,17 +184,17 @@ def hash_compact_dense(
 def hash_compact_until_fits(
     compact: Callable[[int, HashMemory], Hashed], capacity: int, memory: HashMemory
 ) -> Hashed:
-    """Compacts again, with more room, until every row has found its place. Waits for the device each time.
+    """Compacts again, with more memory, until no row overflows. Waits for the device each time.
 
-    It ends: the memory doubles until each server has a serial slot, and more, for each of its positions.
-    No row can find these taken, for a position takes one slot at most.
+    The loop ends: the memory doubles until each server has more serial slots than positions, and a position
+    takes one slot at most.
 
     Args:
-        compact: one of the above, given all but these two.
-        capacity, memory: what to begin with.
+        compact: one of the functions above, with all other arguments bound.
+        capacity, memory: the values of the first attempt.
 
     Raises:
-        TensorError: as ``compact``, or the memory that would be needed has too many slots for 32 bits.
+        TensorError: as ``compact``, or the memory needed has too many slots for 32 bits.
     """
     while True:
         hashed = compact(capacity, memory)
@@ -207,7 +207,7 @@ def hash_compact_until_fits(
 
 
 class _Table(NamedTuple):
-    """The memories of all servers, empty. ``args`` are what a kernel makes its ``Table`` of."""
+    """The empty hash memories of all servers; ``args`` are the kernel arguments of ``Table``."""
 
     slots: Tensor
     args: tuple[Tensor | int, ...]
@@ -223,7 +223,7 @@ def _new_table(bounds: Tensor, size: int, dtype: torch.dtype, capacity: int, mem
     servers, device = len(bounds) - 1, bounds.device
     if servers < 1:
         raise TensorError(f"server bounds of shape {tuple(bounds.shape)}: expected at least [2]")
-    # More than a slot for each position is never needed.
+    # One slot for each position is always enough.
     parallel = min(math.ceil(memory.parallel_factor * capacity), size)
     serial = min(math.ceil(memory.parallel_factor * memory.serial_factor * capacity), size)
     count = parallel + serial + 2 * servers * LEAST_SLOTS
@@ -242,8 +242,8 @@ def _new_table(bounds: Tensor, size: int, dtype: torch.dtype, capacity: int, mem
 
 
 def _share(bounds: Tensor, size: int, slots: int) -> Tensor:
-    """Where each server's share of ``slots`` begins, each with LEAST_SLOTS more, and where the last ends."""
-    # Both below 2**31, so that the product fits; a server's part of the whole need not be exact.
+    """The bounds of each server's share of ``slots``, with LEAST_SLOTS added to each share."""
+    # Both below 2**31, so that the product fits; the shares need not be exact.
     shift = max(size.bit_length() - 31, 0)
     starts = torch.div((bounds >> shift) * slots, size >> shift, rounding_mode="floor")
     return starts + LEAST_SLOTS * torch.arange(len(bounds), device=bounds.device)
@@ -252,9 +252,9 @@ def _share(bounds: Tensor, size: int, slots: int) -> Tensor:
 def _extract_sorted(
     launcher: Launcher, table: _Table, capacity: int, key_slots: Tensor | int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The positions in the table, sorted; where each was before; and how many there are."""
+    """The sorted positions in the table, the index of each before sorting, and their number."""
     slots = table.slots
-    # Behind the positions comes what sorts after them; a stable sort leaves it there if it is one, too.
+    # Padded with the greatest integer; a stable sort keeps the padding behind a position of that value, too.
     keys = torch.full((capacity,), torch.iinfo(slots.dtype).max, dtype=slots.dtype, device=slots.device)
     count = torch.empty(1, dtype=torch.int64, device=slots.device)
     tiles = grid_of(len(slots), SLOT_TILE)

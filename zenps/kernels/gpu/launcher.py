@@ -1,7 +1,7 @@
-"""How a kernel is started, whoever runs it: CuPy on a GPU, or the tests' runtime on the CPU.
+"""Kernel launch interface: implemented by CuPy on a GPU, and by the tests' runtime on the CPU.
 
-Wrappers allocate with torch, launch through this, and never wait: what they return is ready once the
-stream on which they were called has got there.
+Wrappers allocate with torch, launch through a :class:`Launcher`, and never wait for the device: their
+results are ready when torch's current stream has reached that point.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Launcher(ABC):
 
 
 def grid_of(threads: int, block: int = BLOCK) -> int:
-    """How many blocks have at least ``threads`` threads.
+    """The number of blocks that have at least ``threads`` threads.
 
     Raises:
-        TensorError: more than a grid may have.
+        TensorError: more threads than a grid may have.
     """
     blocks = -(-threads // block)
     if blocks > MAX_GRID:
@@ -51,12 +51,12 @@ def grid_of(threads: int, block: int = BLOCK) -> int:
 
 
 def scan_state(tiles: int, device: torch.device) -> Tensor:
-    """What a look-back over ``tiles`` tiles starts from (``ScanState`` in ``cuda/scan.cuh``)."""
+    """The zeroed state of a look-back over ``tiles`` tiles (``ScanState`` in ``cuda/scan.cuh``)."""
     return torch.zeros(1 + tiles, dtype=torch.int64, device=device)
 
 
 def check_on_device(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], dimensions: int) -> None:
-    """Refuses a tensor that a kernel would misread.
+    """Checks dtype, dimensions and contiguity of a tensor, which kernels take for granted.
 
     Raises:
         TensorError: another dtype or number of dimensions, or not contiguous.

@@ -1,4 +1,4 @@
-"""Tables of rows as kernels take them: ``cuda/packs.cuh``."""
+"""Vectorised loads: the widest pack of values that kernels can load from a table; ``cuda/packs.cuh``."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from zenps.errors import TensorError
 from .launcher import check_on_device
 
 MAX_PACK_BYTES = 16
-"""The widest load of a thread."""
+"""The widest load of a thread, in bytes."""
 
 MAX_ROWS = (1 << 31) - 1
 """Kernels number rows in 31 bits."""
 
 
 def pack_bytes(row_bytes: int, *tables: Tensor) -> int:
-    """The widest power of two, 16 at most, that divides a row and the addresses of all ``tables`` of them."""
+    """The greatest power of two, up to 16, that divides ``row_bytes`` and the addresses of all ``tables``."""
     return math.gcd(MAX_PACK_BYTES, row_bytes, *(table.data_ptr() for table in tables))
 
 
 def pack_lanes(table: Tensor) -> int:
-    """How many neighbouring values of ``table``, ``[n, columns]``, are loaded at once."""
+    """The number of adjacent values of ``table``, ``[n, columns]``, that one load takes."""
     return pack_bytes(table.shape[1] * table.itemsize, table) // table.itemsize
 
 
 def check_rows(positions: Tensor, values: Tensor, dtypes: Sequence[torch.dtype]) -> None:
-    """Refuses rows that a compaction would misread.
+    """Checks the tensors of a compaction.
 
     Args:
         positions: to be int32 or int64 ``[n]``, n below 2**31.

@@ -1,4 +1,4 @@
-"""Rows to given places and from given places, on the device, of any dtype: ``cuda/scatter.cu``."""
+"""Scatter and gather of rows of any dtype, on the device: wraps ``cuda/scatter.cu``."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ ITEMS = 4
 
 
 def put_rows(launcher: Launcher, values: Tensor, targets: Tensor, out: Tensor) -> Tensor:
-    """``out[targets] = values``; rows that are not named stay.
+    """``out[targets] = values``; the other rows of ``out`` stay as they are.
 
     Args:
         values: ``[n, columns]`` of any dtype, on the device.
-        targets: int64 ``[n]``, distinct; of rows with the same target one wins, whole or mixed.
-        out: ``[rows, columns]`` of the same dtype, as a gradient filled with zeros.
+        targets: int64 ``[n]``, distinct. If two are equal, the row is one of both or a mixture.
+        out: ``[rows, columns]`` of the same dtype, such as a gradient filled with zeros.
 
     Returns:
-        int64 ``[1]`` that is 1 where a target lies outside [0, rows); its row goes nowhere.
+        a flag, int64 ``[1]``: 1 if a target lies outside [0, rows); such rows are not written.
 
     Raises:
         TensorError: another dtype or shape.
@@ -33,8 +33,8 @@ def put_rows(launcher: Launcher, values: Tensor, targets: Tensor, out: Tensor) -
     check_on_device("values", values, (out.dtype,), 2)
     check_on_device("output", out, (out.dtype,), 2)
     if len(targets) != len(values) or values.shape[1] != out.shape[1]:
-        shapes = f"{tuple(values.shape)} to {len(targets)} places of {tuple(out.shape)}"
-        raise TensorError(f"values of shape {shapes}: expected a place for each row, and rows as wide")
+        shapes = f"{tuple(values.shape)} to {len(targets)} targets in {tuple(out.shape)}"
+        raise TensorError(f"values of shape {shapes}: expected one target for each row, and as many columns")
     outside = torch.zeros(1, dtype=torch.int64, device=values.device)
     word_bytes = pack_bytes(_row_bytes(values), values, out)
     words = _row_bytes(values) // word_bytes
@@ -45,7 +45,7 @@ def put_rows(launcher: Launcher, values: Tensor, targets: Tensor, out: Tensor) -
 
 
 def gather_rows(launcher: Launcher, values: Tensor, order: Tensor) -> Tensor:
-    """``values[order]``.
+    """Returns ``values[order]``.
 
     Args:
         values: ``[n, columns]`` of any dtype, on the device.
@@ -74,7 +74,7 @@ def merge(launcher: Launcher, rows: Tensor, values: Tensor, size: int) -> tuple[
     Args:
         rows: int64 ``[u]`` in [0, ``size``), distinct, in any order.
         values: ``[u, columns]`` of any dtype, on the same device.
-        size: the table's rows. Where they fit, row numbers are sorted as int32, in half the passes.
+        size: the table's rows. If they fit, row numbers are sorted as int32, which takes half the passes.
 
     Returns:
         sorted rows int64 ``[u]``, and their values ``[u, columns]``.

@@ -1,4 +1,4 @@
-"""Compaction by sorting, on the device: ``cuda/sort_compact.cu``. Deterministic under any skew."""
+"""Compaction by sorting on the device: wraps ``cuda/sort_compact.cu``. Deterministic under any skew."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ CHUNK = 64
 """Rows that are added one after another; ``cuda/sort_compact.cu`` has the same."""
 
 SEGMENT_TILE = BLOCK * 8
-"""Positions of a tile, as there."""
+"""Positions of a tile; ``cuda/sort_compact.cu`` has the same."""
 
 REDUCE_BLOCK = 128
-"""Threads that reduce rows take 60 to 100 registers: of smaller blocks more fit a multiprocessor."""
+"""Threads that reduce rows take 60 to 100 registers: more blocks fit a multiprocessor if they are smaller."""
 
 VALUES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64)
 
@@ -28,11 +28,11 @@ def sort_compact(launcher: Launcher, positions: Tensor, values: Tensor) -> Devic
     """Sums the rows of equal positions and sorts them.
 
     The order of addition depends on the positions alone, so equal input gives equal bits. Rows are sorted
-    by position, those of one position in order of occurrence, and cut into chunks of :data:`CHUNK`. Within
-    a chunk the rows of a position are added one after another. The sums of a position that several chunks
-    share form a new list, two slots for each chunk of which some are empty: first that of the position
-    shared with the chunk before, then that of the one shared with the chunk after only. The list is cut
-    into chunks and added up likewise, until one chunk is left.
+    by position, those of one position in order of occurrence, and divided into chunks of :data:`CHUNK`.
+    Within a chunk the rows of a position are added one after another. A position that several chunks share
+    leaves partial sums. They form a new list with two slots for each chunk, of which some are empty: the
+    first for the position shared with the chunk before, the second for a position shared only with the
+    chunk after. The list is divided into chunks and added up likewise, until one chunk is left.
 
     Args:
         positions: int32 or int64 ``[n]`` on the device, in any order, with duplicates; n below 2**31.
@@ -59,7 +59,7 @@ def sort_compact(launcher: Launcher, positions: Tensor, values: Tensor) -> Devic
 
 
 def _sum_segments(launcher: Launcher, values: Tensor, order: Tensor, segments: Tensor) -> Tensor:
-    """The sum of each segment's rows, level after level; how many levels follows from the number of rows."""
+    """The sum of each segment's rows. The number of passes depends on the number of rows alone."""
     sums = torch.empty_like(values)
     if not values.numel():
         return sums

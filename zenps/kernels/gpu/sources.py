@@ -1,7 +1,7 @@
-"""The CUDA sources and every specialisation of their kernels that a wrapper may launch.
+"""CUDA sources, and the template specialisations of their kernels that wrappers launch.
 
-One list for all compilers: CuPy on a GPU, NVRTC in CI for architectures that are not there, and g++, which
-runs the same sources on the CPU in ``tests/cuda``.
+All compilers use this list: CuPy on a GPU, NVRTC in CI for architectures without a GPU there, and g++,
+which builds the same sources for the CPU in ``tests/cuda``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NUMBERS: Final = {
 _POSITIONS: Final = {torch.int32: "int32", torch.int64: "int64"}
 
 OPTIONS: Final = ("--std=c++17",)
-"""What every compiler is told; the folder of the sources comes as ``-I``."""
+"""Options of every compiler; the folder of the sources is added as ``-I``."""
 
 
 def number_name(dtype: torch.dtype) -> str:
@@ -49,7 +49,7 @@ _WORDS: Final = {16: "Pack<uint32, 4>", 8: "uint64", 4: "uint32", 2: "uint16", 1
 
 
 def word_name(word_bytes: int) -> str:
-    """The C++ name of that many opaque bytes, which are moved as one."""
+    """The C++ name of a word of that many opaque bytes."""
     return _WORDS[word_bytes]
 
 
@@ -111,7 +111,7 @@ EXPRESSIONS: Final[Mapping[str, tuple[str, ...]]] = {
 
 @functools.cache
 def folder() -> Path:
-    """Where the sources lie."""
+    """The folder of the sources."""
     return Path(__file__).parents[2] / "cuda"
 
 
@@ -122,7 +122,7 @@ def source_text(source: str) -> str:
 
 @functools.cache
 def digest() -> str:
-    """Names the present state of all sources and headers; caches of compiled kernels key on it."""
+    """A hash of all sources and headers; caches of compiled kernels use it as a key."""
     hashed = hashlib.sha256()
     for path in sorted(folder().glob("*.cu*")):
         hashed.update(path.name.encode() + b"\0" + path.read_bytes())

@@ -1,4 +1,4 @@
-"""Partition strategies: which slot each row of a tensor belongs to."""
+"""Partition strategies: they assign each row of a tensor to a slot."""
 
 from __future__ import annotations
 

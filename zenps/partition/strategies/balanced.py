@@ -1,6 +1,6 @@
-"""Equal slots of a permuted index: every server gets its share of whatever rows are touched.
+"""Balanced partition: equal slots of permuted rows, so that any skewed set of rows is spread evenly.
 
-This is Zen's balanced parallelism (OSDI '25, §3.1), with a permutation in the place of its hash.
+This is Zen's balanced parallelism (OSDI '25, §3.1), with a permutation instead of its hash.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .base import KeySpace, Partition, PartitionStrategy, even_bounds
 
 
 class Balanced(PartitionStrategy):
-    """Permutes the rows by the job's seed, then cuts them into equal slots."""
+    """Permutes the rows by the job's seed, then divides them into equal slots."""
 
     name: ClassVar[str] = "balanced"
 

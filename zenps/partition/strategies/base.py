@@ -1,4 +1,4 @@
-"""What a partition strategy is: the function row → slot, written as a permutation and 4097 bounds.
+"""Partition strategy interface: the function row → slot, as a permutation and 4097 bounds.
 
 To write your own, subclass :class:`PartitionStrategy`, return a :class:`Partition`, and name the
 class in the setting ``sync.partition`` as ``package.module:Class``, or install it as an entry
@@ -23,11 +23,11 @@ __all__ = ["KeySpace", "Partition", "PartitionStrategy", "even_bounds"]
 
 @dataclass(frozen=True)
 class KeySpace:
-    """What is to be partitioned.
+    """The index space of one tensor that a strategy partitions.
 
     Attributes:
         name: the tensor's name, equal on all ranks; "" unless the strategy is ``per_tensor``.
-        granules: how many keys it has, at least 1: rows, or runs of elements where rows are narrow.
+        granules: the number of keys, at least 1: rows, or runs of elements where a row is one element.
         seed: the job's seed, equal on all nodes.
     """
 
@@ -42,7 +42,7 @@ class Partition:
 
     Attributes:
         permutation: of all the tensor's keys.
-        bounds: int64 ``[SLOTS + 1]`` on the CPU, never falling, from 0 to ``permutation.size``.
+        bounds: int64 ``[SLOTS + 1]`` on the CPU, non-decreasing from 0 to ``permutation.size``.
 
     Raises:
         ConfigError: the bounds are anything else.
@@ -71,12 +71,12 @@ def _bounds_error(got: str, expected: str) -> ConfigError:
 
 
 class PartitionStrategy(ABC):
-    """Says which slot each row of a tensor belongs to. Stateless: made with no arguments.
+    """Assigns each row of a tensor to a slot. Stateless: constructed without arguments.
 
     Attributes:
-        name: what messages and reports call it.
-        per_tensor: whether the partition depends on ``KeySpace.name``. Where it does not, tensors of
-            equal size share one partition and its tables.
+        name: the name in messages and reports.
+        per_tensor: True if the partition depends on ``KeySpace.name``. If not, tensors of equal size
+            share one partition and its tables.
     """
 
     name: ClassVar[str]
@@ -84,7 +84,7 @@ class PartitionStrategy(ABC):
 
     @abstractmethod
     def partition(self, space: KeySpace) -> Partition:
-        """The partition of one tensor. Must be a function of ``space`` alone: every node calls it."""
+        """The partition of one tensor. It must depend on ``space`` alone: every node computes it."""
 
 
 def even_bounds(granules: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""All rows of a tensor in one slot: the plain parameter server, and the contrast to ``balanced``."""
+"""Centralized partition: each tensor whole in one slot, as in a plain parameter server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .base import KeySpace, Partition, PartitionStrategy
 
 
 class Centralized(PartitionStrategy):
-    """Puts each tensor whole into the slot that a hash of its name chooses."""
+    """Puts all rows of a tensor into one slot, chosen by a hash of the tensor's name."""
 
     name: ClassVar[str] = "centralized"
     per_tensor: ClassVar[bool] = True
@@ -28,6 +28,6 @@ class Centralized(PartitionStrategy):
 
 
 def home_slot(name: str, seed: int) -> int:
-    """The slot that a tensor has to itself, by its name."""
+    """The slot of a whole tensor, by a hash of its name and the seed."""
     # Python's own hash() of a string differs from process to process.
     return zlib.crc32(f"{seed}/{name}".encode()) % SLOTS

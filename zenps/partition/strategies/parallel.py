@@ -1,4 +1,4 @@
-"""Contiguous ranges of rows: fair where rows are touched alike, skewed where they are not."""
+"""Range partition: contiguous ranges of rows; even if all rows are used alike, skewed if some are hot."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .base import KeySpace, Partition, PartitionStrategy, even_bounds
 
 
 class Parallel(PartitionStrategy):
-    """Cuts the rows, in their own order, into equal slots."""
+    """Divides the rows, in their own order, into equal slots."""
 
     name: ClassVar[str] = "parallel"
 

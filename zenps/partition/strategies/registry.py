@@ -1,4 +1,4 @@
-"""From the setting ``sync.partition`` to a strategy: a built-in, an entry point, or a dotted path."""
+"""Registry of partition strategies: finds the one that ``sync.partition`` names, built in or installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .centralized import Centralized
 from .parallel import Parallel
 
 GROUP = "zenps.partition"
-"""The entry point group where an installed package offers its own strategies."""
+"""The entry point group in which an installed package offers its own strategies."""
 
 _BUILT_IN: dict[str, type[PartitionStrategy]] = {
     "balanced": Balanced,
@@ -24,7 +24,7 @@ _BUILT_IN: dict[str, type[PartitionStrategy]] = {
 
 
 def strategy_names() -> list[str]:
-    """The names that :func:`strategy` knows here, sorted: built-ins and installed entry points."""
+    """The names that :func:`strategy` accepts here, sorted: built-ins and installed entry points."""
     return sorted(_BUILT_IN.keys() | entry_points(group=GROUP).names)
 
 
@@ -47,7 +47,7 @@ def strategy(name: str) -> PartitionStrategy:
 
 
 def _load(name: str) -> object:
-    """What an entry point or a dotted path leads to, unchecked."""
+    """Loads the object of an entry point or a dotted path; its type is not checked."""
     try:
         for entry_point in entry_points(group=GROUP, name=name):
             return entry_point.load()

@@ -1,4 +1,4 @@
-"""What every partition strategy must do: the built-in ones and a plug-in from ``examples/``."""
+"""Conformance tests of partition strategies: the built-in ones and a plug-in from ``examples/``."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_hot_rows_deals_the_first_rows_round_robin() -> None:
     assert int(slots.bincount(minlength=SLOTS).max()) <= -(-1_000_000 // SLOTS) + 1
 
 
-def test_bounds_that_are_none_are_refused() -> None:
+def test_invalid_bounds_are_refused() -> None:
     good = even_bounds(100)
     falling = good.clone()
     falling[7] = 99
@@ -150,7 +150,7 @@ def test_bounds_that_are_none_are_refused() -> None:
 
 
 def install_entry_point(site: Path, line: str) -> None:
-    """What pip leaves of a package that declares ``line`` in the group ``zenps.partition``."""
+    """Writes the metadata of an installed package that declares ``line`` in the group ``zenps.partition``."""
     information = site / "their_package-1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n")
@@ -193,7 +193,7 @@ def test_unknown_names(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["hot_rows_partition:DealHotRows", "math:pi", "zenps.partition.strategies:PartitionStrategy"]
 )
-def test_things_that_are_no_strategy(name: str) -> None:
+def test_objects_that_are_not_a_strategy(name: str) -> None:
     with pytest.raises(ConfigError, match="concrete subclass of PartitionStrategy"):
         strategy(name)
 
