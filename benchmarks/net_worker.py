@@ -21,8 +21,9 @@ from torch import Tensor
 from workloads import WORKLOADS, Workload
 
 import zenps as zps
-from zenps.worker.api import push_gradient_async
 from zenps.worker.backends.choice import ROUNDS
+from zenps.worker.core.request import Options, Request
+from zenps.worker.process import PROCESS
 
 GLOO: Final = "gloo dense"
 """PyTorch's ``all_reduce``, named like a scheme; making the gradient dense is not timed."""
@@ -179,7 +180,8 @@ def count_steps(seconds: float, most: int) -> int:
 
 
 def _push_pull(name: str) -> Callable[[Tensor], Callable[[], Tensor]]:
-    return lambda gradient: lambda: push_gradient_async(gradient, name, average=False).wait()
+    options = Options(purpose="gradient")
+    return lambda gradient: lambda: PROCESS.world.begin(Request(gradient, name, options)).wait()
 
 
 def _all_reduce(workload: Workload) -> Callable[[Tensor], Callable[[], Tensor]]:

@@ -30,9 +30,9 @@ from zenps.wire.messages import (
 
 from . import departures, generations
 from .actions import Send
+from .changes import Changes
 from .job import Job
 from .members import Node
-from .page.changes import Changes
 from .recovery import RECOVERY_GRACE_SECONDS
 from .registration import Settings, missing_from, refusal
 from .states import JOB, JobState

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -23,14 +23,6 @@ from tests.layers import (
     violations,
 )
 from tests.tree import ROLES, ROOT, modules
-
-UNDER_WORK = {
-    "zenps.worker": "worker/ is being restructured",
-    "zenps.scheduler": "members imports page.rates, and page.changes imports members",
-    "zenps.cli": "printing imports plan.planner, and plan.command imports printing",
-    "zenps": "scheduler.page.endpoint imports cli.status",
-}
-NOT_PURE_YET = {"zenps.worker.rounds": "steps has a lock and writes to the log"}
 
 
 def loaded_after_importing(modules: list[str], packages: list[str], cwd: Path) -> list[str]:
@@ -54,12 +46,6 @@ def importable(package: str) -> list[str]:
     return [name for name in names if not name.endswith(".__main__")]
 
 
-def marked(packages: Iterable[str], reasons: Mapping[str, str]) -> list[object]:
-    """``packages`` as parameters; those with a reason may fail."""
-    marks = {name: [pytest.mark.xfail(reason=reason, strict=False)] for name, reason in reasons.items()}
-    return [pytest.param(name, marks=marks.get(name, ())) for name in packages]
-
-
 @pytest.fixture(scope="module")
 def tree() -> Tree:
     return Tree(ROOT)
@@ -69,14 +55,14 @@ def test_roles_meet_only_through_the_wire(tree: Tree) -> None:
     assert list(breaches_of_roles(tree)) == []
 
 
-@pytest.mark.parametrize("package", marked(LAYERS, UNDER_WORK))
+@pytest.mark.parametrize("package", LAYERS)
 def test_imports_lead_downwards(tree: Tree, package: str) -> None:
     assert list(breaches_of_layers(tree, package)) == []
     assert list(circles(tree, package)) == []
     assert [part for part in named_in(package) if part not in tree.children[package]] == []
 
 
-@pytest.mark.parametrize("package", marked(PURE, NOT_PURE_YET))
+@pytest.mark.parametrize("package", PURE)
 def test_protocol_has_no_socket_clock_or_thread(tree: Tree, package: str) -> None:
     assert list(breaches_of_purity(tree, package)) == []
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 from rich import box
@@ -23,16 +22,12 @@ from zenps.wire.messages import NodeStatus, Status
 from zenps.wire.status import late_workers, throughput
 
 from .doctor import Check
-from .plan.planner import Plan, TensorSummary, show_bytes, show_seconds
 
 MAX_COLUMNS = 10_000
 """No table is wider."""
 
 DESCRIPTION_COLUMNS = 50
 """Descriptions are shown if they have this width at least: narrower ones are hard to read."""
-
-TEXT_COLUMNS = 100
-"""The width of a paragraph."""
 
 SHOWN_CHANGES = 8
 
@@ -42,20 +37,7 @@ _STATE_STYLES = {"running": "green", "present": "green", "failed": "bold red", "
 _VERDICT_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 _NODES = ("role", "rank", "host", "pid", "address", "metrics", "state", "epoch", "slots", "silent")
 _LOADS = ("role", "rank", "step", "rounds", "in", "out", "time", "held", "open", "late")
-_TENSORS = (
-    "tensor",
-    "rows",
-    "columns",
-    "pushed",
-    "overlap",
-    "γ 2",
-    "γ 8",
-    "γ 64",
-    "γ 1024",
-    "skew 8",
-    "skew 128",
-)
-_NUMBERS = frozenset({"rank", "pid", "epoch", "slots", "silent", *_LOADS[2:], *_TENSORS[1:]})
+_NUMBERS = frozenset({"rank", "pid", "epoch", "slots", "silent", *_LOADS[2:]})
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -71,11 +53,11 @@ def show_settings(settings: Sequence[Setting]) -> None:
     if console.is_terminal and console.width >= _width(plain) + DESCRIPTION_COLUMNS:
         console.print(_settings_table(settings, describe=True))
     else:
-        _print(plain)
+        print_wide(plain)
 
 
 def _settings_table(settings: Sequence[Setting], describe: bool) -> Table:
-    table = _table("setting", "value", "source")
+    table = make_table("setting", "value", "source")
     if describe:
         table.add_column("description")
     for setting in settings:
@@ -83,7 +65,7 @@ def _settings_table(settings: Sequence[Setting], describe: bool) -> Table:
         table.add_row(
             Text(setting.name),
             Text(_as_toml(setting)),
-            Text(_printable(setting.source), style="dim" if is_default else "bold"),
+            Text(printable(setting.source), style="dim" if is_default else "bold"),
             *([Text(setting.description, style="dim")] if describe else []),
         )
     return table
@@ -99,7 +81,7 @@ def _as_toml(setting: Setting) -> str:
 def show_status(status: Status) -> None:
     """Prints the status once, as wide as its tables are."""
     for part in _status_parts(status):
-        _print(part)
+        print_wide(part)
 
 
 def watch_status(ask: Callable[[], Status]) -> None:
@@ -131,14 +113,14 @@ def _status_parts(status: Status) -> list[Table | Text]:
         f"lease {status.lease_seconds:g} s",
     ]
     if status.page:
-        facts.append(f"http://{_printable(status.page)}/")
-    heading = Text.assemble(f"job {_printable(status.job)}  ", _state(status.state), "  ", "  ".join(facts))
+        facts.append(f"http://{printable(status.page)}/")
+    heading = Text.assemble(f"job {printable(status.job)}  ", _state(status.state), "  ", "  ".join(facts))
     rates = throughput(status)
     total = (
         f"{_human_bytes(rates['pushed_bytes'])}/s pushed  {_human_bytes(rates['pulled_bytes'])}/s pulled  "
         f"{rates['rounds']:.1f} rounds/s  {rates['steps']:.1f} steps/s"
     )
-    nodes, loads = _table(*_NODES), _table(*_LOADS)
+    nodes, loads = make_table(*_NODES), make_table(*_LOADS)
     for node in status.nodes:
         nodes.add_row(*_node_row(node))
         if node.load:
@@ -147,9 +129,9 @@ def _status_parts(status: Status) -> list[Table | Text]:
         Text(f"worker {n.rank} is a straggler: others have waited {n.late_seconds:.1f} s for it", "yellow")
         for n in late_workers(status)
     ]
-    changes = _table("ago", "epoch", "who", "became")
+    changes = make_table("ago", "epoch", "who", "became")
     for change in status.changes[:SHOWN_CHANGES]:
-        ago, who = f"{change.seconds_ago:.0f} s", Text(_printable(change.who))
+        ago, who = f"{change.seconds_ago:.0f} s", Text(printable(change.who))
         changes.add_row(ago, str(change.epoch), who, _state(change.state))
     settings = Text(
         "  ".join(f"{name}={_setting(name, value)}" for name, value in status.settings.items()), "dim"
@@ -161,10 +143,10 @@ def _node_row(node: NodeStatus) -> list[Text]:
     slots = f"{node.slots} ({node.slots / SLOTS:.0%})" if node.role == "server" else ""
     return [
         *_name(node),
-        Text(_printable(node.host)),
+        Text(printable(node.host)),
         Text(str(node.pid)),
-        Text(_printable(node.address.removeprefix("tcp://"))),
-        Text(_printable(node.metrics)),
+        Text(printable(node.address.removeprefix("tcp://"))),
+        Text(printable(node.metrics)),
         _state(node.state),
         Text(str(node.epoch)),
         Text(slots),
@@ -203,7 +185,7 @@ def _setting(name: str, value: str | int | float) -> str:
     """Formats a value as :func:`_as_toml` does, but without quotes."""
     if name.endswith("_bytes") and not isinstance(value, str):
         value = format_bytes(value)
-    return _printable(str(value))
+    return printable(str(value))
 
 
 def _name(node: NodeStatus) -> tuple[Text, Text]:
@@ -211,7 +193,7 @@ def _name(node: NodeStatus) -> tuple[Text, Text]:
 
 
 def _state(state: str) -> Text:
-    return Text(_printable(state), _STATE_STYLES.get(state, "yellow"))
+    return Text(printable(state), _STATE_STYLES.get(state, "yellow"))
 
 
 def _short(count: float) -> str:
@@ -223,58 +205,16 @@ def show_checks(checks: Sequence[Check]) -> None:
     width = max(len(check.name) for check in checks)
     for check in checks:
         verdict = (f"{check.verdict:<5}", _VERDICT_STYLES[check.verdict])
-        _print(Text.assemble(verdict, f"{check.name:<{width}}  {_printable(check.found)}"))
+        print_wide(Text.assemble(verdict, f"{check.name:<{width}}  {printable(check.found)}"))
         if check.advice:
-            _print(Text(f"{'':<{5 + width}}  → {_printable(check.advice)}"))
+            print_wide(Text(f"{'':<{5 + width}}  → {printable(check.advice)}"))
 
 
-def show_plan(plan: Plan) -> None:
-    """Prints the tensors, the seconds of a step under each scheme, and the recommendation."""
-    tensors = _table(*_TENSORS)
-    for tensor in plan.tensors:
-        tensors.add_row(Text(_printable(tensor.tensor)), *_tensor_row(tensor))
-    schemes = list(dict.fromkeys(prediction.scheme for prediction in plan.predictions))
-    costs = _table("scheme")
-    seconds = {(p.scheme, p.workers): p.seconds for p in plan.predictions}
-    counts = list(dict.fromkeys(p.workers for p in plan.predictions))
-    for workers in counts:
-        costs.add_column(f"n = {workers}", no_wrap=True, justify="right")
-    for scheme in schemes:
-        cells = []
-        for workers in counts:
-            is_best = seconds[scheme, workers] == min(seconds[other, workers] for other in schemes)
-            cells.append(Text(show_seconds(seconds[scheme, workers]), "bold green" if is_best else ""))
-        costs.add_row(scheme, *cells)
-    where = (
-        f"{plan.servers} servers on hosts of their own" if plan.servers else "a server on each worker's host"
-    )
-    latency = show_seconds(plan.latency_seconds)
-    network = f"{show_bytes(plan.bytes_per_second)}/s each way, {latency} a message, {where}"
-    _print(tensors)
-    _print(Text(f"\nA step's synchronisation: {network}"))
-    _print(costs)
-    _print(Text(f"\n{textwrap.fill(_printable(plan.reason), TEXT_COLUMNS)}"))
-    for note in plan.notes:
-        _print(Text(textwrap.fill(f"note: {_printable(note)}", TEXT_COLUMNS), "yellow"))
-
-
-def _tensor_row(tensor: TensorSummary) -> list[str]:
-    if not tensor.is_sparse:
-        return [str(tensor.rows), "1", "dense", *[""] * (len(_TENSORS) - 4)]
-    return [
-        str(tensor.rows),
-        str(tensor.columns),
-        f"{tensor.density:.3%}",
-        "" if tensor.overlap is None else f"{tensor.overlap:.2f}",
-        *(f"{tensor.densification[count]:.3g}" for count in (2, 8, 64, 1024)),
-        *(f"{tensor.skewness[parts]:.3g}" for parts in (8, 128)),
-    ]
-
-
-def _table(*columns: str) -> Table:
+def make_table(*columns: str, numbers: Collection[str] = _NUMBERS) -> Table:
+    """A table without rows. Columns of ``numbers`` are aligned to the right."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in columns:
-        table.add_column(column, no_wrap=True, justify="right" if column in _NUMBERS else "left")
+        table.add_column(column, no_wrap=True, justify="right" if column in numbers else "left")
     return table
 
 
@@ -283,7 +223,7 @@ def _width(what: Table | Text) -> int:
     return Measurement.get(console, console.options, what).maximum
 
 
-def _print(what: Table | Text) -> None:
+def print_wide(what: Table | Text) -> None:
     """Prints in full width: a pipe has none, and a narrow terminal wraps lines itself."""
     Console(width=max(_width(what), 1)).print(what)
 
@@ -296,6 +236,6 @@ def _human_bytes(count: float) -> str:
     return f"{count:.1f} {_UNITS[-1]}"
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Escapes control characters, so that a name that a peer reports cannot control the terminal."""
     return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)

@@ -12,13 +12,13 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from zenps.cli.printing import show_plan
 from zenps.errors import ConfigError
 from zenps.observe.recording import read
 from zenps.schemes.traffic import Links
 
 from .planner import DOUBLINGS, MOST_WORKERS, Plan, make_plan, parse_bandwidth, parse_latency
 from .plots import check_plots, write_plots
+from .printed import show_plan
 from .profile import FEWEST_SAMPLES, profiles
 from .written import check_settings, check_writable, ruled_out, write_settings
 

@@ -9,8 +9,8 @@ from typing import Final
 
 from zenps.wire.messages import Change
 
-from ..members import Node
-from ..states import JobState
+from .members import Node
+from .states import JobState
 
 KEPT: Final = 32
 """Older changes are dropped."""

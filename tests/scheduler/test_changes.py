@@ -13,8 +13,8 @@ from tests.scheduler.nodes import (
     server,
     worker,
 )
+from zenps.scheduler.changes import FEW, KEPT
 from zenps.scheduler.membership import Membership
-from zenps.scheduler.page.changes import FEW, KEPT
 from zenps.wire.messages import Change, Leave
 
 
