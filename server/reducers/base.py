@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 
 from msgspec import Struct
 
@@ -36,7 +36,7 @@ reducing the same pushes again would change that twice.
 """
 
 
-class Answer(NamedTuple):
+class Answer(Struct, frozen=True):
     """The reply to a push of a round that has ended: a message and the frames that follow it."""
 
     message: Result | Failure

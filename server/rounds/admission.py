@@ -65,11 +65,12 @@ class Admission:
             ranks: how many ranks will push.
             must: the round has to open whether it fits or not.
         """
-        size_bytes = _estimate_bytes(push_bytes, ranks)
-        least_bytes = self.used_bytes - self._history.evictable_bytes + size_bytes
-        if not must and least_bytes > self.budget_bytes:
+        most_bytes = self.budget_bytes - _estimate_bytes(push_bytes, ranks)
+        if self.used_bytes <= most_bytes:
+            return True
+        if not must and self.used_bytes - self._history.evictable_bytes > most_bytes:
             return False
-        while self._history.evictable and self.used_bytes + size_bytes > self.budget_bytes:
+        while self.used_bytes > most_bytes and self._history.evictable:
             self._history.forget_oldest()
         return True
 
@@ -89,7 +90,7 @@ class Admission:
         assert round_.outcome is not None
         round_.size_bytes = ROUND_BYTES + round_.outcome.size_bytes
         self._history.keep(round_)
-        while self._history.evictable > 1 and self.used_bytes > self.budget_bytes:
+        while self.used_bytes > self.budget_bytes and self._history.evictable > 1:
             self._history.forget_oldest()
 
     # ── refused rounds ──────────────────────────────────────────────────────────────────────────

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Set
+from itertools import chain
 from typing import Literal
 
 from zenps.config.settings import MOST_NAMES
@@ -36,26 +37,30 @@ class History:
     Attributes:
         size_bytes: what all this takes in memory.
         kept_bytes: what outcomes take of that.
-        evictable_bytes: what there is to gain if all outcomes are forgotten that may be.
     """
 
     def __init__(self) -> None:
         self.size_bytes = 0
         self.kept_bytes = 0
-        self.evictable_bytes = 0
+        self._pinned_bytes = 0
         self._newest: dict[str, dict[int, int]] = {}
         """By tensor and rank, the last step pushed: the rank has ended those before."""
-        self._kept: dict[Series, ServerRound] = {}
-        """The last ended round of each series. Repeated pushes are answered from its outcome."""
         self._evictable: OrderedDict[Series, ServerRound] = OrderedDict()
-        """Those of ``_kept`` whose outcomes are kept ``while there is room``, the oldest first."""
+        """The last ended round of each series whose outcome is kept ``while there is room``; oldest first."""
+        self._pinned: dict[Series, ServerRound] = {}
+        """The last ended round of each series whose outcome is kept ``until the next step``."""
         self._forgotten: OrderedDict[Series, tuple[int, Set[int]]] = OrderedDict()
         """By series, the last step whose outcome was forgotten, and the ranks that were excluded from it. If
         a rank needs it, it is reduced again."""
 
     def __iter__(self) -> Iterator[ServerRound]:
         """The rounds whose outcomes are kept."""
-        return iter(self._kept.values())
+        return chain(self._evictable.values(), self._pinned.values())
+
+    @property
+    def evictable_bytes(self) -> int:
+        """What there is to gain if all outcomes are forgotten that may be."""
+        return self.kept_bytes - self._pinned_bytes - FORGOTTEN_BYTES * len(self._evictable)
 
     @property
     def evictable(self) -> int:
@@ -67,10 +72,10 @@ class History:
         for round_ in self:
             round_.advance("ring changed")
         self._newest.clear()
-        self._kept.clear()
         self._evictable.clear()
+        self._pinned.clear()
         self._forgotten.clear()
-        self.size_bytes = self.kept_bytes = self.evictable_bytes = 0
+        self.size_bytes = self.kept_bytes = self._pinned_bytes = 0
 
     # ── steps ───────────────────────────────────────────────────────────────────────────────────
 
@@ -103,7 +108,8 @@ class History:
 
     def last(self, key: Key) -> ServerRound | None:
         """The last ended round of the same tensor and chunk, if its outcome is kept."""
-        return self._kept.get(key.series)
+        series = key.series
+        return self._evictable.get(series) or self._pinned.get(series)
 
     def forgotten(self, key: Key) -> Set[int] | None:
         """The ranks excluded from the outcome of this round, if that was the last one and is forgotten."""
@@ -113,7 +119,7 @@ class History:
     def keep(self, round_: ServerRound) -> None:
         """Keeps the outcome of a round that has ended, in place of that of an earlier step."""
         series = round_.key.series
-        kept = self._kept.get(series)
+        kept = self._evictable.get(series) or self._pinned.get(series)
         last_step = self._forgotten.get(series, (-1, None))[0] if kept is None else kept.key.step
         if last_step > round_.key.step:
             round_.advance("next step")
@@ -121,13 +127,14 @@ class History:
         if kept is not None:
             self._drop(kept, "next step")
         self._unmark_forgotten(series)
-        self._kept[series] = round_
         self.kept_bytes += round_.size_bytes
         self.size_bytes += round_.size_bytes
         assert round_.outcome is not None
         if round_.outcome.kept == "while there is room":
             self._evictable[series] = round_
-            self.evictable_bytes += round_.size_bytes - FORGOTTEN_BYTES
+        else:
+            self._pinned[series] = round_
+            self._pinned_bytes += round_.size_bytes
 
     def forget_oldest(self) -> None:
         """Forgets the outcome that was kept longest, to make room."""
@@ -139,9 +146,9 @@ class History:
         self.size_bytes += _size_bytes(round_.excluded)
 
     def _drop(self, round_: ServerRound, event: Literal["next step", "over the budget"]) -> None:
-        del self._kept[round_.key.series]
-        if self._evictable.pop(round_.key.series, None) is not None:
-            self.evictable_bytes -= round_.size_bytes - FORGOTTEN_BYTES
+        if self._evictable.pop(round_.key.series, None) is None:
+            del self._pinned[round_.key.series]
+            self._pinned_bytes -= round_.size_bytes
         round_.advance(event)
         self.kept_bytes -= round_.size_bytes
         self.size_bytes -= round_.size_bytes

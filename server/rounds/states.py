@@ -164,12 +164,17 @@ class ServerRound(Struct, eq=False):
 
 
 def replies_of(outcome: Outcome, pushes: Iterable[HeldPush]) -> list[Reply]:
-    """The replies to ``pushes``: one action for each different answer, which is then encoded once."""
-    by_answer: dict[int, tuple[Answer, list[bytes]]] = {}
+    """The replies to ``pushes``. Ranks that get the same answer one after the other share an action."""
+    replies: list[Reply] = []
+    peers: list[bytes] = []
+    last: Answer | None = None
     for held in pushes:
         answer = outcome.reply(held.push.rank)
-        by_answer.setdefault(id(answer), (answer, []))[1].append(held.peer)
-    return [Reply(peers, *answer) for answer, peers in by_answer.values()]
+        if answer is not last:
+            last, peers = answer, []
+            replies.append(Reply(peers, answer.message, answer.frames))
+        peers.append(held.peer)
+    return replies
 
 
 def disagreement(pushes: Sequence[Push]) -> str:

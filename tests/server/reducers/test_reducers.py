@@ -3,57 +3,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.server.reducers.reduction import REDUCERS, read, reduce
+from tests.server.reducers.reduction import (
+    REDUCERS,
+    Frames,
+    blocks_push,
+    dense_push,
+    read,
+    reduce,
+    sparse_push,
+)
 from zenps.codecs.base import ValueForm
 from zenps.codecs.registry import CODECS
 from zenps.codecs.values import VALUE_CODECS
 from zenps.errors import ProtocolError
 from zenps.kernels.base import ACCUMULATE
-from zenps.wire.blocks import NONE_LEFT, decode_blocks, encode_blocks
+from zenps.wire.blocks import NONE_LEFT, decode_blocks
 from zenps.wire.messages import Push, Result
-from zenps.wire.tensors import DTYPES, RECEIVE_BUFFER_BYTES, dtype_name, tensor_bytes, tensor_from_bytes
+from zenps.wire.tensors import DTYPES, RECEIVE_BUFFER_BYTES, tensor_from_bytes
 
 torch.set_num_threads(1)
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SUMMED = [*FLOATS, torch.int64]
 NAN, INF = float("nan"), float("inf")
-Frames = tuple[memoryview, memoryview]
-
-
-def sparse_push(
-    rank: int, positions: Sequence[int], values: Tensor, span: int, codec: str = "coo", average: bool = False
-) -> tuple[Push, Frames]:
-    rows, columns = values.shape
-    dtype = dtype_name(values.dtype)
-    push = Push(1, rank, "t", 5, 2, 4, "sparse", dtype, (span, columns), span, columns, rows, codec, average)
-    encoded = CODECS[codec].encode(np.array(positions, dtype=np.int64), span)
-    return push, (encoded.data, tensor_bytes(values))
-
-
-def dense_push(rank: int, values: Tensor | None, like: Tensor, average: bool = False) -> tuple[Push, Frames]:
-    span, dtype = len(like), dtype_name(like.dtype)
-    rows = 0 if values is None else span
-    push = Push(1, rank, "t", 5, 2, 4, "dense", dtype, (span,), span, 1, rows, "none", average)
-    return push, (memoryview(b""), memoryview(b"") if values is None else tensor_bytes(values))
-
-
-def blocks_push(
-    rank: int, blocks: dict[int, list[float]], ahead: Sequence[int], columns: int = 2, average: bool = False
-) -> tuple[Push, Frames]:
-    span, rows = len(ahead), len(blocks)
-    push = Push(
-        *(1, rank, "t", 5, 2, 4, "blocks", "float32", (9,), span, columns, rows, "bitmap", average),
-    )
-    frame = encode_blocks(np.array(list(blocks), dtype=np.int64), np.array(ahead, dtype=np.uint32))
-    return push, (frame, tensor_bytes(torch.tensor(list(blocks.values()), dtype=torch.float32)))
 
 
 def reduce_pushes(pushes: Sequence[tuple[Push, Frames]]) -> tuple[Result, Tensor | None, Tensor]:

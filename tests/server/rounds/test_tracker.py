@@ -176,7 +176,8 @@ class Cluster(RuleBasedStateMachine):
             # Failed without this rank. One that is a step behind ends by its own deadline.
             assert last.outcome is not None
             answer = last.outcome.reply(rank)
-            assert actions == ([Reply([held.peer], *answer)] if last.key.step == key.step else [])
+            repeated = [Reply([held.peer], answer.message, answer.frames)]
+            assert actions == (repeated if last.key.step == key.step else [])
             self.end(rank, key)
             return
         self.states[rank, key] = "waiting"
@@ -293,12 +294,10 @@ class Cluster(RuleBasedStateMachine):
         # A round opens if it fits, or alone. From there it grows by what later pushes are larger.
         one_round = ROUND_BYTES + ranks * max(self.sizes)
         growth = ranks * (max(self.sizes) - min(self.sizes)) * len(self.held)
-        # One that is reduced again because its outcome was forgotten needs no room, and neither does its outcome.
+        # One that is reduced again after its outcome was forgotten needs no room; nor does its outcome.
         reopened = sum(round_.size_bytes for round_ in rounds._open.values() if round_.is_reopened)
-        assert (
-            rounds.held_bytes
-            <= max(rounds._admission.budget_bytes, one_round) + growth + reopened + one_round
-        )
+        least = max(rounds._admission.budget_bytes, one_round)
+        assert rounds.held_bytes <= least + growth + reopened + one_round
 
     @invariant()
     def what_is_kept_is_the_last_outcome(self) -> None:
