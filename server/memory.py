@@ -1,6 +1,6 @@
 """Heap tuning (glibc's mallopt): freed message buffers stay in the process and are used again.
 
-libzmq allocates every large message anew. glibc gives blocks of that size back to the kernel when they
+libzmq allocates memory for every large message. glibc gives blocks of that size back to the kernel when they
 are freed, and a fresh 4 KiB page costs about as much as the sum that goes into it. On loopback with four
 workers, rounds are a fifth faster with the blocks kept. Only servers do this: a worker's process belongs to
 the user.

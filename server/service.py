@@ -42,7 +42,7 @@ from .workers import Workers
 logger = logging.getLogger("zenps.server")
 
 TICK_SECONDS = 0.5
-LOOK_SECONDS = 0.1
+CHECK_PEERS_SECONDS = 0.1
 """How often to look for endless messages: until then, what comes takes libzmq up to 20 times its bytes."""
 
 
@@ -142,12 +142,12 @@ class _Service:
     def _serve_until_told(self) -> None:
         for waiting in (self._socket, self._link.socket, *self._gate.sockets):
             self._poller.register(waiting, zmq.POLLIN)
-        next_tick = next_look = 0.0
+        next_tick = next_check = 0.0
         while True:
             now = time.monotonic()
-            if now >= next_look:
-                self._look_at_peers(now)
-                next_look = now + LOOK_SECONDS
+            if now >= next_check:
+                self._check_peers(now)
+                next_check = now + CHECK_PEERS_SECONDS
             if now >= next_tick:
                 if self._link.is_beat_due(now):
                     self._link.beat(now, self._epoch, self._load(), self._late())
@@ -156,7 +156,7 @@ class _Service:
                 self._gate.attend()
                 self._show_gauges()
                 next_tick = now + min(TICK_SECONDS, self._link.seconds_to_beat(now))
-            for socket, _ in self._poller.poll(int(1000 * (min(next_tick, next_look) - now)) + 1):
+            for socket, _ in self._poller.poll(int(1000 * (min(next_tick, next_check) - now)) + 1):
                 if socket is self._socket:
                     self._receive()
                 elif isinstance(socket, int):
@@ -211,7 +211,7 @@ class _Service:
         self._connections.spoke(descriptor)
         self._dispatcher.receive(bytes(routing), descriptor, frames)
 
-    def _look_at_peers(self, now: float) -> None:
+    def _check_peers(self, now: float) -> None:
         """Cuts connections with messages that never end, and fails the rounds that need a dropped peer."""
         self._shared_memory.attend()
         for address in self._connections.look():

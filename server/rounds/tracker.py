@@ -195,7 +195,7 @@ class ServerRounds:
             self.duplicates += 1
             return []
         if twice := round_.ranks.intersection(ranks):
-            reason = f"push of rank {push.rank} for rank(s) {listing(sorted(twice))}, whose part is there"
+            reason = f"push of rank {push.rank} for rank(s) {listing(sorted(twice))}, whose push is there"
             raise ProtocolError("unexpected", reason)
         round_.advance("push")
         self.late.wait((push.rank,), round_.arrivals, len(self._peers), now)
@@ -214,7 +214,9 @@ class ServerRounds:
         if round_.is_recovery and (lost := self._lost - round_.ranks - round_.excluded):
             reason = f"rank {min(lost)} was lost after a server had been, within one round of both"
             if round_.is_reopened:
-                reason = f"rank {min(lost)} was lost, and the result that it has part in had to be forgotten"
+                reason = (
+                    f"rank {min(lost)} was lost, and the result that contains its push had to be forgotten"
+                )
             return self._fail(round_, "rank gone", "lost", reason, now)
         if self._peers.keys() <= round_.ranks:
             pushes = [round_.held[rank] for rank in sorted(round_.held)]
@@ -240,7 +242,7 @@ class ServerRounds:
             return self._cancel(round_, now)
         if not round_.is_recovery and (given_up := passed - round_.ranks):
             ranks = f"rank(s) {listing(sorted(given_up))}"
-            reason = f"ranks disagree: {ranks} pushed a later step without this part; see what failed there"
+            reason = f"ranks disagree: {ranks} pushed a later step without this chunk; see what failed there"
             return self._fail(round_, "given up", "mismatch", reason, now)
         if age_seconds > self._deadline_seconds:
             missing = sorted(self._peers.keys() - round_.ranks)

@@ -141,7 +141,7 @@ def test_special_values(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
-def test_narrow_floats_are_summed_wide_and_rounded_once(dtype: torch.dtype, kind: str) -> None:
+def test_16_bit_floats_are_summed_as_float32_and_rounded_once(dtype: torch.dtype, kind: str) -> None:
     """1 + 2⁻¹² thirty-two times: in the dtype itself, every addition would be lost."""
     values = [torch.full((2, 1), 1.0 if rank == 0 else 2.0**-12, dtype=dtype) for rank in range(33)]
     if kind == "dense":
@@ -264,7 +264,7 @@ DTYPE_NAMES = list(DTYPES)
     average=st.booleans(),
     values=st.sampled_from(["same", "same", *VALUE_CODECS]),
     frames=st.lists(st.binary(max_size=80), min_size=2, max_size=2),
-    cut=st.booleans(),
+    fits=st.booleans(),
 )
 def test_what_is_accepted_can_be_reduced(
     kind: str,
@@ -276,7 +276,7 @@ def test_what_is_accepted_can_be_reduced(
     average: bool,
     values: ValueForm,
     frames: list[bytes],
-    cut: bool,
+    fits: bool,
 ) -> None:
     """Whatever a hostile push announces: it is refused, or summed with a second one like it."""
     if values != "same":
@@ -286,7 +286,7 @@ def test_what_is_accepted_can_be_reduced(
     if values != "same":
         values_bytes = VALUE_CODECS[values].size_bytes(rows, columns)
     views = [memoryview(frame) for frame in frames]
-    if cut and rows < 10:
+    if fits and rows < 10:
         views[1] = memoryview(bytes(values_bytes if values_bytes < 10_000 else 0))
         if push.codec != "none":
             positions_bytes = CODECS[push.codec].most_bytes(rows, span)

@@ -76,7 +76,7 @@ def test_a_round_that_only_the_lost_rank_had_begun_is_forgotten() -> None:
     assert reduced(push(rounds, 1)) == [0, 1]
 
 
-def test_a_result_that_a_lost_rank_has_part_in_stays_as_it_is() -> None:
+def test_a_result_that_a_lost_rank_is_in_it_in_stays_as_it_is() -> None:
     rounds = make_rounds()
     push(rounds, 0)
     push(rounds, 1)
@@ -150,20 +150,20 @@ def finish(rounds: ServerRounds, key: Key) -> None:
     rounds.finish(key, FixedOutcome(key), 0.0)
 
 
-@pytest.mark.parametrize("has_part", [True, False])
-def test_a_forgotten_outcome_is_reduced_again_only_over_the_same_ranks(has_part: bool) -> None:
+@pytest.mark.parametrize("is_in_it", [True, False])
+def test_a_forgotten_outcome_is_reduced_again_only_over_the_same_ranks(is_in_it: bool) -> None:
     rounds = ServerRounds(1, 30.0)
     follow(rounds, (0, 1, 2))
-    if not has_part:
+    if not is_in_it:
         follow(rounds, (0, 1))
-    for rank in (0, 1, 2) if has_part else (0, 1):
+    for rank in (0, 1, 2) if is_in_it else (0, 1):
         push(rounds, rank)
     finish(rounds, KEY)
     push(rounds, 1, Key("other", 0, 0))  # there is room for one only
     follow(rounds, (0, 1))
     actions = push(rounds, 0)
-    if has_part:
-        reason = "rank 2 was lost, and the result that it has part in had to be forgotten"
+    if is_in_it:
+        reason = "rank 2 was lost, and the result that contains its push had to be forgotten"
         assert failed(actions) == ([peer_of(0)], f"tensor 't', step 0: {reason}")
     else:
         assert actions == []

@@ -60,7 +60,7 @@ def test_a_name_counts_once_and_what_is_known_again_does_not() -> None:
     assert past.kept_bytes == ROUND_BYTES
 
 
-def test_what_all_outcomes_take_can_be_had_for_other_rounds() -> None:
+def test_evictable_bytes_are_what_forgetting_frees() -> None:
     past = History()
     for chunk in range(3):
         past.keep(ended(Key("a", 0, chunk)))
@@ -79,7 +79,7 @@ def test_names_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ProtocolError, match="unexpected: another tensor name, expected 3 at most"):
         rounds.on_push(make_held(0, Key("d", 0, 0)), 0.0)
     assert rounds.used_bytes == used
-    # Those that are there go on.
+    # Known names can still be pushed.
     complete(rounds, Key("a", 0, 0), [0, 1])
     rounds.on_view(2, {rank: peer_of(rank) for rank in range(2)}, {}, 0.0)
     assert rounds.used_bytes == 0

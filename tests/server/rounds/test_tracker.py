@@ -94,7 +94,7 @@ class Cluster(RuleBasedStateMachine):
         return [rank for rank in self.ranks if rank not in self.departed]
 
     def in_state(self, *states: str) -> list[tuple[int, Key]]:
-        return [place for place, state in self.states.items() if state in states]
+        return [rank_and_key for rank_and_key, state in self.states.items() if state in states]
 
     @precondition(lambda self: self.live())
     @rule(
@@ -130,7 +130,7 @@ class Cluster(RuleBasedStateMachine):
     @precondition(lambda self: self.in_state("waiting", "busy", "resumed"))
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
-        """One part has failed: the rank drops the others, and goes on."""
+        """One chunk has failed: the rank drops the others, and pushes the next step."""
         rank, (tensor, step, _) = data.draw(st.sampled_from(self.in_state("waiting", "busy", "resumed")))
         for chunk in range(CHUNKS):
             if self.steps[rank, tensor, chunk] == step:
@@ -146,9 +146,9 @@ class Cluster(RuleBasedStateMachine):
         for key, held in self.held.items():
             is_late = self.now - self.opened[key] > DEADLINE_SECONDS
             if self.rounds._open[key].is_reopened:
-                if is_late and not all(self.has_gone_on(rank, key) for rank in held):
+                if is_late and not all(self.has_passed(rank, key) for rank in held):
                     expected.add(key)
-            elif is_late or any(self.has_gone_on(rank, key) for rank in self.ranks if rank not in held):
+            elif is_late or any(self.has_passed(rank, key) for rank in self.ranks if rank not in held):
                 expected.add(key)
         actions = self.rounds.on_tick(self.now)
         assert self.failed(actions) == expected
@@ -237,8 +237,7 @@ class Cluster(RuleBasedStateMachine):
         assert isinstance(message, Result | Failure)
         key = Key(message.tensor, message.step, message.chunk)
         held = self.held.pop(key)
-        place = key.tensor, key.chunk
-        self.ended[place] = max(key.step, self.ended.get(place, -1))
+        self.ended[key.series] = max(key.step, self.ended.get(key.series, -1))
         assert list(reply.peers) == [peer_of(rank) for rank in held]
         if isinstance(message, Failure):
             self.check_failure(message, held, self.now - self.opened[key])
@@ -260,7 +259,7 @@ class Cluster(RuleBasedStateMachine):
         match failure.kind:
             case "mismatch" if missing:
                 key = Key(failure.tensor, failure.step, failure.chunk)
-                given_up = [rank for rank in missing if self.has_gone_on(rank, key)]
+                given_up = [rank for rank in missing if self.has_passed(rank, key)]
                 assert f"rank(s) {', '.join(map(str, given_up))} pushed a later step" in failure.reason
             case "mismatch":
                 assert len({each.push.shape for each in held.values()}) > 1
@@ -270,7 +269,7 @@ class Cluster(RuleBasedStateMachine):
             case "lost":
                 assert any(failure.reason.endswith(self.departed.get(rank, "?")) for rank in missing)
 
-    def has_gone_on(self, rank: int, key: Key) -> bool:
+    def has_passed(self, rank: int, key: Key) -> bool:
         return self.newest.get((rank, key.tensor), -1) > key.step
 
     @staticmethod
@@ -384,7 +383,7 @@ def test_a_result_is_kept_until_the_next_step_is_answered() -> None:
     assert rounds.on_push(make_held(1, KEY), 0.0) == []
 
 
-def test_a_failure_too_is_given_again() -> None:
+def test_a_failure_is_repeated_to_a_rank_that_asks_again() -> None:
     rounds = make_rounds(2)
     rounds.on_push(make_held(0, KEY), 0.0)
     (failed,) = rounds.on_tick(DEADLINE_SECONDS + 1)
@@ -489,7 +488,7 @@ BUSY_SIZE = 4000
 """Of a push, where the budget of 10 000 takes one round of two ranks."""
 
 
-def test_back_pressure_lets_the_first_refused_in_first() -> None:
+def test_backpressure_admits_the_first_refused_round_first() -> None:
     rounds = make_rounds(2, 10_000)
     keys = [Key(name, 0, 0) for name in "abcd"]
     assert rounds.on_push(make_held(0, keys[0], BUSY_SIZE), 0.0) == []
@@ -509,7 +508,7 @@ def test_back_pressure_lets_the_first_refused_in_first() -> None:
         assert resumed == ([Reply(peers, Resume(1, *following))] if following else [])
 
 
-def test_room_is_kept_for_a_round_that_was_let_in() -> None:
+def test_room_is_kept_for_a_round_that_was_admitted() -> None:
     rounds = make_rounds(2, 10_000)
     first, second, third = (Key(name, 0, 0) for name in "abc")
     for rank in range(2):
@@ -579,7 +578,7 @@ def test_refusals_are_counted_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> 
             assert rounds.on_push(make_held(0, key), 0.0) == [Reply([peer_of(0)], Busy(1, *key))]
     with pytest.raises(ProtocolError, match="unexpected: rank 0 has 3 refused rounds"):
         rounds.on_push(make_held(0, Key("one more", 0, 0)), 0.0)
-    # The other rank has its own count, and room is made as rounds are let in.
+    # The other rank has its own count, and room is made as rounds are admitted.
     assert rounds.on_push(make_held(1, Key("one more", 0, 0)), 0.0) != []
     (reduce,) = rounds.on_push(make_held(1, Key("open", 0, 0)), 0.0)
     assert isinstance(reduce, Reduce)
@@ -587,7 +586,7 @@ def test_refusals_are_counted_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> 
     assert rounds.on_push(make_held(0, Key("one more", 0, 1)), 0.0) != []
 
 
-def test_a_late_push_of_what_all_have_ended_and_forgotten_keeps_no_room_for_ever() -> None:
+def test_a_late_push_of_a_forgotten_round_keeps_no_room_for_ever() -> None:
     rounds = make_rounds(2, budget_bytes=1)
     other = Key("b", 0, 0)
     complete(rounds, KEY, [0, 1])
@@ -602,11 +601,11 @@ def test_a_late_push_of_what_all_have_ended_and_forgotten_keeps_no_room_for_ever
     assert isinstance(rounds.on_push(make_held(1, KEY, 100), 60.0)[-1], Reduce)
 
 
-GIVEN_UP = "ranks disagree: rank(s) 1 pushed a later step without this part; see what failed there"
+GIVEN_UP = "ranks disagree: rank(s) 1 pushed a later step without this chunk; see what failed there"
 
 
-def test_what_a_rank_has_given_up_ends_and_makes_room() -> None:
-    """They cut a tensor differently: chunk 0 has failed on both, and rank 1 has no chunk 1."""
+def test_a_round_that_a_rank_has_given_up_fails_and_makes_room() -> None:
+    """They shard a tensor differently: chunk 0 has failed on both, and rank 1 has no chunk 1."""
     rounds = ServerRounds(16_000, math.inf)
     rounds.on_view(1, {rank: peer_of(rank) for rank in range(2)}, {}, 0.0)
     left, other = Key("a", 0, 1), Key("b", 0, 0)
@@ -630,7 +629,7 @@ def test_what_a_rank_has_given_up_ends_and_makes_room() -> None:
     assert rounds.on_push(make_held(0, left), 2e3) == [failure]
 
 
-def test_what_is_pushed_only_after_others_have_gone_on_ends_too() -> None:
+def test_a_push_after_others_have_passed_the_step_fails() -> None:
     rounds = make_rounds(2)
     rounds.on_push(make_held(1, KEY._replace(step=1)), 0.0)
     assert rounds.on_push(make_held(0, KEY), 0.0) == []
@@ -639,7 +638,7 @@ def test_what_is_pushed_only_after_others_have_gone_on_ends_too() -> None:
     assert failure.message == Failure(1, *KEY, "mismatch", f"tensor 'a', step 0: {GIVEN_UP}")
 
 
-def test_no_room_is_kept_for_a_rank_that_was_refused_and_has_gone_on() -> None:
+def test_no_room_is_kept_for_a_refused_rank_that_has_passed_the_step() -> None:
     rounds, other, later = make_rounds(2, 12_000), Key("b", 0, 0), KEY._replace(step=1)
     rounds.on_push(make_held(0, other, BUSY_SIZE), 0.0)
     assert rounds.on_push(make_held(0, KEY, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *KEY))]
@@ -652,7 +651,7 @@ def test_no_room_is_kept_for_a_rank_that_was_refused_and_has_gone_on() -> None:
     assert rounds.open_rounds == 0
 
 
-def test_what_was_begun_under_an_older_ring_is_waited_for_until_all_have_gone_on() -> None:
+def test_a_recovery_round_stays_open_until_all_its_ranks_have_passed_it() -> None:
     rounds = make_rounds(3)
     rounds.on_push(make_held(0, KEY, again=True), 0.0)
     for rank, left in ((1, 1), (2, 1), (0, 0)):
@@ -662,7 +661,7 @@ def test_what_was_begun_under_an_older_ring_is_waited_for_until_all_have_gone_on
 
 
 @pytest.mark.parametrize("is_forgotten", [False, True])
-def test_an_older_round_never_takes_the_place_of_a_newer_outcome(is_forgotten: bool) -> None:
+def test_an_older_round_never_replaces_a_newer_outcome(is_forgotten: bool) -> None:
     rounds, newer = make_rounds(2), KEY._replace(step=1)
     rounds.on_push(make_held(1, newer), 0.0)
     rounds.on_push(make_held(0, KEY, again=True), 20.0)
@@ -705,9 +704,9 @@ def test_a_push_may_stand_for_others() -> None:
     rounds, key = make_rounds(4), Key("t", 0, 0)
     first, last = make_held(0, key, stands_for=(1, 3)), make_held(2, key)
     assert rounds.on_push(first, 0.0) == []
-    with pytest.raises(ProtocolError, match=re.escape("push of rank 1 for rank(s) 1, whose part is there")):
+    with pytest.raises(ProtocolError, match=re.escape("push of rank 1 for rank(s) 1, whose push is there")):
         rounds.on_push(make_held(1, key), 0.0)
-    with pytest.raises(ProtocolError, match=re.escape("push of rank 2 for rank(s) 3, whose part is there")):
+    with pytest.raises(ProtocolError, match=re.escape("push of rank 2 for rank(s) 3, whose push is there")):
         rounds.on_push(make_held(2, key, stands_for=(3,)), 0.0)
     with pytest.raises(ProtocolError, match="push of rank 2, 4 for epoch 1"):
         rounds.on_push(make_held(2, key, stands_for=(4,)), 0.0)
@@ -717,7 +716,7 @@ def test_a_push_may_stand_for_others() -> None:
     assert rounds.finish(key, FixedOutcome(key), 0.0) == [Reply([peer_of(0), peer_of(2)], result_of(key))]
 
 
-def test_whoever_nobody_stands_for_is_missing() -> None:
+def test_a_rank_that_no_push_stands_for_is_missing() -> None:
     rounds, key = make_rounds(4), Key("t", 0, 0)
     rounds.on_push(make_held(0, key, stands_for=(1,)), 0.0)
     (action,) = rounds.on_tick(DEADLINE_SECONDS + 1)
