@@ -1,1 +1,1 @@
-"""Reducers: what is made of the pushes of a round."""
+"""Reducers: what a server computes from the pushes of one round. One module for each ``Push.kind``."""

@@ -1,1 +1,1 @@
-"""Rounds at a server: the pure state machine."""
+"""Rounds of a server: which state each is in, what was pushed, and what past rounds ended with. Pure."""

@@ -1,7 +1,7 @@
-"""What a server remembers of rounds that are past: outcomes, and a few numbers. No socket, no clock.
+"""Outcomes of past rounds, for pushes that are repeated; and which steps each rank has pushed. Pure.
 
-A worker counts the steps of each tensor from 0, so a name must not be forgotten by one node while another
-still has it. All forget together, when the ring changes; until then names are bounded.
+A worker counts the steps of each tensor from 0. So a server must not forget a tensor's name while a worker
+still knows it. All forget together, when the ring changes; until then the number of names is bounded.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Set
+from itertools import chain
 from typing import Literal
 
 from zenps.config.settings import MOST_NAMES
 from zenps.errors import ProtocolError
 from zenps.wire.messages import Push
 
-from .states import Key, Round
+from .states import Key, ServerRound
 
 # What CPython takes for a tensor beside its name, for each rank that pushes it, and for an outcome that was
 # forgotten; rounded up.
@@ -25,6 +26,9 @@ FORGOTTEN_BYTES = 256
 
 # No job has as many chunks; a rank that makes up chunks, and waits until they fail, could.
 MOST_FORGOTTEN = 1 << 20
+
+Series = tuple[str, int]
+"""Tensor and chunk, see :attr:`Key.series`."""
 
 
 class History:
@@ -38,39 +42,45 @@ class History:
     def __init__(self) -> None:
         self.size_bytes = 0
         self.kept_bytes = 0
+        self._pinned_bytes = 0
         self._newest: dict[str, dict[int, int]] = {}
         """By tensor and rank, the last step pushed: the rank has ended those before."""
-        self._kept: OrderedDict[tuple[str, int], Round] = OrderedDict()
-        """By tensor and chunk, the last round that was answered or failed: whoever asks is told again."""
-        self._forgotten: OrderedDict[tuple[str, int], tuple[int, Set[int]]] = OrderedDict()
-        """By tensor and chunk, the last step whose outcome was forgotten, and who had no part in it: if
-        needed, it is summed again."""
+        self._evictable: OrderedDict[Series, ServerRound] = OrderedDict()
+        """The last ended round of each series whose outcome is kept ``while there is room``; oldest first."""
+        self._pinned: dict[Series, ServerRound] = {}
+        """The last ended round of each series whose outcome is kept ``until the next step``."""
+        self._forgotten: OrderedDict[Series, tuple[int, Set[int]]] = OrderedDict()
+        """By series, the last step whose outcome was forgotten, and the ranks that were excluded from it. If
+        a rank needs it, it is reduced again."""
 
-    def __iter__(self) -> Iterator[Round]:
-        """The rounds whose outcomes are kept, the oldest first."""
-        return iter(self._kept.values())
-
-    def __len__(self) -> int:
-        return len(self._kept)
+    def __iter__(self) -> Iterator[ServerRound]:
+        """The rounds whose outcomes are kept."""
+        return chain(self._evictable.values(), self._pinned.values())
 
     @property
     def evictable_bytes(self) -> int:
-        """What there is to gain if all outcomes are forgotten."""
-        return self.kept_bytes - FORGOTTEN_BYTES * len(self._kept)
+        """What there is to gain if all outcomes are forgotten that may be."""
+        return self.kept_bytes - self._pinned_bytes - FORGOTTEN_BYTES * len(self._evictable)
+
+    @property
+    def evictable(self) -> int:
+        """How many outcomes :meth:`forget_oldest` could forget."""
+        return len(self._evictable)
 
     def clear(self) -> None:
-        """The ring has changed: workers push again by that."""
+        """The ring has changed: workers push under the new ring what they still need."""
         for round_ in self:
             round_.advance("ring changed")
         self._newest.clear()
-        self._kept.clear()
+        self._evictable.clear()
+        self._pinned.clear()
         self._forgotten.clear()
-        self.size_bytes = self.kept_bytes = 0
+        self.size_bytes = self.kept_bytes = self._pinned_bytes = 0
 
     # ── steps ───────────────────────────────────────────────────────────────────────────────────
 
     def note(self, push: Push) -> None:
-        """A rank has pushed a step.
+        """Notes which step a rank has pushed.
 
         Raises:
             ProtocolError: there are too many tensors already.
@@ -86,61 +96,68 @@ class History:
             self.size_bytes += RANK_BYTES
         newest[push.rank] = push.step if last is None else max(last, push.step)
 
-    def has_gone_on(self, key: Key, rank: int) -> bool:
-        """Whether a rank has pushed a later step of this tensor: it has ended this one."""
+    def has_passed(self, key: Key, rank: int) -> bool:
+        """True if the rank has pushed a later step of this tensor: for it, this step has ended."""
         return self._newest[key.tensor].get(rank, -1) > key.step
 
-    def gone_on(self, key: Key, ranks: Iterable[int]) -> set[int]:
-        """Those of ``ranks`` that have pushed a later step of this tensor: they have ended this one."""
-        return {rank for rank in ranks if self.has_gone_on(key, rank)}
+    def passed(self, key: Key, ranks: Iterable[int]) -> set[int]:
+        """Those of ``ranks`` that have pushed a later step of this tensor."""
+        return {rank for rank in ranks if self.has_passed(key, rank)}
 
     # ── outcomes ────────────────────────────────────────────────────────────────────────────────
 
-    def outcome(self, key: Key) -> Round | None:
-        """The last round of its tensor and chunk, if its outcome is kept."""
-        return self._kept.get(key.place)
+    def last(self, key: Key) -> ServerRound | None:
+        """The last ended round of the same tensor and chunk, if its outcome is kept."""
+        series = key.series
+        return self._evictable.get(series) or self._pinned.get(series)
 
     def forgotten(self, key: Key) -> Set[int] | None:
-        """If it is the last round of its tensor and chunk, and its outcome is forgotten: who had no part."""
-        step, without = self._forgotten.get(key.place, (-1, frozenset()))
-        return without if step == key.step else None
+        """The ranks excluded from the outcome of this round, if that was the last one and is forgotten."""
+        step, excluded = self._forgotten.get(key.series, (-1, frozenset()))
+        return excluded if step == key.step else None
 
-    def keep(self, round_: Round) -> None:
-        """A round has ended: it takes the place of the one before, but never that of a later step."""
-        place = round_.key.place
-        kept = self._kept.get(place)
-        last = self._forgotten.get(place, (-1, None))[0] if kept is None else kept.key.step
-        if last > round_.key.step:
+    def keep(self, round_: ServerRound) -> None:
+        """Keeps the outcome of a round that has ended, in place of that of an earlier step."""
+        series = round_.key.series
+        kept = self._evictable.get(series) or self._pinned.get(series)
+        last_step = self._forgotten.get(series, (-1, None))[0] if kept is None else kept.key.step
+        if last_step > round_.key.step:
             round_.advance("next step")
             return
         if kept is not None:
             self._drop(kept, "next step")
-        self._recall(place)
-        self._kept[place] = round_
+        self._unmark_forgotten(series)
         self.kept_bytes += round_.size_bytes
         self.size_bytes += round_.size_bytes
+        assert round_.outcome is not None
+        if round_.outcome.kept == "while there is room":
+            self._evictable[series] = round_
+        else:
+            self._pinned[series] = round_
+            self._pinned_bytes += round_.size_bytes
 
     def forget_oldest(self) -> None:
-        """There is no room for the outcome that is kept longest."""
-        round_ = next(iter(self))
+        """Forgets the outcome that was kept longest, to make room."""
+        round_ = next(iter(self._evictable.values()))
         self._drop(round_, "over the budget")
         if len(self._forgotten) == MOST_FORGOTTEN:
-            self._recall(next(iter(self._forgotten)))
-        self._forgotten[round_.key.place] = round_.key.step, round_.without
-        self.size_bytes += _size_bytes(round_.without)
+            self._unmark_forgotten(next(iter(self._forgotten)))
+        self._forgotten[round_.key.series] = round_.key.step, round_.excluded
+        self.size_bytes += _size_bytes(round_.excluded)
 
-    def _drop(self, round_: Round, event: Literal["next step", "over the budget"]) -> None:
-        del self._kept[round_.key.place]
+    def _drop(self, round_: ServerRound, event: Literal["next step", "over the budget"]) -> None:
+        if self._evictable.pop(round_.key.series, None) is None:
+            del self._pinned[round_.key.series]
+            self._pinned_bytes -= round_.size_bytes
         round_.advance(event)
         self.kept_bytes -= round_.size_bytes
         self.size_bytes -= round_.size_bytes
 
-    def _recall(self, place: tuple[str, int]) -> None:
-        """No outcome of this tensor and chunk counts as forgotten any more."""
-        _, without = self._forgotten.pop(place, (0, None))
-        if without is not None:
-            self.size_bytes -= _size_bytes(without)
+    def _unmark_forgotten(self, series: Series) -> None:
+        _, excluded = self._forgotten.pop(series, (0, None))
+        if excluded is not None:
+            self.size_bytes -= _size_bytes(excluded)
 
 
-def _size_bytes(without: Set[int]) -> int:
-    return FORGOTTEN_BYTES + RANK_BYTES * len(without)
+def _size_bytes(excluded: Set[int]) -> int:
+    return FORGOTTEN_BYTES + RANK_BYTES * len(excluded)

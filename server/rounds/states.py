@@ -1,23 +1,28 @@
-"""What a round is at a server: one chunk of one tensor in one step, and the table of its states."""
+"""State table of a round at a server, the record of one round, and the actions that rounds ask for.
+
+A round is one chunk of one tensor in one step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Final, Literal, NamedTuple
 
 from msgspec import Struct
 
 from zenps.errors import listing
 from zenps.transitions import Transitions
-from zenps.wire.messages import Failure, FromServer, Push, Result
+from zenps.wire.messages import Failure, FromServer, Push
 
-State = Literal["none", "refused", "open", "summing", "answered", "failed", "forgotten"]
-Event = Literal[
+from ..reducers.base import Answer, Outcome
+
+RoundState = Literal["none", "refused", "open", "reducing", "answered", "failed", "forgotten"]
+RoundEvent = Literal[
     "push",
     "push over the budget",
     "room",
     "last push",
-    "summed",
+    "reduced",
     "ranks disagree",
     "deadline",
     "rank gone",
@@ -28,7 +33,7 @@ Event = Literal[
     "ring changed",
 ]
 
-ROUND: Final[Transitions[State, Event]] = {
+ROUND: Final[Transitions[RoundState, RoundEvent]] = {
     "none": {"push": "open", "push over the budget": "refused"},
     "refused": {
         "push": "open",
@@ -38,7 +43,7 @@ ROUND: Final[Transitions[State, Event]] = {
     },
     "open": {
         "push": "open",
-        "last push": "summing",
+        "last push": "reducing",
         "ranks disagree": "failed",
         "deadline": "failed",
         "rank gone": "failed",
@@ -46,7 +51,7 @@ ROUND: Final[Transitions[State, Event]] = {
         "nobody left": "forgotten",
         "ring changed": "forgotten",
     },
-    "summing": {"summed": "answered"},
+    "reducing": {"reduced": "answered"},
     "answered": {
         "push": "answered",
         "next step": "forgotten",
@@ -63,8 +68,8 @@ ROUND: Final[Transitions[State, Event]] = {
 }
 """A round at a server."""
 
-# A question may be lost, or come before the view that it belongs to; so it is put again, and then ever more
-# seldom: a rank that computes for long would have all of them waiting for it.
+# A question may be lost, or may come before the view that it belongs to. So it is repeated, at intervals that
+# grow: a rank that computes for long would find all the repetitions waiting for it.
 ASK_SECONDS = 0.5
 MOST_ASK_SECONDS = 16.0
 
@@ -77,13 +82,13 @@ class Key(NamedTuple):
     chunk: int
 
     @property
-    def place(self) -> tuple[str, int]:
-        """Which rounds follow one another: those of one tensor and chunk."""
+    def series(self) -> tuple[str, int]:
+        """The rounds of one tensor and chunk: one follows another, step after step."""
         return self.tensor, self.chunk
 
 
-class Held(Struct, frozen=True):
-    """A push that waits for the others. ``payload`` is opaque here."""
+class HeldPush(Struct, frozen=True):
+    """A push that waits for those of the other ranks. Only the reducer knows what ``payload`` is."""
 
     peer: bytes
     push: Push
@@ -91,11 +96,11 @@ class Held(Struct, frozen=True):
     size_bytes: int
 
 
-class Aggregate(Struct, frozen=True):
-    """An action: sum these pushes, in rank order, and hand the result to :meth:`ServerRounds.finish`."""
+class Reduce(Struct, frozen=True):
+    """An action: reduce these pushes, in rank order, and give the outcome to ``ServerRounds.finish``."""
 
     key: Key
-    pushes: Sequence[Held]
+    pushes: Sequence[HeldPush]
     waited_seconds: float
 
 
@@ -107,39 +112,73 @@ class Reply(Struct, frozen=True):
     frames: Sequence[memoryview] = ()
 
 
-class Round(Struct, eq=False):
-    """Its state and what it holds."""
+Action = Reduce | Reply
+
+
+class FailedRound(Outcome):
+    """The outcome of a round that could not be reduced: every rank is told why."""
+
+    __slots__ = ("_answer",)
+
+    def __init__(self, failure: Failure) -> None:
+        self._answer = Answer(failure)
+
+    @property
+    def size_bytes(self) -> int:
+        return 0
+
+    def reply(self, rank: int) -> Answer:
+        return self._answer
+
+
+class ServerRound(Struct, eq=False):
+    """One round: its state, and what is held for it."""
 
     key: Key
-    state: State = "none"
+    state: RoundState = "none"
     refused: dict[bytes, int] = {}
-    """The peers that were refused, and how much each wanted to push."""
+    """By peer whose push was refused, the size of that push."""
     opened: float = 0.0
-    held: dict[int, Held] = {}
-    """By the rank that pushed it."""
+    held: dict[int, HeldPush] = {}
+    """By the rank that pushed."""
     ranks: set[int] = set()
-    """Those whose part is in one of ``held``."""
+    """The ranks whose values are in ``held``; one push may stand for several."""
     arrivals: list[float] = []
-    """When each of ``held`` came."""
-    is_again: bool = False
-    """Whether others may have ended it: under an older ring, or here before its outcome was forgotten."""
+    """When each of ``held`` arrived."""
+    is_recovery: bool = False
+    """Whether other ranks may have the result already: from an older ring, or from an outcome that this
+    server has forgotten since."""
     is_reopened: bool = False
-    """Whether its outcome was forgotten."""
+    """Whether this server has forgotten the outcome."""
     ask_at: float = 0.0
     ask_seconds: float = ASK_SECONDS
-    without: Set[int] = frozenset()
-    """The ranks that are gone and have no part in its outcome."""
+    excluded: Set[int] = frozenset()
+    """The lost ranks whose values are not in the outcome."""
     size_bytes: int = 0
-    """What it counts for in the budget: reserved while it is open, then that of its outcome."""
-    message: Result | Failure | None = None
-    frames: Sequence[memoryview] = ()
+    """What counts against the byte budget: what is reserved while the round is open, then its outcome."""
+    outcome: Outcome | None = None
 
-    def advance(self, event: Event) -> None:
+    def advance(self, event: RoundEvent) -> None:
+        """Moves to the state that the table gives."""
         self.state = ROUND[self.state][event]
 
 
+def replies_of(outcome: Outcome, pushes: Iterable[HeldPush]) -> list[Reply]:
+    """The replies to ``pushes``. Ranks that get the same answer one after the other share an action."""
+    replies: list[Reply] = []
+    peers: list[bytes] = []
+    last: Answer | None = None
+    for held in pushes:
+        answer = outcome.reply(held.push.rank)
+        if answer is not last:
+            last, peers = answer, []
+            replies.append(Reply(peers, answer.message, answer.frames))
+        peers.append(held.peer)
+    return replies
+
+
 def disagreement(pushes: Sequence[Push]) -> str:
-    """In what the ranks' pushes of one round differ, where they may not; empty if they agree."""
+    """How the ranks' pushes of one round differ where they must not; empty if they agree."""
     if len({_signature(push) for push in pushes}) == 1:
         return ""
     alike: dict[tuple[object, ...], list[Push]] = {}

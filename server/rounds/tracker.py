@@ -1,40 +1,44 @@
-"""The rounds as a server sees them: admission, completeness, repetition. No socket, no clock.
+"""Round tracking of a server: completeness, repetition and failure of rounds. Pure: no socket, no clock.
 
-A round is one chunk of one tensor in one step. It opens with the first push, and is aggregated
-once all ranks have pushed. Its result is kept until the next step's is ready: that is when every
-rank has shown that it received it. A new ring ends all rounds, for workers push again by that.
-
-Memory: pushes held, results kept and the history count against a byte budget. Over it, pushes that would
-open a round are dropped with ``Busy``, oldest results are forgotten, and pushes for rounds that are already
-open still come in, so that what is open can always finish. When a round finishes, the one refused
-first is given its place and its ranks are asked to push again (``Resume``).
+A round is one chunk of one tensor in one step. It opens with the first push that is admitted
+(:mod:`.admission`), and is reduced once all ranks have pushed. Its outcome is kept until the next step's is
+ready: by then every rank has shown that it received its reply. A new ring ends all rounds: workers push under
+the new ring what they still need.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from itertools import chain
 from typing import Literal
 
 from zenps.errors import ProtocolError, listing
 from zenps.observe.lateness import Lateness
-from zenps.wire.messages import Busy, Failure, FailureKind, Result, Resume, Wanted
+from zenps.wire.messages import Busy, Failure, FailureKind, Resume, Wanted
 
+from ..reducers.base import Outcome
+from .admission import Admission
 from .history import History
-from .states import MOST_ASK_SECONDS, Aggregate, Event, Held, Key, Reply, Round, disagreement
+from .states import (
+    MOST_ASK_SECONDS,
+    Action,
+    FailedRound,
+    HeldPush,
+    Key,
+    Reduce,
+    Reply,
+    RoundEvent,
+    ServerRound,
+    disagreement,
+    replies_of,
+)
 
-# What a round costs beside its tensors; it bounds how many empty ones a budget allows.
-ROUND_BYTES = 1024
-
-# How many rounds of one rank may wait for room at a time; beyond, its pushes are dropped.
-MOST_REFUSED = 65536
-
-# How long a round is open that is summed again: ranks answer a question every 5 s. A push that was only late
-# asks for what all have forgotten; a rank that does lack the answer pushes again.
+# How long a round is open that is reduced again: ranks answer a question every 5 s. A push that was only late
+# asks for what all have forgotten; a rank that does lack the reply pushes again.
 REOPENED_SECONDS = 15.0
 
-Actions = list[Aggregate | Reply]
+Actions = list[Action]
+FailEvent = Literal["ranks disagree", "deadline", "rank gone", "given up"]
 
 
 class ServerRounds:
@@ -46,197 +50,208 @@ class ServerRounds:
     """
 
     def __init__(self, budget_bytes: int, deadline_seconds: float) -> None:
-        self.budget_bytes = budget_bytes
         self._deadline_seconds = deadline_seconds
         self._epoch = 0
         self._peers: dict[int, bytes] = {}
         self._departed: dict[int, str] = {}
-        self._gone: set[int] = set()
-        """Ranks that the others go on without, and that were there when this ring began."""
-        self._refused: OrderedDict[Key, Round] = OrderedDict()
-        self._refusals: Counter[bytes] = Counter()
-        self._open: dict[Key, Round] = {}
-        self._open_bytes = 0
+        self._lost: set[int] = set()
+        """Elastic: ranks that were there when this ring began, and that the others continue without."""
+        self._open: dict[Key, ServerRound] = {}
         self._history = History()
+        self._admission = Admission(budget_bytes, self._history)
         self.duplicates = 0
         self.late = Lateness()
         """How long rounds have waited for which rank."""
 
     @property
     def open_rounds(self) -> int:
-        """Rounds that wait for pushes or for aggregation."""
+        """How many rounds wait for pushes or for their reduction."""
         return len(self._open)
 
     @property
     def held_bytes(self) -> int:
         """What rounds take, open or ended."""
-        return self._open_bytes + self._history.kept_bytes
+        return self._admission.open_bytes + self._history.kept_bytes
 
     @property
     def used_bytes(self) -> int:
         """What counts against the budget."""
-        return self._open_bytes + self._history.size_bytes
+        return self._admission.used_bytes
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────
 
     def on_view(
         self, ring: int, peers: Mapping[int, bytes], departed: Mapping[int, str], now: float
     ) -> Actions:
-        """Members have changed.
+        """Follows a change of members.
 
         Args:
-            ring: the epoch of the ring; of another one no round is left.
+            ring: the epoch of the ring. If it is another one, all rounds are forgotten.
             peers: the routing identities of the workers that every round waits for, by rank.
-            departed: those of them that have left, and how to say so: rounds that need their push fail.
+            departed: those of them that have left, with the text that says so. Rounds that need them fail.
             now: the time.
         """
-        gone = self._peers.keys() - peers.keys()
+        lost = self._peers.keys() - peers.keys()
         self._peers, self._departed = dict(peers), dict(departed)
         if ring == self._epoch:
-            self._gone |= gone
-            return self._do_without(gone, now) + self._fail_without(departed, now)
+            self._lost |= lost
+            return self._continue_without(lost, now) + self._fail_without(departed, now)
         self._epoch = ring
-        self._gone.clear()
-        for rounds in (self._refused, self._open):
-            for round_ in rounds.values():
-                round_.advance("ring changed")
-            rounds.clear()
-        self._open_bytes = 0
+        self._lost.clear()
+        for round_ in self._open.values():
+            round_.advance("ring changed")
+        self._open.clear()
         self._history.clear()
-        self._refusals.clear()
+        self._admission.clear()
         return []
 
-    def on_push(self, held: Held, now: float) -> Actions:
-        """A push whose frames have been checked.
+    def on_push(self, held: HeldPush, now: float) -> Actions:
+        """Takes a push whose frames have been checked.
 
         Raises:
-            ProtocolError: it comes from no rank of this view, was cut by another ring, is of one tensor too
-                many, or comes from a rank whose pushes have been refused for too many rounds already.
+            ProtocolError: it comes from no rank of this view, is for another ring, is of one tensor too many,
+                or its rank has too many refused rounds already.
         """
         push = held.push
         if push.ring_epoch != self._epoch or not self._peers.keys() >= set(push.ranks):
             raise ProtocolError(
-                "unexpected", f"push of rank {listing(push.ranks)} for epoch {push.ring_epoch}"
+                "unexpected",
+                f"push of rank {listing(push.ranks)} for epoch {push.ring_epoch}, expected one of "
+                f"{len(self._peers)} workers and epoch {self._epoch}",
             )
         key = Key(push.tensor, push.step, push.chunk)
-        ended = self._history.outcome(key)
-        if ended is not None and push.step <= ended.key.step:
-            return self._repeat(ended, held)
+        last = self._history.last(key)
+        if last is not None and push.step <= last.key.step:
+            return self._repeat(last, held)
         self._history.note(push)
         if key in self._open:
             return self._hold(self._open[key], held, now)
-        if self._history.has_gone_on(key, push.rank):
-            # Late, or for others that have been answered meanwhile.
+        if self._history.has_passed(key, push.rank):
+            # It is late, or the others were answered meanwhile.
             self.duplicates += 1
             return []
         return self._admit(key, held, now)
 
-    def finish(self, key: Key, result: Result, frames: Sequence[memoryview], now: float) -> Actions:
-        """The aggregation of ``key`` is done: answers all ranks, and lets refused rounds in."""
-        return self._close(self._open[key], "summed", result, frames, now)
+    def finish(self, key: Key, outcome: Outcome, now: float) -> Actions:
+        """A round has been reduced: replies to all ranks, and admits refused rounds."""
+        round_ = self._open[key]
+        return [*replies_of(outcome, round_.held.values()), *self._close(round_, "reduced", outcome, now)]
 
     def on_departed(self, rank: int, reason: str, now: float) -> Actions:
-        """A worker cannot be served any more, and stays a member: rounds that need its push fail."""
+        """Fails rounds that need a worker which cannot be served any more, although it is still a member."""
         if rank not in self._peers:
             return []
         self._departed[rank] = reason
         return self._fail_without({rank: reason}, now)
 
     def on_tick(self, now: float) -> Actions:
-        """Time passed: rounds may have waited long enough, or wait for ranks that have to be asked."""
+        """Ends rounds that have waited long enough, and asks ranks for pushes that they may not send."""
         self._count_late(now)
-        ended = [self._look_at(round_, now) for round_ in list(self._open.values())]
+        ended = [self._expire(round_, now) for round_ in list(self._open.values())]
         return [*chain.from_iterable(ended), *self._ask(now)]
 
     # ── transitions ─────────────────────────────────────────────────────────────────────────────
 
-    def _admit(self, key: Key, held: Held, now: float) -> Actions:
-        """Opens a round, or refuses it for want of room.
+    def _admit(self, key: Key, held: HeldPush, now: float) -> Actions:
+        """Opens a round, or refuses it because there is no room.
 
-        Some have to end before what other ranks have pushed since, so they need no room: those pushed again
-        for a new ring, and those whose outcome is forgotten but was lost on its way to this rank.
+        A round that others wait for must open: they cannot push what would follow it. Such are those pushed
+        again under a new ring, and those whose outcome is forgotten although this rank lacks its reply.
         """
-        without = self._history.forgotten(key)
-        round_ = self._refused.get(key) or Round(key)
-        round_.is_again = round_.is_reopened = without is not None
-        round_.without = without or frozenset()
-        is_due = round_.is_reopened or held.push.again
-        if not self._make_room(self._estimate(held.size_bytes), is_due=is_due):
-            return self._refuse(round_, held)
+        excluded = self._history.forgotten(key)
+        round_ = self._admission.refused(key) or ServerRound(key)
+        round_.is_recovery = round_.is_reopened = excluded is not None
+        round_.excluded = excluded or frozenset()
+        must = round_.is_reopened or held.push.again or not self._open
+        if not self._admission.make_room(held.size_bytes, len(self._peers), must=must):
+            self._admission.refuse(round_, held)
+            return [Reply([held.peer], Busy(self._epoch, *key))]
         return self._open_round(round_, "push", now) + self._hold(round_, held, now)
 
-    def _open_round(self, round_: Round, event: Literal["push", "room"], now: float) -> Actions:
-        """Opens a round, and asks the ranks that were refused before it fitted to push again."""
+    def _open_round(self, round_: ServerRound, event: Literal["push", "room"], now: float) -> Actions:
+        """Opens a round, and asks the ranks that were refused before to push again."""
         round_.advance(event)
         round_.opened = now
         self._open[round_.key] = round_
-        if not round_.refused:
-            return []
-        del self._refused[round_.key]
-        self._refusals.subtract(round_.refused.keys())
-        peers, round_.refused = list(round_.refused), {}
-        return [Reply(peers, Resume(self._epoch, *round_.key))]
+        peers = self._admission.admit(round_)
+        return [Reply(peers, Resume(self._epoch, *round_.key))] if peers else []
 
-    def _look_at(self, round_: Round, now: float) -> Actions:
-        """Ends a round that has waited long enough, or that can never be complete.
+    def _readmit(self, now: float) -> Actions:
+        """Opens refused rounds that fit now, the oldest first."""
+        actions: Actions = []
+        while (round_ := self._admission.first_refused()) is not None:
+            push_bytes = max(round_.refused.values())
+            if not self._admission.make_room(push_bytes, len(self._peers), must=not self._open):
+                break
+            actions += self._open_round(round_, "room", now)
+            self._admission.reserve(round_, push_bytes, len(self._peers))
+        return actions
 
-        A rank that pushes a later step has ended this one; if its part is missing, without an answer. What it
-        may have pushed before it is asked for instead, as long as anybody needs the answer.
-        """
-        key, age = round_.key, now - round_.opened
-        gone_on = self._history.gone_on(key, self._peers)
-        if round_.is_again and round_.held.keys() <= gone_on:
-            return self._cancel(round_, now)
-        if not round_.is_again and (given_up := gone_on - round_.ranks):
-            ranks = f"rank(s) {listing(sorted(given_up))}"
-            reason = f"ranks disagree: {ranks} pushed a later step without this part; see what failed there"
-            return self._fail(round_, "given up", "mismatch", reason, now)
-        if age > self._deadline_seconds:
-            missing = sorted(self._peers.keys() - round_.ranks)
-            reason = f"no push within {self._deadline_seconds:g} s from rank(s) {listing(missing)}"
-            return self._fail(round_, "deadline", "deadline", reason, now)
-        return self._cancel(round_, now) if round_.is_reopened and age > REOPENED_SECONDS else []
-
-    def _hold(self, round_: Round, held: Held, now: float) -> Actions:
+    def _hold(self, round_: ServerRound, held: HeldPush, now: float) -> Actions:
+        """Adds a push to an open round."""
         push, ranks = held.push, held.push.ranks
-        round_.is_again |= push.again
+        round_.is_recovery |= push.again
         if push.rank in round_.held:
             self.duplicates += 1
             return []
         if twice := round_.ranks.intersection(ranks):
-            reason = f"push of rank {push.rank} for rank(s) {listing(sorted(twice))}, whose part is there"
+            reason = f"push of rank {push.rank} for rank(s) {listing(sorted(twice))}, whose push is there"
             raise ProtocolError("unexpected", reason)
         round_.advance("push")
         self.late.wait((push.rank,), round_.arrivals, len(self._peers), now)
         round_.held[push.rank] = held
         round_.ranks.update(ranks)
         round_.arrivals.append(now)
-        self._reserve(round_, held.size_bytes)
+        self._admission.reserve(round_, held.size_bytes, len(self._peers))
         return self._complete(round_, now)
 
-    def _complete(self, round_: Round, now: float) -> Actions:
-        """What follows once the last push is in, or a rank that is gone will never send it.
+    def _complete(self, round_: ServerRound, now: float) -> Actions:
+        """Reduces a round once all pushes are there, or fails it if one can never come.
 
-        A round that was begun under an older ring may have been answered there, with the push of a rank that
-        is gone since, so it cannot do without. Nor can one whose outcome was forgotten that had it.
+        A recovery round may have been answered before, with the push of a rank that is lost now. Then it
+        cannot be reduced without that rank: others would have another result.
         """
-        if round_.is_again and (lost := self._gone - round_.ranks - round_.without):
+        if round_.is_recovery and (lost := self._lost - round_.ranks - round_.excluded):
             reason = f"rank {min(lost)} was lost after a server had been, within one round of both"
             if round_.is_reopened:
-                reason = f"rank {min(lost)} was lost, and the sum that it has part in had to be forgotten"
+                reason = (
+                    f"rank {min(lost)} was lost, and the result that contains its push had to be forgotten"
+                )
             return self._fail(round_, "rank gone", "lost", reason, now)
         if self._peers.keys() <= round_.ranks:
             pushes = [round_.held[rank] for rank in sorted(round_.held)]
             if reason := disagreement([held.push for held in pushes]):
                 return self._fail(round_, "ranks disagree", "mismatch", reason, now)
             round_.advance("last push")
-            return [Aggregate(round_.key, pushes, now - round_.opened)]
+            return [Reduce(round_.key, pushes, now - round_.opened)]
         absent = self._departed.keys() - round_.ranks
         if absent:
             return self._fail(round_, "rank gone", "lost", self._departed[min(absent)], now)
         return []
 
+    def _expire(self, round_: ServerRound, now: float) -> Actions:
+        """Ends a round that has waited long enough, or that can never be complete.
+
+        A rank that pushes a later step has ended this one. If its push is missing, it got no reply, and the
+        round fails. In a recovery round it may have had its reply before: it is asked for its push instead,
+        as long as any rank needs the reply.
+        """
+        key, age_seconds = round_.key, now - round_.opened
+        passed = self._history.passed(key, self._peers)
+        if round_.is_recovery and round_.held.keys() <= passed:
+            return self._cancel(round_, now)
+        if not round_.is_recovery and (given_up := passed - round_.ranks):
+            ranks = f"rank(s) {listing(sorted(given_up))}"
+            reason = f"ranks disagree: {ranks} pushed a later step without this chunk; see what failed there"
+            return self._fail(round_, "given up", "mismatch", reason, now)
+        if age_seconds > self._deadline_seconds:
+            missing = sorted(self._peers.keys() - round_.ranks)
+            reason = f"no push within {self._deadline_seconds:g} s from rank(s) {listing(missing)}"
+            return self._fail(round_, "deadline", "deadline", reason, now)
+        return self._cancel(round_, now) if round_.is_reopened and age_seconds > REOPENED_SECONDS else []
+
     def _fail_without(self, departed: Mapping[int, str], now: float) -> Actions:
+        """Fails open rounds that need the push of a rank that has departed."""
         actions: Actions = []
         for round_ in list(self._open.values()):
             absent = departed.keys() - round_.ranks
@@ -244,75 +259,64 @@ class ServerRounds:
                 actions += self._fail(round_, "rank gone", "lost", departed[min(absent)], now)
         return actions
 
-    def _do_without(self, gone: Set[int], now: float) -> Actions:
-        """Workers are gone, and the others go on without them.
+    def _continue_without(self, lost: Set[int], now: float) -> Actions:
+        """Elastic: workers are lost, and the others continue.
 
-        Their pushes of open rounds do not count: nobody has been answered yet, and the average is over those
-        that are present.
+        What they have pushed to open rounds does not count: nobody has been answered yet, and an average is
+        over the ranks that are present.
         """
         actions: Actions = []
-        for round_ in list(self._open.values()) if gone else ():
-            if not round_.is_again:
-                for rank in gone & round_.held.keys():
+        for round_ in list(self._open.values()) if lost else ():
+            if not round_.is_recovery:
+                for rank in lost & round_.held.keys():
                     round_.ranks.difference_update(round_.held.pop(rank).push.ranks)
             actions += self._complete(round_, now) if round_.held else self._cancel(round_, now)
         return actions
 
-    def _cancel(self, round_: Round, now: float) -> Actions:
-        """Nobody waits for this round any more: the next push opens another."""
+    # ── ends ────────────────────────────────────────────────────────────────────────────────────
+
+    def _cancel(self, round_: ServerRound, now: float) -> Actions:
+        """Forgets a round that nobody waits for any more: the next push opens another."""
         self._end(round_, "nobody left")
         return self._readmit(now)
 
-    def _end(self, round_: Round, event: Event) -> None:
+    def _end(self, round_: ServerRound, event: RoundEvent) -> None:
         del self._open[round_.key]
-        self._open_bytes -= round_.size_bytes
+        self._admission.release(round_)
         round_.advance(event)
 
     def _fail(
-        self,
-        round_: Round,
-        event: Literal["ranks disagree", "deadline", "rank gone", "given up"],
-        kind: FailureKind,
-        reason: str,
-        now: float,
+        self, round_: ServerRound, event: FailEvent, kind: FailureKind, reason: str, now: float
     ) -> Actions:
-        key = round_.key
-        text = f"tensor {key.tensor!r}, step {key.step}: {reason}"
-        return self._close(round_, event, Failure(self._epoch, *key, kind, text), (), now)
+        key, peers = round_.key, [held.peer for held in round_.held.values()]
+        failure = Failure(self._epoch, *key, kind, f"tensor {key.tensor!r}, step {key.step}: {reason}")
+        # Without peers, too: whoever carries it out counts and logs the failure.
+        return [Reply(peers, failure), *self._close(round_, event, FailedRound(failure), now)]
 
-    def _close(
-        self,
-        round_: Round,
-        event: Event,
-        message: Result | Failure,
-        frames: Sequence[memoryview],
-        now: float,
-    ) -> Actions:
-        peers = [held.peer for held in round_.held.values()]
+    def _close(self, round_: ServerRound, event: RoundEvent, outcome: Outcome, now: float) -> Actions:
+        """Ends a round that has an outcome, and admits refused rounds."""
         self._end(round_, event)
-        if self._gone:
-            round_.without = self._gone - round_.ranks
+        if self._lost:
+            round_.excluded = self._lost - round_.ranks
         round_.held, round_.ranks = {}, set()
-        round_.message, round_.frames = message, frames
-        round_.size_bytes = ROUND_BYTES + sum([frame.nbytes for frame in frames])
-        self._history.keep(round_)
-        while len(self._history) > 1 and self.used_bytes > self.budget_bytes:
-            self._history.forget_oldest()
-        return [Reply(peers, message, frames), *self._readmit(now)]
+        round_.outcome = outcome
+        self._admission.keep(round_)
+        return self._readmit(now)
 
-    def _repeat(self, ended: Round, held: Held) -> Actions:
+    def _repeat(self, last: ServerRound, held: HeldPush) -> Actions:
+        """Answers a push of a round that has ended, if its outcome is the last one and not a later step's."""
         self.duplicates += 1
-        if ended.key.step != held.push.step:
+        if last.key.step != held.push.step:
             return []
-        ended.advance("push")
-        assert ended.message is not None
-        return [Reply([held.peer], ended.message, ended.frames)]
+        last.advance("push")
+        assert last.outcome is not None
+        return [*replies_of(last.outcome, [held])]
 
     def _ask(self, now: float) -> Actions:
-        """Asks for pushes that ranks may have had an answer to, under an older ring or by this server."""
+        """Asks ranks for pushes of recovery rounds: they may have their reply already, and not push again."""
         actions: Actions = []
         for key, round_ in self._open.items():
-            if round_.is_again and now >= round_.ask_at:
+            if round_.is_recovery and now >= round_.ask_at:
                 round_.ask_at = now + round_.ask_seconds
                 round_.ask_seconds = min(2 * round_.ask_seconds, MOST_ASK_SECONDS)
                 absent = sorted(self._peers.keys() - round_.ranks)
@@ -320,56 +324,8 @@ class ServerRounds:
         return actions
 
     def _count_late(self, now: float) -> None:
-        """Counts those that are waited for now. One round will do: its waits overlap those of the others."""
+        """Counts how long ranks are waited for, in one round: its waits overlap those of the others."""
         for round_ in self._open.values():
             if 2 * len(round_.ranks) >= len(self._peers):
                 missing = self._peers.keys() - round_.ranks
                 return self.late.wait(missing, round_.arrivals, len(self._peers), now)
-
-    # ── the byte budget ─────────────────────────────────────────────────────────────────────────
-
-    def _estimate(self, push_bytes: int) -> int:
-        """What a round takes if every rank pushes as much."""
-        return ROUND_BYTES + push_bytes * len(self._peers)
-
-    def _reserve(self, round_: Round, push_bytes: int) -> None:
-        """Counts a round by its largest push: others may hold less, none holds more."""
-        size_bytes = self._estimate(push_bytes)
-        if size_bytes > round_.size_bytes:
-            self._open_bytes += size_bytes - round_.size_bytes
-            round_.size_bytes = size_bytes
-
-    def _make_room(self, size_bytes: int, *, is_due: bool = False) -> bool:
-        """Whether a round of this size may open. One always may: then it can finish.
-
-        For one that may not, no outcome is forgotten.
-        """
-        least_bytes = self.used_bytes - self._history.evictable_bytes + size_bytes
-        if self._open and not is_due and least_bytes > self.budget_bytes:
-            return False
-        while len(self._history) and self.used_bytes + size_bytes > self.budget_bytes:
-            self._history.forget_oldest()
-        return True
-
-    def _refuse(self, round_: Round, held: Held) -> Actions:
-        if held.peer not in round_.refused:
-            if self._refusals[held.peer] == MOST_REFUSED:
-                reason = f"rank {held.push.rank} has {MOST_REFUSED} refused rounds and asks for another"
-                raise ProtocolError("unexpected", reason)
-            self._refusals[held.peer] += 1
-        round_.advance("push over the budget")
-        round_.refused[held.peer] = held.size_bytes
-        self._refused[round_.key] = round_
-        return [Reply([held.peer], Busy(self._epoch, *round_.key))]
-
-    def _readmit(self, now: float) -> Actions:
-        """Opens refused rounds that fit now, oldest first, and asks their ranks to push again."""
-        actions: Actions = []
-        while self._refused:
-            round_ = next(iter(self._refused.values()))
-            size = max(round_.refused.values())
-            if not self._make_room(self._estimate(size)):
-                break
-            actions += self._open_round(round_, "room", now)
-            self._reserve(round_, size)
-        return actions

@@ -12,14 +12,13 @@ import msgspec
 import numpy as np
 import torch
 
+from tests.server.reducers.reduction import REDUCERS
 from zenps.buffers import BufferPool
 from zenps.codecs.registry import CODECS
 from zenps.codecs.values import VALUE_CODECS
 from zenps.config.settings import ClusterConfig, Config, SyncConfig
-from zenps.kernels.cpu import CpuKernels
 from zenps.scheduler.membership import Membership
-from zenps.server.reducers.aggregation import Aggregator, Payload, check_span, read_payload
-from zenps.server.rounds.states import Aggregate, Held
+from zenps.server.rounds.states import HeldPush, Reduce
 from zenps.server.rounds.tracker import ServerRounds
 from zenps.wire.blocks import decode_blocks, encode_blocks
 from zenps.wire.frames import PROTOCOL_VERSION, Decoder, checksum_of, encode
@@ -94,21 +93,18 @@ class Server:
         self._rounds = {ranks: ServerRounds(1 << 20, 30.0) for ranks in (1, 2)}
         for ranks, rounds in self._rounds.items():
             rounds.on_view(1, dict.fromkeys(range(ranks), b"peer"), {}, 0.0)
-        pool = BufferPool(1 << 20)
-        self._aggregator = Aggregator(CpuKernels(pool), pool)
 
     def __call__(self, frames: Frames) -> None:
         rest = [memoryview(bytearray(frame)) for frame in frames[1:]]
         push = self._decoder.decode(frames[0], rest)
-        check_span(push, MAX_MESSAGE_BYTES)
-        payload = read_payload(push, rest)
+        reducer = REDUCERS[push.kind]
+        reducer.check_span(push, MAX_MESSAGE_BYTES)
+        payload = reducer.read(push, rest)
         for rounds in self._rounds.values():
-            for action in rounds.on_push(Held(b"peer", push, payload, payload.size_bytes), 0.0):
-                if isinstance(action, Aggregate):
-                    pushes = [(held.push, held.payload) for held in action.pushes]
-                    assert all(isinstance(held, Payload) for _, held in pushes)
-                    result, parts = self._aggregator.aggregate(pushes)  # type: ignore[arg-type]
-                    rounds.finish(action.key, result, parts, 0.0)
+            for action in rounds.on_push(HeldPush(b"peer", push, payload, payload.size_bytes), 0.0):
+                if isinstance(action, Reduce):
+                    outcome = reducer.reduce([held.payload for held in action.pushes])
+                    rounds.finish(action.key, outcome, 0.0)
 
 
 class Worker:

@@ -16,7 +16,7 @@ MOST_BYTES = 4 << 20
 
 @pytest.fixture
 def pair() -> Iterator[tuple[SendQueue, Socket]]:
-    """An send queue, and a peer of identity ``peer`` that is connected to it."""
+    """A send queue, and a peer of identity ``peer`` that is connected to it."""
     with context() as ctx:
         router, address = bind_router(ctx, "127.0.0.1", 0, 1 << 24)
         dealer = connect_dealer(ctx, address, b"peer", 1 << 24)
@@ -68,7 +68,7 @@ def test_a_peer_that_never_reads_is_stalled_once_the_messages_are_too_many(
         send_many(send_queue, b"envelope" * 100, [])
 
 
-def test_a_peer_that_is_not_connected_is_said_so(pair: tuple[SendQueue, Socket]) -> None:
+def test_a_peer_that_is_not_connected_is_reported(pair: tuple[SendQueue, Socket]) -> None:
     send_queue, _ = pair
     with pytest.raises(zmq.ZMQError) as caught:
         send_queue.send(b"nobody", b"envelope", [BIG])

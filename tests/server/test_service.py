@@ -1,4 +1,4 @@
-"""What a server makes of views; the rest of it is tried with whole clusters."""
+"""How a server follows views; the rest of it is tested with whole clusters."""
 
 from __future__ import annotations
 

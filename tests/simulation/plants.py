@@ -17,8 +17,7 @@ from zenps.scheduler.job import Job
 from zenps.scheduler.members import Node
 from zenps.scheduler.membership import Membership
 from zenps.scheduler.registration import Settings
-from zenps.server.rounds.states import Aggregate, Held
-from zenps.server.rounds.states import Round as ServerRound
+from zenps.server.rounds.states import HeldPush, Reduce, ServerRound
 from zenps.server.rounds.tracker import Actions, ServerRounds
 from zenps.wire.messages import FromServer, Member, Register
 from zenps.worker.rounds.states import Action, Frames, Round, SendPush
@@ -109,13 +108,13 @@ class CountsOn(WorkerRounds):
         return []
 
 
-class SumsAsTheyCome(ServerRounds):
-    """Adds ranks in the order of arrival."""
+class ReducesAsTheyCome(ServerRounds):
+    """Reduces pushes in the order of arrival."""
 
     def _complete(self, round_: ServerRound, now: float) -> Actions:
         arrived = list(round_.held.values())
         actions = super()._complete(round_, now)
-        return [Aggregate(a.key, arrived, 0.0) if isinstance(a, Aggregate) else a for a in actions]
+        return [Reduce(a.key, arrived, 0.0) if isinstance(a, Reduce) else a for a in actions]
 
 
 class KeepsTheOldRing(ServerRounds):
@@ -141,31 +140,31 @@ class ForgetsToForget(ServerRounds):
     """Counts the memory of ended rounds as used."""
 
     def _end(self, round_: ServerRound, event: Any) -> None:
-        before = self._open_bytes
+        before = self._admission.open_bytes
         super()._end(round_, event)
-        self._open_bytes = before
+        self._admission.open_bytes = before
 
 
 class RefusesWhatIsOlder(ServerRounds):
     """Admits repeated pushes after a loss only if there is room, which other rounds have taken."""
 
-    def on_push(self, held: Held, now: float) -> Actions:
+    def on_push(self, held: HeldPush, now: float) -> Actions:
         push = msgspec.structs.replace(held.push, again=False)
         return super().on_push(msgspec.structs.replace(held, push=push), now)
 
 
-class DoesWithoutAnybody(ServerRounds):
-    """Sums a round without a lost rank, although others may have ended the round with that rank."""
+class ContinuesWithoutAnybody(ServerRounds):
+    """Reduces without a lost rank what others may have ended with it."""
 
     def _complete(self, round_: ServerRound, now: float) -> Actions:
-        self._gone.clear()
+        self._lost.clear()
         return super()._complete(round_, now)
 
 
-class NeverDoesWithout(ServerRounds):
-    """Waits for the push of a rank that is lost."""
+class NeverContinuesWithout(ServerRounds):
+    """Waits for the push of a lost rank."""
 
-    def _do_without(self, gone: Set[int], now: float) -> Actions:
+    def _continue_without(self, lost: Set[int], now: float) -> Actions:
         return []
 
 
@@ -300,14 +299,14 @@ PLANTS: dict[Scenario, list[Parts]] = {
             for part in (TakesAnyEpoch, KeepsNothing, TrustsTheFirstWatermark, NeverSettles)
         ),
         *(Parts(exchange=part) for part in (SaysItIsTheFirstTime, NeverRepeats)),
-        *(Parts(rounds=part) for part in (SumsAsTheyCome, KeepsTheOldRing, NeverAsks, ForgetsToForget)),
+        *(Parts(rounds=part) for part in (ReducesAsTheyCome, KeepsTheOldRing, NeverAsks, ForgetsToForget)),
         Parts(rounds=RefusesWhatIsOlder),
         *(Parts(membership=part) for part in (TellsWorkersFirst, BeginsAnew, LetsOneThrough)),
     ],
     "fail": [*(Parts(membership=part) for part in (NamesNobody, NeverMissesAWorker))],
     "continue": [
         *(Parts(exchange=part) for part in (GoesOnWithOthers, CountsOn, OverwritesWhatHasEnded)),
-        *(Parts(rounds=part) for part in (DoesWithoutAnybody, NeverDoesWithout)),
+        *(Parts(rounds=part) for part in (ContinuesWithoutAnybody, NeverContinuesWithout)),
         *(Parts(membership=part) for part in (LetsInTooEarly, CountsBarriersOn)),
     ],
     "restart": [

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from zenps.errors import ProtocolError
-from zenps.server.rounds.states import Aggregate, Held, Reply
-from zenps.server.rounds.tracker import ROUND_BYTES
+from zenps.server.reducers.base import Answer, Outcome
+from zenps.server.rounds.admission import ROUND_BYTES
+from zenps.server.rounds.states import Action, HeldPush, Reduce, Reply
 from zenps.wire.messages import Leave, Push, Register, Result, Stop, View
 
 from .network import OVERWRITTEN, Frame, Frames
@@ -21,6 +22,20 @@ if TYPE_CHECKING:
 
 UNITS = 8
 """The rows of every tensor; a ring gives each to a server."""
+
+
+class SimulatedOutcome(Outcome):
+    """The same frame for every rank."""
+
+    def __init__(self, result: Result, frame: Any) -> None:
+        self._answer = Answer(result, [frame])
+
+    @property
+    def size_bytes(self) -> int:
+        return self._answer.frames[0].nbytes
+
+    def reply(self, rank: int) -> Answer:
+        return self._answer
 
 
 class Server(Member):
@@ -69,7 +84,7 @@ class Server(Member):
             raise Violation(f"{self.name!r} of ring {self.view.ring_epoch} got {push}")
         (frame,) = frames
         try:
-            actions = self.rounds.on_push(Held(sender, push, frame, frame.nbytes), self.now)
+            actions = self.rounds.on_push(HeldPush(sender, push, frame, frame.nbytes), self.now)
         except ProtocolError:  # of an older ring
             self.network.counts["pushes of an older ring"] += 1
             return
@@ -86,20 +101,20 @@ class Server(Member):
         if size != self.rounds.held_bytes:
             raise Violation(f"{self.name!r} holds {size} bytes, and counts {self.rounds.held_bytes}")
         most = max(self.simulation.script.budget_bytes, self._largest_round_bytes)
-        if size > most + sum(round_.size_bytes for round_ in held if round_.is_again):
+        if size > most + sum(round_.size_bytes for round_ in held if round_.is_recovery):
             raise Violation(f"{self.name!r} holds {size} bytes; expected at most {most}")
 
-    def _execute(self, actions: Sequence[Aggregate | Reply]) -> None:
+    def _execute(self, actions: Sequence[Action]) -> None:
         todo = list(actions)
         while todo:
             match todo.pop(0):
-                case Aggregate() as round_:
-                    todo += self._aggregate(round_)
+                case Reduce() as round_:
+                    todo += self._reduce(round_)
                 case Reply(peers=peers, message=message, frames=frames):
                     for peer in peers:
                         self.send(peer, message, frames)  # type: ignore[arg-type]
 
-    def _aggregate(self, round_: Aggregate) -> Sequence[Aggregate | Reply]:
+    def _reduce(self, round_: Reduce) -> Sequence[Action]:
         payloads: list[Any] = [held.payload for held in round_.pushes]
         key, units = round_.key, payloads[0].values.keys()
         if any(payload.values.keys() != units for payload in payloads):
@@ -113,8 +128,7 @@ class Server(Member):
             self.simulation.promises.check_answer(key.tensor, key.step, values)
         push = round_.pushes[0].push
         result = Result(push.ring_epoch, key.tensor, key.step, key.chunk, len(values), "none")
-        frames: Any = [Frame(dict(values))]
-        return self.rounds.finish(key, result, frames, self.now)
+        return self.rounds.finish(key, SimulatedOutcome(result, Frame(dict(values))), self.now)
 
 
 def owners_of_units(view: View) -> list[int]:

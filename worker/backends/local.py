@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from zenps.buffers import BufferPool
-from zenps.kernels.cpu import CpuKernels
+from zenps.kernels.factory import make_kernels
 
 from ..core.memory import POOL_BYTES
 from ..core.pending import Pending, Signal, Waiting
@@ -27,7 +27,7 @@ class LocalBackend(Backend):
     partition = "none"
 
     def __init__(self, statistics: Statistics) -> None:
-        self._kernels = CpuKernels(BufferPool(POOL_BYTES))
+        self._kernels = make_kernels(BufferPool(POOL_BYTES))
         self._waiting = Waiting(Signal(), 0.0, statistics, Spans())
 
     def begin(self, request: Request) -> Pending:

@@ -13,7 +13,7 @@ from zenps.buffers import BufferPool
 from zenps.codecs.values import value_codec
 from zenps.config.settings import Config
 from zenps.errors import UsageError
-from zenps.kernels.cpu import CpuKernels
+from zenps.kernels.factory import make_kernels
 from zenps.kernels.gpu.place import DeviceLayout
 from zenps.partition.device_layout import device_layout_on
 from zenps.partition.layout import Layout
@@ -49,7 +49,7 @@ class Planner:
         self._codec = scheme.wire.push_codec or config.sync.codec
         self._sharder = sharder
         self._pool = BufferPool(POOL_BYTES)
-        self._kernels = CpuKernels(self._pool)
+        self._kernels = make_kernels(self._pool)
         self._residuals = Residuals()
         self._accelerators: dict[torch.device, Accelerator] = {}
         # A placement lives as long as its layout, and so as long as whatever was sharded by it.

@@ -4,19 +4,20 @@ import tracemalloc
 
 import pytest
 
-from tests.server.rounds.test_tracker import complete, make_held, make_rounds, peer_of, push_all
+from tests.server.rounds.test_tracker import FixedOutcome, complete, make_held, make_rounds, peer_of, push_all
 from zenps.errors import ProtocolError
 from zenps.server.rounds import history
+from zenps.server.rounds.admission import ROUND_BYTES
 from zenps.server.rounds.history import FORGOTTEN_BYTES, NAME_BYTES, RANK_BYTES, History
-from zenps.server.rounds.states import Key, Reply, Round
-from zenps.server.rounds.tracker import ROUND_BYTES
+from zenps.server.rounds.states import Key, Reply, ServerRound
 from zenps.wire.messages import Busy
 
 RANKS = 8
 
 
-def ended(key: Key, without: frozenset[int] = frozenset()) -> Round:
-    return Round(key, state="answered", size_bytes=ROUND_BYTES, without=without)
+def ended(key: Key, excluded: frozenset[int] = frozenset()) -> ServerRound:
+    outcome = FixedOutcome(key)
+    return ServerRound(key, state="answered", size_bytes=ROUND_BYTES, excluded=excluded, outcome=outcome)
 
 
 def test_its_memory_is_counted() -> None:
@@ -40,13 +41,13 @@ def test_a_name_counts_once_and_what_is_known_again_does_not() -> None:
     size = past.size_bytes
     assert size > NAME_BYTES + RANK_BYTES
     past.note(make_held(0, key).push)
-    assert past.gone_on(key, [0, 1]) == set()
-    assert not past.has_gone_on(key, 0)
+    assert past.passed(key, [0, 1]) == set()
+    assert not past.has_passed(key, 0)
     past.note(make_held(0, Key("a", 4, 1)).push)
     past.note(make_held(0, key).push)
-    assert past.gone_on(key, [0, 1]) == {0}
-    assert past.has_gone_on(key, 0)
-    assert not past.has_gone_on(key, 1)
+    assert past.passed(key, [0, 1]) == {0}
+    assert past.has_passed(key, 0)
+    assert not past.has_passed(key, 1)
     assert past.size_bytes == size
     past.keep(ended(key, frozenset({2})))
     assert past.size_bytes == size + ROUND_BYTES
@@ -59,12 +60,12 @@ def test_a_name_counts_once_and_what_is_known_again_does_not() -> None:
     assert past.kept_bytes == ROUND_BYTES
 
 
-def test_what_all_outcomes_take_can_be_had_for_other_rounds() -> None:
+def test_evictable_bytes_are_what_forgetting_frees() -> None:
     past = History()
     for chunk in range(3):
         past.keep(ended(Key("a", 0, chunk)))
     to_gain, before = past.evictable_bytes, past.size_bytes
-    while len(past):
+    while past.evictable:
         past.forget_oldest()
     assert before - past.size_bytes == to_gain
 
@@ -78,11 +79,11 @@ def test_names_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ProtocolError, match="unexpected: another tensor name, expected 3 at most"):
         rounds.on_push(make_held(0, Key("d", 0, 0)), 0.0)
     assert rounds.used_bytes == used
-    # Those that are there go on.
+    # Known names can still be pushed.
     complete(rounds, Key("a", 0, 0), [0, 1])
     rounds.on_view(2, {rank: peer_of(rank) for rank in range(2)}, {}, 0.0)
     assert rounds.used_bytes == 0
-    assert rounds.on_push(make_held(0, Key("d", 0, 0), epoch=2), 0.0) == []
+    assert rounds.on_push(make_held(0, Key("d", 0, 0), ring_epoch=2), 0.0) == []
 
 
 def test_forgotten_outcomes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,12 +103,12 @@ def test_forgotten_outcomes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_names_take_from_the_budget() -> None:
-    """After thousands of them a round is refused that fitted before; one at a time is always let in."""
+    """After thousands of them a round is refused that fitted before; one at a time is always admitted."""
     rounds = make_rounds(1, budget_bytes=1 << 20)
     for number in range(2000):
         complete(rounds, Key(f"loss-{number}", 0, 0), [0])
     assert rounds.held_bytes == ROUND_BYTES, "the last outcome alone is kept"
-    assert rounds.used_bytes > rounds.budget_bytes
+    assert rounds.used_bytes > rounds._admission.budget_bytes
     rounds.on_view(1, {rank: peer_of(rank) for rank in range(2)}, {}, 0.0)
     assert rounds.on_push(make_held(0, Key("a", 0, 0)), 0.0) == []
     assert rounds.on_push(make_held(0, Key("b", 0, 0)), 0.0) == [Reply([peer_of(0)], Busy(1, "b", 0, 0))]

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from zenps.errors import ProtocolError
-from zenps.server.rounds.states import Aggregate, Held, Key, Reply
-from zenps.server.rounds.tracker import ROUND_BYTES, ServerRounds
+from zenps.server.reducers.base import Answer, Outcome
+from zenps.server.rounds.admission import ROUND_BYTES
+from zenps.server.rounds.states import Action, HeldPush, Key, Reduce, Reply
+from zenps.server.rounds.tracker import ServerRounds
 from zenps.wire.messages import Busy, Failure, Push, Result, Resume, Wanted
 
 DEADLINE_SECONDS = 30.0
@@ -21,11 +23,11 @@ TENSORS, CHUNKS = ["a", "b", "c"], 2
 
 def make_held(
     rank: int, key: Key, size_bytes: int = 100, shape: tuple[int, ...] = (8, 4), **fields: object
-) -> Held:
+) -> HeldPush:
     push = Push(1, rank, *key, CHUNKS, "sparse", "float32", shape, 4, 4, 2, "coo", True)
     for name, value in fields.items():
         push = Push(**{field: getattr(push, field) for field in push.__struct_fields__} | {name: value})
-    return Held(peer_of(rank), push, payload=None, size_bytes=size_bytes)
+    return HeldPush(peer_of(rank), push, payload=None, size_bytes=size_bytes)
 
 
 def peer_of(rank: int) -> bytes:
@@ -40,6 +42,20 @@ def make_rounds(ranks: int, budget_bytes: int = 1 << 30) -> ServerRounds:
 
 def result_of(key: Key) -> Result:
     return Result(1, *key, 2, "coo")
+
+
+class FixedOutcome(Outcome):
+    """The same result and frames for every rank."""
+
+    def __init__(self, key: Key, frames: Sequence[memoryview] = ()) -> None:
+        self._answer = Answer(result_of(key), frames)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(frame.nbytes for frame in self._answer.frames)
+
+    def reply(self, rank: int) -> Answer:
+        return self._answer
 
 
 class Cluster(RuleBasedStateMachine):
@@ -61,9 +77,9 @@ class Cluster(RuleBasedStateMachine):
         self.now = 0.0
         self.states: dict[tuple[int, Key], str] = {}
         self.steps = Counter[tuple[int, str, int]]()
-        self.held: dict[Key, dict[int, Held]] = {}
+        self.held: dict[Key, dict[int, HeldPush]] = {}
         self.opened: dict[Key, float] = {}
-        self.aggregated: set[Key] = set()
+        self.reduced: set[Key] = set()
         self.reopened: set[Key] = set()
         """Those that were opened once more, for an outcome that was forgotten."""
         self.departed: dict[int, str] = {}
@@ -78,7 +94,7 @@ class Cluster(RuleBasedStateMachine):
         return [rank for rank in self.ranks if rank not in self.departed]
 
     def in_state(self, *states: str) -> list[tuple[int, Key]]:
-        return [place for place, state in self.states.items() if state in states]
+        return [rank_and_key for rank_and_key, state in self.states.items() if state in states]
 
     @precondition(lambda self: self.live())
     @rule(
@@ -114,7 +130,7 @@ class Cluster(RuleBasedStateMachine):
     @precondition(lambda self: self.in_state("waiting", "busy", "resumed"))
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
-        """One part has failed: the rank drops the others, and goes on."""
+        """One chunk has failed: the rank drops the others, and pushes the next step."""
         rank, (tensor, step, _) = data.draw(st.sampled_from(self.in_state("waiting", "busy", "resumed")))
         for chunk in range(CHUNKS):
             if self.steps[rank, tensor, chunk] == step:
@@ -130,9 +146,9 @@ class Cluster(RuleBasedStateMachine):
         for key, held in self.held.items():
             is_late = self.now - self.opened[key] > DEADLINE_SECONDS
             if self.rounds._open[key].is_reopened:
-                if is_late and not all(self.has_gone_on(rank, key) for rank in held):
+                if is_late and not all(self.has_passed(rank, key) for rank in held):
                     expected.add(key)
-            elif is_late or any(self.has_gone_on(rank, key) for rank in self.ranks if rank not in held):
+            elif is_late or any(self.has_passed(rank, key) for rank in self.ranks if rank not in held):
                 expected.add(key)
         actions = self.rounds.on_tick(self.now)
         assert self.failed(actions) == expected
@@ -150,16 +166,18 @@ class Cluster(RuleBasedStateMachine):
 
     # ── what the server answers ─────────────────────────────────────────────────────────────────
 
-    def send(self, held: Held) -> None:
+    def send(self, held: HeldPush) -> None:
         key, rank = Key(held.push.tensor, held.push.step, held.push.chunk), held.push.rank
-        outcome = self.rounds._history.outcome(key)
+        last = self.rounds._history.last(key)
         actions = self.rounds.on_push(held, self.now)
-        if outcome is None or outcome.key.step < key.step:
+        if last is None or last.key.step < key.step:
             self.newest[rank, key.tensor] = max(key.step, self.newest.get((rank, key.tensor), -1))
-        if outcome is not None and outcome.key.step >= key.step:
+        if last is not None and last.key.step >= key.step:
             # Failed without this rank. One that is a step behind ends by its own deadline.
-            assert outcome.message is not None
-            assert actions == ([Reply([held.peer], outcome.message)] if outcome.key.step == key.step else [])
+            assert last.outcome is not None
+            answer = last.outcome.reply(rank)
+            repeated = [Reply([held.peer], answer.message, answer.frames)]
+            assert actions == (repeated if last.key.step == key.step else [])
             self.end(rank, key)
             return
         self.states[rank, key] = "waiting"
@@ -172,12 +190,12 @@ class Cluster(RuleBasedStateMachine):
         self.reopened |= {key for key, round_ in self.rounds._open.items() if round_.is_reopened}
         self.execute(actions)
 
-    def execute(self, actions: Sequence[Aggregate | Reply]) -> None:
+    def execute(self, actions: Sequence[Action]) -> None:
         todo = list(actions)
         while todo:
             match todo.pop(0):
-                case Aggregate() as aggregate:
-                    todo += self.aggregate(aggregate)
+                case Reduce() as action:
+                    todo += self.reduce(action)
                 case Reply(peers=peers, message=Resume() as message):
                     self.on_resume(Key(message.tensor, message.step, message.chunk), peers)
                 case Reply(message=Wanted()):
@@ -194,15 +212,15 @@ class Cluster(RuleBasedStateMachine):
         for rank in self.held.pop(key):
             self.end(rank, key)
 
-    def aggregate(self, action: Aggregate) -> list[Aggregate | Reply]:
-        assert action.key not in self.aggregated
-        self.aggregated.add(action.key)
+    def reduce(self, action: Reduce) -> list[Action]:
+        assert action.key not in self.reduced
+        self.reduced.add(action.key)
         assert [held.push.rank for held in action.pushes] == list(self.ranks)
         assert [self.held[action.key][rank] for rank in self.ranks] == action.pushes
         assert len({held.push.shape for held in action.pushes}) == 1
         assert action.waited_seconds == self.now - self.opened[action.key]
         union = memoryview(bytes(sum(held.size_bytes for held in action.pushes)))
-        return self.rounds.finish(action.key, result_of(action.key), (union,), self.now)
+        return self.rounds.finish(action.key, FixedOutcome(action.key, (union,)), self.now)
 
     def on_resume(self, key: Key, peers: Sequence[bytes]) -> None:
         ranks = [rank for rank in self.ranks if peer_of(rank) in peers]
@@ -219,8 +237,7 @@ class Cluster(RuleBasedStateMachine):
         assert isinstance(message, Result | Failure)
         key = Key(message.tensor, message.step, message.chunk)
         held = self.held.pop(key)
-        place = key.tensor, key.chunk
-        self.ended[place] = max(key.step, self.ended.get(place, -1))
+        self.ended[key.series] = max(key.step, self.ended.get(key.series, -1))
         assert list(reply.peers) == [peer_of(rank) for rank in held]
         if isinstance(message, Failure):
             self.check_failure(message, held, self.now - self.opened[key])
@@ -236,13 +253,13 @@ class Cluster(RuleBasedStateMachine):
         self.states[rank, key] = "answered"
         self.steps[rank, key.tensor, key.chunk] += 1
 
-    def check_failure(self, failure: Failure, held: dict[int, Held], age_seconds: float) -> None:
+    def check_failure(self, failure: Failure, held: dict[int, HeldPush], age_seconds: float) -> None:
         missing = [rank for rank in self.ranks if rank not in held]
         assert f"tensor {failure.tensor!r}, step {failure.step}: " in failure.reason
         match failure.kind:
             case "mismatch" if missing:
                 key = Key(failure.tensor, failure.step, failure.chunk)
-                given_up = [rank for rank in missing if self.has_gone_on(rank, key)]
+                given_up = [rank for rank in missing if self.has_passed(rank, key)]
                 assert f"rank(s) {', '.join(map(str, given_up))} pushed a later step" in failure.reason
             case "mismatch":
                 assert len({each.push.shape for each in held.values()}) > 1
@@ -252,11 +269,11 @@ class Cluster(RuleBasedStateMachine):
             case "lost":
                 assert any(failure.reason.endswith(self.departed.get(rank, "?")) for rank in missing)
 
-    def has_gone_on(self, rank: int, key: Key) -> bool:
+    def has_passed(self, rank: int, key: Key) -> bool:
         return self.newest.get((rank, key.tensor), -1) > key.step
 
     @staticmethod
-    def failed(actions: Sequence[Aggregate | Reply]) -> set[Key]:
+    def failed(actions: Sequence[Action]) -> set[Key]:
         replies = [action.message for action in actions if isinstance(action, Reply)]
         failures = [message for message in replies if isinstance(message, Failure)]
         return {Key(failure.tensor, failure.step, failure.chunk) for failure in failures}
@@ -276,14 +293,15 @@ class Cluster(RuleBasedStateMachine):
         # A round opens if it fits, or alone. From there it grows by what later pushes are larger.
         one_round = ROUND_BYTES + ranks * max(self.sizes)
         growth = ranks * (max(self.sizes) - min(self.sizes)) * len(self.held)
-        # One that is summed again for whom its outcome was forgotten needs no room, nor has its outcome any.
+        # One that is reduced again after its outcome was forgotten needs no room; nor does its outcome.
         reopened = sum(round_.size_bytes for round_ in rounds._open.values() if round_.is_reopened)
-        assert rounds.held_bytes <= max(rounds.budget_bytes, one_round) + growth + reopened + one_round
+        least = max(rounds._admission.budget_bytes, one_round)
+        assert rounds.held_bytes <= least + growth + reopened + one_round
 
     @invariant()
     def what_is_kept_is_the_last_outcome(self) -> None:
         for round_ in self.rounds._history:
-            assert round_.key.step == self.ended[round_.key.place]
+            assert round_.key.step == self.ended[round_.key.series]
 
     @invariant()
     def nobody_waits_for_nothing(self) -> None:
@@ -314,9 +332,7 @@ TestCluster = Cluster.TestCase
 KEY = Key("a", 0, 0)
 
 
-def push_all(
-    rounds: ServerRounds, key: Key, ranks: Sequence[int], size_bytes: int = 100
-) -> list[Aggregate | Reply]:
+def push_all(rounds: ServerRounds, key: Key, ranks: Sequence[int], size_bytes: int = 100) -> list[Action]:
     """Pushes of ``ranks`` in this order; only the last may have consequences."""
     for rank in ranks[:-1]:
         assert rounds.on_push(make_held(rank, key, size_bytes), 0.0) == []
@@ -325,19 +341,19 @@ def push_all(
 
 def complete(
     rounds: ServerRounds, key: Key, ranks: Sequence[int], frames: Sequence[memoryview] = ()
-) -> list[Aggregate | Reply]:
-    (aggregate,) = push_all(rounds, key, ranks)
-    assert isinstance(aggregate, Aggregate)
-    return rounds.finish(key, result_of(key), frames, 0.0)
+) -> list[Action]:
+    (reduce,) = push_all(rounds, key, ranks)
+    assert isinstance(reduce, Reduce)
+    return rounds.finish(key, FixedOutcome(key, frames), 0.0)
 
 
-def test_pushes_are_aggregated_in_rank_order_and_all_get_one_answer() -> None:
+def test_pushes_are_reduced_in_rank_order_and_all_get_one_answer() -> None:
     rounds = make_rounds(3)
-    (aggregate,) = push_all(rounds, KEY, [2, 0, 1])
-    assert isinstance(aggregate, Aggregate)
-    assert [held.push.rank for held in aggregate.pushes] == [0, 1, 2]
+    (reduce,) = push_all(rounds, KEY, [2, 0, 1])
+    assert isinstance(reduce, Reduce)
+    assert [held.push.rank for held in reduce.pushes] == [0, 1, 2]
     frames = (memoryview(b"positions"), memoryview(b"values"))
-    (reply,) = rounds.finish(KEY, result_of(KEY), frames, 1.0)
+    (reply,) = rounds.finish(KEY, FixedOutcome(KEY, frames), 1.0)
     assert isinstance(reply, Reply)
     assert sorted(reply.peers) == [peer_of(0), peer_of(1), peer_of(2)]
     assert (reply.message, reply.frames) == (result_of(KEY), frames)
@@ -361,13 +377,13 @@ def test_a_result_is_kept_until_the_next_step_is_answered() -> None:
     later = KEY._replace(step=1)
     rounds.on_push(make_held(0, later), 0.0)
     assert rounds.on_push(make_held(1, KEY), 0.0) == [Reply([peer_of(1)], result_of(KEY), frames)]
-    assert isinstance(rounds.on_push(make_held(1, later), 0.0)[0], Aggregate)
-    rounds.finish(later, result_of(later), frames, 0.0)
+    assert isinstance(rounds.on_push(make_held(1, later), 0.0)[0], Reduce)
+    rounds.finish(later, FixedOutcome(later, frames), 0.0)
     assert rounds.held_bytes == kept
     assert rounds.on_push(make_held(1, KEY), 0.0) == []
 
 
-def test_a_failure_too_is_given_again() -> None:
+def test_a_failure_is_repeated_to_a_rank_that_asks_again() -> None:
     rounds = make_rounds(2)
     rounds.on_push(make_held(0, KEY), 0.0)
     (failed,) = rounds.on_tick(DEADLINE_SECONDS + 1)
@@ -395,8 +411,8 @@ def test_without_a_deadline_a_round_waits_and_counts_for_whom() -> None:
     assert rounds.late.seconds == pytest.approx({1: 1e6 - 11, 3: 1e6 - 11})
     assert rounds.on_push(make_held(3, KEY), 1e6 + 1) == []
     assert rounds.on_tick(1e6 + 2) == []
-    (aggregate,) = rounds.on_push(make_held(1, KEY), 1e6 + 3)
-    assert isinstance(aggregate, Aggregate)
+    (reduce,) = rounds.on_push(make_held(1, KEY), 1e6 + 3)
+    assert isinstance(reduce, Reduce)
     assert rounds.late.seconds == pytest.approx({1: 1e6 - 8, 3: 1e6 - 10})
 
 
@@ -436,7 +452,7 @@ def test_a_mismatch_names_tensor_ranks_and_what_each_pushed(fields: dict[str, ob
 def test_rows_and_codec_are_each_ranks_own(fields: dict[str, object]) -> None:
     rounds = make_rounds(2)
     rounds.on_push(make_held(0, KEY), 0.0)
-    assert isinstance(rounds.on_push(make_held(1, KEY, **fields), 0.0)[0], Aggregate)
+    assert isinstance(rounds.on_push(make_held(1, KEY, **fields), 0.0)[0], Reduce)
 
 
 def test_a_failure_among_thousands_of_ranks_fits_its_message() -> None:
@@ -458,21 +474,21 @@ def test_a_failure_among_thousands_of_ranks_fits_its_message() -> None:
 def test_pushes_of_other_ranks_or_epochs_are_refused(rank: int, epoch: int) -> None:
     rounds = make_rounds(2)
     with pytest.raises(ProtocolError) as raised:
-        rounds.on_push(make_held(rank, KEY, epoch=epoch), 0.0)
+        rounds.on_push(make_held(rank, KEY, ring_epoch=epoch), 0.0)
     assert raised.value.reason == "unexpected"
     assert (rounds.open_rounds, rounds.held_bytes) == (0, 0)
 
 
 def test_before_the_first_view_nobody_is_expected() -> None:
     with pytest.raises(ProtocolError):
-        ServerRounds(1 << 20, 1.0).on_push(make_held(0, KEY, epoch=0), 0.0)
+        ServerRounds(1 << 20, 1.0).on_push(make_held(0, KEY, ring_epoch=0), 0.0)
 
 
 BUSY_SIZE = 4000
 """Of a push, where the budget of 10 000 takes one round of two ranks."""
 
 
-def test_back_pressure_lets_the_first_refused_in_first() -> None:
+def test_backpressure_admits_the_first_refused_round_first() -> None:
     rounds = make_rounds(2, 10_000)
     keys = [Key(name, 0, 0) for name in "abcd"]
     assert rounds.on_push(make_held(0, keys[0], BUSY_SIZE), 0.0) == []
@@ -484,21 +500,21 @@ def test_back_pressure_lets_the_first_refused_in_first() -> None:
             assert rounds.on_push(make_held(0, key, BUSY_SIZE), 0.0) == []
         if key == keys[2]:
             assert rounds.on_push(make_held(0, key, BUSY_SIZE), 0.0) == []
-        assert isinstance(rounds.on_push(make_held(1, key, BUSY_SIZE), 0.0)[0], Aggregate)
-        answer, *resumed = rounds.finish(key, result_of(key), (memoryview(bytes(2 * BUSY_SIZE)),), 0.0)
+        assert isinstance(rounds.on_push(make_held(1, key, BUSY_SIZE), 0.0)[0], Reduce)
+        answer, *resumed = rounds.finish(key, FixedOutcome(key, (memoryview(bytes(2 * BUSY_SIZE)),)), 0.0)
         assert isinstance(answer, Reply)
         assert isinstance(answer.message, Result)
         peers = [peer_of(0), peer_of(1)] if following == keys[2] else [peer_of(0)]
         assert resumed == ([Reply(peers, Resume(1, *following))] if following else [])
 
 
-def test_room_is_kept_for_a_round_that_was_let_in() -> None:
+def test_room_is_kept_for_a_round_that_was_admitted() -> None:
     rounds = make_rounds(2, 10_000)
     first, second, third = (Key(name, 0, 0) for name in "abc")
     for rank in range(2):
         rounds.on_push(make_held(rank, first, BUSY_SIZE), 0.0)
     assert rounds.on_push(make_held(0, second, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *second))]
-    _, resume = rounds.finish(first, result_of(first), (), 0.0)
+    _, resume = rounds.finish(first, FixedOutcome(first), 0.0)
     assert resume == Reply([peer_of(0)], Resume(1, *second))
     assert rounds.on_push(make_held(0, third, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *third))]
 
@@ -510,7 +526,7 @@ def test_a_round_that_opens_takes_along_the_ranks_refused_for_it() -> None:
     rounds.on_push(make_held(0, other, 3000), 0.0)
     assert rounds.on_push(make_held(0, KEY, 2000), 0.0) == [Reply([peer_of(0)], Busy(1, *KEY))]
     assert rounds.on_push(make_held(1, KEY, 10), 0.0) == [Reply([peer_of(0)], Resume(1, *KEY))]
-    assert isinstance(rounds.on_push(make_held(0, KEY, 2000), 0.0)[0], Aggregate)
+    assert isinstance(rounds.on_push(make_held(0, KEY, 2000), 0.0)[0], Reduce)
 
 
 def test_a_round_counts_by_its_largest_push() -> None:
@@ -545,7 +561,7 @@ def test_departure_fails_rounds_that_need_the_rank_now_and_later() -> None:
     push_all(rounds, with_it, [0, 2])
     (reply,) = rounds.on_departed(2, "worker 2 left", 1.0)
     assert reply == Reply([peer_of(0)], Failure(1, *without, "lost", "tensor 'a', step 0: worker 2 left"))
-    assert isinstance(rounds.on_push(make_held(1, with_it), 1.0)[0], Aggregate)
+    assert isinstance(rounds.on_push(make_held(1, with_it), 1.0)[0], Reduce)
     later = Key("c", 0, 0)
     (reply,) = rounds.on_push(make_held(1, later), 2.0)
     assert reply == Reply([peer_of(1)], Failure(1, *later, "lost", "tensor 'c', step 0: worker 2 left"))
@@ -553,7 +569,7 @@ def test_departure_fails_rounds_that_need_the_rank_now_and_later() -> None:
 
 
 def test_refusals_are_counted_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zenps.server.rounds.tracker.MOST_REFUSED", 3)
+    monkeypatch.setattr("zenps.server.rounds.admission.MOST_REFUSED", 3)
     rounds = make_rounds(2, budget_bytes=0)
     rounds.on_push(make_held(0, Key("open", 0, 0)), 0.0)
     refused = [Key("waits", 0, chunk) for chunk in range(3)]
@@ -562,15 +578,15 @@ def test_refusals_are_counted_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> 
             assert rounds.on_push(make_held(0, key), 0.0) == [Reply([peer_of(0)], Busy(1, *key))]
     with pytest.raises(ProtocolError, match="unexpected: rank 0 has 3 refused rounds"):
         rounds.on_push(make_held(0, Key("one more", 0, 0)), 0.0)
-    # The other rank has its own count, and room is made as rounds are let in.
+    # The other rank has its own count, and room is made as rounds are admitted.
     assert rounds.on_push(make_held(1, Key("one more", 0, 0)), 0.0) != []
-    (aggregate,) = rounds.on_push(make_held(1, Key("open", 0, 0)), 0.0)
-    assert isinstance(aggregate, Aggregate)
-    rounds.finish(aggregate.key, result_of(aggregate.key), (), 0.0)
+    (reduce,) = rounds.on_push(make_held(1, Key("open", 0, 0)), 0.0)
+    assert isinstance(reduce, Reduce)
+    rounds.finish(reduce.key, FixedOutcome(reduce.key), 0.0)
     assert rounds.on_push(make_held(0, Key("one more", 0, 1)), 0.0) != []
 
 
-def test_a_late_push_of_what_all_have_ended_and_forgotten_keeps_no_room_for_ever() -> None:
+def test_a_late_push_of_a_forgotten_round_keeps_no_room_for_ever() -> None:
     rounds = make_rounds(2, budget_bytes=1)
     other = Key("b", 0, 0)
     complete(rounds, KEY, [0, 1])
@@ -582,14 +598,14 @@ def test_a_late_push_of_what_all_have_ended_and_forgotten_keeps_no_room_for_ever
     assert rounds.on_tick(17.0) == [Reply([peer_of(0)], Resume(1, "b", 1, 0))]
     # One that does lack the answer asks again.
     assert rounds.on_push(make_held(0, KEY, 100), 60.0) == []
-    assert isinstance(rounds.on_push(make_held(1, KEY, 100), 60.0)[-1], Aggregate)
+    assert isinstance(rounds.on_push(make_held(1, KEY, 100), 60.0)[-1], Reduce)
 
 
-GIVEN_UP = "ranks disagree: rank(s) 1 pushed a later step without this part; see what failed there"
+GIVEN_UP = "ranks disagree: rank(s) 1 pushed a later step without this chunk; see what failed there"
 
 
-def test_what_a_rank_has_given_up_ends_and_makes_room() -> None:
-    """They cut a tensor differently: chunk 0 has failed on both, and rank 1 has no chunk 1."""
+def test_a_round_that_a_rank_has_given_up_fails_and_makes_room() -> None:
+    """They shard a tensor differently: chunk 0 has failed on both, and rank 1 has no chunk 1."""
     rounds = ServerRounds(16_000, math.inf)
     rounds.on_view(1, {rank: peer_of(rank) for rank in range(2)}, {}, 0.0)
     left, other = Key("a", 0, 1), Key("b", 0, 0)
@@ -613,7 +629,7 @@ def test_what_a_rank_has_given_up_ends_and_makes_room() -> None:
     assert rounds.on_push(make_held(0, left), 2e3) == [failure]
 
 
-def test_what_is_pushed_only_after_others_have_gone_on_ends_too() -> None:
+def test_a_push_after_others_have_passed_the_step_fails() -> None:
     rounds = make_rounds(2)
     rounds.on_push(make_held(1, KEY._replace(step=1)), 0.0)
     assert rounds.on_push(make_held(0, KEY), 0.0) == []
@@ -622,20 +638,20 @@ def test_what_is_pushed_only_after_others_have_gone_on_ends_too() -> None:
     assert failure.message == Failure(1, *KEY, "mismatch", f"tensor 'a', step 0: {GIVEN_UP}")
 
 
-def test_no_room_is_kept_for_a_rank_that_was_refused_and_has_gone_on() -> None:
+def test_no_room_is_kept_for_a_refused_rank_that_has_passed_the_step() -> None:
     rounds, other, later = make_rounds(2, 12_000), Key("b", 0, 0), KEY._replace(step=1)
     rounds.on_push(make_held(0, other, BUSY_SIZE), 0.0)
     assert rounds.on_push(make_held(0, KEY, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *KEY))]
     complete(rounds, later, [0, 1])
     rounds.on_push(make_held(1, other, BUSY_SIZE), 0.0)
-    _, resume = rounds.finish(other, result_of(other), (), 0.0)
+    _, resume = rounds.finish(other, FixedOutcome(other), 0.0)
     assert resume == Reply([peer_of(0)], Resume(1, *KEY))
     assert rounds.open_rounds == 1
     rounds.on_tick(0.5)
     assert rounds.open_rounds == 0
 
 
-def test_what_was_begun_under_an_older_ring_is_waited_for_until_all_have_gone_on() -> None:
+def test_a_recovery_round_stays_open_until_all_its_ranks_have_passed_it() -> None:
     rounds = make_rounds(3)
     rounds.on_push(make_held(0, KEY, again=True), 0.0)
     for rank, left in ((1, 1), (2, 1), (0, 0)):
@@ -645,7 +661,7 @@ def test_what_was_begun_under_an_older_ring_is_waited_for_until_all_have_gone_on
 
 
 @pytest.mark.parametrize("is_forgotten", [False, True])
-def test_an_older_round_never_takes_the_place_of_a_newer_outcome(is_forgotten: bool) -> None:
+def test_an_older_round_never_replaces_a_newer_outcome(is_forgotten: bool) -> None:
     rounds, newer = make_rounds(2), KEY._replace(step=1)
     rounds.on_push(make_held(1, newer), 0.0)
     rounds.on_push(make_held(0, KEY, again=True), 20.0)
@@ -688,19 +704,19 @@ def test_a_push_may_stand_for_others() -> None:
     rounds, key = make_rounds(4), Key("t", 0, 0)
     first, last = make_held(0, key, stands_for=(1, 3)), make_held(2, key)
     assert rounds.on_push(first, 0.0) == []
-    with pytest.raises(ProtocolError, match=re.escape("push of rank 1 for rank(s) 1, whose part is there")):
+    with pytest.raises(ProtocolError, match=re.escape("push of rank 1 for rank(s) 1, whose push is there")):
         rounds.on_push(make_held(1, key), 0.0)
-    with pytest.raises(ProtocolError, match=re.escape("push of rank 2 for rank(s) 3, whose part is there")):
+    with pytest.raises(ProtocolError, match=re.escape("push of rank 2 for rank(s) 3, whose push is there")):
         rounds.on_push(make_held(2, key, stands_for=(3,)), 0.0)
     with pytest.raises(ProtocolError, match="push of rank 2, 4 for epoch 1"):
         rounds.on_push(make_held(2, key, stands_for=(4,)), 0.0)
     (action,) = rounds.on_push(last, 0.0)
-    assert isinstance(action, Aggregate)
+    assert isinstance(action, Reduce)
     assert action.pushes == [first, last]
-    assert rounds.finish(key, result_of(key), (), 0.0) == [Reply([peer_of(0), peer_of(2)], result_of(key))]
+    assert rounds.finish(key, FixedOutcome(key), 0.0) == [Reply([peer_of(0), peer_of(2)], result_of(key))]
 
 
-def test_whoever_nobody_stands_for_is_missing() -> None:
+def test_a_rank_that_no_push_stands_for_is_missing() -> None:
     rounds, key = make_rounds(4), Key("t", 0, 0)
     rounds.on_push(make_held(0, key, stands_for=(1,)), 0.0)
     (action,) = rounds.on_tick(DEADLINE_SECONDS + 1)

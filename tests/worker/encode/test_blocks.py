@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
+from tests.server.reducers.reduction import read, reduce
 from tests.worker.host_accelerator import HostAccelerator
 from zenps.buffers import BufferPool
 from zenps.errors import ProtocolError
-from zenps.kernels.cpu import CpuKernels
-from zenps.server.reducers.aggregation import Aggregator, read_payload
 from zenps.wire.messages import Push, Result
 from zenps.wire.tensors import dtype_name
 from zenps.worker.core.transfer import EncodedChunk
@@ -24,7 +23,6 @@ from zenps.worker.encode.gpu import StagedBlocks
 from zenps.worker.encode.streams import Plan, plan_streams
 
 POOL = BufferPool(1 << 26)
-AGGREGATOR = Aggregator(CpuKernels(POOL), POOL)
 NAN = float("nan")
 
 
@@ -64,14 +62,14 @@ def reduce_in_streams(
             assert not any(phases)
             going.remove(stream)
             continue
-        pushes = []
+        payloads = []
         for rank, (transfer, phase) in enumerate(zip(transfers, phases, strict=True)):
             assert phase is not None
             _, part = phase
             push = push_of(transfer, rank, part, average)
-            pushes.append((push, read_payload(push, part.frames)))
+            payloads.append(read(push, part.frames))
             pushed_blocks[rank] += part.rows
-        result, frames = AGGREGATOR.aggregate(pushes)
+        result, frames = reduce(payloads)
         for transfer in transfers:
             transfer.absorb(0, stream, result, frames)
     for tensor, transfer, count in zip(tensors, transfers, pushed_blocks, strict=True):

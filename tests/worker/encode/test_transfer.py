@@ -14,6 +14,7 @@ from msgspec import structs
 from torch import Tensor
 
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
+from tests.server.reducers.reduction import read, reduce
 from tests.worker.host_accelerator import HostAccelerator
 from zenps.buffers import BufferPool
 from zenps.config.settings import CudaConfig
@@ -24,7 +25,6 @@ from zenps.partition.device_layout import device_layout_on
 from zenps.partition.layout import Layout, LayoutCache
 from zenps.partition.ring import rebalance
 from zenps.partition.strategies import strategy
-from zenps.server.reducers.aggregation import Aggregator, read_payload
 from zenps.wire.messages import Push, Result
 from zenps.wire.tensors import dtype_name
 from zenps.worker.core.transfer import EncodedChunk, Sharding, Transfer, check_tensor, table_shape
@@ -37,7 +37,6 @@ torch.set_num_threads(1)
 POOL = BufferPool(keep_bytes=1 << 26)
 KERNELS = CpuKernels(POOL)
 ACCELERATOR = HostAccelerator()
-AGGREGATOR = Aggregator(KERNELS, POOL)
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SUMMED = [*FLOATS, torch.int64]
 NAN, INF = float("nan"), float("inf")
@@ -108,13 +107,13 @@ def aggregate(transfers: Sequence[Transfer], average: bool) -> list[Answer]:
     assert len(set(places[0])) == len(places[0])
     answers = []
     for index, part in enumerate(transfers[0].parts):
-        pushes = []
+        payloads = []
         for rank, transfer in enumerate(transfers):
             own = transfer.parts[index]
             push = make_push(transfer, own, rank, average)
             received = [memoryview(bytes(frame)) for frame in own.frames]
-            pushes.append((push, read_payload(push, received)))
-        result, frames = AGGREGATOR.aggregate(pushes)
+            payloads.append(read(push, received))
+        result, frames = reduce(payloads)
         answers.append((part, result, (memoryview(bytes(frames[0])), memoryview(bytes(frames[1])))))
     random.Random(len(answers)).shuffle(answers)
     return answers

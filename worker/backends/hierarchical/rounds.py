@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from zenps.buffers import BufferPool
 from zenps.errors import ZenPSError
-from zenps.kernels.cpu import CpuKernels
+from zenps.kernels.factory import make_kernels
 from zenps.wire.arena import Arena
 
 from ...core.memory import POOL_BYTES
@@ -57,7 +57,7 @@ class HostRounds(NegotiatedRounds[HostRound]):
         timeout_seconds = session.timeout_seconds + MOST_SECONDS
         self._waiting = Waiting(self._signal, timeout_seconds, session.statistics, session.spans)
         self._pool = BufferPool(POOL_BYTES)
-        self._kernels = CpuKernels(self._pool)
+        self._kernels = make_kernels(self._pool)
         self._threads = [
             threading.Thread(target=self._guarded, args=(run,), name=f"zenps-{name}", daemon=True)
             for run, name in ((self._run, "host"), (self._listen, "host-link"))

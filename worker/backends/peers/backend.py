@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zenps.buffers import BufferPool
 from zenps.errors import PeerLostError
-from zenps.kernels.cpu import CpuKernels
+from zenps.kernels.factory import make_kernels
 from zenps.schemes.base import Scheme
 from zenps.wire.addresses import find_host
 
@@ -48,7 +48,7 @@ class PeerBackend(Backend):
         self._scheme = scheme
         self._servers = servers
         self._pool = BufferPool(POOL_BYTES)
-        self._kernels = CpuKernels(self._pool)
+        self._kernels = make_kernels(self._pool)
         self._exchange = PeerExchange(session, servers, self._connect())
         self._exchange.start()
 

@@ -1,4 +1,4 @@
-"""A server's rounds where workers go on without one that is gone."""
+"""Elastic workers: the rounds of a server when the others continue without a lost one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 import pytest
 
+from tests.server.rounds.test_tracker import FixedOutcome
 from zenps.errors import ProtocolError
-from zenps.server.rounds.states import Aggregate, Held, Key, Reply
+from zenps.server.rounds.states import HeldPush, Key, Reduce, Reply
 from zenps.server.rounds.tracker import Actions, ServerRounds
 from zenps.wire.messages import Failure, Push, Result, Wanted
 
@@ -31,14 +32,14 @@ def peer_of(rank: int) -> bytes:
 
 def push(rounds: ServerRounds, rank: int, key: Key = KEY, *, again: bool = False, ring: int = 1) -> Actions:
     message = Push(ring, rank, *key, 1, "sparse", "float32", (8, 4), 4, 4, 2, "coo", True, again)
-    return rounds.on_push(Held(peer_of(rank), message, None, 100), 0.0)
+    return rounds.on_push(HeldPush(peer_of(rank), message, None, 100), 0.0)
 
 
-def summed(actions: Actions) -> list[int]:
-    """The ranks whose pushes are."""
-    (aggregate,) = actions
-    assert isinstance(aggregate, Aggregate)
-    return [held.push.rank for held in aggregate.pushes]
+def reduced(actions: Actions) -> list[int]:
+    """The ranks whose pushes are reduced."""
+    (reduce,) = actions
+    assert isinstance(reduce, Reduce)
+    return [held.push.rank for held in reduce.pushes]
 
 
 def failed(actions: Actions) -> tuple[list[bytes], str]:
@@ -49,52 +50,51 @@ def failed(actions: Actions) -> tuple[list[bytes], str]:
     return list(reply.peers), reply.message.reason
 
 
-def test_an_open_round_goes_on_with_those_that_are_present() -> None:
+def test_an_open_round_is_reduced_over_the_ranks_that_are_present() -> None:
     rounds = make_rounds()
     push(rounds, 0)
     push(rounds, 1)
-    assert summed(follow(rounds, (0, 1))) == [0, 1]
+    assert reduced(follow(rounds, (0, 1))) == [0, 1]
 
 
-def test_what_the_lost_one_had_pushed_does_not_count() -> None:
+def test_the_push_of_a_lost_rank_does_not_count() -> None:
     rounds = make_rounds()
     push(rounds, 2)
     push(rounds, 0)
     assert follow(rounds, (0, 1)) == []
-    assert summed(push(rounds, 1)) == [0, 1]
+    assert reduced(push(rounds, 1)) == [0, 1]
     with pytest.raises(ProtocolError, match="push of rank 2"):
         push(rounds, 2, Key("t", 1, 0))
 
 
-def test_a_round_that_only_the_lost_one_had_begun_is_forgotten() -> None:
+def test_a_round_that_only_the_lost_rank_had_begun_is_forgotten() -> None:
     rounds = make_rounds()
     push(rounds, 2)
     assert follow(rounds, (0, 1)) == []
     assert (rounds.open_rounds, rounds.held_bytes) == (0, 0)
     push(rounds, 0)
-    assert summed(push(rounds, 1)) == [0, 1]
+    assert reduced(push(rounds, 1)) == [0, 1]
 
 
-def test_a_result_that_the_lost_one_has_part_in_stays_as_it_is() -> None:
+def test_a_result_that_a_lost_rank_is_in_it_in_stays_as_it_is() -> None:
     rounds = make_rounds()
     push(rounds, 0)
     push(rounds, 1)
-    assert summed(push(rounds, 2)) == [0, 1, 2]
-    result = Result(1, *KEY, 2, "coo")
-    rounds.finish(KEY, result, (), 0.0)
+    assert reduced(push(rounds, 2)) == [0, 1, 2]
+    rounds.finish(KEY, FixedOutcome(KEY), 0.0)
     follow(rounds, (0, 1))
-    assert push(rounds, 0) == [Reply([peer_of(0)], result, ())]
+    assert push(rounds, 0) == [Reply([peer_of(0)], Result(1, *KEY, 2, "coo"), ())]
 
 
-def test_two_that_are_lost_at_once() -> None:
+def test_two_ranks_are_lost_at_once() -> None:
     rounds = make_rounds()
     push(rounds, 0)
     push(rounds, 1)
-    assert summed(follow(rounds, (0,))) == [0]
+    assert reduced(follow(rounds, (0,))) == [0]
 
 
 @pytest.mark.parametrize("when", ["before the loss", "after the loss"])
-def test_a_round_begun_under_an_older_ring_cannot_do_without(when: str) -> None:
+def test_a_round_begun_under_an_older_ring_cannot_continue_without_a_lost_rank(when: str) -> None:
     """Another rank may have ended it there, with what the lost one had pushed."""
     rounds = make_rounds(2)
     if when == "before the loss":
@@ -111,60 +111,60 @@ def test_a_round_begun_under_an_older_ring_cannot_do_without(when: str) -> None:
     assert isinstance(repeated.message, Failure), "whoever comes to it later is told the same"
 
 
-def test_what_it_had_pushed_again_itself_counts() -> None:
+def test_what_a_lost_rank_had_pushed_again_itself_counts() -> None:
     rounds = make_rounds(2)
     push(rounds, 2, again=True, ring=2)
     push(rounds, 0, again=True, ring=2)
     assert follow(rounds, (0, 1), 2) == []
     assert rounds.on_tick(0.0) == [Reply([peer_of(1)], Wanted(2, "t", 0, 0))]
-    assert summed(push(rounds, 1, again=True, ring=2)) == [0, 1, 2]
+    assert reduced(push(rounds, 1, again=True, ring=2)) == [0, 1, 2]
 
 
-def test_rounds_of_the_present_ring_do_without_all_the_same() -> None:
+def test_rounds_of_the_present_ring_continue_without_a_lost_rank() -> None:
     rounds = make_rounds(2)
     follow(rounds, (0, 1), 2)
     push(rounds, 0, ring=2)
-    assert summed(push(rounds, 1, ring=2)) == [0, 1]
+    assert reduced(push(rounds, 1, ring=2)) == [0, 1]
 
 
 def test_under_another_ring_the_loss_is_forgotten() -> None:
-    """Workers know what they had in flight when the one was lost."""
+    """Workers know what they had in flight when the rank was lost."""
     rounds = make_rounds(1)
     follow(rounds, (0, 1), 1)
     follow(rounds, (0, 1), 3)
     push(rounds, 0, again=True, ring=3)
-    assert summed(push(rounds, 1, again=True, ring=3)) == [0, 1]
+    assert reduced(push(rounds, 1, again=True, ring=3)) == [0, 1]
 
 
-def test_a_newcomer_takes_a_rank_under_another_ring() -> None:
+def test_a_joining_worker_takes_a_rank_under_another_ring() -> None:
     rounds = make_rounds()
     follow(rounds, (0, 1))
     peers = {0: peer_of(0), 1: peer_of(1), 2: b"worker-new"}
     assert rounds.on_view(2, peers, {}, 0.0) == []
     push(rounds, 0, ring=2)
     push(rounds, 1, ring=2)
-    assert summed(push(rounds, 2, ring=2)) == [0, 1, 2]
+    assert reduced(push(rounds, 2, ring=2)) == [0, 1, 2]
 
 
 def finish(rounds: ServerRounds, key: Key) -> None:
-    rounds.finish(key, Result(1, *key, 2, "coo"), (), 0.0)
+    rounds.finish(key, FixedOutcome(key), 0.0)
 
 
-@pytest.mark.parametrize("has_part", [True, False])
-def test_a_forgotten_outcome_is_summed_again_only_of_the_same_ranks(has_part: bool) -> None:
+@pytest.mark.parametrize("is_in_it", [True, False])
+def test_a_forgotten_outcome_is_reduced_again_only_over_the_same_ranks(is_in_it: bool) -> None:
     rounds = ServerRounds(1, 30.0)
     follow(rounds, (0, 1, 2))
-    if not has_part:
+    if not is_in_it:
         follow(rounds, (0, 1))
-    for rank in (0, 1, 2) if has_part else (0, 1):
+    for rank in (0, 1, 2) if is_in_it else (0, 1):
         push(rounds, rank)
     finish(rounds, KEY)
     push(rounds, 1, Key("other", 0, 0))  # there is room for one only
     follow(rounds, (0, 1))
     actions = push(rounds, 0)
-    if has_part:
-        reason = "rank 2 was lost, and the sum that it has part in had to be forgotten"
+    if is_in_it:
+        reason = "rank 2 was lost, and the result that contains its push had to be forgotten"
         assert failed(actions) == ([peer_of(0)], f"tensor 't', step 0: {reason}")
     else:
         assert actions == []
-        assert summed(push(rounds, 1)) == [0, 1]
+        assert reduced(push(rounds, 1)) == [0, 1]

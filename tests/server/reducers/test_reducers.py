@@ -3,66 +3,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zenps.buffers import BufferPool
+from tests.server.reducers.reduction import (
+    REDUCERS,
+    Frames,
+    blocks_push,
+    dense_push,
+    read,
+    reduce,
+    sparse_push,
+)
 from zenps.codecs.base import ValueForm
 from zenps.codecs.registry import CODECS
 from zenps.codecs.values import VALUE_CODECS
 from zenps.errors import ProtocolError
 from zenps.kernels.base import ACCUMULATE
-from zenps.kernels.cpu import CpuKernels
-from zenps.server.reducers.aggregation import Aggregator, Payload, check_span, read_payload
-from zenps.wire.blocks import NONE_LEFT, decode_blocks, encode_blocks
+from zenps.wire.blocks import NONE_LEFT, decode_blocks
 from zenps.wire.messages import Push, Result
-from zenps.wire.tensors import DTYPES, RECEIVE_BUFFER_BYTES, dtype_name, tensor_bytes, tensor_from_bytes
+from zenps.wire.tensors import DTYPES, RECEIVE_BUFFER_BYTES, tensor_from_bytes
 
 torch.set_num_threads(1)
 
-POOL = BufferPool(keep_bytes=1 << 26)
-AGGREGATOR = Aggregator(CpuKernels(POOL), POOL)
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SUMMED = [*FLOATS, torch.int64]
 NAN, INF = float("nan"), float("inf")
-Frames = tuple[memoryview, memoryview]
 
 
-def sparse_push(
-    rank: int, positions: Sequence[int], values: Tensor, span: int, codec: str = "coo", average: bool = False
-) -> tuple[Push, Frames]:
-    rows, columns = values.shape
-    dtype = dtype_name(values.dtype)
-    push = Push(1, rank, "t", 5, 2, 4, "sparse", dtype, (span, columns), span, columns, rows, codec, average)
-    encoded = CODECS[codec].encode(np.array(positions, dtype=np.int64), span)
-    return push, (encoded.data, tensor_bytes(values))
-
-
-def dense_push(rank: int, values: Tensor | None, like: Tensor, average: bool = False) -> tuple[Push, Frames]:
-    span, dtype = len(like), dtype_name(like.dtype)
-    rows = 0 if values is None else span
-    push = Push(1, rank, "t", 5, 2, 4, "dense", dtype, (span,), span, 1, rows, "none", average)
-    return push, (memoryview(b""), memoryview(b"") if values is None else tensor_bytes(values))
-
-
-def blocks_push(
-    rank: int, blocks: dict[int, list[float]], ahead: Sequence[int], columns: int = 2, average: bool = False
-) -> tuple[Push, Frames]:
-    span, rows = len(ahead), len(blocks)
-    push = Push(
-        *(1, rank, "t", 5, 2, 4, "blocks", "float32", (9,), span, columns, rows, "bitmap", average),
-    )
-    frame = encode_blocks(np.array(list(blocks), dtype=np.int64), np.array(ahead, dtype=np.uint32))
-    return push, (frame, tensor_bytes(torch.tensor(list(blocks.values()), dtype=torch.float32)))
-
-
-def aggregate(pushes: Sequence[tuple[Push, Frames]]) -> tuple[Result, Tensor | None, Tensor]:
+def reduce_pushes(pushes: Sequence[tuple[Push, Frames]]) -> tuple[Result, Tensor | None, Tensor]:
     """What a worker reads from the answer: positions (None if dense) and values."""
-    result, frames = AGGREGATOR.aggregate([(push, read_payload(push, frames)) for push, frames in pushes])
+    result, frames = reduce([read(push, frames) for push, frames in pushes])
     push = pushes[0][0]
     assert (result.tensor, result.step, result.chunk) == (push.tensor, push.step, push.chunk)
     values = tensor_from_bytes(frames[1], DTYPES[push.dtype], (result.rows, push.columns))
@@ -115,7 +89,7 @@ def test_sparse_sums_are_those_of_a_loop_over_ranks(
         pushes.append(sparse_push(rank, positions, values, span, codec, average))
         for position, row in zip(positions, values.to(ACCUMULATE[dtype]), strict=True):
             sums[position] = sums[position] + row if position in sums else row
-    result, positions_got, values_got = aggregate(pushes)
+    result, positions_got, values_got = reduce_pushes(pushes)
     assert result.rows == len(sums)
     assert result.pushed == sum(push.rows for push, _ in pushes)
     assert positions_got is not None
@@ -145,7 +119,7 @@ def test_dense_sums_are_those_of_a_loop_over_ranks(
         if present:
             wide = values.to(ACCUMULATE[dtype])
             total = wide.clone() if total is None else total + wide
-    result, positions, values = aggregate(pushes)
+    result, positions, values = reduce_pushes(pushes)
     assert positions is None
     if total is None:
         assert (result.rows, len(values)) == (0, 0)
@@ -159,7 +133,7 @@ def test_dense_sums_are_those_of_a_loop_over_ranks(
 def test_special_values(dtype: torch.dtype) -> None:
     one = sparse_push(0, [0, 1, 2, 3], torch.tensor([[-0.0], [2.5], [NAN], [INF]], dtype=dtype), 9)
     two = sparse_push(1, [1, 2, 3, 8], torch.tensor([[-2.5], [1], [-INF], [-INF]], dtype=dtype), 9)
-    _, positions, values = aggregate([one, two])
+    _, positions, values = reduce_pushes([one, two])
     assert positions is not None
     assert positions.tolist() == [0, 1, 2, 3, 8]  # 1 cancels to zero, and comes back
     assert same_bits(values, torch.tensor([[-0.0], [0.0], [NAN], [NAN], [-INF]], dtype=dtype))
@@ -167,14 +141,14 @@ def test_special_values(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
-def test_narrow_floats_are_summed_wide_and_rounded_once(dtype: torch.dtype, kind: str) -> None:
+def test_16_bit_floats_are_summed_as_float32_and_rounded_once(dtype: torch.dtype, kind: str) -> None:
     """1 + 2⁻¹² thirty-two times: in the dtype itself, every addition would be lost."""
     values = [torch.full((2, 1), 1.0 if rank == 0 else 2.0**-12, dtype=dtype) for rank in range(33)]
     if kind == "dense":
         pushes = [dense_push(rank, each.view(-1), each.view(-1)) for rank, each in enumerate(values)]
     else:
         pushes = [sparse_push(rank, [3, 4], each, 9) for rank, each in enumerate(values)]
-    _, _, got = aggregate(pushes)
+    _, _, got = reduce_pushes(pushes)
     assert same_bits(got.view(2, 1), torch.full((2, 1), 1 + 32 * 2.0**-12, dtype=dtype))
     assert float(got.view(-1)[0]) > 1
 
@@ -186,7 +160,7 @@ def test_averages_are_rounded_once() -> None:
         [sparse_push(rank, [0], largest, 1, average=True) for rank in (0, 1)],
         [dense_push(rank, largest.view(-1), largest.view(-1), average=True) for rank in (0, 1)],
     ):
-        _, _, values = aggregate(pushes)
+        _, _, values = reduce_pushes(pushes)
         assert same_bits(values.view(1, 1), largest)
 
 
@@ -200,7 +174,7 @@ def test_an_average_is_over_all_ranks_also_those_that_others_push_for(kind: str)
         for rank in (0, 3)
     )
     for_three = (msgspec.structs.replace(for_three[0], stands_for=(1, 2)), for_three[1])
-    assert aggregate([for_three, for_itself])[2].item() == 2 / 4
+    assert reduce_pushes([for_three, for_itself])[2].item() == 2 / 4
 
 
 def test_the_union_takes_the_codec_that_suits_it() -> None:
@@ -209,19 +183,19 @@ def test_the_union_takes_the_codec_that_suits_it() -> None:
     many = [sparse_push(rank, range(20 * rank, 20 * rank + 20), values, 1000, "coo") for rank in (0, 1)]
     scalars = [sparse_push(rank, range(0, 10_000, 500), quantize, 10_000, "bitmap") for rank in (0, 1)]
     shared_memory = [sparse_push(rank, range(20), quantize, 10_000, "bitmap") for rank in (0, 1)]
-    assert aggregate(few)[0].codec == "coo"
-    assert aggregate(many)[0].codec == "bitmap"
-    assert aggregate(scalars)[0].codec == "delta"
-    assert aggregate(shared_memory)[0].codec == "blocks"
+    assert reduce_pushes(few)[0].codec == "coo"
+    assert reduce_pushes(many)[0].codec == "bitmap"
+    assert reduce_pushes(scalars)[0].codec == "delta"
+    assert reduce_pushes(shared_memory)[0].codec == "blocks"
 
 
 def test_inputs_are_not_written_to() -> None:
     values = torch.arange(6.0).view(3, 2)
     pushes = [sparse_push(rank, [1, 2, 3], values, 9, average=True) for rank in (0, 1, 2)]
-    aggregate(pushes)
+    reduce_pushes(pushes)
     assert torch.equal(values, torch.arange(6.0).view(3, 2))
     flat = torch.arange(6.0)
-    aggregate([dense_push(rank, flat, flat, average=True) for rank in (0, 1, 2)])
+    reduce_pushes([dense_push(rank, flat, flat, average=True) for rank in (0, 1, 2)])
     assert torch.equal(flat, torch.arange(6.0))
 
 
@@ -272,7 +246,7 @@ EMPTY = memoryview(b"")
 )
 def test_frames_that_are_not_as_announced(push: Push, frames: Sequence[memoryview], message: str) -> None:
     with pytest.raises(ProtocolError, match=message) as raised:
-        read_payload(push, frames)
+        read(push, frames)
     assert raised.value.reason == "payload"
 
 
@@ -290,9 +264,9 @@ DTYPE_NAMES = list(DTYPES)
     average=st.booleans(),
     values=st.sampled_from(["same", "same", *VALUE_CODECS]),
     frames=st.lists(st.binary(max_size=80), min_size=2, max_size=2),
-    cut=st.booleans(),
+    fits=st.booleans(),
 )
-def test_what_is_accepted_can_be_aggregated(
+def test_what_is_accepted_can_be_reduced(
     kind: str,
     dtype: str,
     codec: str,
@@ -302,7 +276,7 @@ def test_what_is_accepted_can_be_aggregated(
     average: bool,
     values: ValueForm,
     frames: list[bytes],
-    cut: bool,
+    fits: bool,
 ) -> None:
     """Whatever a hostile push announces: it is refused, or summed with a second one like it."""
     if values != "same":
@@ -312,24 +286,23 @@ def test_what_is_accepted_can_be_aggregated(
     if values != "same":
         values_bytes = VALUE_CODECS[values].size_bytes(rows, columns)
     views = [memoryview(frame) for frame in frames]
-    if cut and rows < 10:
+    if fits and rows < 10:
         views[1] = memoryview(bytes(values_bytes if values_bytes < 10_000 else 0))
         if push.codec != "none":
             positions_bytes = CODECS[push.codec].most_bytes(rows, span)
             views[0] = memoryview(bytes(range(positions_bytes)) if positions_bytes < 100 else b"")
     try:
-        payload = read_payload(push, views)
+        payload = read(push, views)
     except ProtocolError:
         return
-    assert isinstance(payload, Payload)
-    result, answer = AGGREGATOR.aggregate([(push, payload), (push, payload)])
+    result, answer = reduce([payload, payload])
     assert result.rows == rows
     assert answer[1].nbytes == values_bytes
 
 
 def test_a_payload_counts_its_decoded_positions() -> None:
-    assert read_payload(SPARSE, SPARSE_FRAMES).size_bytes == 2 * 8 + 2 * 3 * 4 + RECEIVE_BUFFER_BYTES
-    assert read_payload(DENSE, DENSE_FRAMES).size_bytes == 8 * 4 + RECEIVE_BUFFER_BYTES
+    assert read(SPARSE, SPARSE_FRAMES).size_bytes == 2 * 8 + 2 * 3 * 4 + RECEIVE_BUFFER_BYTES
+    assert read(DENSE, DENSE_FRAMES).size_bytes == 8 * 4 + RECEIVE_BUFFER_BYTES
 
 
 @pytest.mark.parametrize(
@@ -350,10 +323,10 @@ def test_a_chunk_whose_union_fits_into_no_message_is_refused(
 ) -> None:
     push = Push(1, 0, "t", 0, 0, 1, kind, "float32", (span, columns), span, columns, 0, "none", False)
     if fits:
-        check_span(push, 2000)
+        REDUCERS[push.kind].check_span(push, 2000)
     else:
         with pytest.raises(ProtocolError, match=f"payload: a span of {span} rows"):
-            check_span(push, 2000)
+            REDUCERS[push.kind].check_span(push, 2000)
 
 
 # ── blocks ──────────────────────────────────────────────────────────────────────────────────────
@@ -365,7 +338,7 @@ def test_blocks_are_summed_as_if_all_ranks_had_pushed_all() -> None:
         blocks_push(1, {}, [8, 7, NONE_LEFT]),
         blocks_push(2, {0: [1e8, -1.0], 1: [-0.0, 2.0]}, [NONE_LEFT, NONE_LEFT, 6]),
     ]
-    result, frames = AGGREGATOR.aggregate([(push, read_payload(push, frames)) for push, frames in pushes])
+    result, frames = reduce([read(push, frames) for push, frames in pushes])
     assert (result.tensor, result.step, result.chunk, result.rows) == ("t", 5, 2, 3)
     assert result.pushed == sum(push.rows for push, _ in pushes)
     assert result.codec == "bitmap"
@@ -377,13 +350,13 @@ def test_blocks_are_summed_as_if_all_ranks_had_pushed_all() -> None:
 
 def test_minus_zero_survives_where_all_ranks_have_pushed_it() -> None:
     pushes = [blocks_push(rank, {0: [-0.0, 1.0]}, [NONE_LEFT], average=True) for rank in range(2)]
-    _, frames = AGGREGATOR.aggregate([(push, read_payload(push, frames)) for push, frames in pushes])
+    _, frames = reduce([read(push, frames) for push, frames in pushes])
     assert same_bits(tensor_from_bytes(frames[1], torch.float32, (1, 2)), torch.tensor([[-0.0, 1.0]]))
 
 
 def test_a_phase_without_blocks_says_what_comes_next() -> None:
     pushes = [blocks_push(rank, {}, [3 + rank, NONE_LEFT]) for rank in range(2)]
-    result, frames = AGGREGATOR.aggregate([(push, read_payload(push, frames)) for push, frames in pushes])
+    result, frames = reduce([read(push, frames) for push, frames in pushes])
     assert (result.rows, frames[1].nbytes) == (0, 0)
     assert decode_blocks(frames[0], 0, 2)[1].tolist() == [3, NONE_LEFT]
 
@@ -401,11 +374,11 @@ def test_a_phase_without_blocks_says_what_comes_next() -> None:
 def test_malformed_blocks_are_refused(changes: dict[str, object], says: str) -> None:
     push, frames = blocks_push(0, {0: [1.0, 2.0], 1: [3.0, 4.0]}, [NONE_LEFT] * 2)
     with pytest.raises(ProtocolError, match=says):
-        read_payload(msgspec.structs.replace(push, **changes), frames)
+        read(msgspec.structs.replace(push, **changes), frames)
 
 
 def test_blocks_that_might_not_fit_into_an_answer_are_refused() -> None:
     push, _ = blocks_push(0, {}, [NONE_LEFT] * 3, columns=4)
-    check_span(push, 3 * (4 * 4 + 8))
+    REDUCERS[push.kind].check_span(push, 3 * (4 * 4 + 8))
     with pytest.raises(ProtocolError, match="a span of 3 rows"):
-        check_span(push, 3 * (4 * 4 + 8) - 1)
+        REDUCERS[push.kind].check_span(push, 3 * (4 * 4 + 8) - 1)
