@@ -43,7 +43,7 @@ def join_cluster(config: Config) -> ClusterWorld:
         PeerLostError: workers do not reach one another, or one was lost meanwhile.
     """
     scheme = scheme_of(config.sync.scheme)
-    if (fallback := scheme.fallback(config)) is not None:
+    if (fallback := scheme.fallback(config.combination)) is not None:
         other, reason = fallback
         logger.info(
             "sync.scheme = %s: %s for every tensor, for %s needs servers",

@@ -23,8 +23,6 @@ from zenps.kernels.base import Kernels
 from zenps.wire.messages import POSITION_BYTES, Failure, Push, Result
 from zenps.wire.tensors import DTYPES
 
-__all__ = ["AllreduceOutcome", "Answer", "Kept", "Outcome", "Payload", "Reducer", "ResultMemory"]
-
 Kept = Literal["while there is room", "until the next step"]
 """How long an outcome is kept, so that a push that comes again is answered.
 

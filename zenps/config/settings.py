@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from zenps.codecs.base import ValueForm
+from zenps.schemes.refusals import Combination
 
 PARTITIONS: Final = ("balanced", "centralized", "parallel")
 """Names of the built-in partition strategies, which are not imported here: they need torch."""
@@ -263,6 +264,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     metrics: MetricsConfig = msgspec.field(default_factory=MetricsConfig)
     status: StatusConfig = msgspec.field(default_factory=StatusConfig)
     log: LogConfig = msgspec.field(default_factory=LogConfig)
+
+    @property
+    def combination(self) -> Combination:
+        """The settings that the scheme may refuse."""
+        return Combination(
+            values=self.sync.values,
+            levels=self.sync.levels,
+            on_worker_loss=self.cluster.on_worker_loss,
+            keys=self.security.keys,
+        )
 
 
 class Field(NamedTuple):

@@ -98,7 +98,7 @@ def _conflict(config: Config) -> ConfigError | None:
     if sync.chunk_bytes > cluster.max_message_bytes:
         allowed = f"at most cluster.max_message_bytes = {format_bytes(cluster.max_message_bytes)}"
         return ConfigError("sync.chunk_bytes", sync.chunk_bytes, allowed)
-    if error := scheme_of(sync.scheme).refuse(config):
+    if error := scheme_of(sync.scheme).refuse(config.combination):
         return error
     if sync.levels == 2 and cluster.is_elastic:
         allowed = "1, because cluster.on_worker_loss = continue: a host needs the worker that leads it"

@@ -15,9 +15,9 @@ from msgspec import Struct
 from zenps.codecs.base import CodecName
 
 from . import refusals
+from .refusals import Combination
 
 if TYPE_CHECKING:
-    from zenps.config.settings import Config
     from zenps.errors import ConfigError
 
     from .traffic import Cost, Links, Tensor
@@ -84,12 +84,12 @@ class Scheme(ABC):
     candidates: ClassVar[tuple[Scheme, ...]] = ()
     order: ClassVar[int] = 100
 
-    def refuse(self, config: Config) -> ConfigError | None:
+    def refuse(self, settings: Combination) -> ConfigError | None:
         """The error for the first setting that this scheme cannot be combined with; None if there is none."""
         return None
 
-    def fallback(self, config: Config) -> tuple[Scheme, ConfigError] | None:
-        """The scheme that runs instead under ``config``, and why; None if this one runs itself."""
+    def fallback(self, settings: Combination) -> tuple[Scheme, ConfigError] | None:
+        """The scheme that runs instead under ``settings``, and why; None if this one runs itself."""
         return None
 
     @abstractmethod
@@ -115,12 +115,12 @@ class PeerScheme(Scheme):
 
     engine = "peers"
 
-    def refuse(self, config: Config) -> ConfigError | None:
+    def refuse(self, settings: Combination) -> ConfigError | None:
         return (
-            refusals.values_unchanged(self.name, config)
-            or refusals.one_level(self.name, config)
-            or refusals.every_worker(self.name, config)
-            or refusals.no_keys(self.name, config)
+            refusals.values_unchanged(self.name, settings)
+            or refusals.one_level(self.name, settings)
+            or refusals.every_worker(self.name, settings)
+            or refusals.no_keys(self.name, settings)
         )
 
     def dense_cost(self, tensor: Tensor, links: Links) -> Cost:

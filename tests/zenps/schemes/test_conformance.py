@@ -121,7 +121,7 @@ def test_auto_costs_what_the_better_of_its_candidates_does() -> None:
 @pytest.mark.parametrize("setting", AGAINST)
 def test_refused_setting_is_named(scheme: Scheme, setting: str) -> None:
     item = f"{setting}={AGAINST[setting][1]}"
-    error = scheme.refuse(load(sets=[item], environ={}).config)
+    error = scheme.refuse(load(sets=[item], environ={}).config.combination)
     if error is None:
         assert scheme.engine != "peers"
         load(sets=[f"sync.scheme={scheme.name}", item], environ={})
@@ -160,7 +160,8 @@ def refusal(sets: list[str]) -> str:
 def test_auto_takes_servers_where_workers_cannot_exchange(setting: str) -> None:
     auto = scheme_of("auto")
     usual, other = (
-        load(sets=["sync.scheme=auto", f"{setting}={value}"], environ={}).config for value in AGAINST[setting]
+        load(sets=["sync.scheme=auto", f"{setting}={value}"], environ={}).config.combination
+        for value in AGAINST[setting]
     )
     assert auto.fallback(usual) is None
     fallback = auto.fallback(other)

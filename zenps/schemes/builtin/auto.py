@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Final
 from msgspec import structs
 
 from ..base import Scheme
+from ..refusals import Combination
 from . import agsparse, zenps
 
 if TYPE_CHECKING:
-    from zenps.config.settings import Config
     from zenps.errors import ConfigError
 
     from ..traffic import Cost, Links, Tensor
@@ -29,9 +29,9 @@ class Auto(Scheme):
     wire = structs.replace(zenps.SCHEME.wire, peer_algorithm=agsparse.SCHEME.wire.peer_algorithm)
     order = 10
 
-    def fallback(self, config: Config) -> tuple[Scheme, ConfigError] | None:
+    def fallback(self, settings: Combination) -> tuple[Scheme, ConfigError] | None:
         """ZenPS for all tensors, if a setting keeps workers from exchanging among themselves."""
-        refused = agsparse.SCHEME.refuse(config)
+        refused = agsparse.SCHEME.refuse(settings)
         return (zenps.SCHEME, refused) if refused else None
 
     def cost(self, tensor: Tensor, links: Links) -> Cost:

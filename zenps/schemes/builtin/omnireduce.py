@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Final
 
 from .. import refusals
 from ..base import Scheme, WireForm
+from ..refusals import Combination
 
 if TYPE_CHECKING:
-    from zenps.config.settings import Config
     from zenps.errors import ConfigError
 
     from ..traffic import Cost, Links, Tensor
@@ -23,8 +23,8 @@ class OmniReduce(Scheme):
     spends = "it moves whole blocks of 256 elements, in contiguous ranges of which one is the fullest"
     order = 5
 
-    def refuse(self, config: Config) -> ConfigError | None:
-        return refusals.values_unchanged(self.name, config)
+    def refuse(self, settings: Combination) -> ConfigError | None:
+        return refusals.values_unchanged(self.name, settings)
 
     def cost(self, tensor: Tensor, links: Links) -> Cost:
         """f·(b + s·B)·M or less (§3).
