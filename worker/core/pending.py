@@ -81,6 +81,7 @@ class Pending:
         options: how it is synchronised.
         progress: what becomes of the round.
         report: what was moved, once the result is there.
+        is_staged: whether a device has to finish its work before :meth:`begin`.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Pending:
         self.options = options
         self.progress = progress
         self.report = Report()
+        self.is_staged = transfer.is_staged
         self._transfer: Transfer | None = transfer
         self._waiting = waiting
         self._transforms = transforms

@@ -1,4 +1,4 @@
-"""What this worker does, as spans of a timeline and of torch's profiler."""
+"""Spans of a worker's work, for its timeline and for torch's profiler."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from types import TracebackType
 import torch
 from torch.autograd import profiler
 
-from zenps.observe.trace import NOTHING, OFF, Nothing, Span, Trace
+from zenps.observe.trace import NOTHING, OFF, Block, Span, Trace
 
 
 class Spans:
-    """Marks work for whoever looks on: ``sync.trace``, ``torch.profiler``, both, or nobody.
+    """Marks work for ``sync.trace``, for ``torch.profiler``, for both or for neither.
 
     Under ``torch.autograd.profiler.emit_nvtx`` these are NVTX ranges, as all of torch's.
 
@@ -22,8 +22,8 @@ class Spans:
     def __init__(self, trace: Trace = OFF) -> None:
         self.trace = trace
 
-    def __call__(self, kind: str, tensor: str = "", step: int = -1) -> Span | Nothing | _Profiled:
-        """What this thread does in the ``with`` block: to ``tensor``, in its round ``step``."""
+    def __call__(self, kind: str, tensor: str = "", step: int = -1) -> Block:
+        """Marks what this thread does to ``tensor`` in a ``with`` block, in its round ``step``."""
         # torch's own marks cost microseconds even if nobody profiles. Its optimizers ask this way, too.
         is_profiled = profiler._is_profiler_enabled
         if not (is_profiled or self.trace.is_on):
@@ -35,10 +35,10 @@ class Spans:
 class _Profiled:
     """A span that torch's profiler shows, too."""
 
-    def __init__(self, name: str, span: Span | Nothing) -> None:
+    def __init__(self, name: str, span: Block) -> None:
         self._range, self._span = torch.profiler.record_function(name), span
 
-    def __enter__(self) -> Span | Nothing:
+    def __enter__(self) -> Span | None:
         self._range.__enter__()  # type: ignore[no-untyped-call]
         return self._span.__enter__()
 

@@ -15,6 +15,7 @@ from zenps.wire.tensors import tensor_bytes
 
 from ..core.transfer import Answer, EncodedChunk, EncodedTensor, OneRound, Sharding
 from .quantizer import ValueCoder
+from .sparse import Ranges
 
 # Elements of a dense tensor that stay together: 1 KiB of float32 is copied as fast as one run, and
 # a bucket of 4 MiB still fills all 4096 slots.
@@ -101,26 +102,25 @@ class DenseTransfer(OneRound):
             # Coded first: a scale belongs to neighbours in the tensor, which are the same under any ring.
             data = coder.encode(_padded(tensor, layout, pool)[:, None])
             values = tensor_bytes(_in_position_order(data, granule_bytes, layout, pool))
-        chunks = encode_values(sharding, values, granule_bytes)
-        self.restart(
-            EncodedTensor(
-                kind="dense",
-                shape=tensor.shape,
-                dtype=tensor.dtype,
-                columns=1,
-                expected_rows=0,
-                sharding=sharding,
-                chunks=chunks,
-                values=coder.form,
-                row_bytes=granule_bytes,
-            )
+        self._layout, self._ranges = layout, sharding.ranges()
+        self._is_root_lost = False
+        self.encoded = EncodedTensor(
+            kind="dense",
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            columns=1,
+            expected_rows=0,
+            sharding=sharding,
+            chunks=encode_values(self._ranges, values, granule_bytes),
+            values=coder.form,
+            row_bytes=granule_bytes,
         )
 
     def restart(self, encoded: EncodedTensor) -> None:
         assert encoded.sharding.layout is not None
-        self.encoded, self._layout = encoded, encoded.sharding.layout
-        self._ranges = encoded.sharding.ranges()
+        self._layout, self._ranges = encoded.sharding.layout, encoded.sharding.ranges()
         self._is_root_lost = False
+        self.encoded = encoded
 
     def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
         result = answer.result
@@ -149,15 +149,16 @@ class DenseTransfer(OneRound):
         return result[: self.rows_given].view(self.encoded.shape)
 
 
-def encode_values(sharding: Sharding, values: memoryview | None, granule_bytes: int) -> list[EncodedChunk]:
+def encode_values(ranges: Ranges, values: memoryview | None, granule_bytes: int) -> list[EncodedChunk]:
     """The chunks of a dense tensor.
 
     Args:
+        ranges: of its sharding.
         values: the granules in order of position, ``granule_bytes`` each; the chunks' frames are slices of
             it. None from a rank that does not contribute.
     """
     chunks = []
-    for each in sharding.ranges().values():
+    for each in ranges.values():
         if values is None:
             rows, frame = 0, _NOTHING
         else:

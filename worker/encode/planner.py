@@ -24,10 +24,10 @@ from ..core.request import Options, Request, table_shape
 from ..core.transfer import Sharding, Transfer, Transform
 from .accelerator import Accelerator, CudaAccelerator
 from .blocks import BlockTransfer
-from .dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
+from .dense import DenseTransfer, WholeTransfer
 from .gpu import StagedBlocks, StagedDense, StagedSparse
 from .quantizer import Quantizer, Residuals, Unchanged, ValueCoder
-from .sharder import SPLIT_FROM_BYTES, Sharder
+from .sharder import Sharder
 from .sparse import SparseTransfer
 from .streams import LONGEST_NAME, Plan, plan_streams
 from .transforms import TRANSFORMS
@@ -97,15 +97,16 @@ class Planner:
                 return BlockTransfer(tensor, plan, shardings, self._pool)
             return StagedBlocks(tensor, plan, shardings, gpu)
         sharding = self._sharder.shard_dense(name, tensor.numel(), tensor.dtype)
-        coder = self._coder(request)
+        coder = self._coder(request, sharding.layout.size if sharding.layout else tensor.numel(), 1)
         if gpu is None:
             return _begin_dense(sharding, self._pool, options.contributes, coder, tensor)
         begin = partial(_begin_dense, sharding, gpu.pinned, options.contributes, coder)
         return StagedDense(tensor, begin, gpu)
 
     def _begin_sparse(self, request: Request, expected_rows: int, gpu: Accelerator | None) -> Transfer:
-        tensor, coder = request.tensor, self._coder(request)
+        tensor = request.tensor
         rows, columns = table_shape(tensor)
+        coder = self._coder(request, rows, columns)
         sharding = self._sharder.shard_sparse(request.name, rows, columns, tensor.dtype, expected_rows)
         if gpu is None:
             return SparseTransfer(tensor, sharding, self._codec, self._kernels, coder, expected_rows)
@@ -121,16 +122,14 @@ class Planner:
         sync, most_bytes = self._config.sync, self._config.cluster.max_message_bytes
         return plan_streams(tensor.shape.numel(), tensor.dtype.itemsize, sync.block, sync.fusion, most_bytes)
 
-    def _coder(self, request: Request) -> ValueCoder:
-        """Of the tensor's values: only float32 gradients have room to be narrower."""
+    def _coder(self, request: Request, rows: int, columns: int) -> ValueCoder:
+        """Of the tensor's values. Only float32 gradients have room to be narrower."""
         tensor = request.tensor
-        rows, columns = table_shape(tensor) if tensor.is_sparse else (tensor.numel(), 1)
-        codec = value_codec(self._config.sync.values, columns, is_dense=not tensor.is_sparse)
-        is_gradient = request.options.purpose == "gradient" and tensor.dtype == torch.float32
-        if codec is None or not is_gradient or not rows * columns:
+        if request.options.purpose != "gradient" or tensor.dtype != torch.float32 or not rows * columns:
             return Unchanged(tensor.dtype)
-        if not tensor.is_sparse and tensor.nbytes >= SPLIT_FROM_BYTES:
-            rows = -(-rows // DENSE_GRANULE) * DENSE_GRANULE
+        codec = value_codec(self._config.sync.values, columns, is_dense=not tensor.is_sparse)
+        if codec is None:
+            return Unchanged(tensor.dtype)
         return Quantizer(codec, self._residuals.of(request.name, rows, columns), self._pool)
 
     def _accelerator(self, tensor: Tensor) -> Accelerator | None:

@@ -56,19 +56,19 @@ def _reshard_rows(
     positions = new.positions(old.rows(torch.from_numpy(before))).numpy()
     order = np.argsort(positions)
     values = _joined(encoded).reshape(len(order), encoded.row_bytes).take(order, axis=0)
-    return encode_rows(sharding, positions[order], values.reshape(-1).data, encoded.row_bytes, codec)
+    return encode_rows(sharding.ranges(), positions[order], values.reshape(-1).data, encoded.row_bytes, codec)
 
 
 def _reshard_values(
     encoded: EncodedTensor, old: Layout, new: Layout, sharding: Sharding
 ) -> list[EncodedChunk]:
     if not any(chunk.rows for chunk in encoded.chunks):  # this rank does not contribute
-        return encode_values(sharding, None, encoded.row_bytes)
+        return encode_values(sharding.ranges(), None, encoded.row_bytes)
     granules, moved = granule_order(old).numpy(), granule_order(new).numpy()
     index = np.empty_like(granules)
     index[granules] = np.arange(len(granules))
     values = _joined(encoded).reshape(len(granules), encoded.row_bytes).take(index[moved], axis=0)
-    return encode_values(sharding, values.reshape(-1).data, encoded.row_bytes)
+    return encode_values(sharding.ranges(), values.reshape(-1).data, encoded.row_bytes)
 
 
 def _joined(encoded: EncodedTensor) -> NDArray[np.uint8]:

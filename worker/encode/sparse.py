@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -85,20 +85,24 @@ def row_numbers(indices: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]
     return rows, outside
 
 
+Ranges = Mapping[tuple[int, int], ChunkRange]
+"""What :meth:`Sharding.ranges` gives."""
+
+
 def encode_rows(
-    sharding: Sharding, positions: NDArray[np.int64], values: memoryview, row_bytes: int, codec: str
+    ranges: Ranges, positions: NDArray[np.int64], values: memoryview, row_bytes: int, codec: str
 ) -> list[EncodedChunk]:
     """The chunks of a sparse tensor.
 
     Args:
+        ranges: of its sharding.
         positions: ``[n]``, strictly increasing.
         values: the rows at these positions, ``row_bytes`` each. The chunks' frames are slices of it.
         codec: the setting ``sync.codec``.
     """
-    ranges = sharding.ranges().values()
-    ends = np.searchsorted(positions, [each.stop for each in ranges]).tolist()
+    ends = np.searchsorted(positions, [each.stop for each in ranges.values()]).tolist()
     chunks, begin = [], 0
-    for each, end in zip(ranges, ends, strict=True):
+    for each, end in zip(ranges.values(), ends, strict=True):
         inside = positions[begin:end] - each.start
         chosen = choose(codec, end - begin, each.span, row_bytes, inside)
         encoded = chosen.encode(inside, each.span)
@@ -155,25 +159,23 @@ class SparseTransfer(OneRound):
         positions, values = kernels.compact(layout.positions(rows), values)
         row_bytes = coder.size_bytes(1, columns)
         data = coder.encode_rows(values, layout, positions)
-        chunks = encode_rows(sharding, positions.numpy(), tensor_bytes(data), row_bytes, codec)
-        self.restart(
-            EncodedTensor(
-                kind="sparse",
-                shape=tensor.shape,
-                dtype=tensor.dtype,
-                columns=columns,
-                expected_rows=expected_rows,
-                sharding=sharding,
-                chunks=chunks,
-                values=coder.form,
-                row_bytes=row_bytes,
-            )
+        self._layout, self._ranges = layout, sharding.ranges()
+        self.encoded = EncodedTensor(
+            kind="sparse",
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            columns=columns,
+            expected_rows=expected_rows,
+            sharding=sharding,
+            chunks=encode_rows(self._ranges, positions.numpy(), tensor_bytes(data), row_bytes, codec),
+            values=coder.form,
+            row_bytes=row_bytes,
         )
 
     def restart(self, encoded: EncodedTensor) -> None:
         assert encoded.sharding.layout is not None
-        self.encoded, self._layout = encoded, encoded.sharding.layout
-        self._ranges = encoded.sharding.ranges()
+        self._layout, self._ranges = encoded.sharding.layout, encoded.sharding.ranges()
+        self.encoded = encoded
         self._pulled.clear()
 
     def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:

@@ -343,11 +343,11 @@ class Channel(Waiter):
     def _send(self, out: Outgoing) -> bool:
         """Whether it was taken; if not, its server has refused this worker, and all has failed."""
         try:
-            self._sender.send(out)
+            is_behind = self._sender.send(out)
         except zmq.Again:
             self._lose(out.server)
             return False
-        if self._sender.has_waiting and self._pusher is None:
+        if is_behind and self._pusher is None:
             self._pusher = threading.Thread(target=self._push_on, name="zenps-pusher", daemon=True)
             self._pusher.start()
         return True

@@ -112,17 +112,18 @@ class Sender:
         """Whether pushes wait for room."""
         return bool(self._queue)
 
-    def send(self, out: Outgoing) -> None:
-        """Sends a push, or lets it wait for its turn.
+    def send(self, out: Outgoing) -> bool:
+        """Sends a push, or lets it wait for its turn. Returns whether any has to wait for room.
 
         Raises:
             zmq.Again: the server has refused this worker.
         """
         if self._queue is None:
             self._send(out)
-            return
+            return False
         self._queue.add(out)
         self.send_waiting(out.server)
+        return self.has_waiting
 
     def send_waiting(self, server: int) -> None:
         """Sends what there is room for. The poller tells when there is room for more."""

@@ -49,7 +49,7 @@ class SubmitQueue(Waiter):
 
         One that is prepared already, as any on the CPU is, overtakes the queue.
         """
-        if not pending.transfer.is_staged:
+        if not pending.is_staged:
             self._channel.submit(pending)
         elif not self._submit_if_prepared(staged := _Staged(pending, now_ns())):
             with self._lock:

@@ -70,12 +70,16 @@ class Event(msgspec.Struct, omit_defaults=True):
     args: dict[str, Any] = {}
 
 
+Block = contextlib.AbstractContextManager["Span | None"]
+"""A ``with`` block that may be recorded; its target is None if it is not."""
+
+
 class Trace:
     """A trace that is off: its methods record nothing."""
 
     is_on = False
 
-    def span(self, kind: str, /, **args: object) -> Span | Nothing:
+    def span(self, kind: str, /, **args: object) -> Block:
         """Records the ``with`` block as this thread's span; ``args`` has its ``tensor``, sizes and so on."""
         return NOTHING
 
@@ -102,23 +106,9 @@ class Trace:
         """Writes all pending events and closes the file."""
 
 
-class Nothing:
-    """A span that is not recorded. It is false, so that callers can skip computing arguments."""
+NOTHING: Final = contextlib.nullcontext(None)
+"""A block that is not recorded. Its target is None, so that callers can skip computing arguments."""
 
-    def __enter__(self) -> Nothing:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-    def __bool__(self) -> bool:
-        return False
-
-    def note(self, **args: object) -> None:
-        """As :meth:`Span.note`."""
-
-
-NOTHING: Final = Nothing()
 OFF: Final = Trace()
 
 
@@ -182,7 +172,7 @@ class Recorder(Trace):
         self._thread = threading.Thread(target=self._write_on, name="zenps-trace", daemon=True)
         self._thread.start()
 
-    def span(self, kind: str, /, **args: object) -> Span | Nothing:
+    def span(self, kind: str, /, **args: object) -> Block:
         return Span(self, kind, args)
 
     def did(self, begin_ns: int, kind: str, /, **args: object) -> None:
