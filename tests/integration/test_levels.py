@@ -25,8 +25,8 @@ from tests.integration.test_training import train, train_in_one_process
 from zenps.cli.doctor import Check, examine
 from zenps.config.sources import load
 from zenps.observe.timeline import merge
-from zenps.worker.backends.hierarchical.link import Listener
 from zenps.worker.process import PROCESS
+from zenps.worker.transport.host_link import Listener
 
 WORKERS = 3
 AT_ONCE_SECONDS = 3.0

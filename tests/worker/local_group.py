@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from zenps.worker.backends.peers.group import Group
+from zenps.worker.transport.peer_group import Group
 
 DEADLINE_SECONDS = 30.0
 

@@ -17,11 +17,11 @@ from ...core.transfer import Transform
 from ...encode.sharder import SPLIT_FROM_BYTES
 from ...encode.streams import LONGEST_NAME
 from ...encode.transforms import ToHost
+from ...transport.host_link import Link, LinkError, Listener, connect
 from ..base import Backend, Session
 from ..servers import ServerBackend
 from .follower import Follower
 from .leader import SUFFIX, Leader
-from .link import Link, LinkError, Listener, connect
 from .rounds import HostRounds, HostSession
 
 # Longer than any address of a listener.

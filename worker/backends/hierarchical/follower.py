@@ -12,8 +12,8 @@ from torch import Tensor
 from zenps.buffers import BufferPool
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, TensorError, ZenPSError
 
+from ...transport.host_link import Failed, Give, Link, LinkError, Take, Taken
 from ..negotiation import Entry
-from .link import Failed, Give, Link, LinkError, Take, Taken
 from .rounds import HostRounds, HostSession
 from .transfer import HostRound
 

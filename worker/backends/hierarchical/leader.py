@@ -18,9 +18,9 @@ from zenps.wire.loans import Loans
 from ...core.pending import Pending
 from ...core.request import Request
 from ...encode.sparse import as_table
+from ...transport.host_link import Failed, Give, Link, LinkError, Take, Taken
 from ..negotiation import Entry
 from .adder import Adder
-from .link import Failed, Give, Link, LinkError, Take, Taken
 from .rounds import HostRounds, HostSession
 from .transfer import HostRound, Part, added
 

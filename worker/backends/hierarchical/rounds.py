@@ -26,9 +26,9 @@ from ...core.pending import Pending, Waiting
 from ...core.request import Request
 from ...core.statistics import Progress
 from ...core.transfer import Transform
+from ...transport.peer_group import MOST_SECONDS
 from ..base import Session
 from ..negotiated_rounds import NegotiatedRounds
-from ..peers.group import MOST_SECONDS
 from ..servers import ServerBackend
 from .transfer import Form, HostRound, HostTransfer, part_of
 

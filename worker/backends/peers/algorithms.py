@@ -19,7 +19,7 @@ from zenps.kernels.base import ACCUMULATE, Kernels, Rows
 from zenps.schemes.base import PeerAlgorithm
 from zenps.schemes.builtin.sparcml import choose, is_worth_dense
 
-from .group import Group
+from ...transport.peer_group import Group
 
 _DENSE = -1
 """In place of a count: every row, and a bit for each that says whether any rank has touched it."""

@@ -20,10 +20,10 @@ from ...core.request import Request
 from ...core.statistics import Progress
 from ...core.transfer import Transform
 from ...encode.transforms import TRANSFORMS, ToHost
+from ...transport.peer_group import GlooGroup, GroupError
 from ..base import Backend, Session
 from ..servers import ServerBackend
 from .exchange import PeerExchange
-from .group import GlooGroup, GroupError
 from .transfer import DensePeerTransfer, PeerTransfer, SparsePeerTransfer
 
 

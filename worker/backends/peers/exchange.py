@@ -21,11 +21,11 @@ from ...core.pending import Pending, Waiting
 from ...core.request import Request
 from ...core.statistics import Progress
 from ...core.transfer import Transform
+from ...transport.peer_group import MOST_SECONDS, Group, GroupError
 from ..base import Session
 from ..negotiated_rounds import NegotiatedRounds
 from ..negotiation import Entry
 from ..servers import ServerBackend
-from .group import MOST_SECONDS, Group, GroupError
 from .transfer import PeerRound, PeerTransfer
 
 # Of rounds that are ready, rank 0 names so many in one message.

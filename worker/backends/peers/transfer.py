@@ -17,10 +17,10 @@ from ...core.request import table_shape
 from ...core.statistics import Progress, Report, RowCounts
 from ...core.transfer import Brought, dense_bytes
 from ...encode.sparse import as_sparse, as_table
+from ...transport.peer_group import Group
 from ..negotiated_rounds import NegotiatedRound
 from ..negotiation import Entry
 from .algorithms import ALGORITHMS, Table
-from .group import Group
 
 
 class PeerTransfer(Brought):

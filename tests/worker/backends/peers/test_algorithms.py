@@ -15,7 +15,7 @@ from zenps.buffers import BufferPool
 from zenps.kernels.base import ACCUMULATE, Rows
 from zenps.kernels.cpu import CpuKernels
 from zenps.worker.backends.peers.algorithms import Table, gathered, merged, sparcml, split
-from zenps.worker.backends.peers.group import Group
+from zenps.worker.transport.peer_group import Group
 
 KERNELS = CpuKernels(BufferPool(keep_bytes=0))
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64)

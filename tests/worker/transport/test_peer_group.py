@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from zenps.worker.backends.peers.group import GlooGroup, GroupError
+from zenps.worker.transport.peer_group import GlooGroup, GroupError
 
 DEADLINE_SECONDS = 20.0
 
