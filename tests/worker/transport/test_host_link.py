@@ -15,7 +15,7 @@ import pytest
 from tests.zenps.wire.hostile import ALL_WAYS, hostile_processes
 from zenps.wire import handshake
 from zenps.wire.arena import Arena
-from zenps.worker.backends.hierarchical import link as links
+from zenps.worker.transport import host_link as links
 from zenps.worker.transport.host_link import (
     Failed,
     Give,
