@@ -27,13 +27,13 @@ from zenps.codecs.values import RUN, VALUE_CODECS, value_codec
 from zenps.config.settings import Config, CudaConfig, SyncConfig
 from zenps.errors import ProtocolError, TensorError
 from zenps.partition.ring import rebalance
+from zenps.worker.core.transfer import Sharding, Transfer
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from zenps.worker.encode.gpu import StagedDense, StagedSparse
 from zenps.worker.encode.planner import Transfers
 from zenps.worker.encode.quantizer import Quantizer, Residuals
 from zenps.worker.encode.reshard import reshard
 from zenps.worker.encode.sparse import SparseTransfer
-from zenps.worker.core.transfer import Sharding, Transfer
 from zenps.worker.training.buckets import Bucket
 
 ROWS, STEPS, RANKS = 600, 6, 3

@@ -37,12 +37,12 @@ from zenps.config.settings import Config, SyncConfig
 from zenps.partition.layout import LayoutCache
 from zenps.partition.ring import rebalance
 from zenps.partition.strategies import strategy
+from zenps.worker.core.transfer import Sharding, Transfer, table_shape
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from zenps.worker.encode.gpu import StagedDense
 from zenps.worker.encode.planner import SPLIT_FROM_BYTES, Transfers
 from zenps.worker.encode.reshard import reshard
 from zenps.worker.encode.sparse import SparseTransfer
-from zenps.worker.core.transfer import Sharding, Transfer, table_shape
 
 SERVERS = [[0], [0, 1], [2, 5, 9], [1, 2, 3, 4, 5, 6, 7]]
 RINGS = st.lists(
