@@ -1,4 +1,4 @@
-"""Resharding: what was pushed under one ring, sharded for another, is what a first push under that would be."""
+"""Resharding: what is pushed again under another ring is what a first push under that would be."""
 
 from __future__ import annotations
 
