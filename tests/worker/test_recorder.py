@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 from torch import Tensor
 
-from zenps.config.settings import Config
-from zenps.observe.metrics import WorkerMetrics
 from zenps.observe.recording import Header, Push, read
-from zenps.wire.messages import Member, View
-from zenps.worker.backends.base import Backend, Session
-from zenps.worker.backends.servers import ServerBackend
-from zenps.worker.core.pending import Pending, Signal, Waiting
-from zenps.worker.core.request import Options, Purpose, Request
-from zenps.worker.core.spans import Spans
-from zenps.worker.core.statistics import Progress, Statistics
-from zenps.worker.core.transfer import Brought
 from zenps.worker.recorder import Recorder, open_recorder
-from zenps.worker.world import ClusterWorld
 
 
 def sparse(rows: list[int]) -> Tensor:
@@ -88,41 +73,6 @@ def test_it_ends_the_process_when_it_has_enough(recorder: Recorder, tmp_path: Pa
             recorder.note(sparse([1]), "a")
         assert ended.value.code == 0
     assert len(recorded(tmp_path)) == 4
-
-
-class Everything(Backend):
-    """Takes all requests."""
-
-    partition = "none"
-
-    def __init__(self) -> None:
-        self.begun: list[str] = []
-
-    def begin(self, request: Request) -> Pending:
-        self.begun.append(request.name)
-        waiting = Waiting(Signal(), 0.0, Statistics(WorkerMetrics(CollectorRegistry())), Spans())
-        return Pending(request.name, request.options, Brought(), Progress(0), waiting)
-
-    def close(self) -> None: ...
-
-
-def test_what_ranks_tell_one_another_is_left_out_whatever_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ZENPS_PLAN_TRACE", str(tmp_path))
-    monkeypatch.setenv("ZENPS_PLAN_STEPS", "1")
-    workers = tuple(Member("worker", rank, "box", 50 + rank, "", "") for rank in range(8))
-    lease = SimpleNamespace(view=View(1, 3, workers, (), bytes(8192), 1))
-    session, backend = SimpleNamespace(config=Config(), lease=lease), Everything()
-    world = ClusterWorld(cast(Session, session), cast(ServerBackend, None), backend, 0, ExitStack())
-    purposes: tuple[Purpose, ...] = ("control", "broadcast", "value", "gradient")
-    for purpose in purposes:
-        world.begin(Request(sparse([1]), purpose, Options(purpose=purpose)))
-    assert backend.begun == list(purposes)
-    assert [push.tensor for push in recorded(tmp_path)] == ["value", "gradient"]
-    with pytest.raises(SystemExit):
-        world.begin(Request(sparse([1]), "value"))
-    assert backend.begun == list(purposes), "this one is not pushed"
 
 
 def test_nobody_asked() -> None:
