@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
-from tests.worker.encode.test_transfer import make_layout, sparse, synchronize
+from tests.worker.encode.test_transfer import encoded_by, make_layout, sparse, synchronize
 from zenps.config.settings import CudaConfig
 from zenps.partition.device_layout import device_layout_on
 from zenps.worker.core.transfer import Sharding, Transfer
 from zenps.worker.encode.accelerator import CudaAccelerator
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer
 from zenps.worker.encode.gpu import StagedDense, StagedSparse
+from zenps.worker.encode.quantizer import Unchanged
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -63,8 +64,9 @@ def test_rounds_of_many_sizes_reuse_memory_and_stay_right(
     settings = CudaConfig(compaction=compaction)  # type: ignore[arg-type]
 
     def begin(tensor: Tensor) -> Transfer:
+        sharding, coder = Sharding(layout, 2, 0), Unchanged(tensor.dtype)
         staged = StagedSparse(
-            tensor.cuda(), Sharding(layout, 2, 0), "auto", settings, lambda _: device_layout, accelerator
+            tensor.cuda(), sharding, "auto", settings, lambda _: device_layout, accelerator, coder
         )
         return prepared(staged, accelerator)
 
@@ -84,11 +86,12 @@ def test_a_gradient_is_compacted_without_waiting(accelerator: CudaAccelerator) -
     tensor = whole_numbers(100_000, 32, 50_000, 1).cuda()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
+    sharding, coder = Sharding(layout, 2, 0), Unchanged(tensor.dtype)
     transfer = StagedSparse(
-        tensor, Sharding(layout, 2, 0), "auto", CudaConfig(), lambda _: device_layout, accelerator
+        tensor, sharding, "auto", CudaConfig(), lambda _: device_layout, accelerator, coder
     )
     prepared(transfer, accelerator)
-    assert sum(part.rows for part in transfer.parts) > 0
+    assert sum(chunk.rows for chunk in encoded_by(transfer).chunks) > 0
 
 
 def test_the_callers_stream_goes_first(accelerator: CudaAccelerator) -> None:
@@ -100,12 +103,13 @@ def test_the_callers_stream_goes_first(accelerator: CudaAccelerator) -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(200_000_000)
         tensor._values().mul_(2)
+        sharding, coder = Sharding(layout, 1, 0), Unchanged(tensor.dtype)
         transfer = StagedSparse(
-            tensor, Sharding(layout, 1, 0), "coo", CudaConfig(), lambda _: device_layout, accelerator
+            tensor, sharding, "coo", CudaConfig(), lambda _: device_layout, accelerator, coder
         )
     prepared(transfer, accelerator)
-    for part in transfer.parts:
-        assert (torch.frombuffer(bytearray(part.frames[1]), dtype=torch.float32) == 6).all()
+    for chunk in encoded_by(transfer).chunks:
+        assert (torch.frombuffer(bytearray(chunk.frames[1]), dtype=torch.float32) == 6).all()
 
 
 def test_dense(accelerator: CudaAccelerator) -> None:
@@ -114,7 +118,8 @@ def test_dense(accelerator: CudaAccelerator) -> None:
 
     def begin(tensor: Tensor) -> Transfer:
         def make(copy: Tensor) -> Transfer:
-            return DenseTransfer(copy, Sharding(layout, 2, 0), accelerator.pinned, True)
+            coder = Unchanged(copy.dtype)
+            return DenseTransfer(copy, Sharding(layout, 2, 0), accelerator.pinned, True, coder)
 
         return prepared(StagedDense(tensor.cuda(), make, accelerator), accelerator)
 

@@ -1,4 +1,4 @@
-"""What ``zenps plan`` has a worker write down, and how that ends."""
+"""Recorder of pushed rows for ``zenps plan``: what it writes down, and how that ends."""
 
 from __future__ import annotations
 

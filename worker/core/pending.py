@@ -25,7 +25,7 @@ class Waiter(ABC):
 
     @abstractmethod
     def wait(self, ready: Callable[[], bool], until: float) -> None:
-        """Returns once ``ready()``, or at the monotonic time ``until``; perhaps earlier."""
+        """Returns once ``ready()``, or at the monotonic time ``until``."""
 
     @abstractmethod
     def look(self, ready: Callable[[], bool]) -> None:
@@ -133,7 +133,8 @@ class Pending:
             if self._outcome is None:
                 assert self._transfer is not None
                 self._outcome = self._finish(self._transfer)
-                self._transfer = None
+                if isinstance(self._outcome, Tensor):  # else answers may still come
+                    self._transfer = None
         if isinstance(self._outcome, Exception):
             raise self._outcome
         return self._outcome
@@ -213,7 +214,8 @@ class Pending:
         waiter, timeout_seconds, statistics, spans = self._waiting
         until = time.monotonic() + timeout_seconds
         begin = time.perf_counter()
-        while self._answers or not self.progress.ended:
+        # Asked in this order: the last answer is there before the end is.
+        while not self.progress.ended or self._answers:
             absorbed = self._absorbed
             with spans("wait", self.name, self.progress.step):
                 waiter.wait(self._has_news, until)

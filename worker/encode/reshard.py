@@ -34,7 +34,7 @@ def reshard(encoded: EncodedTensor, sharding: Sharding, codec: str) -> EncodedTe
     chunks: Sequence[EncodedChunk]
     if old is None or new is None:
         assert old is new, "whole or split is a matter of size"
-        chunks = [structs.replace(chunk, server=sharding.home) for chunk in encoded.chunks]
+        chunks = tuple(structs.replace(chunk, server=sharding.home) for chunk in encoded.chunks)
     elif encoded.kind == "sparse":
         chunks = _reshard_rows(encoded, old, new, sharding, codec)
     else:

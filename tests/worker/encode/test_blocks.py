@@ -3,23 +3,25 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from torch import Tensor
 
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
-from tests.server.reducers.reduction import read, reduce
 from tests.worker.host_accelerator import HostAccelerator
 from zenps.buffers import BufferPool
 from zenps.errors import ProtocolError
+from zenps.wire.blocks import PHASES
 from zenps.wire.messages import Push, Result
 from zenps.wire.tensors import dtype_name
-from zenps.worker.core.transfer import EncodedChunk
+from zenps.worker.core.statistics import Progress
+from zenps.worker.core.transfer import Answer, EncodedTensor, Sharding
 from zenps.worker.encode.blocks import BlockTransfer
 from zenps.worker.encode.gpu import StagedBlocks
+from zenps.worker.encode.reshard import reshard
 from zenps.worker.encode.streams import Plan, plan_streams
 
 POOL = BufferPool(1 << 26)
@@ -30,22 +32,35 @@ Streamed = BlockTransfer | StagedBlocks
 Make = Callable[[Tensor, Plan], Streamed]
 
 
+def shardings_of(plan: Plan) -> list[Sharding]:
+    """Streams on two servers in turn."""
+    return [Sharding(None, plan.streams, stream % 2, 1, stream) for stream in range(plan.streams)]
+
+
 def on_the_cpu(tensor: Tensor, plan: Plan) -> BlockTransfer:
-    return BlockTransfer(tensor, plan, POOL)
+    return BlockTransfer(tensor, plan, shardings_of(plan), POOL)
 
 
 def on_a_device(tensor: Tensor, plan: Plan) -> StagedBlocks:
-    transfer = StagedBlocks(tensor, plan, HostAccelerator())
+    transfer = StagedBlocks(tensor, plan, shardings_of(plan), HostAccelerator())
     while not transfer.prepared():
         pass
     return transfer
 
 
-def push_of(transfer: Streamed, rank: int, part: EncodedChunk, average: bool) -> Push:
+def push_of(encoded: EncodedTensor, rank: int, average: bool) -> Push:
+    (chunk,) = encoded.chunks
     return Push(
-        *(1, rank, "t", 0, part.chunk, transfer.chunks, transfer.kind, dtype_name(transfer.dtype)),
-        *(tuple(transfer.shape), part.span, transfer.columns, part.rows, "bitmap", average),
+        *(1, rank, "t", 0, chunk.chunk, encoded.sharding.chunks, encoded.kind, dtype_name(encoded.dtype)),
+        *(tuple(encoded.shape), chunk.span, encoded.columns, chunk.rows, "bitmap", average),
     )
+
+
+def answer_to(phases: Sequence[EncodedTensor], average: bool) -> Answer:
+    """What the server of a stream answers to one phase of all ranks."""
+    pushes = [(push_of(phase, rank, average), phase.chunks[0].frames) for rank, phase in enumerate(phases)]
+    result, frames = reduce([read(push, frames) for push, frames in pushes])
+    return Answer(phases[0].chunks[0].server, result, frames)
 
 
 def reduce_in_streams(
@@ -53,28 +68,29 @@ def reduce_in_streams(
 ) -> list[Tensor]:
     """What each rank gets, when streams are answered in any order; checks what is pushed for it."""
     transfers = [make(tensor, plan) for tensor in tensors]
-    going = list(range(plan.streams))
-    pushed_blocks = [0] * len(tensors)
-    while going:
-        stream = rng.choice(going)
-        phases = [transfer.push(stream) for transfer in transfers]
-        if phases[0] is None:
-            assert not any(phases)
-            going.remove(stream)
-            continue
-        payloads = []
-        for rank, (transfer, phase) in enumerate(zip(transfers, phases, strict=True)):
-            assert phase is not None
-            _, part = phase
-            push = push_of(transfer, rank, part, average)
-            payloads.append(read(push, part.frames))
-            pushed_blocks[rank] += part.rows
-        result, frames = reduce(payloads)
-        for transfer in transfers:
-            transfer.absorb(0, stream, result, frames)
-    for tensor, transfer, count in zip(tensors, transfers, pushed_blocks, strict=True):
-        assert count == blocks_not_zero(tensor, plan)
-        pointers = transfer.pushed_bytes - count * plan.block * tensor.dtype.itemsize
+    in_flight = [{phase.stream: phase for phase in transfer.begin()} for transfer in transfers]
+    assert all(list(streams) == list(range(plan.streams)) for streams in in_flight)
+    pushed_blocks, pushed_bytes = [0] * len(tensors), [0] * len(tensors)
+    while in_flight[0]:
+        stream = rng.choice(list(in_flight[0]))
+        phases = [streams.pop(stream) for streams in in_flight]
+        for rank, phase in enumerate(phases):
+            (chunk,) = phase.chunks
+            assert phase.phase == phases[0].phase
+            assert (phase.sharding, chunk.server) == (shardings_of(plan)[stream], stream % 2)
+            pushed_blocks[rank] += chunk.rows
+            pushed_bytes[rank] += sum(frame.nbytes for frame in chunk.frames)
+        answer = answer_to(phases, average)
+        for transfer, streams in zip(transfers, in_flight, strict=True):
+            for following in transfer.on_answer(answer):
+                assert (following.stream, following.phase) == (stream, phases[0].phase + 1)
+                streams[stream] = following
+        assert all(streams.keys() == in_flight[0].keys() for streams in in_flight)
+    for rank, (tensor, transfer) in enumerate(zip(tensors, transfers, strict=True)):
+        assert pushed_blocks[rank] == blocks_not_zero(tensor, plan)
+        report = transfer.report(Progress(0))
+        assert (report.pushed_bytes, report.dense_bytes) == (pushed_bytes[rank], 2 * tensor.nbytes)
+        pointers = report.pushed_bytes - pushed_blocks[rank] * plan.block * tensor.dtype.itemsize
         assert 0 <= pointers <= 8 * (plan.blocks + plan.streams)
     return [transfer.finish() for transfer in transfers]
 
@@ -85,11 +101,11 @@ def blocks_not_zero(tensor: Tensor, plan: Plan) -> int:
 
 def without_minus_zeros(tensor: Tensor, plan: Plan) -> Tensor:
     """Blocks of nothing but zeros count as 0.0."""
-    parts = [
+    blocks = [
         block if (block != 0).any() else torch.zeros_like(block)
         for block in tensor.reshape(-1).split(plan.block)
     ]
-    return torch.cat(parts)
+    return torch.cat(blocks)
 
 
 @settings(deadline=None, max_examples=80)
@@ -147,8 +163,9 @@ def transfer() -> BlockTransfer:
     """Of 6 blocks of 4 elements in one stream; it has pushed the first and the fourth."""
     tensor = torch.zeros(24)
     tensor[0] = tensor[13] = 1.0
-    transfer = BlockTransfer(tensor, plan_streams(24, 4, 4, 6, 1 << 20), POOL)
-    assert transfer.push(0) is not None
+    transfer = on_the_cpu(tensor, plan_streams(24, 4, 4, 6, 1 << 20))
+    (encoded,) = transfer.begin()
+    assert encoded.chunks[0].rows == 2
     return transfer
 
 
@@ -159,13 +176,13 @@ POINTERS, BITS, VALUES = b"\xff" * 24, b"\x09", bytes(32)
 @pytest.mark.parametrize(
     ("result", "frames"),
     [
-        (msgspec.structs.replace(GOOD, codec="coo"), [POINTERS + BITS, VALUES]),
+        (structs.replace(GOOD, codec="coo"), [POINTERS + BITS, VALUES]),
         (GOOD, [POINTERS + BITS]),
         (GOOD, [POINTERS + BITS, VALUES[1:]]),
         (GOOD, [POINTERS, VALUES]),
         (GOOD, [b"\0" * 24 + BITS, VALUES]),
         (GOOD, [POINTERS + b"\x03", VALUES]),
-        (msgspec.structs.replace(GOOD, rows=7), [POINTERS + b"\x7f", bytes(112)]),
+        (structs.replace(GOOD, rows=7), [POINTERS + b"\x7f", bytes(112)]),
     ],
     ids=["codec", "frames", "values", "bitmap", "pointers", "other blocks", "too many"],
 )
@@ -173,7 +190,31 @@ def test_hostile_answers_are_refused_and_change_nothing(
     transfer: BlockTransfer, result: Result, frames: list[bytes]
 ) -> None:
     with pytest.raises(ProtocolError):
-        transfer.absorb(0, 0, result, [memoryview(frame) for frame in frames])
+        transfer.on_answer(Answer(0, result, [memoryview(frame) for frame in frames]))
     assert not transfer.finish().any()
-    transfer.absorb(0, 0, GOOD, [memoryview(POINTERS + BITS), memoryview(VALUES)])
-    assert transfer.push(0) is None
+    assert not transfer.on_answer(Answer(0, GOOD, [memoryview(POINTERS + BITS), memoryview(VALUES)]))
+
+
+def test_a_stream_that_goes_to_another_server_stays_there() -> None:
+    """So do the phases that follow. Other streams, and what was summed so far, stay as they are."""
+    tensor = torch.arange(1.0, 33.0)
+    transfer = on_the_cpu(tensor, plan_streams(32, 4, 4, 1, 1 << 20)._replace(streams=2))
+    moving, other = transfer.begin()
+    (moving,) = transfer.on_answer(answer_to([moving], average=False))
+    sharding = Sharding(None, 2, 7, 2, 0)
+    moving = reshard(moving, sharding, "auto")
+    transfer.restart(moving)
+    for stream, server, expected in ((moving, 7, sharding), (other, 1, other.sharding)):
+        phases = [stream]
+        while phases:
+            (phase,) = phases
+            assert (phase.sharding, phase.chunks[0].server) == (expected, server)
+            phases = list(transfer.on_answer(answer_to([phase], average=False)))
+    assert torch.equal(transfer.finish(), tensor)
+
+
+def test_each_phase_of_a_stream_is_a_round_with_a_name_and_step_of_its_own() -> None:
+    transfer = on_the_cpu(torch.ones(64), plan_streams(64, 4, 4, 1, 1 << 20))
+    begun = transfer.begin()
+    assert [phase.round_of("t", 3) for phase in begun] == [(f"t#{n}", 3 * PHASES) for n in range(16)]
+    assert structs.replace(begun[5], phase=2).round_of("t", 3) == ("t#5", 3 * PHASES + 2)

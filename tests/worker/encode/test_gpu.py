@@ -1,19 +1,22 @@
-"""Tensors on a GPU: what differs from the CPU's way. What does not is in test_transfer.py."""
+"""Tensors on a GPU: what differs from the CPU's way. The rest is in test_transfer.py."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
 from tests.worker.encode.test_transfer import (
     ACCELERATOR,
-    Answer,
+    absorb_all,
     aggregate,
     damaged,
+    encoded_by,
     make_layout,
     on_a_device,
     on_the_cpu,
@@ -26,11 +29,19 @@ from tests.worker.encode.test_transfer import (
 from tests.worker.host_accelerator import HostAccelerator
 from zenps.config.settings import CudaConfig
 from zenps.errors import DeadlineError, ProtocolError, TensorError
+from zenps.observe.metrics import WorkerMetrics
 from zenps.wire.messages import Result
-from zenps.worker.core.transfer import Sharding, Transfer
+from zenps.worker.core.pending import Pending, Signal, Waiting
+from zenps.worker.core.request import Options
+from zenps.worker.core.spans import Spans
+from zenps.worker.core.statistics import Progress, Statistics
+from zenps.worker.core.steps import Steps
+from zenps.worker.core.transfer import Answer, Sharding, Transfer
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from zenps.worker.encode.gpu import StagedDense, StagedSparse
-from zenps.worker.encode.gpu_queue import Staging
+from zenps.worker.encode.quantizer import Unchanged
+from zenps.worker.transport.channel import Channel
+from zenps.worker.transport.submit_queue import SubmitQueue
 
 LAYOUT = make_layout("balanced", 600, 1, [0, 1, 2], 0)
 
@@ -42,7 +53,12 @@ def whole_numbers(count: int, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def staged(tensor: Tensor, settings: CudaConfig, codec: str = "auto") -> StagedSparse:
-    return StagedSparse(tensor, Sharding(LAYOUT, 2, 0), codec, settings, on_the_device, ACCELERATOR)
+    coder = Unchanged(tensor.dtype)
+    return StagedSparse(tensor, Sharding(LAYOUT, 2, 0), codec, settings, on_the_device, ACCELERATOR, coder)
+
+
+def hashed_rows(transfer: Transfer) -> tuple[int, ...]:
+    return transfer.report(Progress(0)).hashed_rows
 
 
 @pytest.mark.parametrize("compaction", ["bitmap", "hash"])
@@ -61,7 +77,8 @@ def test_every_compaction_gives_the_same_sums(compaction: str, dtype: torch.dtyp
     results, transfer = synchronize(tensors, begin, average=False)
     for result in results:
         assert_same_bits(result, reduce_in_rank_order(tensors, average=False))
-    assert int(transfer.hashed_rows.sum()) == (nnz if compaction == "hash" else 0)
+    assert sum(hashed_rows(transfer)) == (nnz if compaction == "hash" else 0)
+    assert len(hashed_rows(transfer)) == (4 if compaction == "hash" and nnz else 0)
 
 
 @pytest.mark.parametrize("codec", ["coo", "bitmap", "delta"])
@@ -69,7 +86,7 @@ def test_the_bytes_on_the_wire_are_those_of_the_cpu(codec: str) -> None:
     tensor = sparse(torch.arange(0, 600, 7).flip(0), torch.randn(86, 5), (600, 5))
     ours = on_a_device("sort")(tensor, LAYOUT, 2, 0, codec)
     theirs = on_the_cpu(tensor, LAYOUT, 2, 0, codec)
-    assert ours.sent == theirs.sent
+    assert encoded_by(ours) == encoded_by(theirs)
 
 
 def test_a_hash_memory_that_overflows_grows_until_no_row_is_lost() -> None:
@@ -79,10 +96,11 @@ def test_a_hash_memory_that_overflows_grows_until_no_row_is_lost() -> None:
         [tensor, tensor], lambda tensor: prepared(staged(tensor, settings)), average=False
     )
     assert_same_bits(result, reduce_in_rank_order([tensor, tensor], average=False))
-    overflowed = int(transfer.hashed_rows[3])
+    hashed = hashed_rows(transfer)
+    overflowed = hashed[3]
     assert overflowed > 0
     # Each attempt counts all rows, however they ended.
-    assert int(transfer.hashed_rows.sum()) % 600 == 0
+    assert sum(hashed) % 600 == 0
 
 
 @pytest.mark.parametrize(
@@ -104,11 +122,10 @@ def test_a_dtype_that_atomics_cannot_add_is_refused() -> None:
 
 def test_answers_that_are_not_as_announced() -> None:
     transfer = prepared(staged(rows_of(600), CudaConfig()))
-    answer = next(answer for answer in aggregate([transfer], average=False) if answer[1].rows)
-    part = answer[0]
-    for result, frames in damaged(answer).values():
+    answer = next(answer for answer in aggregate([transfer], average=False) if answer.result.rows)
+    for bad in damaged(answer).values():
         with pytest.raises(ProtocolError) as raised:
-            transfer.absorb(part.server, part.chunk, result, frames)
+            transfer.on_answer(bad)
         assert raised.value.reason == "payload"
 
 
@@ -116,11 +133,10 @@ def test_answers_that_are_not_as_announced() -> None:
 def test_positions_that_are_not_possible_are_refused_before_the_result_is_used(positions: list[int]) -> None:
     transfer = prepared(staged(rows_of(600), CudaConfig(), codec="coo"))
     (first, *others) = aggregate([transfer], average=False)
-    for part, result, frames in others:
-        transfer.absorb(part.server, part.chunk, result, frames)
+    absorb_all(transfer, others)
     encoded = torch.tensor(positions, dtype=torch.int32).numpy().tobytes()
-    result = Result(1, "weight", 3, first[0].chunk, 2, "coo")
-    transfer.absorb(first[0].server, first[0].chunk, result, (memoryview(encoded), memoryview(bytes(24))))
+    result = Result(1, "weight", 3, first.result.chunk, 2, "coo")
+    transfer.on_answer(Answer(first.server, result, (memoryview(encoded), memoryview(bytes(24)))))
     with pytest.raises(ProtocolError, match="positions that do not increase"):
         transfer.finish()
 
@@ -128,13 +144,11 @@ def test_positions_that_are_not_possible_are_refused_before_the_result_is_used(p
 def test_a_fault_in_an_answer_is_forgotten_with_it() -> None:
     transfer = prepared(staged(rows_of(600), CudaConfig(), codec="coo"))
     answers = aggregate([transfer], average=False)
-    part = answers[0][0]
     twice_the_same = memoryview(torch.tensor([5, 5], dtype=torch.int32).numpy().tobytes())
-    result = Result(1, "weight", 3, part.chunk, 2, "coo")
-    transfer.absorb(part.server, part.chunk, result, (twice_the_same, memoryview(bytes(24))))
-    transfer.restart(transfer.sent)
-    for part, result, frames in answers:
-        transfer.absorb(part.server, part.chunk, result, frames)
+    result = Result(1, "weight", 3, answers[0].result.chunk, 2, "coo")
+    transfer.on_answer(Answer(answers[0].server, result, (twice_the_same, memoryview(bytes(24)))))
+    transfer.restart(encoded_by(transfer))
+    absorb_all(transfer, answers)
     assert transfer.finish().indices().tolist() == [[0, 599]]
 
 
@@ -147,13 +161,18 @@ def test_dense(shape: Sequence[int]) -> None:
     layout = make_layout("balanced", tensors[0].numel(), DENSE_GRANULE, [0, 1], 0)
 
     def make(copy: Tensor) -> Transfer:
+        coder = Unchanged(copy.dtype)
         if copy.numel() < 1000:
-            return WholeTransfer(copy, Sharding(None, 1, 0), True)
-        return DenseTransfer(copy, Sharding(layout, 2, 0), ACCELERATOR.pinned, True)
+            return WholeTransfer(copy, Sharding(None, 1, 0), True, coder)
+        return DenseTransfer(copy, Sharding(layout, 2, 0), ACCELERATOR.pinned, True, coder)
 
     results, _ = synchronize(tensors, lambda tensor: prepared(StagedDense(tensor, make, ACCELERATOR)), True)
     for result in results:
         assert_same_bits(result, reduce_in_rank_order(tensors, average=True))
+
+
+def whole(copy: Tensor) -> Transfer:
+    return WholeTransfer(copy, Sharding(None, 1, 0), True, Unchanged(copy.dtype))
 
 
 def test_a_device_that_hangs_is_an_error() -> None:
@@ -167,7 +186,7 @@ def test_a_device_that_hangs_is_an_error() -> None:
 
     hung = Hung()
     hung.deadline_seconds = 0.05
-    transfer = StagedDense(torch.ones(3), lambda copy: WholeTransfer(copy, Sharding(None, 1, 0), True), hung)
+    transfer = StagedDense(torch.ones(3), whole, hung)
     assert not transfer.prepared()
     with pytest.raises(DeadlineError, match=r"cpu did not finish its work within 0.05 s"):
         hung.wait_for(hung.mark())
@@ -182,25 +201,32 @@ def test_device_that_fails_fails_its_round_alone() -> None:
         def query(self) -> bool:
             raise RuntimeError("out of memory")  # as torch's OutOfMemoryError is one
 
-    staging, begun, failures = Staging(), [], []
-    transfer = StagedDense(
-        torch.ones(3), lambda copy: WholeTransfer(copy, Sharding(None, 1, 0), True), Full()
-    )
-    staging.add(transfer, lambda: begun.append(transfer), failures.append)
-    staging.advance(until=0.0)
-    (error,) = failures
-    assert isinstance(error, TensorError)
-    assert "a tensor on cpu: out of memory" in str(error)
-    assert not begun
-    staging.advance(until=0.0)
-    assert len(failures) == 1
+    class Submitted(list[Pending]):
+        """In place of a channel: what is pushed."""
+
+        submit = list[Pending].append
+
+    steps, submitted = Steps(WorkerMetrics(CollectorRegistry()).steps), Submitted()
+    queue = SubmitQueue(cast(Channel, submitted), steps, Spans())
+    waiting = Waiting(Signal(), 20.0, Statistics(WorkerMetrics(CollectorRegistry())), Spans())
+    progress = steps.begin("weight", 1)
+    pending = Pending("weight", Options(), StagedDense(torch.ones(3), whole, Full()), progress, waiting)
+    queue.submit(pending)
+    queue.advance(until=0.0)
+    assert not submitted
+    for _ in range(2):
+        with pytest.raises(TensorError, match="a tensor on cpu: out of memory"):
+            pending.wait()
+        queue.advance(until=0.0)
+    assert steps.begin("weight", 1).step == progress.step
+    another = Pending("bias", Options(), whole(torch.ones(3)), steps.begin("bias", 1), waiting)
+    queue.submit(another)
+    assert submitted == [another]
 
 
 def test_the_result_of_answers_in_any_order_is_coalesced() -> None:
     transfer = prepared(staged(rows_of(600), CudaConfig()))
-    answers: list[Answer] = aggregate([transfer], average=False)
-    for part, result, frames in reversed(answers):
-        transfer.absorb(part.server, part.chunk, result, frames)
+    absorb_all(transfer, aggregate([transfer], average=False)[::-1])
     finished = transfer.finish()
     assert finished.is_coalesced()
     assert finished.indices().tolist() == [[0, 599]]

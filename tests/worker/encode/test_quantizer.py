@@ -1,4 +1,4 @@
-"""Gradients that travel narrower: the same sums by every way and ring, and nothing is lost for good."""
+"""Quantized gradients: the same sums by every way and ring, and nothing is lost for good."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from tests.worker.encode.test_transfer import (
     KERNELS,
     NAN,
     POOL,
+    absorb_all,
     aggregate,
+    encoded_by,
     make_layout,
     on_the_device,
     prepared,
@@ -25,15 +27,22 @@ from tests.worker.encode.test_transfer import (
 from zenps.codecs.base import ValueCodec, ValueForm
 from zenps.codecs.values import RUN, VALUE_CODECS, value_codec
 from zenps.config.settings import Config, CudaConfig, SyncConfig
-from zenps.errors import ProtocolError, TensorError
+from zenps.errors import ProtocolError, TensorError, UsageError
 from zenps.partition.ring import rebalance
-from zenps.worker.core.transfer import Sharding, Transfer
+from zenps.schemes.registry import scheme_of
+from zenps.wire.messages import Member, View
+from zenps.wire.tensors import copied_bytes
+from zenps.worker.core.request import Options, Purpose, Request
+from zenps.worker.core.statistics import Progress
+from zenps.worker.core.transfer import Answer, EncodedTensor, Sharding, Transfer
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from zenps.worker.encode.gpu import StagedDense, StagedSparse
-from zenps.worker.encode.planner import Transfers
-from zenps.worker.encode.quantizer import Quantizer, Residuals
+from zenps.worker.encode.planner import Planner
+from zenps.worker.encode.quantizer import Quantizer, Residuals, Unchanged
 from zenps.worker.encode.reshard import reshard
+from zenps.worker.encode.sharder import Sharder
 from zenps.worker.encode.sparse import SparseTransfer
+from zenps.worker.encode.streams import LONGEST_NAME
 from zenps.worker.training.buckets import Bucket
 
 ROWS, STEPS, RANKS = 600, 6, 3
@@ -46,21 +55,21 @@ every_form = pytest.mark.parametrize("form", VALUE_CODECS)
 
 def table_way(servers: Sequence[int], chunks: int, partition: str = "balanced", granule: int = 1) -> Begin:
     layout = make_layout(partition, ROWS, granule, servers, 1 << 20)
-    cut = Sharding(layout, chunks, servers[0])
-    return lambda tensor, quantizer: SparseTransfer(tensor, cut, "auto", KERNELS, 0, quantizer)
+    sharding = Sharding(layout, chunks, servers[0])
+    return lambda tensor, quantizer: SparseTransfer(tensor, sharding, "auto", KERNELS, quantizer)
 
 
 def table_on_a_device(servers: Sequence[int], chunks: int) -> Begin:
-    cut = Sharding(make_layout("balanced", ROWS, 1, servers, 0), chunks, servers[0])
+    sharding = Sharding(make_layout("balanced", ROWS, 1, servers, 0), chunks, servers[0])
     settings = CudaConfig()
     return lambda tensor, quantizer: prepared(
-        StagedSparse(tensor, cut, "coo", settings, on_the_device, ACCELERATOR, 0, quantizer)
+        StagedSparse(tensor, sharding, "coo", settings, on_the_device, ACCELERATOR, quantizer)
     )
 
 
 def vector_way(servers: Sequence[int], chunks: int, partition: str = "parallel") -> Begin:
-    cut = Sharding(make_layout(partition, ROWS, DENSE_GRANULE, servers, 1 << 20), chunks, servers[0])
-    return lambda tensor, quantizer: DenseTransfer(tensor, cut, POOL, True, quantizer)
+    sharding = Sharding(make_layout(partition, ROWS, DENSE_GRANULE, servers, 1 << 20), chunks, servers[0])
+    return lambda tensor, quantizer: DenseTransfer(tensor, sharding, POOL, True, quantizer)
 
 
 def whole(tensor: Tensor, quantizer: Quantizer) -> Transfer:
@@ -131,9 +140,9 @@ def train(form: ValueForm, columns: int, way: str, begin: Begin) -> list[Tensor]
         transfers = [
             begin(gradient(columns, rank, step), quantizer) for rank, quantizer in enumerate(quantizers)
         ]
-        for part, result, frames in aggregate(transfers, average=True):
-            for transfer in transfers:
-                transfer.absorb(part.server, part.chunk, result, frames)
+        answers = aggregate(transfers, average=True)
+        for transfer in transfers:
+            absorb_all(transfer, answers)
         results = [transfer.finish() for transfer in transfers]
         for result in results:
             assert_same_bits(result, results[0])
@@ -155,13 +164,13 @@ def trained_by_hand(form: ValueForm, columns: int) -> list[Tensor]:
                 arrives = travelled(codec, wanted)
                 kept[rank][row] = wanted - arrives
                 sums[row] = sums[row] + arrives if row in sums else arrives
-        quantize = {row: travelled(codec, total / RANKS, STEP_OF_PUSHES) for row, total in sums.items()}
-        rows = sorted(quantize)
-        values = torch.stack([quantize[row] for row in rows])
+        averages = {row: travelled(codec, total / RANKS, STEP_OF_PUSHES) for row, total in sums.items()}
+        rows = sorted(averages)
+        values = torch.stack([averages[row] for row in rows])
         if columns:
             pulled.append(sparse(rows, values.view(-1, columns), (ROWS, columns)).coalesce())
         else:
-            pulled.append(torch.cat([quantize[row].flatten() for row in rows])[:ROWS])
+            pulled.append(torch.cat([averages[row].flatten() for row in rows])[:ROWS])
     return pulled
 
 
@@ -180,6 +189,18 @@ def travelled(codec: ValueCodec, values: Tensor, step: int | None = None) -> Ten
     codec.encode(values.contiguous(), data, step)
     codec.decode(data.numpy().data, out)
     return out
+
+
+LAYOUT = make_layout("balanced", ROWS, 1, [0, 1], 1 << 20)
+
+
+def encode_rows(quantizer: Quantizer, values: Tensor, rows: Tensor) -> Tensor:
+    """What is pushed of ``rows``, which are found again by their positions in a layout."""
+    return quantizer.encode_rows(values, LAYOUT, LAYOUT.positions(rows))
+
+
+def decoded(quantizer: Quantizer, data: Tensor, shape: tuple[int, int]) -> Tensor:
+    return quantizer.decode(data.numpy().data, shape)
 
 
 @every_form
@@ -204,8 +225,8 @@ def test_nothing_is_lost_for_good(form: ValueForm, columns: int) -> None:
             gradient(columns, 0, step)._indices()[0], gradient(columns, 0, step)._values()
         )
         there_was[rows] += values
-        data = quantizer.quantize(values, rows)
-        pushed[rows] += quantizer.dequantized(data.numpy().data, (len(rows), columns))
+        data = encode_rows(quantizer, values, rows)
+        pushed[rows] += decoded(quantizer, data, (len(rows), columns))
     torch.testing.assert_close(pushed + residual, there_was, rtol=1e-4, atol=1e-3)
     # Half a step at most: the largest of a row is 40 σ of its values, and int8's step a 64th of that.
     assert 0 < residual.abs().max() < 250 / 64
@@ -219,8 +240,8 @@ def test_a_component_below_half_a_step_moves_by_what_was_kept_back() -> None:
     quantizer, int8 = make_quantizer("int8", 5, "table"), VALUE_CODECS["int8"]
     moved = torch.zeros(1, 5)
     for _ in range(1000):
-        data = quantizer.quantize(gradient_of_a_step.clone(), rows)
-        moved += quantizer.dequantized(data.numpy().data, (1, 5))
+        data = encode_rows(quantizer, gradient_of_a_step.clone(), rows)
+        moved += decoded(quantizer, data, (1, 5))
     assert (moved - 1000 * gradient_of_a_step).abs().max() < 1 / 64
     assert travelled(int8, gradient_of_a_step).tolist() == [[1.0, 0.0, 0.0, 0.0, 1.0]]
 
@@ -231,7 +252,7 @@ def test_what_is_no_number_is_seen_and_not_kept(form: ValueForm, bad: float) -> 
     quantizer = make_quantizer(form, 5, "table")
     values, rows = torch.full((2, 5), 0.1), torch.tensor([3, 7])
     values[0, 2] = bad
-    got = quantizer.dequantized(quantizer.quantize(values, rows).numpy().data, (2, 5))
+    got = decoded(quantizer, encode_rows(quantizer, values, rows), (2, 5))
     if bad == 1e30 and form != "float16":
         assert got[0, 2] == pytest.approx(1e30, rel=0.01)
     else:
@@ -239,7 +260,7 @@ def test_what_is_no_number_is_seen_and_not_kept(form: ValueForm, bad: float) -> 
     assert got[1].isfinite().all()
     assert quantizer._residual.isfinite().all()
     values = torch.full((2, 5), 0.1)
-    assert quantizer.dequantized(quantizer.quantize(values, rows).numpy().data, (2, 5)).isfinite().all()
+    assert decoded(quantizer, encode_rows(quantizer, values, rows), (2, 5)).isfinite().all()
 
 
 @every_form
@@ -248,25 +269,25 @@ def test_another_ring_moves_the_same_bytes(form: ValueForm, kind: str) -> None:
     """What is pushed again has been rounded once, and was taken from what is kept back once."""
     columns, _ = WAYS[kind]
     granule = {"table": 1, "elements": 32, "vector": DENSE_GRANULE}.get(kind)
-    cuts = [Sharding(None, 1, 4), Sharding(None, 1, 2)]
+    shardings = [Sharding(None, 1, 4), Sharding(None, 1, 2)]
     if granule is not None:
-        cuts = [
+        shardings = [
             Sharding(make_layout("balanced", ROWS, granule, servers, 1 << 20), chunks, servers[0])
             for servers, chunks in (([0, 1], 2), ([1, 4, 6], 3))
         ]
 
-    def begin(cut: Sharding) -> Transfer:
+    def begin(sharding: Sharding) -> Transfer:
         quantizer = make_quantizer(form, columns, kind)
         tensor = gradient(columns, 0, 0)
         if columns:
-            return SparseTransfer(tensor, cut, "auto", KERNELS, 0, quantizer)
-        if cut.layout is None:
-            return WholeTransfer(tensor, cut, True, quantizer)
-        return DenseTransfer(tensor, cut, POOL, True, quantizer)
+            return SparseTransfer(tensor, sharding, "auto", KERNELS, quantizer)
+        if sharding.layout is None:
+            return WholeTransfer(tensor, sharding, True, quantizer)
+        return DenseTransfer(tensor, sharding, POOL, True, quantizer)
 
-    sent = begin(cuts[0]).sent
-    assert sent.values == (form if columns != 1 or form != "int8" else "bfloat16")
-    assert reshard(sent, cuts[1], "auto") == begin(cuts[1]).sent
+    encoded = encoded_by(begin(shardings[0]))
+    assert encoded.values == (form if columns != 1 or form != "int8" else "bfloat16")
+    assert reshard(encoded, shardings[1], "auto") == encoded_by(begin(shardings[1]))
 
 
 @every_form
@@ -275,40 +296,128 @@ def test_answers_of_another_size_are_refused(form: ValueForm, kind: str) -> None
     columns, ways = WAYS[kind]
     for begin in ways.values():
         transfer = begin(gradient(columns, 0, 0), make_quantizer(form, columns, kind))
-        (part, result, frames), *_ = aggregate([transfer], average=False)
+        (server, result, frames), *_ = aggregate([transfer], average=False)
         for values in (frames[1][:-1], memoryview(bytes(frames[1]) + b"\0")):
             with pytest.raises(ProtocolError, match=r"payload: (\d+ bytes of \w+ values|frames of)"):
-                transfer.absorb(part.server, part.chunk, result, (frames[0], values))
+                transfer.on_answer(Answer(server, result, (frames[0], values)))
 
 
-def transfers_of(form: ValueForm) -> Transfers:
-    transfers = Transfers(Config(sync=SyncConfig(values=form)))
-    transfers.set_ring(1, rebalance(None, [0, 1]), [0, 1])
-    return transfers
+def planner_of(form: ValueForm, scheme: str = "zenps") -> Planner:
+    config = Config(sync=SyncConfig(scheme=scheme, values=form))
+    servers = tuple(Member("server", rank, "box", 50 + rank, f"tcp://box:{1 + rank}", "") for rank in (0, 1))
+    owners = rebalance(None, [0, 1]).astype("<u2").tobytes()
+    sharder = Sharder(config, scheme_of(scheme).wire, View(1, 0, (), servers, owners, 1))
+    return Planner(config, scheme_of(scheme), sharder)
+
+
+def begin(planner: Planner, tensor: Tensor, purpose: Purpose, name: str = "weight") -> Transfer:
+    return planner.begin(Request(tensor, name, Options(purpose=purpose)), 0)
+
+
+def encode(planner: Planner, tensor: Tensor, purpose: Purpose, name: str = "weight") -> EncodedTensor:
+    return encoded_by(begin(planner, tensor, purpose, name))
+
+
+EXACT: tuple[Purpose, ...] = ("value", "broadcast", "control")
 
 
 @every_form
-def test_only_gradients_of_float32_are_narrowed(form: ValueForm) -> None:
-    transfers = transfers_of(form)
+def test_only_gradients_of_float32_are_quantized(form: ValueForm) -> None:
+    planner = planner_of(form)
     for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.int64):
         for tensor in (rows_of(50).to(dtype), torch.ones(70_000, dtype=dtype), torch.ones(3, dtype=dtype)):
-            assert transfers.begin(tensor, "weight", 0, is_gradient=True).sent.values == "same"
+            assert encode(planner, tensor, "gradient").values == "same"
     for tensor in (rows_of(50), torch.ones(70_000), torch.ones(3)):
-        assert transfers.begin(tensor, "weight", 0).sent.values == "same"
-        transfer = transfers.begin(tensor, "weight", 0, is_gradient=True)
-        assert transfer.sent.values == form
-        assert transfer.pushed_bytes < 0.6 * transfer.dense_bytes
+        for purpose in EXACT:
+            assert encode(planner, tensor, purpose).values == "same"
+        transfer = begin(planner, tensor, "gradient")
+        assert encoded_by(transfer).values == form
+        report = transfer.report(Progress(0))
+        assert report.pushed_bytes < 0.6 * report.dense_bytes
     for tensor in (
         torch.empty(0),
         sparse([], torch.empty(0, 3), (0, 3)),
         sparse([0], torch.empty(1, 0), (5, 0)),
     ):
-        assert transfers.begin(tensor, "nothing", 0, is_gradient=True).sent.values == "same"
+        assert encode(planner, tensor, "gradient", "nothing").values == "same"
 
 
 def test_same_is_the_default() -> None:
     assert Config().sync.values == "same"
-    assert transfers_of("same").begin(rows_of(50), "weight", 0, is_gradient=True).sent.values == "same"
+    assert encode(planner_of("same"), rows_of(50), "gradient").values == "same"
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float32])
+@pytest.mark.parametrize(
+    ("purpose", "in_streams"), [("gradient", True), ("value", True), ("broadcast", False), ("control", False)]
+)
+def test_only_tensors_of_the_training_go_in_streams(
+    purpose: Purpose, in_streams: bool, dtype: torch.dtype
+) -> None:
+    """Whatever their dtype: it is the purpose that says so."""
+    planner = planner_of("same", "omnireduce")
+    request = Request(torch.ones(1_000_000, dtype=dtype), "weight", Options(purpose=purpose))
+    begun = planner.begin(request, 0).begin()
+    assert {encoded.kind for encoded in begun} == {"blocks" if in_streams else "dense"}
+    assert len(begun) == planner.count_names(request)
+    assert (len(begun) > 1) == in_streams
+
+
+def test_names_of_streams_have_to_be_names_too() -> None:
+    planner = planner_of("same", "omnireduce")
+    too_long = Request(torch.ones(3), "x" * (LONGEST_NAME + 1))
+    with pytest.raises(UsageError, match=f"expected at most {LONGEST_NAME} characters"):
+        planner.count_names(too_long)
+    assert planner.count_names(too_long._replace(name="x" * LONGEST_NAME)) == 1
+    assert planner.count_names(too_long._replace(options=Options(purpose="broadcast"))) == 1
+
+
+# ── values as they are ──────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8]
+)
+def test_unchanged_values_are_their_bytes(dtype: torch.dtype) -> None:
+    coder, values = Unchanged(dtype), (torch.randn(7, 3) * 100).abs().to(dtype)
+    assert (coder.form, coder.keeps_residual) == ("same", False)
+    assert coder.size_bytes(7, 3) == values.nbytes
+    expected = bytes(copied_bytes(values))
+    data = coder.encode(values)
+    assert (data.dtype, data.numpy().tobytes()) == (torch.uint8, expected)
+    assert data.data_ptr() == values.data_ptr(), "nothing is copied"
+    rows = torch.arange(7)
+    assert coder.encode_rows(values, LAYOUT, LAYOUT.positions(rows)).numpy().tobytes() == expected
+    received = memoryview(expected)
+    assert_same_bits(coder.decode(received, (7, 3)), values)
+    assert_same_bits(coder.decode(received, (21,)), values.view(21))
+    out = torch.zeros(21, dtype=dtype)
+    coder.decode_into(received, out)
+    assert_same_bits(out, values.view(21))
+    for data_of_another_size in (received[1:], memoryview(expected + b"\0")):
+        with pytest.raises(ProtocolError):
+            coder.decode(data_of_another_size, (7, 3))
+        with pytest.raises(ProtocolError):
+            coder.decode_into(data_of_another_size, out)
+    assert_same_bits(out, values.view(21))
+
+
+def test_unchanged_values_of_a_small_tensor_are_copied() -> None:
+    tensor = torch.arange(6.0).view(2, 3).t()
+    data = Unchanged(torch.float32).encode_copy(tensor)
+    expected = tensor.contiguous().numpy().tobytes()
+    tensor.zero_()
+    assert bytes(data) == expected
+
+
+def test_there_may_be_no_values() -> None:
+    coder = Unchanged(torch.float32)
+    assert coder.size_bytes(0, 3) == coder.encode(torch.empty(0, 3)).nbytes == 0
+    assert coder.decode(memoryview(b""), (0, 3)).shape == (0, 3)
+    assert bytes(coder.encode_copy(torch.empty(0))) == b""
+
+
+# ── residuals ───────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_tensor_of_another_shape_has_had_nothing_rounded_off() -> None:

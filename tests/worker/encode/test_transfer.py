@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import pytest
 import torch
@@ -24,12 +24,15 @@ from zenps.kernels.gpu.place import DeviceLayout
 from zenps.partition.device_layout import device_layout_on
 from zenps.partition.layout import Layout, LayoutCache
 from zenps.partition.ring import rebalance
-from zenps.partition.strategies import strategy
+from zenps.partition.strategies.registry import strategy
 from zenps.wire.messages import Push, Result
 from zenps.wire.tensors import dtype_name
-from zenps.worker.core.transfer import EncodedChunk, Sharding, Transfer, check_tensor, table_shape
+from zenps.worker.core.request import table_shape
+from zenps.worker.core.statistics import Progress
+from zenps.worker.core.transfer import Answer, EncodedChunk, EncodedTensor, Sharding, Transfer
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from zenps.worker.encode.gpu import StagedSparse
+from zenps.worker.encode.quantizer import Unchanged
 from zenps.worker.encode.sparse import SparseTransfer
 
 torch.set_num_threads(1)
@@ -40,8 +43,6 @@ ACCELERATOR = HostAccelerator()
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SUMMED = [*FLOATS, torch.int64]
 NAN, INF = float("nan"), float("inf")
-
-Answer = tuple[EncodedChunk, Result, tuple[memoryview, memoryview]]
 
 
 def sparse(rows: Sequence[int] | Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
@@ -66,13 +67,14 @@ class MakeSparse(Protocol):
 
 
 def on_the_cpu(tensor: Tensor, layout: Layout, chunks: int, home: int, codec: str) -> Transfer:
-    return SparseTransfer(tensor, Sharding(layout, chunks, home), codec, KERNELS)
+    return SparseTransfer(tensor, Sharding(layout, chunks, home), codec, KERNELS, Unchanged(tensor.dtype))
 
 
 def on_a_device(compaction: Literal["sort", "bitmap", "hash"]) -> MakeSparse:
     def make(tensor: Tensor, layout: Layout, chunks: int, home: int, codec: str) -> Transfer:
-        cut, settings = Sharding(layout, chunks, home), CudaConfig(compaction=compaction)
-        transfer = StagedSparse(tensor, cut, codec, settings, on_the_device, ACCELERATOR)
+        sharding, settings = Sharding(layout, chunks, home), CudaConfig(compaction=compaction)
+        coder = Unchanged(tensor.dtype)
+        transfer = StagedSparse(tensor, sharding, codec, settings, on_the_device, ACCELERATOR, coder)
         assert not transfer.prepared()
         return prepared(transfer)
 
@@ -87,36 +89,50 @@ def prepared(transfer: Transfer) -> Transfer:
     return transfer
 
 
-# Duplicates are summed in no particular order by "bitmap" and "hash": test_staged.py has them.
+# Duplicates are summed in no particular order by "bitmap" and "hash": test_gpu.py has them.
 WAYS = {"cpu": on_the_cpu, "device": on_a_device("sort")}
 every_way = pytest.mark.parametrize("make_sparse", WAYS.values(), ids=WAYS)
 
 
-def make_push(transfer: Transfer, part: EncodedChunk, rank: int, average: bool) -> Push:
+def encoded_by(transfer: Transfer) -> EncodedTensor:
+    """What a transfer of one round pushes under the present ring."""
+    (encoded,) = transfer.begin()
+    return encoded
+
+
+def make_push(encoded: EncodedTensor, chunk: EncodedChunk, rank: int, average: bool) -> Push:
     return Push(
-        1, rank, "weight", 3, part.chunk, transfer.chunks, transfer.kind, dtype_name(transfer.dtype),
-        tuple(transfer.shape), part.span, transfer.columns, part.rows, part.codec, average,
-        values=transfer.sent.values,
+        1, rank, "weight", 3, chunk.chunk, encoded.sharding.chunks, encoded.kind, dtype_name(encoded.dtype),
+        tuple(encoded.shape), chunk.span, encoded.columns, chunk.rows, chunk.codec, average,
+        values=encoded.values,
     )  # fmt: skip
 
 
 def aggregate(transfers: Sequence[Transfer], average: bool) -> list[Answer]:
-    """What the servers answer, in any order. All ranks push the same parts."""
-    places = [[(part.server, part.chunk, part.span) for part in each.parts] for each in transfers]
-    assert all(each == places[0] for each in places)
-    assert len(set(places[0])) == len(places[0])
+    """What the servers answer, in any order. All ranks push the same chunks."""
+    tensors = [encoded_by(transfer) for transfer in transfers]
+    keys = [[(chunk.server, chunk.chunk, chunk.span) for chunk in each.chunks] for each in tensors]
+    assert all(each == keys[0] for each in keys)
+    assert len(set(keys[0])) == len(keys[0])
     answers = []
-    for index, part in enumerate(transfers[0].parts):
+    for index, chunk in enumerate(tensors[0].chunks):
         payloads = []
-        for rank, transfer in enumerate(transfers):
-            own = transfer.parts[index]
-            push = make_push(transfer, own, rank, average)
+        for rank, encoded in enumerate(tensors):
+            own = encoded.chunks[index]
+            push = make_push(encoded, own, rank, average)
             received = [memoryview(bytes(frame)) for frame in own.frames]
             payloads.append(read(push, received))
         result, frames = reduce(payloads)
-        answers.append((part, result, (memoryview(bytes(frames[0])), memoryview(bytes(frames[1])))))
+        assert result.chunk == chunk.chunk
+        answers.append(Answer(chunk.server, result, [memoryview(bytes(frame)) for frame in frames]))
     random.Random(len(answers)).shuffle(answers)
     return answers
+
+
+def absorb_all(transfer: Transfer, answers: Sequence[Answer]) -> None:
+    """Nothing is pushed upon any answer to the one round."""
+    for answer in answers:
+        assert not transfer.on_answer(answer)
 
 
 def synchronize(
@@ -126,8 +142,7 @@ def synchronize(
     transfers = [begin(tensor) for tensor in tensors]
     answers = aggregate(transfers, average)
     for transfer in transfers:
-        for part, result, frames in answers:
-            transfer.absorb(part.server, part.chunk, result, frames)
+        absorb_all(transfer, answers)
     return [transfer.finish() for transfer in transfers], transfers[0]
 
 
@@ -219,7 +234,8 @@ def test_sparse(
     expected = reduce_in_rank_order(tensors, average)
     for result in results:
         assert_same_bits(result, expected)
-    assert sum(part.rows for part in transfer.parts) == len({*map(tuple, before[0][0].t().tolist())})
+    pushed_rows = sum(chunk.rows for chunk in encoded_by(transfer).chunks)
+    assert pushed_rows == len({*map(tuple, before[0][0].t().tolist())})
     assert transfer.rows_given == tensors[0]._nnz()
     for tensor, (indices, values) in zip(tensors, before, strict=True):
         assert torch.equal(tensor._indices(), indices)
@@ -244,8 +260,8 @@ def test_sparse_with_every_row(make_sparse: MakeSparse, dtype: torch.dtype, code
     results, transfer = synchronize(
         tensors, lambda tensor: make_sparse(tensor, layout, 3, 0, codec), average=False
     )
-    assert len(transfer.parts) == 9
-    assert transfer.pushed_bytes >= 600 * 7 * dtype.itemsize
+    assert len(encoded_by(transfer).chunks) == 9
+    assert transfer.report(Progress(0)).pushed_bytes >= 600 * 7 * dtype.itemsize
     for result in results:
         assert_same_bits(result, reduce_in_rank_order(tensors, average=False))
 
@@ -288,11 +304,11 @@ def test_dense(
     taking_part = iter(contributes)
 
     def begin(tensor: Tensor) -> Transfer:
-        contributing = next(taking_part)
+        contributing, coder = next(taking_part), Unchanged(dtype)
         if partition == "whole":
-            return WholeTransfer(tensor, Sharding(None, 1, servers[-1]), contributing)
+            return WholeTransfer(tensor, Sharding(None, 1, servers[-1]), contributing, coder)
         layout = make_layout(partition, tensor.numel(), DENSE_GRANULE, servers, 1 << 20)
-        return DenseTransfer(tensor, Sharding(layout, chunks, servers[-1]), POOL, contributing)
+        return DenseTransfer(tensor, Sharding(layout, chunks, servers[-1]), POOL, contributing, coder)
 
     results, _ = synchronize(tensors, begin, average)
     for result in results:
@@ -321,12 +337,12 @@ def begin_sparse(tensor: Tensor) -> Transfer:
 
 
 def begin_dense(tensor: Tensor) -> Transfer:
-    cut = Sharding(make_layout("balanced", 5000, DENSE_GRANULE, [0, 1], 0), 2, 0)
-    return DenseTransfer(tensor, cut, POOL, True)
+    sharding = Sharding(make_layout("balanced", 5000, DENSE_GRANULE, [0, 1], 0), 2, 0)
+    return DenseTransfer(tensor, sharding, POOL, True, Unchanged(tensor.dtype))
 
 
 def begin_whole(tensor: Tensor) -> Transfer:
-    return WholeTransfer(tensor, Sharding(None, 1, 0), True)
+    return WholeTransfer(tensor, Sharding(None, 1, 0), True, Unchanged(tensor.dtype))
 
 
 @pytest.mark.parametrize(
@@ -345,8 +361,7 @@ def test_a_tensor_may_change_once_its_transfer_has_begun(
     transfers = [begin(tensor.clone()), begin(tensor)]
     (tensor._values() if tensor.is_sparse else tensor).fill_(NAN)
     answers = aggregate(transfers, average=False)
-    for part, result, frames in answers:
-        transfers[0].absorb(part.server, part.chunk, result, frames)
+    absorb_all(transfers[0], answers)
     assert_same_bits(transfers[0].finish(), expected)
 
 
@@ -362,12 +377,13 @@ def test_gradients_that_require_gradients() -> None:
 
 
 def test_home_is_pushed_even_if_it_has_nothing() -> None:
-    """There ranks meet that disagree about the shape, and so about which servers have any of it."""
+    """Ranks that disagree about the shape, and so about which servers have any of it, find out there."""
     layout = make_layout("centralized", 50, 1, [0, 1, 2], 0)
-    (owner,) = (part.server for part in on_the_cpu(rows_of(50), layout, 1, 7, "auto").parts)
+    chunks = encoded_by(on_the_cpu(rows_of(50), layout, 1, 7, "auto")).chunks
+    (owner,) = (chunk.server for chunk in chunks)
     for home in {0, 1, 2} - {owner}:
-        parts = on_the_cpu(rows_of(50), layout, 1, home, "auto").parts
-        assert {(part.server, part.span, part.rows) for part in parts} == {(owner, 50, 2), (home, 0, 0)}
+        chunks = encoded_by(on_the_cpu(rows_of(50), layout, 1, home, "auto")).chunks
+        assert {(chunk.server, chunk.span, chunk.rows) for chunk in chunks} == {(owner, 50, 2), (home, 0, 0)}
 
 
 def rows_of(count: int) -> Tensor:
@@ -383,17 +399,17 @@ def test_rows_outside_the_tensor_are_refused() -> None:
 NOTHING = memoryview(b"")
 
 
-def damaged(answer: Answer) -> dict[str, tuple[Result, Sequence[memoryview]]]:
-    _, result, frames = answer
+def damaged(answer: Answer) -> dict[str, Answer]:
+    server, result, frames = answer
     other_codec = "coo" if result.codec == "none" else "none"
     return {
-        "rows": (structs.replace(result, rows=result.rows + 1), frames),
-        "codec": (structs.replace(result, codec=other_codec), frames),
-        "no frames": (result, ()),
-        "one frame": (result, frames[:1]),
-        "three frames": (result, (*frames, NOTHING)),
-        "no values": (result, (frames[0], NOTHING)),
-        "longer values": (result, (frames[0], memoryview(bytes(frames[1]) + b"\0"))),
+        "rows": Answer(server, structs.replace(result, rows=result.rows + 1), frames),
+        "codec": Answer(server, structs.replace(result, codec=other_codec), frames),
+        "no frames": Answer(server, result, ()),
+        "one frame": Answer(server, result, frames[:1]),
+        "three frames": Answer(server, result, (*frames, NOTHING)),
+        "no values": Answer(server, result, (frames[0], NOTHING)),
+        "longer values": Answer(server, result, (frames[0], memoryview(bytes(frames[1]) + b"\0"))),
     }
 
 
@@ -404,11 +420,10 @@ def damaged(answer: Answer) -> dict[str, tuple[Result, Sequence[memoryview]]]:
 )
 def test_answers_that_are_not_as_announced(begin: Callable[[Tensor], Transfer], tensor: Tensor) -> None:
     transfer = begin(tensor)
-    answer = next(answer for answer in aggregate([transfer], average=False) if answer[1].rows)
-    part = answer[0]
-    for result, frames in damaged(answer).values():
+    answer = next(answer for answer in aggregate([transfer], average=False) if answer.result.rows)
+    for bad in damaged(answer).values():
         with pytest.raises(ProtocolError) as raised:
-            transfer.absorb(part.server, part.chunk, result, frames)
+            transfer.on_answer(bad)
         assert raised.value.reason == "payload"
 
 
@@ -418,50 +433,6 @@ def test_a_position_of_no_row_is_refused() -> None:
     transfer = on_the_cpu(sparse([0], torch.ones(1), (33,)), layout, 1, 0, "coo")
     result = Result(1, "weight", 3, 0, 1, "coo")
     values = memoryview(bytes(4))
-    transfer.absorb(0, 0, result, (memoryview((32).to_bytes(4, "little")), values))
+    transfer.on_answer(Answer(0, result, (memoryview((32).to_bytes(4, "little")), values)))
     with pytest.raises(ProtocolError, match="33"):
-        transfer.absorb(0, 0, result, (memoryview((33).to_bytes(4, "little")), values))
-
-
-# ── what is refused before anything is sent ─────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    ("tensor", "average", "message"),
-    [
-        ([1.0], True, "expected a torch.Tensor, got list"),
-        (None, True, "got NoneType"),
-        (torch.ones(3, device="meta"), True, r"device meta: expected cpu or cuda; move it with \.cpu\(\)"),
-        (
-            torch.ones(3, dtype=torch.int32),
-            False,
-            "dtype torch.int32: expected one of float16, bfloat16, float32",
-        ),
-        (torch.ones(3, dtype=torch.bool), False, "dtype torch.bool"),
-        (torch.ones(3, dtype=torch.uint8), False, "dtype torch.uint8"),
-        (torch.ones(3, dtype=torch.complex64), True, "dtype torch.complex64"),
-        (torch.ones(3, dtype=torch.float8_e5m2), True, "dtype torch.float8_e5m2"),
-        (torch.ones(3, dtype=torch.int64), True, "int64 cannot be averaged exactly; pass average=False"),
-        (
-            sparse([], torch.empty(0, 1 << 28), (2, 1 << 28)),
-            True,
-            "rows of 268435456 elements: expected at most",
-        ),
-    ],
-)
-def test_refused(tensor: Any, average: bool, message: str) -> None:
-    with pytest.raises(TensorError, match=message):
-        check_tensor(tensor, average)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
-def test_another_layout_is_refused() -> None:
-    with pytest.raises(TensorError, match=r"layout torch.sparse_csr: expected strided or sparse COO"):
-        check_tensor(torch.eye(3).to_sparse_csr(), average=True)
-
-
-@pytest.mark.parametrize("dtype", SUMMED)
-def test_accepted(dtype: torch.dtype) -> None:
-    for tensor in (torch.ones(3), torch.ones(()), torch.ones(0, 2), torch.eye(3).to_sparse()):
-        check_tensor(tensor.to(dtype), average=dtype.is_floating_point)
-    check_tensor(torch.nn.Parameter(torch.ones(3)), average=True)
+        transfer.on_answer(Answer(0, result, (memoryview((33).to_bytes(4, "little")), values)))

@@ -1,4 +1,4 @@
-"""A worker's rounds where others are lost and let in, and what a training state is."""
+"""A worker's rounds where others are lost and admitted, and the training state."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from zenps.buffers import BufferPool
 from zenps.errors import PeerLostError, UsageError
 from zenps.partition.layout import Layout, LayoutCache
 from zenps.partition.ring import rebalance
-from zenps.partition.strategies import strategy
-from zenps.wire.messages import Member, Push, Result, Wanted
-from zenps.worker.core.transfer import Sharding
+from zenps.partition.strategies.registry import strategy
+from zenps.wire.messages import FromServer, Member, Push, Result, Wanted
+from zenps.worker.core.transfer import Answer, Sharding
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
-from zenps.worker.rounds.states import Action, Deliver, Fail, Outgoing, Round, SendPush
+from zenps.worker.encode.quantizer import Unchanged
+from zenps.worker.rounds.states import Action, Deliver, Fail, Outgoing, Reshard, Round, SendPush
 from zenps.worker.rounds.tracker import WorkerRounds
 from zenps.worker.training.ask import ask_all
 
@@ -26,32 +27,43 @@ FRAMES = (memoryview(b""), memoryview(b"values"))
 
 
 class Worker:
-    """One exchange under a first ring, and whatever comes after."""
+    """Rounds under a first ring, and whatever comes after; what has to be resharded is at once."""
 
     def __init__(self) -> None:
-        self.exchange = WorkerRounds(
-            30.0, lambda round_: make_outgoing(round_.tensor, round_.step, self.ring)
-        )
+        self.rounds = WorkerRounds(30.0)
         self.view(1, ALL)
 
-    def view(self, ring: int, workers: frozenset[int]) -> list[Action]:
-        self.ring = ring
+    def view(self, ring_epoch: int, workers: frozenset[int]) -> list[Action]:
+        self.ring_epoch = ring_epoch
         server = Member("server", 0, "box", 50, "tcp://box:1", "")
-        return self.exchange.on_view(ring, [server], 0.0, workers)
+        return self._resharded(self.rounds.on_view(ring_epoch, [server], workers))
 
     def submit(self, tensor: str = "t", step: int = 0) -> Round:
-        round_ = Round(tensor, step, self.ring, make_outgoing(tensor, step, self.ring))
-        self.exchange.submit(round_, 0.0)
+        round_ = Round(tensor, step, self.ring_epoch, make_outgoing(tensor, step, self.ring_epoch))
+        self.rounds.submit(round_, 0.0)
         return round_
 
+    def reply(self, message: FromServer, frames: Sequence[memoryview] = ()) -> list[Action]:
+        return self._resharded(self.rounds.on_reply(0, message, frames, 0.0))
+
     def answer(self, round_: Round) -> Action:
-        result = Result(self.ring, round_.tensor, round_.step, 0, 2, "coo")
-        (action,) = self.exchange.on_reply(0, result, FRAMES, 0.0)
+        (action,) = self.reply(Result(self.ring_epoch, round_.tensor, round_.step, 0, 2, "coo"), FRAMES)
         return action
 
+    def _resharded(self, actions: Sequence[Action]) -> list[Action]:
+        following: list[Action] = []
+        for action in actions:
+            if isinstance(action, Reshard):
+                round_ = action.round
+                outgoing = make_outgoing(round_.tensor, round_.step, self.ring_epoch)
+                following += self.rounds.on_resharded(round_, self.ring_epoch, None, outgoing, 0.0)
+            else:
+                following.append(action)
+        return following
 
-def make_outgoing(tensor: str, step: int, ring: int) -> Sequence[Outgoing]:
-    push = Push(ring, 0, tensor, step, 0, 1, "sparse", "float32", (8, 4), 4, 4, 2, "coo", True)
+
+def make_outgoing(tensor: str, step: int, ring_epoch: int) -> Sequence[Outgoing]:
+    push = Push(ring_epoch, 0, tensor, step, 0, 1, "sparse", "float32", (8, 4), 4, 4, 2, "coo", True)
     return [Outgoing(0, push, FRAMES)]
 
 
@@ -79,10 +91,10 @@ def test_but_not_a_change_of_the_ring_as_well(worker: Worker, at_once: bool) -> 
     assert fail.round is round_
     assert isinstance(fail.error, PeerLostError)
     assert "tensor 't', step 0: rank(s) 2 were lost, and servers have changed" in str(fail.error)
-    assert worker.exchange.in_flight == 0
+    assert worker.rounds.in_flight == 0
 
 
-def test_what_began_after_the_loss_begins_again(worker: Worker) -> None:
+def test_what_began_after_the_loss_is_pushed_again(worker: Worker) -> None:
     worker.view(1, ALL - {2})
     worker.submit()
     (push,) = worker.view(2, ALL - {2})
@@ -93,28 +105,28 @@ def test_a_round_that_has_ended_is_kept_for_others_whoever_is_lost(worker: Worke
     round_ = worker.submit()
     worker.answer(round_)
     assert worker.view(2, ALL - {2}) == []
-    (push,) = worker.exchange.on_reply(0, Wanted(2, "t", 0, 0), (), 0.0)
+    (push,) = worker.reply(Wanted(2, "t", 0, 0))
     assert isinstance(push, SendPush)
 
 
-# ── joining workers ───────────────────────────────────────────────────────────────────────────────────
+# ── joining workers ─────────────────────────────────────────────────────────────────────────────
 
 
-def test_with_a_newcomer_steps_and_waves_begin_anew(worker: Worker) -> None:
+def test_an_admission_resets_steps_and_watermark(worker: Worker) -> None:
     worker.answer(worker.submit())
-    worker.exchange.on_watermark(2)
-    assert (worker.exchange.kept, worker.exchange.watermark) == (1, 2)
-    assert worker.exchange.reset() == []
+    worker.rounds.on_watermark(2)
+    assert (worker.rounds.kept, worker.rounds.watermark) == (1, 2)
+    assert worker.rounds.reset() == []
     assert worker.view(2, ALL) == []
-    assert (worker.exchange.kept, worker.exchange.in_flight, worker.exchange.watermark) == (0, 0, 0)
+    assert (worker.rounds.kept, worker.rounds.in_flight, worker.rounds.watermark) == (0, 0, 0)
     assert isinstance(worker.answer(worker.submit()), Deliver)
-    worker.exchange.on_watermark(1)
-    assert worker.exchange.watermark == 1
+    worker.rounds.on_watermark(1)
+    assert worker.rounds.watermark == 1
 
 
-def test_what_is_in_flight_when_a_newcomer_comes_fails(worker: Worker) -> None:
+def test_what_is_in_flight_at_an_admission_fails(worker: Worker) -> None:
     round_ = worker.submit()
-    (fail,) = worker.exchange.reset()
+    (fail,) = worker.rounds.reset()
     assert isinstance(fail, Fail)
     assert (fail.round, type(fail.error)) == (round_, UsageError)
     assert "wait for it before TrainingState.commit()" in str(fail.error)
@@ -128,16 +140,16 @@ def test_what_is_in_flight_when_a_newcomer_comes_fails(worker: Worker) -> None:
 def test_what_no_rank_contributed_to_is_an_error_where_one_should_have(count: int) -> None:
     tensor = torch.ones(count)
     result = Result(1, "x", 0, 0, 0, "none")
-    nothing = (memoryview(b""), memoryview(b""))
+    nothing, coder = (memoryview(b""), memoryview(b"")), Unchanged(tensor.dtype)
     for contributes in (False, True):
         transfer: WholeTransfer | DenseTransfer
         if count == 3:
-            transfer = WholeTransfer(tensor, Sharding(None, 1, 0), contributes)
+            transfer = WholeTransfer(tensor, Sharding(None, 1, 0), contributes, coder)
         else:
             transfer = DenseTransfer(
-                tensor, Sharding(make_layout(count), 1, 0), BufferPool(1 << 20), contributes
+                tensor, Sharding(make_layout(count), 1, 0), BufferPool(1 << 20), contributes, coder
             )
-        transfer.absorb(0, 0, result, nothing)
+        assert not transfer.on_answer(Answer(0, result, nothing))
         if contributes:
             assert not transfer.finish().any()
             continue

@@ -7,63 +7,66 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 from torch import Tensor, nn
 
 import zenps as zps
 from zenps.errors import DeadlineError, UsageError, ZenPSError
-from zenps.worker import api
-from zenps.worker.backends.local import Alone
-from zenps.worker.core.communicator import Communicator, Pending, Stats
+from zenps.observe.metrics import WorkerMetrics
+from zenps.worker.core.pending import Pending, Signal, Waiting
+from zenps.worker.core.request import Request
+from zenps.worker.core.spans import Spans
+from zenps.worker.core.statistics import Progress, Statistics, Stats
+from zenps.worker.core.transfer import Brought
+from zenps.worker.process import PROCESS
+from zenps.worker.world import LocalWorld, World
 
 
-class Answered(Pending):
-    def __init__(self, world: World, name: str, outcome: Tensor | ZenPSError) -> None:
-        self.name = name
-        self._world, self._outcome = world, outcome
+class Answered(Brought):
+    """Says to its world when somebody has waited for it."""
 
-    def done(self) -> bool:
-        return True
+    def __init__(self, world: FakeWorld, name: str, outcome: Tensor | ZenPSError) -> None:
+        super().__init__()
+        self._world, self._name, self._outcome = world, name, outcome
 
-    def wait(self) -> Tensor:
-        self._world.waited[self.name] += 1
+    def finish(self) -> Tensor:
+        self._world.waited[self._name] += 1
         if isinstance(self._outcome, ZenPSError):
             raise self._outcome
         return self._outcome
 
 
-class World(Communicator):
+class FakeWorld(World):
     """A cluster of one rank, whose sums are what it pushed; rounds of names in ``late`` fail."""
 
     rank = local_rank = 0
-    size = local_size = 1
-    bucket_bytes = 1 << 20
-    run = 1
     ranks = (0,)
+    local_size = 1
+    is_distributed = True
+    bucket_bytes = 1 << 20
+    quantized_run = 1
     is_elastic = is_joining = False
 
     def __init__(self) -> None:
-        self.stats = Stats()
         self.pushed: Counter[str] = Counter()
-        self.priorities: dict[str, int] = {}
+        self.requests: dict[str, Request] = {}
         self.waited: Counter[str] = Counter()
         self.late: set[str] = set()
+        statistics = Statistics(WorkerMetrics(CollectorRegistry()))
+        self._waiting = Waiting(Signal(), 20.0, statistics, Spans())
 
-    def push_pull_async(
-        self,
-        tensor: Tensor,
-        name: str,
-        *,
-        average: bool,
-        contributes: bool = True,
-        is_gradient: bool = False,
-        priority: int = 0,
-    ) -> Pending:
+    def stats(self) -> Stats:
+        return Stats()
+
+    def begin(self, request: Request) -> Pending:
+        tensor, name, options = request
         self.pushed[name] += 1
-        self.priorities[name] = priority
+        self.requests[name] = request
         assert self.pushed[name] == self.waited[name] + 1, f"{name} is in flight"
         late = DeadlineError(f"{name}: no answer") if name in self.late else None
         result = tensor.detach().coalesce() if tensor.is_sparse else tensor.detach().clone()
-        return Answered(self, name, late or result)
+        transfer = Answered(self, name, late or result)
+        return Pending(name, options, transfer, Progress(0, ended=True), self._waiting)
 
     def barrier(self) -> None: ...
     def has_joining_workers(self) -> bool:
@@ -86,14 +89,14 @@ class Model(nn.Module):
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    world = World()
-    monkeypatch.setattr(api, "_communicator", world)
+def world(monkeypatch: pytest.MonkeyPatch) -> FakeWorld:
+    world = FakeWorld()
+    monkeypatch.setattr(PROCESS, "_world", world)
     return world
 
 
 @pytest.fixture
-def model(world: World) -> Model:
+def model(world: FakeWorld) -> Model:
     return Model()
 
 
@@ -110,7 +113,7 @@ def optimizer(model: Model) -> zps.DistributedOptimizer:
 
 
 def test_round_that_fails_leaves_no_other_in_flight(
-    world: World, model: Model, optimizer: zps.DistributedOptimizer
+    world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer
 ) -> None:
     world.late = {max(name for name in world.pushed if "bucket" in name)}
     model.loss().backward()
@@ -128,7 +131,7 @@ def test_round_that_fails_leaves_no_other_in_flight(
 
 
 def test_gradients_of_the_first_layers_have_the_highest_priority(
-    world: World, model: Model, monkeypatch: pytest.MonkeyPatch
+    world: FakeWorld, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(world, "bucket_bytes", 1)  # each by itself
     optimizer = zps.DistributedOptimizer(
@@ -138,9 +141,27 @@ def test_gradients_of_the_first_layers_have_the_highest_priority(
         model.loss().backward()
         optimizer.step()
         optimizer.zero_grad()
-    by_priority = {priority: name.rpartition("/")[2] for name, priority in world.priorities.items()}
+    by_priority = {
+        request.options.priority: name.rpartition("/")[2] for name, request in world.requests.items()
+    }
     # Buckets are numbered from the last layer's: last.bias, last.weight, first.bias, first.weight.
     assert [by_priority[-place] for place in range(5)] == ["words.weight", "3", "2", "1", "0"]
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_only_gradients_are_pushed_as_such(world: FakeWorld, model: Model, average: bool) -> None:
+    """The others must arrive as they are, whatever ``sync.values`` is."""
+    optimizer = zps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), average=average
+    )
+    model.loss().backward()
+    optimizer.step()
+    purposes = {name: request.options.purpose for name, request in world.requests.items()}
+    gradients = {name for name, purpose in purposes.items() if purpose == "gradient"}
+    assert {name.rpartition("/")[2] for name in gradients} == {"words.weight", "0"}
+    assert {world.requests[name].options.average for name in gradients} == {average}
+    assert {purposes[name] for name in purposes.keys() - gradients} == {"broadcast", "value"}
+    assert not any(world.requests[name].options.average for name in purposes.keys() - gradients)
 
 
 def scale_and_step(model: Model, optimizer: zps.DistributedOptimizer) -> None:
@@ -211,7 +232,7 @@ def test_misuse_that_would_train_wrongly_is_refused(
     assert all(map(torch.equal, before, model.parameters()))
 
 
-def test_parameter_that_is_unfrozen_later_is_refused(world: World) -> None:
+def test_parameter_that_is_unfrozen_later_is_refused(world: FakeWorld) -> None:
     model = Model()
     model.first.weight.requires_grad_(False)
     optimizer = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -224,7 +245,7 @@ def test_parameter_that_is_unfrozen_later_is_refused(world: World) -> None:
 
 
 def test_alone_a_scaler_needs_no_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_communicator", Alone())
+    monkeypatch.setattr(PROCESS, "_world", LocalWorld())
     model = Model()
     optimizer = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     before = model.last.bias.detach().clone()
