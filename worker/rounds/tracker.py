@@ -117,10 +117,10 @@ class WorkerRounds:
             if round_.is_awaited and round_.workers != workers:
                 actions += self._fail(round_, _lost_with_a_server(round_, workers))
                 continue
+            round_.again |= round_.state == "pushed"
             round_.state = ROUND[round_.state]["ring changed"]
             round_.unanswered = {}
             if round_.is_awaited:
-                round_.again = True
                 self.resharded += 1
                 actions.append(Reshard(round_))
             else:
@@ -130,8 +130,12 @@ class WorkerRounds:
     def on_resharded(
         self, round_: Round, ring_epoch: int, encoded: object, outgoing: Sequence[Outgoing], now: float
     ) -> list[Action]:
-        """A round is sharded for a ring. Nothing follows if it has ended, or if there is a newer ring."""
-        if ring_epoch != self._ring_epoch or round_.state not in ("resharding", "recalled"):
+        """A round is sharded for a ring.
+
+        Nothing follows if the round has ended, if there is a newer ring, or if the round is of this one already.
+        """
+        is_stale = round_.state == "recalled" and round_.ring_epoch != ring_epoch
+        if ring_epoch != self._ring_epoch or not (is_stale or round_.state == "resharding"):
             return []
         round_.state = ROUND[round_.state]["resharded"]
         round_.earlier.extend(round_.outgoing)
