@@ -132,7 +132,7 @@ class WorkerRounds:
     ) -> list[Action]:
         """A round is sharded for a ring.
 
-        Nothing follows if the round has ended, if there is a newer ring, or if the round is of this one already.
+        Nothing follows if the round has ended or is of this ring already, nor if there is a newer ring.
         """
         is_stale = round_.state == "recalled" and round_.ring_epoch != ring_epoch
         if ring_epoch != self._ring_epoch or not (is_stale or round_.state == "resharding"):
