@@ -156,8 +156,8 @@ class WorkerRounds:
                 f"tensor {round_.tensor!r}: in flight while joining workers were let in; wait for it before"
             )
             actions += self._fail(round_, UsageError(f"{reason} TrainingState.commit()"))
-        self._in_flight.clear()
-        self._kept.clear()
+        for key in [*self._in_flight, *self._kept]:
+            self._settle(key)  # one that is resharded for another rank must not be pushed any more
         self._newest.clear()
         self.watermark = self._heard_watermark = 0
         return actions
@@ -244,9 +244,8 @@ class WorkerRounds:
         actions: list[Action] = []
         for round_ in list(self._in_flight.values()):
             if now > round_.deadline:
-                names = listing(
-                    self._servers[rank] for rank in sorted({rank for rank, _ in round_.unanswered})
-                )
+                silent = sorted({rank for rank, _ in round_.unanswered})
+                names = listing(self._servers[rank] for rank in silent) or "the servers of the former ring"
                 reason = f"no answer within {self._deadline_seconds:g} s from {names}"
                 error = DeadlineError(f"tensor {round_.tensor!r}, step {round_.step}: {reason}")
                 actions += self._fail(round_, error)

@@ -614,9 +614,10 @@ def test_a_round_that_fails_while_it_is_resharded_is_not_pushed(name: str) -> No
     assert worker.rounds.watermark == 0, "it is in flight"
     failed = fail(worker, round_)
     assert [type(action.error) for action in failed if isinstance(action, Fail)] == ([error] if error else [])
-    assert (len(failed), round_.state, worker.rounds.in_flight) == (1 if error else 0, "kept", 0)
+    state = "settled" if name == "admission" else "kept"
+    assert (len(failed), round_.state, worker.rounds.in_flight) == (1 if error else 0, state, 0)
     assert worker.reshard(round_) == worker.reshard(round_, ring_epoch=2) == []
-    assert round_.state == "kept"
+    assert round_.state == state
 
 
 def test_what_another_rank_wants_is_pushed_once_it_is_resharded() -> None:
@@ -661,6 +662,26 @@ def test_what_all_ranks_have_ended_is_settled_while_it_is_resharded() -> None:
     assert (round_.state, worker.rounds.in_flight) == ("settled", 0)
     assert worker.reshard(round_) == []
     assert round_.state == "settled"
+
+
+def test_what_was_recalled_before_an_admission_is_not_pushed_after_it() -> None:
+    worker = Recovering(is_slow=True)
+    round_ = worker.submit()
+    worker.answer(round_)
+    worker.view(2)
+    worker.want(round_)
+    assert worker.rounds.reset() == []
+    assert (worker.rounds.in_flight, worker.rounds.kept) == (0, 0)
+    assert worker.reshard(round_) == []
+
+
+def test_a_deadline_that_passes_while_a_round_is_resharded_says_so() -> None:
+    worker = Recovering(is_slow=True)
+    worker.submit()
+    worker.view(2)
+    (fail,) = worker.rounds.on_tick(PATIENT_SECONDS + 1)
+    assert isinstance(fail, Fail)
+    assert str(fail.error).endswith("no answer within 30 s from the servers of the former ring")
 
 
 def test_what_is_wanted_while_it_is_resharded_comes_anyway() -> None:
