@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import msgpack
 import msgspec
@@ -18,6 +17,7 @@ from zenps.codecs.registry import CODECS
 from zenps.codecs.values import VALUE_CODECS
 from zenps.config.settings import ClusterConfig, Config, SyncConfig
 from zenps.scheduler.membership import Membership
+from zenps.schemes.registry import scheme_of
 from zenps.server.rounds.states import HeldPush, Reduce
 from zenps.server.rounds.tracker import ServerRounds
 from zenps.wire.blocks import decode_blocks, encode_blocks
@@ -50,8 +50,11 @@ from zenps.wire.messages import (
     Wanted,
     WhoAreYou,
 )
+from zenps.worker.core.request import Options, Request
+from zenps.worker.core.transfer import Answer, Sharding, Transfer
 from zenps.worker.encode.blocks import BlockTransfer
-from zenps.worker.encode.planner import Transfers
+from zenps.worker.encode.planner import Planner
+from zenps.worker.encode.sharder import Sharder
 from zenps.worker.encode.streams import Plan
 from zenps.worker.rounds.states import Deliver, Outgoing, Round
 from zenps.worker.rounds.tracker import WorkerRounds
@@ -116,59 +119,56 @@ class Worker:
             sync=SyncConfig(granule=1, values="bfloat16"),
         )
         self._decoder: Decoder[FromServer] = Decoder(JOB, FromServer)
-        transfers = Transfers(config)
-        transfers.set_ring(1, np.zeros(4096, dtype=np.uint16), [0])
+        scheme = scheme_of("zenps")
+        planner = Planner(config, scheme, Sharder(config, scheme.wire, VIEW))
         indices, values = torch.arange(3).unsqueeze(0), torch.ones(3, COLUMNS)
         table = torch.sparse_coo_tensor(indices, values, (SPAN, COLUMNS), check_invariants=True)
         tensors = {"table": table, "vector": torch.ones(20_000), "small": torch.ones(100)}
-        self._begin = {
-            name: partial(transfers.begin, tensor, name, 0, True) for name, tensor in tensors.items()
-        } | {
-            f"{name}16": partial(transfers.begin, tensor, f"{name}16", 0, True, is_gradient=True)
-            for name, tensor in tensors.items()
+        gradient = Options(purpose="gradient")
+        requests = [Request(tensor, name) for name, tensor in tensors.items()]
+        requests += [Request(tensor, f"{name}16", gradient) for name, tensor in tensors.items()]
+        self._begin: dict[str, Callable[[], Transfer]] = {
+            request.name: partial(planner.begin, request, 0) for request in requests
         }
         self._begin["blocks"] = partial(_begin_blocks, torch.arange(40.0))
         self._begin_all()
 
     def _begin_all(self) -> None:
-        self._exchange = WorkerRounds(30.0, lambda round_: round_.outgoing)
-        self._exchange.on_view(1, [Member("server", 0, "host", 1, "", "")], 0.0)
+        self._rounds = WorkerRounds(30.0)
+        self._rounds.on_view(1, [Member("server", 0, "host", 1, "", "")])
         self._transfers = {name: self._submit(name) for name in self._begin}
 
-    def _submit(self, name: str) -> Any:
+    def _submit(self, name: str) -> Transfer:
         transfer = self._begin[name]()
-        parts = transfer.parts
-        if isinstance(transfer, BlockTransfer):
-            _, part = transfer.push(0) or (0, None)
-            assert part is not None
-            parts = [part]
+        (encoded,) = transfer.begin()
         pushes = [
-            Outgoing(0, msgspec.structs.replace(PUSH, tensor=name, chunk=part.chunk), part.frames)
-            for part in parts
+            Outgoing(0, msgspec.structs.replace(PUSH, tensor=name, chunk=chunk.chunk), chunk.frames)
+            for chunk in encoded.chunks
         ]
-        self._exchange.submit(Round(name, 0, 1, pushes), 0.0)
+        self._rounds.submit(Round(name, 0, 1, pushes), 0.0)
         return transfer
 
     def __call__(self, frames: Frames) -> None:
         rest = [memoryview(bytearray(frame)) for frame in frames[1:]]
         message = self._decoder.decode(frames[0], rest)
-        actions = self._exchange.on_reply(0, message, rest, 0.0)
+        actions = self._rounds.on_reply(0, message, rest, 0.0)
         ended = any(not isinstance(action, Deliver) or action.last for action in actions)
         try:
             for action in actions:
                 if isinstance(action, Deliver):
                     transfer = self._transfers[message.tensor]
-                    transfer.absorb(action.server, action.result.chunk, action.result, action.frames)
+                    transfer.on_answer(Answer(action.server, action.result, action.frames))
                     if action.last:
                         transfer.finish()
         finally:
-            if ended and self._exchange.kept:
+            if ended and self._rounds.kept:
                 self._begin_all()
 
 
 def _begin_blocks(tensor: torch.Tensor) -> BlockTransfer:
     """One stream of five columns."""
-    return BlockTransfer(tensor, Plan(COLUMNS, 10, 1, 5), BufferPool(1 << 20))
+    sharding = Sharding(None, 1, home=0, ring_epoch=1)
+    return BlockTransfer(tensor, Plan(COLUMNS, 10, 1, 5), [sharding], BufferPool(1 << 20))
 
 
 def _blocks(frames: Frames) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import zenps as zps
 from tests.integration.test_device import pretend_that_the_cpu_is_a_gpu
-from zenps.worker.encode.planner import Transfers
+from zenps.worker.encode.planner import Planner
 
 ROWS, COLUMNS = 30_000, 8
 STEP_SECONDS = 0.03
@@ -68,12 +68,12 @@ def be_harmed(path: Path) -> None:
 
 
 def _push_hashed(generator: torch.Generator) -> None:
-    native = Transfers._accelerator
+    native = Planner._accelerator
     pretend_that_the_cpu_is_a_gpu()
     try:
         zps.push_pull(_gradient(generator), "hashed")
     finally:
-        Transfers._accelerator = native  # type: ignore[method-assign]
+        Planner._accelerator = native  # type: ignore[method-assign]
 
 
 def _gradient(generator: torch.Generator) -> Tensor:

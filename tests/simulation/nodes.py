@@ -35,7 +35,7 @@ class Parts(msgspec.Struct, frozen=True):
 
     membership: type[Membership] = Membership
     rounds: type[ServerRounds] = ServerRounds
-    exchange: type[WorkerRounds] = WorkerRounds
+    worker_rounds: type[WorkerRounds] = WorkerRounds
     registration: type[Registration] = Registration
 
 

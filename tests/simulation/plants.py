@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from copy import copy
 from typing import Any
 
@@ -20,7 +20,7 @@ from zenps.scheduler.registration import Settings
 from zenps.server.rounds.states import HeldPush, Reduce, ServerRound
 from zenps.server.rounds.tracker import Actions, ServerRounds
 from zenps.wire.messages import FromServer, Member, Register
-from zenps.worker.rounds.states import Action, Frames, Round, SendPush
+from zenps.worker.rounds.states import Action, Frames, Outgoing, Round, SendPush
 from zenps.worker.rounds.tracker import WorkerRounds
 
 from .nodes import Parts
@@ -31,7 +31,9 @@ class TakesAnyEpoch(WorkerRounds):
     """Believes answers of an older ring."""
 
     def on_reply(self, server: int, message: FromServer, frames: Frames, now: float) -> list[Action]:
-        return super().on_reply(server, msgspec.structs.replace(message, ring_epoch=self._epoch), frames, now)
+        return super().on_reply(
+            server, msgspec.structs.replace(message, ring_epoch=self._ring_epoch), frames, now
+        )
 
 
 class KeepsNothing(WorkerRounds):
@@ -61,18 +63,43 @@ class NeverSettles(WorkerRounds):
 class SaysItIsTheFirstTime(WorkerRounds):
     """Does not mark repeated pushes: other ranks are not asked for rounds that they have ended."""
 
-    def _cut(self, round_: Round) -> None:
-        super()._cut(round_)
+    def on_resharded(
+        self, round_: Round, ring_epoch: int, encoded: object, outgoing: Sequence[Outgoing], now: float
+    ) -> list[Action]:
         replace = msgspec.structs.replace
-        round_.outgoing = [out._replace(push=replace(out.push, again=False)) for out in round_.outgoing]
+        first = [out._replace(push=replace(out.push, again=False)) for out in outgoing]
+        return super().on_resharded(round_, ring_epoch, encoded, first, now)
 
 
 class OverwritesEarlierPushes(WorkerRounds):
     """Reuses the memory of pushes under an older ring, which a lost server may still read."""
 
-    def _cut(self, round_: Round) -> None:
-        super()._cut(round_)
+    def on_resharded(
+        self, round_: Round, ring_epoch: int, encoded: object, outgoing: Sequence[Outgoing], now: float
+    ) -> list[Action]:
+        actions = super().on_resharded(round_, ring_epoch, encoded, outgoing, now)
         round_.earlier.clear()
+        return actions
+
+
+class TakesWhatIsOfAnyRing(WorkerRounds):
+    """Pushes what was sharded for a ring that has passed meanwhile."""
+
+    def on_resharded(
+        self, round_: Round, ring_epoch: int, encoded: object, outgoing: Sequence[Outgoing], now: float
+    ) -> list[Action]:
+        return super().on_resharded(round_, self._ring_epoch, encoded, outgoing, now)
+
+
+class PushesWhatHasFailed(WorkerRounds):
+    """Pushes a round that has failed while it was resharded."""
+
+    def on_resharded(
+        self, round_: Round, ring_epoch: int, encoded: object, outgoing: Sequence[Outgoing], now: float
+    ) -> list[Action]:
+        if round_.state == "kept" and ring_epoch == self._ring_epoch:
+            return [SendPush(out) for out in outgoing]
+        return super().on_resharded(round_, ring_epoch, encoded, outgoing, now)
 
 
 class OverwritesWhatHasEnded(WorkerRounds):
@@ -96,9 +123,9 @@ class GoesOnWithOthers(WorkerRounds):
     """Repeats under a new ring rounds that began with a lost rank."""
 
     def on_view(
-        self, ring: int, servers: Iterable[Member], now: float, workers: Set[int] = frozenset()
+        self, ring_epoch: int, servers: Iterable[Member], workers: Set[int] = frozenset()
     ) -> list[Action]:
-        return super().on_view(ring, servers, now, self._workers or workers)
+        return super().on_view(ring_epoch, servers, self._workers or workers)
 
 
 class CountsOn(WorkerRounds):
@@ -295,17 +322,18 @@ class ForgetsThatTorchrunHasBegunAnew(Membership):
 PLANTS: dict[Scenario, list[Parts]] = {
     "steady": [
         *(
-            Parts(exchange=part)
+            Parts(worker_rounds=part)
             for part in (TakesAnyEpoch, KeepsNothing, TrustsTheFirstWatermark, NeverSettles)
         ),
-        *(Parts(exchange=part) for part in (SaysItIsTheFirstTime, NeverRepeats)),
+        *(Parts(worker_rounds=part) for part in (SaysItIsTheFirstTime, NeverRepeats, TakesWhatIsOfAnyRing)),
         *(Parts(rounds=part) for part in (ReducesAsTheyCome, KeepsTheOldRing, NeverAsks, ForgetsToForget)),
         Parts(rounds=RefusesWhatIsOlder),
         *(Parts(membership=part) for part in (TellsWorkersFirst, BeginsAnew, LetsOneThrough)),
     ],
     "fail": [*(Parts(membership=part) for part in (NamesNobody, NeverMissesAWorker))],
     "continue": [
-        *(Parts(exchange=part) for part in (GoesOnWithOthers, CountsOn, OverwritesWhatHasEnded)),
+        *(Parts(worker_rounds=part) for part in (GoesOnWithOthers, CountsOn, OverwritesWhatHasEnded)),
+        Parts(worker_rounds=PushesWhatHasFailed),
         *(Parts(rounds=part) for part in (ContinuesWithoutAnybody, NeverContinuesWithout)),
         *(Parts(membership=part) for part in (LetsInTooEarly, CountsBarriersOn)),
     ],

@@ -40,6 +40,8 @@ MOST_SECONDS = 25.0
 """How long a fault lasts at most: more than two leases, so that a stalled server is lost."""
 BUDGETS = (1 << 20, 8 << 10, 1)
 """The small budgets admit few rounds: the pushes of a rank before it waits do not fit at once."""
+RESHARD_SECONDS = (0.0, 2.0, 15.0)
+"""Within the longest, a worker may hear of more views, and of the loss of another worker."""
 
 
 class Fault(NamedTuple):
@@ -67,6 +69,8 @@ class Script(msgspec.Struct, frozen=True):
     budget_bytes: int = 1 << 20
     faults: tuple[Fault, ...] = ()
     scenario: Scenario = "steady"
+    reshard_seconds: float = 0.0
+    """How long a round waits at most to be resharded, and then takes at most; 0: it is resharded at once."""
 
 
 def random_script(seed: int, scenario: Scenario | None = None) -> Script:
@@ -93,4 +97,5 @@ def random_script(seed: int, scenario: Scenario | None = None) -> Script:
         budget_bytes=BUDGETS[0] if runs_ahead else rng.choice(BUDGETS),
         faults=tuple(sorted(faults)),
         scenario=scenario,
+        reshard_seconds=rng.choice(RESHARD_SECONDS),
     )

@@ -88,7 +88,7 @@ class Simulation:
             if self.network.now > until or not self.network.step():
                 raise Violation(f"not over by {until:g} s: {self._unfinished()}")
         self._check_end()
-        exchanges = [worker.exchange for worker in self.workers]
+        all_rounds = [worker.rounds for worker in self.workers]
         return Outcome(
             len(self.promises.ended),
             self.network.interleaving,
@@ -96,8 +96,8 @@ class Simulation:
             self.network.counts,
             self._counts,
             self.judge.errors,
-            sum(exchange.resharded for exchange in exchanges),
-            sum(exchange.recalled for exchange in exchanges),
+            sum(rounds.resharded for rounds in all_rounds),
+            sum(rounds.recalled for rounds in all_rounds),
             sum(era.admitted > 0 for era in self.promises.eras),
             self.supervisor.generation,
             sum(worker.ended == "crashed" for worker in self.workers),
@@ -135,7 +135,7 @@ class Simulation:
     def check_settled(self) -> None:
         """After a while without faults, no node holds any rounds."""
         for worker in self.workers:
-            held = [*worker.exchange._kept, *worker.exchange._in_flight]
+            held = [*worker.rounds._kept, *worker.rounds._in_flight]
             is_member = worker.is_alive and self.scheduler.has_present(worker.name)
             if is_member and held and worker.is_idle():
                 raise Violation(f"{worker.name!r} still holds {held}")
@@ -160,7 +160,7 @@ class Simulation:
         lines = [f"scheduler: {scheduler.state}, epoch {scheduler.epoch}"]
         for worker in self.supervisor.current:
             view = worker.view.epoch if worker.view else 0
-            flight = [(*key, r.state, sorted(r.unanswered)) for key, r in worker.exchange._in_flight.items()]
+            flight = [(*key, r.state, sorted(r.unanswered)) for key, r in worker.rounds._in_flight.items()]
             stands = worker.ended or f"step {worker.training.step}, barrier {worker.entered}"
             if worker.waits_at_barrier:
                 stands += " where it waits"

@@ -11,7 +11,17 @@ from .nodes import Parts, Violation
 from .plants import PLANTS, OverwritesEarlierPushes
 from .promises import Promises
 from .run import simulate
-from .script import BUDGETS, KINDS, MOST_SECONDS, WORKER_KINDS, Fault, Scenario, Script, random_script
+from .script import (
+    BUDGETS,
+    KINDS,
+    MOST_SECONDS,
+    RESHARD_SECONDS,
+    WORKER_KINDS,
+    Fault,
+    Scenario,
+    Script,
+    random_script,
+)
 from .simulation import Simulation
 
 MOST_RUNS = 100
@@ -39,6 +49,7 @@ def scripts(scenario: Scenario) -> st.SearchStrategy[Script]:
         budget_bytes=st.sampled_from(BUDGETS),
         faults=st.lists(fault, max_size=8).map(lambda faults: tuple(sorted(faults))),
         scenario=st.just(scenario),
+        reshard_seconds=st.sampled_from(RESHARD_SECONDS),
     )
 
 
@@ -223,7 +234,7 @@ def test_scripts_that_once_failed(script: Script) -> None:
 def name_of(parts: Parts | Scenario) -> str:
     if isinstance(parts, str):
         return parts
-    types = (parts.membership, parts.rounds, parts.exchange)
+    types = (parts.membership, parts.rounds, parts.worker_rounds)
     return next(part.__name__ for part in types if part.__module__.endswith("plants"))
 
 
@@ -248,7 +259,7 @@ def test_a_mistake_is_found(scenario: Scenario, parts: Parts) -> None:
 
 def test_memory_of_pushes_under_an_earlier_ring_is_not_overwritten() -> None:
     with pytest.raises(Violation, match="overwritten"):
-        Simulation(LOST_BUT_ALIVE, Parts(exchange=OverwritesEarlierPushes)).run()
+        Simulation(LOST_BUT_ALIVE, Parts(worker_rounds=OverwritesEarlierPushes)).run()
     Simulation(LOST_BUT_ALIVE).run()
 
 

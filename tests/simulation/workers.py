@@ -19,11 +19,12 @@ from zenps.wire.messages import (
     Register,
     View,
 )
-from zenps.worker.rounds.states import Action, Deliver, Fail, Outgoing, Round, SendPush
+from zenps.worker.rounds.states import Action, Deliver, Fail, Outgoing, Reshard, Round, SendPush
 
 from .network import OVERWRITTEN, Frame, Frames, Lent
 from .nodes import SCHEDULER, TICK_SECONDS, Member, Violation
 from .promises import Answer, Contribution, Era, Values
+from .resharding import Resharding
 from .servers import UNITS, owners_of_units
 from .training import TENSORS, Program, Training
 
@@ -76,9 +77,10 @@ class Worker(Member):
         self.waits_at_barrier = False
         self.is_joining = False
         self.began = simulation.network.now
-        self.exchange = simulation.parts.exchange(math.inf, self._reshard)
+        self.rounds = simulation.parts.worker_rounds(math.inf)
         self._rng = random.Random(simulation.rng.random())
         self._awaited: dict[tuple[str, int], _Awaited] = {}
+        self._resharding = Resharding(self, simulation.script.reshard_seconds, self._rng)
         self._steps: Counter[str] = Counter()
         """The rounds of each tensor, since the last admission."""
         self._admitted = 0
@@ -100,7 +102,7 @@ class Worker(Member):
 
     @property
     def watermark(self) -> int:
-        return self.exchange.watermark
+        return self.rounds.watermark
 
     @property
     def era(self) -> Era:
@@ -146,7 +148,7 @@ class Worker(Member):
         if sender != SCHEDULER:
             if sender in self._ranks:  # else its connection was closed
                 server: Any = self._ranks[sender]
-                self._execute(self.exchange.on_reply(server, message, frames, self.now))  # type: ignore[arg-type]
+                self.execute(self.rounds.on_reply(server, message, frames, self.now))  # type: ignore[arg-type]
         else:
             self.on_scheduler(message)
             match message:
@@ -154,7 +156,7 @@ class Worker(Member):
                     self._on_barrier(sequence, error)
                 case HeartbeatReply(watermark=watermark, joining=joining):
                     self.joining = joining
-                    self.exchange.on_watermark(watermark)
+                    self.rounds.on_watermark(watermark)
         self._go_on()
 
     def on_view(self, view: View) -> None:
@@ -165,19 +167,19 @@ class Worker(Member):
             self._asks = None
             self._steps.clear()
             self.entered = self.registration.barriers = self.joining = 0
-            self._execute(self.exchange.reset())
+            self.execute(self.rounds.reset())
         self._owners = owners_of_units(view)
         self._servers = {server.rank: server.address.encode() for server in view.servers}
         self._ranks = {address: rank for rank, address in self._servers.items()}
         ranks = frozenset(worker.rank for worker in view.workers)
-        self._execute(self.exchange.on_view(view.ring_epoch, view.servers, self.now, ranks))
+        self.execute(self.rounds.on_view(view.ring_epoch, view.servers, ranks))
         self.simulation.on_moment("view", self)
 
     def _tick(self) -> None:
-        self._execute(self.exchange.on_tick(self.now))
-        kept = [tensor for tensor, _ in self.exchange._kept]
+        self.execute(self.rounds.on_tick(self.now))
+        kept = [tensor for tensor, _ in self.rounds._kept]
         if len(kept) != len(set(kept)):
-            raise Violation(f"{self.name!r} keeps {sorted(self.exchange._kept)}; expected one of each tensor")
+            raise Violation(f"{self.name!r} keeps {sorted(self.rounds._kept)}; expected one of each tensor")
         self._go_on()
 
     def _go_on(self) -> None:
@@ -202,16 +204,15 @@ class Worker(Member):
         said = Contribution(self.number, self.rank, self.era, tensor, step, payload)
         values = self.simulation.promises.contribute(said)
         assert self.view is not None
-        round_ = Round(
-            tensor, step, self.view.ring_epoch, self._cut(tensor, step, values, again=False), values
-        )
+        outgoing = self.shard(tensor, step, values, again=False)
+        round_ = Round(tensor, step, self.view.ring_epoch, outgoing, values)
         # The ring may change before it is submitted.
         yield self.sleep(COMPACTION_SECONDS * self._rng.random())
         self._awaited[tensor, step] = _Awaited({}, learn)
-        self._execute(self.exchange.submit(round_, self.now))
+        self.execute(self.rounds.submit(round_, self.now))
 
-    def _cut(self, tensor: str, step: int, values: Values, *, again: bool) -> list[Outgoing]:
-        """The chunks for each server, whose number depends on the step, with each chunk's units."""
+    def shard(self, tensor: str, step: int, values: Values, *, again: bool) -> list[Outgoing]:
+        """As many chunks for each server as the step makes it, and each chunk's units."""
         assert self.view is not None
         chunks = _chunks(tensor, step)
         outgoing = []
@@ -240,27 +241,36 @@ class Worker(Member):
                 outgoing.append(Outgoing(server, push, frames))
         return outgoing
 
-    def _reshard(self, round_: Round) -> list[Outgoing]:
-        key = round_.tensor, round_.step
-        if key in self._awaited:
-            self._awaited[key].answer.clear()
-        values: Any = round_.sent
-        return self._cut(*key, values, again=round_.again)
-
-    def _execute(self, actions: Sequence[Action]) -> None:
+    def execute(self, actions: Sequence[Action]) -> None:
+        """Does what its rounds ask for."""
         for action in actions:
             if not self.is_alive:
                 return
             match action:
                 case SendPush(outgoing=out):
-                    self.simulation.on_moment("push", self)
-                    pushed: Any = out.frames
-                    self.send(self._servers[out.server], out.push, [Lent(frame) for frame in pushed])
+                    self._push(out)
+                case Reshard(round=round_):
+                    # Until that is done, it is given no answer.
+                    if (awaited := self._awaited.get((round_.tensor, round_.step))) is not None:
+                        awaited.answer.clear()
+                    self._resharding.begin(round_)
                 case Deliver(round=round_, frames=frames, last=last):
                     self._on_answer(round_, frames, last)
                 case Fail(round=round_, error=error):
                     self.simulation.judge.on_failed_round(self, round_, str(error))
+                    # A process that ends does so in the midst of things.
+                    self._resharding.finish()
                     self.end(f"{round_.tensor} {round_.step}: {error}")
+
+    def _push(self, out: Outgoing) -> None:
+        self.simulation.on_moment("push", self)
+        push = out.push
+        if self.view is None or push.ring_epoch != self.view.ring_epoch:
+            raise Violation(f"{self.name!r} pushes under a ring that is not that of {self.view}: {push}")
+        if (push.tensor, push.step) not in self.rounds._in_flight:
+            raise Violation(f"{self.name!r} pushes what is not in flight: {push}")
+        pushed: Any = out.frames
+        self.send(self._servers[out.server], push, [Lent(frame) for frame in pushed])
 
     def _on_answer(self, round_: Round, frames: Sequence[Any], last: bool) -> None:
         key = round_.tensor, round_.step
@@ -283,17 +293,21 @@ class Worker(Member):
 
     # ── what its training waits for ─────────────────────────────────────────────────────────────
 
-    def sleep(self, seconds: float) -> Callable[[], bool]:
-        """Says when the time has passed."""
-        until = self.now + seconds
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Does something once the time has passed, if it lives then; not while it is stalled."""
 
         def wake() -> None:
             if self.is_alive and self.now < self.stalled_until:
                 self.network.at(self.stalled_until, wake)
             elif self.is_alive:
-                self._go_on()
+                action()
 
-        self.network.at(until, wake)
+        self.network.at(self.now + seconds, wake)
+
+    def sleep(self, seconds: float) -> Callable[[], bool]:
+        """Says when the time has passed."""
+        until = self.now + seconds
+        self.after(seconds, self._go_on)
         return lambda: self.now >= until
 
     def barrier(self) -> Program:

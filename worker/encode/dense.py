@@ -57,7 +57,9 @@ class WholeTransfer(OneRound):
     def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
         _check_dense(answer.result, answer.frames, self.rows_given)
         if answer.result.rows:
-            self._pulled = self._coder.decode(answer.frames[1], (self.rows_given,))
+            pulled = self._coder.decode(answer.frames[1], (self.rows_given,))
+            # torch takes longer for a view than for all else here.
+            self._pulled = pulled if len(self.encoded.shape) == 1 else pulled.view(self.encoded.shape)
         return ()
 
     def finish(self) -> Tensor:
@@ -66,12 +68,11 @@ class WholeTransfer(OneRound):
         Raises:
             RootLostError: no rank contributed, and this one did not have to.
         """
-        shape = self.encoded.shape
         if self._pulled is None:
             if self.rows_given and not self._contributes:
                 raise RootLostError
-            return torch.zeros(shape, dtype=self.encoded.dtype, device="cpu")
-        return self._pulled.view(shape)
+            return torch.zeros(self.encoded.shape, dtype=self.encoded.dtype, device="cpu")
+        return self._pulled
 
 
 class DenseTransfer(OneRound):

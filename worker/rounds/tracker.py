@@ -118,10 +118,10 @@ class WorkerRounds:
             if round_.state in AWAITED and round_.workers != workers:
                 actions += self._fail(round_, _lost_with_a_server(round_, workers))
                 continue
+            round_.again |= round_.state == "pushed"
             round_.state = ROUND[round_.state]["ring changed"]
             round_.unanswered = {}
             if round_.state in AWAITED:
-                round_.again = True
                 self.resharded += 1
                 actions.append(Reshard(round_))
             else:
@@ -131,8 +131,12 @@ class WorkerRounds:
     def on_resharded(
         self, round_: Round, ring_epoch: int, encoded: object, outgoing: Sequence[Outgoing], now: float
     ) -> list[Action]:
-        """A round is sharded for a ring. Nothing follows if it has ended, or if there is a newer ring."""
-        if ring_epoch != self._ring_epoch or round_.state not in ("resharding", "recalled"):
+        """A round is sharded for a ring.
+
+        Nothing follows if the round has ended or is of this ring already, nor if there is a newer ring.
+        """
+        is_stale = round_.state == "recalled" and round_.ring_epoch != ring_epoch
+        if ring_epoch != self._ring_epoch or not (is_stale or round_.state == "resharding"):
             return []
         round_.state = ROUND[round_.state]["resharded"]
         round_.earlier.extend(round_.outgoing)
@@ -153,8 +157,8 @@ class WorkerRounds:
                 f"tensor {round_.tensor!r}: in flight while joining workers were let in; wait for it before"
             )
             actions += self._fail(round_, UsageError(f"{reason} TrainingState.commit()"))
-        self._in_flight.clear()
-        self._kept.clear()
+        for key in [*self._in_flight, *self._kept]:
+            self._settle(key)  # one that is resharded for another rank must not be pushed any more
         self._newest.clear()
         self.watermark = self._heard_watermark = 0
         return actions
@@ -241,9 +245,8 @@ class WorkerRounds:
         actions: list[Action] = []
         for round_ in list(self._in_flight.values()):
             if now > round_.deadline:
-                names = listing(
-                    self._servers[rank] for rank in sorted({rank for rank, _ in round_.unanswered})
-                )
+                silent = sorted({rank for rank, _ in round_.unanswered})
+                names = listing(self._servers[rank] for rank in silent) or "the servers of the former ring"
                 reason = f"no answer within {self._deadline_seconds:g} s from {names}"
                 error = DeadlineError(f"tensor {round_.tensor!r}, step {round_.step}: {reason}")
                 actions += self._fail(round_, error)

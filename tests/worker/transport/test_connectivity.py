@@ -25,29 +25,29 @@ class Network:
         return self.reason
 
 
-def make_reach(network: Network) -> Connectivity:
+def make_connectivity(network: Network) -> Connectivity:
     cluster = ClusterConfig(lease_seconds=LEASE_SECONDS, rendezvous_seconds=RENDEZVOUS_SECONDS)
-    reach = Connectivity(cluster, network.why)
-    reach.on_connect(SERVER, 0.0)
-    return reach
+    connectivity = Connectivity(cluster, network.why)
+    connectivity.on_connect(SERVER, 0.0)
+    return connectivity
 
 
 def test_a_server_that_has_answered_is_never_tried() -> None:
     network = Network("No route to host")
-    reach = make_reach(network)
-    assert reach.look(LEASE_SECONDS / 2) is None
-    reach.on_answer(1)
-    assert reach.look(1e6) is None
+    connectivity = make_connectivity(network)
+    assert connectivity.look(LEASE_SECONDS / 2) is None
+    connectivity.on_answer(1)
+    assert connectivity.look(1e6) is None
     assert network.tried == []
 
 
 def test_one_that_cannot_be_reached_is_warned_of_and_then_an_error(caplog: pytest.LogCaptureFixture) -> None:
     network = Network("No route to host")
-    reach = make_reach(network)
+    connectivity = make_connectivity(network)
     for now in range(1, 70):
-        assert reach.look(now) is None
+        assert connectivity.look(now) is None
     assert len(network.tried) == len(caplog.records) == 6, "once in a lease"
-    error = reach.look(LEASE_SECONDS + RENDEZVOUS_SECONDS)
+    error = connectivity.look(LEASE_SECONDS + RENDEZVOUS_SECONDS)
     assert isinstance(error, PeerLostError)
     assert str(error).startswith(
         "server 1 (host box, pid 7) cannot be reached at tcp://10.0.0.1:1 from here (No route to host): set "
@@ -58,11 +58,11 @@ def test_one_that_cannot_be_reached_is_warned_of_and_then_an_error(caplog: pytes
 
 def test_one_that_can_be_reached_after_all_has_its_time_again() -> None:
     network = Network("No route to host")
-    reach = make_reach(network)
-    assert reach.look(LEASE_SECONDS) is None
+    connectivity = make_connectivity(network)
+    assert connectivity.look(LEASE_SECONDS) is None
     network.reason = ""
-    assert reach.look(1000.0) is None
+    assert connectivity.look(1000.0) is None
     network.reason = "Connection refused"
-    assert reach.look(2000.0) is None
-    assert reach.look(2000.0 + RENDEZVOUS_SECONDS - 1) is None
-    assert reach.look(2000.0 + 2 * RENDEZVOUS_SECONDS) is not None
+    assert connectivity.look(2000.0) is None
+    assert connectivity.look(2000.0 + RENDEZVOUS_SECONDS - 1) is None
+    assert connectivity.look(2000.0 + 2 * RENDEZVOUS_SECONDS) is not None

@@ -16,19 +16,46 @@ DEADLINE_SECONDS = 20.0
 SOON_SECONDS = 0.2
 
 
+Command = Callable[[], None]
+
+
 class Driver:
-    """Drives as a channel does: runs commands, and sleeps until there are more."""
+    """Uses the lock exactly as a channel does; but commands are functions, and no server is polled."""
 
     def __init__(self) -> None:
-        self.lock = CombiningLock(self._drive)
-        self.drives = threading.Event()
-        self.by: list[int] = []
+        self.lock: CombiningLock[Command] = CombiningLock()
+        self.polls = threading.Event()
+        self.polled_by: list[int] = []
 
-    def _drive(self, ready: Callable[[], bool], until: float) -> None:
-        self.by.append(threading.get_ident())
-        self.drives.set()
+    def post(self, command: Command) -> None:
+        if self.lock.take_or_leave(command):
+            try:
+                command()
+            finally:
+                self._release()
+
+    def wait(self, ready: Callable[[], bool], until: float) -> None:
+        while not ready() and time.monotonic() < until:
+            if self.lock.take_or_sleep(ready, until):
+                try:
+                    self._poll(ready, until)
+                finally:
+                    self._release()
+
+    def _release(self) -> None:
+        try:
+            for command in self.lock.release():
+                command()
+        except BaseException:
+            self._release()
+            raise
+
+    def _poll(self, ready: Callable[[], bool], until: float) -> None:
+        self.polled_by.append(threading.get_ident())
+        self.polls.set()
         while True:
-            self.lock.run_commands()
+            for command in self.lock.commands():
+                command()
             if ready() or (seconds := until - time.monotonic()) <= 0:
                 return
             if select.select([self.lock.wake], [], [], seconds)[0]:
@@ -36,13 +63,9 @@ class Driver:
 
 
 @pytest.fixture
-def driver() -> Driver:
-    return Driver()
-
-
-@pytest.fixture
-def lock(driver: Driver) -> Iterator[CombiningLock]:
-    yield driver.lock
+def driver() -> Iterator[Driver]:
+    driver = Driver()
+    yield driver
     assert not driver.lock.is_taken
     driver.lock.close()
 
@@ -58,158 +81,156 @@ def by() -> float:
     return time.monotonic() + 2 * DEADLINE_SECONDS
 
 
-def test_a_free_wheel_runs_a_command_at_once_and_here(lock: CombiningLock) -> None:
+def test_a_free_lock_is_taken_for_a_command_at_once_and_here(driver: Driver) -> None:
     ran: list[int] = []
-    lock.post(lambda: ran.append(threading.get_ident()))
+    driver.post(lambda: ran.append(threading.get_ident()))
     assert ran == [threading.get_ident()]
 
 
-def test_what_is_posted_while_another_drives_runs_there_and_in_order(
-    driver: Driver, lock: CombiningLock, threads: ThreadPoolExecutor
+def test_commands_that_are_left_to_the_owner_run_there_and_in_order(
+    driver: Driver, threads: ThreadPoolExecutor
 ) -> None:
     over = threading.Event()
-    waiting = threads.submit(lock.wait, over.is_set, by())
-    assert driver.drives.wait(DEADLINE_SECONDS)
+    waiting = threads.submit(driver.wait, over.is_set, by())
+    assert driver.polls.wait(DEADLINE_SECONDS)
     ran: list[tuple[int, int]] = []
 
     def run(number: int) -> None:
         ran.append((number, threading.get_ident()))
 
     for number in range(100):
-        lock.post(partial(run, number))
-    lock.post(over.set)
+        driver.post(partial(run, number))
+    driver.post(over.set)
     waiting.result(DEADLINE_SECONDS)
-    assert ran == [(number, driver.by[0]) for number in range(100)]
-    assert driver.by != [threading.get_ident()]
+    assert ran == [(number, driver.polled_by[0]) for number in range(100)]
+    assert driver.polled_by != [threading.get_ident()]
 
 
-def test_a_driver_is_woken_once_for_all_that_it_has_heard_of(lock: CombiningLock) -> None:
+def test_the_owner_is_woken_once_for_all_commands_that_it_has_heard_of(driver: Driver) -> None:
     def is_woken() -> bool:
-        return bool(select.select([lock.wake], [], [], 0)[0])
+        return bool(select.select([driver.lock.wake], [], [], 0)[0])
 
     def post_twice() -> None:
         assert not is_woken()
-        lock.post(lambda: None)
-        lock.post(lambda: None)
+        driver.post(lambda: None)
+        driver.post(lambda: None)
         assert is_woken()
-        lock.on_wake()
+        driver.lock.on_wake()
         assert not is_woken()
 
-    lock.post(post_twice)
+    driver.post(post_twice)
 
 
-def test_a_driver_that_never_looks_gets_more_commands_than_its_socket_has_room_for(
-    lock: CombiningLock,
+def test_an_owner_that_never_looks_gets_more_commands_than_its_socket_has_room_for(
+    driver: Driver,
 ) -> None:
     ran: list[int] = []
 
     def post_on() -> None:
         for number in range(100_000):
-            lock.post(partial(ran.append, number))
+            driver.post(partial(ran.append, number))
 
-    lock.post(post_on)
+    driver.post(post_on)
     assert ran == list(range(100_000))
 
 
-def test_a_command_posted_by_a_command_runs_after_it(lock: CombiningLock) -> None:
+def test_a_command_posted_by_a_command_runs_after_it(driver: Driver) -> None:
     ran: list[str] = []
 
     def first() -> None:
-        lock.post(lambda: ran.append("second"))
+        driver.post(lambda: ran.append("second"))
         ran.append("first")
 
-    lock.post(first)
+    driver.post(first)
     assert ran == ["first", "second"]
 
 
-def test_a_handler_of_signals_may_come_at_any_time(lock: CombiningLock) -> None:
+def test_a_handler_of_signals_may_come_at_any_time(driver: Driver) -> None:
     ran: list[str] = []
-    before = signal.signal(signal.SIGVTALRM, lambda *_: lock.post(lambda: ran.append("from a handler")))
+    before = signal.signal(signal.SIGVTALRM, lambda *_: driver.post(lambda: ran.append("from a handler")))
     signal.setitimer(signal.ITIMER_VIRTUAL, 0.0005, 0.0005)
     try:
         until = time.monotonic() + DEADLINE_SECONDS
         while len(ran) < 200 and time.monotonic() < until:
-            lock.post(lambda: lock.post(lock.on_wake))
+            driver.post(lambda: driver.post(driver.lock.on_wake))
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
     assert len(ran) >= 200
 
 
-def test_a_sleeper_that_is_told_leaves_while_another_drives(
-    driver: Driver, lock: CombiningLock, threads: ThreadPoolExecutor
+def test_a_sleeper_that_is_notified_leaves_while_another_polls(
+    driver: Driver, threads: ThreadPoolExecutor
 ) -> None:
     over, ready = threading.Event(), threading.Event()
-    driving = threads.submit(lock.wait, over.is_set, by())
-    assert driver.drives.wait(DEADLINE_SECONDS)
-    sleeping = threads.submit(lock.wait, ready.is_set, by())
+    polling = threads.submit(driver.wait, over.is_set, by())
+    assert driver.polls.wait(DEADLINE_SECONDS)
+    sleeping = threads.submit(driver.wait, ready.is_set, by())
     time.sleep(SOON_SECONDS)
     assert not sleeping.done()
     ready.set()
-    lock.tell()
+    driver.lock.notify()
     sleeping.result(DEADLINE_SECONDS)
-    assert lock.is_taken
-    lock.post(over.set)
-    driving.result(DEADLINE_SECONDS)
+    assert driver.lock.is_taken
+    driver.post(over.set)
+    polling.result(DEADLINE_SECONDS)
 
 
-def test_a_sleeper_takes_the_wheel_that_the_driver_leaves(
-    driver: Driver, lock: CombiningLock, threads: ThreadPoolExecutor
+def test_a_sleeper_takes_the_lock_that_the_owner_releases(
+    driver: Driver, threads: ThreadPoolExecutor
 ) -> None:
     first, second = threading.Event(), threading.Event()
-    driving = threads.submit(lock.wait, first.is_set, by())
-    assert driver.drives.wait(DEADLINE_SECONDS)
-    sleeping = threads.submit(lock.wait, second.is_set, by())
+    polling = threads.submit(driver.wait, first.is_set, by())
+    assert driver.polls.wait(DEADLINE_SECONDS)
+    sleeping = threads.submit(driver.wait, second.is_set, by())
     time.sleep(SOON_SECONDS)
-    driver.drives.clear()
-    lock.post(first.set)
-    driving.result(DEADLINE_SECONDS)
-    assert driver.drives.wait(DEADLINE_SECONDS)
-    assert len(set(driver.by)) == 2
-    lock.post(second.set)
+    driver.polls.clear()
+    driver.post(first.set)
+    polling.result(DEADLINE_SECONDS)
+    assert driver.polls.wait(DEADLINE_SECONDS)
+    assert len(set(driver.polled_by)) == 2
+    driver.post(second.set)
     sleeping.result(DEADLINE_SECONDS)
 
 
-@pytest.mark.parametrize("has_driver", [True, False])
-def test_waiting_ends_in_time(
-    driver: Driver, lock: CombiningLock, has_driver: bool, threads: ThreadPoolExecutor
-) -> None:
+@pytest.mark.parametrize("has_owner", [True, False])
+def test_waiting_ends_in_time(driver: Driver, has_owner: bool, threads: ThreadPoolExecutor) -> None:
     over = threading.Event()
-    if has_driver:
-        driving = threads.submit(lock.wait, over.is_set, by())
-        assert driver.drives.wait(DEADLINE_SECONDS)
+    if has_owner:
+        polling = threads.submit(driver.wait, over.is_set, by())
+        assert driver.polls.wait(DEADLINE_SECONDS)
     began = time.monotonic()
-    lock.wait(lambda: False, began + SOON_SECONDS)
+    driver.wait(lambda: False, began + SOON_SECONDS)
     assert SOON_SECONDS <= time.monotonic() - began < DEADLINE_SECONDS / 2
-    lock.post(over.set)
-    if has_driver:
-        driving.result(DEADLINE_SECONDS)
+    driver.post(over.set)
+    if has_owner:
+        polling.result(DEADLINE_SECONDS)
 
 
-def test_the_wheel_is_free_after_an_error_and_what_was_posted_is_done(lock: CombiningLock) -> None:
+def test_the_lock_is_free_after_an_error_and_the_commands_that_were_left_are_done(driver: Driver) -> None:
     ran: list[str] = []
 
     def fail() -> None:
-        lock.post(fail_too)
-        lock.post(lambda: ran.append("done"))
+        driver.post(fail_too)
+        driver.post(lambda: ran.append("done"))
         raise KeyboardInterrupt
 
     def fail_too() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        lock.post(fail)
+        driver.post(fail)
     assert ran == ["done"]
-    assert not lock.is_taken
+    assert not driver.lock.is_taken
 
 
-def test_a_closed_wheel_takes_commands_still(lock: CombiningLock) -> None:
+def test_a_closed_lock_takes_commands_still(driver: Driver) -> None:
     ran: list[str] = []
 
     def close() -> None:
-        lock.close()
-        lock.post(lambda: ran.append("posted to whom it closes"))
+        driver.lock.close()
+        driver.post(lambda: ran.append("posted to whom it closes"))
 
-    lock.post(close)
-    lock.post(lambda: ran.append("posted later"))
+    driver.post(close)
+    driver.post(lambda: ran.append("posted later"))
     assert ran == ["posted to whom it closes", "posted later"]

@@ -57,7 +57,7 @@ def test_a_push_that_waits_is_not_sent_twice_for_being_repeated() -> None:
     assert taken(send_queue, 0) == [out], "once it was sent it may be repeated"
 
 
-def test_nothing_is_left_of_what_was_cut_for_a_ring_that_has_passed() -> None:
+def test_nothing_is_left_of_what_was_sharded_for_a_ring_that_has_passed() -> None:
     send_queue = SendQueue()
     send_queue.add(push(0, "t", 0))
     send_queue.clear()

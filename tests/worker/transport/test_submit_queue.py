@@ -1,19 +1,34 @@
-"""The queue of transfers that wait for their device."""
+"""The submission queue: tensors that wait for their device."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
+
+import pytest
+from prometheus_client import CollectorRegistry
+from torch import Tensor
 
 from zenps.errors import TensorError, ZenPSError
-from zenps.worker.core.transfer import Transfer
-from zenps.worker.encode.gpu_queue import Staging
+from zenps.observe.metrics import WorkerMetrics
+from zenps.worker.core.pending import Pending, Signal, Waiting
+from zenps.worker.core.request import Options
+from zenps.worker.core.spans import Spans
+from zenps.worker.core.statistics import Progress, Report, Statistics
+from zenps.worker.core.steps import Steps
+from zenps.worker.core.transfer import Answer, EncodedTensor, Transfer
+from zenps.worker.transport.channel import Channel
+from zenps.worker.transport.submit_queue import SubmitQueue
 
 
 class Slow(Transfer):
     """Prepared when its test says so."""
 
+    is_staged = True
+
     def __init__(self, error: ZenPSError | None = None) -> None:
+        self.rows_given = 0
         self.ready = False
         self.error = error
 
@@ -22,84 +37,136 @@ class Slow(Transfer):
             raise self.error
         return self.ready
 
-    def absorb(self, *_: object) -> None:
+    def begin(self) -> Sequence[EncodedTensor]:
         raise AssertionError
 
-    def restart(self, *_: object) -> None:
+    def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
         raise AssertionError
 
-    def finish(self) -> None:  # type: ignore[override]
+    def restart(self, encoded: EncodedTensor) -> None:
+        raise AssertionError
+
+    def finish(self) -> Tensor:
+        raise AssertionError
+
+    def report(self, progress: Progress) -> Report:
         raise AssertionError
 
 
-def never(_: ZenPSError) -> None:
-    raise AssertionError
+class OnTheCpu(Slow):
+    """Never asked whether it is prepared."""
+
+    is_staged = False
+
+    def prepared(self) -> bool:
+        raise AssertionError
 
 
-def test_what_is_prepared_begins_at_once() -> None:
-    staging, begun, transfer = Staging(), [], Slow()
+class Submitted(Channel):
+    """Notes the names of what is pushed."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def submit(self, pending: Pending) -> None:
+        self.names.append(pending.name)
+
+
+class Queue:
+    """A queue before a channel that pushes nothing."""
+
+    def __init__(self) -> None:
+        metrics = WorkerMetrics(CollectorRegistry())
+        self.steps = Steps(metrics.steps)
+        self.channel = Submitted()
+        self.queue = SubmitQueue(self.channel, self.steps, Spans())
+        self._waiting = Waiting(Signal(), 0.0, Statistics(metrics), Spans())
+
+    @property
+    def pushed(self) -> list[str]:
+        return self.channel.names
+
+    def submit(self, name: str, transfer: Transfer) -> Pending:
+        pending = Pending(name, Options(), transfer, self.steps.begin(name, 1), self._waiting)
+        self.queue.submit(pending)
+        return pending
+
+
+@pytest.fixture
+def queue() -> Queue:
+    return Queue()
+
+
+def test_a_tensor_that_is_prepared_is_pushed_at_once(queue: Queue) -> None:
+    transfer = Slow()
     transfer.ready = True
-    staging.add(transfer, lambda: begun.append(1), never)
-    assert begun == [1]
+    queue.submit("a", transfer)
+    assert queue.pushed == ["a"]
 
 
-def test_transfers_begin_in_order() -> None:
-    staging, begun = Staging(), list[int]()
+def test_a_tensor_on_the_cpu_is_pushed_at_once(queue: Queue) -> None:
+    queue.submit("waits", Slow())
+    queue.submit("a", OnTheCpu())
+    assert queue.pushed == ["a"]
+
+
+def test_tensors_are_pushed_in_order(queue: Queue) -> None:
     transfers = [Slow() for _ in range(3)]
     for number, transfer in enumerate(transfers):
-        staging.add(transfer, lambda number=number: begun.append(number), never)  # type: ignore[misc]
+        queue.submit(str(number), transfer)
     transfers[1].ready = True
-    staging.advance(0)
-    assert begun == []
+    queue.queue.advance(0)
+    assert queue.pushed == []
     transfers[0].ready = True
-    staging.advance(0)
-    assert begun == [0, 1]
+    queue.queue.advance(0)
+    assert queue.pushed == ["0", "1"]
     transfers[2].ready = True
-    staging.advance(0)
-    assert begun == [0, 1, 2]
+    queue.queue.advance(0)
+    assert queue.pushed == ["0", "1", "2"]
 
 
-def test_what_is_prepared_overtakes_what_is_not() -> None:
-    staging, begun, transfer = Staging(), list[int](), Slow()
-    staging.add(Slow(), lambda: begun.append(0), never)
+def test_a_tensor_that_is_prepared_overtakes_one_that_is_not(queue: Queue) -> None:
+    transfer = Slow()
+    queue.submit("waits", Slow())
     transfer.ready = True
-    staging.add(transfer, lambda: begun.append(1), never)
-    assert begun == [1]
+    queue.submit("a", transfer)
+    assert queue.pushed == ["a"]
 
 
-def test_whatever_is_added_pushes_what_has_become_ready() -> None:
-    staging, begun = Staging(), list[str]()
+def test_whatever_is_submitted_pushes_what_has_become_ready(queue: Queue) -> None:
     slow, ready = Slow(), Slow()
-    staging.add(slow, lambda: begun.append("slow"), never)
+    queue.submit("slow", slow)
     slow.ready = ready.ready = True
-    staging.add(ready, lambda: begun.append("ready"), never)
-    assert sorted(begun) == ["ready", "slow"]
+    queue.submit("ready", ready)
+    assert sorted(queue.pushed) == ["ready", "slow"]
 
 
-def test_a_transfer_that_fails_does_not_hold_up_the_next() -> None:
-    staging, begun, failed = Staging(), list[int](), list[ZenPSError]()
+def test_a_tensor_that_fails_does_not_hold_up_the_next(queue: Queue) -> None:
     error = TensorError("indices outside")
     bad, good = Slow(error), Slow()
-    staging.add(bad, lambda: begun.append(0), failed.append)
-    staging.add(good, lambda: begun.append(1), never)
+    failed = queue.submit("bad", bad)
+    queue.submit("good", good)
     bad.ready = good.ready = True
-    staging.advance(0)
-    assert (begun, failed) == ([1], [error])
+    queue.queue.advance(0)
+    assert queue.pushed == ["good"]
+    with pytest.raises(TensorError) as raised:
+        failed.wait()
+    assert raised.value is error
+    assert queue.steps.begin("bad", 1).step == 0, "nothing was pushed under its name"
 
 
-def test_advance_waits_no_longer_than_it_may() -> None:
-    staging = Staging()
-    staging.add(Slow(), lambda: None, never)
+def test_advance_waits_no_longer_than_it_may(queue: Queue) -> None:
+    queue.submit("waits", Slow())
     begin = time.monotonic()
-    staging.advance(begin + 0.05)
+    queue.queue.advance(begin + 0.05)
     assert 0.05 <= time.monotonic() - begin < 1
 
 
-def test_advance_returns_when_everything_has_begun() -> None:
-    staging, begun, transfer = Staging(), list[int](), Slow()
-    staging.add(transfer, lambda: begun.append(1), never)
+def test_advance_returns_when_everything_is_pushed(queue: Queue) -> None:
+    transfer = Slow()
+    queue.submit("a", transfer)
     threading.Timer(0.05, lambda: setattr(transfer, "ready", True)).start()
     begin = time.monotonic()
-    staging.advance(begin + 20)
-    assert begun == [1]
+    queue.queue.advance(begin + 20)
+    assert queue.pushed == ["a"]
     assert time.monotonic() - begin < 10
