@@ -140,7 +140,7 @@ class GoesOnWithOthers(WorkerRounds):
 
 
 class CountsOn(WorkerRounds):
-    """Keeps what was before joining workers were let in."""
+    """Keeps what was before joining workers were admitted."""
 
     def reset(self) -> list[Action]:
         return []

@@ -57,7 +57,7 @@ class Worker(Member):
         was_silent: whether it was stalled for so long that it may be taken for lost.
         gone_at: when it ended, or was stalled so.
         restarts_after: how long after its end another process takes its place.
-        joining workers: how many wait to be let in, as the scheduler said last.
+        joining: how many workers wait to be admitted, as the scheduler said last.
         entered: the last barrier that it has come to.
     """
 
@@ -334,7 +334,7 @@ class Worker(Member):
         self.registration.barriers = sequence
 
     def admit(self) -> Program:
-        """Lets those in that wait, and counts anew."""
+        """Has the workers that wait admitted, and counts from 0 again."""
         assert self.view is not None
         self._asks = Admit(self.view.admitted)
         self.send(SCHEDULER, self._asks)
@@ -343,6 +343,6 @@ class Worker(Member):
 
 
 def _chunks(tensor: str, step: int) -> int:
-    """Into how many a server's range is cut; as in reality, it changes from step to step."""
+    """Into how many chunks a server's range is cut; as in reality, it changes from step to step."""
     tensors = [f"t{number}" for number in range(TENSORS)]
     return 1 + (tensors.index(tensor) + step // 2) % 2 if tensor in tensors else 1
