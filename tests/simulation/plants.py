@@ -129,11 +129,7 @@ class GoesOnWithOthers(WorkerRounds):
 
 
 class CountsOn(WorkerRounds):
-<<<<<<< HEAD
     """Keeps its rounds from before joining workers were admitted."""
-=======
-    """Keeps what was before joining workers were admitted."""
->>>>>>> h-t2
 
     def reset(self) -> list[Action]:
         return []
