@@ -1,4 +1,4 @@
-"""``DistributedOptimizer``: gradients are averaged over all ranks before each step."""
+"""Distributed optimizer: wraps an optimizer and averages gradients over all ranks before each step."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from zenps.errors import MismatchError, UsageError, ZenPSError
 from ..core.pending import Pending
 from ..core.request import Options, Request
 from ..process import PROCESS
-from .agreement import Agreed, named
+from .agreement import ParameterAgreement, parameters_by_name
 from .buckets import Bucket
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """Wraps any optimizer. ``step()`` first waits for the averages of all gradients.
 
-    A gradient is pushed as soon as backward has accumulated it, while backward goes on. Sparse ones
-    travel each by itself, dense ones fused into buckets of ``sync.bucket_bytes``. Which parameter is
-    sparse is agreed in the first step that uses it, so until then its push waits for ``step()``.
+    Each gradient is pushed as soon as backward has accumulated it, while backward goes on. Sparse gradients
+    are pushed one by one, dense ones fused into buckets of ``sync.bucket_bytes``. Ranks agree on which
+    gradients are sparse in the first step that uses them, so in that step pushes wait for ``step()``.
 
-    All ranks construct it at the same point: names are compared. Several in one process are told apart
-    by the order in which they are made.
+    All ranks construct it at the same point, where they compare names. A process may wrap several optimizers;
+    all ranks must wrap them in the same order.
 
     Args:
         optimizer: over the local parameters; everything but gradients stays its own.
@@ -39,8 +39,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             without ZenPS, and are pushed after the last one.
 
     Raises:
-        UsageError: before ``zenps.init()``; a parameter without a name, or two with one.
-        MismatchError: ranks have different parameters.
+        UsageError: ``zenps.init()`` was not called, a parameter has no name, or two have the same name.
+        MismatchError: the ranks' parameters differ.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._passes_per_step = backward_passes_per_step
         self._skip = self._synchronized = False
         self._prefix = PROCESS.new_prefix("optimizer")
-        self._agreed = Agreed(self._prefix, named(optimizer, named_parameters))
-        self._passes = dict.fromkeys(self._agreed.names, 0)
+        self._agreement = ParameterAgreement(self._prefix, parameters_by_name(optimizer, named_parameters))
+        self._passes = dict.fromkeys(self._agreement.names, 0)
         self._in_flight: dict[Parameter | Bucket, Pending] = {}
         self._pushed: dict[Parameter, tuple[Tensor, int]] = {}
-        """What backward has pushed of each, and the version that it had."""
-        for parameter in self._agreed.names:
+        """For each parameter, the gradient that backward has pushed and its version at that time."""
+        for parameter in self._agreement.names:
             parameter.register_post_accumulate_grad_hook(_weakly(self._on_gradient))  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_inner":  # copy and pickle look at an object before it has any attributes
+        if name == "_inner":  # copy and pickle read attributes before any is set
             raise AttributeError(name)
         return getattr(self._inner, name)
 
@@ -78,12 +78,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # ── the optimizer's interface ───────────────────────────────────────────────────────────────
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Synchronises, unless :meth:`skip_synchronize` says it was done, and steps.
+        """Synchronises gradients, except inside :meth:`skip_synchronize`, and steps.
 
-        ``closure`` is evaluated once, before: optimizers that evaluate it again are not supported.
+        ``closure`` is evaluated once, before that: optimizers that evaluate it again are not supported.
 
         Raises:
-            UsageError: inside :meth:`skip_synchronize` without :meth:`synchronize`, or the other way round.
+            UsageError: called inside :meth:`skip_synchronize` without :meth:`synchronize` before, or outside
+                of it after :meth:`synchronize`.
         """
         result = None
         if closure is not None:
@@ -101,8 +102,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """GradScaler.step asks for it. It would unscale what backward has pushed, and tell a fused optimizer
-        by attributes, which the wrapped one would not see.
+        """GradScaler.step reads this. Outside :meth:`skip_synchronize` it would unscale gradients that
+        backward has pushed. A fused optimizer gets the scale by attributes, which would not reach the wrapped
+        one.
         """
         if not (self._skip or not PROCESS.world.is_distributed):
             raise UsageError(
@@ -111,25 +113,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the wrapped optimizer's.
+        """Clears gradients as the wrapped optimizer does.
 
         Raises:
-            UsageError: between backward and ``step()``, when it would throw away pushed gradients.
+            UsageError: called between backward and ``step()``, where it would drop pushed gradients.
         """
         if self._in_flight:
             raise UsageError("zero_grad() while gradients are in flight; call step() or synchronize() first")
         self._inner.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's."""
+        """Returns the state of the wrapped optimizer."""
         return self._inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Into the wrapped optimizer."""
+        """Loads the state into the wrapped optimizer."""
         self._inner.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: ranks agreed on the parameters when this was made."""
+        """Raises UsageError: ranks agreed on the parameters at construction."""
         raise UsageError("parameters cannot be added; add them to the optimizer before wrapping it")
 
     # ── synchronisation ─────────────────────────────────────────────────────────────────────────
@@ -141,17 +143,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         :meth:`skip_synchronize`. Errors are those of :func:`zenps.push_pull`.
 
         Raises:
-            UsageError: a gradient was changed since backward pushed it, or belongs to no parameter that ranks
-                have agreed on.
+            UsageError: a gradient was changed since backward pushed it, or its parameter was frozen or
+                absent when the optimizer was wrapped.
         """
         if not PROCESS.world.is_distributed:
             return
         self._check_gradients()
         self._passes = dict.fromkeys(self._passes, 0)
-        self._agreed.agree_on_kinds()
-        for parameter in self._agreed.sparse - self._in_flight.keys():
+        self._agreement.agree_on_kinds()
+        for parameter in self._agreement.sparse - self._in_flight.keys():
             self._push_sparse(parameter)
-        for bucket in self._agreed.buckets:
+        for bucket in self._agreement.buckets:
             if bucket not in self._in_flight:
                 self._push_bucket(bucket)
         in_flight, self._in_flight = self._in_flight, {}
@@ -160,7 +162,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for owner, handle in in_flight.items():
             try:
                 result = handle.wait()
-            except ZenPSError as error:  # a round that nobody waits for would stay in flight
+            except ZenPSError as error:  # wait for the others too: nothing may stay in flight
                 errors.append(error)
                 continue
             if isinstance(owner, Bucket):
@@ -173,7 +175,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Inside, ``step()`` only steps: ``synchronize()`` was called before."""
+        """Context in which ``step()`` does not synchronise, because :meth:`synchronize` was called before."""
         self._skip = True
         try:
             yield
@@ -181,14 +183,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._skip = False
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        """Runs inside backward, whenever a parameter's gradient was accumulated."""
+        """Runs inside backward whenever a parameter's gradient was accumulated."""
         assert isinstance(parameter, Parameter)
         if not PROCESS.world.is_distributed:
             return
         self._synchronized = False
         self._passes[parameter] += 1
         if self._passes[parameter] > self._passes_per_step:
-            name, times = self._agreed.names[parameter], self._passes[parameter]
+            name, times = self._agreement.names[parameter], self._passes[parameter]
             raise UsageError(
                 f"gradient of {name!r}: computed {times} times since the last step(), expected "
                 f"{self._passes_per_step}; set backward_passes_per_step, and drop any older "
@@ -196,9 +198,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if self._passes[parameter] < self._passes_per_step:
             return
-        if parameter in self._agreed.sparse:
+        if parameter in self._agreement.sparse:
             self._push_sparse(parameter)
-        elif bucket := self._agreed.bucket_of.get(parameter):
+        elif bucket := self._agreement.bucket_of.get(parameter):
             bucket.waiting_for.discard(parameter)
             if not bucket.waiting_for:
                 self._push_bucket(bucket)
@@ -209,15 +211,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             gradient = _without_rows(parameter)
         elif not gradient.is_sparse:
             raise self._changed_kind(parameter, "sparse", "dense")
-        name = f"{self._prefix}/{self._agreed.names[parameter]}"
-        self._in_flight[parameter] = self._push(gradient, name, self._agreed.priorities[parameter])
+        name = f"{self._prefix}/{self._agreement.names[parameter]}"
+        self._in_flight[parameter] = self._push(gradient, name, self._agreement.priorities[parameter])
         self._pushed[parameter] = gradient, gradient._version
 
     def _push_bucket(self, bucket: Bucket) -> None:
         for parameter in bucket.parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise self._changed_kind(parameter, "dense", "sparse")
-        priority = max(self._agreed.priorities[parameter] for parameter in bucket.parameters)
+        priority = max(self._agreement.priorities[parameter] for parameter in bucket.parameters)
         self._in_flight[bucket] = self._push(bucket.fused(), bucket.name, priority)
         bucket.waiting_for = set(bucket.parameters)
         for parameter in bucket.parameters:
@@ -229,36 +231,34 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return PROCESS.world.begin(Request(gradient, name, options))
 
     def adopt_agreement(self, root_rank: int) -> None:
-        """Takes over what the root's optimizer has agreed on, as :meth:`Agreed.adopt` says; for
-        :class:`zenps.TrainingState`.
-        """
-        self._agreed.adopt(root_rank)
+        """Calls :meth:`ParameterAgreement.adopt`; for :class:`zenps.TrainingState`."""
+        self._agreement.adopt(root_rank)
 
     def _check_gradients(self) -> None:
         for group in self._inner.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and parameter not in self._agreed.names:
+                if parameter.grad is not None and parameter not in self._agreement.names:
                     raise UsageError(
                         f"a parameter of shape {tuple(parameter.shape)} has a gradient, but was frozen or "
                         "absent when its optimizer was wrapped; wrap it again, with all that is to be trained"
                     )
         for parameter, (gradient, version) in self._pushed.items():
             if parameter.grad is not gradient or gradient._version != version:
-                name = self._agreed.names[parameter]
+                name = self._agreement.names[parameter]
                 raise UsageError(
                     f"gradient of {name!r}: changed since backward pushed it; to clip or unscale, call "
                     "synchronize() before, and step inside skip_synchronize()"
                 )
 
     def _changed_kind(self, parameter: Parameter, agreed: str, now: str) -> MismatchError:
-        name = self._agreed.names[parameter]
+        name = self._agreement.names[parameter]
         return MismatchError(
             f"gradient of {name!r} on rank {PROCESS.world.rank}: {now}, but ranks agreed that it is {agreed}"
         )
 
 
 def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """A hook that does not keep its object alive: once that is gone, it does nothing."""
+    """Returns a hook that does not keep the method's object alive and does nothing once that is gone."""
     reference = weakref.WeakMethod(method)
 
     def hook(parameter: Tensor) -> None:
@@ -269,7 +269,7 @@ def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
 
 
 def _without_rows(parameter: Parameter) -> Tensor:
-    """The gradient of an embedding that this rank did not use: sparse by rows, with none."""
+    """Returns the gradient of an embedding that this rank did not use: sparse by rows, without any row."""
     indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
     values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
     return torch.sparse_coo_tensor(
