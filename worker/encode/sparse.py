@@ -37,7 +37,7 @@ def as_table(tensor: Tensor) -> Rows:
         try:
             rows = torch.from_numpy(np.ravel_multi_index(tuple(indices.numpy()), dims))
         except ValueError as error:
-            raise TensorError(f"sparse indices of shape {dims}: {error}; check them against it") from None
+            raise TensorError(f"sparse indices outside the shape {dims}: {error}; check them") from None
     return rows.contiguous(), values.reshape(len(rows), columns).contiguous()
 
 

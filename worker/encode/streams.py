@@ -125,7 +125,7 @@ class Stream:
         is_ahead = (following > self.asked) & (following <= own)
         in_column = (following < self._count) & ((following - self.asked) % self._columns == 0)
         if not (is_ahead & (in_column | ~is_continued)).all():
-            raise ProtocolError("payload", "next blocks that are none of their columns, or leave some out")
+            raise ProtocolError("payload", "next blocks outside their columns, or behind blocks of this rank")
         missing = self._pushed.copy()
         missing[present] = False
         if missing.any():

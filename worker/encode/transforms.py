@@ -88,7 +88,7 @@ class ByElement(Transform):
         rows = elements[::columns] // columns
         whole = (rows.unsqueeze(1) * columns + torch.arange(columns, device=result.device)).view(-1)
         if not torch.equal(whole, elements):
-            raise ProtocolError("payload", f"elements that make no whole rows of {columns}")
+            raise ProtocolError("payload", f"elements that do not form whole rows of {columns}")
         return as_sparse(rows, result._values(), self._shape, self._sparse_dim)
 
 

@@ -41,7 +41,7 @@ AWAITED: Final[tuple[RoundState, ...]] = ("pushed", "resharding")
 
 # A reconnect may have lost a push or its answer, which nobody notices if rounds have no deadline. So
 # unanswered pushes are repeated: first after this time without any answer to the round, then at growing
-# intervals, because the reason is nearly always a straggler. Servers ignore repeated pushes.
+# intervals, because the reason is nearly always a straggler. Pushes are idempotent.
 REPEAT_SECONDS = 60.0
 
 Frames = Sequence[memoryview]
@@ -85,7 +85,7 @@ class Round(Struct, eq=False):
     deadline: float = math.inf
     repeat_at: float = 0.0
     repeat_seconds: float = REPEAT_SECONDS
-    given: dict[tuple[int, int], float] = {}
+    sent_again: dict[tuple[int, int], float] = {}
     """By server and chunk: when a push that a server wanted was last sent to it."""
     ended_after: int = 0
     """The newest watermark that was known here when the round ended."""

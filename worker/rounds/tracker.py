@@ -144,8 +144,8 @@ class WorkerRounds:
         round_.repetitions = {}
         round_.repeat_seconds = REPEAT_SECONDS
         if round_.state == "recalled":
-            return self._push_wanted(round_, set(round_.given), now)
-        round_.given = {}
+            return self._push_wanted(round_, set(round_.sent_again), now)
+        round_.sent_again = {}
         return self._push(round_, now)
 
     def reset(self) -> list[Action]:
@@ -277,13 +277,13 @@ class WorkerRounds:
             self.recalled += 1
             if round_.ring_epoch != self._ring_epoch:
                 round_.again = True
-                round_.given = {}
+                round_.sent_again = {}
                 actions.append(Reshard(round_))
-        if round_ is None or now < round_.given.get(chunk, -math.inf) + ASKED_SECONDS:
+        if round_ is None or now < round_.sent_again.get(chunk, -math.inf) + ASKED_SECONDS:
             return actions
         if round_.state == "resharding" or (round_.state == "pushed" and chunk in round_.unanswered):
             return actions
-        round_.given[chunk] = now
+        round_.sent_again[chunk] = now
         # A round that is being resharded pushes its wanted chunks afterwards.
         return actions if round_.ring_epoch != self._ring_epoch else self._push_wanted(round_, {chunk}, now)
 
@@ -346,5 +346,5 @@ def _lost_with_a_server(round_: Round, workers: Set[int]) -> PeerLostError:
     gone = listing(sorted(round_.workers - workers))
     return PeerLostError(
         f"tensor {round_.tensor!r}, step {round_.step}: rank(s) {gone} were lost, and servers have changed, "
-        "within this round: others may have ended it with what is lost; start this worker again"
+        "within this round: other ranks may have ended it with a push of a lost rank; restart this worker"
     )

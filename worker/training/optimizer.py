@@ -240,7 +240,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if parameter.grad is not None and parameter not in self._agreement.names:
                     raise UsageError(
                         f"a parameter of shape {tuple(parameter.shape)} has a gradient, but was frozen or "
-                        "absent when its optimizer was wrapped; wrap it again, with all that is to be trained"
+                        "absent when its optimizer was wrapped; wrap it again with all trained parameters"
                     )
         for parameter, (gradient, version) in self._pushed.items():
             if parameter.grad is not gradient or gradient._version != version:

@@ -238,14 +238,14 @@ class Channel(Waiter):
                 return
             if now >= self._next_tick:
                 self._execute(self._rounds.on_tick(now))
-                self._look_for_servers(now)
+                self._check_connectivity(now)
                 self._next_tick = now + TICK_SECONDS
                 continue
             for socket, event in self._poller.poll(int(1000 * (min(until, self._next_tick) - now)) + 1):
                 if isinstance(socket, int):
                     self._lock.on_wake()
                 elif (rank := self._servers.rank_of(socket)) is None:
-                    self._look_for_refusals()
+                    self._check_refusals()
                 else:
                     if event & WRITABLE:
                         self._sender.send_waiting(rank)
@@ -346,30 +346,30 @@ class Channel(Waiter):
         try:
             is_behind = self._sender.send(out)
         except zmq.Again:
-            self._lose(out.server)
+            self._on_refused(out.server)
             return False
         if is_behind and self._pusher is None:
-            self._pusher = threading.Thread(target=self._push_on, name="zenps-pusher", daemon=True)
+            self._pusher = threading.Thread(target=self._poll_for_queue, name="zenps-pusher", daemon=True)
             self._pusher.start()
         return True
 
-    def _push_on(self) -> None:
+    def _poll_for_queue(self) -> None:
         """Polls while pushes wait in the send queue: all other threads may be computing."""
         while not self._closed:
             self._sender.is_behind.wait()
             self._sender.is_behind.clear()
             self.wait(lambda: self._closed or not self._sender.has_waiting, math.inf)
 
-    def _look_for_servers(self, now: float) -> None:
+    def _check_connectivity(self, now: float) -> None:
         if self._rounds.in_flight and (error := self._servers.connectivity.look(now)):
             self._execute(self._rounds.on_lost(error))
 
-    def _look_for_refusals(self) -> None:
+    def _check_refusals(self) -> None:
         rank = self._servers.refused_by()
         if rank is not None:
-            self._lose(rank)
+            self._on_refused(rank)
 
-    def _lose(self, rank: int) -> None:
+    def _on_refused(self, rank: int) -> None:
         reason = f"server {rank} has refused this worker; see its log and its security.keys"
         self._execute(self._rounds.on_lost(PeerLostError(reason)))
 

@@ -57,7 +57,7 @@ class Follower(HostRounds):
                 case Failed(number=number, kind=kind, reason=reason):
                     self._finish(number, _FAILURES.get(kind, ZenPSError)(reason))
                 case _:
-                    raise LinkError(f"rank {self._link.rank} sent what a leader does not")
+                    raise LinkError(f"rank {self._link.rank} sent {message}, expected a message of a leader")
         if not self.is_over:
             leader = f"worker {self._link.rank}, the leader of this host,"
             broken = PeerLostError(f"{leader} cannot be reached any more; see its log")

@@ -92,7 +92,7 @@ class Leader(HostRounds):
             case None:
                 return False
             case _:
-                raise LinkError(f"rank {link.rank} sent what only a leader does")
+                raise LinkError(f"rank {link.rank} sent {message}, expected a message of a follower")
         return True
 
     def close(self) -> None:
@@ -138,7 +138,9 @@ class Leader(HostRounds):
             is_in_time = self._news.wait_for(has_arrived, GIVE_SECONDS)
             given = self._given.pop(key, None)
         if not is_in_time or given is None:
-            raise LinkError(f"tensor {round_.name!r}: nothing from rank {link.rank} in {GIVE_SECONDS:g} s")
+            raise LinkError(
+                f"tensor {round_.name!r}: no contribution from rank {link.rank} within {GIVE_SECONDS:g} s"
+            )
         memory = self._windows[link.rank].read(given.offset, given.size_bytes)
         return round_.form.read(memory, given.rows)
 

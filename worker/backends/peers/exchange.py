@@ -91,7 +91,7 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
                     self._await_negotiation()
         except GroupError as error:
             if self._failure is None:
-                broken = PeerLostError(f"the exchange among workers broke off: {error}; see their logs")
+                broken = PeerLostError(f"the exchange among workers has failed: {error}; see their logs")
                 self.fail(self._session.lease.await_loss() or broken)
         except ZenPSError as error:
             self.fail(error)
