@@ -124,7 +124,7 @@ class Pending:
     def done(self) -> bool:
         """Processes what has arrived; returns whether :meth:`wait` need not wait for the network any more."""
         if not self.progress.ended:
-            self._waiting.waiter.look(self._has_ended)
+            self._waiting.waiter.look(lambda: self.progress.ended)
         return self.progress.ended
 
     def wait(self) -> Tensor:
@@ -265,9 +265,6 @@ class Pending:
 
     def _has_news(self) -> bool:
         return bool(self._answers) or self.progress.ended
-
-    def _has_ended(self) -> bool:
-        return self.progress.ended
 
     # ── for a timeline ──────────────────────────────────────────────────────────────────────────
 

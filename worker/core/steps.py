@@ -33,10 +33,7 @@ class Steps:
         self._lock = threading.Lock()
 
     def begin(self, name: str, names: int) -> Progress:
-        """Begins a tensor's next round and returns its progress.
-
-        Args:
-            names: how many names the round takes.
+        """Begins a tensor's next round, which takes ``names`` names; returns its progress.
 
         Raises:
             UsageError: the last round has not ended, or too many names were used.

@@ -188,9 +188,7 @@ class WorkerRounds:
         if isinstance(message, Wanted):
             return self._on_wanted(server, message, now)
         round_ = self._in_flight.get((message.tensor, message.step))
-        if round_ is None:
-            return []
-        if (server, message.chunk) not in round_.unanswered:
+        if round_ is None or (server, message.chunk) not in round_.unanswered:
             return []
         match message:
             case Result():

@@ -100,9 +100,7 @@ class ParameterAgreement:
         agreed = broadcast_object(agreed, root_rank, f"{self._prefix}/agreed")
         own = self._own
         if differing := set(agreed["names"]) ^ own.keys():
-            raise MismatchError(
-                f"rank {root_rank} and this one do not both have {listing(sorted(differing))}"
-            )
+            raise MismatchError(f"rank {root_rank} and this one differ in {listing(sorted(differing))}")
         self._set_order(agreed["names"])
         self._unknown = [own[name] for name in agreed["unknown"]]
         self.sparse = {own[name] for name in agreed["sparse"]}
@@ -120,11 +118,7 @@ class ParameterAgreement:
         names: list[str] = broadcast_object(list(self._own), root, name=f"{self._prefix}/names")
         differing = set(names) ^ self._own.keys()
         if others := allgather_int(len(differing), f"{self._prefix}/differing"):
-            here = (
-                f"; rank {root} and this one do not both have {listing(sorted(differing))}"
-                if differing
-                else ""
-            )
+            here = f"; rank {root} and this one differ in {listing(sorted(differing))}" if differing else ""
             raise MismatchError(f"rank(s) {listing(others)} have other parameters than rank {root}{here}")
         return names
 

@@ -54,11 +54,7 @@ class Connectivity:
         self._silent.pop(rank, None)
 
     def look(self, now: float) -> PeerLostError | None:
-        """Checks servers while answers are awaited. Logs a warning for one that cannot be reached.
-
-        Returns:
-            the error once a server could not be reached for ``rendezvous_seconds``, else None.
-        """
+        """Checks servers while answers are awaited: logs a warning first, later returns the error."""
         for silent in self._silent.values():
             if now < silent.check_at:
                 continue

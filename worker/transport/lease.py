@@ -223,20 +223,16 @@ class Lease:
         """Processes the commands of callers; returns True when this worker leaves."""
         while not self._commands.empty():
             match self._commands.get():
-                case _AwaitBarrier(sequence=sequence, reached=reached):
-                    if self.failure is not None:
-                        reached.set_exception(self.failure)
-                        continue
-                    self._barriers[sequence] = reached
-                    self._link.send(Barrier(sequence))
-                case _AwaitAdmission(since=since, reached=reached) as admission:
-                    if self.failure is not None:
-                        reached.set_exception(self.failure)
-                        continue
-                    self._admission = admission
-                    self._link.send(Admit(since))
                 case _Leave():
                     return True
+                case command if self.failure is not None:
+                    command.reached.set_exception(self.failure)
+                case _AwaitBarrier(sequence=sequence, reached=reached):
+                    self._barriers[sequence] = reached
+                    self._link.send(Barrier(sequence))
+                case _AwaitAdmission(since=since) as admission:
+                    self._admission = admission
+                    self._link.send(Admit(since))
         return False
 
     def _on_scheduler(self) -> None:

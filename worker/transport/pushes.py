@@ -35,7 +35,7 @@ class PushWriter:
 
     def share(self, encoded: EncodedTensor) -> EncodedTensor:
         """Returns ``encoded`` with its values copied into shared memory for servers on this host."""
-        if encoded.sharding.layout is None or not self._servers.share_memory:
+        if encoded.sharding.layout is None or not self._servers.has_shared_memory:
             return encoded
         share = self._servers.share
         chunks = [

@@ -74,15 +74,12 @@ class ServerSockets:
         return None
 
     @property
-    def share_memory(self) -> bool:
+    def has_shared_memory(self) -> bool:
         """True if any server on this host may read this worker's memory. May be read from any thread."""
         return bool(self._shared_memory)
 
     def share(self, rank: int, values: memoryview) -> memoryview:
-        """Returns the values of a push, copied into shared memory if the server is on this host.
-
-        May be called from any thread.
-        """
+        """Copies values of a push into shared memory if the server is on this host. From any thread."""
         if self._arena is None or rank not in self._shared_memory or values.nbytes < COPY_BELOW_BYTES:
             return values
         return self._arena.copy(values)
@@ -99,7 +96,7 @@ class ServerSockets:
         shared = None
         peer_memory = self._shared_memory.get(rank)
         if peer_memory is not None:
-            peer_memory.send_dropped()
+            peer_memory.tell()
             shared = peer_memory.find(frames[-1])
         if shared is not None:
             push, frames = structs.replace(push, shared=shared), frames[:-1]
@@ -116,7 +113,7 @@ class ServerSockets:
         """
         if rank not in self._shared_memory:
             raise ProtocolError("payload", "values in the memory of a server that shares none")
-        return self._shared_memory[rank].read(shared)
+        return self._shared_memory[rank].take(shared)
 
     def has_room(self, rank: int) -> bool:
         """Returns whether a server's socket accepts another message now."""

@@ -42,11 +42,7 @@ class SharedMemoryPeer:
 
     @classmethod
     def connect(cls, address: str, hello: Hello, arena: Arena) -> SharedMemoryPeer | None:
-        """Connects to the server with this address, without blocking.
-
-        Returns:
-            None if the server is not on this host or shares no memory.
-        """
+        """Connects without blocking; returns None if the server is not on this host or shares no memory."""
         try:
             socket = handshake.connect(handshake.server_name(address), net.SOCK_STREAM, hello, arena.fd)
         except OSError:
@@ -60,7 +56,7 @@ class SharedMemoryPeer:
         offset = self._arena.find(values)
         return None if offset is None else (offset, values.nbytes)
 
-    def read(self, shared: Shared) -> memoryview:
+    def take(self, shared: Shared) -> memoryview:
         """Returns values in the server's memory. They stay unchanged until nothing here refers to them.
 
         Raises:
@@ -77,7 +73,7 @@ class SharedMemoryPeer:
         weakref.finalize(values, self._dropped.append, offset).atexit = False
         return values.data
 
-    def send_dropped(self) -> None:
+    def tell(self) -> None:
         """Tells the server which pulled values are not used here any more."""
         while self._dropped:
             self._unsent += DROPPED.pack(self._dropped.popleft())

@@ -224,11 +224,7 @@ def _unpacked(packed: _Packed, table: Table) -> Stream:
 
 
 def _merge(lower: Stream, upper: Stream, most: Table | None, kernels: Kernels) -> Stream:
-    """Sums two streams. The sum is dense if either is, or if a sparse sum might be larger than a dense one.
-
-    Args:
-        most: the table of the sum; None keeps sparse streams sparse.
-    """
+    """Sums two streams: dense if either is, or if a sparse sum might take more bytes than table ``most``."""
     if isinstance(lower, _Dense) and isinstance(upper, _Dense):
         return _Dense(lower.touched | upper.touched, lower.values + upper.values)
     if isinstance(upper, _Dense):
