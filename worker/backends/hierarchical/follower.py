@@ -57,7 +57,9 @@ class Follower(HostRounds):
                 case Failed(number=number, kind=kind, reason=reason):
                     self._finish(number, _FAILURES.get(kind, ZenPSError)(reason))
                 case _:
-                    raise LinkError(f"rank {self._link.rank} sent {message}, expected a message of a leader")
+                    raise LinkError(
+                        f"rank {self._link.rank} sent {type(message).__name__}, expected take or failed"
+                    )
         if not self.is_over:
             leader = f"worker {self._link.rank}, the leader of this host,"
             broken = PeerLostError(f"{leader} cannot be reached any more; see its log")

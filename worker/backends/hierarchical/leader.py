@@ -92,7 +92,7 @@ class Leader(HostRounds):
             case None:
                 return False
             case _:
-                raise LinkError(f"rank {link.rank} sent {message}, expected a message of a follower")
+                raise LinkError(f"rank {link.rank} sent {type(message).__name__}, expected give or taken")
         return True
 
     def close(self) -> None:
