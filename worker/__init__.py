@@ -1,4 +1,4 @@
-"""The role inside the training process: tensors in, synchronised tensors out."""
+"""Worker: the role inside a training process, which synchronises tensors with all other workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Public functions of a worker. Names are BytePS's where they mean the same."""
+"""Public API of a worker. Functions have BytePS's names where they mean the same."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ logger = logging.getLogger("zenps.worker")
 
 
 def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
-    """Joins the cluster and waits until it is complete; without ``cluster.scheduler``, a world of one.
+    """Joins the cluster and waits until it is complete. Without ``cluster.scheduler``, the world has size 1.
 
     Settings come from ``sets`` (``"section.field=value"``), the environment and the file ``config``
     (default ``zenps.toml``), in this order; torchrun's ``RANK`` is honoured. Until :func:`shutdown`, SIGTERM
-    ends the process as ``sys.exit(143)`` does, where it had its default action.
+    ends the process as ``sys.exit(143)`` does, unless the script has set another handler.
 
     Raises:
         ConfigError: a setting is wrong, or several workers were started without a scheduler.
         DeadlineError: the cluster was not complete within ``cluster.rendezvous_seconds``.
-        MismatchError: a shared setting is not the scheduler's.
+        MismatchError: a shared setting differs from the scheduler's.
         UsageError: called twice, or the rank is taken.
     """
     loaded = sources.load(sets=sets, file=Path(config) if config is not None else None)
@@ -43,51 +43,51 @@ def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
 
 
 def shutdown() -> None:
-    """Leaves the cluster. What is in flight fails; a call after the first does nothing.
+    """Leaves the cluster. Rounds in flight fail. A second call does nothing.
 
-    Waits up to two seconds for the other workers to call this: only then is everybody past the point where
-    the loss of a server could make this one's last gradients needed again. At the end of an interpreter that
-    has not called it, it is called without that wait.
+    Waits up to two seconds for the other workers to call this: until then, the loss of a server could make
+    this worker's last gradients needed again. A worker that exits without calling this leaves without that
+    wait.
     """
-    # In the `finally` of a script that fails, nobody is waited for.
+    # Do not wait for others in the `finally` of a script that fails.
     PROCESS.leave(together=sys.exception() is None)
 
 
 def is_initialized() -> bool:
-    """Whether :func:`init` was called, and :func:`shutdown` was not since."""
+    """Returns whether :func:`init` was called and :func:`shutdown` was not called since."""
     return PROCESS.has_world
 
 
 def rank() -> int:
-    """This worker's rank, from 0."""
+    """Returns this worker's rank, from 0."""
     return PROCESS.world.rank
 
 
 def size() -> int:
-    """The number of workers."""
+    """Returns the number of workers."""
     return PROCESS.world.size
 
 
 def local_rank() -> int:
-    """This worker's rank among those on its machine."""
+    """Returns this worker's rank among the workers on its machine."""
     return PROCESS.world.local_rank
 
 
 def local_size() -> int:
-    """The number of workers on this machine."""
+    """Returns the number of workers on this machine."""
     return PROCESS.world.local_size
 
 
 def stats() -> Stats:
-    """What this worker has synchronised so far: bytes, seconds, imbalance. A copy."""
+    """Returns a copy of this worker's statistics so far: bytes, seconds, imbalance."""
     return PROCESS.world.stats()
 
 
 def barrier() -> None:
-    """Waits until every worker is here.
+    """Waits until every worker has called this.
 
     Raises:
-        DeadlineError: a worker left, or did not come within ``cluster.deadline_seconds``; it is named.
+        DeadlineError: a worker left, or did not call this within ``cluster.deadline_seconds``; it is named.
         PeerLostError: a node was lost meanwhile.
     """
     PROCESS.world.barrier()
@@ -98,17 +98,17 @@ def push_pull_async(tensor: Tensor, name: str, average: bool = True, priority: i
 
     Args:
         tensor: on the CPU or a CUDA device, of float16, bfloat16, float32, float64 or int64. Strided of any
-            shape, or sparse COO, coalesced or not. On the CPU it may be changed once this returns, on a
-            CUDA device once its result is there.
+            shape, or sparse COO, coalesced or not. A tensor on the CPU may be changed once this returns, one
+            on a CUDA device once its result is there.
         name: the same on all ranks and in all steps, and in flight once at a time.
         average: divide by the number of ranks, after summing in float32 or wider.
-        priority: under ``sync.scheme = byteps``, what waits for the network goes by falling priority, in
-            pieces of ``sync.chunk_bytes``: so what is needed first can overtake what was pushed before. Other
-            schemes send in order.
+        priority: under ``sync.scheme = byteps``, pushes that wait for the network are sent by falling
+            priority, in chunks of ``sync.chunk_bytes``. So a tensor that is needed first can overtake others
+            that were pushed before. Other schemes send in order.
 
     Raises:
-        TensorError: the tensor cannot be synchronised; nothing was sent. That the indices of one on a CUDA
-            device lie outside its shape is raised by :func:`synchronize`.
+        TensorError: the tensor cannot be synchronised; nothing was sent. If indices of a tensor on a CUDA
+            device lie outside its shape, :func:`synchronize` raises this.
         ConfigError: the tensor is on a CUDA device, and CuPy is not installed.
         UsageError: ``name`` is in flight already, or 65536 others have been used; ``priority`` is no integer.
     """
@@ -117,9 +117,9 @@ def push_pull_async(tensor: Tensor, name: str, average: bool = True, priority: i
 
 
 def push_pull(tensor: Tensor, name: str, average: bool = True) -> Tensor:
-    """The sum, or average, of ``tensor`` over all ranks; ranks are added in order 0, 1, ….
+    """Returns the sum, or average, of ``tensor`` over all ranks; ranks are added in order 0, 1, ….
 
-    Whatever ``sync.values`` is, nothing is rounded on the way: that is for the gradients of
+    Values are never quantized here: ``sync.values`` only applies to the gradients of
     :class:`DistributedOptimizer` and :func:`comm_hook`.
 
     Arguments and errors are those of :func:`push_pull_async`.
@@ -131,16 +131,16 @@ def push_pull(tensor: Tensor, name: str, average: bool = True) -> Tensor:
     Raises:
         DeadlineError: a rank or server did not answer in time.
         MismatchError: ranks pushed different shapes, dtypes or kinds under ``name``.
-        PeerLostError: a node is gone.
+        PeerLostError: a node was lost.
     """
     return push_pull_async(tensor, name, average).wait()
 
 
 def poll(handle: Pending) -> bool:
-    """Whether :func:`synchronize` would return at once."""
+    """Returns whether :func:`synchronize` would return at once."""
     return handle.done()
 
 
 def synchronize(handle: Pending) -> Tensor:
-    """Waits for the result of :func:`push_pull_async`; errors are those of :func:`push_pull`."""
+    """Waits for the result of :func:`push_pull_async`. Errors are those of :func:`push_pull`."""
     return handle.wait()

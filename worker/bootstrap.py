@@ -1,4 +1,4 @@
-"""Bootstrap of a worker: joins the cluster, and makes its world."""
+"""Bootstrap of a worker: joins the cluster and constructs the world."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zenps.wire.sockets import LINGER_MS
 from .backends.base import Session
 from .backends.engines import make_backend, served_scheme
 from .backends.servers import ServerBackend
-from .core.memory import free_a_large_block
+from .core.memory import raise_malloc_threshold
 from .core.spans import Spans
 from .core.statistics import Statistics
 from .core.steps import Steps
@@ -38,9 +38,9 @@ def join_cluster(config: Config) -> ClusterWorld:
     """Joins the cluster that ``config`` names, and waits until it is complete.
 
     Raises:
-        ConfigError: the partition strategy cannot be made.
+        ConfigError: the partition strategy cannot be constructed.
         DeadlineError, MismatchError, UsageError: as :meth:`SchedulerLink.join`.
-        PeerLostError: workers do not reach one another, or one was lost meanwhile.
+        PeerLostError: workers cannot reach one another, or a worker was lost meanwhile.
     """
     scheme = scheme_of(config.sync.scheme)
     if (fallback := scheme.fallback(config.combination)) is not None:
@@ -52,9 +52,9 @@ def join_cluster(config: Config) -> ClusterWorld:
             reason.field,
         )
         scheme = other
-    strategy(config.sync.partition)  # refuses a wrong one before anybody is told of this worker
-    free_a_large_block()
-    with ExitStack() as opened:  # Ctrl-C while others are waited for, too: a later init() wants the port
+    strategy(config.sync.partition)  # raises for a wrong one before this worker registers
+    raise_malloc_threshold()
+    with ExitStack() as opened:  # also Ctrl-C during the wait for others: a later init() needs the port
         registry = CollectorRegistry()
         worker_metrics = WorkerMetrics(registry)
         exporter = metrics.serve(registry, config.metrics.host, config.metrics.port)

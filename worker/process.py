@@ -1,6 +1,6 @@
-"""Process-wide state of a worker: its world, the names that it gives out, and how it leaves.
+"""Process-wide state of a worker: its world, its name prefixes, and how it leaves the cluster.
 
-Whatever ends a training process, the others are told, so that they need not wait for its lease.
+However a training process ends, it leaves the cluster, so that others need not wait for its lease to expire.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ _SIGNALLED = 128
 
 
 class Process:
-    """The only one is :data:`PROCESS`. Every method may be called from any thread."""
+    """Singleton; the instance is :data:`PROCESS`. Every method may be called from any thread."""
 
     def __init__(self) -> None:
         self._world: World | None = None
         self._changing = threading.Lock()
         self._owner = -1
-        """The process that joined. A fork of it, as by a DataLoader, has what it has, but is no worker."""
+        """The process that joined. A fork, such as a DataLoader's, inherits this state but is no worker."""
         self._prefixes: Counter[str] = Counter()
 
     @property
     def has_world(self) -> bool:
-        """Whether this process has joined, and has not left."""
+        """True if this process has joined and has not left."""
         return self._world is not None
 
     @property
     def world(self) -> World:
-        """The one that this process has joined.
+        """The world that this process has joined.
 
         Raises:
-            UsageError: there is none.
+            UsageError: this process has not joined.
         """
         if self._world is None:
             raise UsageError("not initialised; call zenps.init() first")
         return self._world
 
     def join(self, config: Config) -> None:
-        """Joins the cluster that ``config`` names; without ``cluster.scheduler``, makes a world of one.
+        """Joins the cluster that ``config`` names; without ``cluster.scheduler``, the world has size 1.
 
-        Until :meth:`leave`, SIGTERM ends the process as ``sys.exit(143)`` does, if nobody handles it yet.
-        Without that it would end on the spot, without a word to the others. A second SIGTERM still does.
+        Until :meth:`leave`, SIGTERM ends the process as ``sys.exit(143)`` does, if it had its default action.
+        With the default action it would end without leaving the cluster. A second SIGTERM does that.
 
         Raises:
-            UsageError: it has joined already.
+            UsageError: this process has joined already.
         """
         with self._changing:
             if self._world is not None:
@@ -68,12 +68,12 @@ class Process:
                 signal.signal(signal.SIGTERM, self._exit)
             try:
                 self._world = join_cluster(config)
-            except BaseException:  # SIGTERM meanwhile, too
+            except BaseException:  # also the SystemExit of SIGTERM
                 self._restore_sigterm()
                 raise
 
     def leave(self, *, together: bool = False) -> None:
-        """Leaves the world, perhaps after a moment's wait for the others; a second call does nothing."""
+        """Leaves the world; ``together`` first waits a moment for the others. A second call does nothing."""
         with self._changing:
             if self._world is not None:
                 self._world.close(together=together)
@@ -81,12 +81,12 @@ class Process:
                 self._restore_sigterm()
 
     def leave_at_exit(self) -> None:
-        """When the interpreter ends: by an exception, ``sys.exit``, Ctrl-C or SIGTERM."""
+        """Leaves when the interpreter ends: by an exception, ``sys.exit``, Ctrl-C or SIGTERM."""
         if os.getpid() == self._owner:
             self.leave()
 
     def new_prefix(self, kind: str) -> str:
-        """A prefix of tensor names. Ranks tell things of one kind apart by the order of their making."""
+        """Returns a new prefix of tensor names. All ranks must request prefixes of a kind in one order."""
         number = self._prefixes[kind]
         self._prefixes[kind] += 1
         return f"{kind}{number}"
@@ -98,13 +98,13 @@ class Process:
         sys.exit(_SIGNALLED + number)
 
     def _restore_sigterm(self) -> None:
-        """SIGTERM ends this process on the spot again."""
+        """Restores the default action of SIGTERM."""
         if _is_main_thread() and signal.getsignal(signal.SIGTERM) == self._exit:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _is_main_thread() -> bool:
-    """Only the main thread may set handlers of signals."""
+    """Only the main thread may set signal handlers."""
     return threading.current_thread() is threading.main_thread()
 
 

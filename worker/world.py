@@ -1,4 +1,4 @@
-"""World: one worker's place among all workers of a job."""
+"""World of a worker: its rank, the world size, requests, barrier and admission."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from .recorder import open_recorder
 
 
 class World(ABC):
-    """Identity, requests, barrier and admission of one worker.
+    """All workers of a job, as seen by one of them.
 
     Attributes:
         rank: from 0.
         local_rank: among the workers of this host.
-        bucket_bytes: up to which size small dense gradients are fused.
-        quantized_run: elements of a dense gradient that are quantized by a common scale; 1 where each has its
-            own.
-        is_elastic: whether workers go on without one that is lost, and admit others.
-        is_joining: whether this worker came to a running job, and has not got its state from the others yet.
+        bucket_bytes: the size of a bucket of fused dense gradients.
+        quantized_run: elements of a dense gradient that are quantized by a common scale; 1 if values are not
+            quantized by runs.
+        is_elastic: True if training continues after the loss of workers, and new workers may join.
+        is_joining: True if this worker has joined a running job and has not got its state yet.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class World(ABC):
     @property
     @abstractmethod
     def ranks(self) -> Sequence[int]:
-        """Of the workers that are present; without losses 0, 1, …, ``size`` - 1."""
+        """Ranks of the present workers; without losses 0, 1, …, ``size`` - 1."""
 
     @property
     def size(self) -> int:
@@ -62,18 +62,18 @@ class World(ABC):
     @property
     @abstractmethod
     def is_distributed(self) -> bool:
-        """Whether there is a cluster."""
+        """True if there is a cluster."""
 
     @abstractmethod
     def stats(self) -> Stats:
-        """What was synchronised so far. A copy."""
+        """Returns a copy of the statistics so far."""
 
     @abstractmethod
     def begin(self, request: Request) -> Pending:
         """Begins to synchronise a tensor.
 
         Raises:
-            UsageError: the name is in flight, or one too many; this worker is joining.
+            UsageError: the name is in flight, too many names were used, or this worker is joining.
             TensorError: the tensor cannot be synchronised.
         """
 
@@ -83,15 +83,15 @@ class World(ABC):
 
     @abstractmethod
     def has_joining_workers(self) -> bool:
-        """Whether somebody waits to be admitted, as far as is known here: not the same on all ranks."""
+        """Returns whether workers wait to be admitted. Ranks may know different answers."""
 
     @abstractmethod
     def admit(self) -> None:
-        """Waits until all workers have called this, and admits those that wait. Nothing may be in flight."""
+        """Waits until all workers have called this; admits joining workers. Nothing may be in flight."""
 
     @abstractmethod
     def close(self, *, together: bool = False) -> None:
-        """Leaves, perhaps after a moment's wait for the others. It cannot be used afterwards."""
+        """Leaves for good; ``together`` first waits a moment for the others."""
 
 
 class LocalWorld(World):
@@ -115,27 +115,27 @@ class LocalWorld(World):
         return self._backend.begin(request)
 
     def barrier(self) -> None:
-        """There is nobody to wait for."""
+        """Does nothing: there are no other workers."""
 
     def has_joining_workers(self) -> bool:
         return False
 
     def admit(self) -> None:
-        """There is nobody to admit."""
+        """Does nothing: no worker can join."""
 
     def close(self, *, together: bool = False) -> None:
-        """There is nothing to leave."""
+        """Does nothing: there is no cluster."""
 
 
 class ClusterWorld(World):
-    """A worker among others.
+    """The workers of a cluster.
 
     Args:
-        session: this worker's part in the cluster.
+        session: what this worker has of the cluster.
         servers: the backend whose tensors may wait for a GPU.
         backend: for all requests.
         local_rank: the rank on this host, or None to count by host name.
-        opened: closed last, with all that was opened for this worker.
+        opened: everything that was opened for this worker; closed last.
     """
 
     is_distributed = True
@@ -187,7 +187,7 @@ class ClusterWorld(World):
             self._session.lease.barrier()
 
     def has_joining_workers(self) -> bool:
-        """As the scheduler's last answer to a heartbeat says."""
+        """Returns what the scheduler's last answer to a heartbeat says."""
         return self._session.lease.joining > 0
 
     def admit(self) -> None:
@@ -196,13 +196,13 @@ class ClusterWorld(World):
         self._session.lease.admit()
 
     def close(self, *, together: bool = False) -> None:
-        """As :meth:`Lease.close`; connections to other workers, metrics and sockets are closed last."""
+        """As :meth:`Lease.close`; then closes connections to other workers, metrics and sockets."""
         self._session.lease.close(together=together)
         self._backend.close()
         self._opened.close()
 
     def _push_staged(self) -> None:
-        """Before a wait that is not for a tensor: others may wait for what a device here has not prepared."""
+        """Pushes tensors that a device still prepares; others may wait for these while this rank waits."""
         self._servers.flush(time.monotonic() + self._session.timeout_seconds)
 
     def _ranks_here(self) -> list[int]:
@@ -211,6 +211,6 @@ class ClusterWorld(World):
 
     def _too_early(self, what: str) -> UsageError:
         return UsageError(
-            f"{what}: worker {self.rank} has come to a running job, whose state it has not got yet; "
+            f"{what}: worker {self.rank} has joined a running job and has not got its state yet; "
             "construct zenps.TrainingState before"
         )

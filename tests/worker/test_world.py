@@ -27,7 +27,7 @@ from zenps.worker.core.request import Options, Purpose, Request
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Progress, Statistics
 from zenps.worker.core.steps import Steps
-from zenps.worker.core.transfer import Brought
+from zenps.worker.core.transfer import SuppliedTransfer
 from zenps.worker.encode.sharder import Sharder
 from zenps.worker.world import ClusterWorld, LocalWorld
 
@@ -48,7 +48,7 @@ class Everything(Backend):
     def begin(self, request: Request) -> Pending:
         self.begun.append(request.name)
         waiting = Waiting(Signal(), 0.0, Statistics(WorkerMetrics(CollectorRegistry())), Spans())
-        return Pending(request.name, request.options, Brought(), Progress(0), waiting)
+        return Pending(request.name, request.options, SuppliedTransfer(), Progress(0), waiting)
 
     def close(self) -> None: ...
 
@@ -101,7 +101,7 @@ def test_a_joining_worker_has_to_get_the_state_of_the_job_first() -> None:
     world = make_world(backend, structs.replace(VIEW, admitted=1))
     assert world.is_joining
     for call in (lambda: world.begin(Request(torch.ones(3), "weight")), world.barrier):
-        with pytest.raises(UsageError, match=r"worker 3 has come to a running job.*TrainingState"):
+        with pytest.raises(UsageError, match=r"worker 3 has joined a running job.*TrainingState"):
             call()
     assert backend.begun == []
     world.is_joining = False

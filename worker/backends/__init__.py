@@ -1,1 +1,1 @@
-"""Backends: how a request becomes a sum over all ranks."""
+"""Backends: each reduces requested tensors over all ranks in its own way."""

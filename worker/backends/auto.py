@@ -1,4 +1,4 @@
-"""Automatic backend: for each sparse tensor, servers or peers, as costs predict."""
+"""Automatic backend: sends each sparse tensor over servers or peers, whichever costs less by prediction."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("zenps.worker")
 
 
 class _Chosen(Struct):
-    """A sparse tensor: its choice, and its latest round until that is noted."""
+    """A sparse tensor's choice, and its latest round until that round is noted."""
 
     choice: Choice
     table: Table | None = None
@@ -32,11 +32,10 @@ class _Chosen(Struct):
 
 
 class AutoBackend(Backend):
-    """Dense tensors go over servers, where they are added in rank order; sparse ones as their :class:`Choice`
-    says.
+    """Dense tensors go over servers, which sum in rank order; sparse ones follow their :class:`Choice`.
 
     Args:
-        session: this worker's part in the cluster.
+        session: what this worker has of the cluster.
         candidates: the schemes to choose from.
         servers, peers: the backends that run them, in this order.
     """
@@ -54,7 +53,7 @@ class AutoBackend(Backend):
         self._peers = peers
         self._candidates = candidates
         self._chosen: dict[str, _Chosen] = {}
-        """By name, and so as many as the names that a job may use."""
+        """By name. The limit of a job's names bounds it."""
         self._choosing = threading.Lock()
         self._links = self._agree_on_links()
 
@@ -67,7 +66,7 @@ class AutoBackend(Backend):
         backend = self._servers if scheme is self._candidates[0] else self._peers
         pending = backend.begin(request)
         chosen.table, chosen.progress = Table(*table_shape(tensor), tensor.dtype.itemsize), pending.progress
-        # Not before: a name that was refused is none of those that a job may use.
+        # After the round has begun: a refused name does not count towards the limit of a job's names.
         self._chosen[name] = chosen
         self._session.metrics.chosen_rounds.labels(scheme=scheme.name).inc()
         return pending
@@ -76,10 +75,10 @@ class AutoBackend(Backend):
         self._peers.close()
 
     def _choose(self, name: str) -> _Chosen:
-        """What is chosen for the tensor ``name``, after its latest round.
+        """Notes the latest round of the tensor ``name`` and returns its choice.
 
         Raises:
-            UsageError: that has not ended.
+            UsageError: the latest round has not ended.
         """
         with self._choosing:
             chosen = self._chosen.get(name) or _Chosen(Choice(self._links, self._candidates))
@@ -88,7 +87,7 @@ class AutoBackend(Backend):
                 return chosen
             if not latest.ended:
                 raise in_flight(name)
-            # Noted once, even if what is pushed next is refused.
+            # Each round is noted once, even if the next push is refused.
             chosen.progress = None
         change = chosen.choice.note(table, latest.pushed_rows, latest.pulled_rows)
         if change is not None and self._session.rank == 0:
@@ -106,7 +105,7 @@ class AutoBackend(Backend):
         return chosen
 
     def _agree_on_links(self) -> Links:
-        """The cluster as rank 0 sees it: a server may be lost while others get here."""
+        """Returns the cluster as rank 0 sees it: ranks may see different servers if one is lost meanwhile."""
         view, sync, size = self._session.lease.view, self._session.config.sync, self._session.size
         servers = len(view.servers)
         is_beside = {server.host for server in view.servers} <= {worker.host for worker in view.workers}

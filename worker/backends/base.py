@@ -1,4 +1,4 @@
-"""Backend: how a request becomes a tensor reduced over all ranks."""
+"""Backend contract: a backend reduces requested tensors over all ranks. Also the session it is made of."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class Backend(ABC):
 
     @abstractmethod
     def begin(self, request: Request) -> Pending:
-        """Begins to reduce a tensor that :func:`~zenps.worker.core.request.check_request` has let pass.
+        """Begins to reduce a tensor that :func:`~zenps.worker.core.request.check_request` has accepted.
 
         Raises:
             TensorError: indices lie outside the tensor, or there is no memory for it.
-            UsageError: the name is in flight, or one too many.
+            UsageError: the name is in flight, or too many names were used.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Ends threads and connections of its own, after the lease has ended."""
+        """Ends the backend's own threads and connections, after the lease has ended."""
 
 
 class Session(NamedTuple):
-    """A worker's part in a cluster: what backends are made of."""
+    """What a worker has of the cluster it joined; backends are constructed from it."""
 
     config: Config
     lease: Lease
@@ -49,15 +49,15 @@ class Session(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """This worker's."""
+        """This worker's rank."""
         return self.lease.view.rank
 
     @property
     def size(self) -> int:
-        """How many workers there are."""
+        """The number of workers."""
         return len(self.lease.view.workers)
 
     @property
     def timeout_seconds(self) -> float:
-        """How long a caller waits for a result at most. Deadlines of rounds come before it."""
+        """How long a caller waits for a result at most. Deadlines of rounds expire earlier."""
         return self.config.cluster.patience_seconds + 2 * PATIENCE_SECONDS

@@ -1,7 +1,7 @@
 """Choice of a scheme for one tensor, by predicted cost. Pure.
 
-The choice follows from what all ranks know alike once a round has ended: how many rows all of them together
-have pushed, and how many different ones these are. So ranks make the same choice without telling one another.
+The choice follows from two numbers that all ranks know when a round has ended: the rows that all ranks
+together have pushed, and how many distinct rows these are. So ranks make the same choice without messages.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from zenps.schemes.base import Scheme
 from zenps.schemes.traffic import Links
 
 MARGIN: Final = 1.1
-"""By how much another scheme has to win: the formulas know no CPU time, and are not much better than that."""
+"""How much faster another scheme has to be: the formulas ignore CPU time and are not much more exact."""
 
 ROUNDS: Final = 4
-"""How many rounds one after the other it has to win: a batch of another kind is no reason to change."""
+"""How many consecutive rounds it has to be faster: one unusual batch is no reason to change."""
 
 WEIGHT: Final = 0.25
-"""Of the newest round in the means, which so are about as steady as those of the last seven."""
+"""Weight of the newest round in the moving means; they are about as steady as means of the last seven."""
 
 NEGOTIATION_MESSAGES: Final = 3
-"""Those that a round among workers waits for beside its own: to a server, back, and from rank 0."""
+"""Messages of the negotiation before a round among workers: to a server, back, and from rank 0."""
 
 
 class Table(NamedTuple):
-    """The shape of a sparse tensor: its rows, their elements, and the bytes of one of these."""
+    """The shape of a sparse tensor: rows, elements of a row, bytes of an element."""
 
     rows: int
     columns: int
@@ -35,7 +35,7 @@ class Table(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A tensor takes another scheme from its next round on, with the seconds predicted for both."""
+    """A tensor changes its scheme from its next round on; with the seconds predicted for both schemes."""
 
     before: Scheme
     after: Scheme
@@ -44,16 +44,16 @@ class Change(NamedTuple):
 
 
 class Choice:
-    """Of one tensor. Ranks that note the same rounds make the same choices.
+    """The choice for one tensor. Ranks that note the same rounds make the same choices.
 
     Args:
         links: the cluster's; the same on all ranks.
-        candidates: the schemes to choose from, the one to begin with first.
+        candidates: the schemes to choose from; the first round takes the first one.
 
     Attributes:
         scheme: of the next round.
-        pushed: the rows of a rank in the mean of the latest rounds.
-        union: those of all ranks.
+        pushed: moving mean of the rows that one rank pushes.
+        union: moving mean of the distinct rows that all ranks together push.
     """
 
     def __init__(self, links: Links, candidates: Sequence[Scheme]) -> None:
@@ -61,17 +61,17 @@ class Choice:
         self._candidates = candidates
         self._table: Table | None = None
         self._rounds = 0
-        """For so many one after the other, another scheme would have been faster."""
+        """Consecutive rounds in which another scheme would have been faster."""
         self.scheme = candidates[0]
         self.pushed = self.union = 0.0
 
     def note(self, table: Table, pushed: int, union: int) -> Change | None:
-        """A round has ended.
+        """Notes a round that has ended.
 
         Args:
-            table: what was summed.
-            pushed: the rows that all ranks together have pushed.
-            union: how many different ones. 0 says nothing: no rank had any, or the round has failed.
+            table: the shape of the tensor.
+            pushed: rows that all ranks together have pushed.
+            union: distinct rows among these. 0 is ignored: no rank had any rows, or the round has failed.
         """
         if not union:
             return None
@@ -98,7 +98,7 @@ class Choice:
             columns=table.columns,
             item_bytes=table.item_bytes,
             density=min(self.pushed / table.rows, 1.0),
-            # None of the candidates sends the union of some ranks.
+            # No candidate sends a partial union (that of some ranks only).
             unions=(min(self.union / table.rows, 1.0),) * (links.workers - 1).bit_length(),
             imbalance=traffic.expected_imbalance(links.parts, self.pushed),
         )

@@ -1,4 +1,4 @@
-"""Engines of schemes: which backend runs each."""
+"""Backend selection by the scheme's engine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .servers import ServerBackend
 
 
 def make_backend(session: Session, scheme: Scheme, servers: ServerBackend) -> Backend:
-    """The backend that runs ``scheme``. All ranks make it at the same point.
+    """Constructs the backend that runs ``scheme``. All ranks do so at the same point.
 
     Raises:
-        PeerLostError: workers do not reach one another, or one was lost meanwhile.
+        PeerLostError: workers cannot reach one another, or a worker was lost meanwhile.
     """
     match scheme.engine:
         case "peers":
@@ -24,7 +24,7 @@ def make_backend(session: Session, scheme: Scheme, servers: ServerBackend) -> Ba
             peers = PeerBackend(session, scheme.candidates[1], servers)
             try:
                 return AutoBackend(session, scheme.candidates, servers, peers)
-            except BaseException:  # Ctrl-C while others are waited for, too
+            except BaseException:  # also Ctrl-C during the wait for others
                 peers.close()
                 raise
         case "servers" | "blocks":
@@ -33,5 +33,5 @@ def make_backend(session: Session, scheme: Scheme, servers: ServerBackend) -> Ba
 
 
 def served_scheme(scheme: Scheme) -> Scheme:
-    """The scheme of tensors that go over servers: of several candidates the first."""
+    """Returns the scheme of tensors that go over servers: the first one if there are several candidates."""
     return scheme.candidates[0] if scheme.candidates else scheme

@@ -1,4 +1,4 @@
-"""Local backend: a world of one worker, without a cluster."""
+"""Local backend: reduces over one worker, without a cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..core.pending import Pending, Signal, Waiting
 from ..core.request import Request
 from ..core.spans import Spans
 from ..core.statistics import Progress, Statistics
-from ..core.transfer import Brought
+from ..core.transfer import SuppliedTransfer
 from ..encode.sparse import coalesced
 from .base import Backend
 
@@ -21,7 +21,7 @@ class LocalBackend(Backend):
     """Nothing is sent; results are as in a cluster of one.
 
     Args:
-        statistics: stays as it is, for nothing is synchronised.
+        statistics: stays empty, because nothing is synchronised.
     """
 
     partition = "none"
@@ -31,13 +31,13 @@ class LocalBackend(Backend):
         self._waiting = Waiting(Signal(), 0.0, statistics, Spans())
 
     def begin(self, request: Request) -> Pending:
-        """A copy of a dense tensor; a sparse one coalesced, on the CPU in order of occurrence."""
+        """Copies a dense tensor; coalesces a sparse one, on the CPU in order of occurrence."""
         progress = Progress(0, ended=True)
-        transfer = Brought(self._reduced(request.tensor))
+        transfer = SuppliedTransfer(self._reduced(request.tensor))
         return Pending(request.name, request.options, transfer, progress, self._waiting, counted="nothing")
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Does nothing: this backend has no threads or connections."""
 
     def _reduced(self, tensor: Tensor) -> Tensor:
         return coalesced(tensor, self._kernels) if tensor.is_sparse else tensor.detach().clone()

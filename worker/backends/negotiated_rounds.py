@@ -1,7 +1,7 @@
-"""Rounds before which all ranks negotiate over a server: those among workers, and those of a host.
+"""Negotiated rounds: all ranks negotiate over a server before they reduce a tensor among themselves.
 
-This keeps which rounds are in flight, what came of each negotiation, and how each round ends. What ranks do
-once they agree is up to subclasses: they exchange among themselves (:mod:`.peers`), or reduce on their host
+This module tracks the rounds in flight, processes the result of each negotiation, and ends rounds. Subclasses
+do what follows once all ranks agree: an exchange among workers (:mod:`.peers`), or a reduction on the host
 (:mod:`.hierarchical`).
 """
 
@@ -21,10 +21,10 @@ from zenps.errors import MismatchError, UsageError, ZenPSError
 from ..core.pending import Pending, Signal, in_flight
 from ..core.request import Request
 from .base import Session
-from .negotiation import Entry, disagreement, entries, entry_of, table_of
+from .negotiation import Entry, disagreement, entry_of, parse_entries, table_of
 from .servers import ServerBackend
 
-# How long close() waits for each thread to see that it is over.
+# How long close() waits for each thread to end.
 CLOSE_SECONDS = 1.0
 
 
@@ -32,22 +32,22 @@ class NegotiatedRound(Struct, eq=False):
     """A tensor in flight, about which the ranks negotiate first."""
 
     pending: Pending
-    """What the caller waits for."""
+    """The result that the caller waits for."""
     number: int = -1
-    """Among this rank's rounds, from the moment that it is in flight."""
+    """This rank's number of the round; set when the round is in flight."""
     negotiation: Pending | None = None
-    """Ends when all ranks have said what they have; None before it has begun."""
-    is_heard: bool = False
-    """Whether the negotiation's result was looked at."""
+    """Ends when all ranks have pushed their entries; None before it has begun."""
+    is_processed: bool = False
+    """True once the negotiation's result was processed."""
 
     @property
     def name(self) -> str:
-        """Of the tensor."""
+        """The tensor's name."""
         return self.pending.name
 
     @property
     def is_negotiated(self) -> bool:
-        """Whether the negotiation is over, one way or the other."""
+        """True once the negotiation has ended, with a result or an error."""
         return self.negotiation is not None and self.negotiation.has_ended
 
 
@@ -58,7 +58,7 @@ class NegotiatedRounds(ABC, Generic[R]):
     """The rounds of one rank. Every method may be called from any thread.
 
     Args:
-        session: this worker's part in the cluster.
+        session: what this worker has of the cluster.
         servers: over which ranks negotiate.
     """
 
@@ -67,28 +67,28 @@ class NegotiatedRounds(ABC, Generic[R]):
         self._servers = servers
         self._rank, self._size = session.rank, session.size
         self._signal = Signal()
-        """Tells callers that their results are there."""
+        """Wakes callers when their results are there."""
         self._threads: Sequence[threading.Thread] = ()
         self._news = threading.Condition()
-        """Guards the fields below, and tells threads that there is something to do. Whoever polls the
-        channel may take it; so nobody who has it calls the channel."""
+        """Guards the fields below and wakes threads that wait for work. The thread that polls the channel
+        may acquire it, so no thread may call the channel while it holds it."""
         self._in_flight: dict[str, R] = {}
         self._next_number = 0
         self._failure: ZenPSError | None = None
 
     def start(self) -> None:
-        """Begins to serve rounds, until the lease ends."""
+        """Starts the threads; they serve rounds until the lease ends."""
         for thread in self._threads:
             thread.start()
         self._session.lease.ended.add_done_callback(self._on_lease_ended)
 
     @property
     def is_over(self) -> bool:
-        """Whether no round can succeed any more."""
+        """True once no round can succeed any more."""
         return self._failure is not None
 
     def fail(self, error: ZenPSError) -> None:
-        """Ends all rounds, and all that begin later, with ``error``."""
+        """Fails all rounds, also those that begin later, with ``error``."""
         with self._news:
             if self._failure is not None:
                 return
@@ -101,18 +101,18 @@ class NegotiatedRounds(ABC, Generic[R]):
         self._session.channel.wake()
 
     def close(self) -> None:
-        """Ends the threads; what is in flight fails."""
+        """Ends the threads; rounds in flight fail."""
         self.fail(UsageError("this worker has left the cluster; call zenps.init() to join again"))
         for thread in self._threads:
             thread.join(CLOSE_SECONDS)
 
     @abstractmethod
     def _shut_down(self) -> None:
-        """Ends whatever waits for other ranks."""
+        """Ends every wait for another rank."""
 
     @abstractmethod
-    def _on_negotiated(self, round_: R, said: Sequence[Entry]) -> None:
-        """All ranks agree: what they said, by rank."""
+    def _on_negotiated(self, round_: R, entries: Sequence[Entry]) -> None:
+        """Called when all ranks agree on the tensor; ``entries`` are theirs, by rank."""
 
     def _on_lease_ended(self, ended: Future[None]) -> None:
         error = ended.exception()
@@ -124,10 +124,10 @@ class NegotiatedRounds(ABC, Generic[R]):
 
         Args:
             rows: of a sparse tensor, once duplicates are summed.
-            round_: may be seen by other threads at once.
+            round_: other threads may use it at once.
 
         Raises:
-            UsageError: the name is in flight, or one too many.
+            UsageError: the name is in flight, or too many names were used.
         """
         tensor, name, options = request
         with self._news:
@@ -141,10 +141,10 @@ class NegotiatedRounds(ABC, Generic[R]):
             self._end(round_, failure)
             return round_.pending
         try:
-            self._give(round_)
+            self._publish(round_)
             entry = entry_of(tensor, round_.number, rows, options.average)
             round_.negotiation = self._servers.negotiate(table_of(entry, self._rank, self._size), name)
-        except BaseException:  # Ctrl-C too: a name in flight for ever could not be pushed again
+        except BaseException:  # Ctrl-C too: a name that stays in flight could not be pushed again
             with self._news:
                 self._in_flight.pop(name, None)
             raise
@@ -153,30 +153,30 @@ class NegotiatedRounds(ABC, Generic[R]):
         self._session.channel.wake()
         return round_.pending
 
-    def _give(self, round_: R) -> None:
-        """Shows others what this rank brings before the negotiation, where that has to be."""
+    def _publish(self, round_: R) -> None:
+        """Publishes this rank's contribution before the negotiation, if other ranks of the host need it."""
 
-    def _end(self, round_: R, outcome: Tensor | ZenPSError) -> None:
+    def _end(self, round_: R, result: Tensor | ZenPSError) -> None:
         with self._news:
             self._in_flight.pop(round_.name, None)
-        if isinstance(outcome, ZenPSError):
+        if isinstance(result, ZenPSError):
             self._session.metrics.rounds.fail()
-            round_.pending.fail(outcome)
+            round_.pending.fail(result)
         else:
-            round_.pending.complete(outcome)
+            round_.pending.complete(result)
         self._signal.notify()
 
-    def _hear(self, round_: R) -> None:
-        """Sees what has come of a negotiation that is over."""
-        round_.is_heard = True
+    def _process_negotiation(self, round_: R) -> None:
+        """Processes the result of a negotiation that has ended."""
+        round_.is_processed = True
         assert round_.negotiation is not None
         try:
-            said = entries(round_.negotiation.wait())
+            entries = parse_entries(round_.negotiation.wait())
         except ZenPSError as error:
             self._end(round_, error)
             return
-        if reason := disagreement(said):
+        if reason := disagreement(entries):
             where = f"tensor {round_.name!r}, step {round_.negotiation.progress.step}"
             self._end(round_, MismatchError(f"{where}: {reason}"))
         else:
-            self._on_negotiated(round_, said)
+            self._on_negotiated(round_, entries)

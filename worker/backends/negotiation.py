@@ -1,7 +1,8 @@
-"""What workers tell one another of a tensor before they exchange it. Pure.
+"""Negotiation messages: what each rank says about a tensor before ranks exchange it. Pure.
 
-They meet at a server: each pushes one row of a small dense tensor, and gets all rows once everybody has come.
-So it is known, as of any round, who is late, is lost or has another tensor, before a rank waits for another.
+Ranks negotiate over a server: each pushes its own row of a small dense tensor, and gets the rows of all ranks
+once everybody has pushed. So ranks that are late, lost or push another tensor are known, as in any round,
+before one rank waits for another.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ _HEAD = struct.Struct("<qq")
 
 
 class Entry(NamedTuple):
-    """What one rank says.
+    """One rank's statement about its tensor.
 
     Attributes:
-        number: by which it calls this round; that of rank 0 goes for all.
+        number: the rank's number of this round. Ranks number rounds differently; all use that of rank 0.
         rows: of a sparse tensor, once duplicates are summed.
-        what: the tensor, in words; the same on all ranks.
+        what: description of the tensor, which must be the same on all ranks.
     """
 
     number: int
@@ -35,7 +36,7 @@ class Entry(NamedTuple):
 
 
 def entry_of(tensor: Tensor, number: int, rows: int, average: bool) -> Entry:
-    """What this rank says of its tensor."""
+    """Returns this rank's entry."""
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     how = "averaged" if average else "summed"
     if tensor.is_sparse:
@@ -44,10 +45,10 @@ def entry_of(tensor: Tensor, number: int, rows: int, average: bool) -> Entry:
 
 
 def table_of(entry: Entry, rank: int, size: int) -> Tensor:
-    """What this rank pushes: uint8 ``[size, ENTRY_BYTES]``, zero but for its own row."""
+    """Returns what this rank pushes: uint8 ``[size, ENTRY_BYTES]``, zero except for its own row."""
     what = entry.what.encode()
     most = ENTRY_BYTES - _HEAD.size
-    if len(what) > most:  # of dozens of dimensions: the end is told apart, if not told
+    if len(what) > most:  # a shape of dozens of dimensions: its end is compared by a hash
         what = what[: most - 17] + b"~" + xxhash.xxh3_64_hexdigest(what).encode()
     table = torch.zeros((size, ENTRY_BYTES), dtype=torch.uint8, device="cpu")
     row = _HEAD.pack(entry.number, entry.rows) + what
@@ -55,20 +56,20 @@ def table_of(entry: Entry, rank: int, size: int) -> Tensor:
     return table
 
 
-def entries(table: Tensor) -> list[Entry]:
-    """What each rank said, by rank."""
-    said = []
+def parse_entries(table: Tensor) -> list[Entry]:
+    """Returns the entries of all ranks, by rank."""
+    entries = []
     for row in table:
         data = row.numpy().tobytes()
         number, rows = _HEAD.unpack_from(data)
-        said.append(Entry(number, rows, data[_HEAD.size :].rstrip(b"\0").decode(errors="replace")))
-    return said
+        entries.append(Entry(number, rows, data[_HEAD.size :].rstrip(b"\0").decode(errors="replace")))
+    return entries
 
 
-def disagreement(said: Sequence[Entry]) -> str:
-    """In what the ranks' tensors differ, where they may not; empty if they agree."""
+def disagreement(entries: Sequence[Entry]) -> str:
+    """Describes how the ranks' tensors differ; empty if all ranks push the same kind of tensor."""
     alike: dict[str, list[int]] = {}
-    for rank, entry in enumerate(said):
+    for rank, entry in enumerate(entries):
         alike.setdefault(entry.what, []).append(rank)
     if len(alike) == 1:
         return ""

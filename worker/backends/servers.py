@@ -1,4 +1,4 @@
-"""Parameter-server backend: tensors are pushed to servers, which sum them, and pulled."""
+"""Parameter-server backend: pushes tensors to servers, which sum them, and pulls the sums."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ CONTROL = Options(purpose="control")
 
 
 class ServerBackend(Backend):
-    """Encodes and pushes on the calling thread; libzmq's own moves the bytes.
+    """Encodes and pushes on the calling thread; libzmq's thread moves the bytes.
 
-    What lies on a GPU is pushed later, when the GPU has got so far and this worker is called again.
+    A tensor on a GPU is pushed by a later call into this worker, when the GPU has prepared it.
 
     Args:
-        session: this worker's part in the cluster.
+        session: what this worker has of the cluster.
         scheme: of tensors that go over servers.
-        sharder: distributes them.
-        steps: of each tensor.
+        sharder: distributes tensors over servers.
+        steps: step counters of all tensors.
     """
 
     def __init__(self, session: Session, scheme: Scheme, sharder: Sharder, steps: Steps) -> None:
@@ -44,10 +44,10 @@ class ServerBackend(Backend):
         return self.push(request, "round")
 
     def close(self) -> None:
-        """The session's channel is closed by its lease."""
+        """Does nothing: the lease closes the session's channel."""
 
     def push(self, request: Request, counted: Counted) -> Pending:
-        """As :meth:`begin`.
+        """Begins to reduce a tensor, as :meth:`begin` does.
 
         Args:
             counted: what of the round goes into statistics.
@@ -62,7 +62,7 @@ class ServerBackend(Backend):
                 transfer = self._planner.begin(request, progress.expected_rows)
                 if span:
                     span.note(rows=transfer.rows_given)
-        except BaseException:  # Ctrl-C too: a name in flight for ever could not be pushed again
+        except BaseException:  # Ctrl-C too: a name that stays in flight could not be pushed again
             self._steps.take_back(name)
             raise
         pending = Pending(name, options, transfer, progress, self._waiting, transforms, counted)
@@ -70,7 +70,7 @@ class ServerBackend(Backend):
         return pending
 
     def negotiate(self, table: Tensor, name: str) -> Pending:
-        """Sums a small dense tensor by which ranks tell one another something. It is not counted."""
+        """Sums a small dense tensor of control data over all ranks. Statistics do not count it."""
         return self.push(Request(table, name, CONTROL), "nothing")
 
     def wait(self, ready: Callable[[], bool], until: float) -> None:

@@ -1,1 +1,1 @@
-"""Requests, pending results and statistics: what every part of the worker speaks in."""
+"""Core types of the worker: requests, pending results, transfers and statistics."""

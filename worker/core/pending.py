@@ -1,4 +1,4 @@
-"""Pending result of an asynchronous push_pull."""
+"""Pending result (future) of an asynchronous push_pull."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from zenps.observe.clock import now_ns
 from .request import Options
 from .spans import Spans
 from .statistics import Counted, Progress, Report, Statistics
-from .transfer import Answer, Brought, EncodedTensor, Transfer, Transform
+from .transfer import Answer, EncodedTensor, SuppliedTransfer, Transfer, Transform
 
 
 class Waiter(ABC):
-    """How a thread waits for what others bring."""
+    """A way in which a thread waits for results that other threads or nodes produce."""
 
     @abstractmethod
     def wait(self, ready: Callable[[], bool], until: float) -> None:
@@ -29,11 +29,11 @@ class Waiter(ABC):
 
     @abstractmethod
     def look(self, ready: Callable[[], bool]) -> None:
-        """Sees to what has come, so that ``ready()`` is up to date; does not wait for more."""
+        """Processes what has arrived, so that ``ready()`` is up to date; does not wait for more."""
 
 
 class Signal(Waiter):
-    """Results that a thread of ours brings; it calls :meth:`notify` after each."""
+    """Waits for results that another thread of this worker produces; it calls :meth:`notify` after each."""
 
     def __init__(self) -> None:
         self._news = threading.Condition()
@@ -43,10 +43,10 @@ class Signal(Waiter):
             self._news.wait_for(ready, min(until - time.monotonic(), threading.TIMEOUT_MAX))
 
     def look(self, ready: Callable[[], bool]) -> None:
-        """There is nothing to see to."""
+        """Does nothing: the other thread needs no help."""
 
     def notify(self) -> None:
-        """Something has come."""
+        """Wakes all waiting threads."""
         with self._news:
             self._news.notify_all()
 
@@ -55,7 +55,7 @@ class Waiting(NamedTuple):
     """How the results of a backend are waited for, and where they are counted.
 
     Attributes:
-        timeout_seconds: a last resort; deadlines of rounds come before it.
+        timeout_seconds: a last resort; deadlines of rounds expire earlier.
     """
 
     waiter: Waiter
@@ -65,23 +65,23 @@ class Waiting(NamedTuple):
 
 
 class Pending:
-    """A result to come; what the asynchronous calls return. :meth:`wait` may be called from any thread.
+    """The result to come of an asynchronous call. :meth:`wait` may be called from any thread.
 
     Args:
         name: of the tensor.
-        options: how it is synchronised.
+        options: how the tensor is synchronised.
         transfer: turns answers into the result.
         progress: of this round.
-        waiting: for answers.
-        transforms: which the transfer's tensor has gone through.
-        counted: what of the round is counted.
+        waiting: how to wait for answers.
+        transforms: those that were applied to the transfer's tensor.
+        counted: what of the round goes into statistics.
 
     Attributes:
         name: of the tensor.
-        options: how it is synchronised.
-        progress: what becomes of the round.
-        report: what was moved, once the result is there.
-        is_staged: whether a device has to finish its work before :meth:`begin`.
+        options: how the tensor is synchronised.
+        progress: of this round.
+        report: what was moved; set once the result is there.
+        is_staged: True if a device has to finish its work before :meth:`begin`.
     """
 
     def __init__(
@@ -104,59 +104,62 @@ class Pending:
         self._transforms = transforms
         self._counted = counted
         self._rounds = 0
-        """Those in flight."""
+        """The number of rounds in flight."""
         self._answers: deque[Answer | EncodedTensor | ZenPSError] = deque()
         self._absorbed = 0
         self._worked_seconds = 0.0
         self._pushed_ns: dict[int, int] = {}
         """When the latest round of each stream was pushed, for a timeline."""
         self._finishing = threading.Lock()
-        self._outcome: Tensor | Exception | None = None
+        self._result: Tensor | Exception | None = None
 
     def __repr__(self) -> str:
         return f"Pending({self.name!r}, done={self.progress.ended})"
 
     @property
     def has_ended(self) -> bool:
-        """What :meth:`done` returns, without a look at what has arrived."""
+        """True if the round has ended, as far as arrived messages were processed; see :meth:`done`."""
         return self.progress.ended
 
     def done(self) -> bool:
-        """Returns whether :meth:`wait` would not wait for the network any more."""
+        """Processes what has arrived; returns whether :meth:`wait` need not wait for the network any more."""
         if not self.progress.ended:
-            self._waiting.waiter.look(self._has_ended)
+            self._waiting.waiter.look(lambda: self.progress.ended)
         return self.progress.ended
 
     def wait(self) -> Tensor:
-        """The result; raises what went wrong. May be called again."""
+        """Waits for the result and returns it, or raises the error of the round. May be called repeatedly."""
         with self._finishing:
-            if self._outcome is None:
+            if self._result is None:
                 assert self._transfer is not None
-                self._outcome = self._finish(self._transfer)
-                if isinstance(self._outcome, Tensor):  # else answers may still come
+                self._result = self._finish(self._transfer)
+                if isinstance(self._result, Tensor):  # else answers may still come
                     self._transfer = None
-        if isinstance(self._outcome, Exception):
-            raise self._outcome
-        return self._outcome
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
 
-    # ── for those who bring answers ─────────────────────────────────────────────────────────────
+    # ── for the thread that polls or reduces ────────────────────────────────────────────────────
 
     @property
     def transfer(self) -> Transfer:
-        """There until the result is."""
+        """The transfer; only until the result is there."""
         assert self._transfer is not None
         return self._transfer
 
     def begin(self) -> Sequence[EncodedTensor]:
-        """What is pushed first; the transfer is prepared."""
+        """Returns the first pushes, once the transfer is prepared."""
         self.progress.compacted_seconds = time.perf_counter() - self.progress.began
         return self._pushed(self.transfer.begin())
 
     def deliver(self, answer: Answer, last: bool) -> Sequence[EncodedTensor]:
-        """One push was answered, the ``last`` of its round, perhaps. Returns what is pushed upon it.
+        """Takes the answer to one push; returns the pushes that follow from it.
+
+        Args:
+            last: True if the answer completes its round.
 
         Raises:
-            ProtocolError: the answer is none to what was pushed.
+            ProtocolError: the answer does not match the push.
         """
         progress = self.progress
         following: Sequence[EncodedTensor] = ()
@@ -164,7 +167,7 @@ class Pending:
         progress.pushed_rows += answer.result.pushed
         progress.pulled_rows += answer.result.rows
         progress.pulled_bytes += answer.pulled_bytes
-        if self.transfer.absorbs_on == "driver":
+        if self.transfer.absorbs_on == "poller":
             begin = time.perf_counter()
             following = self._pushed(self.transfer.on_answer(answer))
             self._absorbed += 1
@@ -176,29 +179,29 @@ class Pending:
         return following
 
     def restart(self, encoded: EncodedTensor) -> None:
-        """The ring has changed, and a round begins again as ``encoded``. Not once all have ended."""
+        """Restarts a round, which is in flight, as ``encoded``, because the ring has changed."""
         self._note_push(encoded)
-        if self.transfer.absorbs_on == "driver":
+        if self.transfer.absorbs_on == "poller":
             self.transfer.restart(encoded)
             return
         self.progress.pushed_rows = self.progress.pulled_rows = self.progress.pulled_bytes = 0
-        # The transfer belongs to the thread that waits, which may be absorbing an old answer just now: that
-        # thread restarts it, before it takes the next. The queue is replaced, for if it were emptied even for
-        # a moment, a thread that has been told of an answer would find none, and take that for the deadline.
+        # Only the waiting thread may use the transfer, and it may be absorbing an old answer now: it restarts
+        # the transfer before it takes the next answer. The queue is replaced, not emptied: a thread that was
+        # woken for an answer and finds none would raise a DeadlineError.
         self._answers = deque([encoded])
 
     def complete(self, result: Tensor) -> None:
-        """Somebody has brought the result. Only of a transfer that is :class:`Brought`."""
+        """Supplies the result. Only for a :class:`SuppliedTransfer`."""
         transfer = self._transfer
         if not self.progress.ended and transfer is not None:
-            assert isinstance(transfer, Brought)
+            assert isinstance(transfer, SuppliedTransfer)
             transfer.result = result
             self.progress.ended = True
 
     def fail(self, error: ZenPSError) -> None:
-        """The tensor will not be answered. Once it was, this changes nothing."""
+        """Ends the round with ``error``, unless it has ended already."""
         if not self.progress.ended:
-            # Ranks may have got different parts of it, and must cut the next round alike.
+            # Ranks may have got different answers, but must shard the next round alike.
             self.progress.pushed_rows = self.progress.pulled_rows = 0
             self._answers.append(error)
             self.progress.ended = True
@@ -206,9 +209,10 @@ class Pending:
     # ── on the thread that waits ────────────────────────────────────────────────────────────────
 
     def _finish(self, transfer: Transfer) -> Tensor | Exception:
-        """Absorbs each answer while the next ones travel.
+        """Absorbs each answer while the next ones are on their way.
 
-        An answer that could not be absorbed, for want of memory perhaps, is not there for a second wait.
+        Returns errors instead of raising them: an answer that could not be absorbed, perhaps for lack of
+        memory, is lost, so a second wait() has to raise the same error.
         """
         waited = 0.0
         waiter, timeout_seconds, statistics, spans = self._waiting
@@ -264,9 +268,6 @@ class Pending:
     def _has_news(self) -> bool:
         return bool(self._answers) or self.progress.ended
 
-    def _has_ended(self) -> bool:
-        return self.progress.ended
-
     # ── for a timeline ──────────────────────────────────────────────────────────────────────────
 
     def _pushed(self, rounds: Sequence[EncodedTensor]) -> Sequence[EncodedTensor]:
@@ -282,17 +283,17 @@ class Pending:
     def _trace_pull(self, answer: Answer) -> None:
         trace = self._waiting.spans.trace
         if trace.is_on:
-            stream = answer.result.chunk if self.transfer.absorbs_on == "driver" else 0
+            stream = answer.result.chunk if self.transfer.absorbs_on == "poller" else 0
             trace.since(self._pushed_ns.get(stream, 0), "pull", **_about(self.name, answer))
 
 
 def in_flight(name: str) -> UsageError:
-    """The error of a push under a name whose last round has not ended."""
+    """Returns the error of a push under a name whose last round has not ended."""
     return UsageError(f"tensor {name!r} is in flight; wait for its result before pushing it again")
 
 
 def _about(tensor: str, answer: Answer) -> dict[str, object]:
-    """What a timeline says about an answer."""
+    """Returns the details of an answer for a timeline."""
     result = answer.result
     return {
         "tensor": tensor,

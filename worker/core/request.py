@@ -21,26 +21,26 @@ _SUPPORTED = tuple(dtype for dtype in ACCUMULATE if dtype != torch.uint8)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 Purpose = Literal["gradient", "value", "broadcast", "control"]
-"""What a tensor is to the training. A *gradient* may be quantized; a *value* arrives exactly; a *broadcast*
-is pushed by one rank and pulled by all; *control* is what ranks tell one another."""
+"""What a tensor is used for. A *gradient* may be quantized; a *value* arrives exactly; a *broadcast* is
+pushed by one rank and pulled by all; *control* tensors are messages of ZenPS between ranks."""
 
 
 class Options(Struct, frozen=True):
-    """How a tensor is synchronised. Rounds keep these, and never the tensor."""
+    """How a tensor is synchronised. Rounds keep the options, but not the tensor."""
 
     average: bool = False
     """Divide the sum by the number of ranks."""
     contributes: bool = True
-    """Whether this rank's values count. If not, it pulls the sum of the others."""
+    """True if this rank's values are part of the sum. If False, it pulls the sum of the others."""
     stands_for: tuple[int, ...] = ()
-    """The other ranks of this host whose values are in this rank's (hierarchical reduction)."""
+    """Hierarchical reduction: the other ranks of this host whose contributions this rank's values contain."""
     priority: int = 0
-    """The highest is sent first, where the scheme has priorities; other schemes send in order."""
+    """Pushes of the highest priority are sent first if the scheme has priorities, else in order."""
     purpose: Purpose = "value"
 
     @property
     def is_reduction(self) -> bool:
-        """True for tensors of the training itself: any backend may reduce them its own way.
+        """True for tensors of the training itself: every backend may reduce them in its own way.
 
         Broadcasts and control always go over servers.
         """
@@ -61,10 +61,10 @@ class Request(NamedTuple):
 
 
 def check_request(request: Request) -> None:
-    """Refuses what cannot be synchronised, before anything is sent.
+    """Checks a request before anything is sent.
 
     Raises:
-        UsageError: the name is no string of 1 to 1024 characters that UTF-8 can write, or the priority is no
+        UsageError: the name is no string of 1 to 1024 characters that UTF-8 can encode, or the priority is no
             integer.
         TensorError: the tensor has an unsupported device, layout or dtype, or is an average of integers.
     """
@@ -75,7 +75,7 @@ def check_request(request: Request) -> None:
     _check_priority(name, options.priority)
 
 
-# Callers need not be typed.
+# These parameters are annotated as object because callers need not be type-checked.
 
 
 def _check_name(name: object) -> None:
@@ -105,6 +105,6 @@ def _check_tensor(tensor: object, average: bool) -> None:
 
 
 def table_shape(tensor: Tensor) -> tuple[int, int]:
-    """A sparse tensor's shape as a table, (rows, columns): sparse dimensions flattened, then dense ones."""
+    """Returns a sparse tensor's shape as a table: (product of sparse dimensions, product of dense ones)."""
     sparse_dim = tensor.sparse_dim()
     return math.prod(tensor.shape[:sparse_dim]), math.prod(tensor.shape[sparse_dim:])

@@ -1,4 +1,4 @@
-"""Spans of a worker's work, for its timeline and for torch's profiler."""
+"""Tracing spans of a worker's work, for its timeline and for torch's profiler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zenps.observe.trace import NOTHING, OFF, Block, Span, Trace
 class Spans:
     """Marks work for ``sync.trace``, for ``torch.profiler``, for both or for neither.
 
-    Under ``torch.autograd.profiler.emit_nvtx`` these are NVTX ranges, as all of torch's.
+    Under ``torch.autograd.profiler.emit_nvtx`` spans are NVTX ranges, like all of torch's.
 
     Args:
         trace: this worker's.
@@ -24,7 +24,7 @@ class Spans:
 
     def __call__(self, kind: str, tensor: str = "", step: int = -1) -> Block:
         """Marks what this thread does to ``tensor`` in a ``with`` block, in its round ``step``."""
-        # torch's own marks cost microseconds even if nobody profiles. Its optimizers ask this way, too.
+        # record_function takes microseconds even if nobody profiles. torch's optimizers check this flag, too.
         is_profiled = profiler._is_profiler_enabled
         if not (is_profiled or self.trace.is_on):
             return NOTHING
@@ -33,7 +33,7 @@ class Spans:
 
 
 class _Profiled:
-    """A span that torch's profiler shows, too."""
+    """A span that torch's profiler shows as well."""
 
     def __init__(self, name: str, span: Block) -> None:
         self._range, self._span = torch.profiler.record_function(name), span

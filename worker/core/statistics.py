@@ -1,4 +1,4 @@
-"""Statistics of a worker: what it has synchronised so far, also as Prometheus metrics."""
+"""Statistics of a worker: bytes, seconds and rows of its finished rounds, also as Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Stats(msgspec.Struct, kw_only=True):
     """The strategy in use; ``none`` without a cluster, and where workers exchange among themselves."""
     rounds: int = 0
     peer_rounds: int = 0
-    """Those of ``rounds`` that workers have exchanged among themselves."""
+    """Rounds, among ``rounds``, that workers have exchanged among themselves."""
     pushed_bytes: int = 0
     """Positions and values pushed to servers, or sent to other workers."""
     pulled_bytes: int = 0
     """Positions and values pulled, or received from other workers."""
     dense_bytes: int = 0
-    """What pushing and pulling the same tensors whole would have moved."""
+    """Bytes that pushing and pulling the same tensors whole would have moved."""
     wait_seconds: float = 0.0
     """Spent waiting for results, on the threads that asked for them."""
     work_seconds: float = 0.0
@@ -39,32 +39,32 @@ class Stats(msgspec.Struct, kw_only=True):
 
     @property
     def imbalance(self) -> float:
-        """Busiest server over mean, weighted by rows; 1 is perfect, the number of servers the worst."""
+        """Rows of the busiest server over the mean; 1 is perfect, the number of servers the worst."""
         return self.busiest_rows / self.mean_rows if self.mean_rows else 1.0
 
 
 class Progress(Struct):
-    """What is known of a tensor's latest round. It outlives the pending result, and holds no tensor."""
+    """State of a tensor's latest round. It outlives the pending result and holds no tensor."""
 
     step: int
     began: float = field(default_factory=time.perf_counter)
     compacted_seconds: float = 0.0
-    """From there until the tensor was ready to be pushed."""
+    """From ``began`` until the tensor was ready to be pushed."""
     ended: bool = False
     names: int = 1
-    """How many it takes of those that a job may use: one for each stream."""
+    """How many names the tensor takes, of those that a job may use: one for each stream."""
     expected_rows: int = 0
-    """Rows that were pulled in the round before; the same on all ranks."""
+    """Rows that were pulled in the previous round; the same on all ranks."""
     pushed_rows: int = 0
-    """By all ranks together. As ``pulled_rows``, it is the same on all ranks, and 0 if the round failed."""
+    """By all ranks together. Like ``pulled_rows``, it is the same on all ranks, and 0 if the round failed."""
     pulled_rows: int = 0
     pulled_bytes: int = 0
     previous: Progress | None = None
-    """Of the round before, as long as this one can be taken back."""
+    """Of the previous round; kept as long as this round can be taken back."""
 
 
 class RowCounts(Struct, frozen=True):
-    """The rows of a sparse tensor: before compaction, after it, of all ranks together, and of the table."""
+    """Rows of a sparse tensor: before compaction, after it, in the result, and in the whole table."""
 
     given: int
     pushed: int
@@ -73,12 +73,12 @@ class RowCounts(Struct, frozen=True):
 
 
 class Report(Struct, frozen=True):
-    """What a finished round has moved."""
+    """The bytes and rows that a finished round has moved."""
 
     pushed_bytes: int = 0
     pulled_bytes: int = 0
     dense_bytes: int = 0
-    """What pushing and pulling the tensor whole would have moved."""
+    """Bytes that pushing and pulling the tensor whole would have moved."""
     over: Literal["servers", "peers", "host"] = "servers"
     rows: RowCounts | None = None
     rows_by_server: Mapping[int, int] = {}
@@ -88,7 +88,7 @@ class Report(Struct, frozen=True):
 
 
 Counted = Literal["round", "rows", "nothing"]
-"""What of a round is counted: all; all but the round itself, which another one contains; or nothing."""
+"""What statistics count: everything; only rows, where another round contains this one; or nothing."""
 
 
 class Statistics:
@@ -98,17 +98,17 @@ class Statistics:
         metrics: of this worker.
 
     Attributes:
-        stats: what was counted.
+        stats: the totals so far.
     """
 
     def __init__(self, metrics: WorkerMetrics) -> None:
         self.stats = Stats()
         self._metrics = metrics
         self._lock = threading.Lock()
-        """Guards the statistics, and those of the metrics that have no lock of their own."""
+        """Guards the totals, and the metrics that have no lock of their own."""
 
     def load(self) -> Load:
-        """The counters that the scheduler gets with each heartbeat."""
+        """Returns the counters that the scheduler gets with each heartbeat."""
         stats = self.stats
         return {
             "rounds": stats.rounds,
@@ -134,7 +134,7 @@ class Statistics:
             with self._lock:
                 self.stats.work_seconds += worked
                 self._metrics.scatter_duration.observe(worked)
-        # Dense elements would drown the rows: there are many more, and no strategy misplaces them.
+        # Dense elements are left out of imbalance: they far outnumber rows, and every strategy balances them.
         if report.rows_by_server:
             self._count_imbalance(report.rows_by_server)
         if report.rows is not None:

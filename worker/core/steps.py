@@ -1,4 +1,4 @@
-"""Step counter of each tensor, and the limit of tensor names. No socket."""
+"""Step counters of tensors, and the limit of tensor names. No socket here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from .statistics import Progress
 class Steps:
     """The latest round of each tensor. Every method may be called from any thread.
 
-    Ranks number a tensor's rounds by these, and cannot forget one together: so names are bounded.
+    Rounds of a tensor are numbered by its step. Ranks could not forget a name at the same moment, so names
+    are kept for ever and their number is limited.
 
     Args:
         counter: counts the steps of the tensor that has had the most.
@@ -27,15 +28,15 @@ class Steps:
         self._latest: dict[str, Progress] = {}
         """By name, at most :data:`MOST_NAMES`."""
         self._names = 0
-        """How many all of these take."""
+        """How many names these tensors take together."""
         self._last_step = -1
         self._lock = threading.Lock()
 
     def begin(self, name: str, names: int) -> Progress:
-        """The tensor's round that begins now; it takes ``names``.
+        """Begins a tensor's next round, which takes ``names`` names; returns its progress.
 
         Raises:
-            UsageError: the last one has not ended; or there are too many names.
+            UsageError: the last round has not ended, or too many names were used.
         """
         with self._lock:
             previous = self._latest.get(name)
@@ -61,7 +62,7 @@ class Steps:
         return progress
 
     def take_back(self, name: str) -> None:
-        """The tensor's latest round was refused before anything was sent: the name is free again."""
+        """Takes back a tensor's latest round, of which nothing was sent: the name is free again."""
         with self._lock:
             progress = self._latest[name]
             previous = progress.previous
@@ -72,7 +73,7 @@ class Steps:
                 self._latest[name] = previous
 
     def reset(self) -> None:
-        """Joining workers were admitted: all ranks count from 0 again."""
+        """Counts from 0 again, as all ranks do when joining workers are admitted."""
         with self._lock:
             self._latest.clear()
             self._names = 0

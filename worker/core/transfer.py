@@ -1,4 +1,4 @@
-"""Transfer contract: one tensor's way to the servers and back, in one round or several."""
+"""Transfer contract: a transfer encodes one tensor into pushes and decodes the answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .statistics import Progress, Report, RowCounts
 
 
 class ChunkRange(NamedTuple):
-    """One chunk of one server's range: the positions from ``start`` up to ``stop``."""
+    """One chunk of one server's range: the positions from ``start`` up to, not including, ``stop``."""
 
     server: int
     chunk: int
@@ -29,7 +29,7 @@ class ChunkRange(NamedTuple):
 
     @property
     def span(self) -> int:
-        """How many positions it has."""
+        """The number of positions."""
         return self.stop - self.start
 
 
@@ -37,12 +37,12 @@ class Sharding(NamedTuple):
     """How a ring distributes a tensor over servers and chunks.
 
     Attributes:
-        layout: of its rows or elements; None where the tensor goes whole to ``home``.
-        chunks: into how many chunks each server's range is cut, the same number on all ranks.
-        home: the server whose chunk 0 is pushed even if it is empty. Ranks that disagree about the shape, and
-            so about which servers have any of it, find out there.
-        ring_epoch: the ring's. A push names it, so that no server takes it for one of another sharding.
-        slot: where a stream lies, under any ring.
+        layout: of rows or elements; None if the tensor goes whole to ``home``.
+        chunks: the number of chunks of each server's range; the same on all ranks.
+        home: the server whose chunk 0 is pushed even if it is empty. There a mismatch of shapes is detected
+            even if ranks push to different servers because of it.
+        ring_epoch: of the ring. A push names it, so that servers do not mix shardings.
+        slot: the slot of a stream, which stays the same under any ring.
     """
 
     layout: Layout | None
@@ -52,7 +52,7 @@ class Sharding(NamedTuple):
     slot: int = 0
 
     def ranges(self) -> dict[tuple[int, int], ChunkRange]:
-        """What is pushed, by server and chunk. In this order the ranges cover all positions without a gap."""
+        """Returns the chunk ranges to push, by server and chunk. In order they cover all positions."""
         assert self.layout is not None
         ranges = {}
         for server, cuts in zip(self.layout.servers, self.layout.cuts(self.chunks), strict=True):
@@ -75,9 +75,9 @@ class EncodedChunk(Struct, frozen=True):
 
 
 class EncodedTensor(Struct, frozen=True):
-    """What a rank pushes of one tensor in one round: enough to push it again under another ring.
+    """The encoded chunks of one tensor in one round: enough to push it again under another ring.
 
-    It keeps alive the frames and the layout; neither the tensor nor any result.
+    It refers to the frames and the layout, but not to the tensor or any result.
     """
 
     kind: Kind
@@ -85,25 +85,25 @@ class EncodedTensor(Struct, frozen=True):
     """Of the whole tensor."""
     dtype: torch.dtype
     columns: int
-    """Elements of a row, or of a block; 1 of a dense tensor."""
+    """Elements of a row, or of a block; 1 for a dense tensor."""
     expected_rows: int
-    """How many rows were pulled last time, by which a sparse tensor is cut into chunks; else 0."""
+    """Rows that were pulled last time, by which a sparse tensor is divided into chunks; else 0."""
     sharding: Sharding
     chunks: Sequence[EncodedChunk]
     values: ValueForm = "same"
-    """In which form the values are."""
+    """The form of the values."""
     row_bytes: int = 0
-    """What the values of a row take; of a dense tensor, those of a granule. Not used where it goes whole."""
+    """Bytes of a row's values; for a dense tensor, of a granule's. Unused if the tensor goes whole."""
     phase: int = 0
-    """Of a stream."""
+    """The phase of a stream."""
 
     @property
     def stream(self) -> int:
-        """Which one it is, of a tensor in streams; else 0."""
+        """The number of the stream; 0 if the tensor is not in streams."""
         return self.chunks[0].chunk if self.kind == "blocks" else 0
 
     def round_of(self, name: str, step: int) -> tuple[str, int]:
-        """The name and step under which servers know this round of the tensor ``name``."""
+        """Returns the name and step under which servers know this round of the tensor ``name``."""
         if self.kind != "blocks":
             return name, step
         return f"{name}#{self.stream}", step * PHASES + self.phase
@@ -118,7 +118,7 @@ class Answer(NamedTuple):
 
     @property
     def pulled_bytes(self) -> int:
-        """Positions and values."""
+        """Bytes of positions and values."""
         return sum([frame.nbytes for frame in self.frames])
 
 
@@ -129,49 +129,49 @@ class Transfer(ABC):
     no round is in flight any more. What :meth:`begin` and :meth:`on_answer` return is pushed, each item as a
     round of its own.
 
-    Where the tensor lies on a GPU, all that is read from it is there only once :meth:`prepared`.
+    If the tensor lies on a GPU, :meth:`begin` may only be called once :meth:`prepared`.
 
     Attributes:
         rows_given: rows before compaction.
     """
 
-    absorbs_on: ClassVar[Literal["caller", "driver"]] = "caller"
-    """Which thread calls :meth:`on_answer`: the one that waits for the result, or the one that polls the
-    sockets. The second is for transfers of several rounds: other ranks wait for what is pushed next, and here
-    all threads may be waiting for another tensor."""
+    absorbs_on: ClassVar[Literal["caller", "poller"]] = "caller"
+    """Which thread calls :meth:`on_answer`: the caller's, which waits for the result, or the one that polls
+    the sockets. Transfers of several rounds need the poller: other ranks wait for the next push, while here
+    all callers may wait for another tensor."""
     is_staged: ClassVar[bool] = False
-    """Whether a device has to finish its work before the first push."""
+    """True if a device has to finish its work before the first push."""
 
     rows_given: int
 
     def prepared(self) -> bool:
-        """Returns whether the first push is ready; does what can be done towards it without waiting.
+        """Prepares the first push as far as possible without waiting; returns whether it is ready.
 
         Raises:
-            TensorError: the tensor proved to have rows outside its shape, or its device failed.
+            TensorError: the tensor has rows outside its shape, or its device failed.
         """
         return True
 
     @abstractmethod
     def begin(self) -> Sequence[EncodedTensor]:
-        """What is pushed first."""
+        """Returns the first pushes."""
 
     @abstractmethod
     def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
-        """Takes in an answer; returns what is pushed next.
+        """Absorbs an answer; returns the next pushes.
 
         Raises:
-            ProtocolError: the frames are not what the result announces, or none of this tensor's positions.
+            ProtocolError: the frames do not match the result's header, or have positions outside the tensor.
         """
 
     @abstractmethod
     def restart(self, encoded: EncodedTensor) -> None:
-        """The ring has changed before all answers were there. Those that were taken in are forgotten.
+        """Forgets the answers of a round, because the ring has changed before all of them were there.
 
         It is called only once :meth:`prepared`, and not after :meth:`finish`.
 
         Args:
-            encoded: what a round had pushed, sharded for the new ring. Answers from now on are to its chunks.
+            encoded: the round, sharded for the new ring. All later answers are to its chunks.
 
         Raises:
             ConfigError: a device cannot compute the new layout.
@@ -179,19 +179,19 @@ class Transfer(ABC):
 
     @abstractmethod
     def finish(self) -> Tensor:
-        """The result."""
+        """Returns the result."""
 
     @abstractmethod
     def report(self, progress: Progress) -> Report:
-        """What was moved, for statistics."""
+        """Returns what was moved, for statistics."""
 
 
 class Transform(ABC):
-    """Changes one tensor, and its result back."""
+    """Converts one tensor before it is transferred, and converts its result back."""
 
     @abstractmethod
     def apply(self, tensor: Tensor) -> Tensor:
-        """The tensor as it travels.
+        """Returns the tensor to transfer.
 
         Raises:
             TensorError: an index lies outside the tensor.
@@ -199,14 +199,14 @@ class Transform(ABC):
 
     @abstractmethod
     def undo(self, result: Tensor) -> Tensor:
-        """What the caller expects, from the sum over all ranks."""
+        """Returns the caller's result, given the sum over all ranks."""
 
 
 class OneRound(Transfer):
     """A transfer of one round.
 
     Attributes:
-        encoded: what is pushed under the present ring.
+        encoded: for the present ring.
     """
 
     encoded: EncodedTensor
@@ -216,7 +216,7 @@ class OneRound(Transfer):
 
     @property
     def pushed_bytes(self) -> int:
-        """Positions and values of all chunks."""
+        """Bytes of positions and values of all chunks."""
         return sum([frame.nbytes for chunk in self.encoded.chunks for frame in chunk.frames])
 
     def report(self, progress: Progress) -> Report:
@@ -228,11 +228,11 @@ class OneRound(Transfer):
         )
 
 
-class Brought(Transfer):
-    """A transfer whose result somebody brings: nothing is pushed here, nor pulled.
+class SuppliedTransfer(Transfer):
+    """A transfer whose result another thread supplies: it pushes and pulls nothing.
 
     Attributes:
-        result: has to be there before :meth:`finish`.
+        result: has to be set before :meth:`finish`.
     """
 
     def __init__(self, result: Tensor | None = None) -> None:
@@ -242,10 +242,10 @@ class Brought(Transfer):
         return ()
 
     def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
-        raise AssertionError("an answer to what was never pushed")
+        raise AssertionError("an answer without a push")
 
     def restart(self, encoded: EncodedTensor) -> None:
-        raise AssertionError("a new ring for what was never pushed")
+        raise AssertionError("a restart without a push")
 
     def finish(self) -> Tensor:
         assert self.result is not None
@@ -256,12 +256,12 @@ class Brought(Transfer):
 
 
 def dense_bytes(elements: int, item_bytes: int) -> int:
-    """What pushing and pulling a tensor whole would move."""
+    """Returns the bytes that pushing and pulling a tensor whole would move."""
     return 2 * elements * item_bytes
 
 
 def sparse_report(transfer: OneRound, progress: Progress, hashed_rows: tuple[int, ...] = ()) -> Report:
-    """The report of a sparse tensor, which counts rows, too."""
+    """Returns the report of a sparse tensor, which also counts rows."""
     encoded = transfer.encoded
     layout = encoded.sharding.layout
     assert layout is not None

@@ -1,1 +1,1 @@
-"""Encoding: how a tensor becomes pushes, and how answers become a tensor."""
+"""Encoding: turns tensors into pushes, and answers into tensors."""

@@ -1,6 +1,6 @@
-"""A GPU as the worker uses it: a stream beside the caller's, pinned memory, events.
+"""GPU access of the worker: a stream besides the caller's, pinned memory and events.
 
-Nothing here waits for a whole device. Compaction runs on a stream of its own, so that it starts as soon as
+No operation here synchronises a whole device. Compaction runs on its own stream, so that it starts as soon as
 its gradient is there, while backward goes on.
 """
 
@@ -22,7 +22,7 @@ from zenps.errors import DeadlineError
 from zenps.kernels.gpu.cupy import CupyLauncher
 from zenps.kernels.gpu.launcher import Launcher
 
-# Between two looks at an event: short against a round, long against the call that looks.
+# Between two queries of an event: short against a round, long against the query itself.
 LOOK_SECONDS = 50e-6
 
 
@@ -30,18 +30,18 @@ class Event(Protocol):
     """A point in a stream's work."""
 
     def query(self) -> bool:
-        """Whether the stream has got there."""
+        """Returns whether the stream has reached this point."""
         ...
 
 
 class Accelerator(ABC):
-    """One device.
+    """One device, with a stream of ZenPS.
 
     Attributes:
-        device: where its tensors lie.
-        launcher: runs kernels on it.
-        pinned: host memory that it copies from and to while the CPU does something else. A buffer must be
-            held until an event says that no copy uses it.
+        device: of the tensors.
+        launcher: runs kernels on the device.
+        pinned: host memory that the device copies from and to asynchronously. Keep a buffer until an event
+            says that no copy uses it any more.
         deadline_seconds: how long :meth:`wait_for` waits.
     """
 
@@ -52,25 +52,25 @@ class Accelerator(ABC):
 
     @abstractmethod
     def stream(self) -> contextlib.AbstractContextManager[object]:
-        """Inside, work goes to our own stream."""
+        """Returns a context in which work is enqueued on ZenPS's stream."""
 
     @abstractmethod
     def follow(self, *inputs: Tensor) -> None:
-        """Our stream goes on only after what the caller's was given so far, and then reads ``inputs``."""
+        """Makes ZenPS's stream wait for the caller's stream; it then reads ``inputs``."""
 
     @abstractmethod
     def mark(self) -> Event:
-        """The event that all work given to our stream so far is done."""
+        """Returns an event that happens when all work enqueued on ZenPS's stream so far is done."""
 
     @abstractmethod
     def hand_over(self, *results: Tensor) -> None:
-        """The caller's stream may use ``results``, made on ours, from here on."""
+        """Makes the caller's stream wait for ZenPS's stream, so that it may use ``results``."""
 
     def wait_for(self, event: Event) -> None:
         """Returns once ``event`` has happened.
 
         Raises:
-            DeadlineError: not within ``deadline_seconds``.
+            DeadlineError: the event did not happen within ``deadline_seconds``.
         """
         until = time.monotonic() + self.deadline_seconds
         while not event.query():
@@ -86,8 +86,8 @@ class CudaAccelerator(Accelerator):
 
     Args:
         device: with its index.
-        keep_bytes: unused pinned memory that is kept.
-        deadline_seconds: how long to wait for it.
+        keep_bytes: how much unused pinned memory is kept.
+        deadline_seconds: how long :meth:`wait_for` waits.
 
     Raises:
         ConfigError: CuPy is not installed.
@@ -102,15 +102,15 @@ class CudaAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
-        # Leaving a stream alone sets the device that the thread had, which makes a context there: half a
-        # gigabyte of GPU 0 for each rank, as its threads begin there.
+        # When torch.cuda.stream alone exits, it sets the thread's previous device, which creates a context
+        # there: half a gigabyte of GPU 0 for each rank, because threads start with device 0.
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             yield
 
     def follow(self, *inputs: Tensor) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         for tensor in inputs:
-            # The caller may drop its gradient at once: the allocator must not hand its memory out yet.
+            # The caller may drop its gradient at once, but the allocator must not reuse its memory yet.
             tensor.record_stream(self._stream)
 
     def mark(self) -> Event:

@@ -1,4 +1,4 @@
-"""Encoding of tensors as their non-zero blocks (OmniReduce): several streams, phase by phase."""
+"""Encoding of non-zero blocks (OmniReduce): a tensor travels in several streams, phase by phase."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from .streams import Plan, Stream
 
 
 class BlockTransfer(Transfer):
-    """A strided tensor of any shape, flattened. A block of zeros counts as 0.0, be they -0.0.
+    """A strided tensor of any shape, flattened; each phase of a stream is a round of its own.
 
-    Each phase of a stream is a round of its own.
+    A block whose elements are all 0.0 or -0.0 is not pushed, and counts as 0.0.
 
     Args:
         tensor: on the CPU.
-        plan: how it is divided into streams.
+        plan: how the tensor is divided into streams.
         shardings: of each stream.
         pool: for the blocks and the result.
     """
 
-    absorbs_on = "driver"
+    absorbs_on = "poller"
 
     def __init__(self, tensor: Tensor, plan: Plan, shardings: Sequence[Sharding], pool: BufferPool) -> None:
         self.rows_given = tensor.numel()
@@ -40,7 +40,7 @@ class BlockTransfer(Transfer):
         self._shardings = list(shardings)
         table = _as_blocks(tensor, plan, pool)
         held = np.flatnonzero(_not_zero(table))
-        # A copy, which the caller may outrun by changing the tensor.
+        # A copy, because the caller may change the tensor.
         self._values = _items(pool.empty((len(held), plan.block), tensor.dtype))
         np.take(_items(table), held, out=self._values, mode="clip")
         self._pulled = pool.empty((plan.blocks, plan.block), tensor.dtype).zero_()
@@ -57,11 +57,11 @@ class BlockTransfer(Transfer):
         )
 
     def begin(self) -> Sequence[EncodedTensor]:
-        """The first phase of each stream."""
+        """Returns the first phase of each stream."""
         return [encoded for stream in range(self._plan.streams) for encoded in self._next_phase(stream)]
 
     def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
-        """Takes in the answer to a stream's phase; returns its next one, if it has not ended."""
+        """Absorbs the answer to a stream's phase; returns the next phase, unless the stream has ended."""
         (_, result, frames), stream = answer, self._streams[answer.result.chunk]
         item = self._sums.dtype
         if len(frames) != 2 or result.codec != "bitmap":
@@ -77,11 +77,11 @@ class BlockTransfer(Transfer):
         return self._next_phase(result.chunk)
 
     def restart(self, encoded: EncodedTensor) -> None:
-        """A stream's phase goes to another server, and so do those that follow; nothing else changes."""
+        """Sends a stream's phase, and all later ones, to another server; nothing else changes."""
         self._shardings[encoded.chunks[0].chunk] = encoded.sharding
 
     def finish(self) -> Tensor:
-        """Strided and contiguous, of the tensor's shape."""
+        """Returns the sum: strided, contiguous, of the tensor's shape."""
         return self._pulled.view(-1)[: self.rows_given].view(self._encoded.shape)
 
     def report(self, progress: Progress) -> Report:
@@ -92,7 +92,7 @@ class BlockTransfer(Transfer):
         )
 
     def _next_phase(self, number: int) -> Sequence[EncodedTensor]:
-        """What is pushed in a stream's present phase; nothing once the stream has ended."""
+        """Returns the push of a stream's present phase; empty once the stream has ended."""
         stream, sharding = self._streams[number], self._shardings[number]
         if stream.phase and not len(stream.asked):
             return ()
@@ -105,7 +105,7 @@ class BlockTransfer(Transfer):
 
 
 def _as_blocks(tensor: Tensor, plan: Plan, pool: BufferPool) -> Tensor:
-    """``[blocks, block]``, padded with zeros; the tensor itself where that is possible."""
+    """Returns the tensor as ``[blocks, block]``: a view if it fills whole blocks, else a padded copy."""
     tensor, count = tensor.detach().resolve_neg(), tensor.numel()
     if tensor.is_contiguous() and count == plan.blocks * plan.block:
         return tensor.view(plan.blocks, plan.block)
@@ -116,10 +116,10 @@ def _as_blocks(tensor: Tensor, plan: Plan, pool: BufferPool) -> Tensor:
 
 
 def _not_zero(table: Tensor) -> NDArray[np.bool_]:
-    """For each block, whether any of its elements is not zero."""
+    """Returns for each block whether any of its elements is not zero."""
     bits, item_bytes = table.view(torch.uint8).numpy(), table.dtype.itemsize
     width = 8 if bits.shape[1] % 8 == 0 else item_bytes
-    # -0.0 has the sign's bit alone.
+    # The mask leaves out the sign bit, the only one that -0.0 has.
     magnitude = (1 << 8 * item_bytes - table.dtype.is_floating_point) - 1
     mask = sum(magnitude << shift for shift in range(0, 8 * width, 8 * item_bytes))
     united: NDArray[np.unsignedinteger[Any]] = np.bitwise_or.reduce(bits.view(f"u{width}"), axis=1)
@@ -128,6 +128,6 @@ def _not_zero(table: Tensor) -> NDArray[np.bool_]:
 
 
 def _items(table: Tensor) -> NDArray[np.void]:
-    """A contiguous ``[n, block]`` table as ``n`` opaque items, which NumPy copies as wholes."""
+    """Returns a contiguous ``[n, block]`` table as ``n`` opaque items, each of which NumPy copies at once."""
     array = table.view(torch.uint8).numpy()
     return array.view(f"V{array.shape[1]}").reshape(len(array))

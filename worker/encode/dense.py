@@ -1,4 +1,4 @@
-"""Encoding of dense tensors: large ones split over all servers, small ones whole to one."""
+"""Encoding of dense tensors: large ones are split over all servers, small ones go whole to one."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ..core.transfer import Answer, EncodedChunk, EncodedTensor, OneRound, Shard
 from .quantizer import ValueCoder
 from .sparse import Ranges
 
-# Elements of a dense tensor that stay together: 1 KiB of float32 is copied as fast as one run, and
-# a bucket of 4 MiB still fills all 4096 slots.
+# Elements of a dense tensor that go to the same server: copying 1 KiB runs of float32 is as fast as copying
+# one long run, and a bucket of 4 MiB still fills all 4096 slots.
 DENSE_GRANULE = 256
 
 _NOTHING = memoryview(b"")
 
 
 class RootLostError(PeerLostError):
-    """The rank that broadcasts is lost. All ranks learn it of the same broadcasts."""
+    """The root of a broadcast was lost. All ranks raise it for the same broadcasts."""
 
     def __init__(self) -> None:
         super().__init__("a broadcast's root was lost before it had pushed everything")
@@ -35,10 +35,10 @@ class WholeTransfer(OneRound):
     """A small strided tensor, pushed to one server in one message.
 
     Args:
-        tensor: on the CPU; not read if ``contributes`` is False. It may be changed once this is made.
+        tensor: on the CPU; not read if ``contributes`` is False. It may be changed after construction.
         sharding: to the server ``home``.
-        contributes: whether this rank's values count, or it only pulls the result.
-        coder: of its values.
+        contributes: True if this rank's values are part of the sum; False if it only pulls the result.
+        coder: of the values.
     """
 
     def __init__(self, tensor: Tensor, sharding: Sharding, contributes: bool, coder: ValueCoder) -> None:
@@ -63,10 +63,10 @@ class WholeTransfer(OneRound):
         return ()
 
     def finish(self) -> Tensor:
-        """Strided and contiguous, of the tensor's shape.
+        """Returns the sum: strided, contiguous, of the tensor's shape.
 
         Raises:
-            RootLostError: no rank contributed, and this one did not have to.
+            RootLostError: no rank contributed, and this rank only pulls.
         """
         if self._pulled is None:
             if self.rows_given and not self._contributes:
@@ -79,11 +79,11 @@ class DenseTransfer(OneRound):
     """A strided tensor of any shape, flattened and split over all servers.
 
     Args:
-        tensor: on the CPU; not read if ``contributes`` is False. It may be changed once this is made.
-        sharding: how its elements are distributed, by granules of :data:`DENSE_GRANULE`.
+        tensor: on the CPU; not read if ``contributes`` is False. It may be changed after construction.
+        sharding: how elements are distributed, in granules of :data:`DENSE_GRANULE`.
         pool: for the frames and the result.
-        contributes: whether this rank's values count, or it only pulls the result.
-        coder: of its values.
+        contributes: True if this rank's values are part of the sum; False if it only pulls the result.
+        coder: of the values.
     """
 
     def __init__(
@@ -95,12 +95,13 @@ class DenseTransfer(OneRound):
         self._pool = pool
         self._coder = coder
         self._contributes = contributes
-        # The result of any ring: each has an answer for every position.
+        # Kept when the ring changes: under any ring, answers cover every position.
         self._pulled = pool.empty((layout.size,), tensor.dtype)
         granule_bytes = coder.size_bytes(DENSE_GRANULE, 1)
         values = None
         if contributes:
-            # Coded first: a scale belongs to neighbours in the tensor, which are the same under any ring.
+            # Encoded before it is reordered: adjacent elements of the tensor have a common scale, which must
+            # not depend on the ring.
             data = coder.encode(_padded(tensor, layout, pool)[:, None])
             values = tensor_bytes(_in_position_order(data, granule_bytes, layout, pool))
         self._layout, self._ranges = layout, sharding.ranges()
@@ -136,10 +137,10 @@ class DenseTransfer(OneRound):
         return ()
 
     def finish(self) -> Tensor:
-        """Strided and contiguous, of the tensor's shape.
+        """Returns the sum: strided, contiguous, of the tensor's shape.
 
         Raises:
-            RootLostError: to some of it no rank contributed, and this one did not have to.
+            RootLostError: no rank contributed to some elements, and this rank only pulls.
         """
         if self._is_root_lost:
             raise RootLostError
@@ -151,12 +152,12 @@ class DenseTransfer(OneRound):
 
 
 def encode_values(ranges: Ranges, values: memoryview | None, granule_bytes: int) -> list[EncodedChunk]:
-    """The chunks of a dense tensor.
+    """Returns the chunks of a dense tensor.
 
     Args:
-        ranges: of its sharding.
-        values: the granules in order of position, ``granule_bytes`` each; the chunks' frames are slices of
-            it. None from a rank that does not contribute.
+        ranges: of the tensor's sharding.
+        values: the granules in order of position, ``granule_bytes`` each; frames are slices of this memory.
+            None if this rank does not contribute.
     """
     chunks = []
     for each in ranges.values():
@@ -170,12 +171,12 @@ def encode_values(ranges: Ranges, values: memoryview | None, granule_bytes: int)
 
 
 def granule_order(layout: Layout) -> Tensor:
-    """All granules of a dense tensor in order of position: int64."""
+    """Returns the numbers of all granules of a dense tensor in order of position: int64."""
     return layout.granule_order(0, layout.size // DENSE_GRANULE)
 
 
 def _padded(tensor: Tensor, layout: Layout, pool: BufferPool) -> Tensor:
-    """A copy, padded to whole granules."""
+    """Returns a copy, padded with zeros to whole granules."""
     count = tensor.numel()
     padded = pool.empty((layout.size,), tensor.dtype)
     padded[:count].view(tensor.shape).copy_(tensor.detach())
@@ -184,7 +185,7 @@ def _padded(tensor: Tensor, layout: Layout, pool: BufferPool) -> Tensor:
 
 
 def _in_position_order(data: Tensor, granule_bytes: int, layout: Layout, pool: BufferPool) -> Tensor:
-    """Granules of ``granule_bytes`` each, as the servers' ranges follow one another."""
+    """Returns the granules, ``granule_bytes`` each, in order of position."""
     if layout.keeps_order:
         return data
     ordered = pool.empty(tuple(data.shape), torch.uint8)

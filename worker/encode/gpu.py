@@ -1,8 +1,7 @@
-"""Encoding of tensors on a GPU: compacted there, through pinned memory to the servers, and back.
+"""Encoding of tensors on a GPU: compacts them there, and copies through pinned memory.
 
-What such a transfer pushes is known only once the device has finished, and the host does something else
-meanwhile. So the preparation of a transfer is an iterator of events: each is what to wait for before going
-on.
+The chunks of such a transfer are known only once the device has finished, and the host must not wait for
+that. So the preparation of a transfer is an iterator of events, which continues when an event has happened.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from .streams import Plan
 
 
 class _Staged(Transfer):
-    """A transfer that is prepared step by step."""
+    """A transfer whose preparation continues whenever an event of the device has happened."""
 
     is_staged = True
 
@@ -67,16 +66,16 @@ class _Staged(Transfer):
                 self._event = next(self._steps, None)
         except ZenPSError:
             raise
-        except Exception as error:  # out of memory, say: an iterator that has raised looks as if it had ended
+        except Exception as error:  # e.g. out of memory; not retried: the iterator would look exhausted
             raise TensorError(f"a tensor on {self._accelerator.device}: {error}") from error
         return self._event is None
 
     @abstractmethod
     def _prepare(self) -> Iterator[Event]:
-        """Makes the first push; yields whenever the device has to get somewhere first."""
+        """Prepares the first push; yields an event whenever the device has to reach it first."""
 
     def _to_host(self, tensor: Tensor) -> Tensor:
-        """A pinned copy, complete at the next event."""
+        """Returns a pinned copy, which is complete at the next event."""
         copy = self._accelerator.pinned.empty(tuple(tensor.shape), tensor.dtype)
         return copy.copy_(tensor, non_blocking=True)
 
@@ -84,16 +83,16 @@ class _Staged(Transfer):
 class StagedSparse(_Staged, OneRound):
     """A sparse COO tensor on a GPU; the bytes on the wire are those of ``SparseTransfer``.
 
-    Two events lie between the tensor and its chunks: the number of rows must come to the host before it
-    knows how much to copy, and the copy must end before it can be sent.
+    The preparation waits for two events: the number of rows must reach the host before the rows can be
+    copied, and the copy must end before they can be sent.
 
     Args:
-        tensor: coalesced or not, on the accelerator's device. It must not change before the round is done.
+        tensor: coalesced or not, on the accelerator's device. It must not change before the round has ended.
         sharding, codec, expected_rows: as for ``SparseTransfer``.
-        settings: how it is compacted.
-        place: a layout as the device reads it.
-        coder: of its values. Quantizing is done on the host, where residuals are kept: on the device they
-            would take as much memory as the table once more.
+        settings: how rows are compacted.
+        device_layout: returns a layout in the form that kernels read.
+        coder: of the values. It quantizes on the host, where residuals are kept: on the device they would
+            take as much memory as the table.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class StagedSparse(_Staged, OneRound):
         sharding: Sharding,
         codec: str,
         settings: CudaConfig,
-        place: Callable[[Layout], DeviceLayout],
+        device_layout: Callable[[Layout], DeviceLayout],
         accelerator: Accelerator,
         coder: ValueCoder,
         expected_rows: int = 0,
@@ -111,12 +110,12 @@ class StagedSparse(_Staged, OneRound):
         self._coder = coder
         self._sparse_dim = tensor.sparse_dim()
         self._indices, self._values = tensor._indices(), tensor._values().detach()
-        self._codec, self._settings, self._place_on_device = codec, settings, place
+        self._codec, self._settings, self._device_layout_of = codec, settings, device_layout
         self._pulled: list[tuple[Tensor, Tensor]] = []
         self._faults: list[Tensor] = []
         self._held: list[Tensor] = []
         self._hashed_rows = np.zeros(4, dtype=np.int64)
-        """Rows that a hash compaction placed at the first try, by another hash, serially; that overflowed."""
+        """Rows by outcome of hash compaction: first hash, another hash, serial memory, overflow."""
         _, self._columns = table_shape(tensor)
         self.restart(
             EncodedTensor(
@@ -136,20 +135,20 @@ class StagedSparse(_Staged, OneRound):
     def restart(self, encoded: EncodedTensor) -> None:
         layout = encoded.sharding.layout
         assert layout is not None
-        self._layout, self._device_layout = layout, self._place_on_device(layout)
+        self._layout, self._device_layout = layout, self._device_layout_of(layout)
         self.encoded, self._ranges = encoded, encoded.sharding.ranges()
-        # What is held stays: copies from it may still be under way.
+        # self._held is kept: copies from these buffers may not have finished.
         self._pulled.clear()
         self._faults.clear()
 
-    # ── out ─────────────────────────────────────────────────────────────────────────────────────
+    # ── push ────────────────────────────────────────────────────────────────────────────────────
 
     def _prepare(self) -> Iterator[Event]:
         gpu, settings = self._accelerator, self._settings
         memory = HashMemory(settings.hash_functions, settings.parallel_factor, settings.serial_factor)
         gpu.follow(self._indices, self._values)
         with gpu.stream():
-            positions, values, outside = self._place()
+            positions, values, outside = self._positions()
             starts = self._on_device([each.start for each in self._ranges.values()])
             stops = self._on_device([each.stop for each in self._ranges.values()])
         while True:
@@ -184,15 +183,15 @@ class StagedSparse(_Staged, OneRound):
         chunks = [self._chunk(run, numbers, bitmaps.get(run), data) for run in runs]
         self.encoded = structs.replace(self.encoded, chunks=chunks)
 
-    def _place(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Positions, values ``[nnz, columns]``, and ``[1]``: not 0 where an index lies outside the tensor."""
+    def _positions(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns positions, values ``[nnz, columns]``, and ``[1]``: not 0 if an index is out of bounds."""
         rows, outside = row_numbers(self._indices, tuple(self.encoded.shape[: self._sparse_dim]))
         positions, beyond = place_rows(self._accelerator.launcher, self._device_layout, rows)
         values = self._values.reshape(len(rows), self._columns).contiguous()
         return positions, values, outside | beyond
 
     def _compact(self, positions: Tensor, values: Tensor, memory: HashMemory) -> tuple[DeviceRows, Tensor]:
-        """Rows by position, and the counters of hashing."""
+        """Returns the compacted rows by position, and the counters of hash compaction."""
         launcher, size = self._accelerator.launcher, self._device_layout.size
         if self._settings.compaction == "hash":
             bounds = self._on_device(self._layout.server_bounds)
@@ -205,13 +204,13 @@ class StagedSparse(_Staged, OneRound):
         return rows, torch.zeros(4, dtype=torch.int64, device=positions.device)
 
     def _relative_to_chunks(self, rows: DeviceRows, starts: Tensor) -> Tensor:
-        """Each position within its chunk, as wide as the widest chunk needs it."""
+        """Returns each position relative to its chunk, as int32 if that is enough for all chunks."""
         widest = max(each.span for each in self._ranges.values())
         dtype = torch.int32 if item_dtype(widest).itemsize == 4 else torch.int64
         return encode_coo(self._accelerator.launcher, rows.positions, rows.count, starts, dtype)
 
     def _runs(self, ends: Sequence[int]) -> list[_Run]:
-        """The rows of each chunk, given how many rows lie before its end."""
+        """Returns the rows of each chunk, given the number of rows up to its end."""
         begins, row_bytes = (0, *ends[:-1]), self.encoded.row_bytes
         return [
             _Run(each, begin, end, choose(self._codec, end - begin, each.span, row_bytes))
@@ -243,7 +242,7 @@ class StagedSparse(_Staged, OneRound):
         hashed = self._hashed_rows.tolist() if self._hashed_rows.any() else ()
         return sparse_report(self, progress, tuple(hashed))
 
-    # ── back ────────────────────────────────────────────────────────────────────────────────────
+    # ── pull ────────────────────────────────────────────────────────────────────────────────────
 
     def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
         result, frames = answer.result, answer.frames
@@ -251,7 +250,7 @@ class StagedSparse(_Staged, OneRound):
         check_sparse(result, frames, where)
         start, span, count = where.start, where.span, result.rows
         codec, positions = CODECS[result.codec], frames[0]
-        if result.codec not in ("coo", "bitmap"):  # the others have no kernel
+        if result.codec not in ("coo", "bitmap"):  # no kernel decodes the others
             codec = CODECS["coo"]
             positions = codec.encode(CODECS[result.codec].decode(positions, count, span), span).data
         expected = (codec.most_bytes(count, span), count * self.encoded.row_bytes)
@@ -273,14 +272,15 @@ class StagedSparse(_Staged, OneRound):
         return ()
 
     def finish(self) -> Tensor:
-        """Sparse COO, coalesced, on the device, with every row that any rank pushed."""
+        """Returns sparse COO, coalesced, on the device, with every row that any rank pushed."""
         gpu = self._accelerator
         with gpu.stream():
             rows, values = (torch.cat(tensors) for tensors in zip(*self._pulled, strict=True))
             rows, values = merge(gpu.launcher, rows, values, self._layout.rows_total)
             result = as_sparse(rows, values, self.encoded.shape, self._sparse_dim)
             fault = self._to_host(torch.cat(self._faults).amax(0, keepdim=True))
-        # What came over the network is checked before anyone uses it; and copies from pinned memory end.
+        # Wait for two reasons: positions from the network are checked before their use, and copies from
+        # pinned memory must end before it is reused.
         gpu.wait_for(gpu.mark())
         self._pulled.clear()
         self._held.clear()
@@ -290,21 +290,18 @@ class StagedSparse(_Staged, OneRound):
         return result
 
     def _to_device(self, data: NDArray[np.uint8]) -> Tensor:
-        """uint8 on the device, by way of pinned memory that is held until the round is done."""
+        """Copies bytes to the device through pinned memory, which is kept until the round has ended."""
         pinned = self._accelerator.pinned.empty((data.nbytes,), torch.uint8)
         pinned.numpy()[:] = data
         self._held.append(pinned)
         return pinned.to(self._accelerator.device, non_blocking=True)
 
     def _on_device(self, numbers: Sequence[int]) -> Tensor:
-        pinned = self._accelerator.pinned.empty((len(numbers),), torch.int64)
-        pinned.numpy()[:] = numbers
-        self._held.append(pinned)
-        return pinned.to(self._accelerator.device, non_blocking=True)
+        return self._to_device(np.array(numbers, np.int64).view(np.uint8)).view(torch.int64)
 
 
 class _Run(NamedTuple):
-    """Rows ``begin`` to ``end``, which are those of the chunk ``where``."""
+    """The compacted rows from ``begin`` up to ``end``, which lie in the chunk ``where``."""
 
     where: ChunkRange
     begin: int
@@ -313,11 +310,11 @@ class _Run(NamedTuple):
 
 
 class StagedDense(_Staged):
-    """A strided tensor on a GPU: copied to pinned memory, and from there on as one on the CPU.
+    """A strided tensor on a GPU: copied to pinned memory, then transferred like one on the CPU.
 
     Args:
-        tensor: of any shape; it must not change before the round is done.
-        transfer: makes the transfer of the copy, with results in pinned memory if they are large.
+        tensor: of any shape; it must not change before the round has ended.
+        transfer: constructs the transfer of the copy, with results in pinned memory if they are large.
     """
 
     def __init__(
@@ -347,7 +344,7 @@ class StagedDense(_Staged):
         self._inner.restart(encoded)
 
     def finish(self) -> Tensor:
-        """Strided and contiguous, on the device."""
+        """Returns the sum: strided, contiguous, on the device."""
         gpu = self._accelerator
         pulled = self._inner.finish()
         with gpu.stream():
@@ -361,11 +358,11 @@ class StagedDense(_Staged):
 
 
 class StagedBlocks(StagedDense):
-    """As :class:`StagedDense`, then in streams as one on the CPU.
+    """A strided tensor on a GPU: copied to pinned memory, then transferred in streams like one on the CPU.
 
     Args:
-        tensor: of any shape; it must not change before the round is done.
-        plan: how it is divided into streams.
+        tensor: of any shape; it must not change before the round has ended.
+        plan: how the tensor is divided into streams.
         shardings: of each stream.
     """
 

@@ -1,4 +1,4 @@
-"""Planner: which transfer a tensor takes, by its kind, its size and its device."""
+"""Transfer planner: chooses the transfer of a tensor by its kind, size and device."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from .transforms import TRANSFORMS
 
 
 class Planner:
-    """Makes transfers. Every method may be called from any thread.
+    """Constructs transfers. Every method may be called from any thread.
 
     Args:
         config: all settings.
         scheme: of tensors that go over servers.
-        sharder: distributes them.
+        sharder: distributes tensors over servers.
     """
 
     def __init__(self, config: Config, scheme: Scheme, sharder: Sharder) -> None:
@@ -52,38 +52,38 @@ class Planner:
         self._kernels = make_kernels(self._pool)
         self._residuals = Residuals()
         self._accelerators: dict[torch.device, Accelerator] = {}
-        # A placement lives as long as its layout, and so as long as whatever was sharded by it.
+        # Each device layout lives as long as its layout, that is, as long as any tensor is sharded by it.
         self._gpu_layouts: WeakKeyDictionary[Layout, dict[torch.device, DeviceLayout]] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
     def count_names(self, request: Request) -> int:
-        """How many names the tensor's rounds take: one for each stream.
+        """Returns how many names the tensor's rounds take: one for each stream.
 
         Raises:
-            UsageError: its name is too long for streams.
+            UsageError: the name is too long for a tensor in streams.
         """
         plan = self._plan(request.tensor, request.options)
         if plan is None:
             return 1
         if len(request.name) > LONGEST_NAME:
-            reason = f"expected at most {LONGEST_NAME} characters, for its streams have longer names"
+            reason = f"expected at most {LONGEST_NAME} characters, because its streams have longer names"
             raise UsageError(f"tensor name {request.name!r:.60}: {reason}")
         return plan.streams
 
     def transforms(self, tensor: Tensor) -> tuple[Transform, ...]:
-        """What the scheme makes of ``tensor`` before it is encoded."""
+        """Returns the transforms that the scheme applies to ``tensor`` before it is encoded."""
         transform = TRANSFORMS[self._wire.keys] if tensor.is_sparse else None
         return () if transform is None else (transform(tensor, self._kernels),)
 
     def begin(self, request: Request, expected_rows: int) -> Transfer:
-        """The transfer of a transformed tensor; for one on the CPU, compacted on this thread.
+        """Constructs the transfer of a transformed tensor. A tensor on the CPU is compacted on this thread.
 
         Args:
-            expected_rows: how many rows of it were pulled last time; equal on all ranks.
+            expected_rows: how many rows of the tensor were pulled last time; equal on all ranks.
 
         Raises:
-            TensorError: indices lie outside the tensor, a row of it is too large for a message, or residuals
-                find no memory.
+            TensorError: indices lie outside the tensor, a row is too large for a message, or there is no
+                memory for residuals.
             ConfigError: the tensor is on a GPU, and CuPy is not installed.
         """
         tensor, name, options = request
@@ -110,20 +110,20 @@ class Planner:
         sharding = self._sharder.shard_sparse(request.name, rows, columns, tensor.dtype, expected_rows)
         if gpu is None:
             return SparseTransfer(tensor, sharding, self._codec, self._kernels, coder, expected_rows)
-        place = partial(self._device_layout, gpu)
+        layout = partial(self._device_layout, gpu)
         return StagedSparse(
-            tensor, sharding, self._codec, self._config.cuda, place, gpu, coder, expected_rows
+            tensor, sharding, self._codec, self._config.cuda, layout, gpu, coder, expected_rows
         )
 
     def _plan(self, tensor: Tensor, options: Options) -> Plan | None:
-        """How ``tensor`` falls into streams; None where it goes in chunks."""
+        """Returns how ``tensor`` is divided into streams; None if it goes in chunks."""
         if not (self._in_blocks and options.is_reduction):
             return None
         sync, most_bytes = self._config.sync, self._config.cluster.max_message_bytes
         return plan_streams(tensor.shape.numel(), tensor.dtype.itemsize, sync.block, sync.fusion, most_bytes)
 
     def _coder(self, request: Request, rows: int, columns: int) -> ValueCoder:
-        """Of the tensor's values. Only float32 gradients have room to be narrower."""
+        """Returns the coder of the tensor's values. Only float32 gradients are quantized."""
         tensor = request.tensor
         if request.options.purpose != "gradient" or tensor.dtype != torch.float32 or not rows * columns:
             return Unchanged(tensor.dtype)
@@ -133,7 +133,7 @@ class Planner:
         return Quantizer(codec, self._residuals.of(request.name, rows, columns), self._pool)
 
     def _accelerator(self, tensor: Tensor) -> Accelerator | None:
-        """None for the CPU."""
+        """Returns the accelerator of the tensor's device; None for the CPU."""
         if tensor.is_cpu:
             return None
         device = tensor.device
@@ -147,7 +147,8 @@ class Planner:
         with self._lock:
             gpu_layouts = self._gpu_layouts.setdefault(layout, {})
             if gpu.device not in gpu_layouts:
-                # Memory of the stream that reads it: once freed, it is not used again before that is done.
+                # Allocated on the stream that reads it, so that its memory is not reused before the stream is
+                # done with it.
                 with gpu.stream():
                     gpu_layouts[gpu.device] = device_layout_on(layout, gpu.device)
             return gpu_layouts[gpu.device]

@@ -1,9 +1,9 @@
-"""Value coding of pushes: float32 gradients quantized with error feedback, all other values as they are.
+"""Quantization of pushed values with error feedback; only float32 gradients are quantized.
 
-Error feedback: what a rank has rounded off a row is added to that row when it is pushed next, so that nothing
-is lost for good (Seide et al., "1-bit stochastic gradient descent", Interspeech 2014; Karimireddy et al.,
-https://arxiv.org/abs/1901.09847). The residual is kept by row: a ring that changes moves rows, and what is
-pushed again are the same bytes. A joining worker has rounded nothing off yet.
+Error feedback: a rank adds the rounding error of a row (its residual) to that row when it is pushed next, so
+that no error is lost for good (Seide et al., "1-bit stochastic gradient descent", Interspeech 2014;
+Karimireddy et al., https://arxiv.org/abs/1901.09847). Residuals are kept by row, so a change of the ring does
+not affect them, and a repeated push has the same bytes. A joining worker begins with residuals of zero.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zenps.wire.tensors import copied_bytes, tensor_bytes, tensor_from_bytes
 
 
 class ValueCoder(ABC):
-    """How the values of one tensor become bytes, and back.
+    """Encodes the values of one tensor to bytes, and decodes them.
 
     Attributes:
         form: for the ``values`` of a push.
@@ -33,15 +33,15 @@ class ValueCoder(ABC):
 
     form: ValueForm
     keeps_residual: ClassVar[bool]
-    """Whether it has to know which rows it encodes."""
+    """True if the coder has to know which rows it encodes."""
 
     @abstractmethod
     def size_bytes(self, rows: int, columns: int) -> int:
-        """What so many values take on the wire."""
+        """Returns the size of the encoded values."""
 
     @abstractmethod
     def encode(self, values: Tensor) -> Tensor:
-        """What is pushed of all rows in order: uint8 ``[size_bytes]``, perhaps on the memory of ``values``.
+        """Encodes all rows in order: uint8 ``[size_bytes]``, perhaps on the memory of ``values``.
 
         Args:
             values: ``[rows, columns]`` on the CPU, contiguous; may be overwritten.
@@ -49,7 +49,7 @@ class ValueCoder(ABC):
 
     @abstractmethod
     def encode_rows(self, values: Tensor, layout: Layout, positions: Tensor) -> Tensor:
-        """What is pushed of some rows, as :meth:`encode`.
+        """Encodes some rows, as :meth:`encode` does.
 
         Args:
             positions: of the rows, unique, int64 ``[n]``.
@@ -57,11 +57,11 @@ class ValueCoder(ABC):
 
     @abstractmethod
     def encode_copy(self, tensor: Tensor) -> memoryview:
-        """What is pushed of a small strided tensor, on memory of its own."""
+        """Encodes a small strided tensor into memory of its own."""
 
     @abstractmethod
     def decode(self, data: memoryview, shape: tuple[int, ...]) -> Tensor:
-        """What was pulled, of ``shape`` ``[rows]`` or ``[rows, columns]`` on the CPU; perhaps on ``data``.
+        """Decodes values of ``shape`` ``[rows]`` or ``[rows, columns]`` on the CPU; perhaps on ``data``.
 
         Raises:
             ProtocolError: ``data`` has another size than ``shape`` needs.
@@ -69,11 +69,11 @@ class ValueCoder(ABC):
 
     @abstractmethod
     def decode_into(self, data: memoryview, out: Tensor) -> None:
-        """As :meth:`decode`, into ``out``, contiguous."""
+        """Decodes values into ``out``, which is contiguous. Raises as :meth:`decode`."""
 
 
 class Unchanged(ValueCoder):
-    """Values travel as they are.
+    """Sends values as they are.
 
     Args:
         dtype: of the values.
@@ -105,12 +105,12 @@ class Unchanged(ValueCoder):
 
 
 class Quantizer(ValueCoder):
-    """Values of one tensor's gradient travel quantized, with error feedback.
+    """Quantizes the values of one tensor's gradient, with error feedback.
 
     Args:
         codec: of the values.
-        residual: float32 ``[rows, columns]``, what earlier pushes have rounded off.
-        pool: for what is pushed and pulled.
+        residual: float32 ``[rows, columns]``, the rounding errors of earlier pushes; updated by each push.
+        pool: for encoded and decoded values.
     """
 
     keeps_residual = True
@@ -138,12 +138,12 @@ class Quantizer(ValueCoder):
         return data
 
     def _round(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """What is pushed, and what rounding has taken from ``values``."""
+        """Returns the encoded values and their rounding errors."""
         data = self._pool.empty((self._codec.size_bytes(*values.shape),), torch.uint8)
         self._codec.encode(values, data)
-        arrives = self.decode(data.numpy().data, tuple(values.shape))
-        # Of a NaN, or of what became infinite, nothing is kept: it would come back in every later step.
-        return data, torch.sub(values, arrives, out=arrives).nan_to_num_(0, 0, 0)
+        decoded = self.decode(data.numpy().data, tuple(values.shape))
+        # NaN and infinite errors are dropped: they would come back in every later step.
+        return data, torch.sub(values, decoded, out=decoded).nan_to_num_(0, 0, 0)
 
     def encode_copy(self, tensor: Tensor) -> memoryview:
         copy = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -159,10 +159,10 @@ class Quantizer(ValueCoder):
 
 
 class Residuals:
-    """The residuals of all tensors. Thread-safe; each is for its tensor's one round in flight.
+    """The residuals of all tensors. Thread-safe; only the one round in flight of a tensor uses its residual.
 
-    A residual is as large as the tensor, in float32. To keep only the rows that were pushed saves little for
-    long, and takes a search in each step.
+    A residual is as large as the tensor, in float32. Keeping only the rows that were ever pushed would soon
+    save little memory, and would need a search in each step.
     """
 
     def __init__(self) -> None:
@@ -170,21 +170,21 @@ class Residuals:
         self._lock = threading.Lock()
 
     def of(self, name: str, rows: int, columns: int) -> Tensor:
-        """The residual of the tensor ``name``, float32 ``[rows, columns]``; zeros if it had another shape.
+        """Returns the residual of a tensor, float32 ``[rows, columns]``; zeros if it is new or changed shape.
 
         Raises:
-            TensorError: there is no memory for it.
+            TensorError: there is no memory for the residual.
         """
         with self._lock:
             table = self._tables.get(name)
             if table is None or table.shape != (rows, columns):
                 try:
-                    # NumPy's zeros are calloc's: torch would write them first.
+                    # NumPy's zeros come from calloc, untouched; torch would write each page.
                     zeros = np.zeros((rows, columns), np.float32)
                 except MemoryError:
                     raise TensorError(
-                        f"tensor {name!r}: no memory for what rounding keeps back of {rows} × {columns} "
-                        "values; set sync.values to same, on all workers"
+                        f"tensor {name!r}: no memory for the residuals of {rows} × {columns} values; "
+                        "set sync.values to same, on all workers"
                     ) from None
                 table = self._tables[name] = torch.from_numpy(zeros)
             return table

@@ -1,8 +1,8 @@
-"""Resharding: what was pushed under one ring, encoded again for another.
+"""Resharding: encodes for a new ring what was pushed under an old one.
 
-A ring that changes moves positions, not rows: the frames of all chunks hold every row that this rank pushed,
-compacted, and in an order that the old layout undoes. So neither the gradient nor a kernel is needed again,
-and only bytes are moved, whatever they mean.
+A change of the ring moves positions, not rows. The frames of all chunks contain every row that this rank
+pushed, compacted, and the old layout maps their positions back to rows. So neither the gradient nor a kernel
+is needed again: only encoded bytes are moved.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from .sparse import encode_rows
 
 
 def reshard(encoded: EncodedTensor, sharding: Sharding, codec: str) -> EncodedTensor:
-    """What a fresh transfer of the same tensor would push under ``sharding``, to the byte.
+    """Returns what a new transfer of the same tensor would push under ``sharding``, to the byte.
 
     Args:
-        encoded: under any earlier ring.
-        sharding: of the same tensor, under the present one.
+        encoded: for any earlier ring.
+        sharding: of the same tensor, for the present ring.
         codec: the setting ``sync.codec``.
     """
     old, new = encoded.sharding.layout, sharding.layout
     chunks: Sequence[EncodedChunk]
     if old is None or new is None:
-        assert old is new, "whole or split is a matter of size"
+        assert old is new, "only its size decides whether a tensor is split"
         chunks = tuple(structs.replace(chunk, server=sharding.home) for chunk in encoded.chunks)
     elif encoded.kind == "sparse":
         chunks = _reshard_rows(encoded, old, new, sharding, codec)
@@ -72,5 +72,5 @@ def _reshard_values(
 
 
 def _joined(encoded: EncodedTensor) -> NDArray[np.uint8]:
-    """The values of all chunks, in order of the old positions."""
+    """Returns the values of all chunks, in order of the old positions."""
     return np.concatenate([np.frombuffer(chunk.frames[1], dtype=np.uint8) for chunk in encoded.chunks])

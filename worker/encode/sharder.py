@@ -1,4 +1,4 @@
-"""Sharder: how tensors are distributed over servers and chunks under the present ring."""
+"""Sharding: distributes tensors over servers and chunks under the present ring."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Sharder:
     Args:
         config: all settings.
         wire: the scheme's form on the wire.
-        view: the first.
+        view: the first view.
     """
 
     def __init__(self, config: Config, wire: WireForm, view: View) -> None:
@@ -39,17 +39,18 @@ class Sharder:
         self._ring = _Ring(config, wire, view)
 
     def follow(self, view: View) -> None:
-        """Members have changed. What is sharded from now on is sharded by the ring of ``view``."""
+        """Shards by the ring of ``view`` from now on."""
         if view.ring_epoch != self._ring.epoch:
             self._ring = _Ring(self._config, self._wire, view)
 
     def shard_sparse(
         self, name: str, rows: int, columns: int, dtype: torch.dtype, expected_rows: int
     ) -> Sharding:
-        """Of ``rows`` rows.
+        """Returns the sharding of a sparse tensor.
 
         Args:
-            expected_rows: how many of them were pulled last time; equal on all ranks.
+            rows: of the tensor.
+            expected_rows: how many rows were pulled last time; equal on all ranks.
 
         Raises:
             TensorError: a row is too large for a message.
@@ -57,20 +58,20 @@ class Sharder:
         return self._ring.shard_sparse(name, max(rows, 1), columns, dtype, expected_rows)
 
     def shard_dense(self, name: str, count: int, dtype: torch.dtype) -> Sharding:
-        """Of ``count`` elements."""
+        """Returns the sharding of a dense tensor of ``count`` elements."""
         return self._ring.shard_dense(name, count, dtype)
 
     def shard_streams(self, name: str, streams: int) -> list[Sharding]:
-        """Of each of a tensor's ``streams``.
+        """Returns the sharding of each of a tensor's ``streams``.
 
-        They lie at equal distances from a slot that the name gives, and so with their neighbours.
+        Their slots lie at equal distances, beginning with a slot that the name determines.
         """
         first, ring = home_slot(name, self._config.sync.seed), self._ring
         slots = [(first + stream * SLOTS // streams) % SLOTS for stream in range(streams)]
         return [ring.shard_stream(slot, streams) for slot in slots]
 
     def reshard(self, name: str, encoded: EncodedTensor) -> EncodedTensor:
-        """What the tensor ``name`` pushes under the present ring: ``encoded`` itself if it is of that."""
+        """Returns ``encoded`` for the present ring: unchanged if its sharding is the same."""
         ring, old = self._ring, encoded.sharding
         if encoded.kind == "blocks":
             new = ring.shard_stream(old.slot, old.chunks)
@@ -79,19 +80,19 @@ class Sharder:
         else:
             rows = old.layout.rows_total
             new = ring.shard_sparse(name, rows, encoded.columns, encoded.dtype, encoded.expected_rows)
-        # Layouts are equal only to themselves. A ring makes each but once, unless there are very many.
+        # Layouts compare by identity. A ring's cache returns the same one, unless there are very many.
         return encoded if new == old else reshard(encoded, new, self._codec)
 
 
 class _Ring:
-    """Shards by one ring. It never changes, but for layouts that it makes on first use."""
+    """Shards by one ring. Immutable, except for a cache of layouts."""
 
     def __init__(self, config: Config, wire: WireForm, view: View) -> None:
         self.epoch = view.ring_epoch
         self._config = config
         self._wire = wire
         owners = np.frombuffer(view.owners, dtype="<u2").astype(np.uint16)
-        # Sorted, each server's slots are neighbours, and as many as the ring has given it.
+        # Sorting makes each server's slots contiguous, and keeps their number.
         self._owners = owners = np.sort(owners) if wire.contiguous else owners
         self._homes: dict[str, int] = {}
         chosen = strategy(wire.partition or config.sync.partition)
@@ -135,7 +136,9 @@ class _Ring:
         return home
 
     def _count_chunks(self, layout: Layout, row_bytes: int, expected_bytes: int) -> int:
-        """Chunks per server: none above ``sync.chunk_bytes`` as expected, nor above a message at worst."""
+        """Returns chunks per server: each has at most ``sync.chunk_bytes`` if the tensor has the expected
+        rows, and at most a message if it has all of them.
+        """
         widest = max(np.diff(layout.server_bounds).tolist())
         # Half a message for the values leaves room for positions, bitmaps and envelopes.
         at_least = -(-widest * row_bytes // (self._config.cluster.max_message_bytes // 2))

@@ -1,4 +1,4 @@
-"""Encoding of sparse tensors: compacted rows out, the coalesced union back."""
+"""Encoding of sparse tensors: pushes compacted rows, and pulls the coalesced union of all ranks' rows."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from .quantizer import ValueCoder
 
 
 def as_table(tensor: Tensor) -> Rows:
-    """A sparse COO tensor's row numbers ``[nnz]`` int64 and values ``[nnz, columns]``, contiguous.
+    """Returns a sparse COO tensor's row numbers ``[nnz]`` int64 and values ``[nnz, columns]``, contiguous.
 
     Raises:
-        TensorError: of several sparse dimensions, an index lies outside its own.
+        TensorError: the tensor has several sparse dimensions, and an index lies outside its own.
     """
     _, columns = table_shape(tensor)
     indices, values = tensor._indices(), tensor._values().detach()
-    # A sparse tensor of no dimensions has one row, and no index to say so.
+    # A sparse tensor of no dimensions has one row and no index.
     rows = indices[0] if tensor.sparse_dim() else indices.new_zeros(indices.shape[1])
     if tensor.sparse_dim() > 1:
         dims = tuple(tensor.shape[: tensor.sparse_dim()])
         try:
             rows = torch.from_numpy(np.ravel_multi_index(tuple(indices.numpy()), dims))
         except ValueError as error:
-            raise TensorError(f"sparse indices of shape {dims}: {error}; check them against it") from None
+            raise TensorError(f"sparse indices outside the shape {dims}: {error}; check them") from None
     return rows.contiguous(), values.reshape(len(rows), columns).contiguous()
 
 
 def as_sparse(rows: Tensor, values: Tensor, shape: torch.Size, sparse_dim: int) -> Tensor:
-    """The inverse of :func:`as_table` for sorted unique ``rows``: a coalesced sparse COO tensor."""
+    """Returns a coalesced sparse COO tensor: the inverse of :func:`as_table` for sorted unique ``rows``."""
     indices = rows.unsqueeze(0)[:sparse_dim]
     if sparse_dim > 1:
         indices = torch.stack(torch.unravel_index(rows, shape[:sparse_dim]))
@@ -53,10 +53,10 @@ def as_sparse(rows: Tensor, values: Tensor, shape: torch.Size, sparse_dim: int) 
 
 
 def coalesced(tensor: Tensor, kernels: Kernels) -> Tensor:
-    """A sparse COO tensor without duplicates; on the CPU, they are added in order of occurrence.
+    """Sums the duplicate rows of a sparse COO tensor; on the CPU, in order of occurrence.
 
     Raises:
-        TensorError: of several sparse dimensions, an index lies outside its own.
+        TensorError: the tensor has several sparse dimensions, and an index lies outside its own.
     """
     if not tensor.is_cpu:
         return tensor.detach().coalesce()
@@ -65,39 +65,39 @@ def coalesced(tensor: Tensor, kernels: Kernels) -> Tensor:
 
 
 def row_numbers(indices: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """The row numbers ``[nnz]`` of sparse indices, on whichever device they lie, without waiting for it.
+    """Computes row numbers of sparse indices, on the device of the indices and without waiting for it.
 
     Args:
         indices: int64 ``[len(dims), nnz]``.
         dims: the sparse dimensions.
 
     Returns:
-        int64 ``[nnz]``, contiguous; and int64 ``[1]``, 1 where an index lies outside its own dimension. A
-        sole dimension is checked by whoever reads the row numbers.
+        int64 ``[nnz]``, contiguous; and int64 ``[1]``, 1 if an index lies outside its own dimension. Of a
+        single sparse dimension, indices are not checked here; the caller checks the row numbers.
     """
     outside = torch.zeros(1, dtype=torch.int64, device=indices.device)
     if len(dims) == 1:
         return indices[0].contiguous(), outside
     rows = torch.zeros(indices.shape[1], dtype=torch.int64, device=indices.device)
-    for place, (index, size) in enumerate(zip(indices, dims, strict=True)):
-        rows += index * math.prod(dims[place + 1 :])
+    for dim, (index, size) in enumerate(zip(indices, dims, strict=True)):
+        rows += index * math.prod(dims[dim + 1 :])
         outside |= ((index < 0) | (index >= size)).any()
     return rows, outside
 
 
 Ranges = Mapping[tuple[int, int], ChunkRange]
-"""What :meth:`Sharding.ranges` gives."""
+"""Returned by :meth:`Sharding.ranges`."""
 
 
 def encode_rows(
     ranges: Ranges, positions: NDArray[np.int64], values: memoryview, row_bytes: int, codec: str
 ) -> list[EncodedChunk]:
-    """The chunks of a sparse tensor.
+    """Returns the chunks of a sparse tensor.
 
     Args:
-        ranges: of its sharding.
+        ranges: of the tensor's sharding.
         positions: ``[n]``, strictly increasing.
-        values: the rows at these positions, ``row_bytes`` each. The chunks' frames are slices of it.
+        values: the rows at these positions, ``row_bytes`` each. Frames are slices of this memory.
         codec: the setting ``sync.codec``.
     """
     ends = np.searchsorted(positions, [each.stop for each in ranges.values()]).tolist()
@@ -113,10 +113,10 @@ def encode_rows(
 
 
 def check_sparse(result: Result, frames: Sequence[memoryview], chunk: ChunkRange) -> None:
-    """Refuses a result that cannot be of ``chunk``.
+    """Checks that a result fits ``chunk``.
 
     Raises:
-        ProtocolError: it has too many rows, or no positions.
+        ProtocolError: the result has too many rows, or no positions.
     """
     if len(frames) != 2 or result.codec not in CODECS:
         raise ProtocolError("payload", f"a sparse result with codec {result.codec!r}")
@@ -125,14 +125,15 @@ def check_sparse(result: Result, frames: Sequence[memoryview], chunk: ChunkRange
 
 
 class SparseTransfer(OneRound):
-    """A sparse COO tensor: compacted rows out, the coalesced union back.
+    """A sparse COO tensor: pushes compacted rows, and pulls the coalesced union of all ranks' rows.
 
     Args:
         tensor: coalesced or not, on the CPU.
-        sharding: how its rows are distributed.
+        sharding: how rows are distributed.
         codec: the setting ``sync.codec``.
-        coder: of its values.
-        expected_rows: what ``sharding`` was made by.
+        kernels: for compaction and scatter.
+        coder: of the values.
+        expected_rows: the number of rows for which ``sharding`` was computed.
 
     Raises:
         TensorError: indices lie outside the tensor.
@@ -188,7 +189,7 @@ class SparseTransfer(OneRound):
         return ()
 
     def finish(self) -> Tensor:
-        """Sparse COO, coalesced, with every row that any rank pushed."""
+        """Returns sparse COO, coalesced, with every row that any rank pushed."""
         rows, values = self._kernels.scatter(self._pulled)
         self._pulled.clear()
         return as_sparse(rows, values, self.encoded.shape, self._sparse_dim)

@@ -1,11 +1,12 @@
-"""Which blocks of a tensor are pushed when: OmniReduce's look-ahead by next pointers (SIGCOMM '21, §3). Pure.
+"""Block streams: OmniReduce's look-ahead by next pointers (SIGCOMM '21, §3) chooses blocks to push. Pure.
 
-The blocks of a tensor fall into *streams*, contiguous runs that know nothing of each other, and those of a
+The blocks of a tensor are divided into *streams*, which are contiguous and independent, and the blocks of a
 stream into *columns*: column c has the blocks c, c + columns, …. A stream goes through *phases*, each a round
-of its own. A phase asks all ranks for one block of each column. Each pushes those of them that are not zero
-there, and says for each column which such block it has next; the answer has the sums, and for each column
-the least of these. That is what the next phase asks for, so that what is zero on all ranks never travels. A
-column ends where no rank has a further block, and a stream with its last column.
+of its own. A phase asks all ranks for one block of each column. Each rank pushes those of these blocks that
+are not zero there, and for each column a pointer to its next non-zero block. The answer has the sums and, for
+each column, the smallest pointer of all ranks: the next phase asks for that block. So blocks that are zero on
+all ranks are never sent. A column ends when no rank has another block, a stream when all its columns have
+ended.
 """
 
 from __future__ import annotations
@@ -22,21 +23,22 @@ from zenps.wire.messages import POSITION_BYTES
 
 Blocks = NDArray[np.int64]
 
-# How many messages of a tensor may be in flight, and how finely it is dealt to servers. Each takes a name.
+# Bounds the messages of a tensor in flight, and how finely it is distributed over servers. Each stream takes
+# a name.
 MOST_STREAMS = 64
 
 LONGEST_NAME = 1024 - len(f"#{MOST_STREAMS}")
-"""How many characters a tensor's name may have: those of its streams have as many as a name may."""
+"""Characters of a tensor's name, so that the names of its streams are not too long."""
 
 
 class Plan(NamedTuple):
-    """How a tensor falls into streams: the same on all ranks and under any ring.
+    """How a tensor is divided into streams: the same on all ranks and under any ring.
 
     Attributes:
         block: elements of a block.
-        blocks: of the tensor; the last is padded with zeros.
+        blocks: of the tensor; the last one is padded with zeros.
         streams: at least 1.
-        columns: at most so many blocks are in one message.
+        columns: the maximum of columns of a stream, and so of blocks in a message.
     """
 
     block: int
@@ -45,12 +47,12 @@ class Plan(NamedTuple):
     columns: int
 
     def bounds(self, stream: int) -> tuple[int, int]:
-        """The first block of a stream, and the one behind its last."""
+        """Returns the first block of a stream, and the block after its last one."""
         return self.blocks * stream // self.streams, self.blocks * (stream + 1) // self.streams
 
 
 def plan_streams(count: int, item_bytes: int, block: int, fusion: int, most_bytes: int) -> Plan:
-    """How ``count`` elements fall into streams.
+    """Divides ``count`` elements into streams.
 
     Args:
         item_bytes: of an element.
@@ -69,12 +71,12 @@ class Stream:
 
     Args:
         held: the blocks that are not zero on this rank, counted from the stream's first; increasing.
-        count: how many blocks it has.
-        columns: at most so many columns.
+        count: the number of blocks.
+        columns: the maximum of columns.
 
     Attributes:
-        asked: the blocks that the present phase asks for, in order of their columns; none once it has ended.
-        phase: its number.
+        asked: the blocks that the present phase asks for, by column; empty once the stream has ended.
+        phase: the number of the present phase.
     """
 
     def __init__(self, held: Blocks, count: int, columns: int) -> None:
@@ -83,12 +85,12 @@ class Stream:
         column = held % columns
         order = np.argsort(column, kind="stable")
         counts = np.bincount(column, minlength=columns)
-        # Each column's blocks one after the other, and NONE_LEFT behind them.
-        places = np.arange(len(held)) + column[order]
+        # The blocks of all columns one after the other, with NONE_LEFT after each column.
+        at = np.arange(len(held)) + column[order]
         self._blocks = np.full(len(held) + columns, NONE_LEFT, dtype=np.int64)
-        self._blocks[places] = held[order]
+        self._blocks[at] = held[order]
         self._numbers = np.zeros(len(held) + columns, dtype=np.int64)
-        self._numbers[places] = order
+        self._numbers[at] = order
         self._next = np.cumsum(counts + 1) - counts - 1
         self._pushed = np.zeros(0, dtype=np.bool_)
         self.asked = np.arange(min(columns, count), dtype=np.int64)
@@ -96,11 +98,11 @@ class Stream:
         self.phase = 0
 
     def push(self) -> tuple[Positions, NDArray[np.int64], Ahead]:
-        """What this rank pushes in the present phase. Once per phase.
+        """Returns what this rank pushes in the present phase. Call it once per phase.
 
         Returns:
-            which of the blocks ``asked`` for it has; the places of these in ``held``; and for each block
-            asked for, which comes next in its column.
+            which of the ``asked`` blocks this rank has; their indices in ``held``; and for each asked block
+            the next block of its column.
         """
         self._pushed = self._blocks[self._next] == self.asked
         numbers = self._numbers[self._next[self._pushed]]
@@ -108,14 +110,14 @@ class Stream:
         return np.flatnonzero(self._pushed), numbers, self._blocks[self._next].astype(np.uint32)
 
     def advance(self, present: Positions, ahead: Ahead) -> None:
-        """The present phase was answered: the next one begins, or the stream has ended.
+        """Absorbs the answer to the present phase and begins the next one, or ends the stream.
 
         Args:
-            present: which of the blocks ``asked`` for any rank has pushed.
-            ahead: the least next block of all ranks, in each column.
+            present: which of the ``asked`` blocks any rank has pushed.
+            ahead: for each column, the smallest next block of all ranks.
 
         Raises:
-            ProtocolError: no rank's pushes, with this one's, can come to that.
+            ProtocolError: the answer contradicts what this rank has pushed.
         """
         following = ahead.astype(np.int64)
         is_continued = following != NONE_LEFT
@@ -123,7 +125,7 @@ class Stream:
         is_ahead = (following > self.asked) & (following <= own)
         in_column = (following < self._count) & ((following - self.asked) % self._columns == 0)
         if not (is_ahead & (in_column | ~is_continued)).all():
-            raise ProtocolError("payload", "next blocks that are none of their columns, or leave some out")
+            raise ProtocolError("payload", "next blocks outside their columns, or behind blocks of this rank")
         missing = self._pushed.copy()
         missing[present] = False
         if missing.any():

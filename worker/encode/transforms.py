@@ -1,4 +1,4 @@
-"""Transforms of a tensor for its travel, and back: by element (Zen's keys), dense (BytePS), to the CPU."""
+"""Transforms of a tensor before and after its transfer: by element (Zen), dense (BytePS), to the CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .sparse import as_sparse, as_table, coalesced, row_numbers
 
 
 class ToHost(Transform):
-    """A tensor on a device is reduced on the CPU."""
+    """Copies a tensor from a device to the CPU, where it is reduced."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -31,12 +31,12 @@ class ToHost(Transform):
 
 
 class Densified(Transform):
-    """A sparse tensor travels strided. Its sum has the rows that are not all zero, and has lost which others
-    were touched.
+    """Converts a sparse tensor to a strided one. The result has only the rows that are not all zero, because
+    the strided sum does not tell which other rows were touched.
 
     Args:
         tensor: sparse COO, on any device.
-        kernels: for one on the CPU.
+        kernels: for a tensor on the CPU.
     """
 
     def __init__(self, tensor: Tensor, kernels: Kernels) -> None:
@@ -58,11 +58,11 @@ class Densified(Transform):
 
 
 class ByElement(Transform):
-    """A sparse tensor travels with one dimension: each element of a row has a key of its own.
+    """Flattens a sparse tensor to one dimension, so that each element of a row has a key of its own.
 
     Args:
         tensor: sparse COO, on any device.
-        kernels: for one on the CPU.
+        kernels: for a tensor on the CPU.
     """
 
     def __init__(self, tensor: Tensor, kernels: Kernels) -> None:
@@ -72,7 +72,7 @@ class ByElement(Transform):
 
     def apply(self, tensor: Tensor) -> Tensor:
         summed = coalesced(tensor, self._kernels)
-        if self._columns <= 1:  # its rows are elements
+        if self._columns <= 1:  # each row is one element
             return summed
         numbers, _ = row_numbers(summed._indices(), tuple(self._shape[: self._sparse_dim]))
         within = torch.arange(self._columns, device=summed.device)
@@ -88,7 +88,7 @@ class ByElement(Transform):
         rows = elements[::columns] // columns
         whole = (rows.unsqueeze(1) * columns + torch.arange(columns, device=result.device)).view(-1)
         if not torch.equal(whole, elements):
-            raise ProtocolError("payload", f"elements that make no whole rows of {columns}")
+            raise ProtocolError("payload", f"elements that do not form whole rows of {columns}")
         return as_sparse(rows, result._values(), self._shape, self._sparse_dim)
 
 
@@ -97,4 +97,4 @@ TRANSFORMS: Final[dict[Keys, type[Densified | ByElement] | None]] = {
     "elements": ByElement,
     "none": Densified,
 }
-"""What a sparse tensor goes through, by what its positions count."""
+"""The transform of a sparse tensor, by what its positions count."""

@@ -1,1 +1,1 @@
-"""Rounds at a worker: the pure state machine, and which step each tensor is at."""
+"""Rounds at a worker: the pure state machine."""

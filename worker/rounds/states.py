@@ -1,6 +1,6 @@
-"""State table of a worker's rounds, and the actions that its rounds ask for.
+"""State table of a worker's rounds, and the actions that the state machine returns.
 
-A round is one tensor in one step; of a tensor in streams, one phase of one stream.
+A round is one tensor in one step; if the tensor is in streams, one phase of one stream.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RoundEvent = Literal["answered", "failed", "ring changed", "resharded", "wanted"
 
 ROUND: Final[Transitions[RoundState, RoundEvent]] = {
     "pushed": {"ring changed": "resharding", "answered": "kept", "failed": "kept"},
-    # Once more "ring changed": a newer view replaces the one that it is resharded for.
+    # "ring changed" again: a newer view replaces the one for which the round is being resharded.
     "resharding": {"resharded": "pushed", "ring changed": "resharding", "failed": "kept"},
     "kept": {"wanted": "recalled", "ended everywhere": "settled"},
     "recalled": {
@@ -37,18 +37,18 @@ ROUND: Final[Transitions[RoundState, RoundEvent]] = {
 """A round at a worker. In all but ``kept`` and ``settled`` it is in flight, and its pushes are repeated."""
 
 AWAITED: Final[tuple[RoundState, ...]] = ("pushed", "resharding")
-"""The states in which somebody here waits for answers."""
+"""The states in which a caller here waits for answers."""
 
-# A connection that was cut and made again may have lost a push or its answer. Nobody notices, where rounds
-# have no deadline; so what stays unanswered is pushed again: after this time without any answer to its round,
-# and then ever more seldom, for the reason is nearly always a straggler. To a server a push is the same
-# however often it comes.
+# A reconnect may have lost a push or its answer, which nobody notices if rounds have no deadline. So
+# unanswered pushes are repeated: first after this time without any answer to the round, then at growing
+# intervals, because the reason is nearly always a straggler. Pushes are idempotent.
 REPEAT_SECONDS = 60.0
+
 Frames = Sequence[memoryview]
 
 
 class Outgoing(NamedTuple):
-    """One push, and the server it is for; where pushes have priorities, the highest goes first."""
+    """One push to a server. If the scheme has priorities, the highest priority is sent first."""
 
     server: int
     push: Push
@@ -62,52 +62,53 @@ class Round(Struct, eq=False):
     tensor: str
     step: int
     ring_epoch: int
-    """Of the ring for which ``outgoing`` is sharded."""
+    """The epoch of the ring for which ``outgoing`` is sharded."""
     outgoing: Sequence[Outgoing]
     encoded: object = None
-    """What ``outgoing`` can be resharded from; opaque here."""
+    """The encoded tensor, to reshard ``outgoing``; opaque here."""
     options: Options = Options()
     workers: Set[int] = frozenset()
-    """The ranks that were members when it began."""
+    """The ranks that were members when the round began."""
     again: bool = False
-    """Whether it was pushed under an older ring before: others may have ended it there."""
+    """True if the round was pushed under an older ring before: other ranks may have ended it there."""
     previous: int = -1
-    """The step of the tensor's latest round before it that may not be settled yet; -1 if there is none."""
+    """The step of the tensor's latest earlier round that may not be settled yet; -1 if there is none."""
     state: RoundState = "pushed"
     earlier: list[Outgoing] = []
-    """What was pushed under older rings. A server that is lost but goes on may read it in this worker's
-    memory, and answer ranks that have not heard so: until all have ended the round it stays as it is."""
+    """Pushes under older rings, which keep their shared memory unchanged until all ranks have ended the
+    round. A server that was declared lost but still runs may read them, and answer ranks that do not know of
+    its loss yet."""
     unanswered: dict[tuple[int, int], Outgoing] = {}
-    """By server and chunk. Pushes are kept whole: a server may ask for one again."""
+    """Unanswered pushes by server and chunk. They are kept whole, because a server may ask for them again."""
     repetitions: dict[tuple[int, int], int] = {}
-    """How often a push was sent again; those that never were are not in it."""
+    """How often each push was sent again; pushes that were sent once are left out."""
     deadline: float = math.inf
     repeat_at: float = 0.0
     repeat_seconds: float = REPEAT_SECONDS
-    given: dict[tuple[int, int], float] = {}
-    """By server and chunk: when a server that asked for a push was given it last."""
+    sent_again: dict[tuple[int, int], float] = {}
+    """By server and chunk: when a push that a server wanted was last sent to it."""
     ended_after: int = 0
-    """The watermark last heard of when it ended."""
+    """The newest watermark that was known here when the round ended."""
 
 
 class SendPush(Struct, frozen=True):
-    """An action: send this push; ``again`` if a server was busy when it came first."""
+    """An action: send this push; ``again`` if the server had refused it as busy."""
 
     outgoing: Outgoing
     again: bool = False
 
 
 class Reshard(Struct, frozen=True):
-    """An action: reshard the round for the present ring, and tell :meth:`WorkerRounds.on_resharded`.
+    """An action: reshard the round for the present ring, then call :meth:`WorkerRounds.on_resharded`.
 
-    It may take long, and need not be done before other events are heard.
+    This may take long. Other events may be processed first.
     """
 
     round: Round
 
 
 class Deliver(Struct, frozen=True):
-    """An action: hand one answer to whoever waits for the round."""
+    """An action: deliver one answer to the caller that waits for the round."""
 
     round: Round
     server: int
@@ -117,7 +118,7 @@ class Deliver(Struct, frozen=True):
 
 
 class Fail(Struct, frozen=True):
-    """An action: tell whoever waits for the round that it will not be answered."""
+    """An action: fail the caller that waits for the round."""
 
     round: Round
     error: ZenPSError

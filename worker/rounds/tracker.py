@@ -1,14 +1,14 @@
-"""State machine of a worker's rounds: what is in flight, and how each round ends. No socket, no clock.
+"""State machine of a worker's rounds: tracks rounds in flight and how each ends. No socket, no clock.
 
-A round is *pushed* until every part of it was answered, one failed, or its deadline passed. Then it is
-*kept*: a server may die with the only answer that another rank needs, and all have to push again. It is
+A round is *pushed* until all its chunks are answered, one fails, or its deadline expires. Then it is *kept*:
+a server may die with the only answer that another rank needs, and then all ranks have to push again. It is
 *settled*, and forgotten, once it is certain that all ranks have ended it:
 
-- an answer to the tensor's next step came, for which every rank had to push, and so to end this one; or
-- three *watermarks* have passed. The scheduler begins watermark w + 1 when all workers have reported w, and a
-  worker reports a watermark when all that was in flight as it heard of it has ended. A round that ends here
-  after watermark w was in flight, or had ended, on all ranks when they heard of w + 2; they have reported
-  that at w + 3.
+- an answer to the tensor's next step came: every rank had to push for it, and so to end this one first; or
+- three *watermarks* have passed. The scheduler begins watermark w + 1 when all workers have reported w. A
+  worker reports a watermark when all rounds have ended that were in flight when the watermark reached it.
+  A round that ends here after watermark w was in flight, or had ended, on all ranks when w + 2 reached them;
+  at w + 3 they have all reported its end.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from .states import (
     SendPush,
 )
 
-# A server's own deadline comes first, because its error names the ranks that are missing.
+# A server's deadline expires first, because its error names the missing ranks.
 PATIENCE_SECONDS = 5.0
 
-# A push is refused as busy hardly more than once, and damaged more than once only by what stays broken.
+# A push is hardly ever refused as busy more than once, and damaged more than once only by broken hardware.
 MOST_REPETITIONS = 16
 
 WATERMARKS_TO_SETTLE = 3
 
-# A server asks twice a second, and what it was given may take longer than that to arrive.
+# A server asks for a wanted push twice a second, but the push may take longer than that to arrive.
 ASKED_SECONDS = 5.0
 
 _FAILURES: dict[str, type[ZenPSError]] = {
@@ -75,14 +75,15 @@ class WorkerRounds:
         self._in_flight: dict[tuple[str, int], Round] = {}
         self._kept: dict[tuple[str, int], Round] = {}
         self._newest: dict[str, int] = {}
-        """The step of each tensor's last round. Of streams, steps are not consecutive."""
+        """The step of each tensor's last round. The steps of a stream are not consecutive."""
         self.failure: ZenPSError | None = None
         """Why no round can succeed any more."""
         self.watermark = 0
-        """The newest watermark that has passed here."""
-        self._heard_watermark = 0
+        """The newest watermark that has passed here; it is reported to the scheduler."""
+        self._begun_watermark = 0
+        """The newest watermark that the scheduler has begun."""
         self._before_watermark: set[tuple[str, int]] = set()
-        """Rounds that were in flight when the newest watermark was heard of, and still are."""
+        """Rounds in flight that began before the newest watermark reached this worker."""
         self.resharded = 0
         """How often a round in flight was resharded."""
         self.recalled = 0
@@ -95,7 +96,7 @@ class WorkerRounds:
 
     @property
     def kept(self) -> int:
-        """Rounds that have ended here, but perhaps not everywhere."""
+        """Rounds that have ended here, but perhaps not on all ranks."""
         return len(self._kept)
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────
@@ -103,10 +104,13 @@ class WorkerRounds:
     def on_view(
         self, ring_epoch: int, servers: Iterable[Member], workers: Set[int] = frozenset()
     ) -> list[Action]:
-        """Members have changed. Under a new ring, what is in flight is resharded and pushed again.
+        """Applies a view. If the ring has changed, rounds in flight are resharded and pushed again.
 
-        But a round that began with other ``workers``, the ranks that are members, fails: the others may have
-        ended it with the push of one that is gone.
+        A round that began with other members fails then: other ranks may have ended it with the push of a
+        lost rank.
+
+        Args:
+            workers: the ranks that are members.
         """
         self._servers = {member.rank: member for member in servers}
         self._workers = workers
@@ -131,9 +135,9 @@ class WorkerRounds:
     def on_resharded(
         self, round_: Round, ring_epoch: int, encoded: object, outgoing: Sequence[Outgoing], now: float
     ) -> list[Action]:
-        """A round is sharded for a ring.
+        """Pushes a round that was resharded for a ring.
 
-        Nothing follows if the round has ended or is of this ring already, nor if there is a newer ring.
+        It does nothing if the round has ended or is of this ring already, nor if there is a newer ring.
         """
         is_stale = round_.state == "recalled" and round_.ring_epoch != ring_epoch
         if ring_epoch != self._ring_epoch or not (is_stale or round_.state == "resharding"):
@@ -144,27 +148,25 @@ class WorkerRounds:
         round_.repetitions = {}
         round_.repeat_seconds = REPEAT_SECONDS
         if round_.state == "recalled":
-            return self._give(round_, set(round_.given), now)
-        round_.given = {}
+            return self._push_wanted(round_, set(round_.sent_again), now)
+        round_.sent_again = {}
         return self._push(round_, now)
 
     def reset(self) -> list[Action]:
-        """Joining workers were let in: all ranks count steps and watermarks from 0 again."""
+        """Forgets all rounds, because joining workers were admitted and all ranks count from 0 again."""
         in_flight = [round_ for round_ in self._in_flight.values() if round_.state in AWAITED]
         actions = []
         for round_ in in_flight:
-            reason = (
-                f"tensor {round_.tensor!r}: in flight while joining workers were let in; wait for it before"
-            )
-            actions += self._fail(round_, UsageError(f"{reason} TrainingState.commit()"))
+            reason = f"tensor {round_.tensor!r}: in flight while joining workers were admitted"
+            actions += self._fail(round_, UsageError(f"{reason}; wait for it before TrainingState.commit()"))
         for key in [*self._in_flight, *self._kept]:
             self._settle(key)  # one that is resharded for another rank must not be pushed any more
         self._newest.clear()
-        self.watermark = self._heard_watermark = 0
+        self.watermark = self._begun_watermark = 0
         return actions
 
     def submit(self, round_: Round, now: float) -> list[Action]:
-        """A round begins: pushes everything at once."""
+        """Begins a round: pushes all its chunks at once."""
         if self.failure is not None:
             round_.state = ROUND[round_.state]["failed"]  # it was never in flight
             return [Fail(round_, self.failure)]
@@ -179,25 +181,23 @@ class WorkerRounds:
         return self._push(round_, now)
 
     def give_up(self, round_: Round) -> None:
-        """Nobody waits for the answers to this round any more."""
+        """Ends a round whose answers no caller waits for any more."""
         if round_.state in AWAITED:
             self._end(round_, "failed")
 
     def on_reply(self, server: int, message: FromServer, frames: Frames, now: float) -> list[Action]:
-        """A server answered. What belongs to no round in flight is a late repetition, and ignored."""
+        """Processes a server's message. Answers to rounds that are not in flight are late and ignored."""
         if message.ring_epoch != self._ring_epoch:
             return []
         if isinstance(message, Wanted):
             return self._on_wanted(server, message, now)
         round_ = self._in_flight.get((message.tensor, message.step))
-        if round_ is None:
-            return []
-        if (server, message.chunk) not in round_.unanswered:
+        if round_ is None or (server, message.chunk) not in round_.unanswered:
             return []
         match message:
             case Result():
-                # A whole round may take longer on a slow link. Put off by a time that was doubled, what is
-                # lost would be waited for too long.
+                # On a slow link a whole round may take longer than one interval, so each answer restarts it.
+                # The interval is reset, too: after several doublings a lost push would be repeated too late.
                 round_.repeat_seconds = REPEAT_SECONDS
                 round_.repeat_at = now + REPEAT_SECONDS
                 return self._on_result(round_, server, message, frames)
@@ -211,7 +211,7 @@ class WorkerRounds:
                 return self._repeat(round_, server, message.chunk, "damaged on its way", again=False)
 
     def on_corrupted(self, server: int, message: object) -> list[Action]:
-        """An answer came whose checksum is wrong: the push is repeated, and the server repeats itself."""
+        """Repeats the push whose answer has a wrong checksum, so that the server answers again."""
         if not isinstance(message, Result) or message.ring_epoch != self._ring_epoch:
             return []
         round_ = self._in_flight.get((message.tensor, message.step))
@@ -220,7 +220,7 @@ class WorkerRounds:
         return self._repeat(round_, server, message.chunk, "answered with damaged bytes", again=False)
 
     def on_lost(self, error: ZenPSError) -> list[Action]:
-        """Nothing can succeed any more: fails what is in flight, and all that comes."""
+        """Fails all rounds, also those that begin later."""
         self.failure = self.failure or error
         rounds = list(self._in_flight.values())
         actions = [action for round_ in rounds for action in self._fail(round_, error)]
@@ -228,10 +228,10 @@ class WorkerRounds:
         return actions
 
     def on_watermark(self, watermark: int) -> None:
-        """The scheduler has begun a watermark, or says once more that it has."""
-        if watermark <= self._heard_watermark:
+        """Notes that the scheduler has begun a watermark, and settles rounds. Repetitions are ignored."""
+        if watermark <= self._begun_watermark:
             return
-        self._heard_watermark = watermark
+        self._begun_watermark = watermark
         self._before_watermark = {key for key, round_ in self._in_flight.items() if round_.state in AWAITED}
         if not self._before_watermark:
             self.watermark = watermark
@@ -241,7 +241,7 @@ class WorkerRounds:
                     self._settle(key)
 
     def on_tick(self, now: float) -> list[Action]:
-        """Time passed: rounds may have reached their deadline, or be silent for long."""
+        """Fails rounds whose deadline has expired; repeats pushes that were not answered for long."""
         actions: list[Action] = []
         for round_ in list(self._in_flight.values()):
             if now > round_.deadline:
@@ -264,9 +264,9 @@ class WorkerRounds:
         return [SendPush(outgoing) for outgoing in round_.outgoing]
 
     def _on_wanted(self, server: int, message: Wanted, now: float) -> list[Action]:
-        """Another rank lacks an answer that was given here: the server gets the push that it needs for that.
+        """Sends a push again that a server needs to answer another rank.
 
-        What this rank still has to push, or has just pushed, comes anyway.
+        Does nothing if the push was sent a moment ago, or will be sent anyway.
         """
         key, chunk = (message.tensor, message.step), (server, message.chunk)
         round_ = self._in_flight.get(key)
@@ -278,17 +278,17 @@ class WorkerRounds:
             self.recalled += 1
             if round_.ring_epoch != self._ring_epoch:
                 round_.again = True
-                round_.given = {}
+                round_.sent_again = {}
                 actions.append(Reshard(round_))
-        if round_ is None or now < round_.given.get(chunk, -math.inf) + ASKED_SECONDS:
+        if round_ is None or now < round_.sent_again.get(chunk, -math.inf) + ASKED_SECONDS:
             return actions
         if round_.state == "resharding" or (round_.state == "pushed" and chunk in round_.unanswered):
             return actions
-        round_.given[chunk] = now
-        # While it is resharded, what is given is pushed only then.
-        return actions if round_.ring_epoch != self._ring_epoch else self._give(round_, {chunk}, now)
+        round_.sent_again[chunk] = now
+        # A round that is being resharded pushes its wanted chunks afterwards.
+        return actions if round_.ring_epoch != self._ring_epoch else self._push_wanted(round_, {chunk}, now)
 
-    def _give(self, round_: Round, chunks: Set[tuple[int, int]], now: float) -> list[Action]:
+    def _push_wanted(self, round_: Round, chunks: Set[tuple[int, int]], now: float) -> list[Action]:
         wanted = [out for out in round_.outgoing if (out.server, out.push.chunk) in chunks]
         if round_.state == "recalled":
             round_.unanswered.update(((out.server, out.push.chunk), out) for out in wanted)
@@ -306,7 +306,7 @@ class WorkerRounds:
         return [Deliver(round_, server, result, frames, last)] if is_awaited else []
 
     def _settle(self, key: tuple[str, int]) -> Round | None:
-        """Forgets a round that all ranks have ended, if there is one."""
+        """Forgets a round that all ranks have ended. Returns it, or None if it is not known any more."""
         round_ = self._kept.pop(key, None) or self._in_flight.pop(key, None)
         if round_ is not None:
             round_.state = ROUND[round_.state]["ended everywhere"]
@@ -316,14 +316,14 @@ class WorkerRounds:
         key = round_.tensor, round_.step
         del self._in_flight[key]
         if round_.state in AWAITED:
-            round_.ended_after = self._heard_watermark
+            round_.ended_after = self._begun_watermark
         round_.state = ROUND[round_.state][event]
         round_.unanswered = {}
         self._kept[key] = round_
         if key in self._before_watermark:
             self._before_watermark.discard(key)
             if not self._before_watermark:
-                self.watermark = self._heard_watermark
+                self.watermark = self._begun_watermark
 
     def _repeat(self, round_: Round, server: int, chunk: int, cause: str, *, again: bool) -> list[Action]:
         key = (server, chunk)
@@ -347,5 +347,5 @@ def _lost_with_a_server(round_: Round, workers: Set[int]) -> PeerLostError:
     gone = listing(sorted(round_.workers - workers))
     return PeerLostError(
         f"tensor {round_.tensor!r}, step {round_.step}: rank(s) {gone} were lost, and servers have changed, "
-        "within this round: others may have ended it with what is lost; start this worker again"
+        "within this round: other ranks may have ended it with a push of a lost rank; restart this worker"
     )

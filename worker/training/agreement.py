@@ -1,4 +1,4 @@
-"""What ranks agree on of an optimizer's parameters: names, which gradients are sparse, how to fuse others."""
+"""Agreement of all ranks on an optimizer's parameters: their names, sparse gradients and fused buckets."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ from zenps.errors import MismatchError, UsageError, listing
 
 from ..core.request import Request
 from ..process import PROCESS
-from .ask import ask_all
+from .allgather import allgather_int
 from .broadcast import broadcast_object
 from .buckets import Bucket, fuse
 
 
-class Agreed:
-    """The parameters of one optimizer. All ranks make it, and call its methods, at the same points.
+class ParameterAgreement:
+    """The parameters of one optimizer. All ranks construct it and call its methods at the same points.
 
     Args:
         prefix: of the rounds' names.
-        own: this rank's parameters by name. Ranks may have been given them in different orders; that of the
-            first goes for all. A joining worker would be alone with its question; it adopts what others have.
+        own: this rank's parameters by name. All ranks take the order of the lowest rank. A joining worker
+            asks nobody: it calls :meth:`adopt` later.
 
     Attributes:
-        names: of all parameters, in the order of all ranks.
-        priorities: of their gradients: those of the first layers, which forward needs first, are the highest.
-        sparse: those whose gradient is.
-        bucket_of: the others, once their gradients were seen.
+        names: the name of each parameter, in an order that is the same on all ranks.
+        priorities: of each gradient. Forward needs the first layers first, so theirs are the highest.
+        sparse: the parameters whose gradient is sparse.
+        bucket_of: the bucket of each parameter that is known to have a dense gradient.
 
     Raises:
-        MismatchError: ranks have different parameters.
+        MismatchError: the ranks' parameters differ.
     """
 
     def __init__(self, prefix: str, own: dict[str, Parameter]) -> None:
         self._prefix = prefix
         self._own = own
-        names = list(own) if PROCESS.world.is_joining else self._names_of_all()
-        self._put_in_order(names)
+        names = list(own) if PROCESS.world.is_joining else self._agree_on_names()
+        self._set_order(names)
         self.sparse: set[Parameter] = set()
         self.bucket_of: dict[Parameter, Bucket] = {}
         self._unknown = list(self.names)
 
     @property
     def buckets(self) -> list[Bucket]:
-        """Each once, in the order of all ranks."""
+        """All buckets, in an order that is the same on all ranks."""
         return list(dict.fromkeys(self.bucket_of.values()))
 
     def agree_on_kinds(self) -> None:
-        """Asks all ranks how they see the gradients that were never seen before, and fuses the dense.
+        """Finds out which gradients of unknown kind are sparse on any rank; fuses the dense ones.
 
         Raises:
-            MismatchError: a gradient is dense here and sparse there.
+            MismatchError: a gradient is dense on one rank and sparse on another.
         """
         if not self._unknown:
             return
@@ -82,11 +82,11 @@ class Agreed:
             self.bucket_of |= dict.fromkeys(bucket.parameters, bucket)
 
     def adopt(self, root_rank: int) -> None:
-        """Takes over what the root has agreed on with others; between two steps.
+        """Replaces this agreement by the root's, between two steps.
 
         Raises:
-            MismatchError: the root has other parameters.
-            PeerLostError: the root is gone.
+            MismatchError: the root's parameters differ from this rank's.
+            PeerLostError: the root was lost.
         """
         agreed: dict[str, Any] = {
             "names": list(self.names.values()),
@@ -100,8 +100,8 @@ class Agreed:
         agreed = broadcast_object(agreed, root_rank, f"{self._prefix}/agreed")
         own = self._own
         if differing := set(agreed["names"]) ^ own.keys():
-            raise MismatchError(f"rank {root_rank} or this one alone has {listing(sorted(differing))}")
-        self._put_in_order(agreed["names"])
+            raise MismatchError(f"rank {root_rank} and this one differ in {listing(sorted(differing))}")
+        self._set_order(agreed["names"])
         self._unknown = [own[name] for name in agreed["unknown"]]
         self.sparse = {own[name] for name in agreed["sparse"]}
         self.bucket_of = {}
@@ -109,27 +109,27 @@ class Agreed:
             bucket = Bucket(bucket_name, [own[name] for name in names], PROCESS.world.quantized_run)
             self.bucket_of |= dict.fromkeys(bucket.parameters, bucket)
 
-    def _put_in_order(self, names: Sequence[str]) -> None:
+    def _set_order(self, names: Sequence[str]) -> None:
         self.names = {self._own[name]: name for name in names}
-        self.priorities = {parameter: -place for place, parameter in enumerate(self.names)}
+        self.priorities = {parameter: -index for index, parameter in enumerate(self.names)}
 
-    def _names_of_all(self) -> list[str]:
+    def _agree_on_names(self) -> list[str]:
         root = min(PROCESS.world.ranks)
         names: list[str] = broadcast_object(list(self._own), root, name=f"{self._prefix}/names")
         differing = set(names) ^ self._own.keys()
-        if others := ask_all(len(differing), f"{self._prefix}/differing"):
-            here = f"; rank {root} or this one alone has {listing(sorted(differing))}" if differing else ""
+        if others := allgather_int(len(differing), f"{self._prefix}/differing"):
+            here = f"; rank {root} and this one differ in {listing(sorted(differing))}" if differing else ""
             raise MismatchError(f"rank(s) {listing(others)} have other parameters than rank {root}{here}")
         return names
 
 
-def named(
+def parameters_by_name(
     optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str, Parameter]] | None
 ) -> dict[str, Parameter]:
-    """The optimizer's parameters that need gradients, by name; None: by their position.
+    """Returns the optimizer's parameters that need gradients by name; ``None`` names them by position.
 
     Raises:
-        UsageError: one has no name, or two have the same.
+        UsageError: a parameter has no name, or two have the same name.
     """
     own = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if parameters is None:

@@ -1,7 +1,7 @@
-"""From one rank to all: parameters, optimizer state, plain objects.
+"""Broadcast from one rank to all: parameters, optimizer state, plain objects.
 
-A broadcast is a round to which only the root contributes: its bytes come back unchanged, whatever
-their dtype.
+A broadcast is a round to which only the root contributes: every rank gets the root's bytes unchanged,
+whatever their dtype.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ..core.pending import Pending
 from ..core.request import Options, Request
 from ..encode.dense import RootLostError
 from ..process import PROCESS
-from .ask import ask_all
+from .allgather import allgather_int
 
-# Of a packed object: its length comes over the network, and memory is taken by it.
+# The length of a packed object comes over the network and decides how much memory is allocated.
 MOST_OBJECT_BYTES = 1 << 31
 
 Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
-# dtypes that an optimizer's state may have, by the name that travels.
+# dtypes that an optimizer's state may have, by their name on the wire.
 _DTYPES = {
     str(dtype): dtype
     for dtype in (
@@ -56,13 +56,13 @@ def broadcast_parameters(parameters: Named, root_rank: int = 0) -> None:
     Args:
         parameters: a ``state_dict()`` or named tensors, the same names and shapes on all ranks; any
             dtype, strided, on any device.
-        root_rank: whose values all get.
+        root_rank: the rank whose values all ranks get.
 
     Raises:
-        TensorError: something else than a strided tensor.
-        UsageError: no such rank.
-        PeerLostError: the root is gone.
-        MismatchError: ranks have other names, or other shapes or dtypes under them.
+        TensorError: a value is no strided tensor.
+        UsageError: there is no such rank.
+        PeerLostError: the root was lost.
+        MismatchError: names, shapes or dtypes differ between ranks.
     """
     named = dict(parameters.items() if isinstance(parameters, Mapping) else parameters)
     for name, tensor in named.items():
@@ -75,7 +75,7 @@ def _check_alike(named: Mapping[str, Tensor], root_rank: int) -> None:
     own = {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in named.items()}
     roots: dict[str, str] = broadcast_object(own, root_rank, "parameters")
     differing = [name for name in own.keys() | roots.keys() if own.get(name) != roots.get(name)]
-    if others := ask_all(len(differing), "broadcast/parameters/differing"):
+    if others := allgather_int(len(differing), "broadcast/parameters/differing"):
         here = ""
         if differing:
             name = min(differing)
@@ -90,7 +90,7 @@ def _overwrite(named: Mapping[str, Tensor], root_rank: int) -> None:
         for tensor, handle in pending:
             try:
                 result = handle.wait()
-            except RootLostError as error:  # nothing stays in flight
+            except RootLostError as error:  # wait for the others too: nothing may stay in flight
                 lost = error
                 continue
             tensor.copy_(result.reshape(-1).view(tensor.dtype).view(tensor.shape))
@@ -99,19 +99,19 @@ def _overwrite(named: Mapping[str, Tensor], root_rank: int) -> None:
 
 
 def broadcast_object(value: Any, root_rank: int = 0, name: str = "object") -> Any:
-    """The root's ``value`` on every rank.
+    """Returns the root's ``value`` on every rank.
 
     Args:
         value: plain data: None, bool, int, float, str, bytes, and lists and dicts of them. Tuples
-            arrive as lists. Not read on other ranks.
-        root_rank: whose value all get.
-        name: tells apart broadcasts that run at once.
+            arrive as lists. Only the root's value is read.
+        root_rank: the rank whose value all ranks get.
+        name: distinguishes broadcasts that run at the same time.
 
     Raises:
-        UsageError: no such rank, a value that is not plain data (nothing is pickled), or one that takes
+        UsageError: there is no such rank, or the value is not plain data (nothing is pickled), or it takes
             more than 2 GiB.
-        PeerLostError: the root is gone.
-        ProtocolError: what came is no packed object.
+        PeerLostError: the root was lost.
+        ProtocolError: the received bytes are no packed object.
     """
     data = b""
     if PROCESS.world.rank == root_rank:
@@ -139,10 +139,10 @@ def broadcast_object(value: Any, root_rank: int = 0, name: str = "object") -> An
 
 
 def unpack_object(data: bytes) -> Any:
-    """Plain data from its MessagePack form.
+    """Decodes plain data from MessagePack.
 
     Raises:
-        ProtocolError: it is not that.
+        ProtocolError: ``data`` is not MessagePack.
     """
     try:
         return msgpack.unpackb(data, strict_map_key=False)
@@ -156,10 +156,10 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
 
     Args:
         optimizer: over the same parameters on all ranks. Its state may be empty on any of them.
-        root_rank: whose state all get.
+        root_rank: the rank whose state all ranks get.
 
     Raises:
-        UsageError: no such rank, or the state holds something that is neither tensor nor plain data.
+        UsageError: there is no such rank, or the state holds something that is neither tensor nor plain data.
     """
     tensors: list[Tensor] = []
     skeleton = None
@@ -177,7 +177,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
 
 def _begin(tensor: Tensor, name: str, root_rank: int) -> Pending:
     world = PROCESS.world
-    # One that is gone, in a job that goes on without it, is named by the round: here ranks may know or not.
+    # In an elastic job a lost root is reported by the round: ranks may learn of the loss at different times.
     most = MOST_WORKERS if world.is_elastic else world.size
     if not 0 <= root_rank < most:
         raise UsageError(f"root_rank {root_rank}: expected 0 to {most - 1}")
@@ -199,7 +199,7 @@ def _wait_into(tensor: Tensor, name: str, root_rank: int) -> None:
 
 
 def _take_apart(value: Any, tensors: list[Tensor]) -> Any:
-    """``value`` as plain data, with its tensors moved into ``tensors``."""
+    """Returns ``value`` as plain data and moves its tensors into ``tensors``."""
     match value:
         case Tensor() if value.is_sparse:
             tensors += value._indices(), value._values()

@@ -1,4 +1,4 @@
-"""Small dense gradients, fused into buckets that are pushed as one tensor."""
+"""Gradient buckets: small dense gradients are fused and pushed as one tensor."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch.nn import Parameter
 
 
 class Bucket:
-    """Some dense parameters of one dtype and device; its tensor is their gradients, end to end.
+    """Dense parameters of one dtype and device, whose gradients travel end to end in one tensor.
 
-    After them comes one element for each parameter that says whether this rank has a gradient for it,
-    so that a parameter that no rank used keeps ``grad = None`` and its optimizer leaves it alone.
+    After the gradients comes one presence element for each parameter: 1 if this rank has a gradient for it.
+    A parameter that no rank used keeps ``grad = None``, so its optimizer does not change it.
 
     Args:
         name: of the round.
         parameters: of one dtype, on one device.
-        run: elements that are rounded by a common scale. Beside larger ones these could become 0, so each
-            of them is the first of a run.
+        run: elements that are quantized by a common scale. Each presence element begins a run, because
+            beside larger values it could be rounded to 0.
     """
 
     def __init__(self, name: str, parameters: Sequence[Parameter], run: int = 1) -> None:
@@ -28,10 +28,10 @@ class Bucket:
         self._run = run
         self._present_from = -(-sum(parameter.numel() for parameter in parameters) // run) * run
         self.waiting_for = set(parameters)
-        """Parameters whose gradient backward has not brought since the last push."""
+        """Parameters whose gradient backward has not computed since the last push."""
 
     def fused(self) -> Tensor:
-        """The gradients as they are now, filled up to whole runs, and what comes after them; else zeros."""
+        """Returns the gradients padded to whole runs, then the presence elements; all else is 0."""
         first = self.parameters[0]
         length = self._present_from + len(self.parameters) * self._run
         flat = torch.zeros(length, dtype=first.dtype, device=first.device)
@@ -48,15 +48,18 @@ class Bucket:
         present = flat[self._present_from :: self._run].tolist()
         begin = 0
         for index, parameter in enumerate(self.parameters):
-            piece = flat[begin : begin + parameter.numel()].view(parameter.shape)
-            parameter.grad = piece if present[index] else None
+            gradient = flat[begin : begin + parameter.numel()].view(parameter.shape)
+            parameter.grad = gradient if present[index] else None
             begin += parameter.numel()
 
 
 def fuse(prefix: str, parameters: Iterable[Parameter], limit_bytes: int, run: int) -> list[Bucket]:
-    """Buckets of at most ``limit_bytes``, or of one parameter, in the order given, by dtype and device.
+    """Fills buckets of one dtype and device in the order given.
 
-    ``run`` is as for :class:`Bucket`.
+    Args:
+        prefix: of the buckets' names.
+        limit_bytes: of a bucket; a larger parameter gets a bucket of its own.
+        run: as for :class:`Bucket`.
     """
     groups: list[list[Parameter]] = []
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[Parameter], int]] = {}

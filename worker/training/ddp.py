@@ -1,6 +1,6 @@
-"""``DistributedDataParallel`` over ZenPS: one communication hook.
+"""DDP communication hook: ``DistributedDataParallel`` over ZenPS.
 
-DDP hands a hook one bucket for each sparse parameter (its gradient uncoalesced and not yet divided)
+DDP gives a hook one bucket for each sparse parameter (its gradient uncoalesced and not yet divided)
 and fused buckets of the dense ones. The hook returns a future of the averaged gradient.
 """
 
@@ -30,20 +30,20 @@ from ..process import PROCESS
 class CommHookState:
     """The first argument of ``register_comm_hook``; one for each wrapped model.
 
-    Models are told apart by the order in which their states are made, which must be that of all ranks.
+    A process may wrap several models. All ranks must construct their states in the same order.
     """
 
     dense_group: dist.ProcessGroup | None = None
-    """Averages the dense buckets, by allreduce; None sends them over ZenPS too."""
+    """The group whose allreduce averages the dense buckets; None sends them over ZenPS too."""
 
     _prefix: str = field(default_factory=lambda: PROCESS.new_prefix("ddp"))
     _finisher: _Finisher = field(default_factory=lambda: _Finisher())
     _numbers: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
-    """Of parameters, in the order in which they were first seen: the same on all ranks."""
+    """Numbers parameters in the order in which they were first seen, which is the same on all ranks."""
     _next_number: itertools.count[int] = field(default_factory=itertools.count)
 
     def _content(self, bucket: GradBucket) -> str:
-        """Which parameters it has: DDP rebuilds its dense buckets after the first step."""
+        """Returns a hash of the bucket's parameters: DDP rebuilds its dense buckets after the first step."""
         parameters = bucket.parameters()
         for parameter in parameters:
             if parameter not in self._numbers:
@@ -53,10 +53,10 @@ class CommHookState:
 
 
 class _Finisher:
-    """Waits for results on behalf of DDP, which waits for a hook's futures in C++.
+    """Waits for results and completes the futures that DDP waits for in C++.
 
-    One thread, because results come in the order of the buckets. A daemon: at exit the interpreter joins
-    other threads, as those of an executor, before this worker leaves and ends what they wait for.
+    One thread is enough, because results come in the order of the buckets. It is a daemon thread: at exit
+    the interpreter joins all others before this worker leaves, and only leaving ends the wait for a result.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class _Finisher:
         self._thread: threading.Thread | None = None
 
     def submit(self, handle: Pending, result: Future[Tensor]) -> None:
-        """``result`` gets what ``handle`` does."""
+        """Completes ``result`` with the result or error of ``handle``."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_finish_all, args=(self._queue,), name="zenps-ddp", daemon=True
@@ -77,7 +77,7 @@ class _Finisher:
 def _finish_all(queue: SimpleQueue[tuple[Pending, Future[Tensor]] | None]) -> None:
     while (work := queue.get()) is not None:
         _finish(*work)
-        del work  # a gradient must not be kept until the next one
+        del work  # do not keep a gradient alive until the next one comes
 
 
 _default = CommHookState()
@@ -98,7 +98,7 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
         averaged: Future[Tensor] = work.get_future().then(lambda reduced: reduced.value()[0])
         return averaged
     name = f"{state._prefix}/{'sparse' if gradient.is_sparse else 'dense'}/{state._content(bucket)}"
-    # DDP numbers its buckets as backward fills them: the last ones are of the first layers.
+    # DDP numbers its buckets in the order in which backward fills them: the last ones hold the first layers.
     options = Options(average=True, priority=bucket.index(), purpose="gradient")
     handle = PROCESS.world.begin(Request(gradient, name, options))
     devices: list[int | str | torch.device] | None = [gradient.device] if gradient.is_cuda else None
@@ -107,12 +107,12 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
     return result
 
 
-# DDP compares the annotations of a hook with the classes themselves: they must not stay strings.
+# DDP compares a hook's annotations with the classes themselves, so they must not be strings.
 comm_hook.__annotations__ = get_type_hints(comm_hook)
 
 
 def _finish(handle: Pending, result: Future[Tensor]) -> None:
     try:
         result.set_result(handle.wait())
-    except Exception as error:  # noqa: BLE001  # it belongs to the thread that waits for the gradient
+    except Exception as error:  # noqa: BLE001  # raised on the thread that waits for the gradient
         result.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a value

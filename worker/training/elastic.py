@@ -1,4 +1,7 @@
-"""``TrainingState``: what a worker has to be told that comes to a running job, and when it may come."""
+"""Elastic training state: a joining worker gets the model, optimizers and values of the others.
+
+Workers are admitted only when all ranks call :meth:`TrainingState.commit` between two steps.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from zenps.errors import PeerLostError, UsageError
 from ..core.request import Request
 from ..encode.dense import RootLostError
 from ..process import PROCESS
-from .ask import ask_all
+from .allgather import allgather_int
 from .broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .optimizer import DistributedOptimizer
 
 
 class TrainingState:
-    """All that training goes on from: a model, its optimizers, and plain values such as the step.
+    """The state of a training: a model, its optimizers, and plain values such as the step.
 
     Every rank constructs one before its first step, and calls :meth:`commit` after each::
 
@@ -31,8 +34,8 @@ class TrainingState:
             state.step += 1
             state.commit()
 
-    Construction makes all ranks equal to the first, in place of :func:`broadcast_parameters`. Where
-    ``cluster.on_worker_loss`` is ``continue``, a worker that comes to a running job gets what the others have
+    Construction makes all ranks equal to the lowest one, so :func:`broadcast_parameters` is not needed. Where
+    ``cluster.on_worker_loss`` is ``continue``, a worker that joins a running job gets the state of the others
     at their next :meth:`commit`.
 
     Args:
@@ -41,9 +44,9 @@ class TrainingState:
         values: attributes of this object, plain data as for :func:`broadcast_object`.
 
     Raises:
-        UsageError: before ``zenps.init()``, or a value that hides a part of this object.
-        MismatchError: ranks have other parameters.
-        PeerLostError: all ranks were lost that had the state of the job.
+        UsageError: ``zenps.init()`` was not called, or a value has the name of an attribute of this class.
+        MismatchError: the ranks' parameters differ.
+        PeerLostError: all ranks that had the state of the job were lost.
     """
 
     def __init__(
@@ -62,32 +65,32 @@ class TrainingState:
         raise AttributeError(f"TrainingState has no value {name!r}")
 
     def commit(self) -> None:
-        """The end of a step: lets workers in that wait for it. Nothing may be in flight.
+        """Ends a step: admits the workers that wait to join. Nothing may be in flight.
 
-        Costs a round of one number where ``cluster.on_worker_loss`` is ``continue``, else nothing.
+        Takes a round of one number where ``cluster.on_worker_loss`` is ``continue``, else no time.
 
         Raises:
-            UsageError: workers were let in while a tensor was in flight; raised by its handle.
+            UsageError: a tensor was in flight while workers were admitted; its handle raises this.
             PeerLostError: the job has failed.
         """
         world = PROCESS.world
         if not world.is_elastic:
             return
-        # Ranks hear of joining workers at different times, but have to do the same.
-        heard = torch.tensor([int(world.has_joining_workers())], device="cpu")
-        if world.begin(Request(heard, "state/joining")).wait().item():
+        # Ranks learn of joining workers at different times, but must all admit them at the same step.
+        joining = torch.tensor([int(world.has_joining_workers())], device="cpu")
+        if world.begin(Request(joining, "state/joining")).wait().item():
             world.admit()
             self.sync()
 
     def sync(self) -> None:
-        """Makes all ranks equal, in place, to the lowest that is no joining worker."""
+        """Makes all ranks equal, in place, to the lowest rank that is not joining."""
         world = PROCESS.world
         has_state, world.is_joining = not world.is_joining, False
         while True:
-            with_state = ask_all(int(has_state), "state/root")
+            with_state = allgather_int(int(has_state), "state/root")
             if not with_state:
                 raise PeerLostError("all workers that had the state of this job were lost")
-            with contextlib.suppress(RootLostError):  # on all ranks alike: the next one takes its place
+            with contextlib.suppress(RootLostError):  # raised on all ranks: they choose the next root
                 return self._adopt(min(with_state))
 
     def _adopt(self, root: int) -> None:

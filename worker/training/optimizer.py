@@ -1,4 +1,4 @@
-"""Optimizer wrapper: ``DistributedOptimizer`` averages gradients over all ranks before each step."""
+"""Distributed optimizer: wraps an optimizer and averages gradients over all ranks before each step."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch.nn import Parameter
 from zenps.errors import UsageError
 
 from ..process import PROCESS
-from .agreement import named
+from .agreement import parameters_by_name
 from .synchronizer import GradientSynchronizer
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """Wraps any optimizer. ``step()`` first waits for the averages of all gradients.
 
-    A gradient is pushed as soon as backward has accumulated it, while backward goes on. Sparse ones
-    travel each by itself, dense ones fused into buckets of ``sync.bucket_bytes``. Which parameter is
-    sparse is agreed in the first step that uses it, so until then its push waits for ``step()``.
+    Each gradient is pushed as soon as backward has accumulated it, while backward goes on. Sparse gradients
+    are pushed one by one, dense ones fused into buckets of ``sync.bucket_bytes``. Ranks agree on which
+    gradients are sparse in the first step that uses them, so in that step pushes wait for ``step()``.
 
-    All ranks construct it at the same point: names are compared. Several in one process are told apart
-    by the order in which they are made.
+    All ranks construct it at the same point, where they compare names. A process may wrap several optimizers;
+    all ranks must wrap them in the same order.
 
     Args:
         optimizer: over the local parameters; everything but gradients stays its own.
@@ -35,8 +35,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             without ZenPS, and are pushed after the last one.
 
     Raises:
-        UsageError: before ``zenps.init()``; a parameter without a name, or two with one.
-        MismatchError: ranks have different parameters.
+        UsageError: ``zenps.init()`` was not called, a parameter has no name, or two have the same name.
+        MismatchError: the ranks' parameters differ.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._inner = optimizer
         self._skip = False
         self._synchronizer = GradientSynchronizer(
-            optimizer, named(optimizer, named_parameters), average, backward_passes_per_step
+            optimizer, parameters_by_name(optimizer, named_parameters), average, backward_passes_per_step
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_inner":  # copy and pickle look at an object before it has any attributes
+        if name == "_inner":  # copy and pickle read attributes before any is set
             raise AttributeError(name)
         return getattr(self._inner, name)
 
@@ -67,12 +67,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # ── the optimizer's interface ───────────────────────────────────────────────────────────────
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Synchronises, unless :meth:`skip_synchronize` says it was done, and steps.
+        """Synchronises gradients, except inside :meth:`skip_synchronize`, and steps.
 
-        ``closure`` is evaluated once, before: optimizers that evaluate it again are not supported.
+        ``closure`` is evaluated once, before that: optimizers that evaluate it again are not supported.
 
         Raises:
-            UsageError: inside :meth:`skip_synchronize` without :meth:`synchronize`, or the other way round.
+            UsageError: called inside :meth:`skip_synchronize` without :meth:`synchronize` before, or outside
+                of it after :meth:`synchronize`.
         """
         result = None
         if closure is not None:
@@ -90,8 +91,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """GradScaler.step asks for it. It would unscale what backward has pushed, and tell a fused optimizer
-        by attributes, which the wrapped one would not see.
+        """GradScaler.step reads this. Outside :meth:`skip_synchronize` it would unscale gradients that
+        backward has pushed. A fused optimizer gets the scale by attributes, which would not reach the wrapped
+        one.
         """
         if not (self._skip or not PROCESS.world.is_distributed):
             raise UsageError(
@@ -100,25 +102,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the wrapped optimizer's.
+        """Clears gradients as the wrapped optimizer does.
 
         Raises:
-            UsageError: between backward and ``step()``, when it would throw away pushed gradients.
+            UsageError: called between backward and ``step()``, where it would drop pushed gradients.
         """
         if self._synchronizer.has_in_flight:
             raise UsageError("zero_grad() while gradients are in flight; call step() or synchronize() first")
         self._inner.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's."""
+        """Returns the state of the wrapped optimizer."""
         return self._inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Into the wrapped optimizer."""
+        """Loads the state into the wrapped optimizer."""
         self._inner.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: ranks agreed on the parameters when this was made."""
+        """Raises UsageError: ranks agreed on the parameters at construction."""
         raise UsageError("parameters cannot be added; add them to the optimizer before wrapping it")
 
     # ── synchronisation ─────────────────────────────────────────────────────────────────────────
@@ -130,14 +132,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         :meth:`skip_synchronize`. Errors are those of :func:`zenps.push_pull`.
 
         Raises:
-            UsageError: a gradient was changed since backward pushed it, or belongs to no parameter that ranks
-                have agreed on.
+            UsageError: a gradient was changed since backward pushed it, or its parameter was frozen or
+                absent when the optimizer was wrapped.
         """
         self._synchronizer.synchronize()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Inside, ``step()`` only steps: ``synchronize()`` was called before."""
+        """Context in which ``step()`` does not synchronise, because :meth:`synchronize` was called before."""
         self._skip = True
         try:
             yield
@@ -145,5 +147,5 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._skip = False
 
     def adopt_agreement(self, root_rank: int) -> None:
-        """Takes over what the root's optimizer has agreed on; for :class:`zenps.TrainingState`."""
+        """Adopts what the root's optimizer has agreed on; for :class:`zenps.TrainingState`."""
         self._synchronizer.adopt_agreement(root_rank)

@@ -14,7 +14,7 @@ from zenps.errors import MismatchError, UsageError, ZenPSError
 from ..core.pending import Pending
 from ..core.request import Options, Request
 from ..process import PROCESS
-from .agreement import Agreed
+from .agreement import ParameterAgreement
 from .buckets import Bucket
 
 
@@ -46,12 +46,12 @@ class GradientSynchronizer:
         self._average = average
         self._passes_per_step = passes_per_step
         self._prefix = PROCESS.new_prefix("optimizer")
-        self._agreed = Agreed(self._prefix, own)
-        self._passes = dict.fromkeys(self._agreed.names, 0)
+        self._agreement = ParameterAgreement(self._prefix, own)
+        self._passes = dict.fromkeys(self._agreement.names, 0)
         self._in_flight: dict[Parameter | Bucket, Pending] = {}
         self._pushed: dict[Parameter, tuple[Tensor, int]] = {}
-        """The gradient of each that backward has pushed, and the version that it had."""
-        for parameter in self._agreed.names:
+        """For each parameter, the gradient that backward has pushed and its version at that time."""
+        for parameter in self._agreement.names:
             parameter.register_post_accumulate_grad_hook(_weakly(self._on_gradient))  # type: ignore[no-untyped-call]
 
     @property
@@ -65,24 +65,24 @@ class GradientSynchronizer:
         return bool(self._in_flight)
 
     def adopt_agreement(self, root_rank: int) -> None:
-        """Takes over what the root's optimizer has agreed on, as :meth:`Agreed.adopt` says."""
-        self._agreed.adopt(root_rank)
+        """Calls :meth:`ParameterAgreement.adopt`."""
+        self._agreement.adopt(root_rank)
 
     def synchronize(self) -> None:
         """Pushes what backward has not pushed, and replaces every gradient by its average over all ranks.
 
         Raises:
-            UsageError: a gradient was changed since backward pushed it, or belongs to no parameter that ranks
-                have agreed on.
+            UsageError: a gradient was changed since backward pushed it, or its parameter was frozen or
+                absent when the optimizer was wrapped.
         """
         if not PROCESS.world.is_distributed:
             return
         self._check_gradients()
         self._passes = dict.fromkeys(self._passes, 0)
-        self._agreed.agree_on_kinds()
-        for parameter in self._agreed.sparse - self._in_flight.keys():
+        self._agreement.agree_on_kinds()
+        for parameter in self._agreement.sparse - self._in_flight.keys():
             self._push_sparse(parameter)
-        for bucket in self._agreed.buckets:
+        for bucket in self._agreement.buckets:
             if bucket not in self._in_flight:
                 self._push_bucket(bucket)
         in_flight, self._in_flight = self._in_flight, {}
@@ -91,7 +91,7 @@ class GradientSynchronizer:
         for owner, handle in in_flight.items():
             try:
                 result = handle.wait()
-            except ZenPSError as error:  # a round that nobody waits for would stay in flight
+            except ZenPSError as error:  # wait for the others too: nothing may stay in flight
                 errors.append(error)
                 continue
             if isinstance(owner, Bucket):
@@ -110,7 +110,7 @@ class GradientSynchronizer:
         self.is_synchronized = False
         self._passes[parameter] += 1
         if self._passes[parameter] > self._passes_per_step:
-            name, times = self._agreed.names[parameter], self._passes[parameter]
+            name, times = self._agreement.names[parameter], self._passes[parameter]
             raise UsageError(
                 f"gradient of {name!r}: computed {times} times since the last step(), expected "
                 f"{self._passes_per_step}; set backward_passes_per_step, and drop any older "
@@ -118,9 +118,9 @@ class GradientSynchronizer:
             )
         if self._passes[parameter] < self._passes_per_step:
             return
-        if parameter in self._agreed.sparse:
+        if parameter in self._agreement.sparse:
             self._push_sparse(parameter)
-        elif bucket := self._agreed.bucket_of.get(parameter):
+        elif bucket := self._agreement.bucket_of.get(parameter):
             bucket.waiting_for.discard(parameter)
             if not bucket.waiting_for:
                 self._push_bucket(bucket)
@@ -131,15 +131,15 @@ class GradientSynchronizer:
             gradient = _without_rows(parameter)
         elif not gradient.is_sparse:
             raise self._changed_kind(parameter, "sparse", "dense")
-        name = f"{self._prefix}/{self._agreed.names[parameter]}"
-        self._in_flight[parameter] = self._push(gradient, name, self._agreed.priorities[parameter])
+        name = f"{self._prefix}/{self._agreement.names[parameter]}"
+        self._in_flight[parameter] = self._push(gradient, name, self._agreement.priorities[parameter])
         self._pushed[parameter] = gradient, gradient._version
 
     def _push_bucket(self, bucket: Bucket) -> None:
         for parameter in bucket.parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise self._changed_kind(parameter, "dense", "sparse")
-        priority = max(self._agreed.priorities[parameter] for parameter in bucket.parameters)
+        priority = max(self._agreement.priorities[parameter] for parameter in bucket.parameters)
         self._in_flight[bucket] = self._push(bucket.fused(), bucket.name, priority)
         bucket.waiting_for = set(bucket.parameters)
         for parameter in bucket.parameters:
@@ -153,28 +153,28 @@ class GradientSynchronizer:
     def _check_gradients(self) -> None:
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and parameter not in self._agreed.names:
+                if parameter.grad is not None and parameter not in self._agreement.names:
                     raise UsageError(
                         f"a parameter of shape {tuple(parameter.shape)} has a gradient, but was frozen or "
-                        "absent when its optimizer was wrapped; wrap it again, with all that is to be trained"
+                        "absent when its optimizer was wrapped; wrap it again with all trained parameters"
                     )
         for parameter, (gradient, version) in self._pushed.items():
             if parameter.grad is not gradient or gradient._version != version:
-                name = self._agreed.names[parameter]
+                name = self._agreement.names[parameter]
                 raise UsageError(
                     f"gradient of {name!r}: changed since backward pushed it; to clip or unscale, call "
                     "synchronize() before, and step inside skip_synchronize()"
                 )
 
     def _changed_kind(self, parameter: Parameter, agreed: str, now: str) -> MismatchError:
-        name = self._agreed.names[parameter]
+        name = self._agreement.names[parameter]
         return MismatchError(
             f"gradient of {name!r} on rank {PROCESS.world.rank}: {now}, but ranks agreed that it is {agreed}"
         )
 
 
 def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """A hook that does not keep its object alive: once that is gone, it does nothing."""
+    """Returns a hook that does not keep the method's object alive and does nothing once that is gone."""
     reference = weakref.WeakMethod(method)
 
     def hook(parameter: Tensor) -> None:
@@ -185,7 +185,7 @@ def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
 
 
 def _without_rows(parameter: Parameter) -> Tensor:
-    """The gradient of an embedding that this rank did not use: sparse by rows, with none."""
+    """Returns the gradient of an embedding that this rank did not use: sparse by rows, without any row."""
     indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
     values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
     return torch.sparse_coo_tensor(

@@ -1,1 +1,1 @@
-"""Transport: sockets to scheduler and servers, and the threads that drive them."""
+"""Transport: sockets to the scheduler and the servers, and the threads that poll them."""

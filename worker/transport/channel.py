@@ -1,9 +1,9 @@
-"""Channel to the servers: sockets that are polled by whichever thread waits for a result.
+"""Channel to the servers: whichever thread waits for a result polls the sockets.
 
-There is no I/O thread on this path. A thread that submits a tensor sends its pushes itself, which only queues
-them: libzmq's own thread moves the bytes. A thread that waits for an answer polls and receives for everybody
-until its own answer is there (:mod:`.lock`). So a synchronous ``push_pull`` costs no hand-off from thread to
-thread; on a virtual machine each would take 40 to 100 µs.
+There is no I/O thread of ZenPS on this path. A thread that submits a tensor sends its pushes itself, which
+only queues them: libzmq's thread moves the bytes. A thread that waits for an answer polls and receives for
+all threads until its own answer is there (:mod:`.lock`). So a synchronous ``push_pull`` needs no hand-off
+from thread to thread; on a virtual machine each would take 40 to 100 µs.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ TICK_SECONDS = 0.5
 # Plain integers: an enum's operator takes microseconds, at each message.
 READABLE, WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
 
-# Enough to receive what is there, too little to notice.
+# How long look() polls: enough to receive what has arrived, too short to be noticed.
 LOOK_SECONDS = 0.001
 
 # How long close() waits for another thread to release the lock.
 CLOSE_SECONDS = 1.0
 
-# Where pushes have priorities: messages of up to sync.chunk_bytes that no other can overtake any more. The
-# second keeps the link busy until somebody has seen that the first is gone.
+# Where pushes have priorities: messages of up to sync.chunk_bytes that are queued in libzmq, where no other
+# push can overtake them. The second keeps the link busy until a thread has noticed that the first was sent.
 AHEAD_MESSAGES = 2
 
 
@@ -78,7 +78,7 @@ class _Fail(NamedTuple):
 
 
 class _Notify:
-    """Has sleepers look again."""
+    """Wakes all sleeping threads to check what they wait for."""
 
 
 class _Close:
@@ -92,7 +92,7 @@ class Channel(Waiter):
     """All rounds of one worker over servers. Every method may be called from any thread.
 
     Args:
-        membership: whose sockets these are; its first view is followed at once.
+        membership: of this worker; its first view is applied at once.
         wire: the scheme's form on the wire.
         sharder: reshards rounds; follows each view.
         steps: reset when joining workers are admitted.
@@ -115,7 +115,7 @@ class Channel(Waiter):
         self._rounds = WorkerRounds(cluster.patience_seconds)
         self._decoder: Decoder[FromServer] = Decoder(cluster.job, FromServer)
         self._pending: dict[int, tuple[Round, Pending]] = {}
-        """Who waits for which round, by the round's id."""
+        """The rounds in flight, with the result that waits for each, by the round's id."""
         self._next_tick = 0.0
         self._ring_epoch, self._admitted = view.ring_epoch, view.admitted
         self._lock: CombiningLock[_Command] = CombiningLock()
@@ -129,24 +129,24 @@ class Channel(Waiter):
         self._post(view)
 
     def submit(self, pending: Pending) -> None:
-        """Pushes a tensor, whose transfer is prepared."""
+        """Pushes a tensor whose transfer is prepared."""
         rounds = [self._new_round(pending, encoded) for encoded in pending.begin()]
         self._post(_Submit(pending, rounds))
 
     def on_view(self, view: View) -> None:
-        """Members have changed: connects to new servers, and reshards what the ring concerns."""
+        """Applies a new view: connects to new servers, and reshards rounds if the ring has changed."""
         self._post(view)
 
     def then(self, reached: Future[None]) -> None:
-        """``reached`` gets its result after all that was posted so far."""
+        """Completes ``reached`` after all events that came before this call."""
         self._post(_Reached(reached))
 
     def on_watermark(self, watermark: int) -> None:
-        """The scheduler has begun a watermark."""
+        """Notes that the scheduler has begun a watermark."""
         self._post(_Watermark(watermark))
 
     def on_departed(self, server: int) -> None:
-        """The scheduler misses a server itself, so that it is no wonder that it cannot be reached."""
+        """Ends the connectivity check of a server that the scheduler has reported as gone."""
         self._post(_Departed(server))
 
     @property
@@ -155,7 +155,7 @@ class Channel(Waiter):
         return self._rounds.watermark
 
     def wake(self) -> None:
-        """Something that a thread in :meth:`wait` may be waiting for has happened elsewhere."""
+        """Makes the threads in :meth:`wait` check ``ready()`` again."""
         self._post(_Notify())
 
     def wait(self, ready: Callable[[], bool], until: float) -> None:
@@ -168,15 +168,15 @@ class Channel(Waiter):
                     self._release()
 
     def look(self, ready: Callable[[], bool] = lambda: False) -> None:
-        """Sees to what has come, should nobody wait just now: another rank may want a round again."""
+        """Processes what has arrived in case no thread polls: another rank may need a round again."""
         self.wait(ready, time.monotonic() + LOOK_SECONDS)
 
     def fail(self, error: ZenPSError) -> None:
-        """Ends every round, and all that are submitted later, with ``error``."""
+        """Fails all rounds, also those that are submitted later, with ``error``."""
         self._post(_Fail(error))
 
     def close(self) -> None:
-        """Closes the sockets; what is in flight fails."""
+        """Closes the sockets; rounds in flight fail."""
         self.fail(UsageError("this worker has left the cluster; call zenps.init() to join again"))
         self._post(_Close())
         self.wait(lambda: self._closed, time.monotonic() + CLOSE_SECONDS)
@@ -188,7 +188,8 @@ class Channel(Waiter):
         return Round(name, step, encoded.sharding.ring_epoch, outgoing, encoded, pending.options)
 
     def _share(self, encoded: EncodedTensor) -> EncodedTensor:
-        # Once all has failed nothing is shared: servers may still read what was pushed before, for others.
+        # After a failure nothing new is put into shared memory: servers may still read, for other ranks, what
+        # was pushed before.
         return encoded if self._rounds.failure else self._writer.share(encoded)
 
     # ── with the lock ───────────────────────────────────────────────────────────────────────────
@@ -204,7 +205,7 @@ class Channel(Waiter):
         try:
             for command in self._lock.release():
                 self._run(command)
-        except BaseException:  # the lock must not stay with a thread that is about to leave
+        except BaseException:  # a thread that raises must not keep the lock
             self._release()
             raise
 
@@ -237,14 +238,14 @@ class Channel(Waiter):
                 return
             if now >= self._next_tick:
                 self._execute(self._rounds.on_tick(now))
-                self._look_for_servers(now)
+                self._check_connectivity(now)
                 self._next_tick = now + TICK_SECONDS
                 continue
             for socket, event in self._poller.poll(int(1000 * (min(until, self._next_tick) - now)) + 1):
                 if isinstance(socket, int):
                     self._lock.on_wake()
                 elif (rank := self._servers.rank_of(socket)) is None:
-                    self._look_for_refusals()
+                    self._check_refusals()
                 else:
                     if event & WRITABLE:
                         self._sender.send_waiting(rank)
@@ -252,8 +253,8 @@ class Channel(Waiter):
                         self._receive(rank, socket)
 
     def _follow(self, view: View) -> None:
-        """Follows a view, with all that depends on it: a round must not be sharded for a ring whose servers
-        are not connected yet, nor pushed by one that has passed.
+        """Applies a view to sharder, sockets and rounds at once: a round must not be sharded for a ring whose
+        servers are not connected yet, nor pushed for an old ring.
         """
         self._sharder.follow(view)
         self._metrics.epoch.set(view.epoch)
@@ -318,7 +319,7 @@ class Channel(Waiter):
         encoded = self._share(self._sharder.reshard(round_.tensor, round_.encoded))
         outgoing = self._writer.write(round_.tensor, round_.step, encoded, round_.options, again=round_.again)
         awaited = self._pending.get(id(round_))
-        if awaited is not None:  # else it has ended here, and is pushed for others
+        if awaited is not None:  # else the round has ended here and is pushed again for other ranks
             awaited[1].restart(encoded)
         self._metrics.repeated_rounds.labels(cause="unanswered" if awaited else "wanted").inc()
         ring_epoch = encoded.sharding.ring_epoch
@@ -337,38 +338,38 @@ class Channel(Waiter):
                 case Deliver():
                     self._deliver(action)
                 case Fail(round=round_, error=error):
-                    if id(round_) in self._pending:  # else another of its tensor's rounds has failed before
+                    if id(round_) in self._pending:  # else another round of the tensor has failed before
                         self._fail(self._pending[id(round_)][1], error)
 
     def _send(self, out: Outgoing) -> bool:
-        """Whether it was taken; if not, its server has refused this worker, and all has failed."""
+        """Sends or queues a push. Returns False if the server has refused this worker: all rounds fail."""
         try:
             is_behind = self._sender.send(out)
         except zmq.Again:
-            self._lose(out.server)
+            self._on_refused(out.server)
             return False
         if is_behind and self._pusher is None:
-            self._pusher = threading.Thread(target=self._push_on, name="zenps-pusher", daemon=True)
+            self._pusher = threading.Thread(target=self._poll_for_queue, name="zenps-pusher", daemon=True)
             self._pusher.start()
         return True
 
-    def _push_on(self) -> None:
-        """Polls while pushes wait: those who asked for them may be computing now."""
+    def _poll_for_queue(self) -> None:
+        """Polls while pushes wait in the send queue: all other threads may be computing."""
         while not self._closed:
             self._sender.is_behind.wait()
             self._sender.is_behind.clear()
             self.wait(lambda: self._closed or not self._sender.has_waiting, math.inf)
 
-    def _look_for_servers(self, now: float) -> None:
+    def _check_connectivity(self, now: float) -> None:
         if self._rounds.in_flight and (error := self._servers.connectivity.look(now)):
             self._execute(self._rounds.on_lost(error))
 
-    def _look_for_refusals(self) -> None:
+    def _check_refusals(self) -> None:
         rank = self._servers.refused_by()
         if rank is not None:
-            self._lose(rank)
+            self._on_refused(rank)
 
-    def _lose(self, rank: int) -> None:
+    def _on_refused(self, rank: int) -> None:
         reason = f"server {rank} has refused this worker; see its log and its security.keys"
         self._execute(self._rounds.on_lost(PeerLostError(reason)))
 

@@ -1,7 +1,8 @@
-"""Whether the servers can be reached: a server may be alive to the scheduler, and not be found by a worker.
+"""Connectivity check: detects servers that are alive to the scheduler but cannot be reached from this worker.
 
-Its address may be that of another network, or lead elsewhere from here, or a firewall may be between. libzmq
-tries for ever and says nothing, and the scheduler hears the server all the time. No socket to a server here.
+A server may announce an address of another network, or one that leads elsewhere from here, or a firewall may
+block it. libzmq reconnects for ever without an error, while the scheduler still gets the server's heartbeats.
+No socket to a server here.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ class _Silent(Struct, eq=False):
     """A server that has not answered anything yet."""
 
     member: Member
-    look_at: float
+    check_at: float
     unreached_since: float = math.inf
 
 
 class Connectivity:
-    """The servers that this worker has connected to and not heard from.
+    """The servers that this worker has connected to and that have not answered yet.
 
-    Each is tried once in a lease while its answer is waited for; most answer before that.
+    While answers are awaited, each address is checked once in ``lease_seconds``; most servers answer before.
 
     Args:
-        cluster: ``lease_seconds``, and ``rendezvous_seconds`` for how long a server may be out of reach.
-        why: tells why an address cannot be reached, or "".
+        cluster: for ``lease_seconds``, and for ``rendezvous_seconds``: how long a server may be unreachable.
+        why: returns why an address cannot be reached, or "" if it can.
     """
 
     def __init__(self, cluster: ClusterConfig, why: Callable[[str], str] = why_unreachable) -> None:
@@ -45,19 +46,19 @@ class Connectivity:
         self._silent: dict[int, _Silent] = {}
 
     def on_connect(self, member: Member, now: float) -> None:
-        """A connection to a server begins."""
+        """Begins to check a server to which a connection was begun."""
         self._silent[member.rank] = _Silent(member, now + self._lease_seconds)
 
     def on_answer(self, rank: int) -> None:
-        """The server can be reached, or is none any more."""
+        """Ends the check of a server: it has answered, or it is not a member any more."""
         self._silent.pop(rank, None)
 
     def look(self, now: float) -> PeerLostError | None:
-        """To be called while answers are waited for: why they cannot come; a warning comes first."""
+        """Checks servers while answers are awaited: logs a warning first, later returns the error."""
         for silent in self._silent.values():
-            if now < silent.look_at:
+            if now < silent.check_at:
                 continue
-            silent.look_at = now + self._lease_seconds
+            silent.check_at = now + self._lease_seconds
             member = silent.member
             reason = self._why(member.address)
             if not reason:

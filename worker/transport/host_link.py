@@ -1,7 +1,7 @@
-"""Connections between the leader of a host and its followers (the other ranks there), by Unix sockets.
+"""Unix-socket links between the leader of a host and its followers, the other ranks there.
 
-Only descriptions of tensors travel here; their bytes lie in shared memory (:mod:`zenps.wire.arena`).
-Connections begin with the handshake of :mod:`zenps.wire.handshake`.
+Messages only describe tensors; the bytes lie in shared memory (:mod:`zenps.wire.arena`). A link begins with
+the handshake of :mod:`zenps.wire.handshake`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zenps.wire.arena import Window
 # All ranks of the host are in init() at this point, and need only the processor.
 CONNECT_SECONDS = 30.0
 
-# Between two attempts of a follower, while processes that are no ranks fill the leader's queue.
+# Between two attempts of a follower, while unrelated processes fill the leader's accept queue.
 RETRY_SECONDS = 0.01
 
 # The longest are a name of 1024 characters, and the reason of a failure.
@@ -33,29 +33,29 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 class LinkError(ZenPSError):
-    """Ranks of one host cannot reach each other, or not any more."""
+    """Ranks of one host cannot reach each other, or have lost their connection."""
 
 
 class Hello(Struct, frozen=True, array_like=True, tag="hello"):
-    """The first message each way; the descriptor of its sender's arena comes with it."""
+    """First message in each direction; it carries the descriptor of its sender's arena."""
 
     rank: Count
 
 
 class Give(Struct, frozen=True, array_like=True, tag="give"):
-    """To the leader: a rank's tensor lies in its arena, row numbers first, until it is answered."""
+    """To the leader: the sender's contribution lies in its arena, row numbers first, until the answer."""
 
     name: str
     number: Count
-    """Of this round, among those of the sender."""
+    """The sender's number of this round."""
     rows: Count
-    """Of a sparse tensor."""
+    """Rows of a sparse tensor."""
     offset: Count
     size_bytes: Count
 
 
 class Take(Struct, frozen=True, array_like=True, tag="take"):
-    """From the leader: the sum lies in its arena, in the same form, until it was ``Taken``."""
+    """From the leader: the sum lies in its arena, in the same format, until the follower sends ``Taken``."""
 
     number: Count
     rows: Count
@@ -88,7 +88,7 @@ class Link:
     Args:
         socket: connected, and past the handshake.
         rank: of the other side.
-        window: its memory.
+        window: the other side's memory.
     """
 
     def __init__(self, socket: net.socket, rank: int, window: Window) -> None:
@@ -101,7 +101,7 @@ class Link:
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Sends a message; waits while the other side does not read.
+        """Sends a message; blocks while the other side does not read.
 
         Raises:
             LinkError: the other side is gone.
@@ -112,7 +112,7 @@ class Link:
             raise LinkError(f"rank {self.rank}: {error}") from error
 
     def receive(self) -> Message | None:
-        """Waits for the next message; None once the other side is gone, or this one was shut down.
+        """Waits for the next message; returns None once the other side is gone or this link is shut down.
 
         Raises:
             LinkError: the message cannot be decoded.
@@ -124,20 +124,20 @@ class Link:
         return _decode(data, self.rank) if data else None
 
     def shut_down(self) -> None:
-        """Ends every wait in here, on both sides. May be called from any thread, and again."""
+        """Ends every wait on this link, on both sides. May be called repeatedly and from any thread."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(net.SHUT_RDWR)
 
     def close(self) -> None:
-        """Closes the socket, once nobody uses it any more."""
+        """Closes the socket. No other thread may use it any more."""
         self._socket.close()
 
 
 class Listener:
-    """Accepts the followers at the leader.
+    """Accepts the followers' connections at the leader.
 
     Attributes:
-        address: for the followers. No other process is told of it.
+        address: for the followers; random, so that other processes do not know it.
     """
 
     def __init__(self) -> None:
@@ -145,14 +145,14 @@ class Listener:
         self._listener = handshake.Listener(self.address, net.SOCK_SEQPACKET, Hello)
 
     def accept(self, own: int, fd: int, ranks: Sequence[int]) -> list[Link]:
-        """Connections to all of ``ranks``, in this order. Other processes that connect delay nobody.
+        """Waits for all of ``ranks`` and returns the links in this order. Unrelated processes delay nobody.
 
         Args:
             own: this rank.
-            fd: of its arena.
+            fd: of this rank's arena.
 
         Raises:
-            LinkError: some of them did not connect in time.
+            LinkError: a rank did not connect in time.
         """
         until = time.monotonic() + CONNECT_SECONDS
         links: dict[int, Link] = {}
@@ -170,7 +170,7 @@ class Listener:
         return [links[rank] for rank in ranks]
 
     def close(self) -> None:
-        """Frees the address; nobody is accepted any more."""
+        """Frees the address and stops accepting."""
         self._listener.close()
 
     def _greet(
@@ -186,18 +186,19 @@ class Listener:
             expected = listing(sorted(set(ranks) - links.keys()))
             self._listener.refuse(caller, f"it says that it is rank {rank}, expected rank(s) {expected}")
             return
-        with contextlib.suppress(OSError):  # it is gone, and may come again
+        with contextlib.suppress(OSError):  # the follower is gone, and may connect again
             socket = self._listener.accept(caller, msgspec.msgpack.encode(Hello(own)), fd)
             links[rank] = Link(socket, rank, caller.window)
 
 
 def connect(address: bytes, own: int, fd: int, leader: int) -> Link:
-    """The connection of a follower to the leader.
+    """Connects a follower to its leader.
 
     Args:
-        address: of its :class:`Listener`.
+        address: of the leader's :class:`Listener`.
         own: this rank.
-        fd: of its arena.
+        fd: of this rank's arena.
+        leader: the leader's rank.
 
     Raises:
         LinkError: the leader cannot be reached from here.
@@ -207,7 +208,7 @@ def connect(address: bytes, own: int, fd: int, leader: int) -> Link:
         try:
             return _connect_once(address, own, fd, leader, until)
         except (BlockingIOError, ConnectionAbortedError, ConnectionResetError, BrokenPipeError) as error:
-            # Other processes fill the leader's queue, or have displaced this one there.
+            # Unrelated processes fill the leader's accept queue, or have displaced this one in it.
             if time.monotonic() >= until:
                 raise LinkError(f"rank {leader}: {error}, for {CONNECT_SECONDS:g} s") from error
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Lease of a worker: one thread that sends heartbeats, hears of views, and carries barriers."""
+"""Lease of a worker: one thread sends heartbeats, receives views, and handles barriers and admission."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ from .membership import Membership
 
 logger = logging.getLogger("zenps.worker")
 
-# Workers that have trained together end together, but for what the last of them writes to disk.
+# How long a worker that leaves waits for the others. All end at about the same time, except that one of them
+# may still write to disk.
 TOGETHER_SECONDS = 2.0
 
-# The lease's thread answers within microseconds; this bounds the wait for one that cannot.
+# The lease's thread ends within microseconds; this bounds the wait for one that hangs.
 CLOSE_SECONDS = 1.0
 
 
@@ -64,16 +65,16 @@ class Lease:
     """Keeps a worker's lease until it leaves. Every method may be called from any thread.
 
     Args:
-        membership: what the worker has joined.
-        link: to the scheduler; from now on the lease's thread alone uses it.
-        channel: hears of views, watermarks and failures.
+        membership: of this worker.
+        link: to the scheduler; from now on only the lease's thread uses it.
+        channel: gets views, watermarks and failures.
         statistics: counters that go to the scheduler with every heartbeat.
         spans: for a timeline.
 
     Attributes:
         view: membership and ring.
-        joining: how many workers wait to be admitted, as the scheduler said last.
-        failure: what has ended this worker's membership; None while it lasts.
+        joining: how many workers wait to be admitted, by the scheduler's latest message.
+        failure: the error that has ended this worker's membership; None while it lasts.
         ended: gets ``failure`` as its exception.
     """
 
@@ -112,17 +113,17 @@ class Lease:
         reached: Future[None] = Future()
         self._barrier_sequence += 1
         self._post(_AwaitBarrier(self._barrier_sequence, reached))
-        # The scheduler's own deadline comes first, because its error names who is missing.
+        # The scheduler's deadline expires first, because its error names the missing workers.
         seconds = 2 * self._cluster.deadline_seconds
-        # Where there is none, the lease's thread ends this wait with whoever is lost.
+        # Without a deadline, only a failure of the lease ends this wait early.
         if not self._await(reached, seconds or math.inf):
             raise DeadlineError(f"barrier: no answer from the scheduler within {seconds:g} s")
         reached.result()
 
     def admit(self) -> None:
-        """Waits until all workers have called this, and those that wait to be let in are members.
+        """Waits until all workers have called this and joining workers are admitted.
 
-        Then names and barriers are counted from 0 again, on all of them.
+        Then all workers count steps and barriers from 0 again.
 
         Raises:
             PeerLostError: the job has failed meanwhile.
@@ -133,10 +134,11 @@ class Lease:
         reached.result()
 
     def close(self, *, together: bool) -> None:
-        """Leaves the cluster; what is in flight fails.
+        """Leaves the cluster; rounds in flight fail.
 
-        ``together`` first waits a little for all workers to come to this: a server may die with answers that
-        only they lack, and one that has left cannot push again.
+        Args:
+            together: first wait up to :data:`TOGETHER_SECONDS` for all workers to call this. If a server dies
+                before it has answered all of them, every worker has to push again.
         """
         if together and self.failure is None:
             reached: Future[None] = Future()
@@ -147,10 +149,10 @@ class Lease:
         self._thread.join(CLOSE_SECONDS)
 
     def await_loss(self, is_over: Callable[[], bool] = lambda: False) -> ZenPSError | None:
-        """What has become of a worker that cannot be reached, once the scheduler has found out.
+        """Waits for the scheduler to report the loss of a worker that cannot be reached.
 
         Returns:
-            None if that stays unknown, or ``is_over()`` before.
+            the loss as an error; None if none is reported in time, or once ``is_over()``.
         """
         until = time.monotonic() + self._cluster.lease_seconds + PATIENCE_SECONDS
         self._channel.wait(lambda: bool(self.failure or self.view.left or is_over()), until)
@@ -158,7 +160,7 @@ class Lease:
         return self.failure or (PeerLostError(f"{listing(gone)} left the job") if gone else None)
 
     def _await(self, reached: Future[None], seconds: float) -> bool:
-        """Whether it is reached in time. Drives the channel, for others may want what was pushed here."""
+        """Returns whether ``reached`` ends in time. Polls the channel: other ranks may need pushes again."""
         reached.add_done_callback(lambda _: self._channel.wake())
         self._channel.wait(reached.done, time.monotonic() + seconds)
         return reached.done()
@@ -167,7 +169,7 @@ class Lease:
         self._commands.put(command)
         try:
             self._wake_writer.send(b"\0")
-        except OSError:  # closed: the thread has ended, and may have looked for commands before this one
+        except OSError:  # closed: the thread has ended, perhaps before it could see this command
             self._fail_commands()
 
     # ── the lease's thread ──────────────────────────────────────────────────────────────────────
@@ -185,7 +187,7 @@ class Lease:
             self._link.leave()
             self._fail(UsageError("this worker has left the cluster"))
         except BaseException as error:
-            # Without heartbeats the others will soon take this worker for lost: it must know too.
+            # Without heartbeats the others will soon regard this worker as lost, so it has to fail, too.
             self._fail(ZenPSError(f"the lease's thread ended: {error!r}"))
             raise
         finally:
@@ -196,13 +198,13 @@ class Lease:
 
     def _beat(self, now: float) -> None:
         self._link.beat(now, self.view.epoch, self._statistics.load(), watermark=self._channel.watermark)
-        for sequence in self._barriers:  # it may have been lost, with its connection or the scheduler
+        for sequence in self._barriers:  # sent again: a broken connection or a restart may have lost it
             self._link.send(Barrier(sequence))
         if self._admission is not None:
             self._link.send(Admit(self._admission.since))
 
     def _fail_commands(self) -> None:
-        """Nobody will see to what callers have handed over."""
+        """Fails the commands that this thread will not process any more."""
         assert self.failure is not None
         with contextlib.suppress(Empty):
             while True:
@@ -218,23 +220,19 @@ class Lease:
             self._wake_reader.recv(4096)
 
     def _on_commands(self) -> bool:
-        """Handles what callers handed over; True when this worker leaves."""
+        """Processes the commands of callers; returns True when this worker leaves."""
         while not self._commands.empty():
             match self._commands.get():
-                case _AwaitBarrier(sequence=sequence, reached=reached):
-                    if self.failure is not None:
-                        reached.set_exception(self.failure)
-                        continue
-                    self._barriers[sequence] = reached
-                    self._link.send(Barrier(sequence))
-                case _AwaitAdmission(since=since, reached=reached) as admission:
-                    if self.failure is not None:
-                        reached.set_exception(self.failure)
-                        continue
-                    self._admission = admission
-                    self._link.send(Admit(since))
                 case _Leave():
                     return True
+                case command if self.failure is not None:
+                    command.reached.set_exception(self.failure)
+                case _AwaitBarrier(sequence=sequence, reached=reached):
+                    self._barriers[sequence] = reached
+                    self._link.send(Barrier(sequence))
+                case _AwaitAdmission(since=since) as admission:
+                    self._admission = admission
+                    self._link.send(Admit(since))
         return False
 
     def _on_scheduler(self) -> None:
@@ -262,7 +260,7 @@ class Lease:
 
     def _on_view(self, view: View) -> None:
         if view.epoch <= self.view.epoch:
-            return  # told twice
+            return  # a repetition
         log.here.epoch = view.epoch
         self._spans.trace.epoch(view.epoch, len(view.workers), len(view.servers))
         logger.info("epoch %d: %d servers, %d workers", view.epoch, len(view.servers), len(view.workers))

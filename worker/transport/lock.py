@@ -1,9 +1,9 @@
-"""Combining lock: at most one thread works at a time, and does the work of all (flat combining).
+"""Combining lock (flat combining): the thread that has the lock executes the commands of all threads.
 
-A thread that has a command takes the lock if it is free; else it leaves the command to the thread that has
-the lock. A thread that waits for an answer takes the lock, and polls for all, or sleeps until its answer is
-there or the lock is free. So nothing that only the lock's owner touches needs a lock of its own, and no
-thread exists for that alone (Hendler et al., SPAA 2010, https://doi.org/10.1145/1810479.1810540).
+A thread that has a command takes the lock if it is free; else it leaves the command to the lock's owner. A
+thread that waits for an answer takes the lock and polls for all threads, or sleeps until its answer is there
+or the lock is free. So data that only the owner uses needs no other lock, and no dedicated thread
+(Hendler et al., SPAA 2010, https://doi.org/10.1145/1810479.1810540).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Command = TypeVar("Command")
 
 
 class CombiningLock(Generic[Command]):
-    """Every method may be called from any thread, but those that only the owner calls.
+    """Methods may be called from any thread, except for those at the end, which only the owner may call.
 
     Attributes:
-        wake: is readable when commands have come from other threads. The owner polls it, and then calls
+        wake: is readable when other threads have left commands. The owner polls it, and then calls
             :meth:`on_wake` and :meth:`commands`.
     """
 
@@ -32,16 +32,16 @@ class CombiningLock(Generic[Command]):
         self.wake.setblocking(False)
         self._waker.setblocking(False)
         self._guard = threading.RLock()
-        """Guards the fields below. A signal handler may come here on a thread that has it already."""
+        """Guards the fields below. Reentrant, because a signal handler may run on a thread that holds it."""
         self._news = threading.Condition(self._guard)
-        """Tells sleepers that something has ended, or that the lock is free."""
+        """Wakes sleepers when a result is there or the lock is free."""
         self._sleepers = 0
         self._taken = False
         self._commands: deque[Command] = deque()
 
     @property
     def is_taken(self) -> bool:
-        """Whether a thread has the lock."""
+        """True if a thread has the lock."""
         return self._taken
 
     def take_or_leave(self, command: Command) -> bool:
@@ -51,7 +51,7 @@ class CombiningLock(Generic[Command]):
                 self._taken = True
                 return True
             self._commands.append(command)
-            # A full pair holds wake-ups enough; a closed one has an owner that is about to release.
+            # A full socket already holds wake-ups; if it is closed, its owner is about to release the lock.
             with contextlib.suppress(OSError):
                 self._waker.send(b"\0")
             return False
@@ -64,7 +64,7 @@ class CombiningLock(Generic[Command]):
                 return True
             self._sleepers += 1
             try:
-                # Asked again with the guard: what ended before is not told again.
+                # Checks ready() with the guard held: there is no wake-up for what happened before.
                 seconds = min(until - time.monotonic(), threading.TIMEOUT_MAX)
                 self._news.wait_for(lambda: ready() or not self._taken, seconds)
             finally:
@@ -72,7 +72,7 @@ class CombiningLock(Generic[Command]):
             return False
 
     def notify(self) -> None:
-        """Has sleepers look whether what they wait for is there."""
+        """Wakes all sleepers; each checks whether it is ready."""
         with self._guard:
             if self._sleepers:
                 self._news.notify_all()
@@ -80,12 +80,12 @@ class CombiningLock(Generic[Command]):
     # ── for the owner ───────────────────────────────────────────────────────────────────────────
 
     def commands(self) -> Iterator[Command]:
-        """The commands that others have left."""
+        """Yields the commands that other threads have left."""
         while self._commands:
             yield self._commands.popleft()
 
     def release(self) -> Iterator[Command]:
-        """The commands that are left; the lock is free once all of them were taken from this."""
+        """Yields the remaining commands; the lock is free once this iterator is exhausted."""
         while True:
             with self._guard:
                 if not self._commands:
@@ -96,10 +96,10 @@ class CombiningLock(Generic[Command]):
             yield from self.commands()
 
     def on_wake(self) -> None:
-        """Reads what made :attr:`wake` readable."""
+        """Reads the wake-ups from :attr:`wake`."""
         self.wake.recv(4096)
 
     def close(self) -> None:
-        """Closes the sockets. Commands that are left later come with :meth:`release`."""
+        """Closes the sockets. The owner gets commands that are left later from :meth:`release`."""
         self.wake.close()
         self._waker.close()

@@ -1,4 +1,4 @@
-"""Membership of a worker: registration at the scheduler, which gives it a rank and the first view."""
+"""Membership: a worker registers at the scheduler, which assigns a rank and sends the first view."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ..core.spans import Spans
 
 
 class Membership(NamedTuple):
-    """What a worker has once it has joined.
+    """Returned by :func:`join`.
 
     Attributes:
         cluster: limits and deadlines.
-        ctx: where sockets are opened; whoever joined destroys it.
-        keys: this worker's, or None.
-        identity: its routing identity.
-        view: the first.
+        ctx: for sockets; the caller of :func:`join` destroys it.
+        keys: of this worker, or None.
+        identity: routing identity of this worker.
+        view: the first view.
     """
 
     cluster: ClusterConfig
@@ -36,7 +36,7 @@ class Membership(NamedTuple):
 
 
 def join(config: Config, register: Register, spans: Spans) -> tuple[Membership, SchedulerLink]:
-    """Waits until the cluster is complete. The link is for the lease.
+    """Joins the cluster and waits until it is complete. The link is for the lease.
 
     Raises:
         DeadlineError, MismatchError, UsageError: as :meth:`SchedulerLink.join`.
@@ -49,7 +49,7 @@ def join(config: Config, register: Register, spans: Spans) -> tuple[Membership, 
         link = SchedulerLink(ctx, cluster, "worker", keys)
         spans.trace.follow(link.clock)
         view = link.join(register)
-    except BaseException:  # Ctrl-C while others are waited for, too: sockets would linger at exit
+    except BaseException:  # also Ctrl-C during the wait for others: sockets would linger at exit
         ctx.destroy(linger=0)
         raise
     log.here.rank, log.here.epoch = view.rank, view.epoch

@@ -1,7 +1,7 @@
-"""The process group over which workers exchange among themselves: torch.distributed's gloo.
+"""Process group of all workers: send, receive and allreduce over torch.distributed's gloo.
 
-It is always one of our own. The collectives of a group have one order, and those that the script itself, or
-DDP, runs on a group of theirs come on other threads.
+ZenPS creates its own group. All ranks must call the collectives of a group in one order, and the training
+script and DDP call those of their groups on other threads.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch import Tensor
 
 from zenps.errors import ZenPSError
 
-# As gloo's own. Only ranks that are known to be alive are waited for here, and none that is still computing.
+# gloo's own default. A group only waits for ranks that are known to be alive and that do not compute.
 MOST_SECONDS = 1800.0
 
-# A tag of messages; all that are sent have tag 0.
+# A message tag. All messages are sent with tag 0.
 _NEVER_SENT = 1
 
 
 class GroupError(ZenPSError):
-    """A rank cannot be reached any more, or nothing came in time. The group is of no use after.
+    """A rank cannot be reached any more, or sent nothing in time. The group cannot be used afterwards.
 
     Attributes:
-        rank: of the other one; -1 where gloo does not say.
+        rank: the other rank; -1 if gloo does not say which.
     """
 
     def __init__(self, rank: int, detail: str) -> None:
@@ -43,12 +43,12 @@ class GroupError(ZenPSError):
 
 
 class Group(ABC):
-    """Some ranks that exchange tensors, which lie on the CPU and are contiguous.
+    """A group of ranks that exchange contiguous tensors on the CPU.
 
-    To be used by one thread, but for :meth:`abort`.
+    Only one thread may use it, except for :meth:`abort`.
 
     Attributes:
-        rank, size: this one's place among how many.
+        rank, size: this rank, and the number of ranks.
         sent_bytes, received_bytes: of tensors, so far.
     """
 
@@ -59,53 +59,53 @@ class Group(ABC):
 
     @abstractmethod
     def exchange(self, send: Mapping[int, Sequence[Tensor]], receive: Mapping[int, Sequence[Tensor]]) -> None:
-        """Sends to some ranks, and receives from some, all at once; returns when all of it is done.
+        """Sends to some ranks and receives from others, all at once; returns when all of it is done.
 
         Args:
-            send: for each receiver what it gets, in this order.
-            receive: for each sender where to put what it sends; of the same number of bytes.
+            send: for each receiver, the tensors to send, in order.
+            receive: for each sender, the tensors to receive into; of the same number of bytes.
 
         Raises:
-            GroupError: a rank is gone.
+            GroupError: a rank was lost.
         """
 
     @abstractmethod
     def allreduce(self, tensor: Tensor) -> None:
-        """Sums over all ranks, in place; the same bits on all of them, in an order of its own.
+        """Sums over all ranks in place. All get the same bits, but the order of addition is unspecified.
 
         Raises:
-            GroupError: a rank is gone.
+            GroupError: a rank was lost.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """Ends whatever waits in here with an error. May be called from any thread, and again."""
+        """Ends every wait in this group with an error. May be called repeatedly and from any thread."""
 
 
-Share = Callable[[bytes], Sequence[bytes]]
-"""What every rank has given, by rank. All ranks call it equally often."""
+Allgather = Callable[[bytes], Sequence[bytes]]
+"""Returns what every rank passed to it, by rank. All ranks call it equally often."""
 
 
 class GlooGroup(Group):
-    """Over TCP, each rank connected to each.
+    """A group over TCP, with a connection between each pair of ranks.
 
     Args:
-        rank, size: this one's place among how many.
-        host: an address of this machine, on which gloo listens, and by which the others reach it.
-        share: by which ranks learn of one another's addresses.
+        rank, size: this rank, and the number of ranks.
+        host: an address of this machine, on which gloo listens and other ranks reach it.
+        allgather: by which ranks exchange their addresses.
 
     Raises:
-        GroupError: the ranks cannot reach one another, or ``host`` is none of this machine.
+        GroupError: the ranks cannot reach one another, or ``host`` is no address of this machine.
     """
 
-    def __init__(self, rank: int, size: int, host: str, share: Share) -> None:
+    def __init__(self, rank: int, size: int, host: str, allgather: Allgather) -> None:
         self.rank, self.size = rank, size
-        kind: Any = dist.ProcessGroupGloo  # what torch annotates of it is not all that it has
+        kind: Any = dist.ProcessGroupGloo  # torch's annotations leave some of its attributes out
         options = kind._Options()
         options._timeout = timedelta(seconds=MOST_SECONDS)
         try:
             options._devices = [kind.create_device(hostname=host)]
-            self._gloo = kind(_Addresses(share), rank, size, options)
+            self._gloo = kind(_Addresses(allgather), rank, size, options)
         except RuntimeError as error:
             raise GroupError(-1, f"gloo on {host}: {_first_sentence(error)}") from error
 
@@ -113,9 +113,9 @@ class GlooGroup(Group):
         works = []
         for peers, act in ((receive, self._gloo.recv), (send, self._gloo.send)):
             for peer, tensors in peers.items():
-                # Once a connection is known to be closed, gloo says so here already.
+                # If a connection is known to be closed, gloo raises here already.
                 with _lost(peer):
-                    # Neither side sends what it knows to be empty.
+                    # Both sides know which tensors are empty, and skip these.
                     works += [(peer, act([tensor], peer, 0)) for tensor in tensors if tensor.numel()]
         for peer, work in works:
             with _lost(peer):
@@ -126,14 +126,14 @@ class GlooGroup(Group):
     def allreduce(self, tensor: Tensor) -> None:
         with _lost(-1):
             self._gloo.allreduce([tensor]).wait()
-        # Of a ring, which is what gloo makes of it.
+        # gloo runs a ring allreduce.
         moved = 2 * (self.size - 1) * tensor.nbytes // self.size
         self.sent_bytes += moved
         self.received_bytes += moved
 
     def abort(self) -> None:
-        # gloo has no such call. But once one wait has run out of time, it closes all connections of a group;
-        # of a rank whose connection is broken already it waits for none.
+        # gloo has no such call. But when a wait times out, it closes all connections of the group. If the
+        # connection to a rank is already broken, its wait ends at once without that, so each rank is tried.
         for rank in range(self.size):
             if rank != self.rank:
                 with contextlib.suppress(RuntimeError):
@@ -142,28 +142,28 @@ class GlooGroup(Group):
 
 
 class _Addresses(dist.Store):  # type: ignore[misc, name-defined]  # it is there, though not annotated
-    """torch's store, as far as gloo asks for one: a key by each rank, set at once and read by all."""
+    """The methods of torch's store that gloo needs: all ranks set one key at the same point and read all."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, allgather: Allgather) -> None:
         super().__init__()
-        self._share = share
+        self._allgather = allgather
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes) -> None:
-        for shared in self._share(key.encode() + b"\0" + value):
-            name, _, address = shared.partition(b"\0")
+        for entry in self._allgather(key.encode() + b"\0" + value):
+            name, _, address = entry.partition(b"\0")
             self._values[name.decode()] = address
 
     def get(self, key: str) -> bytes:
         return self._values[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """There is nothing to wait for: :meth:`set` returns when all ranks have set theirs."""
+        """Does nothing: :meth:`set` returns when all ranks have set their keys."""
 
 
 @contextlib.contextmanager
 def _lost(peer: int) -> Iterator[None]:
-    """What gloo raises says that ``peer`` is gone; -1: some rank."""
+    """Turns errors of gloo into a GroupError of ``peer``; -1: the rank is unknown."""
     try:
         yield
     except RuntimeError as error:
@@ -175,5 +175,5 @@ def _bytes(tensors: Mapping[int, Sequence[Tensor]]) -> int:
 
 
 def _first_sentence(error: RuntimeError) -> str:
-    """Without the source file before, and advice after."""
+    """Drops the source location at the start and the advice at the end."""
     return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", str(error)).split(". ")[0].splitlines()[0]

@@ -1,4 +1,4 @@
-"""Pushes of encoded tensors: how they are written, and in which order they are sent."""
+"""Push messages: written from encoded tensors, and sent in order of priority."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class PushWriter:
     """Writes the pushes of one rank. Every method may be called from any thread.
 
     Args:
-        rank: this worker's.
-        pull_codec: by which the positions of sums shall travel.
-        servers: where values are put that a server of this host can read.
+        rank: of this worker.
+        pull_codec: the codec that servers shall use for the positions of sums.
+        servers: for shared memory with servers on this host.
     """
 
     def __init__(self, rank: int, pull_codec: PullCodec, servers: ServerSockets) -> None:
@@ -34,8 +34,8 @@ class PushWriter:
         self._servers = servers
 
     def share(self, encoded: EncodedTensor) -> EncodedTensor:
-        """The same, with values in shared memory where servers are on this host."""
-        if encoded.sharding.layout is None or not self._servers.share_memory:
+        """Returns ``encoded`` with its values copied into shared memory for servers on this host."""
+        if encoded.sharding.layout is None or not self._servers.has_shared_memory:
             return encoded
         share = self._servers.share
         chunks = [
@@ -47,11 +47,11 @@ class PushWriter:
     def write(
         self, name: str, step: int, encoded: EncodedTensor, options: Options, *, again: bool = False
     ) -> list[Outgoing]:
-        """One push for each chunk.
+        """Returns one push for each chunk.
 
         Args:
             name, step: of the round.
-            again: whether it was pushed under an older ring.
+            again: True if the round was pushed under an older ring.
         """
         shape, dtype = tuple(encoded.shape), dtype_name(encoded.dtype)
         sharding = encoded.sharding
@@ -86,17 +86,17 @@ class PushWriter:
 
 
 class Sender:
-    """For one thread at a time.
+    """Sends pushes in order of priority. Only one thread at a time may use it.
 
     Args:
         servers: the sockets.
-        prioritized: whether what is pushed later goes first if its priority is higher. Otherwise libzmq gets
-            all at once, and sends it in that order.
+        prioritized: True if a later push of higher priority goes first: pushes wait in a send queue until
+            their socket has room. Otherwise libzmq gets every push at once and sends them in order.
         metrics: for bytes.
         spans: for a timeline.
 
     Attributes:
-        is_behind: set when a push has to wait for room.
+        is_behind: set when a push has to wait in the send queue.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class Sender:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether pushes wait for room."""
+        """True if pushes wait in the send queue."""
         return bool(self._queue)
 
     def send(self, out: Outgoing) -> bool:
-        """Sends a push, or lets it wait for its turn. Returns whether any has to wait for room.
+        """Sends a push or queues it. Returns whether pushes wait in the send queue.
 
         Raises:
             zmq.Again: the server has refused this worker.
@@ -126,7 +126,7 @@ class Sender:
         return self.has_waiting
 
     def send_waiting(self, server: int) -> None:
-        """Sends what there is room for. The poller tells when there is room for more."""
+        """Sends queued pushes while the server's socket has room; the poller reports when it has again."""
         assert self._queue is not None
         while (out := self._queue.first(server)) is not None and self._servers.has_room(server):
             self._queue.remove_first(server)
@@ -137,7 +137,7 @@ class Sender:
             self.is_behind.set()
 
     def clear(self) -> None:
-        """What waits is sharded for a ring that has passed."""
+        """Drops queued pushes, because they are sharded for an old ring."""
         if self._queue is not None:
             self._queue.clear()
 

@@ -1,4 +1,4 @@
-"""Pushes that wait for their turn: of those to one server, the most important goes first. No socket."""
+"""Send queue: a priority queue, per server, of pushes that wait for room on a socket. No socket here."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from ..rounds.states import Outgoing
 
 
 class SendQueue:
-    """By server, the pushes that the socket to it has no room for yet."""
+    """Pushes that wait, by server: the highest priority first, then the oldest."""
 
     def __init__(self) -> None:
         self._heaps: dict[int, list[tuple[int, int, Outgoing]]] = {}
-        """Ordered by falling priority, then by age."""
-        self._places: set[tuple[int, str, int, int]] = set()
+        """Items are (-priority, age, push)."""
+        self._keys: set[tuple[int, str, int, int]] = set()
         self._ages = itertools.count()
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._keys)
 
     def add(self, out: Outgoing) -> None:
-        """Lets a push wait; one that waits already does so once."""
-        if _place(out) not in self._places:
-            self._places.add(_place(out))
+        """Adds a push, unless the same push waits already."""
+        if _key(out) not in self._keys:
+            self._keys.add(_key(out))
             heappush(self._heaps.setdefault(out.server, []), (-out.priority, next(self._ages), out))
 
     def first(self, server: int) -> Outgoing | None:
-        """What is to be sent to a server next."""
+        """Returns the next push to a server; None if no push waits."""
         heap = self._heaps.get(server)
         return heap[0][-1] if heap else None
 
     def remove_first(self, server: int) -> None:
-        """It was sent."""
+        """Removes the push that :meth:`first` returns."""
         *_, out = heappop(self._heaps[server])
-        self._places.remove(_place(out))
+        self._keys.remove(_key(out))
 
     def clear(self) -> None:
-        """All were cut for a ring that has passed."""
+        """Drops all pushes."""
         self._heaps.clear()
-        self._places.clear()
+        self._keys.clear()
 
 
-def _place(out: Outgoing) -> tuple[int, str, int, int]:
+def _key(out: Outgoing) -> tuple[int, str, int, int]:
     return out.server, out.push.tensor, out.push.step, out.push.chunk

@@ -1,4 +1,4 @@
-"""The sockets to the servers: one to each, connected as views come and go."""
+"""Server sockets: one DEALER socket to each server of the view, and shared memory on the same host."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from .shared_memory import SharedMemoryPeer
 
 
 class ServerSockets:
-    """For one thread at a time, but where it says otherwise.
+    """The sockets to all servers. Only one thread at a time may use it, except where a docstring says so.
 
     Args:
-        membership: whose sockets these are.
-        poller: gets every socket that is opened.
-        max_queued: messages that may wait for one server behind those that TCP has taken; 0: any number.
+        membership: of this worker.
+        poller: every open socket is registered there.
+        max_queued: messages to one server that libzmq may queue beyond TCP's buffers; 0: any number.
 
     Attributes:
-        connectivity: whether the servers can be reached.
+        connectivity: checks whether servers can be reached.
     """
 
     def __init__(self, membership: Membership, poller: zmq.Poller, max_queued: int) -> None:
@@ -43,7 +43,7 @@ class ServerSockets:
         self._hello = Hello(cluster.job, membership.identity)
         self._arena = open_arena(cluster, POOL_BYTES)
         self._shared_memory: dict[int, SharedMemoryPeer] = {}
-        """Of those servers that are on this host."""
+        """Connections to the servers on this host, by rank."""
         self._open = partial(
             open_dealer,
             self._ctx,
@@ -54,19 +54,19 @@ class ServerSockets:
         )
         self._poller = poller
         self._sockets: dict[int, tuple[str, Socket]] = {}
-        """Each server's address and the socket to it."""
+        """The address of each server and the socket to it, by rank."""
         self._ranks: dict[Socket, int] = {}
         self._handshakes: dict[int, Handshakes] = {}
-        """Of each server's socket; only with keys can one fail for good."""
+        """Monitors of the sockets' handshakes; empty without keys: then no handshake fails for good."""
 
     def rank_of(self, socket: Socket) -> int | None:
-        """Whose socket it is; None of one that reports handshakes."""
+        """Returns the server's rank; None if ``socket`` is a handshake monitor."""
         return self._ranks.get(socket)
 
     def refused_by(self) -> int | None:
-        """A server that will not let this worker in, if there is one.
+        """Returns a server that has refused this worker's handshake; None if there is none.
 
-        Sending does not always tell: libzmq may still take messages for it.
+        A send does not always fail then: libzmq may still queue messages for that server.
         """
         for rank, handshakes in self._handshakes.items():
             if any(failure != "other" for failure in handshakes.failures()):
@@ -74,21 +74,24 @@ class ServerSockets:
         return None
 
     @property
-    def share_memory(self) -> bool:
-        """Whether servers are on this host, and read this worker's memory. From any thread."""
+    def has_shared_memory(self) -> bool:
+        """True if any server on this host may read this worker's memory. May be read from any thread."""
         return bool(self._shared_memory)
 
     def share(self, rank: int, values: memoryview) -> memoryview:
-        """Values of a push to a server, where it can read them if it is on this host. From any thread."""
+        """Copies values of a push into shared memory if the server is on this host. From any thread."""
         if self._arena is None or rank not in self._shared_memory or values.nbytes < COPY_BELOW_BYTES:
             return values
         return self._arena.copy(values)
 
     def send(self, rank: int, push: Push, frames: Frames) -> tuple[int, int]:
-        """Queues a push for a server; how many bytes it has, and how many of them are read where they lie.
+        """Queues a push for a server.
+
+        Returns:
+            the push's bytes, and how many of them the server reads from shared memory.
 
         Raises:
-            zmq.Again: the server has refused us; or there was no room.
+            zmq.Again: the server has refused this worker, or its socket has no room.
         """
         shared = None
         peer_memory = self._shared_memory.get(rank)
@@ -103,31 +106,31 @@ class ServerSockets:
         return len(envelope) + sum([frame.nbytes for frame in frames]) + shared_bytes, shared_bytes
 
     def values(self, rank: int, shared: Shared) -> memoryview:
-        """Values that a server has named.
+        """Returns the values that a server's answer refers to, in the server's memory.
 
         Raises:
-            ProtocolError: it shares no such place.
+            ProtocolError: the server does not share this memory.
         """
         if rank not in self._shared_memory:
             raise ProtocolError("payload", "values in the memory of a server that shares none")
         return self._shared_memory[rank].take(shared)
 
     def has_room(self, rank: int) -> bool:
-        """Whether a server's socket takes another message now."""
+        """Returns whether a server's socket accepts another message now."""
         return bool(self._sockets[rank][1].poll(0, zmq.POLLOUT))
 
     def watch_for_room(self, rank: int, is_wanted: bool) -> None:
-        """Whether the poller also tells when a server's socket takes another message."""
+        """Sets whether the poller also reports when a server's socket has room."""
         self._poller.register(self._sockets[rank][1], zmq.POLLIN | (zmq.POLLOUT if is_wanted else 0))
 
     def close(self) -> None:
-        """Lets go of all."""
+        """Closes all sockets and the shared memory."""
         self.follow({}, 0.0)
         if self._arena is not None:
             self._arena.close()
 
     def follow(self, servers: Mapping[int, Member], now: float) -> None:
-        """Connects to those of ``servers`` that are new or have moved, and lets go of what is not there."""
+        """Connects to new servers and new addresses; closes the sockets to all others."""
         for rank, (address, _) in list(self._sockets.items()):
             if rank not in servers or servers[rank].address != address:
                 self._close(rank)

@@ -1,8 +1,8 @@
-"""Shared memory with a server of this worker's host: large values stay there, and messages give their offset.
+"""Shared memory with a server on this worker's host: messages name the offset of large values.
 
-What is pushed stays unchanged for as long as the round may have to be pushed again, and so until every rank
-has its answer: by then the server has read it. The server is told when this worker has dropped what it
-pulled.
+Pushed values stay unchanged for as long as the round may have to be pushed again, that is, until every rank
+has its answer. By then the server has read them. Pulled values stay unchanged until this worker tells the
+server that it has dropped them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from zenps.wire.sockets import COPY_BELOW_BYTES
 
 
 class SharedMemoryPeer:
-    """A server of this host. Used by one thread at a time, but pulled values may be dropped on any thread.
+    """The connection to a server on this host. Only one thread at a time may use it.
 
-    Until the server has answered the hello, or if it never does, values travel.
+    Pulled values may be dropped on any thread. Until the server has answered the hello, values are sent over
+    the network.
 
     Args:
-        socket: connected to the server, which has not answered yet; it does not block.
+        socket: non-blocking, connected to the server, which has not answered yet.
         arena: of this worker.
     """
 
@@ -41,7 +42,7 @@ class SharedMemoryPeer:
 
     @classmethod
     def connect(cls, address: str, hello: Hello, arena: Arena) -> SharedMemoryPeer | None:
-        """The server with this address; None if it is not on this host, or shares no memory. Never waits."""
+        """Connects without blocking; returns None if the server is not on this host or shares no memory."""
         try:
             socket = handshake.connect(handshake.server_name(address), net.SOCK_STREAM, hello, arena.fd)
         except OSError:
@@ -49,19 +50,19 @@ class SharedMemoryPeer:
         return cls(socket, arena)
 
     def find(self, values: memoryview) -> Shared | None:
-        """The offset and size by which the server reads ``values``; None if they have to travel."""
+        """Returns the offset and size by which the server reads ``values``; None if they have to be sent."""
         if values.nbytes < COPY_BELOW_BYTES or (self._window is None and not self._has_answered()):
             return None
         offset = self._arena.find(values)
         return None if offset is None else (offset, values.nbytes)
 
     def take(self, shared: Shared) -> memoryview:
-        """The values that the server has named. It leaves them unchanged until nobody here refers to them.
+        """Returns values in the server's memory. They stay unchanged until nothing here refers to them.
 
         Raises:
-            ProtocolError: the server shares no memory, or not there.
+            ProtocolError: the server shares no memory, or no such range of it.
         """
-        # The answer to the hello was sent before any values were named.
+        # The server answers the hello before it sends any offset.
         if self._window is None and not self._has_answered():
             raise ProtocolError(
                 "payload", "values in the memory of a server that shares none, expected a frame"
@@ -73,7 +74,7 @@ class SharedMemoryPeer:
         return values.data
 
     def tell(self) -> None:
-        """Tells the server which values nobody here refers to any more."""
+        """Tells the server which pulled values are not used here any more."""
         while self._dropped:
             self._unsent += DROPPED.pack(self._dropped.popleft())
         if self._unsent and not self._is_lost:
@@ -85,7 +86,7 @@ class SharedMemoryPeer:
                 self._is_lost = True
 
     def close(self) -> None:
-        """Closes the connection, by which the server takes back all that it has lent."""
+        """Closes the connection; then the server takes back all values that it has lent."""
         self._socket.close()
 
     def _has_answered(self) -> bool:

@@ -1,4 +1,4 @@
-"""Submission queue of pushes: those from the CPU go at once, those from a device once it is ready."""
+"""Submit queue: tensors on the CPU are pushed at once, those on a device once it has prepared them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..core.spans import Spans
 from ..core.steps import Steps
 from .channel import Channel
 
-# Between two looks at a device: short against a round, long against the call that looks.
+# Between two queries of a device: short against a round, long against the query itself.
 LOOK_SECONDS = 50e-6
 
 
@@ -26,14 +26,14 @@ class _Staged(NamedTuple):
 
 
 class SubmitQueue(Waiter):
-    """A queue, for a device does its work in order. Every method may be called from any thread.
+    """Tensors on a device in order of submission, because a device works in order.
 
-    There is no thread that watches the device: each call into ZenPS pushes what has become ready, and a
-    thread that waits for a result first sees to it that everything is pushed.
+    No thread watches the device: each call into ZenPS pushes the tensors that have become ready, and a thread
+    that waits for a result pushes all tensors first. Every method may be called from any thread.
 
     Args:
         channel: to the servers.
-        steps: names that become free again when a device fails.
+        steps: step counters; a name is free again when its device fails.
         spans: for a timeline.
     """
 
@@ -47,7 +47,7 @@ class SubmitQueue(Waiter):
     def submit(self, pending: Pending) -> None:
         """Pushes a tensor once it is prepared.
 
-        One that is prepared already, as any on the CPU is, overtakes the queue.
+        One that is prepared already overtakes the queue. Tensors on the CPU always are.
         """
         if not pending.is_staged:
             self._channel.submit(pending)
@@ -57,7 +57,7 @@ class SubmitQueue(Waiter):
         self.advance(until=0.0)
 
     def advance(self, until: float) -> None:
-        """Pushes what is prepared; waits for the rest, at most until the monotonic time ``until``."""
+        """Pushes prepared tensors; waits for the others, at most until the monotonic time ``until``."""
         while self._staged:
             with self._lock:
                 while self._staged and self._submit_if_prepared(self._staged[0]):
@@ -67,7 +67,7 @@ class SubmitQueue(Waiter):
             time.sleep(LOOK_SECONDS)
 
     def wait(self, ready: Callable[[], bool], until: float) -> None:
-        # What other ranks wait for is pushed before this one waits itself.
+        # Push everything before waiting: other ranks wait for these tensors.
         self.advance(until)
         self._channel.wait(ready, until)
 
@@ -76,7 +76,7 @@ class SubmitQueue(Waiter):
         self._channel.look(ready)
 
     def _submit_if_prepared(self, staged: _Staged) -> bool:
-        """Whether the tensor was pushed, or has failed."""
+        """Pushes the tensor if it is prepared. Returns whether it was pushed or has failed."""
         pending, begun_ns = staged
         try:
             if not pending.transfer.prepared():

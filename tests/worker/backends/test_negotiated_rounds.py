@@ -16,13 +16,13 @@ from zenps.observe.metrics import WorkerMetrics
 from zenps.wire.messages import Member, View
 from zenps.worker.backends.base import Session
 from zenps.worker.backends.negotiated_rounds import NegotiatedRound, NegotiatedRounds
-from zenps.worker.backends.negotiation import Entry, entries, entry_of, table_of
+from zenps.worker.backends.negotiation import Entry, entry_of, parse_entries, table_of
 from zenps.worker.backends.servers import CONTROL, ServerBackend
 from zenps.worker.core.pending import Pending, Signal, Waiting
 from zenps.worker.core.request import Options, Request
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Progress, Statistics
-from zenps.worker.core.transfer import Brought
+from zenps.worker.core.transfer import SuppliedTransfer
 from zenps.worker.transport.channel import Channel
 from zenps.worker.transport.lease import Lease
 
@@ -62,8 +62,10 @@ class Servers(ServerBackend):
     def negotiate(self, table: Tensor, name: str) -> Pending:
         if self.refuses is not None:
             raise self.refuses
-        self.said.append((name, entries(table)))
-        negotiation = Pending(name, CONTROL, Brought(), Progress(STEP), self._waiting, counted="nothing")
+        self.said.append((name, parse_entries(table)))
+        negotiation = Pending(
+            name, CONTROL, SuppliedTransfer(), Progress(STEP), self._waiting, counted="nothing"
+        )
         return self.negotiations.setdefault(name, negotiation)
 
 
@@ -87,7 +89,7 @@ class Rounds(NegotiatedRounds[NegotiatedRound]):
 
     def begin(self, name: str, rows: int = 0) -> NegotiatedRound:
         options = Options(average=True)
-        pending = Pending(name, options, Brought(), Progress(0), self._waiting)
+        pending = Pending(name, options, SuppliedTransfer(), Progress(0), self._waiting)
         round_ = NegotiatedRound(pending=pending)
         assert self._begin(Request(TENSOR, name, options), rows, round_) is pending
         return round_
@@ -98,7 +100,7 @@ class Rounds(NegotiatedRounds[NegotiatedRound]):
             negotiation.fail(result)
         else:
             negotiation.complete(result)
-        self._hear(round_)
+        self._process_negotiation(round_)
 
     @property
     def failed(self) -> float | None:
@@ -129,7 +131,7 @@ def test_ranks_say_what_they_have_and_go_on_once_they_agree() -> None:
 
     rounds.hear(round_, both(TENSOR, TENSOR))
     assert round_.is_negotiated
-    assert round_.is_heard
+    assert round_.is_processed
     assert round_.pending.wait().tolist() == [9, 4]
     assert rounds.failed == 0
     rounds.begin("a")

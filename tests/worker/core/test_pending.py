@@ -18,7 +18,7 @@ from zenps.worker.core.pending import Pending, Signal, Waiter, Waiting
 from zenps.worker.core.request import Options
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Counted, Progress, Report, Statistics
-from zenps.worker.core.transfer import Answer, Brought, EncodedTensor, Sharding, Transfer, Transform
+from zenps.worker.core.transfer import Answer, EncodedTensor, Sharding, SuppliedTransfer, Transfer, Transform
 
 CHUNKS = 3
 ENCODED = EncodedTensor("dense", torch.Size([CHUNKS]), torch.float32, 1, 0, Sharding(None, CHUNKS, 0), [])
@@ -304,7 +304,7 @@ def test_an_error_ends_the_wait_and_a_later_restart_changes_nothing(
 class Streams(Count):
     """Two streams, the first of which has a second phase. Answers are absorbed as they come."""
 
-    absorbs_on = "driver"
+    absorbs_on = "poller"
 
     def begin(self) -> Sequence[EncodedTensor]:
         return (ENCODED, ENCODED)
@@ -396,7 +396,7 @@ def after(seconds: float, call: Callable[[], object]) -> threading.Timer:
 
 
 def test_a_result_that_is_brought_wakes_all_who_wait(signal: Signal) -> None:
-    pending = make_pending(Brought(), signal)
+    pending = make_pending(SuppliedTransfer(), signal)
     assert not pending.begin()
     assert not pending.done()
     results: list[Tensor] = []
@@ -413,7 +413,7 @@ def test_a_result_that_is_brought_wakes_all_who_wait(signal: Signal) -> None:
 
 
 def test_an_error_that_is_brought_is_raised_by_every_wait(signal: Signal) -> None:
-    pending = make_pending(Brought(), signal)
+    pending = make_pending(SuppliedTransfer(), signal)
 
     def fail() -> None:
         pending.fail(DeadlineError("gone"))
@@ -429,7 +429,7 @@ def test_an_error_that_is_brought_is_raised_by_every_wait(signal: Signal) -> Non
 
 
 def test_of_results_and_errors_the_first_counts(signal: Signal) -> None:
-    pending = make_pending(Brought(), signal)
+    pending = make_pending(SuppliedTransfer(), signal)
     first = torch.ones(3)
     pending.complete(first)
     pending.complete(torch.zeros(3))
@@ -440,7 +440,7 @@ def test_of_results_and_errors_the_first_counts(signal: Signal) -> None:
 
 
 def test_what_nobody_brings_ends_at_the_deadline(signal: Signal) -> None:
-    pending = make_pending(Brought(), signal, 0.05)
+    pending = make_pending(SuppliedTransfer(), signal, 0.05)
     begin = time.monotonic()
     with pytest.raises(DeadlineError, match=r"tensor 'a': no answer within 0\.05 s"):
         pending.wait()
@@ -451,7 +451,7 @@ def test_what_nobody_brings_ends_at_the_deadline(signal: Signal) -> None:
 
 
 def test_what_is_there_already_takes_no_time(signal: Signal) -> None:
-    pending = make_pending(Brought(torch.ones(3)), signal, 0.0)
+    pending = make_pending(SuppliedTransfer(torch.ones(3)), signal, 0.0)
     pending.progress.ended = True
     assert pending.done()
     assert pending.wait().tolist() == [1.0] * 3
@@ -459,7 +459,7 @@ def test_what_is_there_already_takes_no_time(signal: Signal) -> None:
 
 def test_news_that_ended_nothing_wake_nobody(signal: Signal) -> None:
     """All results of a thread share its signal."""
-    pending = make_pending(Brought(), signal)
+    pending = make_pending(SuppliedTransfer(), signal)
     for seconds in (0.01, 0.02, 0.03):
         after(seconds, signal.notify)
 
@@ -494,7 +494,7 @@ class Add(Transform):
 
 
 def test_transforms_are_undone_in_reverse_order(signal: Signal) -> None:
-    pending = make_pending(Brought(), signal, transforms=(Add(1), Add(2)))
+    pending = make_pending(SuppliedTransfer(), signal, transforms=(Add(1), Add(2)))
     pending.complete(torch.zeros(1))
     assert pending.wait().tolist() == [21.0]
     assert pending.wait().tolist() == [21.0]
@@ -505,7 +505,7 @@ def test_a_result_that_cannot_be_undone_is_an_error_of_every_wait(signal: Signal
         def undo(self, result: Tensor) -> Tensor:
             raise ProtocolError("payload", "elements that make no whole rows")
 
-    pending = make_pending(Brought(), signal, transforms=(Refuses(1),))
+    pending = make_pending(SuppliedTransfer(), signal, transforms=(Refuses(1),))
     pending.complete(torch.zeros(1))
     for _ in range(2):
         with pytest.raises(ProtocolError, match="no whole rows"):

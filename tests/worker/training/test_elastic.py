@@ -20,7 +20,7 @@ from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfe
 from zenps.worker.encode.quantizer import Unchanged
 from zenps.worker.rounds.states import Action, Deliver, Fail, Outgoing, Reshard, Round, SendPush
 from zenps.worker.rounds.tracker import WorkerRounds
-from zenps.worker.training.ask import ask_all
+from zenps.worker.training.allgather import allgather_int
 
 ALL = frozenset({0, 1, 2})
 FRAMES = (memoryview(b""), memoryview(b"values"))
@@ -197,4 +197,4 @@ def test_values_do_not_hide_what_a_state_can_do(name: str) -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_answers_of_0_are_left_out() -> None:
-    assert (ask_all(0, "x"), ask_all(7, "x")) == ({}, {0: 7})
+    assert (allgather_int(0, "x"), allgather_int(7, "x")) == ({}, {0: 7})

@@ -17,12 +17,12 @@ from zenps.worker.core.pending import Pending, Signal, Waiting
 from zenps.worker.core.request import Request
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Progress, Statistics, Stats
-from zenps.worker.core.transfer import Brought
+from zenps.worker.core.transfer import SuppliedTransfer
 from zenps.worker.process import PROCESS
 from zenps.worker.world import LocalWorld, World
 
 
-class Answered(Brought):
+class Answered(SuppliedTransfer):
     """Says to its world when somebody has waited for it."""
 
     def __init__(self, world: FakeWorld, name: str, outcome: Tensor | ZenPSError) -> None:

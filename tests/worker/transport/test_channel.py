@@ -41,7 +41,7 @@ FIRST_RANKS = [0, 1]
 class Given(Transfer):
     """Pushes the tensor that it is given, and notes as what it begins again."""
 
-    absorbs_on = "driver"
+    absorbs_on = "poller"
 
     def __init__(self, *encoded: EncodedTensor) -> None:
         self.rows_given = 0

@@ -1,1 +1,1 @@
-"""Ranks of a host add up in shared memory, and one of them pushes: docs/decisions/0027-two-levels.md."""
+"""Hierarchical reduction in shared memory: one rank of a host pushes (docs/decisions/0027-two-levels.md)."""

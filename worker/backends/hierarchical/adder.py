@@ -1,4 +1,7 @@
-"""The sum of all ranks, where all are on one host: by its leader, in pieces that several threads add."""
+"""Local reduction: the leader sums the contributions of all ranks if all are on one host.
+
+Several threads sum chunks of the tensor in parallel.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,13 @@ import numpy as np
 from zenps.errors import UsageError
 from zenps.kernels.base import ACCUMULATE, Kernels
 
-from .transfer import Form, Part
+from .transfer import Form, Payload
 
-# Of all parts together. For 30 MB from eight ranks two threads need 14 ms, and one 21; by 1 MiB, 22 and 30.
-PIECE_BYTES = 4 << 20
+# Bytes of a chunk, in all contributions together. For 30 MB from eight ranks two threads need 14 ms, and one
+# 21; with chunks of 1 MiB, 22 and 30.
+CHUNK_BYTES = 4 << 20
 
-# Of each part, for bounds between pieces.
+# Rows of each contribution and chunk that are sampled to choose the bounds between chunks.
 SAMPLES = 16
 
 
@@ -26,8 +30,8 @@ class Adder:
     """Adds as servers do, to the same bits.
 
     Args:
-        kernels: for sparse parts; may be used by several threads.
-        ranks: how many there are. While they wait for the sum, their cores are free.
+        kernels: for sparse contributions; several threads may use them.
+        ranks: the number of ranks. Their cores are free while they wait for the sum.
     """
 
     def __init__(self, kernels: Kernels, ranks: int) -> None:
@@ -39,59 +43,59 @@ class Adder:
         """Ends the threads."""
         self._executor.shutdown(wait=False)
 
-    def add(self, parts: Sequence[Part], form: Form, divisor: int) -> list[Part]:
-        """The sum in pieces, one after the other; sparse ones in the tensor's dtype.
+    def add(self, contributions: Sequence[Payload], form: Form, divisor: int) -> list[Payload]:
+        """Returns the sum in chunks, in order; sparse ones in the tensor's dtype.
 
         Args:
-            parts: in rank order, sorted.
+            contributions: in rank order; their rows are sorted.
             divisor: what the sum is divided by.
 
         Raises:
-            UsageError: the interpreter ends, and begins nothing new.
+            UsageError: the interpreter is shutting down and starts no threads.
         """
-        count = 1 + sum(part.values.nbytes for part in parts) // PIECE_BYTES
-        cut = _cut_dense if form.sparse_dim < 0 else _cut_sparse
+        count = 1 + sum(each.values.nbytes for each in contributions) // CHUNK_BYTES
+        split = _split_dense if form.sparse_dim < 0 else _split_sparse
         add = self._add_dense if form.sparse_dim < 0 else self._add_sparse
-        return self._map(lambda piece: add(piece, divisor), cut(parts, count))
+        return self._map(lambda chunk: add(chunk, divisor), split(contributions, count))
 
-    def copy(self, pieces: Sequence[Part], target: Part) -> None:
-        """Puts pieces together, in the dtype of ``target``. Raises as :meth:`add`."""
-        bounds = np.cumsum([0] + [len(piece.values) for piece in pieces]).tolist()
-        places = [target.cut(begin, end) for begin, end in pairwise(bounds)]
-        self._map(Part.copy_, places, pieces)
+    def copy(self, chunks: Sequence[Payload], target: Payload) -> None:
+        """Copies ``chunks`` one after the other into ``target``, in its dtype. Raises as :meth:`add`."""
+        bounds = np.cumsum([0] + [len(chunk.values) for chunk in chunks]).tolist()
+        targets = [target.slice(begin, end) for begin, end in pairwise(bounds)]
+        self._map(Payload.copy_, targets, chunks)
 
-    def _map(self, work: Callable[..., Part], *items: Iterable[Any]) -> list[Part]:
+    def _map(self, work: Callable[..., Payload], *items: Iterable[Any]) -> list[Payload]:
         try:
-            done = self._executor.map(work, *items)
+            results = self._executor.map(work, *items)
         except RuntimeError:
             raise UsageError("this process is about to end") from None
-        return list(done)
+        return list(results)
 
-    def _add_sparse(self, parts: Sequence[Part], divisor: int) -> Part:
-        return Part(*self._kernels.aggregate(parts, divisor))
+    def _add_sparse(self, contributions: Sequence[Payload], divisor: int) -> Payload:
+        return Payload(*self._kernels.aggregate(contributions, divisor))
 
-    def _add_dense(self, parts: Sequence[Part], divisor: int) -> Part:
-        rows, first = parts[0]
+    def _add_dense(self, contributions: Sequence[Payload], divisor: int) -> Payload:
+        rows, first = contributions[0]
         total = first.to(ACCUMULATE[first.dtype], copy=True)
-        for part in parts[1:]:
-            total += part.values
-        return Part(rows, total if divisor == 1 else total.div_(divisor))
+        for each in contributions[1:]:
+            total += each.values
+        return Payload(rows, total if divisor == 1 else total.div_(divisor))
 
 
-def _cut_dense(parts: Sequence[Part], count: int) -> list[list[Part]]:
-    elements = len(parts[0].values)
-    bounds = [elements * piece // count for piece in range(count + 1)]
-    return [[part.cut(begin, end) for part in parts] for begin, end in pairwise(bounds)]
+def _split_dense(contributions: Sequence[Payload], count: int) -> list[list[Payload]]:
+    elements = len(contributions[0].values)
+    bounds = [elements * chunk // count for chunk in range(count + 1)]
+    return [[each.slice(begin, end) for each in contributions] for begin, end in pairwise(bounds)]
 
 
-def _cut_sparse(parts: Sequence[Part], count: int) -> list[list[Part]]:
-    """By rows, so that pieces have about as many."""
-    rows = [part.rows.numpy() for part in parts]
+def _split_sparse(contributions: Sequence[Payload], count: int) -> list[list[Payload]]:
+    """Splits at row numbers, so that chunks have about equally many rows."""
+    rows = [each.rows.numpy() for each in contributions]
     samples = np.concatenate([of[:: 1 + len(of) // (SAMPLES * count)] for of in rows])
     samples.sort()
     bounds = samples[len(samples) * np.arange(1, count) // count] if len(samples) else samples
     cuts = [[0, *np.searchsorted(of, bounds).tolist(), len(of)] for of in rows]
     return [
-        [part.cut(at[piece], at[piece + 1]) for part, at in zip(parts, cuts, strict=True)]
-        for piece in range(len(bounds) + 1)
+        [each.slice(at[chunk], at[chunk + 1]) for each, at in zip(contributions, cuts, strict=True)]
+        for chunk in range(len(bounds) + 1)
     ]

@@ -1,4 +1,4 @@
-"""Hierarchical backend: the ranks of a host reduce there, before one of them pushes."""
+"""Hierarchical backend: the ranks of a host reduce among themselves before one of them pushes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ ADDRESS_BYTES = 64
 
 
 class HierarchicalBackend(Backend):
-    """Connects to the other ranks of its host, who do so at this point.
+    """Connects to the other ranks of this host. All ranks construct it at the same point.
 
     Args:
-        session: this worker's part in the cluster.
-        servers: for what goes over servers.
+        session: what this worker has of the cluster.
+        servers: the backend for all that goes over servers.
 
     Raises:
-        PeerLostError: ranks with one host name do not share memory, or one was lost meanwhile.
+        PeerLostError: ranks with the same host name do not share memory, or a rank was lost meanwhile.
     """
 
     def __init__(self, session: Session, servers: ServerBackend) -> None:
@@ -49,21 +49,21 @@ class HierarchicalBackend(Backend):
         self._arena = Arena(POOL_BYTES)
         try:
             self._links = self._connect(host, ranks)
-        except BaseException:  # Ctrl-C while others are waited for, too
+        except BaseException:  # also Ctrl-C during the wait for others
             self._arena.close()
             raise
         self._rounds = self._new_rounds(ranks)
         self._rounds.start()
 
     def begin(self, request: Request) -> Pending:
-        """Compacts or copies on this thread. Broadcasts and small dense tensors go over servers at once."""
+        """Compacts or copies on this thread. Broadcasts and small dense tensors go directly over servers."""
         tensor, name, options = request
         is_small = not tensor.is_sparse and tensor.nbytes < SPLIT_FROM_BYTES
         if is_small or not options.is_reduction:
             return self._servers.begin(request)
         longest = LONGEST_NAME - len(SUFFIX)
         if len(name) > longest:
-            reason = f"expected at most {longest} characters, for leaders push it under a longer name"
+            reason = f"expected at most {longest} characters, because leaders push it under a longer name"
             raise UsageError(f"tensor name {name!r:.60}: {reason}")
         transforms: tuple[Transform, ...] = () if tensor.is_cpu else (ToHost(tensor.device),)
         return self._rounds.begin(request._replace(tensor=tensor.detach().cpu()), transforms)
@@ -75,7 +75,7 @@ class HierarchicalBackend(Backend):
         self._arena.close()
 
     def _connect(self, host: str, ranks: Sequence[int]) -> Sequence[Link]:
-        """The leader's links to the others, or another rank's to the leader."""
+        """Returns the leader's links to its followers, or a follower's link to the leader."""
         leader, *others = ranks
         rank, size = self._session.rank, self._session.size
         listener = Listener() if rank == leader else None
@@ -108,5 +108,5 @@ class HierarchicalBackend(Backend):
 
 
 def has_shared_hosts(view: View) -> bool:
-    """Whether any host has more than one worker, so that there is somebody to reduce with."""
+    """Returns whether any host has more than one worker."""
     return len({worker.host for worker in view.workers}) < len(view.workers)

@@ -1,10 +1,11 @@
-"""Hierarchical rounds: all ranks of a host give their parts to the leader, who has the sum.
+"""Hierarchical reduction: the ranks of a host give their contributions to a leader and get the sum from it.
 
-The leader gets the sum from servers, or adds it itself where all ranks of the job are on one host.
+The leader pushes the host's sum to servers and pulls the total. If all ranks of the job are on one host, it
+computes the total itself.
 
-For every tensor all ranks of the job first negotiate over a server (:mod:`..negotiated_rounds`), as those
-that exchange among themselves do: there, deadlines, losses and disagreements end a round on all ranks alike.
-Once they agree, every part lies in shared memory, and the leader waits for no rank of its host any more.
+For every tensor all ranks of the job first negotiate over a server (:mod:`..negotiated_rounds`). So
+deadlines, losses and disagreements end a round on all ranks alike. Once ranks agree, all contributions lie in
+shared memory, and the leader waits for no rank of its host any more.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from ...transport.peer_group import MOST_SECONDS
 from ..base import Session
 from ..negotiated_rounds import NegotiatedRounds
 from ..servers import ServerBackend
-from .transfer import Form, HostRound, HostTransfer, part_of
+from .transfer import Form, HostRound, HostTransfer, contribution_of
 
 
 class HostSession(NamedTuple):
-    """A worker's part in its host.
+    """What a rank needs to reduce on its host.
 
     Attributes:
-        session: its part in the cluster.
-        servers: over which ranks negotiate, and leaders push.
-        arena: the memory that it shares.
+        session: what this worker has of the cluster.
+        servers: over which ranks negotiate and leaders push.
+        arena: the memory that this rank shares with its host.
     """
 
     session: Session
@@ -64,38 +65,38 @@ class HostRounds(NegotiatedRounds[HostRound]):
         ]
 
     def begin(self, request: Request, transforms: Sequence[Transform]) -> Pending:
-        """Begins to reduce a tensor, on the CPU, over all ranks of the job.
+        """Begins to reduce a tensor on the CPU over all ranks of the job.
 
         Args:
-            transforms: which the tensor has gone through.
+            transforms: those that were applied to the tensor.
 
         Raises:
             TensorError: an index lies outside the tensor.
-            UsageError: the name is in flight, or one too many.
+            UsageError: the name is in flight, or too many names were used.
         """
         tensor, name, options = request
         progress = Progress(0)
         with self._session.spans("compact", name):
-            part = part_of(tensor, self._kernels, self._own_pool)
+            contribution = contribution_of(tensor, self._kernels, self._copy_pool)
         progress.compacted_seconds = time.perf_counter() - progress.began
         form = Form(tensor.shape, tensor.dtype, tensor.sparse_dim() if tensor.is_sparse else -1)
         transfer = HostTransfer(form)
         pending = Pending(name, options, transfer, progress, self._waiting, transforms)
-        round_ = HostRound(pending=pending, transfer=transfer, form=form, part=part)
-        return self._begin(request, len(part.rows), round_)
+        round_ = HostRound(pending=pending, transfer=transfer, form=form, contribution=contribution)
+        return self._begin(request, len(contribution.rows), round_)
 
     @property
     @abstractmethod
-    def _own_pool(self) -> BufferPool | None:
-        """For a part that is not copied into shared memory at once."""
+    def _copy_pool(self) -> BufferPool | None:
+        """Buffers for a copy of the contribution; None if it is copied into shared memory at once."""
 
     @abstractmethod
     def _listen(self) -> None:
-        """What the thread that hears other ranks of the host does."""
+        """Receives messages from other ranks of the host until the links end; runs on its own thread."""
 
     @abstractmethod
     def _on_answer(self, round_: HostRound) -> None:
-        """The round over servers is over, where this rank has begun one."""
+        """Called at the leader when the round over servers has ended."""
 
     # ── the thread that waits for servers ───────────────────────────────────────────────────────
 
@@ -105,7 +106,7 @@ class HostRounds(NegotiatedRounds[HostRound]):
         except ZenPSError as error:
             self.fail(error)
         except BaseException as error:
-            self.fail(ZenPSError(f"a thread of two-level rounds ended: {error!r}"))
+            self.fail(ZenPSError(f"a thread of hierarchical reduction ended: {error!r}"))
             raise
 
     def _run(self) -> None:
@@ -114,18 +115,18 @@ class HostRounds(NegotiatedRounds[HostRound]):
                 self._news.wait_for(lambda: self._failure or self._awaits_servers())
             self._servers.wait(self._has_work, math.inf)
             for round_ in self._ready():
-                if round_.is_heard:
+                if round_.is_processed:
                     self._on_answer(round_)
                 else:
-                    self._hear(round_)
+                    self._process_negotiation(round_)
 
     def _awaits_servers(self) -> bool:
-        """Whether a server has still to answer for any round.
+        """Returns whether any round waits for an answer of a server.
 
-        A thread that waited for them without that would have the channel's lock, and each answer to a round
-        of another thread would cost that one a wake-up.
+        Without such a round this thread must not wait on the channel: it would hold the channel's lock, and a
+        thread that waits for its own round would need a wake-up for each answer.
         """
-        return any(not round_.is_heard or round_.pushed for round_ in self._in_flight.values())
+        return any(not round_.is_processed or round_.pushed for round_ in self._in_flight.values())
 
     def _has_work(self) -> bool:
         return self._failure is not None or bool(self._ready())
@@ -134,5 +135,7 @@ class HostRounds(NegotiatedRounds[HostRound]):
         with self._news:
             rounds = list(self._in_flight.values())
         return [
-            round_ for round_ in rounds if (round_.has_answer if round_.is_heard else round_.is_negotiated)
+            round_
+            for round_ in rounds
+            if (round_.has_answer if round_.is_processed else round_.is_negotiated)
         ]

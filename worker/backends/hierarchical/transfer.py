@@ -1,4 +1,4 @@
-"""Transfer of one tensor on a host: what a rank gives, and how it lies in shared memory."""
+"""Transfer of one tensor on a host: a rank's contribution, and its format in shared memory."""
 
 from __future__ import annotations
 
@@ -19,45 +19,40 @@ from zenps.wire.tensors import tensor_from_bytes
 from ...core.pending import Pending
 from ...core.request import table_shape
 from ...core.statistics import Progress, Report
-from ...core.transfer import Brought, dense_bytes
+from ...core.transfer import SuppliedTransfer, dense_bytes
 from ...encode.sparse import as_sparse, as_table
 from ..negotiated_rounds import NegotiatedRound
 
 
-class Part(NamedTuple):
-    """A tensor on the CPU, as ranks of one host hand it on.
+class Payload(NamedTuple):
+    """The rows and values of a contribution, of a sum, or of a chunk of either; on the CPU.
 
     Attributes:
-        rows: of a sparse one, the numbers of its rows, int64 ``[n]``; of a strided one none.
-        values: ``[n, columns]``; of a strided one all elements, ``[numel]``, or in its own shape until they
-            are copied.
+        rows: row numbers of a sparse tensor, int64 ``[n]``; empty for a strided one.
+        values: ``[n, columns]`` of a sparse tensor. Of a strided one all elements, ``[numel]``, or in the
+            tensor's own shape until they are copied.
     """
 
     rows: Tensor
     values: Tensor
 
-    def copy(self, pool: BufferPool) -> Part:
-        """Of its own memory."""
-        values = pool.empty(tuple(self.values.shape), self.values.dtype)
-        return Part(torch.empty_like(self.rows), values).copy_(self)
-
-    def copy_(self, other: Part) -> Part:
-        """Becomes ``other``, in its own dtype; returns itself."""
+    def copy_(self, other: Payload) -> Payload:
+        """Copies ``other`` into this memory and dtype; returns itself."""
         self.rows.copy_(other.rows)
         self.values.view(other.values.shape).copy_(other.values)
         return self
 
-    def cut(self, begin: int, end: int) -> Part:
-        """Some of its rows, or of a strided one's elements: on the same memory."""
-        return Part(self.rows[begin:end], self.values[begin:end])
+    def slice(self, begin: int, end: int) -> Payload:
+        """Returns some rows of a sparse tensor, or elements of a strided one, on the same memory."""
+        return Payload(self.rows[begin:end], self.values[begin:end])
 
 
 class Form(NamedTuple):
-    """What a tensor is; the same on all ranks.
+    """Shape, dtype and layout of a tensor; the same on all ranks.
 
     Attributes:
-        shape, dtype: its own.
-        sparse_dim: -1 of a strided one.
+        shape, dtype: of the tensor.
+        sparse_dim: -1 if the tensor is strided.
     """
 
     shape: torch.Size
@@ -65,49 +60,49 @@ class Form(NamedTuple):
     sparse_dim: int
 
     def values_shape(self, rows: int) -> tuple[int, ...]:
-        """That of a part's values."""
+        """Returns the shape of a payload's values."""
         if self.sparse_dim < 0:
             return (self.shape.numel(),)
         return rows, math.prod(self.shape[self.sparse_dim :])
 
     def size_bytes(self, rows: int) -> int:
-        """What a part takes in memory."""
+        """Returns the size of a payload in memory."""
         return rows * POSITION_BYTES + math.prod(self.values_shape(rows)) * self.dtype.itemsize
 
-    def place(self, memory: Tensor, rows: int) -> Part:
-        """A part of so many rows, uninitialised, on uint8 ``[size_bytes]``."""
+    def view(self, memory: Tensor, rows: int) -> Payload:
+        """Returns an uninitialised payload on ``memory``, uint8 ``[size_bytes]``."""
         begin = rows * POSITION_BYTES
-        return Part(
+        return Payload(
             memory[:begin].view(torch.int64), memory[begin:].view(self.dtype).view(self.values_shape(rows))
         )
 
-    def read(self, memory: memoryview, rows: int) -> Part:
-        """A part, on this memory.
+    def read(self, memory: memoryview, rows: int) -> Payload:
+        """Returns the payload that lies in ``memory``.
 
         Raises:
-            ProtocolError: it takes another number of bytes.
+            ProtocolError: ``memory`` has another size than the payload.
         """
         begin = rows * POSITION_BYTES
-        return Part(
+        return Payload(
             tensor_from_bytes(memory[:begin], torch.int64, (rows,)),
             tensor_from_bytes(memory[begin:], self.dtype, self.values_shape(rows)),
         )
 
-    def tensor(self, part: Part, *, is_coalesced: bool) -> Tensor:
-        """On the part's memory, in the dtype of its values."""
+    def tensor(self, payload: Payload, *, is_coalesced: bool) -> Tensor:
+        """Returns the tensor on the memory of ``payload``, in the dtype of its values."""
         if self.sparse_dim < 0:
-            return part.values.view(self.shape)
-        tensor = as_sparse(part.rows, part.values, self.shape, self.sparse_dim)
+            return payload.values.view(self.shape)
+        tensor = as_sparse(payload.rows, payload.values, self.shape, self.sparse_dim)
         return tensor if is_coalesced else tensor._coalesced_(False)
 
 
-def part_of(tensor: Tensor, kernels: Kernels, pool: BufferPool | None) -> Part:
-    """What a rank gives: duplicates are summed.
+def contribution_of(tensor: Tensor, kernels: Kernels, pool: BufferPool | None) -> Payload:
+    """Returns a rank's contribution: duplicate rows are summed.
 
     Args:
         tensor: on the CPU.
         kernels: for the sum.
-        pool: for a copy of a strided one, which the caller may outrun by changing it; None: no copy.
+        pool: for a copy of a strided tensor, which its caller may change meanwhile; None: no copy.
 
     Raises:
         TensorError: an index lies outside the tensor.
@@ -117,39 +112,39 @@ def part_of(tensor: Tensor, kernels: Kernels, pool: BufferPool | None) -> Part:
         if pool is not None:
             values = pool.empty((tensor.numel(),), tensor.dtype)
             values.view(tensor.shape).copy_(tensor.detach())
-        return Part(torch.empty(0, dtype=torch.int64, device="cpu"), values)
+        return Payload(torch.empty(0, dtype=torch.int64, device="cpu"), values)
     rows, values = as_table(tensor)
     check_rows(rows, max(table_shape(tensor)[0], 1))
-    return Part(*kernels.compact(rows, values))
+    return Payload(*kernels.compact(rows, values))
 
 
-def added(parts: Sequence[Part], form: Form, pool: BufferPool) -> Tensor:
-    """What a host pushes for its ranks, whose parts are given in rank order.
+def sum_of(contributions: Sequence[Payload], form: Form, pool: BufferPool) -> Tensor:
+    """Returns the tensor that the leader pushes for its host, given the contributions in rank order.
 
-    A sparse one is not coalesced: whoever compacts it for servers adds rows in order of occurrence. Narrow
-    values are widened to the dtype in which sums are accumulated, so that only the last sum is rounded.
+    It has the dtype in which sums are accumulated, so that only the final sum is rounded. A sparse tensor is
+    not coalesced: compaction for the servers adds rows in order of occurrence.
     """
-    wide = ACCUMULATE[form.dtype]
+    dtype = ACCUMULATE[form.dtype]
     if form.sparse_dim < 0:
-        total = pool.empty((form.shape.numel(),), wide)
-        total.copy_(parts[0].values.view(-1))
-        for part in parts[1:]:
-            total += part.values.view(-1)
+        total = pool.empty((form.shape.numel(),), dtype)
+        total.copy_(contributions[0].values.view(-1))
+        for each in contributions[1:]:
+            total += each.values.view(-1)
         return total.view(form.shape)
-    rows = torch.cat([part.rows for part in parts])
-    values = pool.empty(form.values_shape(len(rows)), wide)
-    torch.cat([part.values.to(wide) for part in parts], out=values)
-    return form.tensor(Part(rows, values), is_coalesced=len(parts) == 1)
+    rows = torch.cat([each.rows for each in contributions])
+    values = pool.empty(form.values_shape(len(rows)), dtype)
+    torch.cat([each.values.to(dtype) for each in contributions], out=values)
+    return form.tensor(Payload(rows, values), is_coalesced=len(contributions) == 1)
 
 
-class HostTransfer(Brought):
+class HostTransfer(SuppliedTransfer):
     """A tensor that the ranks of a host reduce.
 
     Args:
-        form: what it is.
+        form: of the tensor.
 
     Attributes:
-        over_servers: what the leader's round over servers has moved for this host.
+        over_servers: report of the leader's round over servers; empty at followers.
     """
 
     def __init__(self, form: Form) -> None:
@@ -172,16 +167,15 @@ class HostRound(NegotiatedRound, kw_only=True):
 
     transfer: HostTransfer
     form: Form
-    part: Part
-    """What this rank gives."""
+    contribution: Payload
     numbers: dict[int, int] = field(default_factory=dict)
-    """Of this round, among those of each rank that the leader stands for."""
+    """At the leader: each follower's number of this round, by rank."""
     pushed: Pending | None = None
     """The leader's round over servers."""
     lease: Tensor | None = None
-    """Keeps what was given, or the sum, in shared memory."""
+    """Keeps the contribution in shared memory."""
 
     @property
     def has_answer(self) -> bool:
-        """Whether the leader's round over servers is over."""
+        """True once the leader's round over servers has ended."""
         return self.pushed is not None and self.pushed.has_ended

@@ -1,1 +1,1 @@
-"""Rounds that go from worker to worker, over gloo: docs/decisions/0022-workers-meet-at-servers.md."""
+"""Peer-to-peer allreduce among workers over gloo: docs/decisions/0022-workers-meet-at-servers.md."""

@@ -1,7 +1,7 @@
-"""Sparse allreduce algorithms among workers: AGsparse, SparCML, hierarchical centralization. Pure.
+"""Sparse allreduce algorithms: AGsparse, SparCML, hierarchical centralization. Pure.
 
 SparCML's algorithms: :mod:`zenps.schemes.sparcml`; hierarchical centralization and AGsparse: Zen, OSDI '25,
-§2.3. Keys are rows, where these have elements.
+§2.3. Keys are row numbers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from zenps.schemes.builtin.sparcml import choose, is_worth_dense
 from ...transport.peer_group import Group
 
 _DENSE = -1
-"""In place of a count: every row, and a bit for each that says whether any rank has touched it."""
+"""Row count of a dense stream, which has all rows, and one bit per row that says if it is touched."""
 
 
 class Table(NamedTuple):
-    """The shape of what is summed: all its rows, their elements, and their dtype."""
+    """The shape and dtype of a table: rows, and elements of a row."""
 
     rows: int
     columns: int
@@ -34,19 +34,19 @@ class Table(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Of a row's values."""
+        """Bytes of a row's values."""
         return self.columns * self.dtype.itemsize
 
     @property
     def key_dtype(self) -> torch.dtype:
-        """In which a row's number travels."""
+        """The dtype of row numbers on the wire."""
         return torch.int32 if self.rows <= 1 << 31 else torch.int64
 
 
 class _Dense(NamedTuple):
-    """All rows of a table: which are touched, bool ``[rows]``, and values ``[rows, columns]``.
+    """All rows of a table: touched, bool ``[rows]``, and values ``[rows, columns]``.
 
-    A row that nobody touched is -0.0, which leaves every number that is added to it as it is.
+    Rows that no rank touched are -0.0: adding -0.0 changes no number, not even the sign of a zero.
     """
 
     touched: Tensor
@@ -54,43 +54,43 @@ class _Dense(NamedTuple):
 
 
 Stream = Rows | _Dense
-"""SparCML's stream: sparse or dense, as takes fewer bytes."""
+"""SparCML's stream: sparse or dense, whichever takes fewer bytes."""
 
 
 # ── the algorithms ──────────────────────────────────────────────────────────────────────────────
 
 
 def gathered(group: Group, own: Rows, table: Table, divisor: int, kernels: Kernels) -> Rows:
-    """AGsparse: everybody gets everybody's rows, and sums them in rank order."""
+    """AGsparse: every rank gets the rows of all ranks and sums them in rank order."""
     others = [rank for rank in range(group.size) if rank != group.rank]
-    parts = _swapped(group, dict.fromkeys(others, _packed(own, table)), dict.fromkeys(others, table))
-    return kernels.aggregate([_rows(parts.get(rank, own)) for rank in range(group.size)], divisor)
+    received = _swap(group, dict.fromkeys(others, _packed(own, table)), dict.fromkeys(others, table))
+    return kernels.aggregate([_rows(received.get(rank, own)) for rank in range(group.size)], divisor)
 
 
 def merged(group: Group, own: Rows, table: Table, divisor: int, kernels: Kernels, *, densifies: bool) -> Rows:
-    """Recursive doubling: ranks are added in pairs, pairs of pairs and so on, as :func:`_doubled` has it.
+    """Recursive doubling (:func:`_doubled`): sums of ranks are added in pairs, pairs of pairs and so on.
 
-    Partial sums travel in the dtype in which they are summed.
+    Partial sums travel in the dtype in which they are accumulated.
 
     Args:
-        densifies: whether a stream becomes dense where that is smaller, as in SparCML.
+        densifies: True if a stream becomes dense where that takes fewer bytes, as in SparCML.
     """
-    wide = table._replace(dtype=ACCUMULATE[table.dtype])
+    summed = table._replace(dtype=ACCUMULATE[table.dtype])
 
     def merge(lower: Stream, upper: Stream, _: Table) -> Stream:
-        return _merge(lower, upper, wide if densifies else None, kernels)
+        return _merge(lower, upper, summed if densifies else None, kernels)
 
-    stream = _doubled(group, (own[0], own[1].to(wide.dtype)), lambda begin, end: wide, merge)
+    stream = _doubled(group, (own[0], own[1].to(summed.dtype)), lambda begin, end: summed, merge)
     return _divided(_rows(stream), divisor, table.dtype)
 
 
 def split(group: Group, own: Rows, table: Table, divisor: int, kernels: Kernels, *, densifies: bool) -> Rows:
-    """Split and allgather: each rank sums one contiguous range of rows in rank order, and all gather these.
+    """Split and allgather: each rank sums one contiguous range of rows in rank order, then all gather sums.
 
-    They do so by recursive doubling: who owns the fullest range sends it log₂ n times, and not to everybody.
+    The allgather uses recursive doubling: the rank with the fullest range sends it log₂ n times, not n - 1.
 
     Args:
-        densifies: whether sums are gathered dense.
+        densifies: True if sums are gathered as dense streams.
     """
     bounds = [table.rows * rank // group.size for rank in range(group.size + 1)]
     cuts = np.searchsorted(own[0].numpy(), bounds).tolist()
@@ -98,22 +98,22 @@ def split(group: Group, own: Rows, table: Table, divisor: int, kernels: Kernels,
     def among(begin: int, end: int) -> Table:
         return table._replace(rows=bounds[end] - bounds[begin])
 
-    parts = [
+    ranges = [
         (own[0][begin:end] - first, own[1][begin:end])
         for first, (begin, end) in zip(bounds, pairwise(cuts), strict=False)
     ]
     others = [rank for rank in range(group.size) if rank != group.rank]
-    mine, here = parts[group.rank], among(group.rank, group.rank + 1)
-    pushed = {rank: _packed(parts[rank], among(rank, rank + 1)) for rank in others}
-    pulled = _swapped(group, pushed, dict.fromkeys(others, here))
+    mine, here = ranges[group.rank], among(group.rank, group.rank + 1)
+    pushed = {rank: _packed(ranges[rank], among(rank, rank + 1)) for rank in others}
+    pulled = _swap(group, pushed, dict.fromkeys(others, here))
     mine = kernels.aggregate([_rows(pulled.get(rank, mine)) for rank in range(group.size)], divisor)
-    return _rows(_doubled(group, _densified(mine, here) if densifies else mine, among, _joined))
+    return _rows(_doubled(group, _densified(mine, here) if densifies else mine, among, _concatenated))
 
 
 def sparcml(
     group: Group, own: Rows, table: Table, divisor: int, kernels: Kernels, counts: Sequence[int]
 ) -> Rows:
-    """Whichever of SparCML's three algorithms :func:`choose` takes, by how many rows each rank has."""
+    """SparCML: one of its three algorithms, which :func:`choose` selects by the row counts of all ranks."""
     algorithm = choose(table.rows, table.row_bytes, counts)
     if algorithm == "recursive doubling":
         return merged(group, own, table, divisor, kernels, densifies=True)
@@ -123,45 +123,45 @@ def sparcml(
 # ── recursive doubling ──────────────────────────────────────────────────────────────────────────
 
 Combine = Callable[[Stream, Stream, Table], Stream]
-"""Makes one stream of what neighbouring ranks have, the lower ones' first; the table is that of the first."""
+"""Combines the streams of lower and of adjacent higher ranks; the table is that of the lower ranks."""
 
 
 def _doubled(group: Group, stream: Stream, among: Callable[[int, int], Table], combine: Combine) -> Stream:
-    """In stage t a rank swaps all that it has with the one 2^t away, and combines both.
+    """Recursive doubling: in stage t each rank swaps its stream with the rank 2^t away and combines both.
 
-    So streams are combined in pairs, pairs of pairs and so on. Of another number than a power of two, the
-    first ranks fold two by two before, and every first one of these is sent the result.
+    If the number of ranks is no power of two, the first ranks are folded in pairs: the even rank of a pair
+    sends its stream to the odd one before the first stage, and gets the result after the last.
 
     Args:
-        among: the table of what ranks ``[begin, end)`` have together.
+        among: returns the table that ranks ``[begin, end)`` have together.
     """
-    places = 1 << (group.size.bit_length() - 1)
-    folded = group.size - places
-    # Which ranks a place stands for: from its own bound to the next. The last of them speaks.
-    bounds = [2 * place if place < folded else place + folded for place in range(places + 1)]
+    nodes = 1 << (group.size.bit_length() - 1)
+    folded = group.size - nodes
+    # A node stands for the ranks from its own bound to the next; the last of these exchanges for it.
+    bounds = [2 * node if node < folded else node + folded for node in range(nodes + 1)]
     own, everything = among(group.rank, group.rank + 1), among(0, group.size)
     if group.rank < 2 * folded and group.rank % 2 == 0:
-        _swapped(group, {group.rank + 1: _packed(stream, own)}, {})
-        return _swapped(group, {}, {group.rank + 1: everything})[group.rank + 1]
+        _swap(group, {group.rank + 1: _packed(stream, own)}, {})
+        return _swap(group, {}, {group.rank + 1: everything})[group.rank + 1]
     if group.rank < 2 * folded:
         before = among(group.rank - 1, group.rank)
-        stream = combine(_swapped(group, {}, {group.rank - 1: before})[group.rank - 1], stream, before)
-    place = group.rank // 2 if group.rank < 2 * folded else group.rank - folded
-    for stage in range(places.bit_length() - 1):
+        stream = combine(_swap(group, {}, {group.rank - 1: before})[group.rank - 1], stream, before)
+    node = group.rank // 2 if group.rank < 2 * folded else group.rank - folded
+    for stage in range(nodes.bit_length() - 1):
         width = 1 << stage
-        here, there = (first & -width for first in (place, place ^ width))
+        here, there = (first & -width for first in (node, node ^ width))
         ours, theirs = (among(bounds[first], bounds[first + width]) for first in (here, there))
-        partner = bounds[(place ^ width) + 1] - 1
-        received = _swapped(group, {partner: _packed(stream, ours)}, {partner: theirs})[partner]
-        # The lower ranks first on both sides, so that both get the same bits.
+        partner = bounds[(node ^ width) + 1] - 1
+        received = _swap(group, {partner: _packed(stream, ours)}, {partner: theirs})[partner]
+        # Both sides add the lower ranks first, so that both get the same bits.
         stream = combine(stream, received, ours) if here < there else combine(received, stream, theirs)
     if group.rank < 2 * folded:
-        _swapped(group, {group.rank - 1: _packed(stream, everything)}, {})
+        _swap(group, {group.rank - 1: _packed(stream, everything)}, {})
     return stream
 
 
-def _joined(lower: Stream, upper: Stream, below: Table) -> Stream:
-    """What two ranges of rows have, the upper one right after ``below``; dense if both are."""
+def _concatenated(lower: Stream, upper: Stream, below: Table) -> Stream:
+    """Concatenates two ranges of rows, the upper one right after ``below``; dense if both are dense."""
     if isinstance(lower, _Dense) and isinstance(upper, _Dense):
         return _Dense(torch.cat([lower.touched, upper.touched]), torch.cat([lower.values, upper.values]))
     (keys, values), (more_keys, more_values) = _rows(lower), _rows(upper)
@@ -172,7 +172,7 @@ def _joined(lower: Stream, upper: Stream, below: Table) -> Stream:
 
 
 class _Packed(NamedTuple):
-    """A stream as it travels: how many rows, or :data:`_DENSE`; then positions and values."""
+    """A stream on the wire: its row count, or :data:`_DENSE`; then positions and values."""
 
     rows: int
     frames: Sequence[Tensor]
@@ -186,11 +186,9 @@ def _packed(stream: Stream, table: Table) -> _Packed:
     return _Packed(len(keys), [keys.to(table.key_dtype), values.contiguous()])
 
 
-def _swapped(
-    group: Group, outgoing: Mapping[int, _Packed], incoming: Mapping[int, Table]
-) -> dict[int, Stream]:
-    """Sends a stream to each of some ranks, and gets one of the table named from each of others."""
-    # How many rows come is known to the sender alone.
+def _swap(group: Group, outgoing: Mapping[int, _Packed], incoming: Mapping[int, Table]) -> dict[int, Stream]:
+    """Sends a stream to each rank in ``outgoing``; receives one, of the given table, from ``incoming``."""
+    # Only the sender knows its row count, so counts are exchanged first.
     counts = {rank: torch.empty(1, dtype=torch.int64, device="cpu") for rank in incoming}
     group.exchange(
         {rank: [torch.tensor([packed.rows], device="cpu")] for rank, packed in outgoing.items()},
@@ -205,7 +203,7 @@ def _swapped(
 
 
 def _empty(count: int, table: Table) -> _Packed:
-    """Room for a stream that is to come."""
+    """Allocates memory for a stream to be received."""
     if not _DENSE <= count <= table.rows:
         raise ProtocolError("payload", f"{count} rows of a table of {table.rows}")
     if count == _DENSE:
@@ -226,7 +224,7 @@ def _unpacked(packed: _Packed, table: Table) -> Stream:
 
 
 def _merge(lower: Stream, upper: Stream, most: Table | None, kernels: Kernels) -> Stream:
-    """The sum of two streams; dense if one of them is, or if it might take more than table ``most``."""
+    """Sums two streams: dense if either is, or if a sparse sum might take more bytes than table ``most``."""
     if isinstance(lower, _Dense) and isinstance(upper, _Dense):
         return _Dense(lower.touched | upper.touched, lower.values + upper.values)
     if isinstance(upper, _Dense):
@@ -266,7 +264,7 @@ def _divided(rows: Rows, divisor: int, dtype: torch.dtype) -> Rows:
 # ── by name ────────────────────────────────────────────────────────────────────────────────────
 
 Algorithm = Callable[[Group, Rows, Table, int, Kernels, Sequence[int]], Rows]
-"""The sum over all ranks of their own rows, divided. The numbers are the rows of each rank."""
+"""Returns the sum of all ranks' rows, divided. The last argument are the row counts of all ranks."""
 
 
 def _allgather(

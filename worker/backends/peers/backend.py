@@ -1,4 +1,4 @@
-"""Peer backend: workers reduce tensors among themselves, over gloo."""
+"""Peer-to-peer backend: workers reduce tensors among themselves over gloo."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from .transfer import DensePeerTransfer, PeerTransfer, SparsePeerTransfer
 
 
 class PeerBackend(Backend):
-    """Connects to all other workers, who do so at this point.
+    """Connects to all other workers. All ranks construct it at the same point.
 
-    Servers carry broadcasts, and what ranks negotiate about a tensor before they exchange it.
+    Broadcasts and negotiations go over servers.
 
     Args:
-        session: this worker's part in the cluster.
+        session: what this worker has of the cluster.
         scheme: of the exchange.
-        servers: for what goes over servers.
+        servers: the backend for all that goes over servers.
 
     Raises:
-        PeerLostError: the workers do not reach one another, or one was lost meanwhile.
+        PeerLostError: the workers cannot reach one another, or a worker was lost meanwhile.
     """
 
     partition = "none"
@@ -53,7 +53,7 @@ class PeerBackend(Backend):
         self._exchange.start()
 
     def begin(self, request: Request) -> Pending:
-        """Compacts or copies on this thread; another exchanges. What lies on a GPU is copied first."""
+        """Compacts or copies on this thread; another one exchanges. A tensor on a GPU is copied first."""
         if not request.options.is_reduction:
             return self._servers.begin(request)
         transforms = self._transforms(request.tensor)
@@ -77,7 +77,7 @@ class PeerBackend(Backend):
     def _transfer(self, tensor: Tensor, average: bool) -> PeerTransfer:
         if tensor.is_sparse:
             algorithm = self._scheme.wire.peer_algorithm
-            assert algorithm, "a scheme of this engine has one"
+            assert algorithm, "every scheme of this engine has an algorithm"
             return SparsePeerTransfer(tensor, average, algorithm, self._kernels)
         return DensePeerTransfer(tensor, average, self._pool)
 
@@ -85,17 +85,17 @@ class PeerBackend(Backend):
         rank, size, config = self._session.rank, self._session.size, self._session.config
         calls = itertools.count()
 
-        def share(own: bytes) -> list[bytes]:
-            # gloo says 150 bytes, and 8 for each rank.
+        def allgather(own: bytes) -> list[bytes]:
+            # An address of gloo takes 150 bytes, and 8 for each rank.
             table = torch.zeros((size, 512 + 16 * size), dtype=torch.uint8, device="cpu")
-            given = len(own).to_bytes(2) + own
-            table[rank, : len(given)] = torch.frombuffer(bytearray(given), dtype=torch.uint8)
+            entry = len(own).to_bytes(2) + own
+            table[rank, : len(entry)] = torch.frombuffer(bytearray(entry), dtype=torch.uint8)
             rows = self._servers.negotiate(table, f"peers/addresses/{next(calls)}").wait().numpy()
             return [row[2:].tobytes()[: int.from_bytes(row[:2].tobytes())] for row in rows]
 
         host = config.cluster.host or find_host(config.cluster.scheduler)
         try:
-            return GlooGroup(rank, size, host, share)
+            return GlooGroup(rank, size, host, allgather)
         except GroupError as error:
             raise PeerLostError(
                 f"worker {rank} and the others do not reach one another: {error}; set cluster.host of "

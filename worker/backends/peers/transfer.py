@@ -1,4 +1,4 @@
-"""Transfer of one tensor among workers: what this rank brings, and how all ranks sum it."""
+"""Transfer of one tensor among workers: holds this rank's contribution and reduces it over all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zenps.schemes.base import PeerAlgorithm
 
 from ...core.request import table_shape
 from ...core.statistics import Progress, Report, RowCounts
-from ...core.transfer import Brought, dense_bytes
+from ...core.transfer import SuppliedTransfer, dense_bytes
 from ...encode.sparse import as_sparse, as_table
 from ...transport.peer_group import Group
 from ..negotiated_rounds import NegotiatedRound
@@ -23,12 +23,12 @@ from ..negotiation import Entry
 from .algorithms import ALGORITHMS, Table
 
 
-class PeerTransfer(Brought):
-    """A tensor on the CPU, copied, and what the ranks make of it.
+class PeerTransfer(SuppliedTransfer):
+    """A copy of a tensor on the CPU, to be reduced over all ranks.
 
     Attributes:
         rows: of a sparse tensor once duplicates are summed; 0 of a dense one.
-        pulled_rows: of the result, once it is there.
+        pulled_rows: of the result, set by :meth:`reduce`.
         sent_bytes, received_bytes: by this rank, for this tensor.
     """
 
@@ -39,14 +39,14 @@ class PeerTransfer(Brought):
         self._shape, self._dtype, self._average = tensor.shape, tensor.dtype, average
 
     @abstractmethod
-    def reduce(self, group: Group, said: Sequence[Entry]) -> Tensor:
-        """The sum, or average, over all ranks. All of them call it at the same point.
+    def reduce(self, group: Group, entries: Sequence[Entry]) -> Tensor:
+        """Returns the sum, or average, over all ranks. All ranks call it at the same point.
 
         Args:
-            said: by all ranks, by rank, in their negotiation.
+            entries: of the negotiation, by rank.
 
         Raises:
-            GroupError: a rank is gone.
+            GroupError: a rank was lost.
         """
 
     def report(self, progress: Progress) -> Report:
@@ -59,7 +59,7 @@ class PeerTransfer(Brought):
 
 
 class DensePeerTransfer(PeerTransfer):
-    """A strided tensor: by the group's allreduce, in the dtype in which sums are accumulated."""
+    """A strided tensor, reduced by the group's allreduce in the dtype in which sums are accumulated."""
 
     def __init__(self, tensor: Tensor, average: bool, pool: BufferPool) -> None:
         super().__init__(tensor, average)
@@ -67,7 +67,7 @@ class DensePeerTransfer(PeerTransfer):
         self._values = pool.empty((tensor.numel(),), ACCUMULATE[tensor.dtype])
         self._values.view(tensor.shape).copy_(tensor.detach())
 
-    def reduce(self, group: Group, said: Sequence[Entry]) -> Tensor:
+    def reduce(self, group: Group, entries: Sequence[Entry]) -> Tensor:
         if self._values.numel():
             group.allreduce(self._values)
         if self._average:
@@ -76,7 +76,7 @@ class DensePeerTransfer(PeerTransfer):
 
 
 class SparsePeerTransfer(PeerTransfer):
-    """A sparse COO tensor: by ``algorithm``.
+    """A sparse COO tensor, reduced by ``algorithm``.
 
     Raises:
         TensorError: an index lies outside the tensor.
@@ -93,8 +93,8 @@ class SparsePeerTransfer(PeerTransfer):
         self.rows_given, self.rows = len(rows), len(self._own[0])
         self._table = Table(self._rows_total, columns, tensor.dtype)
 
-    def reduce(self, group: Group, said: Sequence[Entry]) -> Tensor:
-        divisor, counts = group.size if self._average else 1, [entry.rows for entry in said]
+    def reduce(self, group: Group, entries: Sequence[Entry]) -> Tensor:
+        divisor, counts = group.size if self._average else 1, [entry.rows for entry in entries]
         rows, values = self._algorithm(group, self._own, self._table, divisor, self._kernels, counts)
         self.pulled_rows = len(rows)
         return as_sparse(rows, values, self._shape, self._sparse_dim)
@@ -111,5 +111,5 @@ class PeerRound(NegotiatedRound, kw_only=True):
     """A tensor in flight among workers."""
 
     transfer: PeerTransfer
-    said: Sequence[Entry] = ()
-    """What the ranks said, once they agree."""
+    entries: Sequence[Entry] = ()
+    """The entries of all ranks, by rank, once they agree."""

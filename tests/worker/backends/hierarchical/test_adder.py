@@ -15,7 +15,7 @@ from zenps.errors import UsageError
 from zenps.kernels.cpu import CpuKernels
 from zenps.worker.backends.hierarchical import adder as sums
 from zenps.worker.backends.hierarchical.adder import Adder
-from zenps.worker.backends.hierarchical.transfer import Form, Part
+from zenps.worker.backends.hierarchical.transfer import Form, Payload
 
 KERNELS = CpuKernels(BufferPool(keep_bytes=0))
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -31,12 +31,12 @@ def adder() -> Iterator[Adder]:
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sums, "PIECE_BYTES", 64)
+    monkeypatch.setattr(sums, "CHUNK_BYTES", 64)
 
 
-def put_together(adder: Adder, pieces: list[Part], form: Form) -> Part:
+def put_together(adder: Adder, pieces: list[Payload], form: Form) -> Payload:
     rows = sum(len(piece.rows) for piece in pieces)
-    target = form.place(torch.empty(form.size_bytes(rows), dtype=torch.uint8), rows)
+    target = form.view(torch.empty(form.size_bytes(rows), dtype=torch.uint8), rows)
     adder.copy(pieces, target)
     return target
 
@@ -51,7 +51,7 @@ def test_sparse(adder: Adder, data: st.DataObject) -> None:
     for rank in range(size):
         rows = torch.tensor(data.draw(keys), dtype=torch.int64)
         generator = torch.Generator().manual_seed(rank)
-        parts.append(Part(rows, torch.randn((len(rows), columns), generator=generator).to(dtype)))
+        parts.append(Payload(rows, torch.randn((len(rows), columns), generator=generator).to(dtype)))
     form = Form(torch.Size((61, columns)), dtype, 1)
     pieces = adder.add(parts, form, divisor)
     whole = put_together(adder, pieces, form)
@@ -62,7 +62,7 @@ def test_sparse(adder: Adder, data: st.DataObject) -> None:
 
 def test_sparse_in_several_pieces(adder: Adder) -> None:
     parts = [
-        Part(torch.arange(first, 1000, 3), torch.ones(len(range(first, 1000, 3)), 2)) for first in range(3)
+        Payload(torch.arange(first, 1000, 3), torch.ones(len(range(first, 1000, 3)), 2)) for first in range(3)
     ]
     pieces = adder.add(parts, Form(torch.Size((1000, 2)), torch.float32, 1), 1)
     assert len(pieces) > 50
@@ -75,7 +75,7 @@ def test_sparse_in_several_pieces(adder: Adder) -> None:
 def test_dense(adder: Adder, dtype: torch.dtype, elements: int) -> None:
     values = torch.randn((3, elements), generator=torch.Generator().manual_seed(0)).to(dtype)
     form = Form(torch.Size((elements,)), dtype, -1)
-    pieces = adder.add([Part(NO_ROWS, each) for each in values], form, 3)
+    pieces = adder.add([Payload(NO_ROWS, each) for each in values], form, 3)
     wide = values.double() if dtype == torch.float64 else values.float()
     expected = (((wide[0] + wide[1]) + wide[2]) / 3).to(dtype)
     assert_same_bits(put_together(adder, pieces, form).values, expected)
@@ -84,6 +84,6 @@ def test_dense(adder: Adder, dtype: torch.dtype, elements: int) -> None:
 def test_nothing_begins_once_threads_have_ended() -> None:
     adder = Adder(KERNELS, ranks=2)
     adder.close()
-    part = Part(torch.arange(3), torch.ones(3, 2))
+    part = Payload(torch.arange(3), torch.ones(3, 2))
     with pytest.raises(UsageError, match="about to end"):
         adder.add([part, part], Form(torch.Size((3, 2)), torch.float32, 1), 1)
