@@ -40,14 +40,8 @@ class ServerBackend(Backend):
         self._queue = SubmitQueue(session.channel, steps, session.spans)
         self._waiting = Waiting(self._queue, session.timeout_seconds, session.statistics, session.spans)
 
-    def begin(self, request: Request) -> Pending:
-        return self.push(request, "round")
-
-    def close(self) -> None:
-        """Does nothing: the lease closes the session's channel."""
-
-    def push(self, request: Request, counted: Counted) -> Pending:
-        """Begins to reduce a tensor, as :meth:`begin` does.
+    def begin(self, request: Request, counted: Counted = "round") -> Pending:
+        """Begins to reduce a tensor, as :meth:`Backend.begin` says.
 
         Args:
             counted: what of the round goes into statistics.
@@ -69,9 +63,12 @@ class ServerBackend(Backend):
         self._queue.submit(pending)
         return pending
 
+    def close(self) -> None:
+        """Does nothing: the lease closes the session's channel."""
+
     def negotiate(self, table: Tensor, name: str) -> Pending:
         """Sums a small dense tensor of control data over all ranks. Statistics do not count it."""
-        return self.push(Request(table, name, CONTROL), "nothing")
+        return self.begin(Request(table, name, CONTROL), "nothing")
 
     def wait(self, ready: Callable[[], bool], until: float) -> None:
         """Polls until ``ready()`` or the monotonic time ``until``."""

@@ -7,17 +7,18 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from torch import Tensor
 
 from zenps.errors import DeadlineError, UsageError, ZenPSError
-from zenps.observe.clock import now_ns
 
 from .request import Options
 from .spans import Spans
 from .statistics import Counted, Progress, Report, Statistics
 from .transfer import Answer, EncodedTensor, SuppliedTransfer, Transfer, Transform
+
+NO_REPORT: Final = Report()
 
 
 class Waiter(ABC):
@@ -97,7 +98,7 @@ class Pending:
         self.name = name
         self.options = options
         self.progress = progress
-        self.report = Report()
+        self.report = NO_REPORT
         self.is_staged = transfer.is_staged
         self._transfer: Transfer | None = transfer
         self._waiting = waiting
@@ -108,8 +109,6 @@ class Pending:
         self._answers: deque[Answer | EncodedTensor | ZenPSError] = deque()
         self._absorbed = 0
         self._worked_seconds = 0.0
-        self._pushed_ns: dict[int, int] = {}
-        """When the latest round of each stream was pushed, for a timeline."""
         self._finishing = threading.Lock()
         self._result: Tensor | Exception | None = None
 
@@ -150,7 +149,9 @@ class Pending:
     def begin(self) -> Sequence[EncodedTensor]:
         """Returns the first pushes, once the transfer is prepared."""
         self.progress.compacted_seconds = time.perf_counter() - self.progress.began
-        return self._pushed(self.transfer.begin())
+        rounds = self.transfer.begin()
+        self._rounds = len(rounds)
+        return rounds
 
     def deliver(self, answer: Answer, last: bool) -> Sequence[EncodedTensor]:
         """Takes the answer to one push; returns the pushes that follow from it.
@@ -163,24 +164,23 @@ class Pending:
         """
         progress = self.progress
         following: Sequence[EncodedTensor] = ()
-        self._trace_pull(answer)
-        progress.pushed_rows += answer.result.pushed
-        progress.pulled_rows += answer.result.rows
+        result, transfer = answer.result, self.transfer
+        progress.pushed_rows += result.pushed
+        progress.pulled_rows += result.rows
         progress.pulled_bytes += answer.pulled_bytes
-        if self.transfer.absorbs_on == "poller":
+        if transfer.absorbs_on == "poller":
             begin = time.perf_counter()
-            following = self._pushed(self.transfer.on_answer(answer))
+            following = transfer.on_answer(answer)
             self._absorbed += 1
             self._worked_seconds += time.perf_counter() - begin
         else:
             self._answers.append(answer)
-        self._rounds -= last
+        self._rounds += len(following) - last
         progress.ended = not self._rounds
         return following
 
     def restart(self, encoded: EncodedTensor) -> None:
         """Restarts a round, which is in flight, as ``encoded``, because the ring has changed."""
-        self._note_push(encoded)
         if self.transfer.absorbs_on == "poller":
             self.transfer.restart(encoded)
             return
@@ -215,17 +215,18 @@ class Pending:
         memory, is lost, so a second wait() has to raise the same error.
         """
         waited = 0.0
+        progress = self.progress
         waiter, timeout_seconds, statistics, spans = self._waiting
         until = time.monotonic() + timeout_seconds
         begin = time.perf_counter()
         # Asked in this order: the last answer is there before the end is.
-        while not self.progress.ended or self._answers:
+        while not progress.ended or self._answers:
             absorbed = self._absorbed
-            with spans("wait", self.name, self.progress.step):
+            with spans("wait", self.name, progress.step):
                 waiter.wait(self._has_news, until)
             if not self._answers:
-                if self._absorbed == absorbed and not self.progress.ended:
-                    self.progress.ended = True
+                if self._absorbed == absorbed and not progress.ended:
+                    progress.ended = True
                     return DeadlineError(f"tensor {self.name!r}: no answer within {timeout_seconds:g} s")
                 until = time.monotonic() + timeout_seconds
                 continue
@@ -234,13 +235,13 @@ class Pending:
             waited += got - begin
             try:
                 match answer:
-                    case ZenPSError():
-                        return answer
+                    case Answer():
+                        self._absorb(transfer, answer)
                     case EncodedTensor():
                         transfer.restart(answer)
                         until = time.monotonic() + timeout_seconds
-                    case Answer():
-                        self._absorb(transfer, answer)
+                    case ZenPSError():
+                        return answer
             except Exception as error:  # noqa: BLE001
                 return error
             begin = time.perf_counter()
@@ -248,59 +249,27 @@ class Pending:
         got = time.perf_counter()
         waited += got - begin
         try:
-            with spans("scatter", self.name, self.progress.step):
+            with spans("scatter", self.name, progress.step):
                 result = transfer.finish()
                 for transform in reversed(self._transforms):
                     result = transform.undo(result)
         except Exception as error:  # noqa: BLE001
             return error
         self._worked_seconds += time.perf_counter() - got
-        self.report = transfer.report(self.progress)
-        statistics.record(self.report, self.progress, waited, self._worked_seconds, self._counted)
+        self.report = transfer.report(progress)
+        statistics.record(self.report, progress, waited, self._worked_seconds, self._counted)
         return result
 
     def _absorb(self, transfer: Transfer, answer: Answer) -> None:
         with self._waiting.spans("scatter", self.name, answer.result.step) as span:
             transfer.on_answer(answer)
             if span:
-                span.note(**_about(self.name, answer))
+                span.note(tensor=self.name, **answer.details())
 
     def _has_news(self) -> bool:
         return bool(self._answers) or self.progress.ended
-
-    # ── for a timeline ──────────────────────────────────────────────────────────────────────────
-
-    def _pushed(self, rounds: Sequence[EncodedTensor]) -> Sequence[EncodedTensor]:
-        self._rounds += len(rounds)
-        for encoded in rounds:
-            self._note_push(encoded)
-        return rounds
-
-    def _note_push(self, encoded: EncodedTensor) -> None:
-        if self._waiting.spans.trace.is_on:
-            self._pushed_ns[encoded.stream] = now_ns()
-
-    def _trace_pull(self, answer: Answer) -> None:
-        trace = self._waiting.spans.trace
-        if trace.is_on:
-            stream = answer.result.chunk if self.transfer.absorbs_on == "poller" else 0
-            trace.since(self._pushed_ns.get(stream, 0), "pull", **_about(self.name, answer))
 
 
 def in_flight(name: str) -> UsageError:
     """Returns the error of a push under a name whose last round has not ended."""
     return UsageError(f"tensor {name!r} is in flight; wait for its result before pushing it again")
-
-
-def _about(tensor: str, answer: Answer) -> dict[str, object]:
-    """Returns the details of an answer for a timeline."""
-    result = answer.result
-    return {
-        "tensor": tensor,
-        "step": result.step,
-        "chunk": result.chunk,
-        "epoch": result.ring_epoch,
-        "server": answer.server,
-        "rows": result.rows,
-        "bytes": answer.pulled_bytes,
-    }

@@ -72,7 +72,9 @@ def check_request(request: Request) -> None:
     _check_name(name)
     if options.is_reduction:
         _check_tensor(tensor, options.average)
-    _check_priority(name, options.priority)
+    priority: object = options.priority
+    if not isinstance(priority, int):
+        raise UsageError(f"tensor {name!r}: priority {priority!r:.60}: expected an integer")
 
 
 # These parameters are annotated as object because callers need not be type-checked.
@@ -81,11 +83,6 @@ def check_request(request: Request) -> None:
 def _check_name(name: object) -> None:
     if not isinstance(name, str) or not 1 <= len(name) <= 1024 or _SURROGATE.search(name):
         raise UsageError(f"tensor name {name!r:.60}: expected a string of 1 to 1024 characters")
-
-
-def _check_priority(name: str, priority: object) -> None:
-    if not isinstance(priority, int):
-        raise UsageError(f"tensor {name!r}: priority {priority!r:.60}: expected an integer")
 
 
 def _check_tensor(tensor: object, average: bool) -> None:

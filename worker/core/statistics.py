@@ -128,10 +128,10 @@ class Statistics:
         """
         if counted == "nothing":
             return
-        if counted == "round":
-            self._count_round(report, progress, waited)
-        if report.over == "servers":
-            with self._lock:
+        with self._lock:
+            if counted == "round":
+                self._count_round(report, progress, waited)
+            if report.over == "servers":
                 self.stats.work_seconds += worked
                 self._metrics.scatter_duration.observe(worked)
         # Dense elements are left out of imbalance: they far outnumber rows, and every strategy balances them.
@@ -144,18 +144,17 @@ class Statistics:
 
     def _count_round(self, report: Report, progress: Progress, waited: float) -> None:
         counters, stats = self._metrics, self.stats
-        with self._lock:
-            stats.rounds += 1
-            stats.peer_rounds += report.over == "peers"
-            stats.pushed_bytes += report.pushed_bytes
-            stats.pulled_bytes += report.pulled_bytes
-            stats.dense_bytes += report.dense_bytes
-            stats.wait_seconds += waited
-            stats.work_seconds += progress.compacted_seconds
-            counters.dense_bytes.inc(report.dense_bytes)
-            counters.push_pull_duration.observe(time.perf_counter() - progress.began)
-            counters.wait_duration.observe(waited)
-            counters.compaction_duration.observe(progress.compacted_seconds)
+        stats.rounds += 1
+        stats.peer_rounds += report.over == "peers"
+        stats.pushed_bytes += report.pushed_bytes
+        stats.pulled_bytes += report.pulled_bytes
+        stats.dense_bytes += report.dense_bytes
+        stats.wait_seconds += waited
+        stats.work_seconds += progress.compacted_seconds
+        counters.dense_bytes.inc(report.dense_bytes)
+        counters.push_pull_duration.observe(time.perf_counter() - progress.began)
+        counters.wait_duration.observe(waited)
+        counters.compaction_duration.observe(progress.compacted_seconds)
 
     def _count_rows(self, rows: RowCounts) -> None:
         if rows.pushed:

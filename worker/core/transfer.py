@@ -121,6 +121,18 @@ class Answer(NamedTuple):
         """Bytes of positions and values."""
         return sum([frame.nbytes for frame in self.frames])
 
+    def details(self) -> dict[str, object]:
+        """Returns what a timeline shows."""
+        result = self.result
+        return {
+            "step": result.step,
+            "chunk": result.chunk,
+            "epoch": result.ring_epoch,
+            "server": self.server,
+            "rows": result.rows,
+            "bytes": self.pulled_bytes,
+        }
+
 
 class Transfer(ABC):
     """One tensor, from the first push until its result.

@@ -67,6 +67,8 @@ class Round(Struct, eq=False):
     encoded: object = None
     """The encoded tensor, to reshard ``outgoing``; opaque here."""
     options: Options = Options()
+    pushed_ns: int = 0
+    """When ``outgoing`` was made, for a timeline."""
     workers: Set[int] = frozenset()
     """The ranks that were members when the round began."""
     again: bool = False

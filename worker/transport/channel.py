@@ -20,6 +20,7 @@ import zmq
 
 from zenps.errors import PeerLostError, ProtocolError, UsageError, ZenPSError
 from zenps.observe import log
+from zenps.observe.clock import now_ns
 from zenps.observe.metrics import WorkerMetrics
 from zenps.schemes.base import WireForm
 from zenps.wire.frames import CorruptedError, Decoder
@@ -185,7 +186,7 @@ class Channel(Waiter):
         name, step = encoded.round_of(pending.name, pending.progress.step)
         encoded = self._share(encoded)
         outgoing = self._writer.write(name, step, encoded, pending.options)
-        return Round(name, step, encoded.sharding.ring_epoch, outgoing, encoded, pending.options)
+        return Round(name, step, encoded.sharding.ring_epoch, outgoing, encoded, pending.options, now_ns())
 
     def _share(self, encoded: EncodedTensor) -> EncodedTensor:
         # After a failure nothing new is put into shared memory: servers may still read, for other ranks, what
@@ -295,8 +296,11 @@ class Channel(Waiter):
     def _deliver(self, action: Deliver) -> None:
         key = id(action.round)
         _, pending = self._pending.pop(key) if action.last else self._pending[key]
+        answer = Answer(action.server, action.result, action.frames)
+        if self._spans.trace.is_on:
+            self._spans.trace.since(action.round.pushed_ns, "pull", tensor=pending.name, **answer.details())
         try:
-            following = pending.deliver(Answer(action.server, action.result, action.frames), action.last)
+            following = pending.deliver(answer, action.last)
         except ProtocolError as error:
             self._fail(pending, error)
             return
@@ -321,6 +325,7 @@ class Channel(Waiter):
         awaited = self._pending.get(id(round_))
         if awaited is not None:  # else the round has ended here and is pushed again for other ranks
             awaited[1].restart(encoded)
+            round_.pushed_ns = now_ns()
         self._metrics.repeated_rounds.labels(cause="unanswered" if awaited else "wanted").inc()
         ring_epoch = encoded.sharding.ring_epoch
         self._execute(self._rounds.on_resharded(round_, ring_epoch, encoded, outgoing, time.monotonic()))
@@ -333,10 +338,10 @@ class Channel(Waiter):
                         self._metrics.refused_pushes.inc()
                     if not self._send(out):
                         return
-                case Reshard(round=round_):
-                    self._reshard(round_)
                 case Deliver():
                     self._deliver(action)
+                case Reshard(round=round_):
+                    self._reshard(round_)
                 case Fail(round=round_, error=error):
                     if id(round_) in self._pending:  # else another round of the tensor has failed before
                         self._fail(self._pending[id(round_)][1], error)

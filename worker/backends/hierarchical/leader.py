@@ -125,7 +125,7 @@ class Leader(HostRounds):
         if tensor.dtype != round_.form.dtype:
             # The gradient was float16 or bfloat16, the sum is float32: it is not quantized.
             options = structs.replace(options, purpose="value")
-        return self._servers.push(Request(tensor, round_.name + SUFFIX, options), "rows")
+        return self._servers.begin(Request(tensor, round_.name + SUFFIX, options), "rows")
 
     def _contribution_of(self, link: Link, round_: HostRound, entry: Entry) -> Payload:
         key = link.rank, round_.name
