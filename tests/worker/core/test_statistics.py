@@ -78,7 +78,7 @@ def samples_of(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
         (sample.name, sample.labels.get("stage", sample.labels.get("outcome", ""))): sample.value
         for metric in registry.collect()
         for sample in metric.samples
-        if sample.name.startswith("zenps_worker")
+        if sample.name.startswith("zenps_")
     }
 
 
