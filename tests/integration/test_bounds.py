@@ -213,7 +213,7 @@ def test_a_message_of_many_frames_is_dropped_and_counted(training: dict[str, Tar
             time.sleep(0.05)
 
 
-def test_a_visitor_that_never_reads_gets_no_more_answers(training: dict[str, Target]) -> None:
+def test_an_admin_client_that_never_reads_gets_no_more_answers(training: dict[str, Target]) -> None:
     target = training["scheduler"]
     before = resident_bytes(target.pid)
     request = frame(encode(JOB, StatusRequest()))

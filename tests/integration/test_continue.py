@@ -193,7 +193,7 @@ def die() -> None:
 
 
 @pytest.mark.long
-def test_a_newcomer_that_dies_before_it_has_the_state_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_joining_worker_that_dies_before_it_has_the_state_holds_nobody_up(tmp_path: Path) -> None:
     with going_on() as cluster:
         training = Training(cluster, tmp_path)
         training.await_steps(2)
@@ -355,7 +355,7 @@ def never_commit(told: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_newcomer_that_nobody_lets_in_is_told_why(tmp_path: Path) -> None:
+def test_a_joining_worker_that_nobody_admits_is_told_why(tmp_path: Path) -> None:
     with going_on(workers=2) as cluster:
         worker = cluster.start(never_commit, tmp_path / "told", rank=0)
         assert cluster.start(die, rank=1).wait() == -signal.SIGKILL
@@ -384,7 +384,7 @@ def commit_until_three() -> None:
 
 
 @pytest.mark.long
-def test_a_newcomer_without_the_state_is_told_to_get_it() -> None:
+def test_a_joining_worker_without_the_state_is_told_to_get_it() -> None:
     with going_on() as cluster:
         workers = [cluster.start(commit_until_three, rank=rank) for rank in (0, 1)]
         first = cluster.start(die, rank=2)

@@ -79,7 +79,7 @@ def test_leaders_push_with_the_priorities_of_their_ranks(tmp_path: Path) -> None
         workers = start_on_two_hosts(cluster, 3, push_at_cross_purposes, tmp_path, 1)
         pushed = [worker.result() for worker in workers]
         cluster.drain()
-    for rank in (0, 2):  # beside meetings
+    for rank in (0, 2):  # beside negotiations
         assert {name: pushed[rank][name] for name in expected(rank, "@hosts")} == expected(rank, "@hosts")
 
 

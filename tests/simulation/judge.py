@@ -93,7 +93,7 @@ class Judge:
 
     def _excuse_of_going_on(self, worker: Worker, reason: str) -> str | None:
         if worker.view is None:
-            return "was not let in"
+            return "was not admitted"
         if self._may_be_silenced and ("its lease" in reason or "as lost" in reason):
             return "was silent itself"
         if "of both" in reason or "servers have changed" in reason:
