@@ -22,7 +22,7 @@ from prometheus_client.metrics_core import Metric
 from zenps.config.settings import FIELDS, Config, shared_settings
 from zenps.config.values import choices, format_bytes
 from zenps.observe.metrics import SchedulerMetrics, ServerMetrics, WorkerMetrics
-from zenps.scheduler.states import JOB
+from zenps.scheduler.membership.states import JOB
 from zenps.server.rounds.states import ROUND as SERVER_ROUND
 from zenps.transitions import Transitions, diagram
 from zenps.worker.rounds.states import ROUND as WORKER_ROUND
@@ -78,7 +78,7 @@ Which ranks the others wait for, as a share of the time: `rate(zenps_late_second
 
 
 DIAGRAMS: dict[str, Transitions[Any, Any]] = {
-    "scheduler/states.py": JOB,
+    "scheduler/membership/states.py": JOB,
     "server/rounds/states.py": SERVER_ROUND,
     "worker/rounds/states.py": WORKER_ROUND,
 }

@@ -1,4 +1,4 @@
-"""Scheduler process: the socket loop around :mod:`scheduler.membership`. It sees no tensors."""
+"""Scheduler process: the socket loop around :mod:`.membership`. It sees no tensors."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from zenps.wire.messages import (
 )
 from zenps.wire.sockets import Socket, bind_router, context, receive_routed
 
-from .actions import Send
 from .authorization import authorize
-from .membership import Membership
+from .membership.actions import Send
+from .membership.tracker import Membership
 from .page import endpoint
 from .page.endpoint import Page
 

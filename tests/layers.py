@@ -39,7 +39,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "zenps.worker.backends": ("*", "peers", "hierarchical auto", "engines"),
     "zenps.server": ("reducers", "rounds", "*", "service"),
-    "zenps.scheduler": ("*", "page", "service"),
+    "zenps.scheduler": ("observe", "membership", "*", "page", "service"),
     "zenps.cli": ("*", "doctor health launch", "printing", "plan", "commands", "__main__"),
 }
 

@@ -166,12 +166,16 @@ BREACHES = {
     "api imports training": ("zenps/worker/api.py", "from .training import ddp", "on the layer of api"),
     "training imports the role's names": ("zenps/worker/training/a.py", "from .. import push", "layer above"),
     "rounds import the service": ("zenps/server/rounds/a.py", "from ..service import serve", "layer above"),
-    "the job imports the page": ("zenps/scheduler/job.py", "from .page import endpoint", "layer above"),
+    "the job imports the page": (
+        "zenps/scheduler/membership/job.py",
+        "from ..page import endpoint",
+        "layer above",
+    ),
     "a socket in a pure module": ("zenps/server/rounds/a.py", "import zmq", "no socket, clock or thread"),
     "a thread in a pure module": ("zenps/worker/rounds/a.py", "from threading import Lock", "no socket"),
     "the worker's rounds log": ("zenps/worker/rounds/a.py", "from zenps.observe import log", "only"),
     "the scheduler's socket elsewhere": (
-        "zenps/scheduler/job.py",
+        "zenps/scheduler/membership/job.py",
         "from zenps.wire.sockets import bind_router",
         "no socket",
     ),

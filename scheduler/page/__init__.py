@@ -1,1 +1,1 @@
-"""Status page of the scheduler, and the values that are computed for people alone."""
+"""Status page of the scheduler."""

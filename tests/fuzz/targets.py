@@ -16,7 +16,7 @@ from zenps.buffers import BufferPool
 from zenps.codecs.registry import CODECS
 from zenps.codecs.values import VALUE_CODECS
 from zenps.config.settings import ClusterConfig, Config, SyncConfig
-from zenps.scheduler.membership import Membership
+from zenps.scheduler.membership.tracker import Membership
 from zenps.schemes.registry import scheme_of
 from zenps.server.rounds.states import HeldPush, Reduce
 from zenps.server.rounds.tracker import ServerRounds

@@ -8,8 +8,8 @@ from typing import TypeVar
 import msgspec
 
 from zenps.config.settings import ClusterConfig
-from zenps.scheduler.actions import Send
-from zenps.scheduler.membership import Membership
+from zenps.scheduler.membership.actions import Send
+from zenps.scheduler.membership.tracker import Membership
 from zenps.wire.messages import Departed, FromScheduler, Heartbeat, Refused, Register, Role, View
 
 LEASE_SECONDS, RENDEZVOUS_SECONDS, DEADLINE_SECONDS = 10.0, 60.0, 30.0

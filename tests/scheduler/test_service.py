@@ -14,7 +14,7 @@ from zenps.observe import log
 from zenps.observe.metrics import SchedulerMetrics
 from zenps.observe.trace import open_trace
 from zenps.scheduler import service
-from zenps.scheduler.actions import Send
+from zenps.scheduler.membership.actions import Send
 from zenps.scheduler.page.endpoint import Page
 from zenps.scheduler.service import Outputs, _Service
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, encode

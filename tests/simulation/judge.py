@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from zenps.scheduler.recovery import RECOVERY_GRACE_SECONDS
+from zenps.scheduler.membership.recovery import RECOVERY_GRACE_SECONDS
 from zenps.worker.rounds.states import Round
 
 from .nodes import Violation

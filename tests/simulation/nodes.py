@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from zenps.scheduler.actions import Send
-from zenps.scheduler.membership import Membership
+from zenps.scheduler.membership.actions import Send
+from zenps.scheduler.membership.tracker import Membership
 from zenps.server.rounds.tracker import ServerRounds
 from zenps.wire.messages import Drain, DrainReply, Heartbeat, Refused, Register, View, WhoAreYou
 from zenps.wire.registration import Registration

@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 
 from zenps.config.settings import ClusterConfig
-from zenps.scheduler.actions import Send
-from zenps.scheduler.admission import JoiningWorkers
-from zenps.scheduler.barriers import Barriers
-from zenps.scheduler.job import Job
-from zenps.scheduler.members import Node
-from zenps.scheduler.membership import Membership
-from zenps.scheduler.registration import Settings
+from zenps.scheduler.membership.actions import Send
+from zenps.scheduler.membership.admission import JoiningWorkers
+from zenps.scheduler.membership.barriers import Barriers
+from zenps.scheduler.membership.job import Job
+from zenps.scheduler.membership.members import Node
+from zenps.scheduler.membership.registration import Settings
+from zenps.scheduler.membership.tracker import Membership
 from zenps.server.rounds.states import HeldPush, Reduce, ServerRound
 from zenps.server.rounds.tracker import Actions, ServerRounds
 from zenps.wire.messages import FromServer, Member, Register

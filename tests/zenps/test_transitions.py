@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from zenps.scheduler.states import JOB
+from zenps.scheduler.membership.states import JOB
 from zenps.server.rounds.states import ROUND as SERVER_ROUND
 from zenps.transitions import Transitions, diagram
 from zenps.worker.rounds.states import ROUND as WORKER_ROUND

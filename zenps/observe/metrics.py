@@ -25,7 +25,7 @@ HASH_OUTCOMES: Final = ("first_try", "rehashed", "serial", "overflowed")
 """In the order of the kernel's counters (:class:`zenps.kernels.gpu.hash_compact.Hashed`)."""
 
 STATES: Final = ("gathering", "recovering", "confirming", "running", "draining", "stopped", "failed")
-"""The job's states, as in ``scheduler/states.py``: this layer must not import a role."""
+"""The job's states, as in ``scheduler/membership/states.py``: this layer must not import a role."""
 
 Refusal = Literal["unknown_key", "handshake"]
 """Why a connection was refused. libzmq cannot tell a peer without a key from one that hung up."""

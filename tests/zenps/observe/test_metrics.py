@@ -17,7 +17,7 @@ from zenps.errors import ConfigError, ProtocolError
 from zenps.observe.collectors import DURATION_BUCKETS
 from zenps.observe.lateness import MOST_RANKS
 from zenps.observe.metrics import STATES, SchedulerMetrics, ServerMetrics, WorkerMetrics, serve
-from zenps.scheduler.states import JobState
+from zenps.scheduler.membership.states import JobState
 
 ROLES = (WorkerMetrics, ServerMetrics, SchedulerMetrics)
 Role = Callable[[CollectorRegistry], WorkerMetrics | ServerMetrics | SchedulerMetrics]

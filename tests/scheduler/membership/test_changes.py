@@ -13,8 +13,8 @@ from tests.scheduler.nodes import (
     server,
     worker,
 )
-from zenps.scheduler.changes import FEW, KEPT
-from zenps.scheduler.membership import Membership
+from zenps.scheduler.membership.changes import FEW, KEPT
+from zenps.scheduler.membership.tracker import Membership
 from zenps.wire.messages import Change, Leave
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from zenps.errors import listing
 from zenps.wire.messages import Load, Member, NodeStatus, Register, Role
 
-from .rates import Rates
+from ..observe.rates import Rates
 
 NodeState = Literal["waiting", "present", "leaving", "left", "lost"]
 """``waiting``: a worker that waits for its admission to a running job. ``present``: a member. ``leaving``: a

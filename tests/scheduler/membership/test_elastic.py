@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from zenps.config.settings import ClusterConfig
-from zenps.scheduler.actions import Send
-from zenps.scheduler.membership import Membership
+from zenps.scheduler.membership.actions import Send
+from zenps.scheduler.membership.tracker import Membership
 from zenps.wire.messages import (
     Admit,
     Barrier,

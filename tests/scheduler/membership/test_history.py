@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.scheduler.nodes import LEASE_SECONDS, RENDEZVOUS_SECONDS, make_membership, register
-from zenps.scheduler.actions import Send
-from zenps.scheduler.states import JOB
+from zenps.scheduler.membership.actions import Send
+from zenps.scheduler.membership.states import JOB
 from zenps.wire.frames import Decoder, encode
 from zenps.wire.messages import (
     Barrier,

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from zenps.scheduler.rates import Rates
+from zenps.scheduler.observe.rates import Rates
 
 
 def test_a_rate_is_between_two_heartbeats() -> None:

@@ -21,8 +21,8 @@ from tests.scheduler.nodes import (
     view_of,
     worker,
 )
-from zenps.scheduler.actions import Send
-from zenps.scheduler.membership import Membership
+from zenps.scheduler.membership.actions import Send
+from zenps.scheduler.membership.tracker import Membership
 from zenps.wire.messages import (
     LAST_BARRIER,
     Barrier,

@@ -23,9 +23,9 @@ from tests.scheduler.nodes import (
     view_of,
     worker,
 )
-from zenps.scheduler.actions import Send
-from zenps.scheduler.membership import Membership
-from zenps.scheduler.recovery import RECOVERY_GRACE_SECONDS
+from zenps.scheduler.membership.actions import Send
+from zenps.scheduler.membership.recovery import RECOVERY_GRACE_SECONDS
+from zenps.scheduler.membership.tracker import Membership
 from zenps.wire.messages import (
     Barrier,
     BarrierReply,

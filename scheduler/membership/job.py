@@ -8,6 +8,7 @@ from typing import Literal
 from zenps.config.settings import ClusterConfig
 from zenps.wire.messages import Refused, Stop
 
+from ..observe.stragglers import Stragglers
 from .actions import Send, to_all
 from .admission import JoiningWorkers
 from .barriers import Barriers
@@ -16,7 +17,6 @@ from .members import Members, Node, names
 from .recovery import Recovery
 from .registration import missing_from
 from .states import JOB, JobEvent, JobState
-from .stragglers import Stragglers
 from .views import Views
 
 

@@ -19,7 +19,7 @@ from tests.scheduler.nodes import (
     server,
     worker,
 )
-from zenps.scheduler.actions import Send
+from zenps.scheduler.membership.actions import Send
 from zenps.wire.messages import (
     LAST_BARRIER,
     Barrier,

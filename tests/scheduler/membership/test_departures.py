@@ -23,7 +23,7 @@ from tests.scheduler.nodes import (
     view_of,
     worker,
 )
-from zenps.scheduler.actions import Send
+from zenps.scheduler.membership.actions import Send
 from zenps.wire.messages import Departed, Heartbeat, Leave, Refused, Stop, View
 
 # ── workers ─────────────────────────────────────────────────────────────────────────────────────

@@ -21,7 +21,7 @@ from tests.scheduler.nodes import (
     worker,
 )
 from zenps.partition.ring import rebalance
-from zenps.scheduler.actions import Send
+from zenps.scheduler.membership.actions import Send
 from zenps.wire.frames import Decoder, encode
 from zenps.wire.messages import FromScheduler, Heartbeat, HeartbeatReply, Leave, Refused, View
 

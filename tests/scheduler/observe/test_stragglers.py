@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zenps.observe.lateness import MOST_RANKS
-from zenps.scheduler.stragglers import WINDOW_SECONDS, Straggler, Stragglers
+from zenps.scheduler.observe.stragglers import WINDOW_SECONDS, Straggler, Stragglers
 
 
 def test_servers_wait_at_the_same_time_and_barriers_besides() -> None:
