@@ -17,10 +17,10 @@ import zmq
 from zenps.buffers import BufferPool
 from zenps.config.settings import ClusterConfig
 from zenps.errors import ProtocolError
-from zenps.wire.arena import Window, open_arena
-from zenps.wire.handshake import Caller, Listener, server_name
-from zenps.wire.loans import DROPPED, Loans
 from zenps.wire.messages import Hello, Shared
+from zenps.wire.shared_memory.arena import Window, open_arena
+from zenps.wire.shared_memory.handshake import Caller, Listener, server_name
+from zenps.wire.shared_memory.loans import DROPPED, Loans
 from zenps.wire.sockets import COPY_BELOW_BYTES
 
 logger = logging.getLogger("zenps.server")

@@ -26,6 +26,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "zenps.kernels": ("base", "cpu gpu", "*"),
     "zenps.schemes": ("*", "builtin", "registry", "costs"),
     "zenps.partition": ("keyspace ring", "strategies", "layout", "device_layout"),
+    "zenps.wire": ("*", "shared_memory"),
     "zenps.worker": (
         "core",
         "encode rounds",

@@ -153,7 +153,7 @@ BREACHES = {
     ),
     "a part without a layer": ("zenps/attic.py", "", "has no layer"),
     "a package without a layer": ("zenps/server/attic/a.py", "", "has no layer"),
-    "a package that holds packages": ("zenps/wire/attic/a.py", "", "give it an entry"),
+    "a package that holds packages": ("zenps/codecs/attic/a.py", "", "give it an entry"),
     "core imports encode": ("zenps/worker/core/a.py", "from ..encode import sparse", "layer above"),
     "encode imports transport": ("zenps/worker/encode/a.py", "from ..transport import memory", "layer above"),
     "encode imports rounds": ("zenps/worker/encode/a.py", "from ..rounds import states", "on the layer of"),
@@ -252,7 +252,7 @@ ALLOWED = {
     "the package names a role": ("zenps/__init__.py", "from zenps.worker import api"),
     "a worker may use a GPU": ("zenps/worker/api.py", "import cupy"),
     "the service has sockets": ("zenps/scheduler/service.py", "import zmq\nfrom zenps.wire import sockets"),
-    "subpackage imports a sibling": ("zenps/wire/a.py", "from .messages import Push\nfrom . import frames"),
+    "subpackage imports a sibling": ("zenps/observe/a.py", "from .messages import Push\nfrom . import frames"),
     "tests import roles": ("tests/server/test_a.py", "from zenps.server import rounds"),
 }
 

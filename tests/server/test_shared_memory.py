@@ -19,9 +19,9 @@ from tests.zenps.wire.hostile import ALL_WAYS, hostile_processes
 from zenps.config.settings import ClusterConfig
 from zenps.errors import ProtocolError
 from zenps.server.shared_memory import SharedMemoryPeers
-from zenps.wire.arena import Arena
-from zenps.wire.handshake import server_name
 from zenps.wire.messages import Hello
+from zenps.wire.shared_memory.arena import Arena
+from zenps.wire.shared_memory.handshake import server_name
 from zenps.worker.transport.shared_memory import SharedMemoryPeer
 
 MIB = 1 << 20

@@ -1,7 +1,7 @@
 """Unix-socket links between the leader of a host and its followers, the other ranks there.
 
-Messages only describe tensors; the bytes lie in shared memory (:mod:`zenps.wire.arena`). A link begins with
-the handshake of :mod:`zenps.wire.handshake`.
+Messages only describe tensors; the bytes lie in shared memory (:mod:`zenps.wire.shared_memory.arena`). A link
+begins with the handshake of :mod:`zenps.wire.shared_memory.handshake`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from zenps.errors import ZenPSError, listing
-from zenps.wire import handshake
-from zenps.wire.arena import Window
+from zenps.wire.shared_memory import handshake
+from zenps.wire.shared_memory.arena import Window
 
 # All ranks of the host are in init() at this point, and need only the processor.
 CONNECT_SECONDS = 30.0

@@ -10,10 +10,10 @@ from msgspec import structs
 
 from zenps.errors import ProtocolError
 from zenps.keys import node_name
-from zenps.wire.arena import open_arena
 from zenps.wire.curve import Handshakes
 from zenps.wire.frames import encode
 from zenps.wire.messages import Hello, Member, Push, Shared
+from zenps.wire.shared_memory.arena import open_arena
 from zenps.wire.sockets import COPY_BELOW_BYTES, Socket, connect, open_dealer, send_frames
 
 from ..core.memory import POOL_BYTES

@@ -14,10 +14,10 @@ from collections import deque
 import numpy as np
 
 from zenps.errors import ProtocolError
-from zenps.wire import handshake
-from zenps.wire.arena import Arena, Window
-from zenps.wire.loans import DROPPED
 from zenps.wire.messages import Hello, Shared
+from zenps.wire.shared_memory import handshake
+from zenps.wire.shared_memory.arena import Arena, Window
+from zenps.wire.shared_memory.loans import DROPPED
 from zenps.wire.sockets import COPY_BELOW_BYTES
 
 

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from tests.zenps.wire.hostile import ALL_WAYS, hostile_processes
-from zenps.wire import handshake
-from zenps.wire.arena import Arena
+from zenps.wire.shared_memory import handshake
+from zenps.wire.shared_memory.arena import Arena
 from zenps.worker.transport import host_link as links
 from zenps.worker.transport.host_link import (
     Failed,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from zenps.errors import PeerLostError, UsageError, listing
-from zenps.wire.arena import Arena
 from zenps.wire.messages import View
+from zenps.wire.shared_memory.arena import Arena
 
 from ...core.memory import POOL_BYTES
 from ...core.pending import Pending

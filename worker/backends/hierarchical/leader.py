@@ -12,8 +12,8 @@ from torch import Tensor
 
 from zenps.buffers import BufferPool
 from zenps.errors import UsageError, ZenPSError
-from zenps.wire.arena import Window
-from zenps.wire.loans import Loans
+from zenps.wire.shared_memory.arena import Window
+from zenps.wire.shared_memory.loans import Loans
 
 from ...core.pending import Pending
 from ...core.request import Request

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from zenps.buffers import BufferPool
 from zenps.errors import ZenPSError
 from zenps.kernels.factory import make_kernels
-from zenps.wire.arena import Arena
+from zenps.wire.shared_memory.arena import Arena
 
 from ...core.memory import POOL_BYTES
 from ...core.pending import Pending, Waiting

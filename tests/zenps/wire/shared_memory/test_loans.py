@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from zenps.wire.loans import Loans
+from zenps.wire.shared_memory.loans import Loans
 
 
 def test_memory_is_kept_until_it_was_dropped_as_often_as_lent() -> None:

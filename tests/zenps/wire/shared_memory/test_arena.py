@@ -11,7 +11,7 @@ import torch
 
 from zenps.config.settings import ClusterConfig
 from zenps.errors import ProtocolError
-from zenps.wire.arena import CAPACITY_BYTES, Arena, Window, open_arena, window_of
+from zenps.wire.shared_memory.arena import CAPACITY_BYTES, Arena, Window, open_arena, window_of
 from zenps.wire.tensors import tensor_from_bytes
 
 MIB = 1 << 20

@@ -1,6 +1,6 @@
 """Handshake of processes on one host over a Unix socket: one message and one memory descriptor each way.
 
-The caller sends its hello with the descriptor of its :class:`~zenps.wire.arena.Arena`, and the listener
+The caller sends its hello with the descriptor of its :class:`~.arena.Arena`, and the listener
 answers with its own. Names are abstract: a name vanishes with its process and is visible only in its network
 namespace. Every process there may connect, so each side checks the user id of the other, which the kernel
 vouches for (``SO_PEERCRED``, https://man7.org/linux/man-pages/man7/unix.7.html).

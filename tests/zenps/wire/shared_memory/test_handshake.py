@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from tests.zenps.wire.hostile import ALL_WAYS, hostile_processes
-from zenps.wire.arena import Arena
-from zenps.wire.handshake import (
+from zenps.wire.shared_memory.arena import Arena
+from zenps.wire.shared_memory.handshake import (
     MAX_HELLO_BYTES,
     MAX_LOGGED_REFUSALS,
     MAX_PENDING,
