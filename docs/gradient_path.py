@@ -21,7 +21,6 @@ method of a class that has nothing to do with the caller's, called as one of the
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import mmap
 import os
@@ -29,19 +28,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from importlib import import_module
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any, BinaryIO, Final, Literal, NamedTuple
 
+from call_profiler import PACKAGE, Profiler
+from import_graph import Sources
+
 ROOT: Final = Path(__file__).resolve().parent.parent
-PACKAGE: Final = "zenps"
-ROLES: Final = ("worker", "server", "scheduler")
 BEGIN: Final = "<!-- Written by docs/gradient_path.py. Do not edit. -->\n"
 END: Final = "<!-- Until here. -->"
 
@@ -72,127 +69,6 @@ class Pair(NamedTuple):
 
 
 # ── in a worker, and in the server ──────────────────────────────────────────────────────────────
-
-
-class _Call(NamedTuple):
-    """From one file into another."""
-
-    caller: CodeType | None
-    """None: no function of the tree."""
-    instruction: int
-    """Which of the caller's; -1 where it called a library, which then called."""
-    callee: CodeType
-    depth: int
-
-
-class Profiler:
-    """Is told of all calls in this process, and records those in the tree while a step is on.
-
-    Args:
-        root: of the tree.
-        flag: its first byte is the number of the step that is on; 0: none.
-    """
-
-    def __init__(self, root: Path, flag: mmap.mmap | bytearray) -> None:
-        self._root = root
-        self._flag = flag
-        self._files: dict[str, str | None] = {}
-        self._modules: dict[int, set[str]] = {}
-        self._calls: dict[int, Counter[_Call]] = {}
-
-    def install(self) -> None:
-        """In this thread, and in those that it starts."""
-        threading.setprofile(self)
-        sys.setprofile(self)
-
-    def __call__(self, frame: FrameType, event: str, _: object) -> None:
-        """As :func:`sys.setprofile` calls it."""
-        step = self._flag[0]
-        if not step or event != "call" or (file := self._file(frame.f_code)) is None:
-            return
-        self._modules.setdefault(step, set()).add(file)
-        caller = self._next(frame.f_back)
-        if caller is not None and self._file(caller.f_code) == file:
-            return
-        instruction = caller.f_lasti if caller is not None and caller is frame.f_back else -1
-        call = _Call(caller and caller.f_code, instruction, frame.f_code, self._depth(frame))
-        self._calls.setdefault(step, Counter())[call] += 1
-
-    def steps(self) -> list[dict[str, Any]]:
-        """What was recorded, as :func:`_read` reads it."""
-        return [
-            {"modules": sorted(modules), "calls": [*self._described(self._calls.get(step, Counter()))]}
-            for step, modules in sorted(self._modules.items())
-        ]
-
-    def _described(self, calls: Counter[_Call]) -> Iterator[tuple[str | int, ...]]:
-        for call, count in calls.items():
-            name = _called_as(call.caller, call.instruction) if call.caller else ""
-            yield *self._place(call.caller), *self._place(call.callee), call.depth, name, count
-
-    def _next(self, frame: FrameType | None) -> FrameType | None:
-        """The nearest frame in the tree, this one or one that waits for it."""
-        while frame is not None and self._file(frame.f_code) is None:
-            frame = frame.f_back
-        return frame
-
-    def _depth(self, frame: FrameType) -> int:
-        """How many crossings lead here."""
-        depth = 0
-        while (caller := self._next(frame.f_back)) is not None:
-            depth += self._file(caller.f_code) != self._file(frame.f_code)
-            frame = caller
-        return depth
-
-    def _file(self, code: CodeType) -> str | None:
-        name = code.co_filename
-        if name not in self._files:
-            path = Path(name).resolve()
-            is_ours = path.is_relative_to(self._root) and path.suffix == ".py"
-            file = path.relative_to(self._root).as_posix() if is_ours else ""
-            self._files[name] = file if file.partition("/")[0] in (PACKAGE, *ROLES) else None
-        return self._files[name]
-
-    def _place(self, code: CodeType | None) -> tuple[str, str]:
-        return (self._file(code) or "", code.co_qualname) if code is not None else ("", "")
-
-
-def _called_as(caller: CodeType, instruction: int) -> str:
-    """The name by which it calls there; empty where it is not seen.
-
-    With a dot before it unless what is called may have been given to the caller under this name: is an
-    attribute of ``self``, a parameter, or a variable of the function around.
-    """
-    if instruction < 0:
-        return ""
-    name = _names_of_calls(caller.co_filename).get([*caller.co_positions()][instruction // 2], "")
-    base, _, name = name.rpartition(".")
-    parameters = caller.co_varnames[: caller.co_argcount + caller.co_kwonlyargcount]
-    # The variables around a comprehension are those of its own function.
-    around = (
-        () if caller.co_name in ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>") else caller.co_freevars
-    )
-    is_given = base == "self" or (not base and name in (*parameters, *around))
-    return name if is_given or not name else f".{name}"
-
-
-@cache
-def _names_of_calls(file: str) -> dict[tuple[int | None, ...], str]:
-    """``name``, ``self.name`` or ``object.name``, by where in the file a call stands for a code object."""
-    found: dict[tuple[int | None, ...], str] = {}
-    for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call):
-            position = node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
-            match node.func:
-                case ast.Name(id=name):
-                    found[position] = name
-                case ast.Attribute(value=base, attr=name, end_lineno=line, end_col_offset=column):
-                    is_own = isinstance(base, ast.Name) and base.id == "self"
-                    found[position] = f"self.{name}" if is_own else f"object.{name}"
-                    # It is placed at the name where the expression before has several lines.
-                    begin = (column or 0) - len(name)
-                    found[(line, node.end_lineno, begin, node.end_col_offset)] = found[position]
-    return found
 
 
 def work(root: Path, output: Path) -> None:
@@ -321,7 +197,7 @@ def _run(root: Path, out: Path, environment: dict[str, str], log: BinaryIO) -> b
 def _environment(root: Path, same_host: str) -> dict[str, str]:
     strangers = ("ZENPS_", "DMLC_", "RANK", "WORLD_SIZE", "LOCAL_RANK")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(strangers)}
-    path = os.pathsep.join(filter(None, (kept.get("PYTHONPATH"), str(root))))
+    path = os.pathsep.join(filter(None, (kept.get("PYTHONPATH"), str(root), str(Path(__file__).parent))))
     return kept | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": path,
@@ -347,7 +223,7 @@ class Step:
     depth: dict[Pair, int]
     """How many crossings led to the first call, itself included."""
     names: dict[Pair, set[str]]
-    """As :func:`_called_as`."""
+    """By which names the function was called, as :func:`call_profiler.called_as` returns them."""
 
 
 def _read(path: Path) -> list[Step]:
@@ -399,79 +275,6 @@ def common(processes: Sequence[Sequence[Step]]) -> Course:
         counts = [sum(count for pair, count in step.calls.items() if pair in kept) for step in steps]
         course.calls += statistics.median(counts) / len(processes)
     return course
-
-
-class Sources:
-    """Who imports whom, and which classes are akin, in the whole tree."""
-
-    def __init__(self, root: Path) -> None:
-        self._files = {_module(file): file for file in _files(root)}
-        parsed = {file: ast.parse((root / file).read_text(encoding="utf-8")) for file in self._files.values()}
-        self._names = {file: {*_imported(module, file, parsed[file])} for module, file in self._files.items()}
-        self._bases: dict[str, set[str]] = {}
-        for node in (node for tree in parsed.values() for node in ast.walk(tree)):
-            if isinstance(node, ast.ClassDef):
-                bases = {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
-                self._bases.setdefault(node.name, set()).update(bases)
-
-    def are_akin(self, one: str, other: str) -> bool:
-        """Whether one of two classes is the other's ancestor, or the same, by their names."""
-        return one in self._ancestors(other) or other in self._ancestors(one)
-
-    def _ancestors(self, name: str) -> set[str]:
-        found, open_ = set[str](), {name}
-        while open_:
-            found |= open_
-            open_ = set().union(*(self._bases.get(each, set()) for each in open_)) - found
-        return found
-
-    def knows(self, caller: str, callee: str) -> bool:
-        """Whether the one file imports the other, or a name that a package has from there."""
-        return any(callee in self._sources(module, name) for module, name in self._names[caller])
-
-    def _sources(self, module: str, name: str) -> set[str]:
-        """The files from which a name of a module comes."""
-        if f"{module}.{name}" in self._files:
-            return {self._files[f"{module}.{name}"]}
-        file = self._files.get(module)
-        if file is None:
-            return set()
-        found = {file}
-        if file.endswith("/__init__.py"):
-            for source, passed_on in self._names[file]:
-                if passed_on == name:
-                    found |= self._sources(source, name)
-        return found
-
-
-def _imported(module: str, file: str, tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Modules, and the names that are taken from them; no name: the module itself."""
-    is_package = file.endswith("/__init__.py")
-    for node in ast.walk(tree):
-        match node:
-            case ast.Import(names=names):
-                yield from ((alias.name, "") for alias in names)
-            case ast.ImportFrom(module=base, names=names, level=level):
-                parts = module.split(".")
-                package = parts[: len(parts) - level + is_package] if level else []
-                source = ".".join([*package, *filter(None, [base])])
-                yield from ((source, alias.name) for alias in names)
-
-
-def _files(root: Path) -> Iterator[str]:
-    """Those of the package and its roles, each once, though roles may be linked into the package."""
-    for top in (PACKAGE, *ROLES):
-        for folder, folders, names in os.walk(root / top):
-            folders[:] = [each for each in folders if not (Path(folder) / each).is_symlink()]
-            for name in names:
-                if name.endswith(".py"):
-                    yield (Path(folder) / name).relative_to(root).as_posix()
-
-
-def _module(file: str) -> str:
-    """The name under which it is imported: ``worker/ddp.py`` is ``zenps.worker.ddp``."""
-    parts = file.removesuffix(".py").removesuffix("/__init__").split("/")
-    return ".".join(parts if parts[0] == PACKAGE else [PACKAGE, *parts])
 
 
 @dataclass

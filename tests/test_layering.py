@@ -252,7 +252,10 @@ ALLOWED = {
     "the package names a role": ("zenps/__init__.py", "from zenps.worker import api"),
     "a worker may use a GPU": ("zenps/worker/api.py", "import cupy"),
     "the service has sockets": ("zenps/scheduler/service.py", "import zmq\nfrom zenps.wire import sockets"),
-    "subpackage imports a sibling": ("zenps/observe/a.py", "from .messages import Push\nfrom . import frames"),
+    "subpackage imports a sibling": (
+        "zenps/observe/a.py",
+        "from .messages import Push\nfrom . import frames",
+    ),
     "tests import roles": ("tests/server/test_a.py", "from zenps.server import rounds"),
 }
 
