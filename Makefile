@@ -12,7 +12,8 @@ demo: .venv/installed
 # the tests of a file together, which share compiled kernels, until one of the processes has none left.
 PROCESSES ?= 2
 IN_PARALLEL = -n $(PROCESSES) --dist worksteal
-JOBS := tests/integration tests/chaos tests/soak tests/monitoring tests/zenps/test_launch.py tests/zenps/test_cli.py
+JOBS := tests/integration tests/chaos tests/soak tests/monitoring \
+        tests/zenps/cli/test_launch.py tests/zenps/cli/test_commands.py
 
 test: .venv/installed
 	$(BIN)/pytest $(IN_PARALLEL) $(JOBS:%=--ignore=%)
@@ -25,10 +26,7 @@ test-long: .venv/installed
 check: .venv/installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	@# mypy does not know setup.cfg's mapping: it is shown the tree as it is imported.
-	rm -rf build/typed && mkdir -p build/typed/zenps
-	ln -s $(addprefix $(CURDIR)/,$(wildcard zenps/*) worker server scheduler) build/typed/zenps/
-	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p zenps
+	$(BIN)/mypy -p zenps
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/bench_sync.py --quick
@@ -74,10 +72,10 @@ test-docker: .venv/installed
 KERNELS  := bitmap_codec bitmap_compact hash_compact place scan_compact scatter sort_compact
 ON_GPU    = ZENPS_TEST_GPU=1 PYTEST_ADDOPTS="-p no:xdist"
 SANITIZE  = compute-sanitizer --error-exitcode 66 --target-processes all
-GPU_TESTS = $(KERNELS:%=tests/cuda/test_%.py)
+GPU_TESTS = $(KERNELS:%=tests/cuda/test_%.py) tests/cuda/test_hash_compact_dense.py
 
 test-gpu:
-	$(ON_GPU) $(BIN)/python -m pytest $(GPU_TESTS) tests/worker/test_transfer.py tests/worker/test_staged.py
+	$(ON_GPU) $(BIN)/python -m pytest $(GPU_TESTS) tests/worker/encode/test_transfer.py tests/worker/encode/test_gpu.py
 	$(BIN)/python -m pytest tests/gpu
 	@# Each tensor its own allocation: then its end is memory's end.
 	$(ON_GPU) ZENPS_TEST_SMALL=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 \

@@ -1,7 +1,7 @@
-"""Position codecs: bits a row against the entropy, and what coding takes.
+"""Benchmark of position codecs: bits a row against the entropy, and the time of encoding and decoding.
 
-Of a set drawn evenly from all sets of its size, no code needs fewer bits on average than log2 of how many
-such sets there are. Bits are exact, and the same on every machine; times are this machine's.
+For a set drawn evenly from all sets of its size, no code needs fewer bits on average than log2 of the number
+of such sets. Bits are exact, and the same on every machine; times are this machine's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEAST_TIMED_ROWS = 1000
 
 
 class Code(msgspec.Struct):
-    """What one codec makes of one set."""
+    """The size and times of one codec on one set."""
 
     bits_per_row: float
     encode_ns_per_row: float
@@ -44,14 +44,14 @@ class Drawn(msgspec.Struct):
 
     span: int
     density: float
-    """As asked for; ``rows`` is what it has."""
+    """The requested density; ``rows`` is the actual number."""
     rows: int
     clustered: bool
-    """Whether granules of 32 positions were drawn whole, as elements that move together are."""
+    """True if whole granules of 32 positions were drawn, as in a layout with granules."""
     entropy_bits_per_row: float
-    """Of a set drawn evenly, or of as many whole granules."""
+    """The entropy of a set drawn evenly, or of as many whole granules."""
     auto: str
-    """The codec that ``auto`` takes, beside values of 4 bytes."""
+    """The codec that ``auto`` chooses for rows of 4 bytes."""
     codes: dict[str, Code]
 
 
@@ -59,7 +59,7 @@ class Report(msgspec.Struct):
     """The JSON file."""
 
     machine: Machine
-    """Where the times were measured."""
+    """The machine on which the times were measured."""
     versions: dict[str, str]
     sets: list[Drawn]
 
@@ -105,7 +105,7 @@ def measure(span: int, density: float, clustered: bool) -> Drawn:
 
 
 def draw(span: int, rows: int, clustered: bool) -> tuple[Positions, float]:
-    """Sorted positions; and the base-2 logarithm of how many such sets there are."""
+    """Sorted positions, and log2 of the number of such sets."""
     generator = np.random.default_rng(span + rows)
     if not clustered:
         return np.sort(generator.choice(span, rows, replace=False, shuffle=False)), log2_choose(span, rows)

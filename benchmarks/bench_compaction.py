@@ -1,11 +1,11 @@
-"""Compaction on a GPU: all our ways beside PyTorch's own, on the same gradients, in one run.
+"""Benchmark of compaction on a GPU: ZenPS's kernels and PyTorch's own operations, on the same gradients.
 
 Two kinds of gradient: rows of an embedding (ids with duplicates, drawn by Zipf's law) and a dense tensor
-whose zeros are skipped. Each case first says how many bytes it must move at least and, from the bandwidth
-measured at the start, how long that takes; then each way is timed against that floor.
+whose zeros are skipped. Each case has a floor: the bytes that it must move at least, over the bandwidth
+measured at the start. The times of all ways are compared with that floor.
 
-Without a GPU, ``--host`` runs tiny cases with the kernels on the CPU, to see that the script works. Its
-times mean nothing, and it writes no file.
+Without a GPU, ``--host`` runs tiny cases with the kernels on the CPU, to test the script. Its times mean
+nothing, and it writes no file.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from zenps.kernels.bitmap_compact import bitmap_compact
-from zenps.kernels.hash_compact import (
+from zenps.kernels.gpu.bitmap_compact import bitmap_compact
+from zenps.kernels.gpu.hash_compact import (
     HashMemory,
     hash_compact,
     hash_compact_dense,
     hash_compact_until_fits,
 )
-from zenps.kernels.launcher import Launcher
-from zenps.kernels.place import Placement, place_rows
-from zenps.kernels.rows import DeviceRows
-from zenps.kernels.scan_compact import scan_compact
-from zenps.kernels.sort_compact import sort_compact
-from zenps.layout import Layout, LayoutCache
-from zenps.placement import place_on
-from zenps.ring import rebalance
-from zenps.strategies import strategy
+from zenps.kernels.gpu.launcher import Launcher
+from zenps.kernels.gpu.place import DeviceLayout, place_rows
+from zenps.kernels.gpu.rows import DeviceRows
+from zenps.kernels.gpu.scan_compact import scan_compact
+from zenps.kernels.gpu.sort_compact import sort_compact
+from zenps.partition.device_layout import device_layout_on
+from zenps.partition.layout import Layout, LayoutCache
+from zenps.partition.ring import rebalance
+from zenps.partition.strategies import strategy
 
 RESULTS = Path(__file__).resolve().parent / "results"
 WARM_UPS, REPEATS = 3, 15
@@ -91,7 +91,7 @@ TINY_DENSE = (DenseCase(5000, 0.05, 32, 3), DenseCase(3000, 0.2, 256, 2, "bfloat
 
 
 class Result(msgspec.Struct):
-    """One way in one case. Bytes are the floor's, so GB/s says how fast useful bytes went by."""
+    """One way in one case. GB/s is the floor's bytes over the median time, so only useful bytes count."""
 
     kind: str
     case: dict[str, float | str]
@@ -106,7 +106,7 @@ class Result(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """What is written to ``results``."""
+    """The JSON file."""
 
     started: str
     command: list[str]
@@ -127,7 +127,7 @@ class Bench:
         self.bytes_per_second = self._measure_bandwidth(1 << 31 if on_gpu else 1 << 16)
 
     def milliseconds(self, run: Callable[[], object]) -> list[float]:
-        """How long each repetition took, sorted."""
+        """The times of all repetitions, sorted."""
         for _ in range(self._warm_ups):
             run()
         return sorted(self._time_once(run) for _ in range(self._repeats))
@@ -138,8 +138,8 @@ class Bench:
             begin = time.perf_counter()
             run()
             return (time.perf_counter() - begin) * 1000
-        # Read, so that what was written to the cache does not go out while the clock runs; and a head start,
-        # in which the host enqueues everything: otherwise it is the host that is timed.
+        # A read, so that no dirty cache lines are written back while the clock runs; and a head start, in
+        # which the host enqueues everything: otherwise the host would be timed.
         self._flush.amax()
         torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
         begins, ends = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -159,7 +159,7 @@ class Bench:
 
 
 class Plan(NamedTuple):
-    """The ways of one case by name, the bytes that any must move, and how many rows come out."""
+    """The ways of one case by name, the bytes that each must move, and the number of rows that result."""
 
     ways: Mapping[str, Callable[[], object]]
     floor_bytes: int
@@ -170,16 +170,16 @@ class Plan(NamedTuple):
 
 
 def rows_ways(bench: Bench, case: RowsCase) -> Plan:
-    """Rows summed and put in position order, and what PyTorch does instead."""
+    """Ways to sum rows and sort them by position, and PyTorch's alternatives."""
     dtype, launcher = getattr(torch, case.dtype), bench.launcher
     ids = zipf_ids(case, bench.device)
     values = torch.randn(case.ids, case.dim, device=bench.device).to(dtype)
-    layout, placement = placed("rows", case.rows, 1, case.servers, bench.device)
+    layout, device_layout = placed("rows", case.rows, 1, case.servers, bench.device)
     bounds = torch.tensor(layout.server_bounds, device=bench.device)
-    size = placement.size
+    size = device_layout.size
 
     def positions() -> Tensor:
-        return place_rows(launcher, placement, ids)[0]
+        return place_rows(launcher, device_layout, ids)[0]
 
     def hashed() -> DeviceRows:
         compact = partial(hash_compact, launcher, positions(), values, bounds, size)
@@ -205,7 +205,7 @@ def rows_ways(bench: Bench, case: RowsCase) -> Plan:
 
 
 def coalesce_by_owner(ids: Tensor, values: Tensor, case: RowsCase) -> list[Tensor]:
-    """What PyTorch offers: sum duplicates, then select each owner's rows."""
+    """PyTorch's alternative: sum duplicates, then select each owner's rows."""
     coalesced = torch.sparse_coo_tensor(
         ids[None], values, (case.rows, case.dim), check_invariants=False
     ).coalesce()
@@ -223,24 +223,24 @@ def unique_index_add(ids: Tensor, values: Tensor) -> Tensor:
 
 
 def dense_ways(bench: Bench, case: DenseCase) -> Plan:
-    """What is not zero, in position order, and what PyTorch does instead."""
+    """Ways to extract non-zeros in order of position, and PyTorch's alternatives."""
     dtype, launcher = getattr(torch, case.dtype), bench.launcher
     dense = torch.randn(case.elements, device=bench.device).to(dtype)
     dense[torch.rand(case.elements, device=bench.device) >= case.density] = 0
     indices = dense.nonzero().squeeze(1)
     count = len(indices)
-    layout, placement = placed("dense", case.elements, case.granule, case.servers, bench.device)
+    layout, device_layout = placed("dense", case.elements, case.granule, case.servers, bench.device)
     bounds = torch.tensor(layout.server_bounds, device=bench.device)
 
     def hashed() -> DeviceRows:
-        compact = partial(hash_compact_dense, launcher, placement, dense, bounds)
+        compact = partial(hash_compact_dense, launcher, device_layout, dense, bounds)
         return hash_compact_until_fits(compact, count, HashMemory()).rows
 
     ours: dict[str, Callable[[], DeviceRows]] = {
-        "scan_compact": lambda: scan_compact(launcher, placement, dense, count * 5 // 4 + 1),
+        "scan_compact": lambda: scan_compact(launcher, device_layout, dense, count * 5 // 4 + 1),
         "hash_compact": hashed,
     }
-    positions, order = place_rows(launcher, placement, indices)[0].long().sort()
+    positions, order = place_rows(launcher, device_layout, indices)[0].long().sort()
     expected = dense[indices[order]].double()[:, None]
     for way, run in ours.items():
         check(way, run(), positions, expected)
@@ -250,13 +250,13 @@ def dense_ways(bench: Bench, case: DenseCase) -> Plan:
 
 
 def nonzero_values(dense: Tensor) -> tuple[Tensor, Tensor]:
-    """What PyTorch offers: neither partitioned nor permuted."""
+    """PyTorch's alternative; its result is neither partitioned nor permuted."""
     indices = dense.nonzero().squeeze(1)
     return indices, dense.index_select(0, indices)
 
 
 def check(way: str, rows: DeviceRows, positions: Tensor, sums: Tensor) -> None:
-    """Refuses to time a way that is wrong."""
+    """Raises AssertionError if a way's result is wrong, before it is timed."""
     count = int(rows.count)
     right = count == len(positions) and torch.equal(rows.positions[:count].long(), positions)
     got, precision = rows.values[:count].double(), torch.finfo(rows.values.dtype).eps
@@ -276,12 +276,12 @@ def zipf_ids(case: RowsCase, device: torch.device) -> Tensor:
 
 def placed(
     name: str, rows: int, granule: int, servers: int, device: torch.device
-) -> tuple[Layout, Placement]:
+) -> tuple[Layout, DeviceLayout]:
     """The balanced layout over that many servers, on the host and on the device."""
     ranks = range(servers)
     cache = LayoutCache(strategy("balanced"), 7, rebalance(None, ranks), ranks, 0)
     layout = cache.get(name, rows, granule)
-    return layout, place_on(layout, device)
+    return layout, device_layout_on(layout, device)
 
 
 # ── the run ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -316,7 +316,7 @@ def tabulate(results: Sequence[Result]) -> Table:
 
 
 def describe(bench: Bench) -> dict[str, str | float]:
-    """The device, as far as times depend on it."""
+    """The facts about the device that times depend on."""
     properties = torch.cuda.get_device_properties(bench.device)
     return {
         "name": properties.name,
@@ -355,7 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _gpu_bench() -> Bench:
-    from zenps.kernels.cupy import CupyLauncher
+    from zenps.kernels.gpu.cupy import CupyLauncher
 
     return Bench(torch.device("cuda", torch.cuda.current_device()), CupyLauncher())
 

@@ -1,8 +1,8 @@
-"""All schemes on gradients of the papers' shape, between hosts whose links are the bottleneck.
+"""Benchmark of all schemes between hosts whose links are the bottleneck, on gradients of the papers' shape.
 
 The hosts are network namespaces of this machine, each with a worker and a server: needs root and iproute2. A
-block has hosts and links of one speed, and every scheme in turn on the same gradients; beside ours the dense
-all_reduce of gloo. The file is written after every block: a run that was cut goes on with --resume.
+block has hosts and links of one speed; it runs every scheme, and gloo's dense all_reduce, on the same
+gradients. The file is written after every block: --resume continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, get_args
+from typing import Final
 
 import msgspec
 from hosts import why_not_here
@@ -23,31 +23,31 @@ from net_block import Block
 from net_costs import expect
 from net_docs import page
 from net_report import Report, describe_links, plots, sheets
-from net_worker import GLOO, NARROW, Measurement, Task, count_steps, count_warm_up_steps
+from net_worker import BFLOAT16, GLOO, Measurement, Task, count_steps, count_warm_up_steps
 from rich.console import Console
 from sync_report import describe_machine, find_versions
 from workloads import SIZES, WORKLOADS, characterise
 
-from zenps.schemes import SchemeSetting
+from zenps.schemes.registry import scheme_names
 
-NAMES: Final[Sequence[str]] = (*get_args(SchemeSetting), NARROW)
+NAMES: Final[Sequence[str]] = (*scheme_names(), BFLOAT16)
 HERE = Path(__file__).resolve().parent
 BLOCK_SECONDS: Final = 3600
 TABLE_WIDTH: Final = 150
 
 FULL_STEPS, QUICK_STEPS = 7, 3
-# Above, the two cores that all hosts share are the bottleneck.
+# At higher speeds, the two cores that all hosts share are the bottleneck.
 FULL_SPEEDS, QUICK_SPEEDS = (50.0, 100.0), (100.0,)
 QUICK_SIZES, QUICK_SCALE = (4,), 0.5
 QUICK_WORKLOADS = ("lstm", "opt")
 
-# For the estimate, on two cores. A cluster's processes are forked, meet and part.
+# For the estimate, on two cores: a cluster's processes are forked, connect and end.
 CLUSTER_SECONDS, HOST_SECONDS = 5.0, 0.5
 USUAL_RATIO, USUAL_SECONDS = 1.2, 0.05
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures what is missing; prints the tables; writes JSON, plots and, if asked, the page."""
+    """Measures what the report lacks; prints the tables; writes JSON, plots and, on request, the page."""
     options = parse(arguments)
     report = load(options)
     tasks = [
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; what is not given is all, or little of it if quick."""
+    """Parses the command line. An option that is not given means all its values, or a few with --quick."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -116,7 +116,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def load(options: argparse.Namespace) -> Report:
-    """The report to which measurements are added: a new one, or the one to go on with."""
+    """The report to add measurements to: a new one, or the one to resume."""
     if options.render:
         return msgspec.json.decode(options.json.read_bytes(), type=Report)
     characters = {name: characterise(WORKLOADS[name].resized(options.scale)) for name in options.workloads}
@@ -142,7 +142,7 @@ def load(options: argparse.Namespace) -> Report:
 
 
 def write(report: Report, path: Path) -> None:
-    """Whole or not at all."""
+    """Writes the report whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
@@ -173,7 +173,7 @@ def blocks(tasks: Sequence[Task]) -> Iterator[list[Task]]:
 
 
 def estimate_seconds(task: Task, report: Report) -> float:
-    """How long a cluster will take, roughly."""
+    """A rough estimate of a cluster's duration."""
     total = CLUSTER_SECONDS + HOST_SECONDS * task.workers
     for name in task.workloads:
         cost = expect(task.scheme, report.characters[name], task.workers, task.mbit)
@@ -183,7 +183,7 @@ def estimate_seconds(task: Task, report: Report) -> float:
 
 
 def run_block(tasks: Sequence[Task], sets: Sequence[str]) -> Iterator[tuple[Task, list[Measurement]]]:
-    """Each task with its measurements, as soon as they are there.
+    """Yields each task with its measurements, as soon as they are there.
 
     Raises:
         SystemExit: a cluster failed; it has said why.
@@ -191,7 +191,7 @@ def run_block(tasks: Sequence[Task], sets: Sequence[str]) -> Iterator[tuple[Task
     block = msgspec.json.encode(Block(tasks=list(tasks), sets=list(sets))).decode()
     with subprocess.Popen(
         [sys.executable, str(HERE / "net_block.py"), block],
-        # One thread per process, for cores are few, and for a fork; gloo on the shaped link.
+        # One thread per process, because cores are few and roles are forked; gloo on the shaped link.
         env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"},
         stdout=subprocess.PIPE,
     ) as process:

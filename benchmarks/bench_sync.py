@@ -1,11 +1,11 @@
-"""Synchronising embedding gradients: ZenPS next to PyTorch's own ways on gloo, in one run.
+"""Benchmark of synchronising embedding gradients: ZenPS and PyTorch's own ways on gloo, in one run.
 
 The ways: push_pull under each partition strategy; dense all_reduce; all_reduce of a sparse tensor;
-all_gather and coalesce. A cluster has one strategy, on one level or two, and shares memory or does not, so
-each of these is one block, in which ZenPS and gloo take turns on the same gradients. Only times of one block
-are compared.
+all_gather and coalesce. A cluster has one strategy, is flat or hierarchical, and shares memory or does not.
+Each combination is one block, in which ZenPS and gloo take turns on the same gradients. Only times of one
+block are compared.
 
-Of several values for an option, the first is the base: each further value is measured with all other
+If an option has several values, the first is the base: each further value is measured with all other
 options at their first.
 """
 
@@ -27,7 +27,7 @@ from rich.progress import track
 from sync_report import Report, Setup, describe_machine, evaluate, find_versions, plot, tabulate
 from sync_worker import Block, Case
 
-from zenps.settings import PARTITIONS
+from zenps.config.settings import PARTITIONS
 
 HERE = Path(__file__).resolve().parent
 BLOCK_TIMEOUT_SECONDS = 900
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; what is not given is filled from :data:`SWEEP`, or its first values if quick."""
+    """Parses the command line. Missing options come from :data:`SWEEP`, with --quick its first values."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -102,9 +102,9 @@ def sweep(options: argparse.Namespace) -> Iterator[tuple[int, Case]]:
 
 
 def setups(options: argparse.Namespace) -> list[Setup]:
-    """Of each block: every partition, and the first of them by TCP and on two levels.
+    """The setups of the blocks: every partition, and the first of them by TCP and hierarchically.
 
-    On two levels of one host nothing goes to a server, by whatever partition and way.
+    With hierarchical reduction on one host nothing goes to a server, so the partition makes no difference.
     """
     first = options.partitions[0]
     one_level = [Setup(partition) for partition in options.partitions]
@@ -127,7 +127,7 @@ def run_block(workers: int, servers: int, setup: Setup, case: Case) -> Block:
         worker = [sys.executable, str(HERE / "sync_worker.py"), msgspec.json.encode(case).decode()]
         done = subprocess.run(
             [*launch, "--", *worker, str(Path(folder, "gloo")), str(output)],
-            # One thread per process, for cores are few; gloo on the device whose bytes are counted.
+            # One thread per process, because cores are few; gloo on the device whose bytes are counted.
             env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

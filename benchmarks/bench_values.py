@@ -1,7 +1,7 @@
-"""What narrower gradients cost and save: loss curves and bytes of one training, for each ``sync.values``.
+"""Benchmark of quantized gradients: loss curves and bytes of one training, for each ``sync.values``.
 
-Everything but the form of the values is the same: data, model, batches, samples. Each form is trained as it
-always is, with what rounding has kept back added to later pushes; and once without, to show what that is for.
+Everything but the form of the values is the same: data, model, batches, samples. Each form is trained with
+error feedback, as always, and once without it, to show its effect.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Run(msgspec.Struct):
     loss_ratio: float
     """Its last loss over that of ``same``."""
     bytes_ratio: float
-    """What ``same`` pushes and pulls over what it does."""
+    """The bytes that ``same`` pushes and pulls, over its own."""
 
     @property
     def label(self) -> str:
@@ -137,7 +137,7 @@ def tabulate(runs: Sequence[Run]) -> Table:
 
 
 def plot(runs: Sequence[Run], path: Path) -> None:
-    """Smoothed loss over steps, and what each differs from exact gradients by."""
+    """Smoothed loss over steps, and its difference from training with exact gradients."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     over_steps, apart = figure.subplots(1, 2)
     window = min(SMOOTHED_STEPS, len(runs[0].curve.losses))

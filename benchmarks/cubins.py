@@ -1,4 +1,4 @@
-"""What the compiler makes of each kernel, for every architecture: registers, shared memory, bytes of code.
+"""Compiled kernels: their registers, shared memory and code size for every architecture.
 
 No GPU and no driver are needed. ``python benchmarks/cubins.py`` writes ``benchmarks/results/cubins.json``;
 ``tests/cuda/test_compile.py`` compiles the same way.
@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 
 from cuda.bindings import nvrtc
 
-from zenps.kernels.sources import EXPRESSIONS, OPTIONS, folder, source_text
-
-__all__ = ["ARCHITECTURES", "RESULTS", "Compiled", "Usage", "compile_source", "read_usages"]
+from zenps.kernels.gpu.sources import EXPRESSIONS, OPTIONS, folder, source_text
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 RESULTS = Path(__file__).parent / "results" / "cubins.json"
@@ -30,11 +28,11 @@ COMPILED = re.compile(
     r"Used (?P<registers>\d+) registers(?:[^\n]*?(?P<shared>\d+) bytes smem)?",
     re.DOTALL,
 )
-"""What ptxas says of a kernel."""
+"""The lines about a kernel in the output of ptxas."""
 
 
 class Usage(NamedTuple):
-    """What one thread, and in ``shared_bytes`` one block, of a kernel takes."""
+    """The resources of a kernel: those of one thread, and in ``shared_bytes`` those of one block."""
 
     registers: int
     stack_bytes: int
@@ -53,12 +51,12 @@ MULTIPROCESSORS = {
     "sm_100": (64, 228),
     "sm_120": (48, 100),
 }
-BLOCK_WARPS = 8  # of zenps.kernels.launcher.BLOCK
+BLOCK_WARPS = 8  # of zenps.kernels.gpu.launcher.BLOCK
 REGISTER_UNIT, SHARED_UNIT, SHARED_RESERVED = 256, 128, 1024
 
 
 def resident_warps(usage: Usage, architecture: str) -> int:
-    """How many warps of such a kernel a multiprocessor runs at once, in blocks of 256 threads."""
+    """The number of warps of such a kernel that a multiprocessor runs at once, in blocks of 256 threads."""
     warps, shared_kib = MULTIPROCESSORS[architecture]
     registers = -(-usage.registers * 32 // REGISTER_UNIT) * REGISTER_UNIT
     shared = -(-usage.shared_bytes // SHARED_UNIT) * SHARED_UNIT + SHARED_RESERVED
@@ -111,7 +109,7 @@ def compile_source(source: str, expressions: Sequence[str], architecture: str) -
 
 
 def _checked(answer: tuple[Any, ...]) -> Any:
-    """What an NVRTC call returns beside its result."""
+    """The values of an NVRTC call; raises if it failed."""
     result, *values = answer
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise RuntimeError(f"NVRTC: {result.name}")

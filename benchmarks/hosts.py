@@ -1,13 +1,13 @@
-"""Several hosts on one machine: a network namespace each, with addresses, a name and /etc/hosts of its own.
+"""Testbed of several hosts on one machine: network namespaces with their own addresses, names and /etc/hosts.
 
-Hosts are joined by bridges in one more namespace, so that nothing of the machine's own network, not even
-its packet filter, touches them. Any number of such testbeds, of any number of processes, may exist at once:
-all have the same addresses, and none sees another. However their creator ends, nothing of them stays: a
-guard outlives it, and removes what is left.
+Bridges in one more namespace join the hosts, so that the machine's own network, even its packet filter,
+does not affect them. Any number of testbeds, of any number of processes, may exist at once: all have the
+same addresses, and none sees another. A guard process outlives the creator of a testbed and removes it,
+however the creator ends.
 
-Needs root and iproute2. Namespaces have names, so that one can look: ``ip netns exec NAME CMD``.
+Needs root and iproute2. Namespaces have names, for debugging: ``ip netns exec NAME CMD``.
 
-As a program of its own, without torch, it is that guard, or moves a command to a host.
+Run as a program, without torch, this module is that guard, or moves a command to a host.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["BURST_BYTES", "Host", "Hosts", "congestion_control", "why_no_delay", "why_not_here"]
-
 NAMESPACES: Final = Path("/run/netns")
 FILES: Final = Path("/etc/netns")
 
@@ -42,8 +40,8 @@ MS_BIND: Final = 1 << 12
 MS_REC: Final = 1 << 14
 MS_SLAVE: Final = 1 << 19
 
-# What a shaped link lets through at once, and how long a packet may wait for it before it is dropped: as in a
-# switch, or in Linux's own queues. A longer queue delays acknowledgements of what comes the other way.
+# The burst of a shaped link, and how long a packet may wait before it is dropped: as in a switch, or in
+# Linux's own queues. A longer queue delays acknowledgements of packets in the other direction.
 BURST_BYTES: Final = 128 * 1024
 LATENCY_MS: Final = 20
 
@@ -84,13 +82,13 @@ class Host:
         with open(NAMESPACES / self.namespace) as namespace:
             _call("setns", namespace.fileno(), CLONE_NEWNET)
         _call("unshare", CLONE_NEWNS | CLONE_NEWUTS)
-        # What is mounted here from now on is seen by nobody else.
+        # Mounts from now on are invisible to other processes.
         _call("mount", b"none", b"/", None, MS_REC | MS_SLAVE, None)
         _call("mount", bytes(FILES / self.namespace / "hosts"), b"/etc/hosts", None, MS_BIND, None)
         socket.sethostname(self.name)
 
     def entering(self) -> list[str]:
-        """What a command has to begin with to run on this host."""
+        """The prefix of a command that runs on this host."""
         return [*_PROGRAM, "enter", self.namespace, self.name]
 
     def ip(self, *arguments: str) -> None:
@@ -98,9 +96,9 @@ class Host:
         _ip("-n", self.namespace, *arguments)
 
     def carried_bytes(self) -> tuple[int, int]:
-        """What left and reached it over its first network, which is shaped, with the headers of all packets.
+        """Bytes sent and received over its first network, which is shaped, with the headers of all packets.
 
-        The shapers' own count. The devices' is less: to them, what is cut into packets on its way is one.
+        They are the shapers' counts. The devices count fewer: they see large packets before segmentation.
         """
         network = self.networks[0]
         out = _carried(self.namespace, f"eth{network}")
@@ -118,10 +116,10 @@ class Host:
 
 
 class Hosts(contextlib.AbstractContextManager["Hosts"]):
-    """Hosts that reach one another, from the beginning of the block to its end.
+    """Hosts on common networks; they exist from the beginning of the ``with`` block to its end.
 
-    At the end, whatever runs on them is killed. If the creator is, the guard does the same; and if that was
-    killed, too, the next creator on the machine.
+    At the end, all processes on them are killed. If the creator was killed, the guard does this; if the guard
+    was killed, too, the next creator on the machine does.
 
     Args:
         networks: the hosts by name, and which networks each is on. All hosts have all names, of which
@@ -256,7 +254,7 @@ def _own_prefix() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process began, in ticks since boot, as another may have its number after it; "": it is gone."""
+    """When a process began, in ticks since boot, because PIDs are reused; "" if it is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -287,7 +285,7 @@ def congestion_control() -> str:
 
 
 def _shape(namespace: str, device: str, bits_per_second: int, delay_seconds: float) -> None:
-    """What is sent on ``device``. Of both, the bucket is behind the delay, as tc-netem(8) has it."""
+    """Shapes traffic sent on ``device``: a delay, then a token bucket, in the order of tc-netem(8)."""
     add = ("tc", "-n", namespace, "qdisc", "add", "dev", device)
     place = ["root", "handle", "1:"]
     if delay_seconds:
@@ -306,7 +304,7 @@ def _carried(namespace: str, device: str) -> int:
 
 
 def _sweep() -> None:
-    """Removes what creators that are no more have left behind."""
+    """Removes testbeds whose creators have ended."""
     found = NAMESPACES.iterdir() if NAMESPACES.exists() else ()
     for prefix in {"-".join(path.name.split("-")[:3]) for path in found if path.name.startswith("zenps-")}:
         pid, _, started = prefix.split("-")[1].partition(".")
@@ -365,7 +363,7 @@ def _call(name: str, *arguments: object) -> None:
 
 
 def _guard(prefix: str, creator: int) -> None:
-    """Waits for the end of the process ``creator``, and removes what is left of its testbed."""
+    """Waits for the end of the process ``creator``, then removes the rest of its testbed."""
     # The end of a pipe would come late: processes that were forked hold the other end, too.
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(creator)

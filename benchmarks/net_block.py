@@ -1,4 +1,4 @@
-"""One block of ``bench_net.py``: hosts with links of one speed, and on them one cluster after the other.
+"""One block of ``bench_net.py``: runs clusters one after the other on hosts with links of one speed.
 
 A program of its own, so that it has one thread when it forks: roles start within 30 ms, not in the seconds
 that importing torch takes each. Prints the measurements of each cluster as one line of JSON.
@@ -20,15 +20,13 @@ from typing import Any, Final
 
 import msgspec
 from hosts import Host, Hosts
-from net_worker import GLOO, NARROW, Task, work
+from net_worker import BFLOAT16, GLOO, Task, work
 
 # For the roles that are forked.
 import zenps.scheduler.service
 import zenps.server.service
 import zenps.worker  # noqa: F401
-from zenps import cli
-
-__all__ = ["Block"]
+from zenps.cli import commands as cli
 
 SCHEDULER_PORT: Final = 9100
 STORE_PORT: Final = 29500
@@ -39,7 +37,7 @@ SHOWN_LINES: Final = 20
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
-    """What is measured on one set of hosts.
+    """The tasks of one set of hosts.
 
     Attributes:
         tasks: all with the same hosts.
@@ -83,8 +81,8 @@ class Cluster:
             "cluster.servers": task.workers,
             # Processes outnumber cores: the lease's thread may wait for long.
             "cluster.lease_seconds": 60,
-            "sync.scheme": "zenps" if task.scheme == NARROW else task.scheme,
-            "sync.values": "bfloat16" if task.scheme == NARROW else "same",
+            "sync.scheme": "zenps" if task.scheme == BFLOAT16 else task.scheme,
+            "sync.values": "bfloat16" if task.scheme == BFLOAT16 else "same",
             "sync.bandwidth_mbit": max(1, round(task.mbit)),
             "metrics.port": -1,
             "status.port": -1,
@@ -130,7 +128,7 @@ class Cluster:
                     self._fail(process, f"exit code {process.exitcode}")
 
     def _fail(self, process: BaseProcess, how: str) -> None:
-        # Whoever is first seen to fail may have been the victim of another.
+        # The process that is seen to fail first may have failed because of another.
         logs = [self._path / f"{each.name}.log" for each in self._processes if each.exitcode]
         logs = logs or [self._path / f"{process.name}.log"]
         shown = (

@@ -1,14 +1,12 @@
-"""What a scheme should cost on a workload of ``bench_net.py``, by the formulas of :mod:`zenps.costs`."""
+"""Predicted cost of a scheme on a workload of ``bench_net.py``, by :mod:`zenps.schemes.costs`."""
 
 from __future__ import annotations
 
-from net_worker import GLOO, NARROW
+from net_worker import BFLOAT16, GLOO
 from workloads import Character
 
-from zenps.costs import Cost, Links, Tensor, expected_imbalance, predict
-from zenps.schemes import AUTO
-
-__all__ = ["expect"]
+from zenps.schemes.costs import predict
+from zenps.schemes.traffic import Cost, Links, Tensor, expected_imbalance
 
 
 def expect(scheme: str, character: Character, workers: int, mbit: float) -> Cost:
@@ -17,7 +15,7 @@ def expect(scheme: str, character: Character, workers: int, mbit: float) -> Cost
     tensor = Tensor(
         rows=character.rows,
         columns=character.columns,
-        item_bytes=2 if scheme == NARROW else 4,
+        item_bytes=2 if scheme == BFLOAT16 else 4,
         density=character.density,
         unions=tuple(character.union_rows[size] / character.rows for size in levels),
         skew=character.skew[workers],
@@ -29,5 +27,4 @@ def expect(scheme: str, character: Character, workers: int, mbit: float) -> Cost
         union_block_skew=character.union_block_skew[workers],
     )
     links = Links(workers=workers, bytes_per_second=mbit * 1e6 / 8)
-    names = {GLOO: ("allreduce",), NARROW: ("zenps",), "auto": AUTO}.get(scheme, (scheme,))
-    return min((predict(name, tensor, links) for name in names), key=lambda cost: cost.seconds)
+    return predict({GLOO: "allreduce", BFLOAT16: "zenps"}.get(scheme, scheme), tensor, links)

@@ -1,4 +1,4 @@
-"""The page of results that ``bench_net.py --docs`` writes: text, and the tables of the JSON file."""
+"""Results page of ``bench_net.py --docs``: its text, and the tables of the JSON file."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from pathlib import Path
 from net_report import Report, sheets
 from workloads import WORKLOADS
 
-__all__ = ["page"]
-
 METHOD = """\
 <!-- Written by benchmarks/bench_net.py from its own JSON file. Do not edit. -->
 # Benchmarks between hosts
 
-Every scheme on the same gradients and the same links, where the network is the bottleneck. How ZenPS does on
-loopback, where it is not, is in the [README](../README.md#measured).
+Every scheme on the same gradients and the same links, with the network as the bottleneck. Results on
+loopback, where the network is not the bottleneck, are in [performance](performance.md#loopback).
 
 ## How it is measured
 
@@ -23,25 +21,26 @@ loopback, where it is not, is in the [README](../README.md#measured).
 both directions by a token bucket, a worker, and a server. One cluster measures one scheme; a block has all
 clusters of one number of hosts and one speed.
 
-**A step** is one tensor that is synchronised: from a barrier to the end of the slowest rank. Its gradient is
-a new one, made beforehand, with duplicates as autograd makes them, so that compaction is timed. Two steps
-come before those that are timed; where the second takes more than 4 s, it is the only one that counts: ¹
-marks it. The first step's sum must be that of all gradients, and the same on all ranks. `gloo dense` is
-`torch.distributed.all_reduce` of a gradient that lies ready, dense. `zenps-bfloat16` is `zenps` with
-`sync.values = "bfloat16"`, error feedback included; what training makes of it is in
-[schemes](schemes.md#values).
+**A step** synchronises one tensor, and is timed from a barrier to the end of the slowest rank. Each step has
+a new gradient, made beforehand, with duplicates as autograd makes them, so that compaction is timed. Two
+untimed steps come first; if the second takes more than 4 s, it is the only measurement, marked by ¹. The
+first step's sum must be that of all gradients, and the same on all ranks. `gloo dense` is
+`torch.distributed.all_reduce` of a dense gradient; making it dense is not timed. `zenps-bfloat16` is `zenps`
+with `sync.values = "bfloat16"` and error feedback; [schemes](schemes.md#quantized-values) has its effect on
+training.
 
-² marks what was measured while a hypervisor gave more than a tenth of the processor time that was wanted here
-to others. `make bench-net RESUME=1` measures it again.
+² marks measurements during which a hypervisor gave more than a tenth of the wanted processor time to others.
+`make bench-net RESUME=1` repeats them.
 
-**Bytes** are those that the token buckets have counted in the very steps that are timed, with the headers of
-all packets and acknowledgements. The busiest is the greatest of all hosts and both directions. The formulas
-are those of `zenps/costs.py`, of payload alone: of 1514 bytes of a full packet, 1448 are payload, 4.6 % less.
+**Bytes** are those that the token buckets count during the timed steps, with the headers of all packets and
+acknowledgements. The busiest link is the greatest of all hosts and both directions. The formulas are those of
+[planning](planning.md#formulas), of payload alone: of 1514 bytes of a full packet, 1448 are payload, 4.6 %
+less.
 
-**What is predicted** is what `zenps plan` says and `auto` goes by: bytes by the formula, over the bandwidth.
+**Predicted** times are those of `zenps plan` and of `auto`: bytes by the formula, over the bandwidth.
 
-**How near to the limit**: the median time over what the busiest link's bytes take at its speed, less the
-128 KiB that the bucket lets through at once.
+**Over the limit**: the median time, divided by the time that the busiest link's bytes take at its speed, less
+the 128 KiB that the bucket passes at once.
 
 ## To do it yourself
 
@@ -53,10 +52,10 @@ python benchmarks/testbed.py --hosts 4 --mbit 200 -- python train.py    # your o
 
 ## What is synchronised
 
-Gradients of the shape that Zen's models have (OSDI '25, §2.2 and §4.1), with fewer rows and columns. The
-hottest rows lie at the beginning, as in a vocabulary by frequency. Published for all models: more than 60 %
-of what is not zero lies in the first of 8 ranges, which is a skew above 4.8. How much workers' rows overlap
-is published for DeepFM; for LSTM and NMT it is such that the papers' formulas give their speed-ups.
+Gradients like those of Zen's models (OSDI '25, §2.2 and §4.1), with fewer rows and columns. The hottest rows
+come first, as in a vocabulary sorted by frequency. Published for all models: more than 60 % of the non-zeros
+are in the first of 8 ranges, which is a skew above 4.8. The overlap of workers' rows is published for DeepFM;
+for LSTM and NMT it is chosen so that the papers' formulas give the published speed-ups.
 
 | workload | model | published |
 | --- | --- | --- |
@@ -65,14 +64,14 @@ is published for DeepFM; for LSTM and NMT it is such that the papers' formulas g
 LIMITS = """\
 ## What limits what
 
-- All hosts share the cores of one machine. Where a step is short, it is these and not the link that is
-  measured: look at the tables of p50 over busiest link ÷ bandwidth, and compare schemes by bytes there.
-- With 2 hosts a direct exchange sends least: no row goes to an owner first. From 4 or 8 on, by how much
-  workers overlap, owners win. `zen` sends an index with every element, and sorts them all; `zenps` does so by
-  row.
-- Links have no delay but that of their queues. What takes many rounds is flattered.
-- One tensor at a time: what overlaps in a training step, tensors with one another and with backward, is left
-  out.
+- All hosts share the cores of one machine. In short steps the cores are the bottleneck, not the link: see the
+  tables of p50 over busiest link ÷ bandwidth, and compare schemes by bytes there.
+- With 2 hosts a direct exchange sends the fewest bytes: no row goes to an owner first. From 4 or 8 hosts on,
+  depending on the overlap of workers, owners win. `zen` sends an index with every element, and sorts all
+  elements; `zenps` does so by row.
+- Links have no delay except that of their queues. This favours schemes with many rounds.
+- One tensor at a time: the overlap of tensors with one another and with backward in a training step is not
+  measured.
 """
 
 

@@ -1,4 +1,4 @@
-"""What ``bench_net.py`` writes: JSON, tables and plots."""
+"""Report of ``bench_net.py``: JSON, tables and plots."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ import numpy as np
 from hosts import BURST_BYTES, congestion_control
 from matplotlib.figure import Figure
 from net_costs import expect
-from net_worker import GLOO, NARROW, Measurement, Task
+from net_worker import BFLOAT16, GLOO, Measurement, Task
 from rich.table import Table
 from sync_report import Machine
 from workloads import WORKLOADS, Character
 
-__all__ = ["Report", "Sheet", "describe_links", "plots", "sheets"]
-
 MUCH_STOLEN: Final = 0.1
-"""A measurement is better taken again."""
+"""Above this share of stolen time, a measurement should be repeated."""
 
 MARKERS: Final = ("o-", "s-", "^-", "D-", "v-", "P-", "X-", "<-", ">-", "*-", "h-")
 """As colours repeat after ten, no two lines look alike."""
 
 
 class Links(msgspec.Struct):
-    """How links are shaped, apart from their speed."""
+    """The shaping of links, apart from their speed."""
 
     shaper: str
     burst_bytes: int
@@ -55,7 +53,7 @@ class Report(msgspec.Struct):
         )
 
     def add(self, measurements: Sequence[Measurement]) -> None:
-        """Of two that measured the same, the one remains from which less was stolen."""
+        """Adds measurements. Of two of the same task, the one with less stolen time remains."""
         by_key = {m.key: m for m in self.measurements}
         for m in measurements:
             by_key[m.key] = min(by_key.get(m.key, m), m, key=lambda each: each.stolen)
@@ -63,21 +61,21 @@ class Report(msgspec.Struct):
 
 
 class Row(NamedTuple):
-    """A measurement, and what follows from it."""
+    """A measurement with derived numbers."""
 
     measured: Measurement
     p50_seconds: float
     p95_seconds: float
     busiest_bytes: float
-    """Of all links and directions."""
+    """The greatest of all links and directions."""
     imbalance: float
     """``busiest_bytes`` over the mean of all links and directions."""
     expected_bytes: float
     """The same by the scheme's formula, of the payload."""
     expected_seconds: float
-    """By the same formula, as ``zenps plan`` and ``auto`` have it."""
+    """The time by the same formula, as ``zenps plan`` and ``auto`` predict it."""
     ideal_seconds: float
-    """What ``busiest_bytes`` take at the link's speed, when the shaper's bucket is full at first."""
+    """The time of ``busiest_bytes`` at the link's speed, if the shaper's bucket is full at first."""
     speedup: float
     """Over gloo's dense all_reduce; NaN where that was not measured."""
 
@@ -110,12 +108,12 @@ class Sheet(NamedTuple):
 
 
 def describe_links() -> Links:
-    """Of this machine."""
+    """The shaping of links on this machine."""
     return Links("tbf", BURST_BYTES, congestion_control())
 
 
 def evaluate(report: Report) -> list[Row]:
-    """Every measurement with what follows from it."""
+    """Every measurement with derived numbers."""
     base = {
         (m.workload, m.workers, m.mbit): statistics.median(m.seconds)
         for m in report.measurements
@@ -147,7 +145,7 @@ def evaluate(report: Report) -> list[Row]:
 
 
 def sheets(report: Report) -> list[Sheet]:
-    """What was synchronised; who wins; for each workload times, bytes, and how near to the limits it was."""
+    """The tables: workloads; speed-ups; and for each workload times, bytes, and ratios to the limits."""
     rows = evaluate(report)
     tables = [describe_workloads(report), compare(report, rows)]
     for name in report.characters:
@@ -186,13 +184,13 @@ def describe_workloads(report: Report) -> Sheet:
 
 
 def compare(report: Report, rows: Sequence[Row]) -> Sheet:
-    """By workload, hosts and speed: zenps against what PyTorch has, the other schemes, auto, and 16 bits."""
+    """By workload, hosts and speed: zenps against PyTorch, the other schemes, auto, and 16 bits."""
     lines = []
     for name in report.characters:
         own = [row.measured for row in rows if row.measured.workload == name]
         for mbit, size in sorted({(m.mbit, m.workers) for m in own}):
             measured = {m.scheme: m for m in own if (m.mbit, m.workers) == (mbit, size)}
-            others = measured.keys() - {"zenps", "auto", NARROW}
+            others = measured.keys() - {"zenps", "auto", BFLOAT16}
             best = min(others, key=lambda scheme: _median(measured[scheme]), default="")
             lines.append(
                 [
@@ -201,7 +199,7 @@ def compare(report: Report, rows: Sequence[Row]) -> Sheet:
                     f"{_ratio(measured, best, 'zenps')} ({best})",
                     _ratio(measured, "zen", "zenps"),
                     _ratio(measured, "zenps", "auto"),
-                    _ratio(measured, "zenps", NARROW),
+                    _ratio(measured, "zenps", BFLOAT16),
                 ]
             )
     columns = ["workload", f"{GLOO} ÷ zenps", "fastest other ÷ zenps", "zen ÷ zenps"]

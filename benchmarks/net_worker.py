@@ -1,8 +1,7 @@
-"""One worker of ``bench_net.py``: one scheme on every workload, between shaped links.
+"""One worker of ``bench_net.py``: measures one scheme on every workload, between shaped links.
 
-Each call starts at a barrier, on a fresh gradient, and takes as long as its slowest rank. The bytes of a step
-are those that the shapers of the host's link have counted meanwhile. Before a scheme is timed, its sum must
-be right.
+Each call starts at a barrier, on a fresh gradient, and takes as long as its slowest rank. The shapers of the
+host's link count the bytes of a step. Before a scheme is timed, its sum must be right.
 """
 
 from __future__ import annotations
@@ -22,30 +21,29 @@ from torch import Tensor
 from workloads import WORKLOADS, Workload
 
 import zenps as zps
-from zenps.worker.api import push_gradient_async
-from zenps.worker.choice import ROUNDS
-
-__all__ = ["GLOO", "NARROW", "Measurement", "Task", "count_steps", "count_warm_up_steps", "work"]
+from zenps.worker.backends.choice import ROUNDS
+from zenps.worker.core.request import Options, Request
+from zenps.worker.process import PROCESS
 
 GLOO: Final = "gloo dense"
-"""What PyTorch offers, as if it were a scheme: ``all_reduce`` of the gradient, made dense untimed."""
+"""PyTorch's ``all_reduce``, named like a scheme; making the gradient dense is not timed."""
 
-NARROW: Final = "zenps-bfloat16"
-"""``zenps`` with ``sync.values = "bfloat16"``, as if it were a scheme."""
+BFLOAT16: Final = "zenps-bfloat16"
+"""``zenps`` with ``sync.values = "bfloat16"``, named like a scheme."""
 
-NARROW_ERROR: Final = 2**-8
-"""Of its sums, at most: each worker rounds its part once, and the server the sum, by 2⁻⁹ at most."""
+QUANTIZE_ERROR: Final = 2**-8
+"""Greatest error of its sums: each worker rounds its rows once, and the server the sum, by at most 2⁻⁹."""
 EXACT_ERROR: Final = 1e-6
-"""Of the others: up to a thousand duplicates are added in any order."""
+"""Greatest error of other sums: up to a thousand duplicates are added in any order."""
 
 WARM_UP_STEPS: Final = 2
-"""The first makes tables of positions, and is checked. The last tells how long a step takes."""
+"""Untimed steps. The first builds tables of positions, and is checked; the last tells a step's duration."""
 
 SLOW_SECONDS: Final = 4.0
-"""Of a scheme that takes this long, the last step to warm up is the only one, and counts."""
+"""If the last untimed step takes longer than this, it is the only measurement."""
 
 ENOUGH_SECONDS: Final = 8.0
-"""Timed steps are as many as this allows, but three at least."""
+"""The budget of the timed steps, of which there are at least three."""
 FEWEST_STEPS: Final = 3
 
 TIMEOUT: Final = timedelta(minutes=3)
@@ -55,10 +53,10 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What the workers of one cluster measure.
+    """The measurements of one cluster's workers.
 
     Attributes:
-        scheme: what ``sync.scheme`` may be, :data:`GLOO` or :data:`NARROW`.
+        scheme: what ``sync.scheme`` may be, :data:`GLOO` or :data:`BFLOAT16`.
         workers: one on each host.
         mbit: of each link in each direction, in Mbit/s.
         workloads: their names.
@@ -74,7 +72,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
 
     def workload(self, name: str) -> Workload:
-        """That of the name, in the size of this task."""
+        """The workload of that name, in the size of this task."""
         return WORKLOADS[name].resized(self.scale)
 
 
@@ -103,7 +101,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> tuple[str, str, int, float]:
-        """What was measured, of which there is one in a report."""
+        """The key of a measurement, unique in a report."""
         return self.workload, self.scheme, self.workers, self.mbit
 
 
@@ -142,7 +140,7 @@ def _measure(task: Task, name: str, host: Host) -> Measurement:
     workload, rank = task.workload(name), dist.get_rank()
     call = _all_reduce(workload) if task.scheme == GLOO else _push_pull(name)
     result, _ = _step(call, workload.gradient(rank, 0), host)
-    _check(result, workload, NARROW_ERROR if task.scheme == NARROW else EXACT_ERROR)
+    _check(result, workload, QUANTIZE_ERROR if task.scheme == BFLOAT16 else EXACT_ERROR)
     del result
     warm_up_steps = count_warm_up_steps(task.scheme)
     for step in range(1, warm_up_steps - 1):
@@ -170,19 +168,20 @@ def _measure(task: Task, name: str, host: Host) -> Measurement:
 
 
 def count_warm_up_steps(scheme: str) -> int:
-    """How many steps come before those that are timed: of auto, until it has chosen."""
+    """The number of untimed steps; for auto, until it has chosen."""
     return WARM_UP_STEPS + (ROUNDS if scheme == "auto" else 0)
 
 
 def count_steps(seconds: float, most: int) -> int:
-    """How many steps are timed, if the last before them took ``seconds``; 0: that one counts."""
+    """The number of timed steps, if the last untimed one took ``seconds``; 0: that one is the measurement."""
     if seconds > SLOW_SECONDS:
         return 0
     return min(most, max(FEWEST_STEPS, int(ENOUGH_SECONDS / seconds)))
 
 
 def _push_pull(name: str) -> Callable[[Tensor], Callable[[], Tensor]]:
-    return lambda gradient: lambda: push_gradient_async(gradient, name, average=False).wait()
+    options = Options(purpose="gradient")
+    return lambda gradient: lambda: PROCESS.world.begin(Request(gradient, name, options)).wait()
 
 
 def _all_reduce(workload: Workload) -> Callable[[Tensor], Callable[[], Tensor]]:

@@ -1,4 +1,4 @@
-"""What ``bench_sync.py`` writes: JSON, two tables and a plot."""
+"""Report of ``bench_sync.py``: JSON, tables and a plot."""
 
 from __future__ import annotations
 
@@ -13,21 +13,9 @@ from matplotlib.figure import Figure
 from rich.table import Table
 from sync_worker import OURS, Block, Case, Timing
 
-__all__ = [
-    "Machine",
-    "Measurement",
-    "Report",
-    "Setup",
-    "describe_machine",
-    "evaluate",
-    "find_versions",
-    "plot",
-    "tabulate",
-]
-
 
 class Machine(msgspec.Struct):
-    """Where it was measured."""
+    """The machine of the measurements."""
 
     cpu: str
     cores: int
@@ -35,7 +23,7 @@ class Machine(msgspec.Struct):
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What is ours to choose of a cluster."""
+    """The settings of a cluster that the benchmark varies."""
 
     partition: str
     levels: int = 1
@@ -43,7 +31,7 @@ class Setup(msgspec.Struct, frozen=True):
 
     @property
     def settings(self) -> list[str]:
-        """As ``zenps launch --set`` takes them."""
+        """The arguments of ``zenps launch --set``."""
         return [
             f"sync.partition={self.partition}",
             f"sync.levels={self.levels}",
@@ -52,14 +40,14 @@ class Setup(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """What differs from other blocks."""
+        """The differences from other blocks."""
         ways = ["2 levels"] if self.levels == 2 else []
         ways += ["TCP"] if self.same_host == "tcp" else []
         return ", ".join([self.partition, *ways])
 
 
 class Measurement(msgspec.Struct):
-    """One block, and what follows from it."""
+    """One block with derived numbers."""
 
     workers: int
     servers: int
@@ -75,7 +63,7 @@ class Measurement(msgspec.Struct):
 
     @property
     def label(self) -> str:
-        """What was measured, in three short lines."""
+        """The setup and the case, in three short lines."""
         case = self.case
         cluster = f"{self.workers} workers, {self.servers} servers, {self.setup.label}"
         return f"{cluster}\n{case.rows}×{case.dim}, {case.ids} ids, skew {case.skew:g}"
@@ -118,7 +106,7 @@ def describe_machine() -> Machine:
 
 
 def find_versions() -> dict[str, str]:
-    """Of Python and of every package that is measured."""
+    """The versions of Python and of every package that is measured."""
     packages = ("zenps", "torch", "numpy", "pyzmq")
     return {"python": platform.python_version()} | {
         name: importlib.metadata.version(name) for name in packages

@@ -1,8 +1,8 @@
-"""One worker of ``bench_sync.py``: the same gradients through ZenPS and through gloo, by turns.
+"""One worker of ``bench_sync.py``: synchronises the same gradients with ZenPS and with gloo, by turns.
 
 Runs under ``zenps launch``. Rank 0 writes a :class:`Block` as JSON. Each timed call starts at a barrier,
-and the time of a step is that of its slowest rank. The ways take turns within every step, so that
-what else the machine does hits all alike.
+and the time of a step is that of its slowest rank. The ways take turns within every step, so that other
+load on the machine affects all of them alike.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from torch import Tensor
 
 import zenps as zps
 
-__all__ = ["OURS", "Block", "Case", "Timing", "Traffic"]
-
 OURS = "zenps"
 WARM_UP_STEPS = 3
 COUNTED_STEPS = 3
@@ -34,7 +32,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Case(msgspec.Struct, frozen=True):
-    """What every worker synchronises: a fresh embedding gradient in each step."""
+    """The gradient that every worker synchronises: a fresh embedding gradient in each step."""
 
     rows: int
     dim: int
@@ -46,14 +44,14 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Timing(msgspec.Struct):
-    """Of one way."""
+    """The times of one way."""
 
     p50_seconds: float
     p95_seconds: float
 
 
 class Traffic(msgspec.Struct):
-    """Means per worker and step, and what all processes together put on the wire."""
+    """Means per worker and step, and the bytes that all processes together put on the wire."""
 
     unique_rows: float
     """Pushed, after duplicates were summed."""
@@ -71,14 +69,14 @@ class Block(msgspec.Struct):
     table: dict[str, Timing]
     """The case's embedding gradient; a step takes as long as its slowest rank."""
     small: dict[str, Timing]
-    """A dense float32 tensor of 1 KB, call upon call; of the rank whose calls take longest."""
+    """A dense float32 tensor of 1 KB, one call right after another; of the rank whose calls take longest."""
     traffic: Traffic
     imbalance: float
     """Rows pushed to the busiest server over the mean of all, on the worst rank."""
 
 
 class Way(NamedTuple):
-    """``call`` is timed, on what ``prepare`` makes of a gradient."""
+    """A way to synchronise: ``call`` is timed, on the result of ``prepare``."""
 
     call: Callable[[Tensor], Tensor]
     prepare: Callable[[Tensor], Tensor] = lambda gradient: gradient
@@ -116,7 +114,7 @@ def measure(case: Case) -> Block:
 
 
 def check(ways: dict[str, Way], gradient: Tensor) -> None:
-    """Raises AssertionError where a way's sum is not ours."""
+    """Raises AssertionError if a way's sum differs from that of ZenPS."""
     ours = ways[OURS].call(gradient)
     for name, way in ways.items():
         theirs = way.call(way.prepare(gradient))
@@ -129,7 +127,7 @@ def check(ways: dict[str, Way], gradient: Tensor) -> None:
 
 
 def _gradient(case: Case, step: int) -> Tensor:
-    """What autograd makes of ``nn.Embedding(sparse=True)``: unsorted, with duplicates."""
+    """A gradient as that of ``nn.Embedding(sparse=True)``: unsorted, with duplicates."""
     generator = torch.Generator().manual_seed(step * zps.size() + zps.rank())
     drawn = torch.rand(case.ids, generator=generator, dtype=torch.float64)
     ids = (drawn**case.skew * case.rows).long()
@@ -217,7 +215,7 @@ def _count_unique(gradient: Tensor) -> int:
 
 
 def _wire_bytes(way: Way, gradient: Tensor) -> int:
-    """What crossed the loopback device during one call on all ranks, headers included."""
+    """The bytes on the loopback device during one call on all ranks, headers included."""
     prepared = way.prepare(gradient)
     dist.barrier()
     before = _loopback_bytes()
@@ -258,7 +256,7 @@ def _summarise(ways: dict[str, Way], seconds: list[list[float]]) -> dict[str, Ti
 
 
 def _quantiles(seconds: list[float]) -> list[float]:
-    """The median, and what 5 % exceed."""
+    """The median and the 95th percentile."""
     wanted = torch.tensor([0.5, 0.95], dtype=torch.float64)
     return torch.tensor(seconds, dtype=torch.float64).quantile(wanted).tolist()
 

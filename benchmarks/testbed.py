@@ -1,10 +1,10 @@
-"""Runs a training script on hosts that are joined by slow links, all of them on this machine.
+"""Testbed command: runs a training script on emulated hosts with slow links, all on this machine.
 
     python benchmarks/testbed.py --hosts 4 --mbit 200 -- python train.py
 
 Each host is a network namespace with a link of its own, and runs one worker; the first has the scheduler.
 Servers are with the workers, or with --apart on hosts of their own. Needs root and iproute2. Output and exit
-code are those of `zenps launch`; whatever ends it, nothing stays behind.
+code are those of `zenps launch`. The hosts are removed at the end, also after a kill.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Final
 
 from hosts import Host, Hosts, why_no_delay, why_not_here
 
-from zenps.config import load
+from zenps.cli.launch import launch
+from zenps.config.sources import load
 from zenps.errors import ConfigError, ZenPSError
-from zenps.launch import launch
 
 SCHEDULER_PORT: Final = 9100
 MOST_HOSTS: Final = 128
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> int:
 
 
 def prefix_of(where: Mapping[str, Host], head: Host, name: str) -> list[str]:
-    """What moves a process of that name to its host."""
+    """The command prefix that moves a process of that name to its host."""
     entering = where[name].entering()
     if not name.startswith("worker"):
         return entering

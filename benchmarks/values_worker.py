@@ -1,4 +1,4 @@
-"""One worker of ``bench_values.py``: trains the model of ``examples/lstm_lm.py``, always in the same way.
+"""One worker of ``bench_values.py``: trains the model of ``examples/lstm_lm.py``, reproducibly.
 
 Runs under ``zenps launch``. Rank 0 writes a :class:`Curve` as JSON.
 """
@@ -13,21 +13,19 @@ import msgspec
 import torch
 
 import zenps as zps
-from zenps.worker.narrowing import Residuals
+from zenps.worker.encode.quantizer import Residuals
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import lstm_lm
 import text
 
-__all__ = ["Case", "Curve"]
-
 
 class Case(msgspec.Struct, frozen=True):
-    """What is trained."""
+    """The training, and the form of its gradients."""
 
     steps: int
     forgets: bool
-    """Whether nothing is kept of what was rounded off, as if there were no error feedback."""
+    """True to train without error feedback."""
     vocabulary: int = 10_000
     width: int = 48
     samples: int = 256
@@ -36,18 +34,18 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Curve(msgspec.Struct):
-    """What came of it."""
+    """The result of a training."""
 
     losses: list[float]
     """Of each step, mean over ranks."""
     held_out_loss: float
     pushed_bytes: int
-    """By rank 0, in all steps; of gradients alone, but for a loss in each step."""
+    """By rank 0, in all steps: gradients, and one loss in each step."""
     pulled_bytes: int
 
 
 def train(case: Case) -> Curve:
-    """The same on every call, but for what gradients lose on the way."""
+    """Trains; the result differs between calls only by the quantization of gradients."""
     torch.manual_seed(zps.rank())
     torch.sparse.check_sparse_tensor_invariants.disable()
     documents = text.read_standard_library()

@@ -1,10 +1,10 @@
-"""Gradients of the shape that the papers' models have, small enough for several hosts on one machine.
+"""Benchmark workloads: gradients like those of the papers' models, scaled down for hosts on one machine.
 
 Zen (OSDI '25, §2.2, §4.1) measures three models whose gradients are sparse by nature, in embedding tables,
-and large language models whose gradients a sparsifier has thinned out. Of each is kept what a scheme's
-bytes depend on: density, overlap of the workers' rows, and where the hot rows lie. What is scaled down is
-the number of rows and of columns. A row is looked up by Zipf's law as Mandelbrot generalised it: the chance
-of the row of rank k falls as (k + offset) ** -exponent.
+and large language models whose gradients a sparsifier has thinned out. The workloads keep all that a scheme's
+bytes depend on: density, overlap of the workers' rows, and the location of hot rows. The numbers of rows and
+columns are scaled down. Rows are drawn by the Zipf-Mandelbrot law: the probability of the row of rank k falls
+as (k + offset) ** -exponent.
 
 ``gradient(rank, step)`` is a sparse COO tensor of float32 on the CPU, the same whenever it is asked for.
 """
@@ -22,8 +22,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-__all__ = ["PARTS", "SIZES", "WORKLOADS", "Character", "Elements", "Rows", "Workload", "characterise"]
-
 SIZES: Final = (2, 4, 8, 16)
 """The numbers of workers for which the union is given."""
 
@@ -31,7 +29,7 @@ PARTS: Final = (2, 4, 8, 16, 128)
 """The numbers of ranges for which the skew is given."""
 
 BLOCK: Final = 256
-"""OmniReduce's: so many neighbouring elements travel together (SIGCOMM '21, §4)."""
+"""OmniReduce's: so many adjacent elements travel together (SIGCOMM '21, §4)."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +133,9 @@ class Rows(Workload):
 class Elements(Workload):
     """A dense gradient of which a sparsifier has left the greatest elements.
 
-    Blocks of :data:`BLOCK` neighbours have a scale in common, as the weights of one neuron have, the same for
-    all workers; scales are log-normal and fall along the tensor. An element is sent if it exceeds what
-    ``density`` of all elements do.
+    Each block of :data:`BLOCK` adjacent elements has a common scale, like the weights of one neuron, the same
+    for all workers; scales are log-normal and fall along the tensor. An element is sent if it is above a
+    threshold that a share of ``density`` of all elements exceed.
 
     Attributes:
         density: elements that are sent, over all.
@@ -162,7 +160,7 @@ class Elements(Workload):
 
     @cached_property
     def _chances(self) -> Tensor:
-        """Of an element of each block to be sent, (blocks, 1)."""
+        """The probability that an element of each block is sent, (blocks, 1)."""
         blocks = self.rows // BLOCK
         scales = self.spread * torch.randn(blocks, generator=_generator(self.name), dtype=torch.float64)
         scales -= self.fall * torch.arange(blocks, dtype=torch.float64) / blocks
@@ -175,7 +173,7 @@ class Elements(Workload):
 
 
 class Character(msgspec.Struct, frozen=True, kw_only=True):
-    """What a scheme's bytes depend on, as it is in one step.
+    """The properties of a workload that a scheme's bytes depend on, measured in one step.
 
     Attributes:
         rows, columns: of the tensor.
@@ -245,7 +243,7 @@ def _skew(ids: Tensor, rows: int, parts: int) -> float:
 
 
 def _generator(*key: object) -> torch.Generator:
-    """Of random numbers that depend on nothing but ``key``."""
+    """A generator of random numbers that depend only on ``key``."""
     return torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(repr(key).encode()))
 
 

@@ -1,24 +1,24 @@
-// Bitmaps of positions: bit p % 8 of byte p / 8 says whether position p is there (zenps/codecs/bitmap.py).
+// Bitmaps of positions: bit p % 8 of byte p / 8 is set if position p is present (zenps/codecs/bitmap.py).
 //
-// Read in tiles of BITMAP_TILE positions, eight words a thread, in one pass with look-back. Set bits are
-// listed in shared memory before anything is done with them: then consecutive threads have consecutive
-// bits, stores are coalesced, and no lane idles where bits are few.
+// Bitmaps are read in tiles of BITMAP_TILE positions, eight words a thread, in one pass with look-back. Set
+// bits are listed in shared memory first: then consecutive threads process consecutive bits, stores are
+// coalesced, and no lane idles if few bits are set.
 #pragma once
 
 #include "packs.cuh"
 #include "scan.cuh"
 
-constexpr int THREADS = 256;  // zenps.kernels.launcher.BLOCK
+constexpr int THREADS = 256;  // zenps.kernels.gpu.launcher.BLOCK
 constexpr int WORD_BITS = 32;
 constexpr int THREAD_WORDS = 8;
 constexpr int64 TILE_WORDS = THREADS * THREAD_WORDS;
-constexpr int64 BITMAP_TILE = TILE_WORDS * WORD_BITS;  // zenps.kernels.bitmap_codec.BITMAP_TILE
+constexpr int64 BITMAP_TILE = TILE_WORDS * WORD_BITS;  // zenps.kernels.gpu.bitmap_codec.BITMAP_TILE
 static_assert(BITMAP_TILE == 1 << 16, "uint16 names a bit of a tile");
 
 constexpr int LISTED = 8192;  // bits that are listed at once, in 16 KB
 
-// The words of this thread in its tile, from a bitmap of `bytes` at an address divisible by 16; zero beyond
-// its end. Returns how many bits are set.
+// Loads this thread's words of its tile, from a bitmap of `bytes` at an address divisible by 16; words beyond
+// the end are zero. Returns the number of set bits.
 __device__ inline uint32 read_words(const uint8* bitmap, int64 bytes, int64 tile,
                                     uint32 (&words)[THREAD_WORDS]) {
     using Quad = Pack<uint32, 4>;
@@ -42,8 +42,8 @@ __device__ inline uint32 read_words(const uint8* bitmap, int64 bytes, int64 tile
 }
 
 // Calls use(rank, bit) for each of the `total` set bits of a tile, in order: the rank-th of them is bit
-// `bit` of the tile. `rank` is how many are set before this thread's words; those are used up. A whole
-// block takes part, and neighbouring threads are called for neighbouring ranks.
+// `bit` of the tile. The argument `rank` is the number of bits set before this thread's words, which are
+// cleared. A whole block takes part, and adjacent threads are called for adjacent ranks.
 template <typename Use>
 __device__ inline void for_each_bit(uint32 (&words)[THREAD_WORDS], uint32 rank, uint32 total, Use use) {
     SHARED_ARRAY(uint16, listed, LISTED);

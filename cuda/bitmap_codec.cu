@@ -1,11 +1,11 @@
-// The codecs of zenps/codecs, on the device: positions of a chunk ⇄ bytes, the same bytes.
+// Position codecs on the device: bitmap and COO, with the same bytes as zenps/codecs.
 //
-// Deterministic. What is decoded comes from the network: nothing in it makes a kernel read or write beyond
-// its arrays; *error is set and the rows mean nothing. The way back goes from positions to table rows at
-// once, for nothing else is done with positions there.
+// Deterministic. Encoded bytes come from the network: none of them make a kernel read or write beyond its
+// arrays; on invalid bytes *error is set and the rows mean nothing. Decoding maps positions to table rows at
+// once, because nothing else needs the positions.
 //
-// Floor: encoding a bitmap reads its positions and writes it, with no zeroing and no global atomics; decoding
-// reads the bytes and writes 8 bytes a row.
+// Lower bound: encoding a bitmap reads its positions and writes it, without zeroing and without global
+// atomics; decoding reads the bytes and writes 8 bytes a row.
 #include "bitmap.cuh"
 #include "keyspace.cuh"
 
@@ -33,7 +33,7 @@ __global__ void encode_bitmap(const Position* positions, int64 begin, int64 end,
         bitmap[first + word] = tile_words[word];
 }
 
-// The table row at position start + relative, where relative lies in [0, span) and a row is there; else
+// The table row at position start + relative, if relative lies in [0, span) and the position is a row's; else
 // *error is set and the row is 0.
 __device__ inline int64 checked_row(const Placement& placement, int64 start, int64 relative, int64 span,
                                     uint64* error) {
@@ -44,8 +44,8 @@ __device__ inline int64 checked_row(const Placement& placement, int64 start, int
     return 0;
 }
 
-// table_rows[k] = the row at start + the k-th set bit of the bitmap of `span` positions, which lie all below
-// the placement's size. *error is set where other than `rows` bits are set, or one that is no row's.
+// table_rows[k] = the row at start + the k-th set bit of the bitmap of `span` positions, which are all below
+// the layout's size. *error is set if the number of set bits is not `rows`, or one is no row's position.
 __global__ void decode_bitmap(ScanState* state, const Placement* placement, const uint8* bitmap, int64 rows,
                               int64 start, int64 span, int64* table_rows, uint64* error) {
     const int64 tile = take_tile(state);
@@ -62,8 +62,8 @@ __global__ void decode_bitmap(ScanState* state, const Placement* placement, cons
     });
 }
 
-// relative[i] = how far the i-th of *count positions lies behind the start of its chunk. starts[0] is not
-// greater than any position.
+// relative[i] = the i-th of *count positions minus the start of its chunk. starts[0] is not greater than any
+// position.
 template <typename Position, typename Relative>
 __global__ void encode_coo(const Position* positions, const int64* count, const int64* starts, int64 chunks,
                            Relative* relative) {
@@ -73,8 +73,8 @@ __global__ void encode_coo(const Position* positions, const int64* count, const 
     relative[i] = Relative(position - starts[upper_bound(starts, chunks, position) - 1]);
 }
 
-// table_rows[i] = the row at start + relative[i], of positions that lie all below the placement's size.
-// *error is set where they do not increase, lie outside [0, span), or are no row's.
+// table_rows[i] = the row at start + relative[i]; these positions are all below the layout's size.
+// *error is set if they do not increase, lie outside [0, span), or are no row's.
 template <typename Relative>
 __global__ void decode_coo(const Placement* placement, const Relative* relative, int64 rows, int64 start,
                            int64 span, int64* table_rows, uint64* error) {

@@ -3,25 +3,25 @@
 // Pipeline:
 //   mark_positions   sets each position's bit; the row that finds it clear is the position's first
 //   number_bits      counts bits in one pass by look-back → sorted positions, and a directory: for each word
-//                    of the bitmap its bits, and how many are set before it
-//   find_targets     looks each row's place in the output up in the directory
-//   put_first        copies each position's first row to its place
+//                    of the bitmap its bits, and the number of bits set before it
+//   find_targets     looks each row's output row up in the directory
+//   put_first        copies each position's first row to its output row
 //   add_others       adds the other rows to it with atomics
-//   round_sums       only for dtypes that are summed wider: sums → values
+//   round_sums       only for dtypes that are summed in a wider one: sums → values
 //
-// Not deterministic: which of a position's rows comes first, and in which order others are added, the
-// hardware decides. A row that occurs once keeps its bits and a sum of two has defined bits; longer sums may
+// Not deterministic: the hardware decides which of a position's rows comes first, and in which order the
+// others are added. A row that occurs once keeps its bits and a sum of two has defined bits; longer sums may
 // differ from run to run in their last bits. Atomics flush subnormal sums to zero (PTX ISA, `red`).
-// sort_compact is deterministic, and faster under skew, where atomics to one row wait for each other.
+// sort_compact is deterministic, and faster under skew, when atomics to one row wait for each other.
 //
-// Floor: rows are read once and unique ones written once; nothing is zeroed but the bitmap. The index adds 32
-// to 44 bytes a row, and half a byte for each position of the table. Dtypes of 16 bits write and read float32
-// sums besides, 8 bytes an element.
+// Lower bound: rows are read once and unique ones written once; only the bitmap is zeroed. The index adds 32
+// to 44 bytes a row, and half a byte for each position of the table. Dtypes of 16 bits also write and read
+// float32 sums, 8 bytes an element.
 #include "bitmap.cuh"
 
 constexpr int ITEMS = 4;  // positions of a thread, all in flight at once
 
-// Sets the bit of each position and leaves targets[i] = 1 where row i is the first of its position, else 0.
+// Sets the bit of each position. targets[i] = 1 if row i is the first of its position, else 0.
 template <typename Position>
 __global__ void mark_positions(const Position* positions, int64 count, uint32* bitmap, int32* targets) {
     const int64 first = int64(blockIdx.x) * (THREADS * ITEMS) + threadIdx.x;
@@ -31,7 +31,7 @@ __global__ void mark_positions(const Position* positions, int64 count, uint32* b
         const int64 i = first + item * THREADS;
         position[item] = i < count ? positions[i] : 0;
     }
-    // A load first: of atomics to one word only one runs at a time, and hot rows would wait in line.
+    // A load first: atomics to one word run one at a time, so hot rows would wait for each other.
     for (int item = 0; item < ITEMS; ++item) found[item] = load_relaxed(&bitmap[position[item] / WORD_BITS]);
     for (int item = 0; item < ITEMS; ++item) {
         const int64 i = first + item * THREADS;
@@ -42,10 +42,10 @@ __global__ void mark_positions(const Position* positions, int64 count, uint32* b
     }
 }
 
-// A word of the bitmap and the number of set bits before it, to be loaded at once.
+// A word of the bitmap and the number of set bits before it, loaded together.
 using Entry = Pack<uint32, 2>;
 
-// unique[k] = the position of the k-th set bit, *unique_count = how many there are, directory[w] = the entry
+// unique[k] = the position of the k-th set bit, *unique_count = their number, directory[w] = the entry
 // of word w. `words` is a multiple of THREAD_WORDS.
 template <typename Position>
 __global__ void number_bits(ScanState* state, const uint8* bitmap, int64 words, Entry* directory,
@@ -75,7 +75,7 @@ __global__ void number_bits(ScanState* state, const uint8* bitmap, int64 words, 
     });
 }
 
-// targets[i]: of a position's first row (1 before) its place in the output, of another its complement.
+// targets[i] = the output row; for a row that is not the first of its position (0 before), its complement.
 template <typename Position>
 __global__ void find_targets(const Entry* directory, const Position* positions, int64 count, int32* targets) {
     const int64 i = global_thread();

@@ -1,7 +1,7 @@
-// What every kernel here is written in: number types, packs of lanes, atomics, shared arrays.
+// Common types and helpers of all kernels: number types, packs of lanes, atomics, shared arrays.
 //
-// One source, three compilers: NVRTC (which has no headers, so nothing is included), nvcc, and g++ with
-// tests/cuda/host, which runs the same kernels on the CPU and defines ZENPS_HOST.
+// Three compilers build each source: NVRTC (which has no standard headers, so none are included), nvcc, and
+// g++ with tests/cuda/host, which runs the same kernels on the CPU and defines ZENPS_HOST.
 //
 // Conventions of all kernels: grids and blocks have one dimension; each parameter is eight bytes, a pointer
 // or an int64, so that a launch is a list of words; shared memory is static and declared by SHARED_ARRAY.
@@ -18,7 +18,7 @@ constexpr int WARP = 32;
 constexpr uint32 ALL_LANES = 0xffffffffu;
 
 // ---------------------------------------------------------------------------------------------------------
-// What differs between a GPU and the host
+// Differences between a GPU and the host
 
 #ifdef ZENPS_HOST
 
@@ -59,8 +59,8 @@ __device__ inline float add(float a, float b) { return a + b; }
 
 __device__ __forceinline__ void spin_pause() { asm volatile("nanosleep.u32 20;"); }
 
-// Relaxed, not plain: the compiler may neither tear them nor keep them in a register, and they are
-// answered by L2, where other multiprocessors' writes are.
+// Relaxed, not plain: the compiler may neither tear them nor keep them in a register, and L2 serves them,
+// where other multiprocessors' writes are visible.
 __device__ __forceinline__ uint32 load_relaxed(const uint32* address) {
     uint32 value;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -89,7 +89,7 @@ __device__ __forceinline__ uint16 float_to_half(float value) {
     return bits;
 }
 
-// CuPy compiles with -ftz=true, which would make a + b flush subnormals to zero: the CPU does not.
+// CuPy compiles with -ftz=true, with which a + b flushes subnormals to zero; the CPU does not flush them.
 __device__ __forceinline__ float add(float a, float b) {
     float sum;
     asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
@@ -99,7 +99,8 @@ __device__ __forceinline__ float add(float a, float b) {
 #endif
 
 // ---------------------------------------------------------------------------------------------------------
-// Numbers: what a gradient is stored as, and what it is summed in (zenps.kernels.base.ACCUMULATE)
+// Numbers: the types in which gradients are stored, and those in which they are summed (ACCUMULATE in
+// zenps/kernels/base.py)
 
 struct float16 {
     uint16 bits;
@@ -137,17 +138,17 @@ struct Number<bfloat16> {
 
 __device__ __forceinline__ double add(double a, double b) { return a + b; }
 
-// Wraps, as torch does; the overflow of signed numbers is undefined.
+// Unsigned, so that it wraps as torch does: the overflow of signed numbers is undefined.
 __device__ __forceinline__ int64 add(int64 a, int64 b) { return int64(uint64(a) + uint64(b)); }
 
-// The number that leaves every other as it is when added: -0.0, for 0.0 would turn -0.0 into 0.0.
+// The neutral element of addition: -0.0, because 0.0 would turn -0.0 into 0.0.
 template <typename Sum>
 __device__ inline Sum neutral() {
     return -Sum(0);
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// LANES neighbouring values that are loaded and stored at once
+// LANES adjacent values that are loaded and stored at once
 
 template <typename T, int LANES>
 struct alignas(sizeof(T) * LANES) Pack {
@@ -163,7 +164,7 @@ __device__ __forceinline__ int64 max_of(int64 a, int64 b) { return a > b ? a : b
 
 __device__ __forceinline__ int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
 
-// This thread among all of the grid.
+// The index of this thread in the grid.
 __device__ __forceinline__ int64 global_thread() { return int64(blockIdx.x) * blockDim.x + threadIdx.x; }
 
 // The first of `count` ascending values that is greater than `value`.

@@ -1,43 +1,43 @@
-// Compaction by hierarchical hashing: Zen's Algorithm 1 (OSDI'25 §3.2), with no row lost.
+// Compaction by hierarchical hashing: Zen's Algorithm 1 (OSDI'25 §3.2), without its loss of rows.
 //
-// Each server's positions, a partition, have two memories of their own: a parallel one, in which a row tries
-// the slots that a few hashes of its position name, and a serial one for rows that find all of them taken.
+// Each server's positions, a partition, have two hash memories: a parallel one, in which a row tries the
+// slots that a few hashes of its position give, and a serial one for rows that find all of these taken.
 //
 // Pipeline:
-//   claim_rows       a slot for each position; of a dense tensor, for those of its non-zeros: claim_nonzeros
+//   claim_rows       a slot for each position; for a dense tensor claim_nonzeros, for those of its non-zeros
 //   extract_keys     slots → positions, in one pass by look-back
 //   torch.sort       → positions in order, as they are sent
-//   rank_slots       where each slot's position is among them
-//   add_rows         sums the rows of each position with atomics; of a dense tensor, gather_values
+//   rank_slots       the rank of each slot's position among them
+//   add_rows         sums the rows of each position with atomics; for a dense tensor, gather_values
 //
-// What the paper leaves to chance is settled here. A slot is claimed by compare-and-swap, not by writing and
-// reading again: no row is overwritten. Serial slots are found by linear probing, not handed out by a
-// counter, which would give duplicates two. A slot is empty while it holds what no position is, so that
-// position 0 is like any other. The partition is the layout's, not that of a hash of its own: it cannot
-// disagree with the server. A serial memory that is full is counted, for the caller to start again with more.
+// Differences from the paper, which leaves these to chance: A slot is claimed by compare-and-swap, not by
+// writing and reading again, so no row is overwritten. Serial slots are found by linear probing, not handed
+// out by a counter, which would give duplicates two. An empty slot holds a value that is no position, so
+// position 0 is like any other. The partition is the layout's, not that of another hash, so it cannot
+// disagree with the server. Overflows of a serial memory are counted; the caller starts again with more.
 //
-// A slot never empties, so all rows of a position walk past the same taken slots to the same one.
+// A slot is never emptied, so all rows of a position probe the same taken slots and reach the same one.
 //
-// Not deterministic: the same positions come out, but slots, counters and the last bits of sums depend on who
-// comes first. The default compactions, sort_compact and scan_compact, are measured against this one.
+// Not deterministic: the positions are always the same, but slots, counters and the last bits of sums depend
+// on the order of threads. The default compactions, sort_compact and scan_compact, are measured against this.
 //
-// Floor: values are read once and their sums written twice, as -0.0 first; the index adds 20 bytes a row and
-// 16 a slot, of which there are 2.2 for each expected row. Beside the bytes count the atomics: one a value.
+// Lower bound: values are read once and their sums written twice, as -0.0 first; the index adds 20 bytes a
+// row and 16 a slot, with 2.2 slots for each expected row. The atomics add to that: one for each value.
 //
 // Source: Zen, OSDI 2025, §3.2 (https://www.usenix.org/conference/osdi25/presentation/wang-zhuang).
 #include "keyspace.cuh"
 #include "packs.cuh"
 #include "scan.cuh"
 
-constexpr int THREADS = 256;  // zenps.kernels.launcher.BLOCK
+constexpr int THREADS = 256;  // zenps.kernels.gpu.launcher.BLOCK
 constexpr int32 NO_SLOT = -1;
-constexpr int FULL_CHECK = 8;  // serial slots that a row looks at between two looks at how many are taken
+constexpr int FULL_CHECK = 8;  // serial slots that a row probes between two reads of the number of taken ones
 
-// What no position is: they are below 2^62, or 2^31.
+// A value that is no position: positions are below 2^62, or 2^31.
 template <typename Key>
 constexpr Key EMPTY = ~Key(0);
 
-enum Outcome : uint32 { FIRST_TRY, REHASHED, SERIAL, OVERFLOWED };  // zenps.kernels.hash_compact.Hashed
+enum Outcome : uint32 { FIRST_TRY, REHASHED, SERIAL, OVERFLOWED };  // zenps.kernels.gpu.hash_compact.Hashed
 
 struct Claim {
     int32 slot;
@@ -59,17 +59,17 @@ __device__ __forceinline__ int64 hash_of(Key position, int64 number, int64 size)
     return __umulhi(hashed, uint32(size));
 }
 
-// All partitions' slots. Those of partition p lie from cuts[2 p] on, its serial ones from cuts[2 p + 1] on.
+// The slots of all partitions. Those of partition p begin at cuts[2 p], its serial ones at cuts[2 p + 1].
 template <typename Key>
 struct Table {
     Key* slots;
     const int64* cuts;     // 2 servers + 1
-    const int64* bounds;   // servers + 1: where each partition's positions begin
+    const int64* bounds;   // servers + 1: the first position of each partition
     int64 servers;
     int64 hashes;
-    uint32* serial_taken;  // of each partition: how many serial slots are
+    uint32* serial_taken;  // for each partition: the number of taken serial slots
 
-    // Finds the slot of a position, or makes one its own. A thread works alone.
+    // Finds the slot of a position, or claims one. Each thread works alone.
     __device__ Claim claim(Key position) const {
         const int64 partition = upper_bound(bounds + 1, servers - 1, int64(position));
         const int64* cut = cuts + 2 * partition;
@@ -82,14 +82,14 @@ struct Table {
     }
 
 private:
-    // Looks at a slot and takes it if it is empty. Returns what was there: EMPTY if it is now the position's.
+    // Claims a slot if it is empty. Returns its value before: EMPTY if the slot is now the position's.
     __device__ Key take(int64 slot, Key position) const {
-        // A load first: of atomics to one slot only one runs at a time, and hot rows would wait in line.
+        // A load first: atomics to one slot run one at a time, so hot rows would wait for each other.
         const Key held = load_relaxed(slots + slot);
         return held == EMPTY<Key> ? atomicCAS(slots + slot, EMPTY<Key>, position) : held;
     }
 
-    // Linear probing from a last hash on.
+    // Linear probing, from the slot of another hash on.
     __device__ Claim claim_serial(Key position, int64 begin, int64 end, uint32* taken) const {
         const int64 size = end - begin;
         int64 slot = begin + hash_of(position, hashes, size);
@@ -98,14 +98,14 @@ private:
             if (held == EMPTY<Key>) atomicAdd(taken, 1u);
             if (held == EMPTY<Key> || held == position) return {int32(slot), SERIAL};
             if (++slot == end) slot = begin;
-            // Once all are taken, every row that has none would walk past all of them, one after another.
+            // Without this check, once all slots are taken, every row without one would probe all of them.
             if (step % FULL_CHECK == FULL_CHECK - 1 && load_relaxed(taken) == uint32(size)) break;
         }
         return {NO_SLOT, OVERFLOWED};
     }
 };
 
-// How often each outcome was met by a thread, or in a block: 16 bits for each.
+// Counts of each outcome, in a thread or in a block: 16 bits for each.
 struct Tally {
     uint32 halves[2];
 
@@ -122,8 +122,8 @@ __device__ void add_tallies(const Tally& tally, uint64* counters) {
     if (number) atomicAdd(&counters[threadIdx.x], uint64(number));
 }
 
-// row_slots[i] = the slot of positions[i], or NO_SLOT; counters[outcome] += how many rows met it. One thread
-// for each row.
+// row_slots[i] = the slot of positions[i], or NO_SLOT; counters[outcome] += the number of rows with it. One
+// thread for each row.
 template <typename Key>
 __global__ void claim_rows(const Key* positions, int64 rows, Key* slots, const int64* cuts,
                            const int64* bounds, int64 servers, int64 hashes, uint32* serial_taken,
@@ -143,10 +143,10 @@ __global__ void claim_rows(const Key* positions, int64 rows, Key* slots, const i
 // A dense tensor
 
 constexpr int DENSE_ITEMS = 32;                             // values of a thread, a bit of its mask each
-constexpr int64 DENSE_TILE = DENSE_ITEMS * int64(THREADS);  // zenps.kernels.hash_compact.DENSE_TILE
+constexpr int64 DENSE_TILE = DENSE_ITEMS * int64(THREADS);  // zenps.kernels.gpu.hash_compact.DENSE_TILE
 
 // Claims a slot for the position of each row of `dense` that is neither 0.0 nor -0.0. Bits is as wide as a
-// value. A block finds the non-zeros of its tile first: few would claim while their neighbours wait.
+// value. A block lists the non-zeros of its tile first: else few lanes of a warp would be busy.
 template <typename Bits, typename Key>
 __global__ void claim_nonzeros(const Placement* placement, const Bits* dense, Key* slots, const int64* cuts,
                                const int64* bounds, int64 servers, int64 hashes, uint32* serial_taken,
@@ -188,11 +188,11 @@ __global__ void gather_values(const Placement* placement, const Bits* dense, con
 // From slots to sorted rows
 
 constexpr int SLOT_ITEMS = 16;                            // slots of a thread, all in flight at once
-constexpr int64 SLOT_TILE = SLOT_ITEMS * int64(THREADS);  // zenps.kernels.hash_compact.SLOT_TILE
+constexpr int64 SLOT_TILE = SLOT_ITEMS * int64(THREADS);  // zenps.kernels.gpu.hash_compact.SLOT_TILE
 
-// keys[i] = what the i-th claimed slot holds and key_slots[i] = its number, for i below `capacity`; *count =
-// how many there are. `key_slots` is null where nobody asks. A whole block takes part; each warp goes over
-// WARP * SLOT_ITEMS slots in order.
+// keys[i] = the key in the i-th claimed slot and key_slots[i] = the slot's number, for i below `capacity`;
+// *count = the number of claimed slots. `key_slots` may be null. A whole block takes part; each warp goes
+// over WARP * SLOT_ITEMS slots in order.
 template <typename Key>
 __global__ void extract_keys(ScanState* state, const Key* slots, int64 slot_count, int64 capacity, Key* keys,
                              int32* key_slots, int64* count) {
@@ -229,8 +229,8 @@ __global__ void extract_keys(ScanState* state, const Key* slots, int64 slot_coun
     }
 }
 
-// slot_ranks[slot] = where the slot's position came to lie: `order` are the keys' places before they were
-// sorted. One thread for each key.
+// slot_ranks[slot] = the rank of the slot's position: `order` has the keys' indices before they were sorted.
+// One thread for each key.
 __global__ void rank_slots(const int64* order, const int32* key_slots, const int64* count, int64 capacity,
                            int32* slot_ranks) {
     const int64 rank = global_thread();
@@ -238,10 +238,10 @@ __global__ void rank_slots(const int64* order, const int32* key_slots, const int
 }
 
 constexpr int SUM_ITEMS = 4;                            // elements of a thread, all in flight at once
-constexpr int64 SUM_TILE = SUM_ITEMS * int64(THREADS);  // zenps.kernels.hash_compact.SUM_TILE
+constexpr int64 SUM_TILE = SUM_ITEMS * int64(THREADS);  // zenps.kernels.gpu.hash_compact.SUM_TILE
 
-// Adds each row to the sums of its position, which hold neutral() at first, unless there was no room for all
-// positions. Neighbouring threads add neighbouring columns: L2 takes the atomics of a sector together.
+// Adds each row to the sums of its position, which are neutral() at first; does nothing if the positions
+// exceed `capacity`. Adjacent threads add adjacent columns: L2 combines the atomics of a sector.
 template <typename T>
 __global__ void add_rows(const T* values, const int32* row_slots, const int32* slot_ranks, int64 rows,
                          int64 columns, const int64* count, int64 capacity, float* sums) {

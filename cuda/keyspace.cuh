@@ -1,21 +1,21 @@
-// Rows <-> positions, as zenps/layout.py and zenps/keyspace.py have them; the same numbers, bit for bit.
+// Mapping between rows and positions, with the same numbers as zenps/partition/layout.py and keyspace.py.
 //
-// Row i is element i % granule of granule k = i / granule; k goes to p = π(k) and from there, with the whole
-// stretch of slots that it lies in, to its place p + distance; the row's position is place * granule + i % granule.
+// Row i is element i % granule of granule k = i / granule. π maps k to p = π(k). The range of slots that p
+// lies in moves by some distance: place = p + distance. The row's position is place * granule + i % granule.
 #pragma once
 
 #include "common.cuh"
 
 enum : int64 { IDENTITY = 0, FEISTEL = 1, TABLE = 2 };
 
-// A map that moves stretches of slots as wholes: the one that begins at starts[j] by distances[j].
+// A map that moves whole ranges of slots: the one from starts[j] on moves by distances[j].
 struct Move {
     int64 stretches;
     const int64* starts;
     const int64* distances;
 };
 
-// int64 words in device memory; zenps.placement writes them.
+// The device layout: int64 words in device memory, which zenps/partition/device_layout.py writes.
 struct Placement {
     int64 rows;          // of the tensor
     int64 granule_bits;  // log2 of the rows of a granule
@@ -28,7 +28,7 @@ struct Placement {
     const int32* granule_at;      // and the granule in each place
 };
 
-// murmur3's finaliser as Feistel._hash uses it, reduced to [0, size).
+// murmur3's finaliser as in _hash() of zenps/partition/keyspace.py, reduced to [0, size).
 __device__ __forceinline__ uint32 keyed_hash(uint32 half, int64 key, int64 size) {
     uint32 hashed = (half ^ uint32(key)) * 0x85ebca6bu;
     hashed = (hashed ^ (hashed >> 13)) * 0xc2b2ae35u;
@@ -61,7 +61,7 @@ __device__ __forceinline__ int64 join(const Placement& at, Halves halves) {
     return int64(halves.right) * at.left_size + halves.left;
 }
 
-// π, by a Feistel network whose outliers walk on until they fall inside.
+// π, by a Feistel network; a result outside of [0, size) is enciphered again until it is inside.
 __device__ inline int64 permute(const Placement& at, int64 value) {
     do {
         Halves half = split(at, uint64(value));
@@ -98,7 +98,7 @@ __device__ inline int64 place_of(const Placement& at, int64 granule) {
     return apply(at.placing, permuted);
 }
 
-// The granule in a place of [0, granules).
+// The granule at a place of [0, granules).
 __device__ inline int64 granule_in(const Placement& at, int64 place) {
     if (at.kind == TABLE) return at.granule_at[place];
     const int64 permuted = apply(at.unplacing, place);

@@ -1,5 +1,6 @@
-// Tables of rows, cut into packs of neighbouring columns: a thread works on one pack, so that a warp reads
-// and writes whole sectors, and no kernel knows a row's width. zenps.kernels.packs chooses the pack.
+// Packs of adjacent columns, into which rows of tables are divided: a thread works on one pack, so that a
+// warp reads and writes whole sectors, and no kernel knows a row's width. zenps/kernels/gpu/packs.py chooses
+// the pack.
 #pragma once
 
 #include "common.cuh"
@@ -8,7 +9,7 @@ struct Cell {
     int64 row, pack;
 };
 
-// Which row, and which of its `packs`, the index-th pack of a table is.
+// The row of the index-th pack of a table, and the pack's index among the row's `packs`.
 __device__ __forceinline__ Cell cell_of(int64 index, int64 packs) {
     // A 64-bit division takes several times the instructions of a 32-bit one.
     const int64 row = (index | packs) >> 32 ? index / packs : int64(uint32(index) / uint32(packs));
@@ -32,7 +33,7 @@ __device__ __forceinline__ Pack<typename Number<T>::Sum, LANES> widen(const Pack
     return wide;
 }
 
-// Each sum, rounded once to what is stored.
+// Each sum, rounded once to the stored type.
 template <typename T, int LANES>
 __device__ __forceinline__ Pack<T, LANES> narrow(const Pack<typename Number<T>::Sum, LANES>& sums) {
     Pack<T, LANES> stored;

@@ -1,4 +1,4 @@
-// Positions of rows, rows at positions, and where a sorted run of positions is cut.
+// Mapping between rows and positions, and the offsets of shard bounds in sorted positions.
 //
 // Deterministic. One thread per number: the work is arithmetic (about 60 instructions for π) between a
 // coalesced load and a coalesced store.
@@ -30,7 +30,7 @@ __global__ void unplace_rows(const Placement* placement, const Position* positio
     rows[i] = exists ? row : 0;
 }
 
-// offsets[i] = how many of the *count sorted positions lie before cuts[i].
+// offsets[i] = the number of the *count sorted positions below cuts[i].
 template <typename Position>
 __global__ void find_cuts(const Position* positions, const int64* count, const int64* cuts, int64 cut_count,
                           int64* offsets) {

@@ -1,9 +1,9 @@
 // Prefix sums: of a warp, of a block, and over all tiles of a grid in one pass.
 //
-// The last is the decoupled look-back of Merrill and Garland, "Single-pass Parallel Prefix Scan with
-// Decoupled Look-back", NVIDIA NVR-2016-002: a tile publishes its own total, then adds up the totals of the
-// tiles before it until it meets one whose prefix is complete, and publishes its own prefix. Tiles are
-// handed out by a counter, so a tile waits only for tiles that already run.
+// The scan over tiles is the decoupled look-back of Merrill and Garland, "Single-pass Parallel Prefix Scan
+// with Decoupled Look-back", NVIDIA NVR-2016-002: a tile publishes its own total, then adds up the totals of
+// the tiles before it back to one whose prefix is complete, and publishes its own prefix. A counter hands
+// out the tiles, so a tile waits only for tiles that already run.
 #pragma once
 
 #include "common.cuh"
@@ -19,8 +19,8 @@ __device__ inline uint32 warp_exclusive_sum(uint32 value) {
     return sum - value;
 }
 
-// The sum of the threads before this one, and in `total` that of all. A whole block of THREADS takes part;
-// both are valid in every thread. Shared memory may be reused by another call at once.
+// The sum of the threads before this one, and in `total` the sum of all. A whole block of THREADS takes part;
+// both are valid in every thread. Another call may reuse the shared memory at once.
 template <int THREADS>
 __device__ inline uint32 block_exclusive_sum(uint32 value, uint32& total) {
     static_assert(THREADS % WARP == 0 && THREADS <= WARP * WARP, "whole warps, and one lane for each");
@@ -43,8 +43,8 @@ __device__ inline uint32 block_exclusive_sum(uint32 value, uint32& total) {
 // ---------------------------------------------------------------------------------------------------------
 // Over tiles
 
-// What `zenps.kernels.launcher.scan_state` allocates, zeroed: the counter that hands out tiles, then a
-// status word for each. A word holds flag and sum at once, so no other memory has to be ordered with it.
+// The zeroed memory from scan_state() of zenps/kernels/gpu/launcher.py: the counter that hands out tiles,
+// then a status word for each. A word holds both flag and sum, so no other memory has to be ordered with it.
 struct ScanState {
     uint64 tickets;
     uint64 status[1];
@@ -75,7 +75,7 @@ __device__ inline uint64 look_back(ScanState* state, int64 tile, uint64 total) {
     uint64 before = 0;
     for (int64 newest = tile - 1;; newest -= WARP) {
         const int64 predecessor = newest - lane;
-        uint64 word = PREFIX_READY;  // before the first tile lies a prefix of nothing
+        uint64 word = PREFIX_READY;  // before the first tile the prefix is 0
         while (true) {
             if (predecessor >= 0) word = load_relaxed(&state->status[predecessor]);
             if (__all_sync(ALL_LANES, word >= TOTAL_READY)) break;

@@ -1,11 +1,11 @@
 // Compaction of an element-sparse gradient: a dense tensor's non-zeros, sorted by position, in one pass.
 //
-// The reads are permuted, not the writes. Positions are walked in order; each granule of the position space
-// is one contiguous piece of the tensor, found by one π⁻¹; what is not zero is compacted as a stream. So the
-// output comes out sorted, hence grouped by server, with no sort and no atomics on data.
+// The reads are permuted, not the writes. The kernel walks positions in order; each granule of positions is
+// one contiguous range of the tensor, found by one π⁻¹; its non-zeros are appended to the output. So the
+// output is sorted, hence grouped by server, with no sort and no atomics on data.
 //
 // Pipeline of a tile of TILE positions:
-//   ticket, π⁻¹ of its granules   while the values of the block's tile before are on their way
+//   ticket, π⁻¹ of its granules   while the values of the block's previous tile are loading
 //   load                          all of a thread's PACKS at once
 //   count                         prefix sums in the warps and the block
 //   look back                     the first warp, while the others stage
@@ -14,16 +14,16 @@
 //
 // Deterministic: the output is a function of the tensor and the layout. Values keep their bits.
 //
-// Floor: the tensor is read once and the output, position and value, written once: for 214M float32 of which
-// 5.2 % are not zero 0.95 GB, 10 % above reading alone. A block has 32 KB of float32 in flight, a
-// multiprocessor three blocks: four would have to spill registers while they compute π⁻¹ beside the loads.
+// Lower bound: the tensor is read once and the output, position and value, written once: 0.95 GB for 214M
+// float32 of which 5.2 % are not zero, 10 % above reading alone. A block has 32 KB of float32 in flight, and
+// a multiprocessor has three blocks: four would spill registers while they compute π⁻¹ beside the loads.
 //
 // Source: stream compaction by decoupled look-back is Merrill and Garland's (scan.cuh, §5 of their paper).
 #include "keyspace.cuh"
 #include "scan.cuh"
 
-constexpr int THREADS = 256;  // zenps.kernels.launcher.BLOCK
-constexpr int PACKS = 8;      // of a thread; zenps.kernels.scan_compact.PACKS
+constexpr int THREADS = 256;  // zenps.kernels.gpu.launcher.BLOCK
+constexpr int PACKS = 8;      // of a thread; zenps.kernels.gpu.scan_compact.PACKS
 constexpr int STAGE = 1024;   // rows that are written at once: an eighth of a tile of packs
 
 // Positions of one tile.
@@ -34,13 +34,13 @@ constexpr int TILE = THREADS * PACKS * LANES;
 template <int LANES>
 constexpr int MOST_PIECES = LANES == 1 ? TILE<LANES> : TILE<LANES> / WARP;
 
-// Not `value != 0.0f`, which calls subnormals zero where they are flushed; the shift drops the sign.
+// Not `value != 0.0f`: if the compiler flushes subnormals, it takes them for zero. The shift drops the sign.
 template <typename Bits>
 __device__ __forceinline__ bool is_nonzero(Bits bits) {
     return Bits(bits << 1) != 0;
 }
 
-// The part of the tensor that a tile reads: a run of granules in order of place.
+// The granules that a tile reads, in order of place.
 struct Pieces {
     int64 first_position;
     int granule_bits;
@@ -53,8 +53,8 @@ struct Pieces {
     }
 };
 
-// Finds where each granule of a tile begins; after the last one come pieces that begin beyond the tensor. The
-// block shares the work; a barrier must follow.
+// Finds the first row of each granule of a tile; after the last granule, rows beyond the tensor. The block
+// shares the work; a barrier must follow.
 template <int LANES>
 __device__ void find_pieces(const Placement& at, int64 tile, int64* first_rows) {
     const int64 first_place = tile * TILE<LANES> >> at.granule_bits;
@@ -65,8 +65,8 @@ __device__ void find_pieces(const Placement& at, int64 tile, int64* first_rows) 
     }
 }
 
-// Of a thread: its packs, and the non-zeros before each. A warp goes over WARP * PACKS packs in order of
-// position, in PACKS steps of one pack for each lane, so that its loads are coalesced.
+// A thread's packs, and the non-zeros before each. A warp goes over WARP * PACKS packs in order of position,
+// in PACKS steps of one pack for each lane, so that its loads are coalesced.
 template <typename Bits, int LANES>
 struct Slice {
     static constexpr int PACKS_OF_WORD = 4;  // a step of a warp has at most 128 non-zeros: 8 bits
@@ -78,7 +78,7 @@ struct Slice {
     uint32 warp_counts[WORDS];   // and of the warp
     uint32 warps_before;         // the non-zeros of the warps before this one
 
-    // Where a pack begins in the tile.
+    // The first position of a pack, relative to the tile.
     __device__ static uint32 offset_of(int pack) {
         const uint32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
         return (warp * (WARP * PACKS) + pack * WARP + lane) * LANES;
@@ -86,7 +86,7 @@ struct Slice {
 
     // Starts all loads; nothing waits for them yet. Rows beyond the tensor count as zeros.
     __device__ void load(const Pieces& pieces, const Bits* dense, int64 rows) {
-        int cut = PACKS;  // the pack that the tensor's end cuts, where it is this thread's
+        int cut = PACKS;  // the pack that crosses the tensor's end, if this thread has it
         #pragma unroll
         for (int pack = 0; pack < PACKS; ++pack) {
             const int64 row = pieces.row_at(pieces.first_position + offset_of(pack));
@@ -94,7 +94,7 @@ struct Slice {
             if (row + LANES <= rows) packs[pack] = *reinterpret_cast<const Pack<Bits, LANES>*>(dense + row);
             else if (row < rows) cut = pack;
         }
-        // Apart, for among the loads this branch would keep them from starting together.
+        // After the loop, because among the loads this branch would keep them from starting together.
         if (cut < PACKS) load_end(cut, dense, rows);
     }
 
@@ -113,13 +113,13 @@ struct Slice {
         uint32 warp_total = 0, total;
         #pragma unroll
         for (int pack = 0; pack < PACKS; ++pack) warp_total += count_in(warp_counts, pack);
-        // Held by the last lane, the warp's sum counts for later warps alone.
+        // Only the last lane holds the warp's sum, so it counts for later warps alone.
         const uint32 lane = threadIdx.x % WARP;
         warps_before = block_exclusive_sum<THREADS>(lane == WARP - 1 ? warp_total : 0, total);
         return total;
     }
 
-    // Puts the tile's non-zeros from the `window`-th on, STAGE at most, in order; each thread its own.
+    // Stages the tile's non-zeros from the `window`-th on, at most STAGE, in order; each thread its own.
     __device__ void stage(uint32 window, uint16* offsets, Bits* values) const {
         uint32 step_begin = warps_before - window;  // wraps where it comes before the window
         #pragma unroll
@@ -155,8 +155,8 @@ private:
 };
 
 // positions[i], values[i] = the i-th non-zero of `dense` in order of position, for i below `capacity`;
-// *count = how many there are. Bits is as wide as a value. Blocks take tiles until none is left, whatever
-// their number. With LANES > 1, `dense` is aligned to packs, and granules have at least WARP rows.
+// *count = the number of non-zeros. Bits is as wide as a value. Any number of blocks take tiles until none is
+// left. With LANES > 1, `dense` is aligned to packs, and granules have at least WARP rows.
 template <typename Bits, typename Position, int LANES>
 __global__ void __launch_bounds__(THREADS, 3)
 scan_compact(ScanState* state, const Placement* placement, const Bits* dense, int64 capacity,
@@ -176,7 +176,7 @@ scan_compact(ScanState* state, const Placement* placement, const Bits* dense, in
         Slice<Bits, LANES> slice;
         slice.load(pieces, dense, placement->rows);
 
-        // While these loads are under way. The barriers of take_tile part the two tiles' first_rows.
+        // While these loads are in flight. The barriers of take_tile separate the two tiles' first_rows.
         const int64 next = take_tile(state);
         if (next < tiles) find_pieces<LANES>(*placement, next, first_rows);
 

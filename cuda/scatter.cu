@@ -1,14 +1,14 @@
-// Rows to given places and from given places, as opaque words: the same for every dtype, bits as they are.
+// Scatter and gather of rows as opaque words: the same for every dtype, bits unchanged.
 //
-// Deterministic for distinct places. Each row is read once and written once; four words of 16 bytes a thread
-// are in flight.
+// Deterministic for distinct targets. Each row is read once and written once; each thread has four words of
+// 16 bytes in flight.
 #include "packs.cuh"
 
-constexpr int THREADS = 256;  // zenps.kernels.launcher.BLOCK
-constexpr int ITEMS = 4;      // zenps.kernels.scatter.ITEMS
+constexpr int THREADS = 256;  // zenps.kernels.gpu.launcher.BLOCK
+constexpr int ITEMS = 4;      // zenps.kernels.gpu.scatter.ITEMS
 
-// out[targets[i]] = values[i], for rows of `words` words. A target outside [0, out_rows) sets *outside and
-// its row goes nowhere.
+// out[targets[i]] = values[i], for rows of `words` words. A target outside [0, out_rows) sets *outside, and
+// its row is not written.
 template <typename Word>
 __global__ void put_rows(const Word* values, const int64* targets, int64 count, int64 words, int64 out_rows,
                          Word* out, uint64* outside) {

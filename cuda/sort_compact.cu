@@ -2,34 +2,35 @@
 //
 // Pipeline, after a stable sort of the positions (torch.sort):
 //   find_segments   heads of runs of equal positions, numbered in one pass by look-back
-//   reduce_runs     sums the runs in chunks of CHUNK sorted rows; a run that a chunk's edge cuts leaves
-//                   partial sums, two at most for each chunk
+//   reduce_runs     sums the runs in chunks of CHUNK sorted rows; a run that crosses a chunk's edge leaves
+//                   partial sums, at most two for each chunk
 //   reduce_runs     again over the partial sums, until one chunk holds them all
 //
-// A row that occurs 10^5 times is a tree of depth 4, not a queue: the time depends on the number of rows
-// alone. Deterministic: the positions alone fix the order of addition (zenps/kernels/sort_compact.py states
-// it), and sums are rounded to the stored dtype once. No atomics on data, nothing is zeroed.
+// The sum of a row that occurs 10^5 times is a tree of depth 4, not a queue: the time depends on the number
+// of rows alone. Deterministic: the positions alone fix the order of addition (described in
+// zenps/kernels/gpu/sort_compact.py), and sums are rounded to the stored dtype once. No atomics on data, and
+// nothing is zeroed.
 //
-// Floor: each row is read once where it lies and each sum is written once; positions, order and segments
-// add 20 to 32 bytes a row, the partial sums 1/16 of the rows at worst. For 10^6 x 64 float32 rows, of which
-// a third is unique, that is 0.38 GB.
+// Lower bound: each row is read once and each sum is written once; positions, order and segments add 20 to 32
+// bytes a row, the partial sums 1/16 of the rows at worst. For 10^6 x 64 float32 rows, of which a third is
+// unique, that is 0.38 GB.
 //
-// Source: runs cut at fixed chunks instead of at rows are Merrill and Garland's merge-based balance,
-// "Merge-based Parallel Sparse Matrix-Vector Multiplication", SC 2016, with the search left out.
+// Source: fixed chunks that may divide runs are the load balance of Merrill and Garland, "Merge-based
+// Parallel Sparse Matrix-Vector Multiplication", SC 2016, without its search.
 #include "packs.cuh"
 #include "scan.cuh"
 
-constexpr int THREADS = 256;  // zenps.kernels.launcher.BLOCK
+constexpr int THREADS = 256;  // zenps.kernels.gpu.launcher.BLOCK
 constexpr int ITEMS = 8;      // positions of a thread
-constexpr int64 SEGMENT_TILE = THREADS * ITEMS;  // zenps.kernels.sort_compact.SEGMENT_TILE
+constexpr int64 SEGMENT_TILE = THREADS * ITEMS;  // zenps.kernels.gpu.sort_compact.SEGMENT_TILE
 
-constexpr int64 CHUNK = 64;  // rows that one thread adds up; zenps.kernels.sort_compact.CHUNK
+constexpr int64 CHUNK = 64;  // rows that one thread adds up; zenps.kernels.gpu.sort_compact.CHUNK
 constexpr int BATCH = 8;     // rows that it loads at once
 constexpr int32 NONE = -1;   // the segment of a slot that holds no partial sum
 
-// segments[i] = how many different positions lie before the i-th sorted one, unique[segments[i]] = that
-// position, *unique_count = how many different ones there are. A whole block takes part; each warp goes
-// over WARP * ITEMS positions in order, so that all loads and stores are coalesced.
+// segments[i] = the number of different positions before the i-th sorted one, unique[segments[i]] = that
+// position, *unique_count = the number of different positions. A whole block takes part; each warp goes over
+// WARP * ITEMS positions in order, so that all loads and stores are coalesced.
 template <typename Position>
 __global__ void find_segments(ScanState* state, const Position* sorted, int64 count, Position* unique,
                               int32* segments, int64* unique_count) {
@@ -46,7 +47,7 @@ __global__ void find_segments(ScanState* state, const Position* sorted, int64 co
         heads[item] = __ballot_sync(ALL_LANES, head);
         warp_heads += __popc(heads[item]);
     }
-    // Held by the last lane, the warp's sum counts for later warps alone.
+    // Only the last lane holds the warp's sum, so it counts for later warps alone.
     uint32 tile_heads;
     const uint32 warps_before = block_exclusive_sum<THREADS>(lane == WARP - 1 ? warp_heads : 0, tile_heads);
     const int64 before = tiles_before(state, tile, tile_heads);
@@ -64,7 +65,7 @@ __global__ void find_segments(ScanState* state, const Position* sorted, int64 co
 
 struct Batch {
     int32 segment[BATCH];
-    uint32 source[BATCH];  // where the row lies
+    uint32 source[BATCH];  // the row's index
 };
 
 // The sorted rows from `first` on, NONE from `end` on.
@@ -79,14 +80,14 @@ __device__ __forceinline__ Batch read_batch(const int64* order, const int32* seg
     return batch;
 }
 
-// sums[s] = the sum of the rows of segment s, for each segment that lies in one chunk whole. `segments` of
-// the `count` rows ascend but for NONE, which are no rows and never stand within a run. Row i is
+// sums[s] = the sum of the rows of segment s, for each segment that lies within one chunk. `segments` of the
+// `count` rows ascend, except for NONE, which marks empty slots and never occurs within a run. Row i is
 // rows[order[i]], or rows[i] without an order.
 //
-// Of a segment that a chunk c shares with the chunk before, the sum of its rows in c goes to slot 2c of
-// `carries`; of one shared with the chunk after only, to slot 2c + 1. A segment that fills the chunk from
-// edge to edge has both slots, the second with the neutral number, so that a segment's slots are neighbours
-// and another pass can read them as rows. Other slots get NONE and no number.
+// If chunk c shares a segment with the chunk before, the sum of its rows in c goes to slot 2c of `carries`;
+// if c shares one only with the chunk after, to slot 2c + 1. A segment that fills the chunk from edge to edge
+// has both slots, the second with the neutral element, so that a segment's slots are adjacent and another
+// pass can read them as rows. Other slots get NONE and no number.
 //
 // Each thread works alone, on LANES columns of one chunk.
 template <typename Row, typename T, int LANES>
@@ -113,7 +114,7 @@ __global__ void reduce_runs(const Row* rows, const int64* order, const int32* se
         }
     };
 
-    // What the next batch consists of is asked for before the rows of this one are used.
+    // The order and segments of the next batch are loaded before the rows of this batch are used.
     Batch next = read_batch(order, segments, begin, end);
     for (int64 i = begin; i < end; i += BATCH) {
         const Batch batch = next;

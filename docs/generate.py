@@ -6,7 +6,9 @@ files with what this returns, so that they cannot fall behind.
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,16 +19,16 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
-from zenps.metrics import SchedulerMetrics, ServerMetrics, WorkerMetrics
-from zenps.scheduler.states import JOB
-from zenps.server.round import ROUND as SERVER_ROUND
-from zenps.settings import FIELDS, Config, shared_settings
+from zenps.config.settings import FIELDS, Config, shared_settings
+from zenps.config.values import choices, format_bytes
+from zenps.observe.metrics import SchedulerMetrics, ServerMetrics, WorkerMetrics
+from zenps.scheduler.membership.states import JOB
+from zenps.server.rounds.states import ROUND as SERVER_ROUND
 from zenps.transitions import Transitions, diagram
-from zenps.values import format_bytes
-from zenps.worker.round import ROUND as WORKER_ROUND
+from zenps.worker.rounds.states import ROUND as WORKER_ROUND
 
 CONFIGURATION = """\
-<!-- Written by docs/generate.py from zenps/settings.py. Do not edit. -->
+<!-- Written by docs/generate.py from zenps/config/settings.py. Do not edit. -->
 # Configuration
 
 All roles read the same settings from the same sources. The first that has a setting decides it:
@@ -53,7 +55,7 @@ SHARED.
 """
 
 METRICS = """\
-<!-- Written by docs/generate.py from zenps/metrics.py. Do not edit. -->
+<!-- Written by docs/generate.py from zenps/observe/metrics.py. Do not edit. -->
 # Metrics
 
 Every process serves Prometheus at `http://HOST:PORT/metrics`, where `metrics.host` and `metrics.port` say
@@ -76,9 +78,9 @@ Which ranks the others wait for, as a share of the time: `rate(zenps_late_second
 
 
 DIAGRAMS: dict[str, Transitions[Any, Any]] = {
-    "scheduler/states.py": JOB,
-    "server/round.py": SERVER_ROUND,
-    "worker/round.py": WORKER_ROUND,
+    "scheduler/membership/states.py": JOB,
+    "server/rounds/states.py": SERVER_ROUND,
+    "worker/rounds/states.py": WORKER_ROUND,
 }
 
 
@@ -108,23 +110,55 @@ def metrics() -> str:
 
 
 def protocol() -> str:
-    """docs/protocol.md as it is, with the diagrams that belong between its marks.
+    """docs/protocol.md as it is, with the diagrams that belong between its marks."""
+    text = _page("protocol.md")
+    for source, table in DIAGRAMS.items():
+        text = _filled(text, source, f"```mermaid\n{diagram(table)}\n```\n")
+    return text
+
+
+def architecture() -> str:
+    """docs/architecture.md as it is, with a table of modules between its marks."""
+    root = Path(__file__).resolve().parent.parent
+    lines = []
+    for top in ("zenps", "worker", "server", "scheduler"):
+        for folder in sorted({path.parent for path in (root / top).rglob("*.py")}):
+            name = folder.relative_to(root)
+            lines += [f"**`{name}/`**: {_summary(folder / '__init__.py')}", ""]
+            modules = sorted(path for path in folder.glob("*.py") if path.name != "__init__.py")
+            lines += _table(
+                ["module", "what it is"], ([f"`{path.name}`", _summary(path)] for path in modules)
+            )
+    return _filled(_page("architecture.md"), "the modules' docstrings", "\n" + "\n".join(lines))
+
+
+def _summary(module: Path) -> str:
+    """The first paragraph of a module's docstring."""
+    text = ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
+    summary = " ".join(text.partition("\n\n")[0].split())
+    summary = re.sub(r":\w+:`~?\.*([\w.]+)`", r"`\1`", summary.replace("``", "`"))
+    return summary.replace("|", "\\|")
+
+
+def _page(file: str) -> str:
+    return Path(__file__).with_name(file).read_text(encoding="utf-8")
+
+
+def _filled(text: str, source: str, content: str) -> str:
+    """A page as it is, with ``content`` between the marks of ``source``.
 
     Raises:
-        ValueError: the page has no place for a diagram.
+        ValueError: the page has no place for it.
     """
-    text = Path(__file__).with_name("protocol.md").read_text(encoding="utf-8")
-    for source, table in DIAGRAMS.items():
-        begin, end = (
-            f"<!-- Written by docs/generate.py from {source}. Do not edit. -->\n",
-            "<!-- Until here. -->",
-        )
-        head, _, rest = text.partition(begin)
-        _, found, tail = rest.partition(end)
-        if not found:
-            raise ValueError(f"docs/protocol.md: expected {begin!r} and {end!r} after it")
-        text = f"{head}{begin}```mermaid\n{diagram(table)}\n```\n{end}{tail}"
-    return text
+    begin, end = (
+        f"<!-- Written by docs/generate.py from {source}. Do not edit. -->\n",
+        "<!-- Until here. -->",
+    )
+    head, _, rest = text.partition(begin)
+    _, found, tail = rest.partition(end)
+    if not found:
+        raise ValueError(f"expected {begin!r} and {end!r} after it")
+    return f"{head}{begin}{content}{end}{tail}"
 
 
 def _number(value: float) -> str:
@@ -183,7 +217,8 @@ def _settings(section: str, defaults: msgspec.Struct) -> Iterator[list[str]]:
         show: Callable[[float], str] = _number
         if name.endswith("_bytes"):
             default, show = format_bytes(default), format_bytes
-        kind = type_text(field.annotated, show)
+        names = [f"`{value}`" for value in choices(name)]
+        kind = ", ".join(names) or type_text(field.annotated, show)
         yield [f"`{name}`", f"`{json.dumps(default)}`", kind, str(field.meta.description)]
 
 
@@ -220,7 +255,12 @@ def _table(columns: list[str], rows: Iterable[list[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in lines] + [""]
 
 
-FILES = {"configuration.md": configuration, "metrics.md": metrics, "protocol.md": protocol}
+FILES = {
+    "architecture.md": architecture,
+    "configuration.md": configuration,
+    "metrics.md": metrics,
+    "protocol.md": protocol,
+}
 
 if __name__ == "__main__":
     for file, text in FILES.items():

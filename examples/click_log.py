@@ -34,7 +34,7 @@ ZIPF_EXPONENT = 1.1
 _LINE = re.compile(
     rb"([01])((?:\t(?:-?[0-9]{1,15})?){%d})((?:\t[0-9A-Fa-f]{0,8}){%d})\r?\n?" % (NUMBERS, CATEGORIES)
 )
-# The golden ratio in 64 bits, as a signed number: neighbours land far apart (Knuth, TAOCP 6.4).
+# The golden ratio in 64 bits, as a signed number: adjacent values land far apart (Knuth, TAOCP 6.4).
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
@@ -107,15 +107,15 @@ def _collate(rows: list[tuple[int, list[int], list[int]]]) -> Clicks:
 
 
 def bucket(categories: Tensor, buckets: int) -> Tensor:
-    """Hashes (n, 26) categories to rows of one table; what is equal in two columns differs there."""
+    """Hashes (n, 26) categories to rows of one table; equal values of two columns get different rows."""
     return (_mix(categories) >> 20) % buckets
 
 
 def write_sample(path: Path, rows: int, seed: int) -> None:
     """Writes a click log whose categories follow Zipf's law, and whose labels can be learnt from them.
 
-    Each value of a category has a weight of its own, and so has each pair of values of neighbouring
-    columns; their sum decides how likely a click is.
+    Each value of a category has a weight, and so has each pair of values of adjacent columns; the sum of the
+    weights decides how likely a click is.
     """
     generator = torch.Generator().manual_seed(seed)
     with path.open("w", encoding="ascii") as file:

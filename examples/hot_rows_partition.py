@@ -1,7 +1,7 @@
-"""A partition strategy of your own: deal the hot rows out, leave the cold ones in ranges.
+"""A custom partition strategy: deals hot rows round-robin, and keeps cold rows in ranges.
 
 In a vocabulary that is sorted by frequency the first rows are in every batch. ``parallel`` gives
-them all to one server; ``balanced`` spreads them, and every other row too. ``HotRows`` deals only
+all of them to one server; ``balanced`` spreads them, and all other rows too. ``HotRows`` deals only
 the hot rows round-robin over the slots, and keeps the long cold tail in contiguous ranges.
 
 Use it by its dotted path, with this folder on PYTHONPATH::
@@ -18,14 +18,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zenps.keyspace import SLOTS
-from zenps.strategies import KeySpace, Partition, PartitionStrategy, even_bounds
+from zenps.partition.ring import SLOTS
+from zenps.partition.strategies import KeySpace, Partition, PartitionStrategy, even_bounds
 
 HOT_SHARE = 1 / 16
 
 
 class HotRows(PartitionStrategy):
-    """Deals the first sixteenth of the rows (at least one a slot) like cards; cuts the rest evenly."""
+    """Deals the first sixteenth of the rows (at least one a slot) round-robin; divides the rest evenly."""
 
     name: ClassVar[str] = "hot-rows"
 
@@ -38,7 +38,7 @@ class HotRows(PartitionStrategy):
 
 
 class DealHotRows:
-    """The permutation behind it: slot s holds hot rows s, s + 4096, ... and then its range of cold ones."""
+    """The permutation of HotRows: slot s has hot rows s, s + 4096, ... and then its range of cold rows."""
 
     def __init__(self, size: int, hot_per_slot: int) -> None:
         self.size = size
@@ -56,7 +56,7 @@ class DealHotRows:
 
     def inverse(self, position: Tensor) -> Tensor:
         slot = torch.searchsorted(self.bounds, position, right=True) - 1
-        place = position - self.bounds[slot]
-        hot_index = place * SLOTS + slot
+        offset = position - self.bounds[slot]
+        hot_index = offset * SLOTS + slot
         cold_index = self.hot + position - (slot + 1) * self.hot_per_slot
-        return torch.where(place < self.hot_per_slot, hot_index, cold_index)
+        return torch.where(offset < self.hot_per_slot, hot_index, cold_index)

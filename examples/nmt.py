@@ -115,7 +115,7 @@ def train(model: Translator, run: TrainingRun, data: Iterator[Batch], lr: float)
 
 
 class Corpus(NamedTuple):
-    """What one rank has: both vocabularies, the pairs that it learns from, and those that are held out."""
+    """The data of one rank: both vocabularies, the pairs to learn from, and those held out."""
 
     source: Vocabulary
     target: Vocabulary

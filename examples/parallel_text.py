@@ -121,7 +121,7 @@ def write_sample(source: Path, target: Path, sentences: int, words: int, seed: i
     """Writes sentences of a made-up language, and their translation word for word, but for the order.
 
     What comes last in the source, as a verb may in German, comes second in the target. Words follow Zipf's
-    law and do not depend on their neighbours: to predict the target one must look at the right word of the
+    law and do not depend on adjacent words: to predict the target one must look at the right word of the
     source.
     """
     order = random.Random(seed)

@@ -1,4 +1,4 @@
-"""An output layer whose gradient is sparse, however large the vocabulary."""
+"""Sampled softmax: an output layer whose gradient is sparse, however large the vocabulary."""
 
 from __future__ import annotations
 
@@ -54,5 +54,5 @@ class SampledSoftmax(nn.Embedding):
         return words.long().clamp_(max=self.num_embeddings - 1)
 
     def _log_probability(self, words: Tensor) -> Tensor:
-        """Of being sampled; subtracted from the scores, it makes up for who was sampled how often."""
+        """The log probability of being sampled; subtracting it from the scores corrects their bias."""
         return torch.log(torch.log1p(1 / (words + 1)) / math.log(self.num_embeddings + 1))

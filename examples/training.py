@@ -1,4 +1,4 @@
-"""What the examples share: a run's limits, its progress, and at the end what synchronisation cost."""
+"""Common code of the examples: a run's limits, its progress, and a report of the cost of synchronisation."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class TrainingRun:
 
 
 def _account(before: Any, steps: int, seconds: float, unit: str, units_per_step: int) -> dict[str, Any]:
-    """What happened since ``before``, seen from this rank."""
+    """The statistics of this rank since ``before``."""
     now = zps.stats()
     mean_rows = now.mean_rows - before.mean_rows
     return {

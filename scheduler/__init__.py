@@ -1,1 +1,1 @@
-"""The role that owns membership, epochs and the ring."""
+"""Scheduler role: cluster membership, epochs, leases, barriers and the ring of servers."""

@@ -1,4 +1,4 @@
-"""The scheduler process: one ROUTER around :mod:`scheduler.membership`. It sees no tensors."""
+"""Scheduler process: the socket loop around :mod:`.membership`. It sees no tensors."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ import socket as net
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from typing import NamedTuple
 
 import msgspec
 import zmq
 from prometheus_client import CollectorRegistry
 
-from zenps import log, metrics
-from zenps.clock import now_ns
-from zenps.config import Config
+from zenps.config.settings import Config, shared_settings
+from zenps.config.values import parse_address
 from zenps.errors import PeerLostError, ProtocolError
-from zenps.keys import Keys, load_keys, node_name
-from zenps.metrics import STATES, SchedulerMetrics
-from zenps.settings import shared_settings
-from zenps.trace import Trace, open_trace
-from zenps.values import parse_address
+from zenps.keys import Keys, load_keys
+from zenps.observe import log, metrics
+from zenps.observe.clock import now_ns
+from zenps.observe.metrics import STATES, SchedulerMetrics
+from zenps.observe.trace import Trace, open_trace
 from zenps.wire.connections import Connections
-from zenps.wire.curve import Gate, warn_if_open
+from zenps.wire.curve import Authenticator, warn_if_open
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.messages import (
     BarrierReply,
     Departed,
-    Drain,
     Heartbeat,
     HeartbeatReply,
     NodeStatus,
@@ -41,32 +40,34 @@ from zenps.wire.messages import (
 )
 from zenps.wire.sockets import Socket, bind_router, context, receive_routed
 
-from . import page
-from .membership import Membership, Send
-
-__all__ = ["serve"]
+from .authorization import authorize
+from .membership.actions import Send
+from .membership.tracker import Membership
+from .page import endpoint
+from .page.endpoint import Page
 
 logger = logging.getLogger("zenps.scheduler")
 
 TICK_SECONDS = 0.1
 
-# libzmq takes messages from all connections in turn. Of so many, some are from every node of the largest job
-# that has sent any: however long this process was held up, it has heard them before it looks at leases.
 MOST_AT_ONCE = 8192
+"""How many messages are taken before time may pass. libzmq takes messages from all connections in turn, so
+these include one of each node of the largest job that has sent any. However long this process was held up, it
+hears all nodes before it looks at leases."""
 
-# Workers that did not come to the end together: somebody will ask who left first, once their processes, which
-# take a while for that, have ended.
 FAREWELL_SECONDS = 2.0
+"""How long the scheduler stays after workers that did not end together. Their launcher asks which worker left
+first when their processes have ended, which takes a while."""
 
-# What one connection may bring without a message becoming complete: no message is near it.
 MOST_UNFINISHED_BYTES = 2 * MAX_ENVELOPE_BYTES
+"""How much a connection may send without completing a message. No valid message is near it."""
 
 
 def serve(config: Config, on_ready: Callable[[str], None]) -> None:
     """Runs the scheduler until the job ends.
 
     Args:
-        config: ``cluster.scheduler`` says where to listen.
+        config: ``cluster.scheduler`` is the address to listen on.
         on_ready: called once with the address, ``host:port``, when nodes can register.
 
     Raises:
@@ -79,75 +80,85 @@ def serve(config: Config, on_ready: Callable[[str], None]) -> None:
     with (
         closing(exporter),
         closing(open_trace(config.sync.trace, "scheduler")) as trace,
-        closing(page.serve(config.status)) as shown,
+        closing(endpoint.serve(config.status)) as page,
         context() as ctx,
     ):
-        service = _Service(config, ctx, keys, exporter.address, shown, SchedulerMetrics(registry), trace)
+        outputs = Outputs(SchedulerMetrics(registry), exporter.address, page, trace)
+        service = _Service(config, ctx, keys, outputs)
         on_ready(service.address)
         logger.info("listening on %s", service.address)
-        if shown.address:
-            logger.info("status page at http://%s/", shown.address)
+        if page.address:
+            logger.info("status page at http://%s/", page.address)
         try:
             service.run()
         finally:
             service.close()
 
 
-def _listen_on(address: str) -> tuple[str, int]:
-    return parse_address(address) if address else ("127.0.0.1", 0)
+class Outputs(NamedTuple):
+    """Where the scheduler shows what happens."""
+
+    metrics: SchedulerMetrics
+    metrics_address: str
+    """``host:port``; empty if metrics are not served."""
+    page: Page
+    trace: Trace
 
 
 class _Service:
-    def __init__(
-        self,
-        config: Config,
-        ctx: zmq.Context[Socket],
-        keys: Keys | None,
-        metrics_address: str,
-        shown: page.Page,
-        counters: SchedulerMetrics,
-        trace: Trace,
-    ) -> None:
-        self._trace = trace
-        self._gate = Gate(ctx, keys, counters.count_refusal)
-        host, port = _listen_on(config.cluster.scheduler)
+    """The loop: it receives messages, lets time pass, and sends what the membership decides.
+
+    Attributes:
+        address: where it listens, ``host:port``.
+    """
+
+    def __init__(self, config: Config, ctx: zmq.Context[Socket], keys: Keys | None, outputs: Outputs) -> None:
+        self._config = config
+        self._metrics, self._metrics_address, self._page, self._trace = outputs
+        self._authenticator = Authenticator(ctx, keys, self._metrics.count_refusal)
+        scheduler = config.cluster.scheduler
+        host, port = parse_address(scheduler) if scheduler else ("127.0.0.1", 0)
         self._socket, address = bind_router(ctx, host, port, MAX_ENVELOPE_BYTES, keys)
         warn_if_open(keys, address)
         self.address = address.removeprefix("tcp://")
-        self._config = config
         self._connections = Connections(self._socket, MOST_UNFINISHED_BYTES)
-        self._gate.watch(self._connections)
-        # By reference, however small: of what is copied nobody can tell when it is gone.
+        self._authenticator.watch(self._connections)
+        # Send also small messages without a copy: a copied message has no tracker that says when it is sent.
         self._socket.copy_threshold = 0
-        self._untaken: dict[bytes, zmq.MessageTracker] = {}
-        """The last answer to each peer that asked for the status, while it waits to be sent."""
-        self._metrics_address = metrics_address
-        self._page = shown
-        self._metrics = counters
+        self._unread: dict[bytes, zmq.MessageTracker] = {}
+        """The last status sent to each peer, until the peer has read it."""
         self._decoder: Decoder[ToScheduler] = Decoder(config.cluster.job, ToScheduler)
         shared = shared_settings(config)
         self._membership = Membership(config.cluster.job, config.cluster, shared, time.monotonic())
         self._ended_at: float | None = None
+        self._traced_epoch = 0
 
     def run(self) -> None:
+        """Returns when the job has ended. Raises :class:`PeerLostError` if it has failed."""
         try:
             self._run()
         except (KeyboardInterrupt, SystemExit):
-            # Told to end, as it would not be by a crash: nobody should wait for its return.
+            # Unlike after a crash, no scheduler will return: nodes should not wait for one.
             self._send(self._membership.abort("the scheduler was told to end"))
             raise
+
+    def close(self) -> None:
+        """Releases what must not outlive the sockets."""
+        self._authenticator.close()
+
+    # ── the loop ────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
         next_tick = 0.0
         poller = zmq.Poller()
-        for waiting in (self._socket, *self._gate.sockets):
+        for waiting in (self._socket, *self._authenticator.sockets):
             poller.register(waiting, zmq.POLLIN)
         while True:
             poller.poll(int(1000 * max(next_tick - time.monotonic(), 0.0)) + 1)
-            self._gate.attend()
+            self._authenticator.attend()
             self._receive()
             now = time.monotonic()
-            if now >= next_tick:  # it looks at every node and connection: too much for each message
+            if now >= next_tick:  # a tick looks at every node and connection: too much for each message
                 self._on_tick(now)
                 if self._has_ended(now):
                     return
@@ -155,28 +166,29 @@ class _Service:
 
     def _on_tick(self, now: float) -> None:
         self._send(self._membership.on_tick(now))
-        self._page.answer(lambda: self._complete(self._membership.status(time.monotonic())))
-        self._cut_endless()
-        self._show_gauges()
+        if self._page.has_questions:
+            self._page.answer(self._complete(self._membership.status(time.monotonic())))
+        for address in self._connections.cut_endless():
+            self._metrics.cut_connections.inc()
+            log.once(logger, "endless", "closed the connection of %s: it sent a message without end", address)
+        self._update_gauges()
         for straggler in self._membership.stragglers(now):
             logger.warning("%s", straggler)
 
     def _has_ended(self, now: float) -> bool:
-        """Whether nobody will come or ask any more. Raises :class:`PeerLostError` if the job has failed."""
+        """True if no node will send a message. Raises :class:`PeerLostError` if the job has failed."""
         if self._membership.state not in ("stopped", "failed"):
             return False
         self._ended_at = self._ended_at or now
         if self._membership.state == "stopped":
             return self._membership.ended_together or now > self._ended_at + FAREWELL_SECONDS
-        # Nodes that come or ask in the meantime are told why; all leave within a lease.
+        # Nodes that send a message in the meantime learn why the job failed. All leave within a lease.
         everyone_left = not self._membership.live("worker") + self._membership.live("server")
         if everyone_left or now > self._ended_at + self._config.cluster.lease_seconds:
             raise PeerLostError(self._membership.failure)
         return False
 
-    def close(self) -> None:
-        """Lets go of what must not outlive the sockets."""
-        self._gate.close()
+    # ── receiving ───────────────────────────────────────────────────────────────────────────────
 
     def _receive(self) -> None:
         for _ in range(MOST_AT_ONCE):
@@ -184,16 +196,16 @@ class _Service:
                 return
             descriptor, frames = receive_routed(self._socket)
             peer = bytes(frames[0])
-            self._connections.spoke(descriptor)
+            self._connections.on_message(descriptor)
             try:
                 if len(frames) != 2:
                     raise ProtocolError("envelope", f"{len(frames)} frames, expected 2")
-                message = self._attributed(peer, frames[1], self._decoder.decode(frames[1]))
+                message = self._authorized(peer, frames[1], self._decoder.decode(frames[1]))
             except ProtocolError as error:
                 self._metrics.protocol_errors.labels(reason=error.reason).inc()
                 log.once(logger, peer, "dropped a message of peer %s: %s", peer.hex(), error)
                 continue
-            if isinstance(message, StatusRequest) and self._has_untaken(peer):
+            if isinstance(message, StatusRequest) and self._has_unread(peer):
                 continue
             state = self._membership.state
             sends = self._membership.on_message(peer, message, time.monotonic())
@@ -204,96 +216,68 @@ class _Service:
                 logger.info("%s", self._membership.state)
                 self._trace.instant("state", self._membership.state)
 
-    def _attributed(self, peer: bytes, frame: memoryview, message: ToScheduler) -> ToScheduler:
-        """``message``, if the sender's key may send it; a registration for any rank gets that of the key.
+    def _authorized(self, peer: bytes, frame: memoryview, message: ToScheduler) -> ToScheduler:
+        """Authorizes a message. A node that registers under the name of another is told the reason."""
+        owner = self._authenticator.owner(frame)
+        try:
+            return authorize(message, owner, self._membership.name_of(peer))
+        except ProtocolError as error:
+            if isinstance(message, Register):
+                self._send([Send(peer, Refused("usage", error.detail))])
+            raise
 
-        Raises:
-            ProtocolError: the key is another node's, or has been revoked.
-        """
-        owner = self._gate.owner(frame)
-        if not owner or isinstance(message, StatusRequest):
-            return message
-        if isinstance(message, Drain):
-            if owner != "operator":
-                raise ProtocolError("key", f"drain of server {message.rank} by {owner}")
-            return message
-        if not isinstance(message, Register):
-            registered = self._membership.name_of(peer)
-            if registered not in ("", owner):
-                raise ProtocolError("key", f"a message of {registered} by {owner}")
-            return message
-        role, _, rank = owner.partition("-")
-        if message.rank < 0 and message.role == role:
-            return msgspec.structs.replace(message, rank=int(rank))
-        claimed = node_name(message.role, message.rank if message.rank >= 0 else None)
-        if claimed != owner:
-            reason = f"this node registers as {claimed}, but its key is that of {owner}"
-            self._send([Send(peer, Refused("usage", reason))])
-            raise ProtocolError("key", reason)
-        return message
+    def _has_unread(self, peer: bytes) -> bool:
+        """True if the peer has not read the last status that it asked for: it gets no other before."""
+        self._unread = {other: last for other, last in self._unread.items() if not last.done}
+        if peer not in self._unread:
+            return False
+        log.once(logger, (peer, "full"), "peer %s asks, but does not read the answers", peer.hex())
+        return True
+
+    # ── sending ─────────────────────────────────────────────────────────────────────────────────
 
     def _send(self, sends: Sequence[Send]) -> None:
         log.here.epoch, log.here.step = self._membership.epoch or None, self._membership.step
-        replies = {m.sequence: m for m in (send.message for send in sends) if isinstance(m, BarrierReply)}
-        for barrier in replies.values():
+        self._record(sends)
+        for peer, message in ((send.peer, send.message) for send in sends):
+            if isinstance(message, Status):
+                message = self._complete(message)
+                self._update_gauges()  # the metrics never show less than a status
+            envelope = encode(self._config.cluster.job, message)
+            try:
+                self._send_envelope(peer, envelope, is_status=isinstance(message, Status))
+            except zmq.ZMQError as error:
+                if error.errno == zmq.EAGAIN:
+                    log.once(logger, (peer, "full"), "peer %s does not read what it is sent", peer.hex())
+                elif error.errno != zmq.EHOSTUNREACH:
+                    raise
+                logger.debug("peer %s cannot be reached", peer.hex())
+
+    def _send_envelope(self, peer: bytes, envelope: bytes, *, is_status: bool) -> None:
+        self._socket.send(peer, zmq.SNDMORE | zmq.DONTWAIT)
+        tracker = self._socket.send(envelope, zmq.DONTWAIT, copy=not is_status, track=is_status)
+        if tracker is not None:
+            self._unread[peer] = tracker
+
+    def _record(self, sends: Sequence[Send]) -> None:
+        """Counts, logs and traces what is sent, once for each event and not for each receiver."""
+        messages = [send.message for send in sends]
+        for barrier in {m.sequence: m for m in messages if isinstance(m, BarrierReply)}.values():
             self._trace.instant("barrier", barrier.sequence, error=barrier.error)
             self._metrics.barriers.labels(outcome="failed" if barrier.error else "completed").inc()
-        departures = {m.member: m for m in (send.message for send in sends) if isinstance(m, Departed)}
-        for departed in departures.values():
+        for departed in {m.member: m for m in messages if isinstance(m, Departed)}.values():
             if departed.lost:
                 logger.warning("%s", departed.reason)
                 self._metrics.lost_nodes.labels(role=departed.member.role).inc()
                 where = f"{departed.member.role} {departed.member.rank}"
                 self._trace.instant("lost", where, reason=departed.reason)
-        for send in sends:
-            message = send.message
-            match message:
-                case View():
-                    self._show_view(message)
-                case Status():
-                    message = self._complete(message)
-                    self._show_gauges()  # whoever has seen it finds no less in the metrics
-            try:
-                self._send_one(
-                    send.peer, encode(self._config.cluster.job, message), isinstance(message, Status)
-                )
-            except zmq.ZMQError as error:
-                if error.errno == zmq.EAGAIN:
-                    log.once(
-                        logger, (send.peer, "full"), "peer %s does not read what it is sent", send.peer.hex()
-                    )
-                elif error.errno != zmq.EHOSTUNREACH:
-                    raise
-                logger.debug("peer %s cannot be reached", send.peer.hex())
-
-    def _show_view(self, view: View) -> None:
-        if view.epoch > self._epoch_shown:
-            self._epoch_shown = view.epoch
-            self._trace.epoch(view.epoch, len(view.workers), len(view.servers))
-
-    _epoch_shown = 0
-
-    def _send_one(self, peer: bytes, envelope: bytes, tracked: bool) -> None:
-        self._socket.send(peer, zmq.SNDMORE | zmq.DONTWAIT)
-        tracker = self._socket.send(envelope, zmq.DONTWAIT, copy=not tracked, track=tracked)
-        if tracker is not None:
-            self._untaken[peer] = tracker
-
-    def _has_untaken(self, peer: bytes) -> bool:
-        """Whether the last status that it asked for still waits for it to read: it gets no other before."""
-        self._untaken = {other: last for other, last in self._untaken.items() if not last.done}
-        if peer not in self._untaken:
-            return False
-        log.once(logger, (peer, "full"), "peer %s asks, but does not read the answers", peer.hex())
-        return True
-
-    def _cut_endless(self) -> None:
-        for address in self._connections.look():
-            self._metrics.cut_connections.inc()
-            log.once(logger, "endless", "cut the connection of %s: it sent a message without end", address)
+        for view in (m for m in messages if isinstance(m, View)):
+            if view.epoch > self._traced_epoch:
+                self._traced_epoch = view.epoch
+                self._trace.epoch(view.epoch, len(view.workers), len(view.servers))
 
     def _complete(self, status: Status) -> Status:
-        """With what the membership does not know: this process."""
+        """Adds this process, of which the membership knows nothing."""
         own = NodeStatus(
             role="scheduler",
             rank=0,
@@ -309,7 +293,7 @@ class _Service:
         )
         return msgspec.structs.replace(status, nodes=(own, *status.nodes), page=self._page.address)
 
-    def _show_gauges(self) -> None:
+    def _update_gauges(self) -> None:
         for state in STATES:
             self._metrics.state.labels(state=state).set(state == self._membership.state)
         for role in ("worker", "server"):
@@ -319,7 +303,7 @@ class _Service:
 
 
 def _with_clock(send: Send, heartbeat: Heartbeat) -> Send:
-    """The answer to a heartbeat says what time it is here."""
+    """Adds this process's clock to the answer to a heartbeat."""
     if not isinstance(send.message, HeartbeatReply):
         return send
     times = {"heartbeat_ns": heartbeat.clock_ns, "clock_ns": now_ns()}

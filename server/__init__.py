@@ -1,1 +1,1 @@
-"""The role that owns slots and sums what the workers push."""
+"""Server role: owns slots of the key space, and reduces what workers push to them."""

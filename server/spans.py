@@ -1,4 +1,4 @@
-"""What a timeline says about a server's messages."""
+"""Timeline spans of a server: their names, and the arguments that say which chunk they are about."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Final
 
 from zenps.wire.messages import Busy, Failure, FromServer, Push, Resend, Result, Resume, Wanted
 
-__all__ = ["KINDS", "about", "size_bytes"]
-
-KINDS: Final[dict[type[FromServer], str]] = {
+SEND_SPANS: Final[dict[type[FromServer], str]] = {
     Result: "answer",
     Failure: "fail",
     Busy: "refuse",
@@ -17,19 +15,19 @@ KINDS: Final[dict[type[FromServer], str]] = {
     Resend: "ask again",
     Wanted: "ask",
 }
-"""What sending one to a worker is called."""
+"""The name of the span in which a message is sent to a worker."""
 
 
-def about(message: Push | FromServer) -> dict[str, object]:
-    """Which chunk of what it concerns."""
+def chunk_args(message: Push | FromServer) -> dict[str, object]:
+    """The arguments that say which chunk of which round a message is about."""
     return {
         "tensor": message.tensor,
         "step": message.step,
         "chunk": message.chunk,
-        "epoch": message.epoch,
+        "epoch": message.ring_epoch,
     }
 
 
 def size_bytes(frames: Sequence[memoryview]) -> int:
-    """Of all frames together."""
+    """The size of all frames together."""
     return sum([frame.nbytes for frame in frames])

@@ -1,15 +1,13 @@
-"""Who the workers are, by the latest view."""
+"""Worker membership: which peer has which rank in the latest view, and what it may push."""
 
 from __future__ import annotations
 
 from zenps.errors import ProtocolError, listing
 from zenps.wire.messages import Push, View
 
-__all__ = ["Workers"]
-
 
 class Workers:
-    """The workers that every round waits for.
+    """The workers of the latest view: every round waits for all of them.
 
     Attributes:
         peers: their routing identities, by rank.
@@ -22,7 +20,7 @@ class Workers:
         self._hosts: dict[int, str] = {}
 
     def follow(self, view: View) -> dict[int, str]:
-        """Goes by ``view``. Returns those of its workers that have left, and how to say so."""
+        """Takes the members of ``view``. Returns the ranks that have left, with the text that says so."""
         self.peers = {worker.rank: worker.identity for worker in view.workers}
         self._ranks = {worker.identity: worker.rank for worker in view.workers}
         self._names = {worker.identity: str(worker) for worker in view.workers}
@@ -30,22 +28,23 @@ class Workers:
         return {worker.rank: f"{worker} left the job" for worker in view.workers if worker.rank in view.left}
 
     def rank_of(self, peer: bytes) -> int | None:
-        """Which rank ``peer`` is; None of a stranger."""
+        """The rank of ``peer``; None of an unknown peer."""
         return self._ranks.get(peer)
 
     def name_of(self, peer: bytes) -> str:
-        """How to speak of ``peer``."""
+        """The name of ``peer`` for messages to people: role, rank and host, or the identity if unknown."""
         return self._names.get(peer, f"peer {peer.hex()}")
 
     def is_of(self, push: Push, peer: bytes) -> bool:
-        """Whether ``peer`` has the rank that ``push`` names."""
+        """True if ``peer`` has the rank that ``push`` names."""
         return self.peers.get(push.rank) == peer
 
     def check(self, push: Push, peer: bytes) -> None:
-        """Whether ``peer`` may push that.
+        """Refuses a push that ``peer`` may not send.
 
         Raises:
-            ProtocolError: it has another rank; or that stands for others than those of its host, each once.
+            ProtocolError: ``peer`` has another rank; or the push stands for other ranks than different ones
+                of the same host.
         """
         if not self.is_of(push, peer):
             raise ProtocolError("unexpected", f"push of rank {push.rank} by another peer")

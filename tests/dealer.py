@@ -7,8 +7,6 @@ import zmq
 from zenps.keys import Keys
 from zenps.wire.sockets import Socket, connect, open_dealer
 
-__all__ = ["connect_dealer"]
-
 
 def connect_dealer(
     ctx: zmq.Context[Socket],

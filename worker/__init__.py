@@ -1,4 +1,4 @@
-"""The role inside the training process: tensors in, synchronised tensors out."""
+"""Worker: the role inside a training process, which synchronises tensors with all other workers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from .api import (
     stats,
     synchronize,
 )
-from .broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from .communicator import Pending, Stats
-from .ddp import CommHookState, comm_hook
-from .optimizer import DistributedOptimizer
-from .state import TrainingState
+from .core.pending import Pending
+from .core.statistics import Stats
+from .training.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from .training.ddp import CommHookState, comm_hook
+from .training.elastic import TrainingState
+from .training.optimizer import DistributedOptimizer
 
 __all__ = [
     "CommHookState",

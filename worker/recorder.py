@@ -1,4 +1,4 @@
-"""Which rows this worker pushes, for ``zenps plan``: written to a file, until it has seen enough."""
+"""Recorder of pushed rows for ``zenps plan``: writes them to a file, then ends the training."""
 
 from __future__ import annotations
 
@@ -11,24 +11,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zenps.plan.recording import Header, Push, encode, keep
+from zenps.observe.recording import Header, Push, encode, keep
 
-from .compaction import row_numbers
-
-__all__ = ["Recorder", "open_recorder"]
+from .encode.sparse import row_numbers
 
 logger = logging.getLogger("zenps.plan")
 
 
 class Recorder:
-    """Ends the process, as ``sys.exit(0)`` does, when a tensor is pushed once more than ``steps`` times.
+    """Records the first pushes of each tensor; then ends the process.
 
-    All workers come to that at the same push, whose answer none of them waits for.
+    All workers end at the same push, so no worker waits for its answer.
 
     Args:
         file: to be written.
-        header: whose pushes they are.
-        steps: how many of each tensor are recorded.
+        header: describes this worker.
+        steps: how many pushes of each tensor are recorded.
     """
 
     def __init__(self, file: Path, header: Header, steps: int) -> None:
@@ -39,12 +37,12 @@ class Recorder:
         self._write(header)
 
     def note(self, tensor: Tensor, name: str) -> None:
-        """Writes down which rows of ``tensor``, dense or sparse COO, are pushed.
+        """Records which rows of ``tensor``, dense or sparse COO, are pushed.
 
-        Integers are left out: they are what ranks tell one another, no gradients.
+        Integer tensors are skipped: they are messages between ranks, not gradients.
 
         Raises:
-            SystemExit: this is enough.
+            SystemExit: the tensor has been recorded in all ``steps``; the exit code is 0.
         """
         if not tensor.is_floating_point():
             return
@@ -61,7 +59,7 @@ class Recorder:
 
 
 def open_recorder(rank: int, workers: int, environ: Mapping[str, str] = os.environ) -> Recorder | None:
-    """The one that ``zenps plan`` asks for by ``ZENPS_PLAN_TRACE``, a folder, and ``ZENPS_PLAN_STEPS``."""
+    """Opens a recorder if ``zenps plan`` has set ``ZENPS_PLAN_TRACE``, a folder, and ``ZENPS_PLAN_STEPS``."""
     folder = environ.get("ZENPS_PLAN_TRACE")
     if not folder:
         return None

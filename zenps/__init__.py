@@ -64,7 +64,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'zenps' has no attribute {name!r}; it has: {', '.join(__all__)}")
-    # Kept, for to come here each time costs microseconds.
+    # Kept in the module: another call of this function would cost microseconds.
     value = globals()[name] = getattr(import_module("zenps.worker"), name)
     return value
 

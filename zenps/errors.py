@@ -1,20 +1,20 @@
-"""Every error that ZenPS raises on purpose.
+"""Exceptions of ZenPS. Each message says what was expected, what came, and what to do.
 
 ::
 
     ZenPSError
-    ├── ConfigError       a setting is wrong: field, value, what is allowed
-    │   └── UnknownKeyError   a setting that does not exist
-    ├── UsageError        a call came at the wrong time: before init, twice, same name in flight
-    ├── TensorError       a tensor cannot be synchronised: device, dtype, layout
-    ├── MismatchError     ranks disagree about a tensor or a setting
-    ├── DeadlineError     a wait ended; the message names who is missing
-    ├── PeerLostError     a node's lease ran out, or it left while others needed it
-    └── ProtocolError     bytes from the network were refused
+    ├── ConfigError           a setting is wrong
+    │   └── UnknownKeyError   a setting does not exist
+    ├── UsageError            a call came at the wrong time
+    ├── TensorError           a tensor cannot be synchronised: its device, dtype or layout
+    ├── MismatchError         ranks disagree about a tensor or a setting
+    ├── DeadlineError         a wait took too long
+    ├── PeerLostError         a node that others need is gone
+    └── ProtocolError         bytes from the network were refused
 
-``ConfigError``, ``UsageError``, ``TensorError`` and ``MismatchError`` are the caller's to mend;
-``DeadlineError`` and ``PeerLostError`` say that the cluster is not whole. Every message gives
-what was expected, what came, and what to do.
+The first four kinds need a change of the program or its settings. ``DeadlineError`` and ``PeerLostError``
+need a look at the cluster. ``ProtocolError`` is handled inside ZenPS, which drops, counts and logs such
+bytes.
 """
 
 from __future__ import annotations
@@ -39,15 +39,18 @@ __all__ = [
 
 
 class ZenPSError(Exception):
-    """The root; catch it to catch everything that ZenPS raises on purpose."""
+    """The base class. Catch it to catch every error that ZenPS raises on purpose."""
 
 
-# Arguments are kept as they came and made a text when one is asked for: an exception that crosses
-# processes, as from a DataLoader's worker, is made again from its arguments.
+# The classes below keep their arguments and format the text only when it is needed: an exception that crosses
+# processes, for example from a worker of a DataLoader, is built again from its arguments.
 
 
 class ConfigError(ZenPSError, ValueError):
-    """A setting was refused. One line: field, value, allowed values."""
+    """Raised when a setting has a value that is not allowed.
+
+    Set ``field`` to a value that ``allowed`` describes.
+    """
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         super().__init__(field, value, allowed)
@@ -60,7 +63,10 @@ class ConfigError(ZenPSError, ValueError):
 
 
 class UnknownKeyError(ConfigError):
-    """A setting that does not exist was named; ``allowed`` says which name was probably meant."""
+    """Raised when a setting does not exist.
+
+    Use the name that ``allowed`` suggests, or remove the setting.
+    """
 
     def __init__(self, field: str, allowed: str) -> None:
         super().__init__(field, None, allowed)
@@ -71,29 +77,47 @@ class UnknownKeyError(ConfigError):
 
 
 class UsageError(ZenPSError, RuntimeError):
-    """A call that is right in itself came at the wrong time."""
+    """Raised when a call comes at the wrong time: before ``init``, twice, or for a tensor name in flight.
+
+    Move the call, or wait for the one before.
+    """
 
 
 class TensorError(ZenPSError, TypeError):
-    """A tensor was refused before anything was sent."""
+    """Raised when a tensor cannot be synchronised because of its device, dtype, layout or size.
+
+    Convert the tensor as the message says.
+    """
 
 
 class MismatchError(ZenPSError, ValueError):
-    """Ranks disagree; the message names the tensor (or setting), the ranks, and what each has."""
+    """Raised when ranks disagree about a tensor or a setting. The message says what each rank has.
+
+    Make them equal on all ranks.
+    """
 
 
 class DeadlineError(ZenPSError, TimeoutError):
-    """A wait reached its deadline; the message names what was waited for and who is missing."""
+    """Raised when a wait has taken too long. The message names what was awaited and which nodes are missing.
+
+    See the logs of these nodes; if they are only slow, raise the deadline that the message names.
+    """
 
 
 class PeerLostError(ZenPSError, ConnectionError):
-    """A node is gone; the message names it by role, rank and host."""
+    """Raised when a node that others need has left, or its lease ran out. The message names the node.
+
+    See the log of that node, and restart the job. With ``cluster.on_worker_loss = "continue"`` a job goes on
+    without a lost worker.
+    """
 
 
 class ProtocolError(ZenPSError, ValueError):
-    """Received bytes that are not a valid message for this job.
+    """Raised when received bytes are no valid message of this job. ZenPS drops, counts and logs them.
 
-    ``reason`` is a label of the metric ``zenps_protocol_errors_total`` and one of a closed set.
+    If they come from a node of this job, see whether all nodes run the same version.
+
+    ``reason`` is one of :attr:`REASONS`, and a label of the metric ``zenps_protocol_errors_total``.
     """
 
     REASONS = ("envelope", "version", "job", "checksum", "payload", "unexpected", "key")
@@ -109,7 +133,7 @@ class ProtocolError(ZenPSError, ValueError):
 
 
 def cannot_listen(section: str, host: str, port: int, error: OSError) -> ConfigError:
-    """Which of the settings ``section.host`` and ``section.port`` is wrong, where one cannot listen there."""
+    """The error for ``section.host`` or ``section.port``, whichever of them cannot be listened on."""
     reason = error.strerror or str(error)
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return ConfigError(f"{section}.host", host, f"an address of this machine ({reason})")
@@ -117,7 +141,7 @@ def cannot_listen(section: str, host: str, port: int, error: OSError) -> ConfigE
 
 
 def listing(items: Iterable[object], separator: str = ", ", most: int = 16) -> str:
-    """Items for a message that must stay short in a large cluster: the first ones, and how many more."""
+    """The first items as text, and how many more there are: messages stay short in a large cluster."""
     shown = [str(item) for item in items]
     more = [f"{len(shown) - most} more"] if len(shown) > most else []
     return separator.join(shown[:most] + more)

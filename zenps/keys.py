@@ -1,7 +1,7 @@
-"""Who may play which role: the key files of a job, and how they are made.
+"""CURVE key files of a job: reads, checks and generates them. A key says which node may play which role.
 
-CURVE (https://rfc.zeromq.org/spec/26/) gives every node a key pair. One file lists the public keys of
-all nodes by name, and is copied to every machine; each node has its secret key in a file of its own::
+CURVE (https://rfc.zeromq.org/spec/26/) gives every node a key pair. One file lists the public keys of all
+nodes by name and is copied to every machine. Each node has its secret key in a file of its own::
 
     keys.toml           scheduler = "…"           worker-3.secret     secret = "…"
                         server-0 = "…"
@@ -26,10 +26,8 @@ from typing import Any, Final, Literal
 import zmq
 from zmq.utils import z85
 
+from zenps.config.settings import SecurityConfig
 from zenps.errors import ConfigError
-from zenps.settings import SecurityConfig
-
-__all__ = ["LIST_NAME", "Keys", "Player", "generate", "load_keys", "node_name", "read_owners"]
 
 LIST_NAME: Final = "keys.toml"
 
@@ -41,22 +39,22 @@ _OPEN_TO_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
 _LIST_HEADER: Final = """\
 # The public keys of one job, written by zenps keygen. Every node needs a copy.
-# A node without a line here is let in nowhere: to revoke a key, remove its line.
+# A node without a line here is refused everywhere: to revoke a key, remove its line.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """One node's key pair, and the public keys of all others. Keys are Z85 text."""
+    """The key pair of one node, and the public keys of all others. Keys are Z85 text."""
 
     file: Path
     """The list of public keys."""
     name: str
-    """Whose key pair this is, ``worker-3``."""
+    """Of the node that owns the key pair, for example ``worker-3``."""
     public: bytes
     secret: bytes = field(repr=False)
     owners: Mapping[bytes, str]
-    """Name by public key, as listed when this was read."""
+    """Node name by public key, as listed when the file was read."""
 
     def public_of(self, name: str) -> bytes:
         """The public key of another node.
@@ -71,18 +69,18 @@ class Keys:
 
 
 def node_name(role: str, rank: int | None) -> str:
-    """The name by which a node's key is listed: ``scheduler``, ``worker-3``."""
+    """The name by which a node's key is listed, for example ``scheduler`` or ``worker-3``."""
     return role if rank is None else f"{role}-{rank}"
 
 
 def load_keys(security: SecurityConfig, role: Player, rank: int | None = None) -> Keys | None:
-    """The keys that the settings name, checked; None where they name none.
+    """Reads and checks the keys that the settings name; None if they name none.
 
     Args:
-        security: file names. A directory as ``security.secret`` stands for the file in it that
-            ``zenps keygen`` made for this node.
-        role: what this process wants to be. An operator may use any node's key.
-        rank: the rank that it wants, or None for that of its key.
+        security: file names. If ``security.secret`` is a directory, the file in it that ``zenps keygen`` made
+            for this node is read.
+        role: of this process. An operator may use the key of any node.
+        rank: the requested rank, or None for that of the key.
 
     Raises:
         ConfigError: a file is missing, malformed or open to others, or the key is another node's.
@@ -111,7 +109,7 @@ def load_keys(security: SecurityConfig, role: Player, rank: int | None = None) -
 
 
 def read_owners(file: Path) -> dict[bytes, str]:
-    """Name by public key, from the list that ``zenps keygen`` wrote.
+    """Reads the list that ``zenps keygen`` wrote: node name by public key.
 
     Raises:
         ConfigError: it cannot be read, others can write to it, or it is malformed.
@@ -142,7 +140,7 @@ def _read_pair(path: Path) -> tuple[bytes, bytes]:
 
 
 def _read_toml(path: Path, setting: str, forbidden: int, remedy: str) -> dict[str, Any]:
-    """A file of keys; ``forbidden`` are the permissions that would make it worthless."""
+    """Reads a file of keys, unless it has permissions among ``forbidden``: then others could misuse it."""
     try:
         with path.open(encoding="utf-8") as stream:
             mode = stat.S_IMODE(os.fstat(stream.fileno()).st_mode)
@@ -154,12 +152,12 @@ def _read_toml(path: Path, setting: str, forbidden: int, remedy: str) -> dict[st
     except OSError as error:
         raise ConfigError(setting, str(path), f"a readable file ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        # Not chained: what the decoder was given may be a secret.
+        # Not chained: the decoder's error may show a secret.
         raise ConfigError(setting, str(path), f"TOML as zenps keygen writes it: {error}") from None
 
 
 def _as_key(text: object) -> bytes | None:
-    """The key that ``text`` is, or None."""
+    """``text`` as a key; None if it is none."""
     if not isinstance(text, str) or len(text) != 40 or not text.isascii():
         return None
     try:
@@ -178,10 +176,10 @@ def _require_curve() -> None:
 
 
 def generate(directory: Path, workers: int, servers: int) -> list[str]:
-    """Makes the keys that ``directory`` lacks, and returns their nodes' names.
+    """Generates the keys that ``directory`` lacks, and returns the names of their nodes.
 
-    The directory gets mode 0700 and each file 0600, whatever the umask. Nothing that exists is
-    overwritten: who is listed keeps the key, and a secret whose node is not listed is an error.
+    The directory gets mode 0700 and each file 0600, whatever the umask. No existing file is overwritten: a
+    listed node keeps its key, and a secret file of a node that is not listed is an error.
 
     Raises:
         ConfigError: the directory is open to others, or a file cannot be made.
@@ -208,13 +206,13 @@ def generate(directory: Path, workers: int, servers: int) -> list[str]:
             text += f'{name} = "{public.decode()}"\n'
         if new:
             made.append(_create(directory / f"{LIST_NAME}.new", text))
-            made[-1].replace(file)  # readers see the old list or the new one, never a part
+            made[-1].replace(file)  # atomic: readers see the old list or the new one
         return new
     except BaseException as error:
         for path in made:
             path.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            allowed = f"a place for new keys ({error.strerror}: {error.filename}); nothing is overwritten"
+            allowed = f"a directory for new keys ({error.strerror}: {error.filename}); nothing is overwritten"
             raise ConfigError("DIR", str(directory), allowed) from error
         raise
 

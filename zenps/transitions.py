@@ -1,7 +1,7 @@
-"""What a state machine's table is, and the diagram that is drawn from it.
+"""State transition tables of state machines, and their Mermaid diagrams.
 
-Each role has one literal table: for each state, the events that matter there and the state that follows.
-The machines look their next state up in it, and ``docs/protocol.md`` shows it, so the three cannot differ.
+Each role has literal tables: for each state, the events that may come there and the state that follows. The
+code looks up its next state in the table, and ``docs/protocol.md`` shows the diagram, so they cannot differ.
 """
 
 from __future__ import annotations
@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-__all__ = ["Transitions", "diagram"]
-
 State = TypeVar("State", bound=str)
 Event = TypeVar("Event", bound=str)
 
 Transitions = Mapping[State, Mapping[Event, State]]
-"""``table[state][event]`` is the next state; an event that a state does not list cannot come there."""
+"""``table[state][event]`` is the next state. An event that is not listed for a state cannot come there."""
 
 
 def diagram(table: Transitions[State, Event]) -> str:
-    """A Mermaid state diagram; it begins in the first state, and ends in those without events.
+    """A Mermaid state diagram. It begins in the first state and ends in the states without events.
 
     Source: https://mermaid.js.org/syntax/stateDiagram.html
     """

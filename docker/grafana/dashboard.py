@@ -1,7 +1,7 @@
-"""Writes dashboards/zenps.json: ``python docker/grafana/dashboard.py``.
+"""Grafana dashboard as code: ``python docker/grafana/dashboard.py`` writes dashboards/zenps.json.
 
-The JSON is what Grafana reads; this is what people read and change. Rows are the questions of whoever looks,
-in the order in which they are asked. A test compares the two, another runs every query against a Prometheus.
+Grafana reads the JSON; people read and change this file. Each row of the dashboard answers a question, in the
+order in which people ask them. A test compares the two, another runs every query against a Prometheus.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, Final, NamedTuple
 FILE: Final = Path(__file__).with_name("dashboards") / "zenps.json"
 
 DATASOURCE: Final = {"type": "prometheus", "uid": "zenps-prometheus"}
-"""As in provisioning/datasources/prometheus.yaml."""
+"""The data source of provisioning/datasources/prometheus.yaml."""
 
 WIDTH: Final = 24
-"""Of Grafana's grid."""
+"""The width of Grafana's grid."""
 
 JOB: Final = 'job="$job"'
 NODE: Final = 'job="$job", instance=~"$instance"'
@@ -37,14 +37,14 @@ class Panel:
     """One panel.
 
     Attributes:
-        title, description: what is shown, and how it is to be read.
-        queries: of all series.
+        title, description: what the panel shows, and how to read it.
+        queries: the series.
         unit: as Grafana names it (https://grafana.com/docs/grafana/latest/panels-visualizations/configure-standard-options/).
         kind: the visualisation.
-        width: of WIDTH.
-        bad_above: where values become red.
-        stacked: whether values add up to something.
-        most: the axis ends there.
+        width: in columns, of WIDTH.
+        bad_above: values above it are red.
+        stacked: True if the sum of all series means something.
+        most: the end of the axis.
     """
 
     title: str
@@ -64,27 +64,27 @@ class Panel:
 
 
 def by_rank(expr: str) -> str:
-    """``expr``, whose series have an instance, with the rank of each."""
+    """Adds the rank to the series of ``expr``, by their instance."""
     return f"{expr} * on (job, instance) group_left (rank) zenps_node_info"
 
 
 def rate(metric: str, *labels: str) -> str:
-    """Per second, of one node."""
+    """Returns the query of a rate per second, by node."""
     return f"rate({metric}{{{', '.join((NODE, *labels))}}}{RATE})"
 
 
 def total(metric: str, *labels: str) -> str:
-    """Per second, of all nodes together."""
+    """Returns the query of a rate per second, the sum of all nodes."""
     return f"sum(rate({metric}{{{', '.join((JOB, *labels))}}}{RATE}))"
 
 
 def mean_seconds(metric: str) -> str:
-    """The mean of a histogram of seconds."""
+    """Returns the query of the mean of a histogram of seconds."""
     return f"{rate(metric + '_sum')} / {rate(metric + '_count')}"
 
 
 def stages(above: str, below: str) -> str:
-    """How many rows there are at one stage over those at another."""
+    """Returns the query of the rows at one stage divided by those at another."""
     over, under = (total("zenps_rows_total", f'stage="{stage}"') for stage in (above, below))
     return f"{over} / {under}"
 
@@ -333,7 +333,7 @@ EPOCHS: Final = {
 
 
 def dashboard() -> dict[str, Any]:
-    """All of it, as Grafana's JSON model has it."""
+    """Returns the dashboard as Grafana's JSON model."""
     return {
         "uid": "zenps",
         "title": "ZenPS",
@@ -351,7 +351,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def written() -> str:
-    """The file."""
+    """Returns the content of the file."""
     return json.dumps(dashboard(), indent=2) + "\n"
 
 
@@ -368,7 +368,7 @@ def _variable(name: str, query: str, **more: Any) -> dict[str, Any]:
 
 
 def _panels() -> Iterator[dict[str, Any]]:
-    """Rows from left to right and from top to bottom."""
+    """Places the panels of each row from left to right, and rows from top to bottom."""
     number = y = 0
     for question, panels in ROWS.items():
         number += 1

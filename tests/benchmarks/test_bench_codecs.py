@@ -1,4 +1,4 @@
-"""The benchmark of position codecs runs; and what it found, which is kept, is what the codecs do."""
+"""The benchmark of position codecs runs, and its archived results are those of the present codecs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def kept() -> list[dict[str, Any]]:
 
 
 @pytest.mark.long
-def test_it_measures_what_is_kept(tmp_path: Path, kept: list[dict[str, Any]]) -> None:
+def test_a_run_reproduces_the_archived_results(tmp_path: Path, kept: list[dict[str, Any]]) -> None:
     output = tmp_path / "codecs.json"
     sets = measured(output, "--spans", "10000", "100000", "--densities", "0.001", "0.1", "0.99")
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

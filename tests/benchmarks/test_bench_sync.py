@@ -1,4 +1,4 @@
-"""The benchmark runs, checks its own results, and reports what it promises."""
+"""The synchronisation benchmark runs, checks its own sums, and writes its report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of narrow values runs, and reports what each form costs and saves."""
+"""The benchmark of quantized values runs, and reports loss and bytes of each form."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def test_short_run_is_measured_and_written(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARK), "--steps", "3", "--forms", "bfloat16", "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    same, *narrow = json.loads(file.read_text())["runs"]
+    same, *quantized = json.loads(file.read_text())["runs"]
     assert (same["form"], same["loss_ratio"], same["bytes_ratio"]) == ("same", 1.0, 1.0)
-    assert [(run["form"], run["case"]["forgets"]) for run in narrow] == [
+    assert [(run["form"], run["case"]["forgets"]) for run in quantized] == [
         ("bfloat16", False),
         ("bfloat16", True),
     ]
-    for run in narrow:
+    for run in quantized:
         assert len(run["curve"]["losses"]) == 3
         assert 0.95 < run["loss_ratio"] < 1.05
         assert 1.8 < run["bytes_ratio"] < 2

@@ -1,4 +1,4 @@
-"""The gradients of the benchmark are what they are said to be."""
+"""The benchmark's gradients have the published density, overlap and skew."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_first_of_8_ranges_has_most(character: Character) -> None:
     assert character.skew[8] > 0.6 * 8
 
 
-def test_what_workers_touch_together_is_less_skewed(character: Character) -> None:
+def test_the_union_of_workers_rows_is_less_skewed(character: Character) -> None:
     for workers, skew in character.union_skew.items():
         assert 1 < skew < 1.02 * character.skew[workers]
     # Hot rows are the same for all of them, the others are not.

@@ -1,4 +1,4 @@
-"""A headless Chromium of Debian's, which `make test-browser` asks for."""
+"""Fixture of a headless Chromium from Debian, used by `make test-browser`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The status page in a real browser: a cluster that trains and loses a server, and one that means harm."""
+"""Status page in a real browser: a cluster that trains and loses a server, and a hostile one."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from selenium.webdriver.common.by import By
 
 import zenps as zps
 from tests.integration.cluster import Cluster
-from zenps.ring import rebalance
-from zenps.scheduler import page
-from zenps.settings import StatusConfig
+from zenps.config.settings import StatusConfig
+from zenps.partition.ring import rebalance
+from zenps.scheduler.page import endpoint as page
 from zenps.wire.messages import Change, NodeStatus, Status
 
 DEADLINE_SECONDS = 60.0
@@ -29,11 +29,11 @@ SLOW_RANK = 2
 
 
 def train(stop: Path) -> int:
-    """A sparse round every 20 ms until the file is there; one rank takes longer. Returns how many."""
+    """A sparse round every 20 ms until the file exists; one rank is slower. Returns how many."""
     generator = torch.Generator().manual_seed(zps.rank())
     rounds, until = 0, time.monotonic() + 4 * DEADLINE_SECONDS
     while zps.push_pull(torch.tensor([float(stop.exists())]), "stop").item() == 0:
-        assert time.monotonic() < until, "nobody stops this"
+        assert time.monotonic() < until, "the file was never made"
         indices = torch.randint(100_000, (1, 2000), generator=generator)
         gradient = torch.sparse_coo_tensor(
             indices, torch.ones(2000, 32), (100_000, 32), check_invariants=True
@@ -49,7 +49,7 @@ def text(browser: Chrome, selector: str) -> str:
 
 
 def texts(browser: Chrome, selector: str) -> list[str]:
-    """Of all elements, at one moment: the page replaces some while it is read."""
+    """Returns the texts of all elements at one moment: the page replaces some while it is read."""
     script = "return [...document.querySelectorAll(arguments[0])].map((element) => element.innerText)"
     found: list[str] = browser.execute_script(script, selector)
     return found
@@ -63,13 +63,13 @@ def eventually(condition: Callable[[], object]) -> None:
 
 
 def ring(browser: Chrome) -> str:
-    """What is drawn."""
+    """Returns the picture of the ring."""
     url: str = browser.execute_script("return document.getElementById('ring').toDataURL()")
     return url
 
 
 def shot(browser: Chrome, width: int, path: Path) -> None:
-    """The whole page at a width, as a picture."""
+    """Takes a picture of the whole page at a width."""
     look(browser, width)
     height = browser.execute_script("return document.documentElement.scrollHeight")
     look(browser, width, height)
@@ -83,14 +83,14 @@ def look(browser: Chrome, width: int, height: int = 900) -> None:
 
 
 def requested(browser: Chrome) -> set[str]:
-    """All URLs that were asked for so far, but for what Chromium has in itself."""
+    """Returns all URLs that were requested so far, but for those within Chromium."""
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     sent = [event["params"] for event in events if event["method"] == "Network.requestWillBeSent"]
     urls = {params["request"]["url"] for params in sent}
     return {url for url in urls if not url.startswith(("chrome:", "data:"))}
 
 
-def test_a_cluster_is_seen_to_train_and_to_lose_a_server(browser: Chrome, tmp_path: Path) -> None:
+def test_a_cluster_trains_and_loses_a_server(browser: Chrome, tmp_path: Path) -> None:
     stop = tmp_path / "stop"
     with Cluster(workers=3, servers=3, lease_seconds=LEASE_SECONDS) as cluster:
         workers = [cluster.start(train, stop, rank=rank) for rank in range(3)]
@@ -148,7 +148,7 @@ HARM = '<img src=x onerror="document.title=1">&amp;</script><script>document.tit
 
 
 def hostile(nodes: int) -> Status:
-    """What nodes say of themselves at worst."""
+    """A status of nodes that report HTML, scripts, NaN and infinity."""
     load = {"rounds": float("nan"), "received_bytes": float("inf"), "held_bytes": 5.0, HARM[:64]: 1.0}
     table = [NodeStatus("scheduler", 0, HARM, 1, HARM, HARM, 1, HARM, 0, 0.0, {})]
     for role in ("server", "worker"):
@@ -162,12 +162,13 @@ def hostile(nodes: int) -> Status:
 
 @contextmanager
 def served(status: Status) -> Iterator[str]:
-    """Where a page is that shows always the same."""
+    """Serves a page that always shows the same status; yields its URL."""
     shown, end = page.serve(StatusConfig()), threading.Event()
 
     def answer() -> None:
         while not end.wait(0.02):
-            shown.answer(lambda: status)
+            if shown.has_questions:
+                shown.answer(status)
 
     thread = threading.Thread(target=answer)
     thread.start()
@@ -180,7 +181,7 @@ def served(status: Status) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("nodes", [2, 128])
-def test_harm_stays_text_and_fits_a_phone(browser: Chrome, nodes: int) -> None:
+def test_hostile_text_stays_text_and_fits_a_phone(browser: Chrome, nodes: int) -> None:
     with served(hostile(nodes)) as url:
         look(browser, 390)
         browser.get(url)

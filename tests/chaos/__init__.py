@@ -1,3 +1,3 @@
-"""Kills at random while a cluster trains, whose weights must keep their bits: :mod:`tests.chaos.chaos`."""
+"""Chaos tests: random kills while a cluster trains must not change its weights: :mod:`tests.chaos.chaos`."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kills servers and the scheduler while a cluster trains: ``python -m tests.chaos.chaos --runs 20``.
+"""Chaos test: kills servers and the scheduler of training clusters. ``python -m tests.chaos.chaos --runs 20``
 
 What each worker ends with (all weights, and all that its optimizers remember) must have the bits of a run to
 which nothing happened. Beside it stands what the loss of a worker does, to ZenPS and to gloo.
@@ -27,10 +27,8 @@ from tests.chaos.run import Run
 from tests.chaos.schedule import HARD, KILLS, Counts, Done, draw
 from tests.chaos.workers import Loss, lose_with_gloo, lose_with_zenps
 
-__all__ = ["LOGS", "Pauses", "Report", "chaos"]
-
 LOGS = Path("build/chaos")
-"""What runs leave behind that went wrong."""
+"""Where runs that went wrong leave their logs."""
 
 HARD_KILL = "any of the first three"
 AWAY = "any of a server, scheduler away"
@@ -38,7 +36,7 @@ NOTHING = "nothing"
 
 
 class Pauses(msgspec.Struct):
-    """How long training paused: the longest step for each event of a kind, from the event on."""
+    """Pauses of training: the longest step from each event of a kind on."""
 
     count: int
     p50_seconds: float
@@ -57,16 +55,16 @@ class Report(msgspec.Struct):
     failed_runs: int = 0
     mismatching_runs: int = 0
     kills: dict[str, int] = {}
-    """Of servers, by how."""
+    """The number of servers, by how they ended."""
     scheduler_kills: int = 0
     drains: int = 0
     joins: int = 0
-    """Beside the servers that took the place of others."""
+    """Servers that joined, without those that replaced others."""
     pauses: dict[str, Pauses] = {}
-    """By what happened."""
+    """By kind of event."""
     faults: list[str] = []
     losses: list[Loss] = []
-    """What it does to the others when a worker is killed."""
+    """The effect on the other workers when one is killed."""
     seconds: float = 0.0
 
     @property
@@ -75,9 +73,9 @@ class Report(msgspec.Struct):
 
 
 def chaos(runs: int, counts: Counts, steps: int, lease_seconds: float, seed: int) -> Report:
-    """Plays one run to which nothing happens, and ``runs`` that have to end with its bits.
+    """Plays one undisturbed run, and ``runs`` disturbed ones that must end with the same bits.
 
-    In every other one the scheduler is killed when all is calm, to see that training does not pause for it.
+    In every other run the scheduler is killed while nothing else happens: training must not pause for that.
     """
     machine = f"{platform.machine()}, {os.cpu_count()} CPUs, Linux {platform.release()}"
     report = Report(seed, machine, WORKERS, SERVERS, steps, lease_seconds)
@@ -127,7 +125,7 @@ def _play(name: str, steps: int, lease_seconds: float, counts: Counts, seed: int
 def _pauses(
     done: Sequence[Done], steps: Sequence[tuple[float, float]], apart: bool
 ) -> Iterator[tuple[str, float]]:
-    """Each event's kind and pause. A server's own kind holds those that the scheduler was there for."""
+    """Each event's kind and pause. Kinds of servers' events have only those while the scheduler was there."""
     absences = [one for one in done if one.act == "scheduler"]
     for one in done:
         seconds = one.pause_seconds(steps)

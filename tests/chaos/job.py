@@ -1,4 +1,4 @@
-"""The training that is disturbed: its bits depend on nothing but the number of workers and of steps."""
+"""Training job of the chaos test: its bits depend only on the numbers of workers and of steps."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from torch import Tensor, nn
 import zenps as zps
 from tests.integration.cluster import shared_bytes
 
-__all__ = ["Model", "digest", "give_way", "loss_of", "optimizers_of", "steps_of", "train"]
-
 ROWS = 20_000
 COLUMNS = 192
 BATCH = 64
 IDS = 16
 
 BARRIER_STEPS = 40
-# A hundred steps, in which nothing else may happen once the scheduler is killed, outlast its absence.
+# A hundred steps without any other event take longer than the scheduler is away.
 PAUSE_SECONDS = 0.02
 GATE_SECONDS = 120.0
 
@@ -55,7 +53,7 @@ class Model(nn.Module):
 
 
 def optimizers_of(model: Model) -> list[torch.optim.Optimizer]:
-    """With states that remember: a gradient that is applied twice, or never, is seen in all later ones."""
+    """Optimizers with state: a gradient that is applied twice, or never, changes all later states."""
     return [
         torch.optim.Adagrad(model.words.parameters(), lr=0.05),
         torch.optim.SparseAdam(list(model.users.parameters()), lr=0.01),
@@ -72,10 +70,10 @@ def loss_of(model: Model, step: int, rank: int) -> Tensor:
 
 
 def train(steps: int, directory: Path, barriers: bool) -> tuple[str, float, float]:
-    """Trains as far as the harness lets it, and notes when each step began and ended.
+    """Trains as far as the harness lets it, and records when each step began and ended.
 
     Returns:
-        The digest of all weights and states, the last loss, and how many bytes did not travel.
+        The digest of all weights and states, the last loss, and the bytes that went through shared memory.
     """
     torch.manual_seed(0)
     model = Model()
@@ -102,7 +100,7 @@ def train(steps: int, directory: Path, barriers: bool) -> tuple[str, float, floa
 
 
 def steps_of(directory: Path, rank: int) -> list[tuple[float, float]]:
-    """When each of a rank's steps began and ended, by the clock of ``time.monotonic()``, which all share."""
+    """When each of a rank's steps began and ended, by ``time.monotonic()``, which all processes share."""
     path = directory / f"{rank}.steps"
     data = path.read_bytes() if path.exists() else b""
     return list(STEP.iter_unpack(data[: len(data) // STEP.size * STEP.size]))

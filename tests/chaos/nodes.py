@@ -1,4 +1,4 @@
-"""A cluster that is started by hand, and that nobody watches: a scheduler on its port, servers, workers."""
+"""Cluster of the chaos test: a scheduler on a fixed port, servers and workers, without ``zenps launch``."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ import zenps as zps
 from tests.chaos.job import train
 from tests.chaos.schedule import Done
 from tests.integration.cluster import Process
-from zenps import cli
+from zenps.cli import commands as cli
+from zenps.cli.status import fetch
+from zenps.config.settings import ClusterConfig
 from zenps.errors import DeadlineError
-from zenps.settings import ClusterConfig
-from zenps.status import fetch
 from zenps.wire.messages import Status
-
-__all__ = ["SERVERS", "WORKERS", "Nodes", "Server"]
 
 WORKERS = 2
 SERVERS = 3
@@ -33,13 +31,13 @@ STATUS_SECONDS = 0.5
 
 @dataclass
 class Server:
-    """A server's process, and what we know of it."""
+    """A server's process and its state, as far as the harness knows it."""
 
     process: Process
     rank: int = -1
     """Known once it has slots, and with it all others of the view."""
     harm: Done | None = None
-    """What was done to it."""
+    """The fault that was applied to it."""
 
 
 class Nodes:
@@ -58,7 +56,7 @@ class Nodes:
         self._processes: list[Process] = []
 
     def start_scheduler(self) -> None:
-        """The first, or one in the place of another that was killed."""
+        """Starts the first scheduler, or one that replaces a killed one."""
         number = sum(process.name.startswith("scheduler") for process in self._processes)
         self.scheduler = self._command(f"scheduler-{number}", "scheduler")
 
@@ -77,11 +75,11 @@ class Nodes:
         return self._command(f"drain-{len(self._processes)}", "drain", str(rank))
 
     def unharmed(self) -> list[Server]:
-        """Servers that have joined, and that nothing has been done to."""
+        """Servers that have joined, and to which no fault was applied."""
         return [server for server in self.servers if server.rank >= 0 and server.harm is None]
 
     def status(self) -> Status | None:
-        """What the scheduler says; None where it is away."""
+        """The scheduler's status; None while it is away."""
         if not self.scheduler.alive:
             return None
         try:
@@ -90,7 +88,7 @@ class Nodes:
             return None
 
     def kill(self) -> None:
-        """Whoever is left."""
+        """Kills all processes that are left."""
         for process in self._processes:
             if process.alive:
                 process.kill()
@@ -121,8 +119,8 @@ class Nodes:
 def _free_port() -> int:
     """A port that stays free while the scheduler is away.
 
-    Not of the range from which the kernel takes the near ends of connections (from 32768): a node that tries
-    to reach the scheduler over and over again would be given it one day, and be connected to itself.
+    Below the range of ephemeral ports (from 32768): a node that connects to the scheduler over and over again
+    would get the same port as its own end one day, and be connected to itself.
     """
     dice = random.Random()
     while True:
@@ -146,7 +144,7 @@ def _run_command(arguments: list[str]) -> None:
         code = end.code
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not through multiprocessing's way out, on which the harness takes every code but 0 for an exception.
+    # os._exit(), because the harness takes any exit code but 0 of multiprocessing for an exception.
     os._exit(code if isinstance(code, int) else 1)
 
 
@@ -159,7 +157,7 @@ def _work(
     try:
         return train(steps, directory, barriers)
     except Exception:
-        traceback.print_exc()  # at once: that this one leaves may end the run before it can say why
+        traceback.print_exc()  # at once: the end of this worker may end the run before it is printed
         raise
     finally:
         # A script's atexit handler does this; processes of multiprocessing run none.

@@ -1,4 +1,4 @@
-"""One run: a cluster trains, and things happen to it."""
+"""One run of the chaos test: a cluster trains while scheduled faults are applied to it."""
 
 from __future__ import annotations
 
@@ -17,34 +17,32 @@ from tests.chaos.nodes import SERVERS, Nodes, Server
 from tests.chaos.schedule import Act, Done, Event
 from tests.integration.cluster import Process
 
-__all__ = ["Run"]
-
 SLACK_STEPS = 30
-"""How far the workers may run ahead of the next event: a server that replaces another has to join in time."""
+"""Steps that workers may run ahead of the next event: a replacement server has to join in time."""
 
 LAST_STEPS = 10
-"""Workers take these once the scheduler is there: of one that is away they could not take leave."""
+"""Steps that workers take only once the scheduler is there: they could not leave the job without it."""
 
 LOOK_SECONDS = 0.1
 RUN_SECONDS = 240.0
 
 CODES: Final[dict[Act, tuple[int, ...]]] = {"drain": (0,), "SIGTERM": (143,), "SIGSTOP, SIGCONT": (0, 1)}
-"""How a server ends. One that was stopped for longer than its lease is told that it was lost; unless the
-scheduler was away, and nobody noticed."""
+"""A server's exit codes. One that was stopped for longer than its lease is told that it was lost, and exits
+with 1, unless the scheduler was away and did not notice."""
 
 
 @dataclass
 class Run:
-    """Starts a cluster, trains, and lets the events happen; :meth:`play` is all there is to call.
+    """Starts a cluster, trains, and applies the events; call only :meth:`play`.
 
     Args:
         directory: a new one for logs and notes.
         steps: how many each worker takes.
         lease_seconds: ``cluster.lease_seconds`` of all nodes.
-        events: what happens; none in an undisturbed run.
-        dice: for what is drawn as it comes: victims, and how long something takes.
-        apart: the scheduler is killed when all is calm, nothing else happens until it is back, and the job
-            has no barriers, for which it is needed.
+        events: the faults; none in an undisturbed run.
+        dice: for draws during the run: victims and durations.
+        apart: the scheduler is killed while nothing else happens, no event comes until it is back, and the
+            job has no barriers, which need it.
     """
 
     directory: Path
@@ -57,14 +55,14 @@ class Run:
     done: list[Done] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
-    """What each worker ended with, by rank."""
+    """The result of each worker, by rank."""
 
     def play(self) -> None:
         """Plays the run; what went wrong is in ``faults``."""
         self._nodes = Nodes(self.directory, self.lease_seconds)
         self._coming = deque(self.events)
         self._due_at: float | None = None
-        """When the first of those happens; None: not before a step that is still to come."""
+        """The time of the first coming event; None if its step is still to come."""
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._away: Done | None = None
         """The scheduler's kill, until it is back."""
@@ -108,7 +106,7 @@ class Run:
         event = self._coming[0]
         if self._due_at is None:
             if len(steps_of(self.directory, 0)) >= event.step and self._possible(event):
-                # The gate opens first: what comes shall meet workers that are in the middle of a step.
+                # The gate opens first, so that workers are in the middle of a step.
                 give_way(self.directory, self._gate(1))
                 self._due_at = now + event.delay_seconds
         elif now >= self._due_at and self._possible(event):
@@ -123,7 +121,7 @@ class Run:
             return True
         if event.act == "scheduler":
             return not self._away and not (self.apart and self._is_disturbed())
-        # What has joined stays, but for what we do: so nobody need be asked, and the scheduler may be away.
+        # Members only leave by events, so the scheduler need not be asked, and may be away.
         return len(self._nodes.unharmed()) >= 2
 
     def _act(self, event: Event) -> None:
@@ -169,7 +167,7 @@ class Run:
         self._after(LOOK_SECONDS, look_after)
 
     def _replace(self) -> None:
-        """Not where a server that joined makes up for the one that is gone."""
+        """Starts a server in place of one that is gone, unless another has joined instead."""
         if sum(server.harm is None for server in self._nodes.servers) < SERVERS:
             self._nodes.start_server()
 
@@ -211,7 +209,7 @@ class Run:
                 server.harm.until = now
 
     def _is_disturbed(self) -> bool:
-        """Whether something that was done is not over."""
+        """True while the effects of an event last."""
         ending = any(server.harm and server.process.alive for server in self._nodes.servers)
         return ending or bool(self._later) or len(self._nodes.unharmed()) < SERVERS
 

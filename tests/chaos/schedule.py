@@ -1,4 +1,4 @@
-"""What is done to a cluster and when, drawn from one number; and how long training paused for it."""
+"""Fault schedule of the chaos test, drawn from a seed; and the pauses of training that faults cause."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-__all__ = ["HARD", "KILLS", "Act", "Counts", "Done", "Event", "draw"]
-
 Act = Literal["SIGKILL", "SIGSTOP, SIGKILL", "SIGSTOP, SIGCONT", "SIGTERM", "drain", "join", "scheduler"]
 
 HARD: Final[tuple[Act, ...]] = ("SIGKILL", "SIGSTOP, SIGKILL", "SIGSTOP, SIGCONT")
-"""A server that does not say that it goes: its lease has to run out."""
+"""Events after which a server's lease has to expire, because it does not leave."""
 
 KILLS: Final[tuple[Act, ...]] = (*HARD, "SIGTERM")
 
@@ -20,18 +18,18 @@ KILLS: Final[tuple[Act, ...]] = (*HARD, "SIGTERM")
 _WEIGHTS: Final = (4, 1, 1, 2)
 
 FOLLOWS: Final = 0.3
-"""How many events come at a random time after the one before, and not at a step: so they meet a recovery."""
+"""Share of events that come a random time after the one before, not at a step: that is during recovery."""
 
 FIRST: Final = 0.02
 LAST: Final = 0.85
-"""The parts of the steps between which things happen."""
+"""Events happen between these fractions of all steps."""
 
 ROOM: Final = 1 / 6
-"""The part of the steps in which nothing else happens, once the scheduler was killed apart."""
+"""The fraction of all steps without other events, after the scheduler was killed apart."""
 
 
 class Counts(NamedTuple):
-    """What happens in one run, and how often."""
+    """The number of events of each kind in one run."""
 
     kills: int
     scheduler_kills: int
@@ -55,10 +53,10 @@ class Done:
     step: int
     since: float
     until: float = 0.0
-    """When all of it was over, as far as the harness can tell: 0.0 while it is not."""
+    """When its effects were over, as far as the harness can tell; 0.0 while they last."""
 
     def pause_seconds(self, steps: Sequence[tuple[float, float]]) -> float:
-        """What was left of the step in flight at ``since``, or a longer one up to the second after ``until``.
+        """The rest of the step in flight at ``since``, or a longer step up to the second after ``until``.
 
         Args:
             steps: when each began and ended.
@@ -72,7 +70,7 @@ def draw(dice: random.Random, counts: Counts, steps: int, lease_seconds: float, 
     """The events of one run, in order.
 
     Args:
-        apart: nothing else happens while the scheduler is away; otherwise something surely does.
+        apart: no other event comes while the scheduler is away; otherwise at least one does.
     """
     others: dict[Act, int] = {
         "drain": counts.drains,

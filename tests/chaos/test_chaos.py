@@ -1,4 +1,4 @@
-"""A short form of ``make chaos``, and that what it looks for would be noticed."""
+"""A short form of ``make chaos``, and tests that it notices faults."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_pause_is_the_longest_step_up_to_the_second_after_the_event() -> None:
 
 
 @pytest.mark.parametrize("apart", [True, False])
-def test_events_are_drawn_in_order_and_meet_the_scheduler_s_absence_only_where_they_may(apart: bool) -> None:
+def test_events_are_in_order_and_come_while_the_scheduler_is_away_only_where_they_may(apart: bool) -> None:
     counts = Counts(kills=10, scheduler_kills=1, drains=1, joins=2)
     for seed in range(200):
         events = draw(random.Random(seed), counts, 600, 1.0, apart)

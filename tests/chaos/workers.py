@@ -1,4 +1,4 @@
-"""What the others learn when one of three workers is killed: with ZenPS, and with gloo."""
+"""Worker loss: the errors that the other two of three workers get, with ZenPS and with gloo."""
 
 from __future__ import annotations
 
@@ -18,25 +18,23 @@ import zenps as zps
 from tests.chaos.job import Model, loss_of, optimizers_of
 from tests.integration.cluster import Cluster, Process
 
-__all__ = ["Loss", "Survivor", "lose_with_gloo", "lose_with_zenps"]
-
 WORKERS = 3
 VICTIM = 2
 STEPS_BEFORE = 30
 
 WATCH_SECONDS = 30.0
-"""Who says nothing for so long is said to hang. gloo gives up after its timeout, by default 30 minutes."""
+"""A worker without an error for so long is reported as hanging. gloo's default timeout is 30 minutes."""
 
 
 class Survivor(msgspec.Struct):
-    """What one of the others learnt."""
+    """The error that one of the other workers got."""
 
     rank: int
     kind: str
-    """The exception's type; empty where there was none in the time that we watched."""
+    """The exception's type; empty if there was none while the harness watched."""
     text: str
     seconds: float
-    """From the signal to the exception, or as long as we watched."""
+    """From the signal to the exception, or to the end of watching."""
     names_victim: bool
 
 
@@ -58,14 +56,14 @@ class Loss(msgspec.Struct):
 
 
 def lose_with_zenps(number: signal.Signals, lease_seconds: float) -> Loss:
-    """Of three workers that train with ZenPS."""
+    """Loses one of three workers that train with ZenPS."""
     with Cluster(WORKERS, lease_seconds=lease_seconds) as cluster, TemporaryDirectory() as directory:
         workers = [cluster.start(_with_zenps, Path(directory), rank=rank) for rank in range(WORKERS)]
         return _lose("ZenPS", number, workers, Path(directory), f"worker {VICTIM} (host")
 
 
 def lose_with_gloo(number: signal.Signals) -> Loss:
-    """Of three processes that train the same model with gloo's all-reduce, dense and sparse."""
+    """Loses one of three processes that train the same model with gloo's all-reduce, dense and sparse."""
     with TemporaryDirectory() as name:
         directory = Path(name)
         workers = [Process(f"gloo-{rank}", directory, _with_gloo, directory, rank) for rank in range(WORKERS)]
@@ -115,17 +113,17 @@ def _with_zenps(directory: Path) -> tuple[str, str, float]:
 
 def _with_gloo(directory: Path, rank: int) -> tuple[str, str, float]:
     torch.set_num_threads(1)
-    # As gloo is by default, where a wait ends after half an hour.
+    # gloo's default timeout, half an hour.
     timeout = timedelta(minutes=30)
-    meet = f"file://{directory / 'store'}"
-    dist.init_process_group("gloo", meet, rank=rank, world_size=WORKERS, timeout=timeout)
+    negotiate = f"file://{directory / 'store'}"
+    dist.init_process_group("gloo", negotiate, rank=rank, world_size=WORKERS, timeout=timeout)
     model = Model()
     optimizers = optimizers_of(model)
 
     def step() -> None:
         for parameter in model.parameters():
             assert parameter.grad is not None
-            # Of sparse tensors gloo takes coalesced ones.
+            # gloo takes only coalesced sparse tensors.
             gradient = parameter.grad.coalesce() if parameter.grad.is_sparse else parameter.grad
             dist.all_reduce(gradient)
             parameter.grad = gradient

@@ -1,4 +1,4 @@
-"""What every test of a kernel gets: a launcher, and memory that does not happen to be zero."""
+"""Fixtures of kernel tests: a launcher, and uninitialised memory that is not zero."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ settings.register_profile("rerun", phases=[Phase.explicit, Phase.generate], data
 
 @pytest.fixture(scope="session", params=[0, 1] if SANITIZER is Sanitizer.NONE else [0], ids="seed{}".format)
 def launcher(request: pytest.FixtureRequest) -> HostLauncher:
-    """Runs kernels on CPU tensors; under two schedules, as what a sanitizer finds does not depend on it."""
+    """Runs kernels on CPU tensors under two schedules; a sanitizer needs only one to find the same faults."""
     return HostLauncher(seed=request.param)
 
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> Iterator[None]:
-    """``torch.empty`` gives NaN and the greatest integers, so that what no kernel wrote is seen."""
+    """``torch.empty`` gives NaN and the greatest integers, so that memory that no kernel wrote is noticed."""
     torch.set_deterministic_debug_mode("error")
     yield
     torch.set_deterministic_debug_mode("default")

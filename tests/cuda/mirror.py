@@ -1,7 +1,7 @@
-"""Runs the kernels' tests on a GPU: each launch takes its CPU tensors there, and back.
+"""Kernel tests on a GPU: each launch copies its CPU tensors to the device, and back.
 
-``ZENPS_TEST_GPU=1`` makes :class:`HostLauncher` launch like this. So the suite that proves the kernels on the
-CPU is, unchanged, the suite that proves them on a GPU.
+``ZENPS_TEST_GPU=1`` makes :class:`HostLauncher` launch like this. So the suite that tests the kernels on the
+CPU also tests them on a GPU, unchanged.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from zenps.kernels.launcher import Launcher
-from zenps.kernels.place import KINDS
-
-__all__ = ["ON_A_GPU", "Mirror"]
+from zenps.kernels.gpu.launcher import Launcher
+from zenps.kernels.gpu.place import KINDS
 
 ON_A_GPU: Final = os.environ.get("ZENPS_TEST_GPU", "0") == "1"
 
 # Words of struct Placement (cuda/keyspace.cuh): of each pointer, what it points to and where its length is.
-PLACEMENT_WORDS = 18
+LAYOUT_WORDS = 18
 LEAST_ADDRESS = 1 << 16
 POINTERS = {
     11: (torch.int64, 10),
@@ -57,11 +55,11 @@ class Mirror(Launcher):
         self._launcher.launch(source, expression, grid, block, mirrored)
         self._synchronize()
         for arg in args:
-            if isinstance(arg, Tensor) and not _is_placement(arg):
+            if isinstance(arg, Tensor) and not _is_device_layout(arg):
                 arg.copy_(copies[id(arg)])
 
     def _copy(self, tensor: Tensor, kept: list[Tensor]) -> Tensor:
-        if not _is_placement(tensor):
+        if not _is_device_layout(tensor):
             return tensor.to(self._device, copy=True)
         words = tensor.tolist()
         for place, (dtype, length) in POINTERS.items():
@@ -71,9 +69,9 @@ class Mirror(Launcher):
         return torch.tensor(words, device=self._device)
 
 
-def _is_placement(tensor: Tensor) -> bool:
-    """Other arguments may have as many words, but none that describe a layout and have addresses in place."""
-    if tensor.dtype != torch.int64 or tensor.numel() != PLACEMENT_WORDS:
+def _is_device_layout(tensor: Tensor) -> bool:
+    """Other tensors may have as many words, but not valid numbers of a layout with addresses among them."""
+    if tensor.dtype != torch.int64 or tensor.numel() != LAYOUT_WORDS:
         return False
     rows, granule_bits, granules, kind, *_ = words = tensor.tolist()
     is_layout = rows > 0 and 0 <= granule_bits < 63 and granules == -(-rows >> granule_bits)

@@ -1,7 +1,7 @@
-"""Faults planted in the kernels, each of which the tests must notice.
+"""Mutation tests of the kernels: planted faults, each of which the tests must notice.
 
-A plant is an edit of a source's text, applied to a copy: a source that changes under it makes it fail, where
-a planted copy would rot. Each names tests that catch it, as few as will do.
+A plant is an edit of a source's text, applied to a copy. If the source changes, the edit fails, whereas a
+planted copy would become outdated. Each plant names the few tests that catch it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from tests.cuda.host.build import BUILD, Sanitizer
-from zenps.kernels.sources import folder
-
-__all__ = ["BARRIER", "BARRIER_TESTS", "PLANTS", "Plant", "sow"]
+from zenps.kernels.gpu.sources import folder
 
 TESTS = Path(__file__).parent
 
@@ -43,15 +41,15 @@ BARRIER: Final = "__syncthreads();"
 BARRIER_TESTS: Final = {
     "bitmap.cuh": "bitmap_compact: every_position_of_a_tile",
     "bitmap_codec.cu": "bitmap_codec: codecs_bytes and 1025",
-    "hash_compact.cu": "hash_compact: dense_sizes and 1025 and float32",
+    "hash_compact.cu": "hash_compact_dense: dense_sizes and 1025 and float32",
     "scan.cuh": "scan: test",
     "scan_compact.cu": "scan_compact: test_sizes and 1025 or several_tiles and 20002 and float32",
 }
-"""For each source that has barriers, tests that miss each of them."""
+"""For each source with barriers, the tests that fail without one of them."""
 
 
 def dropped_barriers() -> Iterator[Plant]:
-    """Each barrier of each source, left out."""
+    """A plant for each barrier of each source, which removes the barrier."""
     for file, tests in BARRIER_TESTS.items():
         lines = (folder() / file).read_text(encoding="utf-8").splitlines(keepends=True)
         places = [place for place, line in enumerate(lines) if BARRIER in line]

@@ -1,4 +1,4 @@
-"""Codecs on the device: the bytes of zenps.codecs there, its positions and refusals back."""
+"""Codecs on the device: they encode to the bytes of zenps.codecs, and decode and refuse the same bytes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.cuda.host.launcher import SIZES, HostLauncher
 from zenps.codecs.bitmap import Bitmap
 from zenps.codecs.coo import Coo
 from zenps.errors import ProtocolError, TensorError
-from zenps.kernels.bitmap_codec import decode_bitmap, decode_coo, encode_bitmap, encode_coo
-from zenps.kernels.place import Placement
-from zenps.layout import Layout
-from zenps.placement import place_on
-from zenps.ring import rebalance
-from zenps.strategies import strategy
-from zenps.strategies.base import KeySpace
+from zenps.kernels.gpu.bitmap_codec import decode_bitmap, decode_coo, encode_bitmap, encode_coo
+from zenps.kernels.gpu.place import DeviceLayout
+from zenps.partition.device_layout import device_layout_on
+from zenps.partition.layout import Layout
+from zenps.partition.ring import rebalance
+from zenps.partition.strategies import strategy
+from zenps.partition.strategies.base import KeySpace
 
 SPANS = [1, 7, 8, 31, 32, 33, 97, 256, 1025, 65_535, 65_536, 65_537, 200_003]
 DTYPES = [torch.int32, torch.int64]
@@ -30,9 +30,9 @@ def layout_of(rows: int, granule: int = 1, name: str = "balanced") -> Layout:
     return Layout(rows, granule, partition, rebalance(None, [0, 1]), [0, 1], 0)
 
 
-def placed(rows: int, granule: int = 1, name: str = "balanced") -> tuple[Layout, Placement]:
+def placed(rows: int, granule: int = 1, name: str = "balanced") -> tuple[Layout, DeviceLayout]:
     layout = layout_of(rows, granule, name)
-    return layout, place_on(layout, torch.device("cpu"))
+    return layout, device_layout_on(layout, torch.device("cpu"))
 
 
 def draw(span: int, density: float, seed: int = 0) -> Tensor:
@@ -64,10 +64,10 @@ def test_bitmaps_have_the_codecs_bytes(launcher: HostLauncher, span: int, densit
 @pytest.mark.parametrize("span", SPANS)
 def test_bitmaps_become_rows(launcher: HostLauncher, span: int, density: float) -> None:
     start = 1500
-    layout, placement = placed(start + span + 500)
+    layout, device_layout = placed(start + span + 500)
     positions = draw(span, density)
     data = launcher.guarded(packed(positions, span))
-    rows, error = decode_bitmap(launcher, placement, data, len(positions), start, span)
+    rows, error = decode_bitmap(launcher, device_layout, data, len(positions), start, span)
     assert not int(error)
     assert torch.equal(rows, layout.rows(positions + start))
 
@@ -75,11 +75,11 @@ def test_bitmaps_become_rows(launcher: HostLauncher, span: int, density: float) 
 @pytest.mark.parametrize("size", [size for size in SIZES if size > 1025])
 def test_many_positions(launcher: HostLauncher, size: int) -> None:
     """A tile lists its bits in several rounds, and other tiles wait for it."""
-    layout, placement = placed(5 * size)
+    layout, device_layout = placed(5 * size)
     positions = torch.cat([torch.arange(size), size + draw(3 * size, 0.02)])
     data = encode_bitmap(launcher, positions, 0, len(positions), 0, 5 * size)
     assert torch.equal(data, packed(positions, 5 * size))
-    rows, error = decode_bitmap(launcher, placement, data, len(positions), 0, 5 * size)
+    rows, error = decode_bitmap(launcher, device_layout, data, len(positions), 0, 5 * size)
     assert not int(error)
     assert torch.equal(rows, layout.rows(positions))
 
@@ -97,7 +97,7 @@ def test_round_trips(
     rows: int, granule: int, name: str, density: float, ends: tuple[float, float], seed: int
 ) -> None:
     launcher = HostLauncher(seed=seed, resident=1 + seed % 5)
-    layout, placement = placed(rows, granule, name)
+    layout, device_layout = placed(rows, granule, name)
     present = torch.rand(rows, generator=torch.Generator().manual_seed(seed)) < density
     positions, _ = layout.positions(present.nonzero().squeeze(1)).sort()
     start, stop = sorted(int(end * layout.size) for end in ends)
@@ -105,13 +105,13 @@ def test_round_trips(
     expected = layout.rows(positions[begin:end])
 
     data = encode_bitmap(launcher, positions, begin, end, start, stop - start)
-    got, error = decode_bitmap(launcher, placement, data, end - begin, start, stop - start)
+    got, error = decode_bitmap(launcher, device_layout, data, end - begin, start, stop - start)
     assert not int(error)
     assert torch.equal(got, expected)
 
     starts = torch.tensor([0, start, stop])
     relative = encode_coo(launcher, positions, torch.tensor([len(positions)]), starts, torch.int32)
-    got, error = decode_coo(launcher, placement, relative[begin:end], start, stop - start)
+    got, error = decode_coo(launcher, device_layout, relative[begin:end], start, stop - start)
     assert not int(error)
     assert torch.equal(got, expected)
 
@@ -127,11 +127,11 @@ def test_hostile_bitmaps_are_refused_where_the_codec_refuses_them(
     data: bytes, span: int, announced: int, seed: int
 ) -> None:
     launcher = HostLauncher(seed=seed)
-    layout, placement = placed(400)
+    layout, device_layout = placed(400)
     bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8), bitorder="little").sum()
     for rows in (announced, min(int(bits), span)):
         got, error = decode_bitmap(
-            launcher, placement, torch.tensor(list(data), dtype=torch.uint8), rows, 90, span
+            launcher, device_layout, torch.tensor(list(data), dtype=torch.uint8), rows, 90, span
         )
         try:
             positions = Bitmap().decode(memoryview(data), rows, span)
@@ -147,23 +147,23 @@ def test_a_wrong_number_of_rows_is_reported(
     launcher: HostLauncher, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One tile full of bits, another empty. Nothing is written beyond the rows that were announced."""
-    _, placement = placed(70_000)
+    _, device_layout = placed(70_000)
     data = packed(torch.arange(65_536), 70_000)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, **kind: launcher.guarded(empty(*shape, **kind)))
-    _, error = decode_bitmap(launcher, placement, data, rows, 0, 70_000)
+    _, error = decode_bitmap(launcher, device_layout, data, rows, 0, 70_000)
     assert int(error) == 1
 
 
 def test_positions_without_a_row_are_reported() -> None:
-    """33 rows in granules of 32: of the last granule's positions 31 have no row."""
+    """33 rows in granules of 32: 31 positions of the last granule have no row."""
     launcher = HostLauncher()
-    _, placement = placed(33, 32, "parallel")
-    _, error = decode_bitmap(launcher, placement, packed(torch.tensor([32]), 64), 1, 0, 64)
+    _, device_layout = placed(33, 32, "parallel")
+    _, error = decode_bitmap(launcher, device_layout, packed(torch.tensor([32]), 64), 1, 0, 64)
     assert not int(error)
-    _, error = decode_bitmap(launcher, placement, packed(torch.tensor([33]), 64), 1, 0, 64)
+    _, error = decode_bitmap(launcher, device_layout, packed(torch.tensor([33]), 64), 1, 0, 64)
     assert int(error) == 1
-    rows, error = decode_coo(launcher, placement, torch.tensor([32, 33]), 0, 64)
+    rows, error = decode_coo(launcher, device_layout, torch.tensor([32, 33]), 0, 64)
     assert int(error) == 1
     assert rows.tolist() == [32, 0]
 
@@ -172,7 +172,7 @@ def test_positions_without_a_row_are_reported() -> None:
 @pytest.mark.parametrize("size", [size for size in SIZES if size])
 def test_coo_has_the_codecs_bytes(launcher: HostLauncher, size: int, dtype: torch.dtype) -> None:
     """Several chunks, two of them empty, and a count below the capacity."""
-    layout, placement = placed(8 * size)
+    layout, device_layout = placed(8 * size)
     positions = draw(8 * size, 0.5)
     cuts = torch.tensor([0, size, size, 3 * size, 3 * size, 8 * size])
     capacity = torch.cat([positions, torch.full((5,), 2**31 - 1)])
@@ -185,7 +185,7 @@ def test_coo_has_the_codecs_bytes(launcher: HostLauncher, size: int, dtype: torc
             expected = Coo().encode(positions[begin:end].numpy() - start, stop - start)
             part = relative[begin:end].clone()
             assert part.int().view(torch.uint8).tolist() == expected.tolist() if len(part) else True
-            rows, error = decode_coo(launcher, placement, part, start, stop - start)
+            rows, error = decode_coo(launcher, device_layout, part, start, stop - start)
             assert not int(error)
             assert torch.equal(rows, layout.rows(positions[begin:end]))
 
@@ -195,7 +195,7 @@ def test_hostile_coo_is_refused_where_the_codec_refuses_it(span: int) -> None:
     launcher = HostLauncher()
     dtype = torch.int32 if span <= 2**31 else torch.int64
     limits = torch.iinfo(dtype)
-    _, placement = placed(2 * span)
+    _, device_layout = placed(2 * span)
     for positions in [
         [0, 1, 99],
         [99],
@@ -211,7 +211,7 @@ def test_hostile_coo_is_refused_where_the_codec_refuses_it(span: int) -> None:
         [limits.min],
     ]:
         relative = torch.tensor(positions, dtype=dtype)
-        _, error = decode_coo(launcher, placement, relative, span, span)
+        _, error = decode_coo(launcher, device_layout, relative, span, span)
         data = memoryview(relative.numpy().tobytes())
         try:
             Coo().decode(data, len(positions), span)
@@ -221,18 +221,18 @@ def test_hostile_coo_is_refused_where_the_codec_refuses_it(span: int) -> None:
             assert not int(error), positions
 
 
-def test_what_cannot_be_is_refused_at_once() -> None:
-    launcher, (_, placement) = HostLauncher(), placed(100)
+def test_impossible_arguments_are_refused_at_once() -> None:
+    launcher, (_, device_layout) = HostLauncher(), placed(100)
     data = torch.zeros(13, dtype=torch.uint8)
     with pytest.raises(ProtocolError, match="13 bytes for a span of 96"):
-        decode_bitmap(launcher, placement, data, 5, 0, 96)
+        decode_bitmap(launcher, device_layout, data, 5, 0, 96)
     with pytest.raises(ProtocolError, match="101 rows for a span of 100"):
-        decode_bitmap(launcher, placement, data, 101, 0, 100)
+        decode_bitmap(launcher, device_layout, data, 101, 0, 100)
     with pytest.raises(ProtocolError, match="3 rows for a span of 2"):
-        decode_coo(launcher, placement, torch.arange(3), 0, 2)
+        decode_coo(launcher, device_layout, torch.arange(3), 0, 2)
     with pytest.raises(TensorError, match="expected a multiple of 16"):
-        decode_bitmap(launcher, placement, torch.zeros(14, dtype=torch.uint8)[1:], 0, 0, 100)
+        decode_bitmap(launcher, device_layout, torch.zeros(14, dtype=torch.uint8)[1:], 0, 0, 100)
     with pytest.raises(TensorError, match="positions of dtype"):
         encode_bitmap(launcher, torch.zeros(3), 0, 3, 0, 100)
     with pytest.raises(TensorError, match="relative positions of dtype"):
-        decode_coo(launcher, placement, torch.zeros(3), 0, 100)
+        decode_coo(launcher, device_layout, torch.zeros(3), 0, 100)

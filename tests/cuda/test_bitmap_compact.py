@@ -1,4 +1,4 @@
-"""Compaction by bitmap: what occurs once keeps its bits, sums are close to exact ones."""
+"""Compaction by bitmap: rows that occur once keep their bits, and sums are close to exact ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.cuda.host.launcher import SIZES, HostLauncher
 from zenps.errors import TensorError
-from zenps.kernels.bitmap_compact import bitmap_compact
+from zenps.kernels.gpu.bitmap_compact import bitmap_compact
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 BITS = {2: torch.int16, 4: torch.int32}
@@ -98,7 +98,7 @@ def test_any_positions_under_any_schedule(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_are_close_to_exact_ones(launcher: HostLauncher, dtype: torch.dtype) -> None:
-    """Made in float32 and rounded once, whatever the order."""
+    """Sums are made in float32 and rounded once, in any order."""
     positions, values = torch.randint(0, 50, (1000,)), torch.randn(1000, 4).to(dtype)
     got = bitmap_compact(launcher, positions, values, 50)
     exact = torch.zeros(50, 4, dtype=torch.float64).index_add_(0, positions, values.double())
@@ -108,7 +108,7 @@ def test_sums_are_close_to_exact_ones(launcher: HostLauncher, dtype: torch.dtype
     assert bool(((got.values[:50].double() - exact).abs() <= rounding + 50 * 2**-24 * sizes).all())
 
 
-def test_what_a_kernel_would_misread_is_refused() -> None:
+def test_arguments_that_a_kernel_would_misread_are_refused() -> None:
     launcher, positions = HostLauncher(), torch.arange(3)
     for bad, values, message in [
         (positions.float(), torch.zeros(3, 2), "positions of dtype"),

@@ -13,7 +13,7 @@ from cuda.bindings import nvrtc
 from benchmarks import cubins
 from benchmarks.cubins import ARCHITECTURES, RESULTS, Compiled, Usage, compile_source
 from tests.cuda.host.build import BUILD, digest_of, once
-from zenps.kernels.sources import EXPRESSIONS, OPTIONS, folder
+from zenps.kernels.gpu.sources import EXPRESSIONS, OPTIONS, folder
 
 MAX_SHARED_BYTES = 48 << 10
 

@@ -1,4 +1,4 @@
-"""Hierarchical hashing loses no row: what Zen's paper leaves to chance and its released code gets wrong."""
+"""Hierarchical hashing loses no row, unlike Zen's released code."""
 
 from __future__ import annotations
 
@@ -13,18 +13,15 @@ from torch import Tensor
 
 from tests.cuda.host.build import Sanitizer
 from tests.cuda.host.launcher import SANITIZER, SIZES, HostLauncher
-from tests.cuda.test_place import layout_of
-from tests.cuda.test_scan_compact import BITS, DTYPES, dense_of, every_dtype, expected
+from tests.cuda.test_scan_compact import BITS, DTYPES, every_dtype
 from zenps.errors import ConfigError, TensorError
-from zenps.kernels.hash_compact import (
+from zenps.kernels.gpu.hash_compact import (
     Hashed,
     HashMemory,
     hash_compact,
-    hash_compact_dense,
     hash_compact_until_fits,
 )
-from zenps.kernels.rows import DeviceRows
-from zenps.placement import place_on
+from zenps.kernels.gpu.rows import DeviceRows
 
 CPU = torch.device("cpu")
 DEFAULT = HashMemory()
@@ -32,7 +29,7 @@ TINY = HashMemory(hashes=1, parallel_factor=0.01, serial_factor=0.1)
 
 
 def values_of(positions: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Integers so small that their sums are exact, in whatever order they are added."""
+    """Integers so small that their sums are exact, in any order."""
     generator = torch.Generator().manual_seed(len(positions))
     return torch.randint(-3, 4, (len(positions), columns), generator=generator).to(dtype)
 
@@ -142,7 +139,7 @@ def test_first_and_last_position(launcher: HostLauncher) -> None:
 
 @pytest.mark.parametrize("server", [0, 3, 6])
 def test_all_rows_at_one_of_several_servers(launcher: HostLauncher, server: int) -> None:
-    """Expected are rows in proportion to the servers' shares, so here the memory must grow."""
+    """The memory is divided by the servers' shares of positions, so here it must grow."""
     size = 700_000
     positions = (torch.arange(1000) * 97 + 100_000 * server).int()
     values = values_of(positions, 1, torch.float32)
@@ -176,7 +173,7 @@ def test_the_order_of_threads_changes_nothing(seed: int) -> None:
     assert_rows(hashing(launcher, positions, values, even_bounds(28_000, 5))(700, DEFAULT), positions, values)
 
 
-def test_numbers_that_are_hard_to_add(launcher: HostLauncher) -> None:
+def test_special_values(launcher: HostLauncher) -> None:
     """A lone -0.0 stays one, NaN and infinity spread, sums of 16-bit numbers are rounded once."""
     positions = torch.tensor([3, 1, 1, 2, 2, 9, 9, *[7] * 256], dtype=torch.int32)
     inf, nan = float("inf"), float("nan")
@@ -213,8 +210,8 @@ def kept(positions: Tensor, values: Tensor, some: Tensor) -> tuple[Tensor, Tenso
     return positions[is_kept], values[is_kept]
 
 
-def test_more_memory_ends_with_a_slot_for_each_position(launcher: HostLauncher) -> None:
-    """However little a doubling adds, and though all positions are taken."""
+def test_memory_grows_at_most_to_a_slot_for_each_position(launcher: HostLauncher) -> None:
+    """Even if a doubling adds little, and all positions have rows."""
     positions = torch.arange(300, dtype=torch.int32)
     values = values_of(positions, 1, torch.float32)
     memory = HashMemory(hashes=1, parallel_factor=1e-3, serial_factor=1e-3)
@@ -300,71 +297,13 @@ def test_the_memory_is_for_the_rows_and_not_for_the_tensor() -> None:
     assert len(launcher.slots) == 2 * (2000 + 200) + 2 * 4 * 32
 
 
-def test_serial_slots_are_counted_so_that_no_row_walks_past_all_in_vain() -> None:
+def test_serial_slots_are_counted_so_that_no_row_probes_all_in_vain() -> None:
     launcher, positions = Recorder(), torch.arange(1025, dtype=torch.int32)
     compact = hashing(launcher, positions, torch.ones(1025, 1), [0, 500, 2000])
     compact(1025, TINY)
     assert launcher.serial_taken.tolist() == [32 + 2 * 500 // 2000, 32 + 2 - 2 * 500 // 2000]
     hashed = compact(1025, HashMemory(hashes=1, parallel_factor=0.01, serial_factor=300.0))
     assert launcher.serial_taken.sum() == hashed.counters[2]
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Dense tensors
-
-
-@every_dtype
-@pytest.mark.parametrize("granule", [1, 32])
-@pytest.mark.parametrize("rows", [size for size in SIZES if size] + [20_001])
-def test_dense_sizes(launcher: HostLauncher, rows: int, granule: int, dtype: torch.dtype) -> None:
-    check_dense(launcher, "balanced", rows, granule, [0, 1, 2], 0.05, dtype, rows, DEFAULT)
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    name=st.sampled_from(["balanced", "parallel", "centralized"]),
-    rows=st.integers(1, 500),
-    granule=st.sampled_from([1, 4, 32, 256]),
-    servers=st.sampled_from([[0], [0, 1], [2, 5, 9], list(range(16))]),
-    density=st.sampled_from([0.0, 0.03, 0.5, 1.0]),
-    dtype=st.sampled_from(DTYPES),
-    seed=st.integers(0, 1 << 30),
-    memory=st.sampled_from([DEFAULT, TINY]),
-)
-def test_any_dense_tensor(
-    name: str,
-    rows: int,
-    granule: int,
-    servers: list[int],
-    density: float,
-    dtype: torch.dtype,
-    seed: int,
-    memory: HashMemory,
-) -> None:
-    check_dense(HostLauncher(seed), name, rows, granule, servers, density, dtype, seed, memory)
-
-
-def check_dense(
-    launcher: HostLauncher,
-    name: str,
-    rows: int,
-    granule: int,
-    servers: list[int],
-    density: float,
-    dtype: torch.dtype,
-    seed: int,
-    memory: HashMemory,
-) -> None:
-    layout = layout_of(name, rows, granule, servers)
-    dense = dense_of(rows, density, dtype, seed)
-    positions, bits = expected(layout, dense)
-    bounds = torch.tensor(layout.server_bounds)
-    compact = partial(hash_compact_dense, launcher, place_on(layout, CPU), dense, bounds)
-    hashed = hash_compact_until_fits(compact, len(positions), memory)
-    count = len(positions)
-    assert hashed.rows.values.shape[1] == 1
-    assert_same(hashed.rows, positions.to(hashed.rows.positions.dtype), bits.view(dtype).unsqueeze(1))
-    assert hashed.counters.sum() == count
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -401,7 +340,7 @@ def test_more_slots_than_32_bits_number_are_refused(launcher: HostLauncher) -> N
         compact(1 << 30, DEFAULT)
 
 
-def test_what_a_kernel_would_misread_is_refused(launcher: HostLauncher) -> None:
+def test_arguments_that_a_kernel_would_misread_are_refused(launcher: HostLauncher) -> None:
     positions, values = torch.arange(3), torch.ones(3, 1)
     with pytest.raises(TensorError, match="2 rows of values: expected 3"):
         hashing(launcher, positions, values[:2], [0, 10])(3, DEFAULT)

@@ -1,4 +1,4 @@
-"""The runtime that other tests here trust: what it computes, what it refuses, what its sanitizers find."""
+"""Tests of the host runtime itself: its results, the kernels that it aborts, and its sanitizers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.cuda.host.build import SAMPLES, Sanitizer
 from tests.cuda.host.launcher import SANITIZER, HostLauncher, KernelError
 from tests.cuda.host.rerun import Rerun
-from zenps.kernels.launcher import scan_state
+from zenps.kernels.gpu.launcher import scan_state
 
 WARP = 32
 
@@ -74,7 +74,7 @@ def test_barriers_keep_steps_apart(samples: HostLauncher) -> None:
     assert turn_around(samples, "turn_around<true, true>")
 
 
-def test_a_missing_barrier_is_felt() -> None:
+def test_a_missing_barrier_is_noticed() -> None:
     assert not all(turn_around(samples_launcher(seed), "turn_around<false, true>") for seed in range(3))
 
 
@@ -130,7 +130,7 @@ def test_votes(samples: HostLauncher, numbers: list[int]) -> None:
         ]
 
 
-def test_halves_of_a_warp_go_their_own_ways(samples: HostLauncher) -> None:
+def test_halves_of_a_warp_may_diverge(samples: HostLauncher) -> None:
     out = longs(64)
     samples.launch("samples", "part", 1, 64, [out])
     expected = torch.arange(64)

@@ -1,4 +1,4 @@
-"""The way to a GPU and back that the kernels' tests take there, walked on the CPU."""
+"""Tests of the copies to a GPU and back that kernel tests make there, on the CPU."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import torch
 from tests.cuda.host.launcher import HostLauncher
 from tests.cuda.mirror import Mirror
 from tests.cuda.test_place import layout_of
-from zenps.kernels.place import place_rows, unplace_rows
-from zenps.kernels.sort_compact import sort_compact
-from zenps.placement import place_on
+from zenps.kernels.gpu.place import place_rows, unplace_rows
+from zenps.kernels.gpu.sort_compact import sort_compact
+from zenps.partition.device_layout import device_layout_on
 
 CPU = torch.device("cpu")
 MIRROR = Mirror(HostLauncher(), CPU, lambda: None)
 
 
-def test_placements_go_along_with_what_they_point_to() -> None:
+def test_device_layouts_are_copied_with_the_tensors_that_they_point_to() -> None:
     rows = torch.arange(1000)
     for name, table_bytes in (("balanced", 0), ("parallel", 0), ("reversed", 1 << 20)):
         layout = layout_of(name, 1000, 1, [0, 1, 2], table_bytes)
-        placement = place_on(layout, CPU)
-        positions, outside = place_rows(MIRROR, placement, rows)
+        device_layout = device_layout_on(layout, CPU)
+        positions, outside = place_rows(MIRROR, device_layout, rows)
         assert torch.equal(positions.long(), layout.positions(rows))
-        assert torch.equal(unplace_rows(MIRROR, placement, positions)[0], rows)
+        assert torch.equal(unplace_rows(MIRROR, device_layout, positions)[0], rows)
         assert not int(outside)
 
 
@@ -34,7 +34,7 @@ def test_results_come_back() -> None:
     assert rows.values[:2].tolist() == [[2.0], [4.0]]
 
 
-def test_as_many_numbers_as_a_placement_has_words_are_numbers() -> None:
+def test_other_tensors_of_as_many_words_are_not_device_layouts() -> None:
     for first in (7, 1 << 40):
         positions = torch.arange(first, first + 18).flip(0)
         rows = sort_compact(MIRROR, positions, torch.ones(18, 1))

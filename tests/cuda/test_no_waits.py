@@ -1,4 +1,4 @@
-"""No wrapper waits for the device: none uses an operation whose result the host must know to go on."""
+"""No wrapper waits for the device: none uses an operation that returns a number or a size to the host."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cuda.host.launcher import HostLauncher
-from zenps.kernels import bitmap_codec, place, scatter
-from zenps.kernels.bitmap_compact import bitmap_compact
-from zenps.kernels.hash_compact import HashMemory, hash_compact, hash_compact_dense
-from zenps.kernels.place import Placement
-from zenps.kernels.scan_compact import scan_compact
-from zenps.kernels.sort_compact import sort_compact
-from zenps.layout import LayoutCache
-from zenps.placement import place_on
-from zenps.ring import rebalance
-from zenps.strategies import strategy
+from zenps.kernels.gpu import bitmap_codec, place, scatter
+from zenps.kernels.gpu.bitmap_compact import bitmap_compact
+from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact, hash_compact_dense
+from zenps.kernels.gpu.place import DeviceLayout
+from zenps.kernels.gpu.scan_compact import scan_compact
+from zenps.kernels.gpu.sort_compact import sort_compact
+from zenps.partition.device_layout import device_layout_on
+from zenps.partition.layout import LayoutCache
+from zenps.partition.ring import rebalance
+from zenps.partition.strategies import strategy
 
 WAITING = {
     "_local_scalar_dense", "nonzero", "nonzero_numpy", "_unique", "_unique2", "unique_consecutive",
     "unique_dim", "masked_select", "equal", "is_nonzero", "_assert_async", "repeat_interleave",
 }  # fmt: skip
-"""Of ATen: what copies a number or a size from the device. Copies to the host are seen by their device."""
+"""ATen operations that copy a number or a size from the device. Copies to the host are found by device."""
 
 
 class NoWaiting(TorchDispatchMode):
@@ -44,12 +44,12 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def placement_of(rows: int, granule: int) -> Placement:
+def device_layout_of(rows: int, granule: int) -> DeviceLayout:
     cache = LayoutCache(strategy("balanced"), 7, rebalance(None, [0, 1]), [0, 1], 0)
-    return place_on(cache.get("weight", rows, granule), torch.device("cpu"))
+    return device_layout_on(cache.get("weight", rows, granule), torch.device("cpu"))
 
 
-PLACEMENT, ELEMENTS = placement_of(1000, 1), placement_of(1000, 32)
+LAYOUT, ELEMENTS = device_layout_of(1000, 1), device_layout_of(1000, 32)
 ROWS = torch.randint(0, 1000, (300,), generator=torch.Generator().manual_seed(1))
 POSITIONS = ROWS.int()
 VALUES = torch.ones(300, 4)
@@ -59,8 +59,8 @@ BOUNDS = torch.tensor([0, 500, 1000])
 ELEMENT_BOUNDS = torch.tensor([0, 512, ELEMENTS.size])
 
 WRAPPERS: dict[str, Callable[[HostLauncher], object]] = {
-    "place_rows": lambda launcher: place.place_rows(launcher, PLACEMENT, ROWS),
-    "unplace_rows": lambda launcher: place.unplace_rows(launcher, PLACEMENT, POSITIONS),
+    "place_rows": lambda launcher: place.place_rows(launcher, LAYOUT, ROWS),
+    "unplace_rows": lambda launcher: place.unplace_rows(launcher, LAYOUT, POSITIONS),
     "find_cuts": lambda launcher: place.find_cuts(launcher, POSITIONS.sort()[0], COUNT, BOUNDS),
     "sort_compact": lambda launcher: sort_compact(launcher, POSITIONS, VALUES),
     "bitmap_compact": lambda launcher: bitmap_compact(launcher, POSITIONS, VALUES, 1000),
@@ -75,13 +75,13 @@ WRAPPERS: dict[str, Callable[[HostLauncher], object]] = {
         launcher, torch.arange(300, dtype=torch.int32), 0, 300, 0, 1000
     ),
     "decode_bitmap": lambda launcher: bitmap_codec.decode_bitmap(
-        launcher, PLACEMENT, torch.full((125,), 255, dtype=torch.uint8), 1000, 0, 1000
+        launcher, LAYOUT, torch.full((125,), 255, dtype=torch.uint8), 1000, 0, 1000
     ),
     "encode_coo": lambda launcher: bitmap_codec.encode_coo(
         launcher, POSITIONS, COUNT, BOUNDS[:2], torch.int32
     ),
     "decode_coo": lambda launcher: bitmap_codec.decode_coo(
-        launcher, PLACEMENT, torch.arange(300, dtype=torch.int32), 0, 1000
+        launcher, LAYOUT, torch.arange(300, dtype=torch.int32), 0, 1000
     ),
     "put_rows": lambda launcher: scatter.put_rows(launcher, VALUES, torch.arange(300), torch.zeros(300, 4)),
     "gather_rows": lambda launcher: scatter.gather_rows(launcher, VALUES, torch.arange(300)),

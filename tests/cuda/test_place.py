@@ -1,4 +1,4 @@
-"""Rows ⇄ positions as kernels compute them: the numbers of zenps.layout."""
+"""Mapping between rows and positions in kernels: the same numbers as in zenps.partition.layout."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from tests.cuda.host.launcher import SIZES, HostLauncher
 from zenps.errors import ConfigError, TensorError
-from zenps.kernels.place import find_cuts, place_rows, unplace_rows
-from zenps.keyspace import Identity
-from zenps.layout import Layout
-from zenps.placement import place_on
-from zenps.ring import rebalance
-from zenps.strategies import strategy
-from zenps.strategies.base import KeySpace, Partition, even_bounds
+from zenps.kernels.gpu.place import find_cuts, place_rows, unplace_rows
+from zenps.partition.device_layout import device_layout_on
+from zenps.partition.keyspace import Identity
+from zenps.partition.layout import Layout
+from zenps.partition.ring import rebalance
+from zenps.partition.strategies import strategy
+from zenps.partition.strategies.base import KeySpace, Partition, even_bounds
 
 CPU = torch.device("cpu")
 LAUNCHER = HostLauncher()
@@ -57,17 +57,17 @@ def test_rows_and_positions_are_those_of_the_layout(
     if name == "reversed":
         rows = min(rows, 100_003)
     layout = layout_of(name, rows, granule, servers, table_bytes=1 << 20)
-    placement = place_on(layout, CPU)
-    assert placement.size == layout.size
+    device_layout = device_layout_on(layout, CPU)
+    assert device_layout.size == layout.size
     generator = torch.Generator().manual_seed(seed)
     limit = min(rows, 2**31) if dtype == torch.int32 else rows
     given_rows = torch.randint(0, limit, (count,), generator=generator)
     if count:
         given_rows[0], given_rows[-1] = 0, limit - 1
-    positions, outside = place_rows(LAUNCHER, placement, given_rows.to(dtype))
+    positions, outside = place_rows(LAUNCHER, device_layout, given_rows.to(dtype))
     assert positions.dtype == (torch.int32 if layout.size <= 2**31 else torch.int64)
     assert torch.equal(positions.long(), layout.positions(given_rows))
-    back, no_row = unplace_rows(LAUNCHER, placement, positions)
+    back, no_row = unplace_rows(LAUNCHER, device_layout, positions)
     assert torch.equal(back, given_rows)
     assert not int(outside)
     assert not int(no_row)
@@ -75,8 +75,8 @@ def test_rows_and_positions_are_those_of_the_layout(
 
 @pytest.mark.parametrize("row", [-1, 50, 2**40, -(2**63)])
 def test_a_row_outside_the_tensor_is_reported(row: int) -> None:
-    placement = place_on(layout_of("balanced", 50, 1, [0, 1]), CPU)
-    positions, outside = place_rows(LAUNCHER, placement, torch.tensor([0, row, 49]))
+    device_layout = device_layout_on(layout_of("balanced", 50, 1, [0, 1]), CPU)
+    positions, outside = place_rows(LAUNCHER, device_layout, torch.tensor([0, row, 49]))
     assert int(outside) == 1
     assert int(positions[1]) == 0
 
@@ -84,21 +84,21 @@ def test_a_row_outside_the_tensor_is_reported(row: int) -> None:
 @pytest.mark.parametrize("position", [-1, 64, 2**40, 33])
 def test_a_position_of_no_row_is_reported(position: int) -> None:
     """33 rows in granules of 32: position 33 lies in the last granule, but has no row."""
-    placement = place_on(layout_of("parallel", 33, 32, [0]), CPU)
-    rows, outside = unplace_rows(LAUNCHER, placement, torch.tensor([0, position, 32]))
+    device_layout = device_layout_on(layout_of("parallel", 33, 32, [0]), CPU)
+    rows, outside = unplace_rows(LAUNCHER, device_layout, torch.tensor([0, position, 32]))
     assert int(outside) == 1
     assert rows.tolist() == [0, 0, 32]
 
 
 def test_a_permutation_that_no_kernel_knows_needs_its_tables() -> None:
     with pytest.raises(ConfigError, match=r"sync.table_bytes = 0: expected at least 8000 for Reversed"):
-        place_on(layout_of("reversed", 1000, 1, [0]), CPU)
+        device_layout_on(layout_of("reversed", 1000, 1, [0]), CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("count", [0, 1, 700, 1000])
 def test_cuts(dtype: torch.dtype, count: int) -> None:
-    """What lies behind the count is not looked at."""
+    """Positions beyond the count are ignored."""
     generator = torch.Generator().manual_seed(count)
     positions = torch.randint(0, 5000, (1000,), generator=generator).unique().to(dtype)
     count = min(count, len(positions))
@@ -107,8 +107,8 @@ def test_cuts(dtype: torch.dtype, count: int) -> None:
     assert offsets.tolist() == np.searchsorted(positions[:count].numpy(), cuts.numpy()).tolist()
 
 
-def test_what_a_kernel_would_misread_is_refused() -> None:
-    placement = place_on(layout_of("balanced", 50, 1, [0, 1]), CPU)
+def test_arguments_that_a_kernel_would_misread_are_refused() -> None:
+    device_layout = device_layout_on(layout_of("balanced", 50, 1, [0, 1]), CPU)
     for rows in (torch.zeros(3), torch.zeros((3, 2), dtype=torch.int64), torch.arange(6)[::2]):
         with pytest.raises(TensorError, match="row indices"):
-            place_rows(LAUNCHER, placement, rows)
+            place_rows(LAUNCHER, device_layout, rows)

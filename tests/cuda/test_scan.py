@@ -1,4 +1,4 @@
-"""``cuda/scan.cuh`` by itself: prefix sums of a block and over tiles, called over and over."""
+"""Prefix sums of ``cuda/scan.cuh``: of a block and over tiles, called repeatedly."""
 
 from __future__ import annotations
 

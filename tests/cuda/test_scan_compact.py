@@ -1,4 +1,4 @@
-"""A dense tensor's non-zeros in order of position: bit for bit what sorting them gives."""
+"""Stream compaction: a dense tensor's non-zeros in order of position, with the bits that sorting gives."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 from tests.cuda.host.launcher import SIZES, HostLauncher
 from tests.cuda.test_place import layout_of
 from zenps.errors import TensorError
-from zenps.kernels.launcher import BLOCK, scan_state
-from zenps.kernels.scan_compact import scan_compact
-from zenps.layout import Layout
-from zenps.placement import place_on
+from zenps.kernels.gpu.launcher import BLOCK, scan_state
+from zenps.kernels.gpu.scan_compact import scan_compact
+from zenps.partition.device_layout import device_layout_on
+from zenps.partition.layout import Layout
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -46,7 +46,7 @@ def expected(layout: Layout, dense: Tensor) -> tuple[Tensor, Tensor]:
 
 def check(launcher: HostLauncher, layout: Layout, dense: Tensor) -> None:
     positions, bits = expected(layout, dense)
-    got = scan_compact(launcher, place_on(layout, CPU), dense, capacity=len(positions))
+    got = scan_compact(launcher, device_layout_on(layout, CPU), dense, capacity=len(positions))
     assert int(got.count) == len(positions)
     assert got.values.shape == (len(positions), 1)
     assert got.values.dtype == dense.dtype
@@ -108,8 +108,8 @@ def test_zeros_of_both_signs_are_skipped_and_nothing_else(
 ) -> None:
     subnormal, nan, inf = torch.finfo(dtype).smallest_normal / 2, float("nan"), float("inf")
     dense = torch.tensor([0.0, -0.0, subnormal, -subnormal, nan, 1.0, -inf, 0.0], dtype=dtype)
-    placement = place_on(layout_of("parallel", len(dense), granule, [0]), CPU)
-    got = scan_compact(launcher, placement, dense, capacity=8)
+    device_layout = device_layout_on(layout_of("parallel", len(dense), granule, [0]), CPU)
+    got = scan_compact(launcher, device_layout, dense, capacity=8)
     assert int(got.count) == 5
     assert got.positions[:5].tolist() == [2, 3, 4, 5, 6]
     bits = BITS[dtype.itemsize]
@@ -117,7 +117,7 @@ def test_zeros_of_both_signs_are_skipped_and_nothing_else(
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 1030])
-def test_what_does_not_fit_is_counted_and_not_written(launcher: HostLauncher, capacity: int) -> None:
+def test_rows_beyond_the_capacity_are_counted_and_not_written(launcher: HostLauncher, capacity: int) -> None:
     layout, dense = layout_of("balanced", 3000, 32, [0, 1]), dense_of(3000, 0.9, torch.float32, seed=2)
     positions, bits = expected(layout, dense)
     assert len(positions) > 1030
@@ -142,13 +142,13 @@ def launch(
     launcher: HostLauncher, layout: Layout, dense: Tensor, position: torch.dtype, capacity: int, grid: int
 ) -> tuple[Tensor, Tensor]:
     """Positions and bits of values, from the kernel itself: into guarded memory."""
-    placement = place_on(layout, CPU)
+    device_layout = device_layout_on(layout, CPU)
     positions = launcher.guarded(torch.empty(capacity, dtype=position))
     values = launcher.guarded(torch.empty(capacity, dtype=torch.int32))
     count = launcher.guarded(torch.empty(1, dtype=torch.int64))
     state = launcher.guarded(scan_state(-(-layout.size // 8192), CPU))
     expression = f"scan_compact<uint32, {str(position).removeprefix('torch.')}, 4>"
-    args = (state, placement.words, dense, capacity, positions, values, count)
+    args = (state, device_layout.words, dense, capacity, positions, values, count)
     launcher.launch("scan_compact", expression, grid, BLOCK, args)
     assert int(count) == len(expected(layout, dense)[0])
     return positions, values
@@ -165,7 +165,7 @@ def launch(
         (torch.zeros(0), "a dense gradient of 0 rows"),
     ],
 )
-def test_what_the_kernel_would_misread_is_refused(dense: Tensor, message: str) -> None:
-    placement = place_on(layout_of("balanced", 100, 32, [0]), CPU)
+def test_arguments_that_the_kernel_would_misread_are_refused(dense: Tensor, message: str) -> None:
+    device_layout = device_layout_on(layout_of("balanced", 100, 32, [0]), CPU)
     with pytest.raises(TensorError, match=message):
-        scan_compact(HostLauncher(), placement, dense, capacity=10)
+        scan_compact(HostLauncher(), device_layout, dense, capacity=10)

@@ -1,4 +1,4 @@
-"""Rows go whole, bits as they are, to where they are told and nowhere else."""
+"""Scatter and gather: rows are written whole, unchanged, to their targets and nowhere else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.cuda.host.launcher import SIZES, HostLauncher
 from zenps.errors import TensorError
-from zenps.kernels.scatter import gather_rows, merge, put_rows
+from zenps.kernels.gpu.scatter import gather_rows, merge, put_rows
 
 DTYPES = [torch.uint8, torch.float16, torch.float32, torch.float64]
 COLUMNS = [0, 1, 2, 3, 4, 16, 33]
@@ -90,14 +90,14 @@ def test_merged_rows_are_sorted(rows: list[int], wide: bool, columns: int, dtype
     assert_same_bytes(sorted_values, values[order])
 
 
-def test_what_a_kernel_would_misread_is_refused() -> None:
+def test_arguments_that_a_kernel_would_misread_are_refused() -> None:
     launcher, values, out = HostLauncher(), torch.zeros(3, 2), torch.zeros(9, 2)
     for bad_values, targets, message in [
         (values, torch.zeros(3), "targets of dtype"),
         (values.double(), torch.arange(3), "values of dtype"),
         (torch.zeros(2, 3).T, torch.arange(3), "contiguous"),
-        (values, torch.arange(2), "a place for each row"),
-        (torch.zeros(3, 1), torch.arange(3), "rows as wide"),
+        (values, torch.arange(2), "one target for each row"),
+        (torch.zeros(3, 1), torch.arange(3), "as many columns"),
     ]:
         with pytest.raises(TensorError, match=message):
             put_rows(launcher, bad_values, targets, out)

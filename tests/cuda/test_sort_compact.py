@@ -1,4 +1,4 @@
-"""Compaction by sorting adds in the order that it states, whatever the schedule."""
+"""Compaction by sorting adds in the documented order, under any schedule of threads."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor
 from tests.cuda.host.launcher import SIZES, HostLauncher
 from zenps.errors import TensorError
 from zenps.kernels.base import ACCUMULATE
-from zenps.kernels.rows import DeviceRows
-from zenps.kernels.sort_compact import CHUNK, sort_compact
+from zenps.kernels.gpu.rows import DeviceRows
+from zenps.kernels.gpu.sort_compact import CHUNK, sort_compact
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64]
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -47,7 +47,7 @@ def positions_of(kind: str, count: int, seed: int = 0) -> Tensor:
 
 
 def tree_sum(first: int, rows: list[Tensor]) -> Tensor:
-    """What the docstring says of one position whose sorted rows are ``first``, ``first + 1``, …"""
+    """The documented sum of one position whose sorted rows are ``first``, ``first + 1``, …"""
     parts = list(enumerate(rows, first))
     while len(parts) > 1:
         chunks = [
@@ -101,7 +101,7 @@ def test_sums_have_the_stated_bits(launcher: HostLauncher, size: int, kind: str,
 @pytest.mark.parametrize("kind", ["equal", "distinct", "zipf"])
 @pytest.mark.parametrize("size", [size for size in SIZES if size > 1025])
 def test_many_rows(launcher: HostLauncher, size: int, kind: str) -> None:
-    """Several tiles and levels; a hot row's sum is a tree over all of them."""
+    """Several tiles and passes; a hot row's sum is a tree over all of them."""
     positions, values = positions_of(kind, size), values_of(size, 2, torch.float32)
     unique, sums = valid(sort_compact(launcher, positions, values))
     expected = expected_rows(positions, values)
@@ -136,8 +136,8 @@ def test_rows_without_columns(launcher: HostLauncher, size: int) -> None:
     assert sums.shape == (len(unique), 0)
 
 
-def test_levels_after_the_second_meet_empty_slots() -> None:
-    """Two hot positions far apart, with nothing that a chunk's edge cuts between them."""
+def test_passes_after_the_second_skip_empty_slots() -> None:
+    """Two hot positions far apart, with no run that crosses a chunk's edge between them."""
     hot = 2 * CHUNK * CHUNK
     positions = torch.cat([torch.zeros(hot), torch.arange(1, hot), torch.full((hot,), hot)]).long()
     values = torch.ones(len(positions), 1, dtype=torch.float32)
@@ -148,7 +148,7 @@ def test_levels_after_the_second_meet_empty_slots() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES[:4], ids=str)
 def test_a_lone_row_keeps_its_bits(dtype: torch.dtype) -> None:
-    """Of -0.0, of the least subnormal, and of -0.0 summed with itself."""
+    """The bits of -0.0, of the least subnormal, and of -0.0 summed with itself."""
     least = torch.ones(1, dtype=BITS[dtype.itemsize]).view(dtype)
     values = torch.stack(
         [torch.tensor(-0.0, dtype=dtype), least[0]] + [torch.tensor(-0.0, dtype=dtype)] * 200
@@ -183,7 +183,7 @@ def test_any_runs_under_any_schedule(runs: list[int], columns: int, dtype: torch
     assert_same_bits(got[1], expected[1])
 
 
-def test_what_a_kernel_would_misread_is_refused() -> None:
+def test_arguments_that_a_kernel_would_misread_are_refused() -> None:
     launcher, positions = HostLauncher(), torch.arange(3)
     for bad, values, message in [
         (positions.float(), torch.zeros(3, 2), "positions of dtype"),

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["COMPOSE_FILE", "GENERATIONS", "Project", "call", "docker", "eventually"]
-
 COMPOSE_FILE = Path(__file__).parents[2] / "docker/compose.yaml"
 
 Done = subprocess.CompletedProcess[str]

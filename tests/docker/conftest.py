@@ -31,11 +31,11 @@ def build_environment() -> Iterator[dict[str, str]]:
     """What a build needs here: this machine's network, and pip's settings, a folder of wheels over HTTP."""
     found = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
     found["ZENPS_BUILD_NETWORK"] = "host"
-    wheels = Path(found.get("PIP_FIND_LINKS", "/nowhere"))
+    locks = Path(found.get("PIP_FIND_LINKS", "/nowhere"))
     with contextlib.ExitStack() as stack:
-        if wheels.is_dir():
-            found["PIP_FIND_LINKS"] = stack.enter_context(_served(wheels))
-            if any(wheels.glob("torch-*+cpu-*.whl")):
+        if locks.is_dir():
+            found["PIP_FIND_LINKS"] = stack.enter_context(_served(locks))
+            if any(locks.glob("torch-*+cpu-*.whl")):
                 found["TORCH_INDEX"] = ""
         yield os.environ | found
 

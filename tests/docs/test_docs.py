@@ -14,9 +14,9 @@ from urllib.parse import unquote
 import pytest
 
 import zenps as zps
-from zenps.arguments import make_parser
-from zenps.config import load
-from zenps.settings import FIELDS
+from zenps.cli.arguments import make_parser
+from zenps.config.settings import FIELDS
+from zenps.config.sources import load
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("cuda/*.md")])

@@ -1,4 +1,7 @@
-"""docs/protocol.md has every message, field by field, as zenps/wire/messages.py defines it."""
+"""docs/protocol.md has every message, field by field, as zenps/wire/messages.py defines it.
+
+docs/encoding.md has every position codec.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from zenps.wire import messages
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, PROTOCOL_VERSION
 from zenps.wire.messages import (
     Change,
+    ChunkReply,
     FromScheduler,
     FromServer,
     Hello,
@@ -31,7 +35,13 @@ DIRECTIONS = {
     "Worker to server": (ToServer,),
     "Server to worker": get_args(FromServer),
 }
-PARTS = {"Member": Member, "Node status": NodeStatus, "Change": Change, "Hello": Hello}
+PARTS = {
+    "Member": Member,
+    "Node status": NodeStatus,
+    "Change": Change,
+    "Hello": Hello,
+    "Chunk reply": ChunkReply,
+}
 # Types of messages.py that the document names, and spells out once.
 NAMED = ("Count", "Rank", "Name", "Text", "Host", "Address", "Load", "Late", "Role", "Dtype")
 
@@ -65,11 +75,13 @@ def table(text: str, first_column: str) -> list[Row]:
 
 
 def fields(struct: type[msgspec.Struct], generate: ModuleType) -> list[Row]:
-    """Name and type of each field, as the document has to write them."""
+    """Name and type of each field that is not inherited, as the document has to write them."""
     names = {getattr(messages, name): name.lower() for name in NAMED}
     names |= {part: heading.lower() for heading, part in PARTS.items()} | {messages.View: "view"}
     hints = get_type_hints(struct, include_extras=True)
-    return [(f"`{name}`", generate.type_text(hints[name], names=names)) for name in struct.__struct_fields__]
+    (base,) = struct.__bases__
+    own = struct.__struct_fields__[len(base.__struct_fields__) :]
+    return [(f"`{name}`", generate.type_text(hints[name], names=names)) for name in own]
 
 
 def tag(struct: Any) -> str:
@@ -114,8 +126,9 @@ def test_reasons_are_the_code_s(protocol: str) -> None:
     assert [row[0] for row in rows] == [f"`{reason}`" for reason in ProtocolError.REASONS]
 
 
-def test_codecs_are_the_code_s(protocol: str) -> None:
-    rows = table(sections(protocol, 2)["Position codecs"], "codec")
+def test_codecs_are_the_code_s(root: Path) -> None:
+    encoding = (root / "docs/encoding.md").read_text("utf-8")
+    rows = table(sections(encoding, 2)["Position codecs"], "codec")
     assert [row[0] for row in rows] == [f"`{name}`" for name in (*get_args(messages.CodecName), "none")]
 
 

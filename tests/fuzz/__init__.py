@@ -1,3 +1,3 @@
-"""Hostile bytes against every decoder, from a seed: :mod:`tests.fuzz.fuzzer`."""
+"""Fuzzing of every decoder with seeded hostile bytes: :mod:`tests.fuzz.fuzzer`."""
 
 from __future__ import annotations

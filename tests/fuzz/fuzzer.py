@@ -1,4 +1,4 @@
-"""Throws mutated inputs at every target: ``python -m tests.fuzz.fuzzer --inputs 1000000``.
+"""Fuzzer: runs every target on mutated inputs. ``python -m tests.fuzz.fuzzer --inputs 1000000``
 
 Seeds are made from the messages of today, so that they stay valid; what once crashed something is kept in
 ``tests/fuzz/corpus/`` and is a seed, too. All is drawn from one number, so a run can be repeated.
@@ -24,11 +24,9 @@ import msgspec
 from tests.fuzz.targets import FRESH_AFTER, SEEDS, TARGETS, Frames, reseal
 from zenps.errors import ProtocolError
 
-__all__ = ["CORPUS", "HANG_SECONDS", "Report", "fuzz", "kept", "mutate"]
-
 CORPUS = Path(__file__).parent / "corpus"
 HANG_SECONDS = 1.0
-# Lengths, types and numbers that readers have to mind.
+# Lengths, types and numbers at the limits of what decoders accept.
 TOKENS = (
     *(bytes([byte]) for byte in (0, 1, 0x7F, 0x80, 0x90, 0x91, 0xC0, 0xC1, 0xC3, 0xC7, 0xCB, 0xD4, 0xFF)),
     *(bytes([kind]) + b"\xff\xff\xff\xff" for kind in (0xC6, 0xC9, 0xDB, 0xDD, 0xDF)),
@@ -43,7 +41,7 @@ class Report:
     inputs: int = 0
     seed: int = 0
     refused: Counter[str] = field(default_factory=Counter)
-    """By target and reason; ``taken`` where nothing was raised."""
+    """Counts by target and reason; the reason is ``taken`` if nothing was raised."""
     crashes: list[str] = field(default_factory=list)
     slowest_seconds: float = 0.0
     hangs: int = 0
@@ -92,11 +90,11 @@ def mutate(dice: random.Random, seeds: Sequence[Frames]) -> Frames:
 
 
 def fuzz(inputs: int, seed: int, targets: Sequence[str] = tuple(TARGETS)) -> Report:
-    """Reports what ``inputs`` mutated inputs do, or a few more, spread evenly over the targets."""
+    """Runs ``inputs`` mutated inputs, or a few more, spread evenly over the targets."""
     report = Report(seed=seed)
     began = time.monotonic()
     for warm in (True, False):
-        # The first part fills pools and caches, which is no growth.
+        # The first inputs fill pools and caches; that does not count as growth.
         count = inputs // 10 if warm else inputs - inputs // 10
         if not warm:
             report.resident_before_bytes = _resident_bytes()
@@ -113,7 +111,7 @@ def _fuzz_one(name: str, count: int, dice: random.Random, report: Report) -> Non
         if number % FRESH_AFTER == 0:
             target = TARGETS[name]()
         frames = mutate(dice, seeds)
-        begin = time.thread_time()  # readers wait for nothing; what else the machine does is not theirs
+        begin = time.thread_time()  # processor time: decoders never wait, and other processes do not count
         try:
             target(frames)
             report.refused[f"{name}: taken"] += 1
@@ -129,7 +127,7 @@ def _fuzz_one(name: str, count: int, dice: random.Random, report: Report) -> Non
 
 
 def _keep(name: str, frames: Frames) -> str:
-    """Writes an input that crashed a target to where it can be looked at; a mended one goes to the corpus."""
+    """Writes an input that crashed a target to a file; once the bug is fixed, the file goes to the corpus."""
     packed = msgpack.packb(frames)
     path = Path("build/fuzz") / name / f"{hashlib.sha256(packed).hexdigest()[:12]}.msgpack"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,26 +1,25 @@
-"""Everything that reads received bytes: functions of a list of frames that may only raise ProtocolError."""
+"""Fuzz targets: all decoders of received bytes, as functions of frames that may only raise ProtocolError."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import msgpack
 import msgspec
 import numpy as np
 import torch
 
+from tests.server.reducers.reduction import REDUCERS
 from zenps.buffers import BufferPool
 from zenps.codecs.registry import CODECS
 from zenps.codecs.values import VALUE_CODECS
-from zenps.config import Config
-from zenps.kernels.cpu import CpuKernels
-from zenps.scheduler.membership import Membership
-from zenps.server.aggregation import Aggregator, Payload, check_span, read_payload
-from zenps.server.rounds import Aggregate, Held, Rounds
-from zenps.settings import ClusterConfig, SyncConfig
+from zenps.config.settings import ClusterConfig, Config, SyncConfig
+from zenps.scheduler.membership.tracker import Membership
+from zenps.schemes.registry import scheme_of
+from zenps.server.rounds.states import HeldPush, Reduce
+from zenps.server.rounds.tracker import ServerRounds
 from zenps.wire.blocks import decode_blocks, encode_blocks
 from zenps.wire.frames import PROTOCOL_VERSION, Decoder, checksum_of, encode
 from zenps.wire.messages import (
@@ -51,14 +50,15 @@ from zenps.wire.messages import (
     Wanted,
     WhoAreYou,
 )
-from zenps.worker.blocks import BlockTransfer
-from zenps.worker.broadcast import unpack_object
-from zenps.worker.exchange import Exchange
-from zenps.worker.round import Deliver, Outgoing, Round
-from zenps.worker.streams import Plan
-from zenps.worker.transfers import Transfers
-
-__all__ = ["SEEDS", "TARGETS", "reseal"]
+from zenps.worker.core.request import Options, Request
+from zenps.worker.core.transfer import Answer, Sharding, Transfer
+from zenps.worker.encode.blocks import BlockTransfer
+from zenps.worker.encode.planner import Planner
+from zenps.worker.encode.sharder import Sharder
+from zenps.worker.encode.streams import Plan
+from zenps.worker.rounds.states import Deliver, Outgoing, Round
+from zenps.worker.rounds.tracker import WorkerRounds
+from zenps.worker.training.broadcast import unpack_object
 
 Frames = list[bytes]
 JOB = "job"
@@ -93,24 +93,21 @@ class Server:
 
     def __init__(self) -> None:
         self._decoder: Decoder[Push] = Decoder(JOB, Push)
-        self._rounds = {ranks: Rounds(1 << 20, 30.0) for ranks in (1, 2)}
+        self._rounds = {ranks: ServerRounds(1 << 20, 30.0) for ranks in (1, 2)}
         for ranks, rounds in self._rounds.items():
             rounds.on_view(1, dict.fromkeys(range(ranks), b"peer"), {}, 0.0)
-        pool = BufferPool(1 << 20)
-        self._aggregator = Aggregator(CpuKernels(pool), pool)
 
     def __call__(self, frames: Frames) -> None:
         rest = [memoryview(bytearray(frame)) for frame in frames[1:]]
         push = self._decoder.decode(frames[0], rest)
-        check_span(push, MAX_MESSAGE_BYTES)
-        payload = read_payload(push, rest)
+        reducer = REDUCERS[push.kind]
+        reducer.check_span(push, MAX_MESSAGE_BYTES)
+        payload = reducer.read(push, rest)
         for rounds in self._rounds.values():
-            for action in rounds.on_push(Held(b"peer", push, payload, payload.size_bytes), 0.0):
-                if isinstance(action, Aggregate):
-                    pushes = [(held.push, held.payload) for held in action.pushes]
-                    assert all(isinstance(held, Payload) for _, held in pushes)
-                    result, parts = self._aggregator.aggregate(pushes)  # type: ignore[arg-type]
-                    rounds.finish(action.key, result, parts, 0.0)
+            for action in rounds.on_push(HeldPush(b"peer", push, payload, payload.size_bytes), 0.0):
+                if isinstance(action, Reduce):
+                    outcome = reducer.reduce([held.payload for held in action.pushes])
+                    rounds.finish(action.key, outcome, 0.0)
 
 
 class Worker:
@@ -122,59 +119,56 @@ class Worker:
             sync=SyncConfig(granule=1, values="bfloat16"),
         )
         self._decoder: Decoder[FromServer] = Decoder(JOB, FromServer)
-        transfers = Transfers(config)
-        transfers.set_ring(1, np.zeros(4096, dtype=np.uint16), [0])
+        scheme = scheme_of("zenps")
+        planner = Planner(config, scheme, Sharder(config, scheme.wire, VIEW))
         indices, values = torch.arange(3).unsqueeze(0), torch.ones(3, COLUMNS)
         table = torch.sparse_coo_tensor(indices, values, (SPAN, COLUMNS), check_invariants=True)
         tensors = {"table": table, "vector": torch.ones(20_000), "small": torch.ones(100)}
-        self._begin = {
-            name: partial(transfers.begin, tensor, name, 0, True) for name, tensor in tensors.items()
-        } | {
-            f"{name}16": partial(transfers.begin, tensor, f"{name}16", 0, True, is_gradient=True)
-            for name, tensor in tensors.items()
+        gradient = Options(purpose="gradient")
+        requests = [Request(tensor, name) for name, tensor in tensors.items()]
+        requests += [Request(tensor, f"{name}16", gradient) for name, tensor in tensors.items()]
+        self._begin: dict[str, Callable[[], Transfer]] = {
+            request.name: partial(planner.begin, request, 0) for request in requests
         }
         self._begin["blocks"] = partial(_begin_blocks, torch.arange(40.0))
         self._begin_all()
 
     def _begin_all(self) -> None:
-        self._exchange = Exchange(30.0, lambda round_: round_.outgoing)
-        self._exchange.on_view(1, [Member("server", 0, "host", 1, "", "")], 0.0)
+        self._rounds = WorkerRounds(30.0)
+        self._rounds.on_view(1, [Member("server", 0, "host", 1, "", "")])
         self._transfers = {name: self._submit(name) for name in self._begin}
 
-    def _submit(self, name: str) -> Any:
+    def _submit(self, name: str) -> Transfer:
         transfer = self._begin[name]()
-        parts = transfer.parts
-        if isinstance(transfer, BlockTransfer):
-            _, part = transfer.push(0) or (0, None)
-            assert part is not None
-            parts = [part]
+        (encoded,) = transfer.begin()
         pushes = [
-            Outgoing(0, msgspec.structs.replace(PUSH, tensor=name, chunk=part.chunk), part.frames)
-            for part in parts
+            Outgoing(0, msgspec.structs.replace(PUSH, tensor=name, chunk=chunk.chunk), chunk.frames)
+            for chunk in encoded.chunks
         ]
-        self._exchange.submit(Round(name, 0, 1, pushes), 0.0)
+        self._rounds.submit(Round(name, 0, 1, pushes), 0.0)
         return transfer
 
     def __call__(self, frames: Frames) -> None:
         rest = [memoryview(bytearray(frame)) for frame in frames[1:]]
         message = self._decoder.decode(frames[0], rest)
-        actions = self._exchange.on_reply(0, message, rest, 0.0)
+        actions = self._rounds.on_reply(0, message, rest, 0.0)
         ended = any(not isinstance(action, Deliver) or action.last for action in actions)
         try:
             for action in actions:
                 if isinstance(action, Deliver):
                     transfer = self._transfers[message.tensor]
-                    transfer.absorb(action.server, action.result.chunk, action.result, action.frames)
+                    transfer.on_answer(Answer(action.server, action.result, action.frames))
                     if action.last:
                         transfer.finish()
         finally:
-            if ended and self._exchange.kept:
+            if ended and self._rounds.kept:
                 self._begin_all()
 
 
 def _begin_blocks(tensor: torch.Tensor) -> BlockTransfer:
     """One stream of five columns."""
-    return BlockTransfer(tensor, Plan(COLUMNS, 10, 1, 5), BufferPool(1 << 20))
+    sharding = Sharding(None, 1, home=0, ring_epoch=1)
+    return BlockTransfer(tensor, Plan(COLUMNS, 10, 1, 5), [sharding], BufferPool(1 << 20))
 
 
 def _blocks(frames: Frames) -> None:
@@ -218,7 +212,7 @@ TARGETS: dict[str, Callable[[], Callable[[Frames], None]]] = {
     "int8": lambda: partial(_values, "int8"),
     "object": lambda: lambda frames: unpack_object(frames[0]) and None,
 }
-"""By name, what makes a reader."""
+"""By name, a function that makes a target."""
 
 
 def _sealed(message: msgspec.Struct, *frames: bytes) -> Frames:
@@ -241,7 +235,7 @@ def _encoded(codec: str, positions: list[int]) -> bytes:
     return CODECS[codec].encode(np.array(positions), SPAN).tobytes()
 
 
-def _narrow(form: str, rows: int, columns: int) -> bytes:
+def _quantize(form: str, rows: int, columns: int) -> bytes:
     codec = VALUE_CODECS[form]  # type: ignore[index]
     data = torch.empty(codec.size_bytes(rows, columns), dtype=torch.uint8)
     codec.encode(torch.ones(rows, columns), data)
@@ -283,9 +277,9 @@ SEEDS: dict[str, list[Frames]] = {
         _sealed(msgspec.structs.replace(PUSH, codec="delta"), _encoded("delta", [1, 7, 300]), _ROWS),
         _sealed(msgspec.structs.replace(PUSH, codec="blocks"), _encoded("blocks", [1, 7, 300]), _ROWS),
         _sealed(msgspec.structs.replace(PUSH, codec="dense", span=3), b"", _ROWS),
-        _sealed(msgspec.structs.replace(PUSH, values="int8"), _POSITIONS, _narrow("int8", 3, COLUMNS)),
-        _sealed(msgspec.structs.replace(_DENSE, values="float16"), b"", _narrow("float16", 100, 1)),
-        _sealed(msgspec.structs.replace(_DENSE, values="int8"), b"", _narrow("int8", 100, 1)),
+        _sealed(msgspec.structs.replace(PUSH, values="int8"), _POSITIONS, _quantize("int8", 3, COLUMNS)),
+        _sealed(msgspec.structs.replace(_DENSE, values="float16"), b"", _quantize("float16", 100, 1)),
+        _sealed(msgspec.structs.replace(_DENSE, values="int8"), b"", _quantize("int8", 100, 1)),
         _sealed(msgspec.structs.replace(PUSH, rows=0), b"", b""),
         _sealed(_DENSE, b"", _ELEMENTS),
         _sealed(_STREAM, _PHASE, _BLOCKS),
@@ -297,8 +291,8 @@ SEEDS: dict[str, list[Frames]] = {
         _sealed(Result(1, "table", 0, 0, 3, "bitmap"), _encoded("bitmap", [1, 7, 300]), _ROWS),
         _sealed(Result(1, "table", 0, 0, 3, "delta"), _encoded("delta", [1, 7, 300]), _ROWS),
         _sealed(Result(1, "table", 0, 0, 3, "blocks"), _encoded("blocks", [1, 7, 300]), _ROWS),
-        _sealed(Result(1, "table16", 0, 0, 3, "coo"), _POSITIONS, _narrow("bfloat16", 3, COLUMNS)),
-        _sealed(Result(1, "small16", 0, 0, 100, "none"), b"", _narrow("bfloat16", 100, 1)),
+        _sealed(Result(1, "table16", 0, 0, 3, "coo"), _POSITIONS, _quantize("bfloat16", 3, COLUMNS)),
+        _sealed(Result(1, "small16", 0, 0, 100, "none"), b"", _quantize("bfloat16", 100, 1)),
         _sealed(Result(1, "small", 0, 0, 100, "none"), b"", _ELEMENTS),
         _sealed(Result(1, "vector", 0, 0, 0, "none"), b"", b""),
         _sealed(Result(1, "blocks", 0, 0, 5, "bitmap"), _PHASE, _BLOCKS),
@@ -311,14 +305,14 @@ SEEDS: dict[str, list[Frames]] = {
     "phase": [[struct.pack("<QQ", 5, 5), _PHASE]],
     "blocks": [[struct.pack("<QQ", 3, SPAN), _encoded("blocks", [1, 7, 300])]],
     "dense": [[struct.pack("<QQ", 3, 5), CODECS["dense"].encode(np.array([1, 2, 4]), 5).tobytes()]],
-    "float16": [[struct.pack("<QQ", 3, COLUMNS), _narrow("float16", 3, COLUMNS)]],
-    "bfloat16": [[struct.pack("<QQ", 3, COLUMNS), _narrow("bfloat16", 3, COLUMNS)]],
+    "float16": [[struct.pack("<QQ", 3, COLUMNS), _quantize("float16", 3, COLUMNS)]],
+    "bfloat16": [[struct.pack("<QQ", 3, COLUMNS), _quantize("bfloat16", 3, COLUMNS)]],
     "int8": [
-        [struct.pack("<QQ", 3, COLUMNS), _narrow("int8", 3, COLUMNS)],
-        [struct.pack("<QQ", 100, 1), _narrow("int8", 100, 1)],
+        [struct.pack("<QQ", 3, COLUMNS), _quantize("int8", 3, COLUMNS)],
+        [struct.pack("<QQ", 100, 1), _quantize("int8", 100, 1)],
     ],
     "object": [
         [msgpack.packb(value)] for value in ({"a": [1, 2.5, None, "text", b"bytes"]}, [{1: True}, []], 7)
     ],
 }
-"""By target, inputs that it takes."""
+"""By target, inputs that it accepts."""

@@ -29,7 +29,7 @@ def test_seeds_are_taken(name: str) -> None:
     [(path.parent.name, path) for path in sorted(CORPUS.glob("*/*.msgpack"))],
     ids=lambda value: value.stem if isinstance(value, Path) else value,
 )
-def test_what_once_crashed_is_refused(name: str, path: Path) -> None:
+def test_inputs_that_once_crashed_are_refused(name: str, path: Path) -> None:
     assert path.read_bytes()
     for frames in kept(name):
         with pytest.raises(ProtocolError):

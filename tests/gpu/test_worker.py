@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
-from tests.worker.test_transfer import make_layout, sparse, synchronize
-from zenps.placement import place_on
-from zenps.settings import CudaConfig
-from zenps.worker.accelerator import CudaAccelerator
-from zenps.worker.dense import DENSE_GRANULE, DenseTransfer
-from zenps.worker.staged import StagedDense, StagedSparse
-from zenps.worker.transfer import Cut, Transfer
+from tests.worker.encode.test_transfer import encoded_by, make_layout, sparse, synchronize
+from zenps.config.settings import CudaConfig
+from zenps.partition.device_layout import device_layout_on
+from zenps.worker.core.transfer import Sharding, Transfer
+from zenps.worker.encode.accelerator import CudaAccelerator
+from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer
+from zenps.worker.encode.gpu import StagedDense, StagedSparse
+from zenps.worker.encode.quantizer import Unchanged
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -59,12 +60,13 @@ def test_rounds_of_many_sizes_reuse_memory_and_stay_right(
     accelerator: CudaAccelerator, compaction: str
 ) -> None:
     layout = make_layout("balanced", 100_000, 1, [0, 1, 2], 0)
-    placement = place_on(layout, accelerator.device)
+    device_layout = device_layout_on(layout, accelerator.device)
     settings = CudaConfig(compaction=compaction)  # type: ignore[arg-type]
 
     def begin(tensor: Tensor) -> Transfer:
+        sharding, coder = Sharding(layout, 2, 0), Unchanged(tensor.dtype)
         staged = StagedSparse(
-            tensor.cuda(), Cut(layout, 2, 0), "auto", settings, lambda _: placement, accelerator
+            tensor.cuda(), sharding, "auto", settings, lambda _: device_layout, accelerator, coder
         )
         return prepared(staged, accelerator)
 
@@ -80,30 +82,34 @@ def test_rounds_of_many_sizes_reuse_memory_and_stay_right(
 def test_a_gradient_is_compacted_without_waiting(accelerator: CudaAccelerator) -> None:
     layout = make_layout("balanced", 100_000, 1, [0, 1, 2], 0)
     torch.cuda.set_sync_debug_mode("default")
-    placement = place_on(layout, accelerator.device)
+    device_layout = device_layout_on(layout, accelerator.device)
     tensor = whole_numbers(100_000, 32, 50_000, 1).cuda()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
-    transfer = StagedSparse(tensor, Cut(layout, 2, 0), "auto", CudaConfig(), lambda _: placement, accelerator)
+    sharding, coder = Sharding(layout, 2, 0), Unchanged(tensor.dtype)
+    transfer = StagedSparse(
+        tensor, sharding, "auto", CudaConfig(), lambda _: device_layout, accelerator, coder
+    )
     prepared(transfer, accelerator)
-    assert sum(part.rows for part in transfer.parts) > 0
+    assert sum(chunk.rows for chunk in encoded_by(transfer).chunks) > 0
 
 
 def test_the_callers_stream_goes_first(accelerator: CudaAccelerator) -> None:
     """What is compacted is what the gradient is once all work before it is done."""
     layout = make_layout("balanced", 1000, 1, [0, 1], 0)
-    placement = place_on(layout, accelerator.device)
+    device_layout = device_layout_on(layout, accelerator.device)
     tensor = sparse(torch.arange(1000), torch.full((1000, 4), 3.0), (1000, 4)).cuda()
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(200_000_000)
         tensor._values().mul_(2)
+        sharding, coder = Sharding(layout, 1, 0), Unchanged(tensor.dtype)
         transfer = StagedSparse(
-            tensor, Cut(layout, 1, 0), "coo", CudaConfig(), lambda _: placement, accelerator
+            tensor, sharding, "coo", CudaConfig(), lambda _: device_layout, accelerator, coder
         )
     prepared(transfer, accelerator)
-    for part in transfer.parts:
-        assert (torch.frombuffer(bytearray(part.frames[1]), dtype=torch.float32) == 6).all()
+    for chunk in encoded_by(transfer).chunks:
+        assert (torch.frombuffer(bytearray(chunk.frames[1]), dtype=torch.float32) == 6).all()
 
 
 def test_dense(accelerator: CudaAccelerator) -> None:
@@ -112,7 +118,8 @@ def test_dense(accelerator: CudaAccelerator) -> None:
 
     def begin(tensor: Tensor) -> Transfer:
         def make(copy: Tensor) -> Transfer:
-            return DenseTransfer(copy, Cut(layout, 2, 0), accelerator.pinned, True)
+            coder = Unchanged(copy.dtype)
+            return DenseTransfer(copy, Sharding(layout, 2, 0), accelerator.pinned, True, coder)
 
         return prepared(StagedDense(tensor.cuda(), make, accelerator), accelerator)
 

@@ -26,14 +26,12 @@ import zmq
 
 import zenps as zps
 from tests.dealer import connect_dealer
-from zenps import config
+from zenps.config import sources as config
+from zenps.config.settings import SecurityConfig
 from zenps.keys import LIST_NAME, Keys, Player, load_keys
-from zenps.settings import SecurityConfig
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.messages import FromScheduler, NodeStatus, Status, StatusRequest
-from zenps.worker import api
-
-__all__ = ["LEASE_SECONDS", "Cluster", "Process", "Raised", "attempt", "await_file", "shared_bytes"]
+from zenps.worker.process import PROCESS
 
 DEADLINE_SECONDS = 60.0
 """How long any wait in a test may take, on a machine that is busy with others."""
@@ -75,8 +73,8 @@ def await_file(path: Path) -> None:
 
 def shared_bytes() -> float:
     """What this worker and servers have read where it lies, in each other's memory."""
-    cluster: Any = api.communicator()
-    total: float = cluster._metrics.shared_bytes.total
+    world: Any = PROCESS.world
+    total: float = world._session.metrics.shared_bytes.total
     return total
 
 
@@ -338,7 +336,7 @@ def _serve(sets: Sequence[str]) -> None:
 
 
 def _load(sets: Sequence[str], role: str) -> config.Config:
-    from zenps import log
+    from zenps.observe import log
 
     loaded = config.load(sets=sets, environ={}).config
     log.setup(loaded.log, role)

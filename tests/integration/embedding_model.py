@@ -7,8 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["OPTIMIZERS", "Model", "assert_same", "loss_of", "make_model", "state_of"]
-
 BATCH = 6
 
 Optimizers = Callable[["Model"], list[torch.optim.Optimizer]]

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from tests.integration.cluster import DEADLINE_SECONDS, Process
 
-__all__ = ["await_step", "step_of"]
-
 
 def step_of(path: Path, rank: int) -> int:
     """The last step that a rank has reported; -1 before the first."""

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["assert_same_bits", "reduce_in_rank_order"]
-
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -17,9 +15,9 @@ def reduce_in_rank_order(tensors: Sequence[Tensor], average: bool) -> Tensor:
     """The sum, or average, of one tensor per rank: added in order 0, 1, …, rounded once at the end."""
     if tensors[0].is_sparse:
         return _reduce_sparse(tensors, average)
-    total = _widened(tensors[0]).clone()
+    total = _dequantized(tensors[0]).clone()
     for tensor in tensors[1:]:
-        total += _widened(tensor)
+        total += _dequantized(tensor)
     return _divided(total, len(tensors), average).to(tensors[0].dtype)
 
 
@@ -43,7 +41,7 @@ def _reduce_sparse(tensors: Sequence[Tensor], average: bool) -> Tensor:
     totals: dict[tuple[int, ...], Tensor] = {}
     for tensor in tensors:
         for index, row in _compacted(tensor).items():
-            totals[index] = totals[index] + _widened(row) if index in totals else _widened(row)
+            totals[index] = totals[index] + _dequantized(row) if index in totals else _dequantized(row)
     first = tensors[0]
     indices = sorted(totals)
     rows = [_divided(totals[index], len(tensors), average).to(first.dtype) for index in indices]
@@ -57,11 +55,11 @@ def _compacted(tensor: Tensor) -> dict[tuple[int, ...], Tensor]:
     sums: dict[tuple[int, ...], Tensor] = {}
     for index, row in zip(tensor._indices().t().tolist(), tensor._values(), strict=True):
         key = tuple(index)
-        sums[key] = sums[key] + _widened(row) if key in sums else _widened(row)
+        sums[key] = sums[key] + _dequantized(row) if key in sums else _dequantized(row)
     return {key: row.to(tensor.dtype) for key, row in sums.items()}
 
 
-def _widened(tensor: Tensor) -> Tensor:
+def _dequantized(tensor: Tensor) -> Tensor:
     return tensor.detach().to(_WIDE.get(tensor.dtype, tensor.dtype))
 
 

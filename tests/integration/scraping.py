@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 from prometheus_client.parser import text_string_to_metric_families
 
-__all__ = ["Samples", "await_samples", "parse", "scrape"]
-
 Samples = dict[tuple[str, str], float]
 """By name and the value of the sample's only label, which is "" where there is none."""
 

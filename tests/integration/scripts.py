@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["run_script"]
-
 
 def run_script(script: Path, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """``python script`` in its own folder, with no setting of ZenPS but those of ``environ``."""

@@ -14,8 +14,14 @@ import zenps as zps
 from tests.integration.cluster import LEASE_SECONDS, Cluster, attempt, await_file
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
 from tests.integration.scraping import parse, scrape
-from zenps.costs import Links
-from zenps.worker.choice import Choice, Table
+from zenps.schemes.registry import scheme_of
+from zenps.schemes.traffic import Links
+from zenps.worker.backends.auto import AutoBackend
+from zenps.worker.backends.choice import Choice, Table
+from zenps.worker.process import PROCESS
+from zenps.worker.world import ClusterWorld
+
+CANDIDATES = scheme_of("auto").candidates
 
 WORKERS, SERVERS = 3, 3
 ROWS, COLUMNS, PUSHED = 3000, 64, 100
@@ -37,7 +43,7 @@ def table(rank: int, step: int) -> Tensor:
 
 def changes() -> list[int]:
     """From which steps on the table takes another scheme."""
-    choice = Choice(Links(workers=WORKERS, bytes_per_second=125_000, latency_seconds=50e-6))
+    choice = Choice(Links(workers=WORKERS, bytes_per_second=125_000, latency_seconds=50e-6), CANDIDATES)
     found = []
     for step in range(STEPS):
         union = PUSHED * WORKERS if step < DRIFTED else PUSHED
@@ -78,9 +84,9 @@ def drift(path: Path, wait_at: int = -1) -> Drift:
 
 def own_page() -> str:
     """What this worker shows to Prometheus."""
-    from zenps.worker.api import communicator
-
-    return scrape(communicator()._exporter.address)  # type: ignore[attr-defined]
+    world = PROCESS.world
+    assert isinstance(world, ClusterWorld)
+    return scrape(world._session.lease.view.workers[zps.rank()].metrics)
 
 
 def assert_right(ranks: list[Drift]) -> None:
@@ -125,9 +131,10 @@ def disagree() -> object:
     """Rank 0 pushes the table as if it had been through a round that the others have not."""
     zps.push_pull(table(zps.rank(), 0), "table")
     if zps.rank() == 0:
-        from zenps.worker.api import communicator
-
-        communicator()._chosen["table"].choice.scheme = "agsparse"  # type: ignore[attr-defined]
+        world = PROCESS.world
+        assert isinstance(world, ClusterWorld)
+        assert isinstance(world._backend, AutoBackend)
+        world._backend._chosen["table"].choice.scheme = scheme_of("agsparse")
     return attempt(zps.push_pull, table(zps.rank(), 1), "table")
 
 

@@ -23,14 +23,15 @@ from tests.integration.reference import assert_same_bits, reduce_in_rank_order
 from tests.integration.scraping import parse, scrape
 from tests.integration.test_hostile import make_table, make_vector, resident_bytes, train
 from tests.integration.zmtp import MORE, connected, frame, knock
-from zenps import config
-from zenps.settings import shared_settings
+from zenps.config import sources as config
+from zenps.config.settings import shared_settings
 from zenps.wire.frames import encode
-from zenps.wire.link import SchedulerLink, new_register
 from zenps.wire.messages import Push, StatusRequest
+from zenps.wire.scheduler_link import SchedulerLink, new_register
 from zenps.wire.sockets import context
-from zenps.worker import channel, servers
-from zenps.worker.exchange import MOST_REPETITIONS
+from zenps.worker.rounds.tracker import MOST_REPETITIONS
+from zenps.worker.transport import channel
+from zenps.worker.transport import server_sockets as servers
 
 KIB, MIB = 1 << 10, 1 << 20
 JOB = "default"
@@ -212,7 +213,7 @@ def test_a_message_of_many_frames_is_dropped_and_counted(training: dict[str, Tar
             time.sleep(0.05)
 
 
-def test_a_visitor_that_never_reads_gets_no_more_answers(training: dict[str, Target]) -> None:
+def test_an_admin_client_that_never_reads_gets_no_more_answers(training: dict[str, Target]) -> None:
     target = training["scheduler"]
     before = resident_bytes(target.pid)
     request = frame(encode(JOB, StatusRequest()))

@@ -17,6 +17,7 @@ import zenps as zps
 from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, Raised, attempt, await_file
 from tests.integration.embedding_model import OPTIMIZERS, Model, assert_same, loss_of, make_model, state_of
 from tests.integration.progress import await_step, step_of
+from zenps.worker.process import PROCESS
 
 STEP_SECONDS = 0.03
 """Training would otherwise be over before anything can happen to it."""
@@ -192,7 +193,7 @@ def die() -> None:
 
 
 @pytest.mark.long
-def test_a_newcomer_that_dies_before_it_has_the_state_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_joining_worker_that_dies_before_it_has_the_state_holds_nobody_up(tmp_path: Path) -> None:
     with going_on() as cluster:
         training = Training(cluster, tmp_path)
         training.await_steps(2)
@@ -313,8 +314,8 @@ def lose_an_answer(path: Path) -> Tensor:
     if zps.rank() == 1:
         time.sleep(0.5)
         (path / "pushed").touch()
-        session = zps.worker.api.communicator()._session  # type: ignore[attr-defined]
-        while session.view.epoch < 2:
+        world: Any = PROCESS.world
+        while world._session.lease.view.epoch < 2:
             time.sleep(0.01)
     result = handle.wait()
     zps.barrier()
@@ -354,7 +355,7 @@ def never_commit(told: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_newcomer_that_nobody_lets_in_is_told_why(tmp_path: Path) -> None:
+def test_a_joining_worker_that_nobody_admits_is_told_why(tmp_path: Path) -> None:
     with going_on(workers=2) as cluster:
         worker = cluster.start(never_commit, tmp_path / "told", rank=0)
         assert cluster.start(die, rank=1).wait() == -signal.SIGKILL
@@ -383,7 +384,7 @@ def commit_until_three() -> None:
 
 
 @pytest.mark.long
-def test_a_newcomer_without_the_state_is_told_to_get_it() -> None:
+def test_a_joining_worker_without_the_state_is_told_to_get_it() -> None:
     with going_on() as cluster:
         workers = [cluster.start(commit_until_three, rank=rank) for rank in (0, 1)]
         first = cluster.start(die, rank=2)

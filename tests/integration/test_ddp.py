@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zenps as zps
 from tests.integration.cluster import Cluster, Raised, attempt
+from zenps.worker.core.request import Request
+from zenps.worker.process import PROCESS
 
 RANKS = 2
 STEPS = 5
@@ -53,29 +55,28 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 def train(make_state: Any) -> tuple[dict[str, Tensor], list[str], list[list[int]]]:
     """The weights after some steps; the kinds of gradients that were pushed; by step, their priorities."""
-    from zenps.worker import ddp as module
-
     pushed: list[str] = []
     priorities: list[list[int]] = []
-    push_gradient_async = module.push_gradient_async
+    begin = PROCESS.world.begin
 
-    def watched(tensor: Tensor, name: str, priority: int) -> Any:
-        pushed.append("sparse" if tensor.is_sparse else "dense")
-        priorities[-1].append(priority)
-        return push_gradient_async(tensor, name, priority=priority)
+    def watched(request: Request) -> Any:
+        assert request.options.purpose == "gradient"
+        pushed.append("sparse" if request.tensor.is_sparse else "dense")
+        priorities[-1].append(request.options.priority)
+        return begin(request)
 
     model = make_model()
     # Small buckets, so that there are several, and DDP makes new ones after the first step.
     parallel = DistributedDataParallel(model, bucket_cap_mb=0.05)
     parallel.register_comm_hook(make_state(), zps.comm_hook)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
-    module.push_gradient_async = watched
+    PROCESS.world.begin = watched  # type: ignore[method-assign]
     for step in range(STEPS):
         priorities.append([])
         optimizer.zero_grad()
         loss_of(parallel, step, zps.rank()).backward()
         optimizer.step()
-    module.push_gradient_async = push_gradient_async
+    PROCESS.world.begin = begin  # type: ignore[method-assign]
     return state_of(model), pushed, priorities
 
 

@@ -14,8 +14,10 @@ from tests.integration import test_training
 from tests.integration.cluster import Cluster, Raised, attempt
 from tests.integration.embedding_model import OPTIMIZERS, assert_same
 from tests.worker.host_accelerator import HostAccelerator
-from zenps.worker.accelerator import Accelerator, Event
-from zenps.worker.transfers import Transfers
+from zenps.worker.encode.accelerator import Accelerator, Event
+from zenps.worker.encode.planner import Planner
+from zenps.worker.process import PROCESS
+from zenps.worker.world import ClusterWorld
 
 RANKS = 2
 
@@ -24,10 +26,10 @@ def pretend_that_the_cpu_is_a_gpu(accelerator: Accelerator | None = None) -> Non
     """In this process, from here on."""
     accelerator = accelerator or HostAccelerator()
 
-    def always(transfers: Transfers, tensor: Tensor) -> Accelerator:
+    def always(planner: Planner, tensor: Tensor) -> Accelerator:
         return accelerator
 
-    Transfers._accelerator = always  # type: ignore[method-assign]
+    Planner._accelerator = always  # type: ignore[method-assign]
 
 
 def train(name: str) -> dict[str, Tensor]:
@@ -45,7 +47,7 @@ def test_training_is_that_of_one_process(name: str) -> None:
 
 
 class Slow(HostAccelerator):
-    """Each piece of work takes a while."""
+    """Whatever it is given to do takes a while."""
 
     def mark(self) -> Event:
         return Later(time.monotonic() + 0.3)
@@ -60,10 +62,10 @@ class Later(NamedTuple):
 
 def wait_in_other_orders() -> list[float]:
     pretend_that_the_cpu_is_a_gpu(Slow())
-    handle = zps.push_pull_async(torch.ones(5), "a", average=False)
+    pending = zps.push_pull_async(torch.ones(5), "a", average=False)
     if zps.rank() == 0:
         zps.barrier()
-    result: list[float] = handle.wait().tolist()
+    result: list[float] = pending.wait().tolist()
     if zps.rank() == 1:
         zps.barrier()
     return result
@@ -79,7 +81,9 @@ def hash_rows() -> tuple[Tensor, float]:
     rows = torch.arange(1000).repeat(2)
     gradient = torch.sparse_coo_tensor(rows[None], torch.ones(2000, 4), (1000, 4))
     result = zps.push_pull(gradient, "weight", average=False)
-    metrics = zps.worker.api.communicator()._metrics
+    world = PROCESS.world
+    assert isinstance(world, ClusterWorld)
+    metrics = world._session.metrics
     return result.to_dense(), metrics.hashed_rows.labels(outcome="overflowed")._value.get()
 
 
@@ -96,11 +100,11 @@ def push_what_is_outside_first() -> tuple[object, Tensor, list[float]]:
     wrong = torch.sparse_coo_tensor([[50]], torch.ones(1, 3), (50, 3), check_invariants=False)
     right = torch.sparse_coo_tensor([[zps.rank(), 49]], torch.ones(2, 3), (50, 3))
     refused = attempt(zps.push_pull, wrong, "weight")
-    handles = [zps.push_pull_async(torch.full((size,), float(zps.rank())), f"{size}") for size in (3, 50_000)]
+    pending = [zps.push_pull_async(torch.full((size,), float(zps.rank())), f"{size}") for size in (3, 50_000)]
     return (
         refused,
         zps.push_pull(right, "weight").to_dense(),
-        [handle.wait().mean().item() for handle in handles],
+        [each.wait().mean().item() for each in pending],
     )
 
 
@@ -121,14 +125,14 @@ def push_many() -> list[bool]:
         torch.sparse_coo_tensor([[zps.rank(), 7]], torch.full((2, 3), float(index)), (50, 3))
         for index in range(20)
     ]
-    handles = [
+    pending = [
         zps.push_pull_async(gradient, f"{index}", average=False) for index, gradient in enumerate(gradients)
     ]
     right = []
     for index in reversed(range(20)):
-        while not zps.poll(handles[index]):
+        while not zps.poll(pending[index]):
             pass
-        right.append(bool((handles[index].wait().to_dense()[7] == 2 * index).all()))
+        right.append(bool((pending[index].wait().to_dense()[7] == 2 * index).all()))
     return right
 
 

@@ -19,9 +19,9 @@ import torch
 
 import zenps as zps
 from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS
-from zenps import cli
-from zenps.settings import ClusterConfig
-from zenps.status import fetch
+from zenps.cli import commands as cli
+from zenps.cli.status import fetch
+from zenps.config.settings import ClusterConfig
 
 END_SECONDS = 5.0
 

@@ -124,7 +124,7 @@ def pushes(draw: st.DrawFn) -> Frames:
     count = st.integers(0, 9) | st.sampled_from([250, 2**20, 2**31, 2**48, 2**62 - 1])
     push = msgspec.structs.replace(
         PUSH,
-        epoch=draw(st.integers(0, 2)),
+        ring_epoch=draw(st.integers(0, 2)),
         rank=draw(st.integers(0, 2)),
         tensor=draw(st.sampled_from(["table", "vector", "other"])),
         step=draw(count),

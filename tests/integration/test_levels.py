@@ -22,11 +22,11 @@ from tests.integration.reference import assert_same_bits
 from tests.integration.test_losses import SLACK_SECONDS
 from tests.integration.test_push_pull import CASES, ROUNDS, expected, push_all
 from tests.integration.test_training import train, train_in_one_process
-from zenps.config import load
-from zenps.doctor import Check, examine
-from zenps.timeline import merge
-from zenps.worker import api
-from zenps.worker.levels.link import Listener
+from zenps.cli.doctor import Check, examine
+from zenps.config.sources import load
+from zenps.observe.timeline import merge
+from zenps.worker.process import PROCESS
+from zenps.worker.transport.host_link import Listener
 
 WORKERS = 3
 AT_ONCE_SECONDS = 3.0
@@ -164,13 +164,14 @@ def test_the_doctor_advises_nothing_to_lone_workers() -> None:
 
 def push_and_rest() -> bool:
     """Whether the channel is free once a sum is here: a thread that had it would pass every answer on."""
-    channel = api.communicator()._session.channel  # type: ignore[attr-defined]
+    world: Any = PROCESS.world
+    channel = world._session.channel
     until = time.monotonic() + AT_ONCE_SECONDS
     for _ in range(5):
         zps.push_pull(table(0), "t")
-    while channel._wheel.is_taken and time.monotonic() < until:
+    while channel._lock.is_taken and time.monotonic() < until:
         time.sleep(0.01)
-    return not channel._wheel.is_taken
+    return not channel._lock.is_taken
 
 
 def test_nobody_waits_for_servers_once_the_sum_is_there() -> None:
@@ -194,9 +195,10 @@ def keep_and_change(path: Path) -> bool:
             total.values().mul_(zps.rank() + 2)
     zps.barrier()  # all ranks have changed theirs
     used_bytes = []
+    world: Any = PROCESS.world
     for part in parts:
         zps.push_pull(part, "dropped", average=False)
-        used_bytes.append(os.fstat(api.communicator()._arena.fd).st_blocks * 512)  # type: ignore[attr-defined]
+        used_bytes.append(os.fstat(world._backend._arena.fd).st_blocks * 512)
     factor = torch.tensor([1.0, zps.rank() + 2.0])
     leads = zps.rank() == 0
     zps.shutdown()

@@ -14,6 +14,7 @@ import torch
 import zenps as zps
 from tests.integration.cluster import LEASE_SECONDS, Cluster, Raised, attempt
 from tests.integration.scripts import run_script
+from zenps.worker.process import PROCESS
 
 RENDEZVOUS_SECONDS = 4.0
 SLACK_SECONDS = 2.0
@@ -136,8 +137,8 @@ def test_a_script_that_crashes_takes_its_leave(tmp_path: Path) -> None:
 
 def act_after_the_lease_has_ended() -> Any:
     """As where the thread ends between a command and the byte that wakes it."""
-    session = zps.worker.api.communicator()._session
-    session.close(together=False)
+    world: Any = PROCESS.world
+    world._session.lease.close(together=False)
     return attempt(zps.barrier)
 
 

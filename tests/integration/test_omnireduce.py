@@ -13,8 +13,9 @@ from torch import Tensor
 import zenps as zps
 from tests.integration.cluster import LEASE_SECONDS, Cluster, Raised, attempt, await_file
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
-from zenps.worker.api import communicator
-from zenps.worker.cluster import Cluster as World
+from zenps.worker.core import steps
+from zenps.worker.process import PROCESS
+from zenps.worker.world import ClusterWorld
 
 BLOCK, FUSION = 16, 4
 SETTINGS = {"sync.scheme": "omnireduce", "sync.block": BLOCK, "sync.fusion": FUSION}
@@ -28,9 +29,9 @@ def tensor_of(rank: int, step: int, blocks: int = BLOCKS, density: float = 0.05)
 
 
 def in_flight() -> int:
-    world = communicator()
-    assert isinstance(world, World)
-    return world._session.channel._exchange.in_flight
+    world = PROCESS.world
+    assert isinstance(world, ClusterWorld)
+    return world._session.channel._rounds.in_flight
 
 
 # ── what travels ────────────────────────────────────────────────────────────────────────────────
@@ -112,7 +113,7 @@ def test_ranks_that_disagreed_are_in_step_afterwards() -> None:
 
 
 def use_up_names() -> Any:
-    zps.worker.steps.MOST_NAMES = 100  # type: ignore[attr-defined]
+    steps.MOST_NAMES = 100  # type: ignore[attr-defined]
     for _ in range(2):
         zps.push_pull(tensor_of(zps.rank(), 0), "t")
     too_long = attempt(zps.push_pull, torch.ones(3), "n" * 1022)

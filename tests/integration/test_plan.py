@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from zenps.config import load
-from zenps.plan.recording import read
+from zenps.config.sources import load
+from zenps.observe.recording import read
 
 TRAINING = """
 import sys, torch, zenps as zps

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +27,18 @@ Priorities = dict[str, set[int]]
 
 def watched_priorities() -> Priorities:
     """From now on."""
-    from zenps.worker.cluster import Cluster as Worker
+    from zenps.worker.transport.pushes import PushWriter
 
     seen: Priorities = defaultdict(set)
-    pushes = Worker._pushes
+    write = PushWriter.write
 
-    def watched(self: Worker, *args: Any) -> Sequence[Any]:
-        outgoing = pushes(self, *args)
+    def watched(self: PushWriter, *args: Any, **named: Any) -> list[Any]:
+        outgoing = write(self, *args, **named)
         for out in outgoing:
             seen[out.push.tensor].add(out.priority)
         return outgoing
 
-    Worker._pushes = watched  # type: ignore[method-assign]
+    PushWriter.write = watched  # type: ignore[method-assign]
     return seen
 
 
@@ -80,7 +79,7 @@ def test_leaders_push_with_the_priorities_of_their_ranks(tmp_path: Path) -> None
         workers = start_on_two_hosts(cluster, 3, push_at_cross_purposes, tmp_path, 1)
         pushed = [worker.result() for worker in workers]
         cluster.drain()
-    for rank in (0, 2):  # beside meetings
+    for rank in (0, 2):  # beside negotiations
         assert {name: pushed[rank][name] for name in expected(rank, "@hosts")} == expected(rank, "@hosts")
 
 

@@ -16,8 +16,8 @@ import zenps as zps
 from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, Process
 from tests.integration.embedding_model import OPTIMIZERS, loss_of, make_model, state_of
 from tests.integration.progress import await_step, step_of
-from zenps.settings import ClusterConfig
-from zenps.status import drain
+from zenps.cli.status import drain
+from zenps.config.settings import ClusterConfig
 
 STEPS = 60
 STEP_SECONDS = 0.03

@@ -111,8 +111,8 @@ def await_world_of(size: int) -> None:
 
 
 def test_kill_9_of_a_worker_that_was_lent_results(tmp_path: Path) -> None:
-    goes_on = {"cluster.on_worker_loss": "continue"}
-    with Cluster(settings=goes_on, lease_seconds=LEASE_SECONDS) as cluster:
+    is_elastic = {"cluster.on_worker_loss": "continue"}
+    with Cluster(settings=is_elastic, lease_seconds=LEASE_SECONDS) as cluster:
         stays, goes = (cluster.start(push_without, tmp_path, rank=rank) for rank in range(2))
         for rank in range(2):
             await_file(tmp_path / f"pushed{rank}")

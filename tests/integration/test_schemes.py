@@ -17,21 +17,21 @@ from torch import Tensor
 from tests.integration.cluster import Cluster
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
 from tests.integration.test_push_pull import CASES, ROUNDS, expected, inputs, push_all
-from zenps.schemes import SCHEMES, SchemeSetting, over_servers
+from zenps.schemes.registry import scheme_names, scheme_of
 
 WORKERS, SERVERS = 3, 2
 
 SHORT = ("zen", "omnireduce", "sparcml")
 """Those in the default suite: one of each exchange."""
 
-Outcome = tuple[SchemeSetting, list[dict[str, Any]]]
+Outcome = tuple[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(
     scope="module",
     params=[
         pytest.param(name, marks=() if name in SHORT else pytest.mark.long)
-        for name in (*SCHEMES, "auto")
+        for name in scheme_names()
         if name != "zenps"
     ],
 )
@@ -40,9 +40,9 @@ def outcome(request: pytest.FixtureRequest) -> Iterator[Outcome]:
         yield request.param, cluster.run(push_all)
 
 
-def as_sent(scheme: SchemeSetting, expected: Tensor) -> Tensor:
+def as_sent(scheme: str, expected: Tensor) -> Tensor:
     """What is left of a union that travels dense: no row of zeros, and no -0.0, to which others add 0."""
-    if over_servers(scheme).keys != "none" or not expected.is_sparse:
+    if scheme_of(scheme).wire.keys != "none" or not expected.is_sparse:
         return expected
     values = expected.values()
     columns = expected.shape[expected.sparse_dim() :].numel()
@@ -56,9 +56,10 @@ def as_sent(scheme: SchemeSetting, expected: Tensor) -> Tensor:
     )
 
 
-def assert_is_sum(scheme: SchemeSetting, results: Sequence[Tensor], wanted: Tensor) -> None:
+def assert_is_sum(scheme: str, results: Sequence[Tensor], wanted: Tensor) -> None:
     """What each rank has got of one tensor."""
-    in_rank_order = over_servers(scheme).exchange == "servers" or (wanted.is_sparse and scheme != "allreduce")
+    declared = scheme_of(scheme)
+    in_rank_order = declared.engine != "peers" or (wanted.is_sparse and declared.wire.keys != "none")
     wanted = as_sent(scheme, wanted)
     for result in results:
         assert_same_bits(result, wanted if in_rank_order else results[0])

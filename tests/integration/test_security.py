@@ -22,10 +22,10 @@ import zenps as zps
 from tests.dealer import connect_dealer
 from tests.integration.cluster import Cluster, Raised, attempt, await_file
 from tests.integration.scraping import Samples, await_samples, parse, scrape
+from zenps.cli.status import fetch
+from zenps.config.settings import ClusterConfig
 from zenps.errors import ConfigError
 from zenps.keys import LIST_NAME, Keys, generate
-from zenps.settings import ClusterConfig
-from zenps.status import fetch
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.messages import (
     Barrier,

@@ -16,7 +16,7 @@ import torch
 import zenps as zps
 from tests.integration.cluster import DEADLINE_SECONDS, Cluster, await_file
 from tests.integration.scraping import parse, scrape
-from zenps.status import to_json
+from zenps.wire.status import to_json
 
 LEASE_SECONDS = 3.0
 SLEEP_SECONDS = 4.0

@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import zenps as zps
 from tests.integration.cluster import DEADLINE_SECONDS, Cluster, await_file
-from zenps import clock
-from zenps.timeline import merge
+from zenps.observe import clock
+from zenps.observe.timeline import merge
 
 TENSORS = ("table", "large", "small")
 SKEW_SECONDS = 3600

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 import zenps as zps
 from tests.integration.cluster import Cluster, Raised, attempt
 from tests.integration.embedding_model import OPTIMIZERS, Model, assert_same, loss_of, make_model, state_of
+from zenps.worker.core.request import Request
+from zenps.worker.process import PROCESS
 
 STEPS = 5
 RANKS = 2
@@ -223,22 +225,19 @@ def watch_pushes() -> list[list[str]]:
 
 
 def _watch_pushes(patch: pytest.MonkeyPatch) -> list[list[str]]:
-    from zenps.worker import agreed
-    from zenps.worker import optimizer as wrapper
-
     model = make_model()
     (optimizer,) = wrap(model, OPTIMIZERS["sgd"](model))
     events: list[str] = []
 
-    def watch(push: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(tensor: Tensor, name: str, *options: Any, **named: Any) -> Any:
-            events.append("push sparse" if tensor.is_sparse else f"push {name}")
-            return push(tensor, name, *options, **named)
+    begin = PROCESS.world.begin
 
-        return watched
+    def watched(request: Request) -> Any:
+        is_broadcast = request.options.purpose == "broadcast"
+        if not is_broadcast:
+            events.append("push sparse" if request.tensor.is_sparse else f"push {request.name}")
+        return begin(request)
 
-    patch.setattr(wrapper, "push_gradient_async", watch(wrapper.push_gradient_async))
-    patch.setattr(agreed, "push_pull_async", watch(agreed.push_pull_async))
+    patch.setattr(PROCESS.world, "begin", watched)
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(f"gradient {name}"))
     steps = []

@@ -106,10 +106,10 @@ def test_ranks_stay_the_same_bit_by_bit(form: str) -> None:
 
 @every_form
 def test_the_loss_is_that_of_exact_gradients(form: str) -> None:
-    exact, narrow = trained("same"), trained(form)
+    exact, quantize = trained("same"), trained(form)
     assert final_loss(exact) < 0.5 * exact[0]["losses"][0]
-    assert final_loss(narrow) == pytest.approx(final_loss(exact), rel=0.01)
-    assert narrow[0]["losses"] != exact[0]["losses"]
+    assert final_loss(quantize) == pytest.approx(final_loss(exact), rel=0.01)
+    assert quantize[0]["losses"] != exact[0]["losses"]
 
 
 @every_form

@@ -8,8 +8,6 @@ import socket as net
 import struct
 from collections.abc import Iterator
 
-__all__ = ["MORE", "connected", "frame", "knock"]
-
 MORE = 1
 _LONG = 2
 _COMMAND = 4

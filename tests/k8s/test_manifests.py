@@ -20,10 +20,10 @@ import pytest
 import yaml
 from msgspec import Meta
 
-from zenps.arguments import make_parser, split_command
-from zenps.config import load
-from zenps.settings import Config
-from zenps.values import parse_address
+from zenps.cli.arguments import make_parser, split_command
+from zenps.config.settings import Config
+from zenps.config.sources import load
+from zenps.config.values import parse_address
 
 MANIFESTS = Path(__file__).parents[2] / "docker" / "k8s"
 FILES = ("jobset.yaml", "plain.yaml")

@@ -1,4 +1,4 @@
-"""Real clusters under a real Prometheus, whose clocks go faster."""
+"""Real clusters, monitored by a real Prometheus with shorter intervals."""
 
 from __future__ import annotations
 
@@ -9,25 +9,23 @@ from pathlib import Path
 from tests.integration.cluster import Cluster
 from tests.monitoring.prometheus import Prometheus, prometheus_of, write_targets
 
-__all__ = ["TIMES", "nodes_of", "targets_of", "watched"]
-
 TIMES = 10
 """What takes five minutes in docker/prometheus/ takes 30 seconds here."""
 
 
 def nodes_of(cluster: Cluster) -> list[tuple[str, str]]:
-    """Role and metrics' address of each node."""
+    """Returns the role and the metrics address of each node."""
     return [(node.role, node.metrics) for node in cluster.status().nodes]
 
 
 def targets_of(directory: Path, job: str) -> Path:
-    """The file that tells Prometheus where a job's nodes are."""
+    """Returns the file of Prometheus targets of a job."""
     return directory / f"{job}.json"
 
 
 @contextlib.contextmanager
 def watched(binary: str, directory: Path, clusters: Mapping[str, Cluster]) -> Iterator[Prometheus]:
-    """A Prometheus that scrapes clusters, by the name of their job, once they run and have trained."""
+    """Yields a Prometheus that scrapes clusters, by the name of their job, once they have trained."""
     targets = {job: targets_of(directory, job) for job in clusters}
     for job, cluster in clusters.items():
         cluster.await_state("running")

@@ -1,4 +1,4 @@
-"""The script that writes the dashboard."""
+"""Fixture of the script that writes the dashboard."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.monitoring.prometheus import FOLDER
 
 @pytest.fixture(scope="session")
 def dashboard() -> ModuleType:
-    """docker/grafana/dashboard.py, which is a script and on no path."""
+    """Imports docker/grafana/dashboard.py, which is not on sys.path."""
     spec = importlib.util.spec_from_file_location("dashboard", FOLDER / "grafana/dashboard.py")
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""What the monitored jobs do: a healthy one, and one that is harmed in the ways that alerts tell."""
+"""Training functions of the monitored jobs: a healthy one, and one that provokes every alert."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from torch import Tensor
 
 import zenps as zps
 from tests.integration.test_device import pretend_that_the_cpu_is_a_gpu
-from zenps.worker.transfers import Transfers
-
-__all__ = ["HARM", "be_harmed", "train"]
+from zenps.worker.encode.planner import Planner
 
 ROWS, COLUMNS = 30_000, 8
 STEP_SECONDS = 0.03
@@ -35,7 +33,7 @@ HARM = {
 
 
 def train(path: Path) -> None:
-    """Sparse and dense rounds, and barriers, until ``path/stop`` is there."""
+    """Sparse and dense rounds, and barriers, until ``path/stop`` exists."""
     generator = torch.Generator().manual_seed(zps.rank())
     while not _is_there(path / "stop"):
         table = zps.push_pull_async(_gradient(generator), "table")
@@ -46,14 +44,14 @@ def train(path: Path) -> None:
 
 
 def be_harmed(path: Path) -> None:
-    """One server has the whole table; and what files ask for while they are there.
+    """One server owns the whole table, and files in ``path`` cause harm while they exist.
 
-    ``overflow``: the table is compacted by hashing, once. ``late``: rank 1 is, in each step. ``crowd``: ranks
-    push more bytes than servers take, in different orders.
+    ``overflow``: the table is compacted by hashing, once. ``late``: rank 1 is late in each step. ``crowd``:
+    ranks push more bytes than servers accept, in different orders.
     """
     generator = torch.Generator().manual_seed(zps.rank())
     order = list(range(LARGE))[:: 1 if zps.rank() % 2 else -1]
-    _push_hashed(generator)  # compiles the kernels, before anybody looks
+    _push_hashed(generator)  # compiles the kernels, before rounds are measured
     is_hashed = False
     while True:
         if not is_hashed and _is_there(path / "overflow"):
@@ -70,22 +68,22 @@ def be_harmed(path: Path) -> None:
 
 
 def _push_hashed(generator: torch.Generator) -> None:
-    native = Transfers._accelerator
+    native = Planner._accelerator
     pretend_that_the_cpu_is_a_gpu()
     try:
         zps.push_pull(_gradient(generator), "hashed")
     finally:
-        Transfers._accelerator = native  # type: ignore[method-assign]
+        Planner._accelerator = native  # type: ignore[method-assign]
 
 
 def _gradient(generator: torch.Generator) -> Tensor:
-    """Of a table, an eighth of whose rows were touched, some of them twice or more."""
+    """Returns the gradient of a table with an eighth of its rows, some of them twice or more."""
     indices = torch.randint(ROWS, (1, ROWS // 8), generator=generator)
     values = torch.ones(ROWS // 8, COLUMNS)
     return torch.sparse_coo_tensor(indices, values, (ROWS, COLUMNS), check_invariants=True)
 
 
 def _is_there(path: Path) -> bool:
-    """Whether any rank sees the file; all get the same answer."""
+    """True if any rank sees the file; all ranks get the same answer."""
     seen = zps.push_pull(torch.tensor([float(path.exists())]), path.name, average=False)
     return bool(seen.item())

@@ -1,4 +1,4 @@
-"""A Prometheus for tests, started here with our rules or running elsewhere, and what it is asked."""
+"""Prometheus for tests, started with our rules or running elsewhere, and queries to it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import yaml
-
-__all__ = [
-    "FOLDER",
-    "Alert",
-    "Prometheus",
-    "Sample",
-    "faster",
-    "panel_queries",
-    "prometheus_of",
-    "write_targets",
-]
 
 FOLDER = Path(__file__).parents[2] / "docker"
 
@@ -54,20 +43,20 @@ class Alert(NamedTuple):
 
 
 class Prometheus:
-    """One that runs; ``address`` is its ``host:port``."""
+    """A running Prometheus; ``address`` is its ``host:port``."""
 
     def __init__(self, address: str) -> None:
         self.address = address
 
     def query(self, expression: str) -> list[Sample]:
-        """All series that ``expression`` has now."""
+        """Returns all series of ``expression`` now."""
         data = self._get("query", query=expression)
         if data["resultType"] == "scalar":
             return [Sample({}, float(data["result"][1]))]
         return [Sample(series["metric"], float(series["value"][1])) for series in data["result"]]
 
     def alerts(self, state: str = "firing") -> list[Alert]:
-        """All that are in a state: ``firing`` or ``pending``."""
+        """Returns all alerts in a state: ``firing`` or ``pending``."""
         found = (
             Alert(alert["labels"]["alertname"], alert["state"], alert["labels"], alert["annotations"])
             for alert in self._get("alerts")["alerts"]
@@ -80,11 +69,11 @@ class Prometheus:
         condition: Callable[[list[Sample]], bool] = bool,
         seconds: float = 30.0,
     ) -> list[Sample]:
-        """What ``expression`` has once that fulfils ``condition``: by default, once there is any."""
+        """Returns the series of ``expression`` once they fulfil ``condition``: by default, there are any."""
         return _await(lambda: self.query(expression), condition, seconds, expression)
 
     def await_alert(self, name: str, seconds: float = 30.0, **labels: str) -> Alert:
-        """The first alert of that name, and with these labels, that fires."""
+        """Returns the first firing alert with this name and these labels."""
         wanted = {"alertname": name, **labels}.items()
 
         def of_that_name() -> list[Alert]:
@@ -113,7 +102,7 @@ def _await(look: Callable[[], T], condition: Callable[[T], bool], seconds: float
 def prometheus_of(
     binary: str, directory: Path, jobs: Mapping[str, Path], times: float
 ) -> Iterator[Prometheus]:
-    """Runs docker/prometheus/ as it is, but for where targets come from, and how fast its clocks go.
+    """Runs docker/prometheus/ with other targets and with shorter durations.
 
     Args:
         binary: of Prometheus.
@@ -146,9 +135,9 @@ def prometheus_of(
 
 
 def write_targets(path: Path, nodes: Iterable[tuple[str, str]]) -> None:
-    """A file for Prometheus's ``file_sd_configs``, of pairs of role and address, at once.
+    """Writes pairs of role and address to a file for ``file_sd_configs`` of Prometheus, atomically.
 
-    The role comes where a lookup of the service's name would have put it, so that relabelling is the same.
+    The role has the label of a DNS lookup of the service, so that relabelling is the same.
     """
     groups = [{"targets": [address], "labels": {"__meta_dns_name": role}} for role, address in nodes]
     partial = path.with_suffix(".partial")
@@ -157,7 +146,7 @@ def write_targets(path: Path, nodes: Iterable[tuple[str, str]]) -> None:
 
 
 def panel_queries(times: float = 1.0) -> dict[str, str]:
-    """Each query of the dashboard by panel and legend, with its variables filled in as Grafana does."""
+    """Returns the queries of the dashboard by panel and legend, with variables filled in as Grafana does."""
     tree = json.loads((FOLDER / "grafana/dashboards/zenps.json").read_text())
     values = {"$job": "zenps", "$instance": ".*", "$__rate_interval": faster("1m", times)}
     queries = {}
@@ -171,7 +160,7 @@ def panel_queries(times: float = 1.0) -> dict[str, str]:
 
 
 def faster(text: str, times: float) -> str:
-    """``text`` with every duration divided by ``times``: ``[5m]`` becomes ``[15000ms]`` at 20."""
+    """Returns ``text`` with every duration divided by ``times``: ``[5m]`` becomes ``[15000ms]`` at 20."""
     seconds = {"s": 1, "m": 60, "h": 3600}
 
     def divided(match: re.Match[str]) -> str:
@@ -197,7 +186,7 @@ def _write_configuration(directory: Path, jobs: Mapping[str, Path], times: float
 
 
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Where it listens, once it does and has read its rules."""
+    """Returns the address once Prometheus listens and has read its rules."""
 
     def listening() -> str:
         text = log.read_text()

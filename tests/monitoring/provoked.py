@@ -1,4 +1,4 @@
-"""``make test-monitoring``: what is done to a real job is told by the alerts of a real Prometheus.
+"""Alerts of a real Prometheus for a real job that is harmed: ``make test-monitoring``.
 
 Not collected by default, for alerts wait for minutes, of which each takes six seconds here. A healthy job
 runs beside the harmed one, and no alert may name it.
@@ -31,14 +31,14 @@ SECONDS = 90.0
 
 
 class Harmed(NamedTuple):
-    """The job, who watches it, and where files tell its workers what to do."""
+    """The harmed job, its Prometheus, and the folder of files that control its workers."""
 
     cluster: Cluster
     prometheus: Prometheus
     path: Path
 
     def fires(self, name: str, **labels: str) -> str:
-        """Waits until an alert tells of this job; what it says."""
+        """Waits until an alert fires for this job, and returns its text."""
         alert = self.prometheus.await_alert(name, SECONDS, job="harmed", **labels)
         return alert.annotations["description"]
 
@@ -104,14 +104,14 @@ def test_alerts_fire_when_provoked(harmed: Harmed) -> None:
 
 
 def _knock(cluster: Cluster) -> None:
-    """Connects to the scheduler without a key, and hangs up."""
+    """Connects to the scheduler without a key, and disconnects."""
     host, _, port = cluster.address.rpartition(":")
     for _ in range(20):
         socket.create_connection((host, int(port)), timeout=10).close()
 
 
 def _say_nonsense(cluster: Cluster) -> None:
-    """To the scheduler, by one who may."""
+    """Sends a malformed message to the scheduler with a valid key."""
     with zmq.Context() as ctx:
         identity, keys = os.urandom(8), cluster.keys("operator")
         dealer = connect_dealer(ctx, f"tcp://{cluster.address}", identity, MAX_ENVELOPE_BYTES, keys)

@@ -1,4 +1,4 @@
-"""docker/grafana/: the dashboard is what its script writes, and fits what provisions it."""
+"""Grafana dashboard: the file is what its script writes, and fits its provisioning."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tests.monitoring.jobs import train
 from tests.monitoring.prometheus import Prometheus, panel_queries
 
 TIMING = {"Straggler", "SlowRounds"}
-"""What may be true of a healthy job on a machine that is busy with others."""
+"""Alerts that a healthy job may cause on a busy machine."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""docker/prometheus/: what promtool says of it, and that it names what there is."""
+"""Rules of docker/prometheus/: checked by promtool, and against the metrics that exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from tests.docs.test_docs import anchor
 from tests.monitoring.prometheus import FOLDER, faster
-from zenps.metrics import SchedulerMetrics, ServerMetrics, WorkerMetrics
+from zenps.observe.metrics import SchedulerMetrics, ServerMetrics, WorkerMetrics
 
 ROOT = FOLDER.parent
 PROMETHEUS = FOLDER / "prometheus"
@@ -22,7 +22,7 @@ TESTS = PROMETHEUS / "tests/alerts.yml"
 
 
 def rules(kind: str) -> list[dict[str, Any]]:
-    """All rules with a field, ``alert`` or ``record``."""
+    """Returns all rules with a field, ``alert`` or ``record``."""
     return [
         rule
         for path in sorted((PROMETHEUS / "rules").iterdir())
@@ -86,7 +86,7 @@ def test_rules_and_panels_name_series_that_there_are(dashboard: ModuleType) -> N
 
 
 def test_alerts_read_the_right_label() -> None:
-    """A label that no series has matches nothing, and the alert keeps quiet for ever."""
+    """An alert with a label that no series has would never fire."""
     values = {
         value for family in _families() for sample in family.samples for value in sample.labels.values()
     }

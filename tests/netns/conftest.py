@@ -1,4 +1,4 @@
-"""Runs these tests where they are asked for, and several hosts can be made."""
+"""Runs these tests only on request, and only on a machine that can create network namespaces."""
 
 from __future__ import annotations
 

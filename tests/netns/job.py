@@ -1,4 +1,4 @@
-"""A job whose roles run on several hosts, each by its own command line, but forked."""
+"""Job with roles on several hosts, each with its own command line, in forked processes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ import zenps as zps
 from benchmarks.hosts import Host, Hosts
 from tests.integration.cluster import DEADLINE_SECONDS, Process, await_file
 from tests.integration.embedding_model import loss_of, make_model, state_of
-from zenps import cli
-
-__all__ = ["Job", "train"]
+from zenps.cli import commands as cli
 
 PORT = 9100
 
@@ -28,11 +26,11 @@ class Job(contextlib.AbstractContextManager["Job"]):
     """Two workers and two servers: ``head`` has the scheduler, ``server0`` and so on are the others.
 
     Args:
-        hosts: those; a host that is missing there is ``head``.
+        hosts: the testbed; the roles of a missing host run on ``head``.
         path: for logs.
         scheduler: its address for all nodes.
         settings: ``section.field`` to value, for all nodes.
-        own: the same for one node, by its name.
+        own: additional settings of a node, by its name.
     """
 
     def __init__(
@@ -73,18 +71,18 @@ class Job(contextlib.AbstractContextManager["Job"]):
         return self._start(f"worker{rank}", _work, str(rank), function, args)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What ``function(*args)`` returns on each rank; all nodes must end well."""
+        """Runs ``function(*args)`` on each rank, and returns the results; all nodes must end well."""
         results = [worker.result() for worker in [self.start(rank, function, *args) for rank in range(2)]]
         for process in self.processes.values():
             assert process.wait() == 0, f"{process.name}:\n{process.log}"
         return results
 
     def log(self, name: str) -> str:
-        """What a node has written."""
+        """The log of a node."""
         return self.processes[name].log
 
     def await_log(self, name: str, text: str) -> None:
-        """Waits until a node has written ``text``."""
+        """Waits until the log of a node has ``text``."""
         until = time.monotonic() + DEADLINE_SECONDS
         while text not in self.log(name):
             assert time.monotonic() < until, f"{name} has not written {text!r}:\n{self.log(name)}"
@@ -99,14 +97,14 @@ class Job(contextlib.AbstractContextManager["Job"]):
 
 
 def train(path: Path, steps: int, pauses: Sequence[int] = ()) -> dict[str, Tensor]:
-    """Trains; the state of the model at the end.
+    """Trains, and returns the state of the model at the end.
 
-    Each step that is done stands in a file of the rank. After each step of ``pauses`` it waits for a file
-    ``go`` with its number.
+    Each completed step is written to a file of the rank. After each step in ``pauses`` the rank waits for a
+    file ``go`` with the step's number.
     """
     model = make_model()
     for step in range(steps):
-        # By hand, for the optimizers of torch take seconds to be imported in each process.
+        # SGD by hand, because importing torch's optimizers takes seconds in each process.
         loss_of(model, step, zps.rank()).backward()
         for name, parameter in model.named_parameters():
             if not name.startswith(("extra", "rare", "never")):  # those not all ranks use

@@ -1,4 +1,4 @@
-"""The testbed itself."""
+"""The testbed of network namespaces: creation, links with a delay, names, and removal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SECONDS = 10.0
 
 
 def kill_creator(*arguments: str) -> tuple[str, Path]:
-    """What the names of its namespaces begin with, and what runs on one of its hosts."""
+    """The prefix of its namespaces' names, and the file of a program that runs on one of its hosts."""
     command = [sys.executable, "-c", CREATOR, *arguments]
     done = subprocess.Popen(command, env={"PYTHONPATH": "."}, stdout=subprocess.PIPE, text=True)
     assert done.stdout is not None
@@ -48,7 +48,7 @@ def test_the_guard_removes_what_a_killed_creator_left() -> None:
         time.sleep(0.05)
 
 
-def test_what_a_killed_creator_left_without_a_guard_is_removed_by_the_next() -> None:
+def test_the_next_testbed_removes_one_whose_creator_and_guard_were_killed() -> None:
     left, sleeper = kill_creator("alone")
     assert len(list(NAMESPACES.glob(left))) == 3
     assert len(list(FILES.glob(left))) == 2

@@ -1,4 +1,4 @@
-"""Jobs over several hosts: what each node is reached by, and what happens when it cannot be."""
+"""Jobs over several hosts: the addresses by which nodes connect, slow links, and lost links."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_training_is_the_same_as_on_one_machine(
         assert f"listening on {advertised}" in job.log("server0")
 
 
-def test_names_that_lead_elsewhere_on_other_hosts(expected: State, tmp_path: Path) -> None:
+def test_names_that_resolve_differently_on_other_hosts(expected: State, tmp_path: Path) -> None:
     """A machine's own name is loopback in Debian's /etc/hosts, and one worker has no IPv6."""
     own_names = {name: [f"127.0.1.1 {name}"] for name in ("head", "server0")}
     with Hosts(ONE_EACH, lines=own_names) as hosts:
@@ -79,7 +79,7 @@ WORKERS_NETWORK = {"cluster.scheduler": "10.77.1.1:9100"}
 
 
 def test_servers_with_two_addresses(expected: State, tmp_path: Path) -> None:
-    """By the scheduler's route they advertise the one that workers do not reach."""
+    """Servers advertise their address on the route to the scheduler by default; workers need the other."""
     own: dict[str, dict[str, object]] = {
         "scheduler": {"cluster.scheduler": "0.0.0.0:9100"},
         "worker0": WORKERS_NETWORK,
@@ -143,7 +143,7 @@ def push_dense() -> float:
 
 
 def test_slow_links(tmp_path: Path) -> None:
-    # A rank's link carries all that it pushes; what the bucket holds at first costs nothing.
+    # A rank's link carries all its pushes; the shaper's bucket passes the first bytes at once.
     floor_seconds = 8 * (ROUNDS * 4 * ELEMENTS - BURST_BYTES) / BITS_PER_SECOND
     with (
         Hosts(ONE_EACH, bits_per_second=BITS_PER_SECOND) as hosts,
@@ -157,7 +157,7 @@ LAYERS = 16
 
 
 def push_layers_in_order_of_backward(by_layer: bool) -> tuple[float, float]:
-    """Seconds until the gradient of the first layer was there, which is pushed last, and until all were."""
+    """Seconds until the result of the first layer, which is pushed last, and until all results."""
     gradient = torch.ones(500_000)
     zps.barrier()
     begin = time.monotonic()
@@ -182,7 +182,9 @@ def test_the_first_layer_overtakes_others_on_a_slow_link(tmp_path: Path, by_laye
             assert (first < 0.75 * last) == by_layer, (first, last)
 
 
-def test_a_server_whose_link_is_cut_is_done_without(hosts: Hosts, expected: State, tmp_path: Path) -> None:
+def test_training_continues_without_a_server_whose_link_is_cut(
+    hosts: Hosts, expected: State, tmp_path: Path
+) -> None:
     settings = {"cluster.lease_seconds": 2}
     with Job(hosts, tmp_path, "10.77.0.1:9100", settings) as job:
         workers = [job.start(rank, train, tmp_path, STEPS, [1, 3]) for rank in range(2)]

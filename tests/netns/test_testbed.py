@@ -80,7 +80,7 @@ def test_the_exit_code_is_the_script_s(script: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_nothing_stays_whatever_ends_it(number: signal.Signals, script: str) -> None:
+def test_no_host_is_left_after_any_end(number: signal.Signals, script: str) -> None:
     command = [sys.executable, str(TESTBED), "--mbit", "0", "--", sys.executable, script, "sleep"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         try:
@@ -109,7 +109,7 @@ def test_nothing_stays_whatever_ends_it(number: signal.Signals, script: str) -> 
         (("--set", "sync.scheme=best", "--", "true"), "sync.scheme = 'best': expected one of"),
     ],
 )
-def test_what_is_wrong_is_refused_in_a_line(arguments: tuple[str, ...], message: str) -> None:
+def test_invalid_arguments_are_refused_in_one_line(arguments: tuple[str, ...], message: str) -> None:
     done = run_testbed(*arguments)
     assert done.returncode == 2
     assert message in done.stderr.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""torchrun on two hosts: each has an agent, and each agent counts restarts by itself."""
+"""torchrun on two hosts: each host has an agent, and each agent counts restarts by itself."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ zps.shutdown()
 
 
 @pytest.mark.timeout(300)
-def test_a_worker_is_killed_and_all_begin_again(tmp_path: Path) -> None:
+def test_after_a_worker_is_killed_all_workers_are_restarted(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     environ = {name: value for name, value in os.environ.items() if not name.startswith("ZENPS_")}
     environ |= {

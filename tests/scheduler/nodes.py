@@ -7,17 +7,10 @@ from typing import TypeVar
 
 import msgspec
 
-from zenps.scheduler.membership import Membership, Send
-from zenps.settings import ClusterConfig
-from zenps.wire.messages import (
-    Departed,
-    FromScheduler,
-    Heartbeat,
-    Refused,
-    Register,
-    Role,
-    View,
-)
+from zenps.config.settings import ClusterConfig
+from zenps.scheduler.membership.actions import Send
+from zenps.scheduler.membership.tracker import Membership
+from zenps.wire.messages import Departed, FromScheduler, Heartbeat, Refused, Register, Role, View
 
 LEASE_SECONDS, RENDEZVOUS_SECONDS, DEADLINE_SECONDS = 10.0, 60.0, 30.0
 SETTINGS: dict[str, str | int | float] = {"sync.partition": "balanced", "sync.seed": 7}
@@ -68,14 +61,14 @@ def to(sends: Sequence[Send], peer: bytes) -> list[FromScheduler]:
 
 
 def only(sends: Sequence[Send], peer: bytes) -> FromScheduler:
-    """The one message that is sent, which is to ``peer``."""
+    """Returns the only message that is sent, which is to ``peer``."""
     (send,) = sends
     assert send.peer == peer
     return send.message
 
 
 def sent(sends: Sequence[Send], kind: type[Message]) -> dict[bytes, Message]:
-    """The messages of one kind, by receiver."""
+    """Returns the messages of one kind, by receiver."""
     return {send.peer: send.message for send in sends if isinstance(send.message, kind)}
 
 
@@ -87,7 +80,7 @@ def gather(
     generation: int = 0,
     restarts: int = 0,
 ) -> list[Send]:
-    """All nodes register, workers with the ranks that they want; what the last one caused."""
+    """All nodes register, workers with the ranks that they want. Returns what the last one caused."""
     sends: list[Send] = []
     for number, rank in enumerate(workers):
         assert sends == []
@@ -110,7 +103,7 @@ def running(
 
 
 def confirm(membership: Membership, peers: Iterable[bytes], now: float = 0.0) -> list[Send]:
-    """These have the newest view; what all of them caused."""
+    """These peers report the newest view. Returns what that caused."""
     beat = Heartbeat(membership.epoch, {})
     return [send for peer in peers for send in membership.on_message(peer, beat, now)]
 
@@ -121,7 +114,7 @@ def keep_alive(membership: Membership, now: float, peers: Iterable[bytes]) -> No
 
 
 def lose(membership: Membership, *lost: bytes, now: float = 20.0) -> list[Send]:
-    """All but ``lost`` have been heard, and those have not for longer than a lease."""
+    """Only the nodes ``lost`` are silent for longer than a lease. Returns what that caused."""
     for node in members(membership):
         if node not in lost:
             epoch = next(n.epoch for n in membership._job.members if n.peer == node)
@@ -134,7 +127,7 @@ def members(membership: Membership) -> list[bytes]:
 
 
 def slots(membership: Membership) -> dict[int, int]:
-    """How many each server has, where it has any."""
+    """Returns the number of slots of each server that owns any."""
     nodes = membership.status(0.0).nodes
     return {node.rank: node.slots for node in nodes if node.slots}
 
@@ -142,7 +135,7 @@ def slots(membership: Membership) -> dict[int, int]:
 def assert_failed(
     membership: Membership, sends: Sequence[Send], peers: Iterable[bytes], lost: bool | None = None
 ) -> None:
-    """All of ``peers`` are refused for the job's failure; a departure, if any, was said before that."""
+    """All of ``peers`` are refused because the job has failed. A departure, if any, is sent before that."""
     assert membership.state == "failed"
     refused = Refused("lost", membership.failure)
     assert sent(sends, Refused) == dict.fromkeys(peers, refused)
@@ -152,7 +145,7 @@ def assert_failed(
 
 
 def view_of(sends: Sequence[Send]) -> View:
-    """Any of the views that are sent; all are of one epoch."""
+    """Returns one of the views that are sent, which are all of one epoch."""
     views = sent(sends, View)
     assert len({view.epoch for view in views.values()}) == 1
     return next(iter(views.values()))

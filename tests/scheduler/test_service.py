@@ -1,4 +1,4 @@
-"""The scheduler's loop around a real socket, with a membership that does what a test wants."""
+"""Scheduler process: its loop around a real socket."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from zenps import log
-from zenps.config import Config
-from zenps.metrics import SchedulerMetrics
-from zenps.scheduler import page, service
-from zenps.scheduler.membership import Send
-from zenps.scheduler.service import _Service
-from zenps.trace import open_trace
+from zenps.config.settings import Config
+from zenps.observe import log
+from zenps.observe.metrics import SchedulerMetrics
+from zenps.observe.trace import open_trace
+from zenps.scheduler import service
+from zenps.scheduler.membership.actions import Send
+from zenps.scheduler.page.endpoint import Page
+from zenps.scheduler.service import Outputs, _Service
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, encode
 from zenps.wire.messages import Departed, Heartbeat, Member
 from zenps.wire.sockets import context, open_dealer
@@ -30,7 +31,7 @@ def registry() -> CollectorRegistry:
 def scheduler(registry: CollectorRegistry, tmp_path: Path) -> Iterator[_Service]:
     config = Config()
     with context() as ctx, closing(open_trace("", "scheduler")) as trace:
-        made = _Service(config, ctx, None, "", page.Page(), SchedulerMetrics(registry), trace)
+        made = _Service(config, ctx, None, Outputs(SchedulerMetrics(registry), "", Page(), trace))
         with closing(made):
             yield made
 
@@ -45,16 +46,16 @@ class Enough(Exception):
 
 @pytest.fixture
 def waiting(scheduler: _Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The first 1000 messages that are taken, of any number that wait; and when ticks came between them."""
+    """The first 1000 messages that are received of an endless queue, and the ticks between them."""
     taken: list[str] = []
     envelope = memoryview(encode("default", Heartbeat(1, {})))
 
     def take(_: object) -> tuple[int, list[memoryview]]:
-        """As if another had come for each that is taken: the one that did come stays where it is."""
+        """Receives a message without taking the real one from the socket, so that there is always another."""
         taken.append("message")
         if len(taken) > 1000:
             raise Enough
-        return -1, [memoryview(b"stranger"), envelope]
+        return -1, [memoryview(b"unknown"), envelope]
 
     def tick(_: float) -> list[Send]:
         taken.append("tick")
@@ -63,14 +64,14 @@ def waiting(scheduler: _Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[li
     monkeypatch.setattr(service, "receive_routed", take)
     monkeypatch.setattr(scheduler._membership, "on_tick", tick)
     with context() as ctx:
-        dealer = open_dealer(ctx, b"somebody", MAX_ENVELOPE_BYTES)
+        dealer = open_dealer(ctx, b"sender", MAX_ENVELOPE_BYTES)
         dealer.connect(f"tcp://{scheduler.address}")
         dealer.send(envelope)
         assert scheduler._socket.poll(30_000)
         yield taken
 
 
-def test_time_passes_however_many_messages_wait(
+def test_ticks_happen_however_many_messages_wait(
     scheduler: _Service, waiting: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "MOST_AT_ONCE", 100)
@@ -81,7 +82,7 @@ def test_time_passes_however_many_messages_wait(
     assert waiting.count("tick") >= 9
 
 
-def test_time_does_not_pass_with_each_message(
+def test_not_every_message_causes_a_tick(
     scheduler: _Service, waiting: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "MOST_AT_ONCE", 1)
@@ -91,7 +92,7 @@ def test_time_does_not_pass_with_each_message(
     assert waiting.count("tick") == 1
 
 
-def test_each_loss_is_counted_and_logged_once_though_strangers_were_logged_before(
+def test_each_loss_is_counted_and_logged_once_after_many_other_messages(
     scheduler: _Service,
     registry: CollectorRegistry,
     monkeypatch: pytest.MonkeyPatch,
@@ -111,9 +112,9 @@ def test_each_loss_is_counted_and_logged_once_though_strangers_were_logged_befor
     assert [record.getMessage() for record in caplog.records] == ["worker 0 is lost", "worker 1 is lost"]
 
 
-def test_the_metrics_say_what_a_status_says(scheduler: _Service, registry: CollectorRegistry) -> None:
+def test_the_metrics_agree_with_a_status(scheduler: _Service, registry: CollectorRegistry) -> None:
     stragglers = scheduler._membership._job.stragglers
     stragglers.report(b"server", {})
     stragglers.report(b"server", {1: 4.0})
-    scheduler._send([Send(b"visitor", scheduler._membership.status(0.0))])
+    scheduler._send([Send(b"admin client", scheduler._membership.status(0.0))])
     assert registry.get_sample_value("zenps_late_seconds_total", {"rank": "1"}) == 4.0

@@ -1,22 +1,22 @@
-"""What a server makes of views; the rest of it is tried with whole clusters."""
+"""How a server follows views; the rest of it is tested with whole clusters."""
 
 from __future__ import annotations
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tests.server.test_rounds import KEY, make_held, peer_of
-from zenps import log
-from zenps.metrics import ServerMetrics
+from tests.server.rounds.test_tracker import KEY, make_held, peer_of
+from zenps.config.settings import ClusterConfig, Config
+from zenps.observe import log
+from zenps.observe.metrics import ServerMetrics
+from zenps.observe.trace import OFF
 from zenps.server.service import _Service
-from zenps.settings import ClusterConfig, Config
-from zenps.trace import OFF
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder
 from zenps.wire.messages import Failure, Heartbeat, Member, ToScheduler, View
 from zenps.wire.sockets import bind_router, context
 
 WORKERS = tuple(Member("worker", rank, "box", 1, "", "", peer_of(rank)) for rank in range(2))
-VIEW = View(1, 0, WORKERS, (Member("server", 0, "box", 2, "tcp://box:1", ""),), bytes(8192), ring=1)
+VIEW = View(1, 0, WORKERS, (Member("server", 0, "box", 2, "tcp://box:1", ""),), bytes(8192), ring_epoch=1)
 WAIT_MS = 20_000
 
 
@@ -38,6 +38,6 @@ def test_a_view_that_comes_again_is_confirmed_and_changes_nothing(monkeypatch: p
                 assert isinstance(beat, Heartbeat)
                 assert beat.epoch == 1
         finally:
-            service._gate.close()
+            service._authenticator.close()
     assert isinstance(reply.message, Failure)  # type: ignore[union-attr]
     assert reply.message.reason.endswith("worker 0 was dropped")  # type: ignore[union-attr]

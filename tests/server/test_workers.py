@@ -1,11 +1,11 @@
-"""Who may push what, by the latest view."""
+"""Which pushes of which peers are valid in the latest view."""
 
 from __future__ import annotations
 
 import pytest
 from msgspec import structs
 
-from tests.server.test_rounds import KEY, make_held, peer_of
+from tests.server.rounds.test_tracker import KEY, make_held, peer_of
 from tests.server.test_service import VIEW, WORKERS
 from zenps.errors import ProtocolError
 from zenps.server.workers import Workers
@@ -20,7 +20,7 @@ def workers() -> Workers:
     return workers
 
 
-def test_who_left_is_said_once_a_view_says_so() -> None:
+def test_a_rank_has_left_once_a_view_says_so() -> None:
     workers = Workers()
     assert workers.follow(VIEW) == {}
     (said,) = workers.follow(structs.replace(VIEW, left=(1,))).items()
@@ -31,11 +31,11 @@ def test_a_peer_is_known_by_its_identity(workers: Workers) -> None:
     assert workers.peers == {rank: peer_of(rank) for rank in range(3)}
     assert workers.rank_of(peer_of(2)) == 2
     assert workers.name_of(peer_of(1)) == str(WORKERS[1])
-    assert workers.rank_of(b"stranger") is None
+    assert workers.rank_of(b"unknown") is None
     assert workers.name_of(b"\x01\x02") == "peer 0102"
 
 
-def test_who_is_not_in_the_view_any_more_is_a_stranger(workers: Workers) -> None:
+def test_a_peer_that_is_not_in_the_view_any_more_is_unknown(workers: Workers) -> None:
     workers.follow(VIEW)
     push = make_held(2, KEY).push
     assert not workers.is_of(push, peer_of(2))
@@ -46,7 +46,7 @@ def test_who_is_not_in_the_view_any_more_is_a_stranger(workers: Workers) -> None
 def test_a_peer_pushes_for_its_own_rank(workers: Workers) -> None:
     push = make_held(0, KEY).push
     workers.check(push, peer_of(0))
-    for other in (peer_of(1), b"stranger"):
+    for other in (peer_of(1), b"unknown"):
         with pytest.raises(ProtocolError, match="push of rank 0 by another peer"):
             workers.check(push, other)
 

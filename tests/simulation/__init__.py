@@ -1,3 +1,3 @@
-"""The protocol's pure parts, all of them at once, in a network that is as bad as a seed makes it."""
+"""Protocol simulation: the pure modules of all roles, in virtual time, on a network with seeded faults."""
 
 from __future__ import annotations

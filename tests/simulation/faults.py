@@ -1,4 +1,4 @@
-"""What befalls a job: each fault of a script, when it comes to it."""
+"""Fault injection: applies each fault of a script to the simulated job at its time."""
 
 from __future__ import annotations
 
@@ -14,20 +14,18 @@ if TYPE_CHECKING:
     from .simulation import Simulation
     from .workers import Worker
 
-__all__ = ["Faults", "Moment"]
-
 MOST_SERVERS = 5
 STALLED_WORKER_SECONDS = 3.0
-"""A worker that is silent for a lease is lost, and with it a steady job."""
+"""A worker that is silent for a lease is lost; a job in the scenario ``steady`` would fail with it."""
 LOSS = 0.2
 DEATH_SECONDS = 0.05
-"""How long after a moment a worker may still live."""
+"""How long after its moment a worker may still live."""
 
 Moment = Literal["push", "barrier", "view", "admission"]
 
 
 class Faults:
-    """Carries them out, and counts those that have befallen somebody."""
+    """Applies faults, and counts those that had a target."""
 
     def __init__(self, simulation: Simulation, counts: Counter[str]) -> None:
         self._simulation = simulation
@@ -35,12 +33,12 @@ class Faults:
         self._counts = counts
         self._stalled: dict[bytes, float] = {}
         self._armed: dict[str, list[Fault]] = {}
-        """Those that wait for a moment."""
+        """Faults that wait for a moment in a worker's step."""
         for fault in simulation.script.faults:
             self._network.at(fault.at, partial(self._befall, fault))
 
     def on_moment(self, moment: Moment, worker: Worker) -> None:
-        """A worker does what it may be going to die of."""
+        """A worker is at a moment at which a fault may kill it."""
         armed = self._armed.get(moment)
         if not armed or self._network.now > self._simulation.quiet_from:
             return
@@ -103,7 +101,7 @@ class Faults:
         return True
 
     def _may_scheduler_crash(self) -> bool:
-        """Only it knows who has left, until a server knows too; and who passed a barrier, until they say."""
+        """False while only the scheduler knows who has left, or who has passed a barrier."""
         workers = self._simulation.supervisor.current
         left = sum(worker.ended == "done" for worker in workers)
         membership = self._simulation.scheduler.membership
@@ -132,7 +130,7 @@ class Faults:
                 return self._stall(worker, fault)
             case _:
                 self._armed.setdefault(fault.kind.rpartition(" ")[2], []).append(fault)
-                return False  # it is counted when its moment comes
+                return False  # on_moment() counts it
         return True
 
     def _crash(self, worker: Worker, fault: Fault) -> None:

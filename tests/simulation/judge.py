@@ -1,4 +1,4 @@
-"""Which errors a run deserves: each has to come from what has befallen it, and in time."""
+"""Error oracle: checks that every error in a run is explained by its faults, and comes in time."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from zenps.scheduler.returning import RETURN_SECONDS
-from zenps.worker.round import Round
+from zenps.scheduler.membership.recovery import RECOVERY_GRACE_SECONDS
+from zenps.worker.rounds.states import Round
 
 from .nodes import Violation
 
@@ -15,14 +15,12 @@ if TYPE_CHECKING:
     from .simulation import Simulation
     from .workers import Worker
 
-__all__ = ["Judge"]
-
 
 class Judge:
-    """Is told every error of a worker and every failure of the job.
+    """Checks every error of a worker and every failure of the job.
 
     Attributes:
-        errors: how often workers had one, by the scenario's rule that allows it.
+        errors: the number of workers' errors, by the rule that allows them.
     """
 
     def __init__(self, simulation: Simulation) -> None:
@@ -31,7 +29,7 @@ class Judge:
 
     @property
     def _may_be_silenced(self) -> bool:
-        """Whether messages were kept from arriving for so long that somebody may be taken for lost."""
+        """True if messages may have been lost for so long that a live node is taken for lost."""
         return any(fault.kind in ("cut", "lose") for fault in self._simulation.script.faults)
 
     def on_error(self, worker: Worker, reason: str) -> None:
@@ -41,19 +39,19 @@ class Judge:
         self.errors[why] += 1
 
     def on_failed(self, reason: str) -> None:
-        """A scheduler has given the job up."""
+        """A scheduler declares the job failed."""
         simulation = self._simulation
         gone = [worker for worker in simulation.workers if worker.is_gone]
         is_right = bool(gone)
         if simulation.script.scenario == "continue":
-            # Nobody was left to go on; nor had anybody to.
+            # No worker was left to continue, and none had to.
             has_ended = any(worker.ended == "done" for worker in simulation.workers)
             is_right = has_ended or not any(self._is_heard(worker) for worker in simulation.workers)
         if not is_right:
             raise Violation(f"the job has failed: {reason}")
 
     def on_failed_round(self, worker: Worker, round_: Round, reason: str) -> None:
-        """A round cannot be answered: only if a rank was lost after it began, and its push may be, too."""
+        """A round fails. That is right only if a rank was lost after it began, whose push may be missing."""
         if self._simulation.script.scenario != "continue" or "lost" not in reason:
             return
         begun_with, scheduler = set(round_.workers), self._simulation.scheduler
@@ -62,19 +60,20 @@ class Judge:
             raise Violation(f"{worker.name!r}: {reason}; but {sorted(begun_with)} are all there")
 
     def _is_heard(self, worker: Worker) -> bool:
-        """Whether it has the state, and nothing keeps it from being a member."""
+        """True if the worker has the state, and nothing prevents it from being a member."""
         simulation, now = self._simulation, self._simulation.network.now
         scheduler, lease = simulation.scheduler, simulation.cluster.lease_seconds
         heard = scheduler.heard.get(worker.name, scheduler.started)
         return not worker.is_gone and worker.training.has_state and now <= heard + lease
 
     def _excuse(self, worker: Worker, reason: str) -> str | None:
-        """What an error comes of; None if of nothing that has happened."""
+        """The rule that allows an error; None if no fault explains the error."""
         simulation = self._simulation
         if simulation.script.scenario == "steady":
             return None
-        # Back after its lease, it is to the scheduler the first of those that torchrun has started anew.
-        if worker.was_silent and any(said in reason for said in ("its lease", "for lost", "workers anew")):
+        # If it returns after its lease, the scheduler takes it for the first worker that torchrun restarted.
+        excused = ("its lease", "as lost", "restarted the workers")
+        if worker.was_silent and any(part in reason for part in excused):
             return "was silent itself"
         if simulation.script.scenario == "continue":
             return self._excuse_of_going_on(worker, reason)
@@ -94,8 +93,8 @@ class Judge:
 
     def _excuse_of_going_on(self, worker: Worker, reason: str) -> str | None:
         if worker.view is None:
-            return "was not let in"
-        if self._may_be_silenced and ("its lease" in reason or "for lost" in reason):
+            return "was not admitted"
+        if self._may_be_silenced and ("its lease" in reason or "as lost" in reason):
             return "was silent itself"
         if "of both" in reason or "servers have changed" in reason:
             return "a round was lost with a worker and a server"
@@ -107,11 +106,11 @@ class Judge:
         return None
 
     def _check_time(self, reason: str) -> None:
-        """A lost worker is noticed within its lease, and all are told at once; but for other faults."""
+        """A lost worker must be noticed within its lease, and all told at once; other faults may delay it."""
         simulation = self._simulation
         cluster, now = simulation.cluster, simulation.network.now
         gone = [worker.gone_at for worker in simulation.workers if worker.is_gone]
-        seconds = 2 * cluster.lease_seconds + RETURN_SECONDS
+        seconds = 2 * cluster.lease_seconds + RECOVERY_GRACE_SECONDS
         if "is lost" not in reason or "the scheduler" in reason:
             seconds += cluster.rendezvous_seconds
         since = max(simulation.quiet_from, min(gone)) if gone else simulation.quiet_from

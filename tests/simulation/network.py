@@ -1,4 +1,4 @@
-"""Virtual time and a bad network: delays, reorders, duplicates and loses messages, all by one seed."""
+"""Simulated network in virtual time: delays, reorders, duplicates and loses messages, by one seed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from typing import Protocol
 
 import msgspec
 
-__all__ = ["OVERWRITTEN", "Frame", "Frames", "Lent", "Network", "Party"]
-
 PROMPT_SECONDS = 0.01
 SLOW = 0.05
-"""The part of the messages that takes up to ``slow_seconds``: so any two can come in either order."""
+"""The share of messages that take up to ``slow_seconds``, so that any two may arrive in either order."""
 
 
 class Frame:
-    """What stands for a tensor's bytes: a value for each unit."""
+    """A simulated frame: a value for each unit instead of a tensor's bytes."""
 
     def __init__(self, values: dict[int, object]) -> None:
         self.values = values
@@ -29,11 +27,11 @@ class Frame:
 
 
 OVERWRITTEN = -1
-"""What is read in memory that its owner has used for something else."""
+"""The content of shared memory that its owner has reused."""
 
 
 class Lent:
-    """A frame that is read in its sender's memory, as long as it is there."""
+    """A frame in its sender's shared memory; the receiver reads what is there at the time."""
 
     def __init__(self, frame: Frame) -> None:
         self.nbytes = frame.nbytes
@@ -50,7 +48,7 @@ Frames = Sequence[Frame | Lent]
 
 
 class Party(Protocol):
-    """Who sends and receives."""
+    """A sender and receiver of messages."""
 
     name: bytes
     is_alive: bool
@@ -62,13 +60,13 @@ class Party(Protocol):
 
 
 class Network:
-    """The heap of all that is going to happen.
+    """The network and the clock: a heap of future events.
 
     Args:
-        rng: the only source of chance.
+        rng: the only source of randomness.
         slow_seconds: how long a message may take.
-        duplicates: the probability with which a message arrives twice.
-        must_arrive: says of a message from one to another whether it may not be lost, nor be slow.
+        duplicates: the probability that a message arrives twice.
+        must_arrive: True for a message that may be neither lost nor slow.
     """
 
     def __init__(
@@ -94,21 +92,21 @@ class Network:
 
     @property
     def interleaving(self) -> str:
-        """A digest of who has received what, in which order."""
+        """A digest of all deliveries, in order."""
         return self._digest.hexdigest()
 
     def add(self, party: Party) -> None:
-        """One that can be reached from now on; it takes the place of one that had its name."""
+        """Makes ``party`` reachable; it replaces the one that had its name."""
         if party.name in self._parties:
             self._parties[party.name].is_replaced = True
         self._parties[party.name] = party
 
     def at(self, time: float, action: Callable[[], None]) -> None:
-        """Something will happen."""
+        """Schedules ``action``."""
         heapq.heappush(self._heap, (max(time, self.now), next(self._numbers), action))
 
     def step(self) -> bool:
-        """The next thing happens; False if there is none."""
+        """Runs the next event; False if there is none."""
         if not self._heap:
             return False
         self.now, _, action = heapq.heappop(self._heap)
@@ -116,15 +114,15 @@ class Network:
         return True
 
     def cut(self, one: bytes, other: bytes, until: float) -> None:
-        """Whatever these two send each other is lost for a while."""
+        """Loses all messages between these two until then."""
         self._cuts[frozenset((one, other))] = until
 
     def lose(self, probability: float, until: float) -> None:
-        """Whatever anybody sends may be lost for a while."""
+        """Loses any message with this probability until then."""
         self._loss, self._loss_until = probability, until
 
     def send(self, sender: Party, receiver: bytes, message: msgspec.Struct, frames: Frames) -> None:
-        """A message is on its way, or it is lost; or it is on its way twice."""
+        """Delivers a message later, once or twice, or loses it."""
         self.counts["sent"] += 1
         if self._must_arrive(sender.name, receiver, message):
             self._deliver_after(PROMPT_SECONDS, sender, receiver, message, frames)
@@ -152,7 +150,7 @@ class Network:
     ) -> None:
         def deliver() -> None:
             party = self._parties.get(receiver)
-            # What a process sent is read before what its successor at the same address sends.
+            # Messages of a process arrive before those of its successor at the same address.
             if party is None or not party.is_alive or sender.is_replaced or sender.loses_all:
                 self.counts["to nobody"] += 1
             elif self.now < party.stalled_until:
@@ -165,5 +163,7 @@ class Network:
 
     def _note(self, sender: bytes, receiver: bytes, message: msgspec.Struct) -> None:
         self.counts["received"] += 1
-        what = [getattr(message, field, "") for field in ("epoch", "tensor", "step", "chunk", "sequence")]
+        what = [
+            getattr(message, field, "") for field in ("ring_epoch", "tensor", "step", "chunk", "sequence")
+        ]
         self._digest.update(f"{sender!r}{receiver!r}{type(message).__name__}{what}".encode())

@@ -1,4 +1,4 @@
-"""Processes without a socket: what all have in common, the scheduler, and an operator who drains servers."""
+"""Simulated processes, without sockets: their base classes, the scheduler, and an operator."""
 
 from __future__ import annotations
 
@@ -9,26 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from zenps.scheduler.membership import Membership, Send
-from zenps.server.rounds import Rounds
-from zenps.wire.messages import (
-    Drain,
-    DrainReply,
-    Heartbeat,
-    Refused,
-    Register,
-    View,
-    WhoAreYou,
-)
+from zenps.scheduler.membership.actions import Send
+from zenps.scheduler.membership.tracker import Membership
+from zenps.server.rounds.tracker import ServerRounds
+from zenps.wire.messages import Drain, DrainReply, Heartbeat, Refused, Register, View, WhoAreYou
 from zenps.wire.registration import Registration
-from zenps.worker.exchange import Exchange
+from zenps.worker.rounds.tracker import WorkerRounds
 
 from .network import Frames
 
 if TYPE_CHECKING:
     from .simulation import Simulation
-
-__all__ = ["SCHEDULER", "TICK_SECONDS", "Member", "Node", "Operator", "Parts", "Scheduler", "Violation"]
 
 SCHEDULER = b"scheduler"
 OPERATOR = b"operator"
@@ -36,20 +27,20 @@ TICK_SECONDS = 0.5
 
 
 class Violation(AssertionError):
-    """The protocol has broken a promise."""
+    """The protocol has broken a guarantee."""
 
 
 class Parts(msgspec.Struct, frozen=True):
-    """What is simulated; a test puts one with a mistake in its place."""
+    """The classes under test; a test replaces one by a faulty subclass."""
 
     membership: type[Membership] = Membership
-    rounds: type[Rounds] = Rounds
-    exchange: type[Exchange] = Exchange
+    rounds: type[ServerRounds] = ServerRounds
+    worker_rounds: type[WorkerRounds] = WorkerRounds
     registration: type[Registration] = Registration
 
 
 class Node(ABC):
-    """One process."""
+    """A simulated process."""
 
     def __init__(self, simulation: Simulation, name: bytes) -> None:
         self.simulation = simulation
@@ -58,7 +49,7 @@ class Node(ABC):
         self.is_alive = True
         self.is_replaced = False
         self.loses_all = False
-        """Whether what it has sent died with it, and its machine."""
+        """True if messages in flight are lost with it, as when its machine dies."""
         self.stalled_until = 0.0
         self.network.add(self)
 
@@ -71,34 +62,34 @@ class Node(ABC):
 
     @abstractmethod
     def receive(self, sender: bytes, message: Any, frames: Frames) -> None:
-        """A message has come."""
+        """Handles a message."""
 
     def every(self, seconds: float, action: Callable[[], None]) -> None:
-        """Does something as long as the process lives; not while it is stalled."""
+        """Runs ``action`` periodically while the process lives, but not while it is stalled."""
 
         def fire() -> None:
             if not self.is_alive:
                 return
             if self.now < self.stalled_until:
-                # One that wakes up reads first what has come meanwhile.
+                # A process that wakes up first reads the messages that came meanwhile.
                 self.network.at(self.stalled_until + 1e-6, fire)
                 return
             action()
             self.network.at(self.now + seconds, fire)
 
-        # Not all at once.
+        # A random first time, so that processes do not act all at once.
         self.network.at(self.now + seconds * self.simulation.rng.random(), fire)
 
 
 class Scheduler(Node):
-    """A process around :class:`Membership`, from nothing."""
+    """A scheduler: a process around :class:`Membership`, which starts without any state."""
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__(simulation, SCHEDULER)
         self.started = self.now
         self.membership = simulation.parts.membership("job", simulation.cluster, {}, self.now)
         self.heard: dict[bytes, float] = {}
-        """When a member that it knows was last heard."""
+        """When a known member was last heard."""
         self._failed_at = math.inf
         self.every(TICK_SECONDS, self._tick)
 
@@ -109,16 +100,16 @@ class Scheduler(Node):
 
     @property
     def is_over(self) -> bool:
-        """Whether the job has ended, well or not."""
+        """True if the job has ended, well or not."""
         return self.membership.state in ("stopped", "failed")
 
     def has_present(self, name: bytes) -> bool:
-        """Whether a worker is a member, as far as this process knows."""
+        """True if a worker is a member, as far as this process knows."""
         return any(node.peer == name for node in self.membership._job.members.present("worker"))
 
     def _tick(self) -> None:
         self._execute(self.membership.on_tick(self.now))
-        # After a failure, whoever comes in the meantime is told why.
+        # After a failure, nodes that register in the meantime are told why.
         ends_at = self._failed_at + self.simulation.cluster.lease_seconds
         if self.membership.state == "stopped" or self.now > ends_at:
             self.is_alive = False
@@ -132,7 +123,7 @@ class Scheduler(Node):
 
 
 class Member(Node):
-    """A worker or server: it registers, beats, and registers again when it is asked to."""
+    """A worker or server: it registers, sends heartbeats, and registers again when it is asked to."""
 
     def __init__(self, simulation: Simulation, name: bytes, register: Register) -> None:
         super().__init__(simulation, name)
@@ -143,22 +134,22 @@ class Member(Node):
         self.every(simulation.cluster.lease_seconds / 4, self.beat)
 
     @property
-    def wave(self) -> int:
+    def watermark(self) -> int:
         return 0
 
     def beat(self) -> None:
         if self.now - self._heard > self.simulation.cluster.rendezvous_seconds:
             self.end("the scheduler is lost")
             return
-        self.send(SCHEDULER, Heartbeat(self.view.epoch if self.view else 0, {}, {}, self.wave))
+        self.send(SCHEDULER, Heartbeat(self.view.epoch if self.view else 0, {}, {}, self.watermark))
 
     @abstractmethod
     def end(self, reason: str) -> None:
-        """It was told to, or cannot go on."""
+        """Ends the process, because it was told to or cannot continue."""
 
     @abstractmethod
     def on_view(self, view: View) -> None:
-        """A view that is newer than those before."""
+        """Handles a view that is newer than those before."""
 
     def on_scheduler(self, message: msgspec.Struct) -> None:
         self._heard = self.now
@@ -176,7 +167,7 @@ class Member(Node):
 
 
 class Operator(Node):
-    """Somebody who wants a server drained, and asks until there is an answer."""
+    """An operator who drains servers, and asks until there is an answer."""
 
     PATIENCE_SECONDS = 60.0
 

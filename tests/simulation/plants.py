@@ -1,84 +1,109 @@
-"""Parts with a mistake each: the simulator has to find every one."""
+"""Faulty subclasses of the classes under test: the simulator has to find each mistake."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from copy import copy
 from typing import Any
 
 import msgspec
 
-from zenps.scheduler.barriers import Barriers
-from zenps.scheduler.job import Job
-from zenps.scheduler.members import Node
-from zenps.scheduler.membership import Membership, Send
-from zenps.scheduler.newcomers import Newcomers
-from zenps.scheduler.registration import Settings
-from zenps.server.round import Aggregate
-from zenps.server.round import Round as ServerRound
-from zenps.server.rounds import Actions, Held, Rounds
-from zenps.settings import ClusterConfig
+from zenps.config.settings import ClusterConfig
+from zenps.scheduler.membership.actions import Send
+from zenps.scheduler.membership.admission import JoiningWorkers
+from zenps.scheduler.membership.barriers import Barriers
+from zenps.scheduler.membership.job import Job
+from zenps.scheduler.membership.members import Node
+from zenps.scheduler.membership.registration import Settings
+from zenps.scheduler.membership.tracker import Membership
+from zenps.server.rounds.states import HeldPush, Reduce, ServerRound
+from zenps.server.rounds.tracker import Actions, ServerRounds
 from zenps.wire.messages import FromServer, Member, Register
-from zenps.worker.exchange import Exchange
-from zenps.worker.round import Action, Frames, Round, SendPush
+from zenps.worker.rounds.states import Action, Frames, Outgoing, Round, SendPush
+from zenps.worker.rounds.tracker import WorkerRounds
 
 from .nodes import Parts
 from .script import Scenario
 
-__all__ = ["PLANTS", "OverwritesEarlierPushes"]
 
-
-class TakesAnyEpoch(Exchange):
+class TakesAnyEpoch(WorkerRounds):
     """Believes answers of an older ring."""
 
     def on_reply(self, server: int, message: FromServer, frames: Frames, now: float) -> list[Action]:
-        return super().on_reply(server, msgspec.structs.replace(message, epoch=self._epoch), frames, now)
+        return super().on_reply(
+            server, msgspec.structs.replace(message, ring_epoch=self._ring_epoch), frames, now
+        )
 
 
-class KeepsNothing(Exchange):
-    """Forgets a round when it has ended here."""
+class KeepsNothing(WorkerRounds):
+    """Forgets a round when it has ended on this worker."""
 
     def _end(self, round_: Round, event: Any) -> None:
         super()._end(round_, event)
         self._kept.clear()
 
 
-class TrustsTheFirstWave(Exchange):
-    """Takes one wave for three."""
+class TrustsTheFirstWatermark(WorkerRounds):
+    """Settles rounds after one watermark instead of three."""
 
-    def on_wave(self, wave: int) -> None:
-        super().on_wave(wave)
-        for key in [key for key, round_ in self._kept.items() if round_.ended_after < wave]:
+    def on_watermark(self, watermark: int) -> None:
+        super().on_watermark(watermark)
+        for key in [key for key, round_ in self._kept.items() if round_.ended_after < watermark]:
             self._settle(key)
 
 
-class NeverSettles(Exchange):
+class NeverSettles(WorkerRounds):
     """Keeps rounds that all ranks have ended."""
 
-    def on_wave(self, wave: int) -> None:
-        self.wave = max(self.wave, wave)
+    def on_watermark(self, watermark: int) -> None:
+        self.watermark = max(self.watermark, watermark)
 
 
-class SaysItIsTheFirstTime(Exchange):
-    """Does not say that it pushes again: nobody is asked for what he has ended."""
+class SaysItIsTheFirstTime(WorkerRounds):
+    """Does not mark repeated pushes: other ranks are not asked for rounds that they have ended."""
 
-    def _cut(self, round_: Round) -> None:
-        super()._cut(round_)
+    def on_resharded(
+        self, round_: Round, ring_epoch: int, encoded: object, outgoing: Sequence[Outgoing], now: float
+    ) -> list[Action]:
         replace = msgspec.structs.replace
-        round_.outgoing = [out._replace(push=replace(out.push, again=False)) for out in round_.outgoing]
+        first = [out._replace(push=replace(out.push, again=False)) for out in outgoing]
+        return super().on_resharded(round_, ring_epoch, encoded, first, now)
 
 
-class OverwritesEarlierPushes(Exchange):
-    """Uses the memory of what was pushed under an older ring, which a server that was lost may read."""
+class OverwritesEarlierPushes(WorkerRounds):
+    """Reuses the memory of pushes under an older ring, which a lost server may still read."""
 
-    def _cut(self, round_: Round) -> None:
-        super()._cut(round_)
+    def on_resharded(
+        self, round_: Round, ring_epoch: int, encoded: object, outgoing: Sequence[Outgoing], now: float
+    ) -> list[Action]:
+        actions = super().on_resharded(round_, ring_epoch, encoded, outgoing, now)
         round_.earlier.clear()
+        return actions
 
 
-class OverwritesWhatHasEnded(Exchange):
-    """Uses the memory of what was pushed when all is answered here."""
+class TakesWhatIsOfAnyRing(WorkerRounds):
+    """Pushes what was sharded for a ring that has passed meanwhile."""
+
+    def on_resharded(
+        self, round_: Round, ring_epoch: int, encoded: object, outgoing: Sequence[Outgoing], now: float
+    ) -> list[Action]:
+        return super().on_resharded(round_, self._ring_epoch, encoded, outgoing, now)
+
+
+class PushesWhatHasFailed(WorkerRounds):
+    """Pushes a round that has failed while it was resharded."""
+
+    def on_resharded(
+        self, round_: Round, ring_epoch: int, encoded: object, outgoing: Sequence[Outgoing], now: float
+    ) -> list[Action]:
+        if round_.state == "kept" and ring_epoch == self._ring_epoch:
+            return [SendPush(out) for out in outgoing]
+        return super().on_resharded(round_, ring_epoch, encoded, outgoing, now)
+
+
+class OverwritesWhatHasEnded(WorkerRounds):
+    """Reuses the memory of a push when this worker has all answers."""
 
     def _end(self, round_: Round, event: Any) -> None:
         super()._end(round_, event)
@@ -87,40 +112,40 @@ class OverwritesWhatHasEnded(Exchange):
         ]
 
 
-class NeverRepeats(Exchange):
+class NeverRepeats(WorkerRounds):
     """Relies on every message to arrive."""
 
     def on_tick(self, now: float) -> list[Action]:
         return [action for action in super().on_tick(now) if not isinstance(action, SendPush)]
 
 
-class GoesOnWithOthers(Exchange):
-    """Pushes again under a new ring what began with a rank that is lost."""
+class GoesOnWithOthers(WorkerRounds):
+    """Repeats under a new ring rounds that began with a lost rank."""
 
     def on_view(
-        self, ring: int, servers: Iterable[Member], now: float, workers: Set[int] = frozenset()
+        self, ring_epoch: int, servers: Iterable[Member], workers: Set[int] = frozenset()
     ) -> list[Action]:
-        return super().on_view(ring, servers, now, self._workers or workers)
+        return super().on_view(ring_epoch, servers, self._workers or workers)
 
 
-class CountsOn(Exchange):
-    """Keeps what was before newcomers were let in."""
+class CountsOn(WorkerRounds):
+    """Keeps its rounds from before joining workers were admitted."""
 
-    def begin_anew(self) -> list[Action]:
+    def reset(self) -> list[Action]:
         return []
 
 
-class SumsAsTheyCome(Rounds):
-    """Adds ranks in the order of arrival."""
+class ReducesAsTheyCome(ServerRounds):
+    """Reduces pushes in the order of arrival."""
 
     def _complete(self, round_: ServerRound, now: float) -> Actions:
         arrived = list(round_.held.values())
         actions = super()._complete(round_, now)
-        return [Aggregate(a.key, arrived, 0.0) if isinstance(a, Aggregate) else a for a in actions]
+        return [Reduce(a.key, arrived, 0.0) if isinstance(a, Reduce) else a for a in actions]
 
 
-class KeepsTheOldRing(Rounds):
-    """Goes on with its rounds under a new ring."""
+class KeepsTheOldRing(ServerRounds):
+    """Continues its rounds under a new ring."""
 
     def on_view(
         self, ring: int, peers: Mapping[int, bytes], departed: Mapping[int, str], now: float
@@ -131,49 +156,49 @@ class KeepsTheOldRing(Rounds):
         return []
 
 
-class NeverAsks(Rounds):
-    """Waits for pushes that ranks do not know to be missing."""
+class NeverAsks(ServerRounds):
+    """Waits for missing pushes without asking the ranks for them."""
 
     def _ask(self, now: float) -> Actions:
         return []
 
 
-class ForgetsToForget(Rounds):
-    """Loses count of its memory."""
+class ForgetsToForget(ServerRounds):
+    """Counts the memory of ended rounds as used."""
 
     def _end(self, round_: ServerRound, event: Any) -> None:
-        before = self._open_bytes
+        before = self._admission.open_bytes
         super()._end(round_, event)
-        self._open_bytes = before
+        self._admission.open_bytes = before
 
 
-class RefusesWhatIsOlder(Rounds):
-    """Admits what comes again after a loss only if there is room: others have taken it."""
+class RefusesWhatIsOlder(ServerRounds):
+    """Admits repeated pushes after a loss only if there is room, which other rounds have taken."""
 
-    def on_push(self, held: Held, now: float) -> Actions:
+    def on_push(self, held: HeldPush, now: float) -> Actions:
         push = msgspec.structs.replace(held.push, again=False)
         return super().on_push(msgspec.structs.replace(held, push=push), now)
 
 
-class DoesWithoutAnybody(Rounds):
-    """Sums without a rank that is lost what others may have ended with it."""
+class ContinuesWithoutAnybody(ServerRounds):
+    """Reduces without a lost rank what others may have ended with it."""
 
     def _complete(self, round_: ServerRound, now: float) -> Actions:
-        self._gone.clear()
+        self._lost.clear()
         return super()._complete(round_, now)
 
 
-class NeverDoesWithout(Rounds):
-    """Waits for the push of a rank that is lost."""
+class NeverContinuesWithout(ServerRounds):
+    """Waits for the push of a lost rank."""
 
-    def _do_without(self, gone: Set[int], now: float) -> Actions:
+    def _continue_without(self, lost: Set[int], now: float) -> Actions:
         return []
 
 
 class _EagerJob(Job):
-    def change(self, event: Any, now: float) -> list[Send]:
-        sends = super().change(event, now)
-        return [self.show_view(worker) for worker in self.members.present("worker")] + sends
+    def begin_epoch(self, event: Any, now: float) -> list[Send]:
+        sends = super().begin_epoch(event, now)
+        return [self.send_view(worker) for worker in self.members.present("worker")] + sends
 
 
 class TellsWorkersFirst(Membership):
@@ -185,7 +210,7 @@ class TellsWorkersFirst(Membership):
 
 
 class BeginsAnew(Membership):
-    """Comes back without asking what there was."""
+    """Starts a new job instead of recovering the old one from its members."""
 
     def _on_register(self, peer: bytes, message: Register, now: float) -> list[Send]:
         return super()._on_register(peer, msgspec.structs.replace(message, view=None), now)
@@ -201,9 +226,8 @@ class _HastyBarriers(Barriers):
 
 
 class _HastyJob(Job):
-    def _begin_generation(self, generation: int) -> None:
-        super()._begin_generation(generation)
-        self.barriers = _HastyBarriers(self.members, False, math.inf, self.stragglers.barriers)
+    def _new_barriers(self) -> Barriers:
+        return _HastyBarriers(self.members, False, math.inf, self.stragglers.barriers)
 
 
 class LetsOneThrough(Membership):
@@ -214,17 +238,17 @@ class LetsOneThrough(Membership):
         self._job = _HastyJob(cluster, now)
 
 
-class _ImpatientNewcomers(Newcomers):
-    def are_due(self) -> bool:
-        return bool(self._asked)
+class _ImpatientJoiningWorkers(JoiningWorkers):
+    def are_all_ready(self) -> bool:
+        return bool(self._ready)
 
 
 class LetsInTooEarly(Membership):
-    """Lets newcomers in when the first has come to the end of its step."""
+    """Admits joining workers when the first member has reached the end of its step."""
 
     def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
         super().__init__(job, cluster, settings, now)
-        self._job.newcomers = _ImpatientNewcomers(self._job.members)
+        self._job.joining = _ImpatientJoiningWorkers(self._job.members)
 
 
 class _ForgetfulJob(Job):
@@ -236,7 +260,7 @@ class _ForgetfulJob(Job):
 
 
 class CountsBarriersOn(Membership):
-    """Takes a barrier for passed because there was one of that number before an admission."""
+    """Takes a barrier for passed because one of that number was passed before an admission."""
 
     def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
         super().__init__(job, cluster, settings, now)
@@ -249,7 +273,7 @@ class _NamelessJob(Job):
 
 
 class NamesNobody(Membership):
-    """Does not say who is lost."""
+    """Does not name the lost node in the error."""
 
     def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
         super().__init__(job, cluster, settings, now)
@@ -257,14 +281,14 @@ class NamesNobody(Membership):
 
 
 class NeverMissesAWorker(Membership):
-    """Waits for one that is lost."""
+    """Waits for a lost worker."""
 
     def _on_lost(self, node: Node, now: float) -> list[Send]:
         return super()._on_lost(node, now) if node.role == "server" else []
 
 
 class TakesGenerationsForOne(Membership):
-    """Does not tell workers that torchrun has started from those before."""
+    """Does not distinguish workers that torchrun has restarted from those before."""
 
     def _on_register(self, peer: bytes, message: Register, now: float) -> list[Send]:
         return super()._on_register(peer, msgspec.structs.replace(message, generation=0), now)
@@ -279,7 +303,7 @@ class _MixingJob(Job):
 
 
 class MixesGenerations(Membership):
-    """Begins a generation with workers of the one before."""
+    """Begins a generation with workers of the previous one."""
 
     def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
         super().__init__(job, cluster, settings, now)
@@ -287,26 +311,30 @@ class MixesGenerations(Membership):
 
 
 class ForgetsThatTorchrunHasBegunAnew(Membership):
-    """Takes new workers that come before members return for the generation of those."""
+    """Takes restarted workers that register before returning members for the generation of those members."""
 
-    def _on_return(self, peer: bytes, message: Register, now: float) -> list[Send]:
-        sends = super()._on_return(peer, message, now)
-        self._job.generation = max(self._job.generation, self._job.returning.generation)
+    def _on_recovery(self, peer: bytes, message: Register, now: float) -> list[Send]:
+        sends = super()._on_recovery(peer, message, now)
+        self._job.generation = max(self._job.generation, self._job.recovery.generation)
         return sends
 
 
 PLANTS: dict[Scenario, list[Parts]] = {
     "steady": [
-        *(Parts(exchange=part) for part in (TakesAnyEpoch, KeepsNothing, TrustsTheFirstWave, NeverSettles)),
-        *(Parts(exchange=part) for part in (SaysItIsTheFirstTime, NeverRepeats)),
-        *(Parts(rounds=part) for part in (SumsAsTheyCome, KeepsTheOldRing, NeverAsks, ForgetsToForget)),
+        *(
+            Parts(worker_rounds=part)
+            for part in (TakesAnyEpoch, KeepsNothing, TrustsTheFirstWatermark, NeverSettles)
+        ),
+        *(Parts(worker_rounds=part) for part in (SaysItIsTheFirstTime, NeverRepeats, TakesWhatIsOfAnyRing)),
+        *(Parts(rounds=part) for part in (ReducesAsTheyCome, KeepsTheOldRing, NeverAsks, ForgetsToForget)),
         Parts(rounds=RefusesWhatIsOlder),
         *(Parts(membership=part) for part in (TellsWorkersFirst, BeginsAnew, LetsOneThrough)),
     ],
     "fail": [*(Parts(membership=part) for part in (NamesNobody, NeverMissesAWorker))],
     "continue": [
-        *(Parts(exchange=part) for part in (GoesOnWithOthers, CountsOn, OverwritesWhatHasEnded)),
-        *(Parts(rounds=part) for part in (DoesWithoutAnybody, NeverDoesWithout)),
+        *(Parts(worker_rounds=part) for part in (GoesOnWithOthers, CountsOn, OverwritesWhatHasEnded)),
+        Parts(worker_rounds=PushesWhatHasFailed),
+        *(Parts(rounds=part) for part in (ContinuesWithoutAnybody, NeverContinuesWithout)),
         *(Parts(membership=part) for part in (LetsInTooEarly, CountsBarriersOn)),
     ],
     "restart": [
@@ -314,4 +342,4 @@ PLANTS: dict[Scenario, list[Parts]] = {
         Parts(membership=ForgetsThatTorchrunHasBegunAnew),
     ],
 }
-"""By the scenario that shows the mistake."""
+"""The faulty classes, by the scenario that reveals the mistake."""

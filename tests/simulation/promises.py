@@ -1,4 +1,4 @@
-"""What all workers of a job have to agree on, and what a barrier is: checked whenever anybody says it."""
+"""Invariants of a run: all workers get the same answers and states, and no barrier opens early."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ if TYPE_CHECKING:
     from .simulation import Simulation
     from .workers import Worker
 
-__all__ = ["Answer", "Contribution", "Era", "Promises", "Values"]
-
 Values = dict[int, int]
-"""What is pushed: for each unit the number of a contribution, times ``UNITS``, plus the unit."""
+"""Pushed values: for each unit the number of a contribution, times ``UNITS``, plus the unit."""
 Answer = dict[int, tuple[int, ...]]
-"""What comes back: for each unit those of all ranks, in the order in which a server adds them."""
+"""Pulled values: for each unit those of all ranks, in the order in which a server adds them."""
 
 
 class Era(NamedTuple):
-    """Within what steps are counted: a generation of torchrun's, and an admission of newcomers."""
+    """A scope in which steps are numbered: a generation of torchrun's, and an admission of workers."""
 
     generation: int
     admitted: int
 
 
 class Contribution(NamedTuple):
-    """What one process has pushed for one round."""
+    """The push of one process for one round."""
 
     process: int
     rank: int
@@ -37,15 +35,15 @@ class Contribution(NamedTuple):
     tensor: str
     step: int
     payload: object
-    """What it stands for, where that matters."""
+    """Its meaning, if that matters."""
 
 
 class Promises:
     """The contributions and answers of one run, and the states that workers made of them.
 
     Attributes:
-        eras: all in which anything was pushed.
-        ended: how many workers have the whole answer of a round.
+        eras: all eras with a push.
+        ended: the number of workers that have the whole answer of a round.
     """
 
     def __init__(self, simulation: Simulation) -> None:
@@ -57,14 +55,14 @@ class Promises:
         self.ended: Counter[tuple[Era, str, int]] = Counter()
 
     def contribute(self, contribution: Contribution) -> Values:
-        """The values that stand for it: no two contributions have any in common."""
+        """The values of a contribution; no two contributions have any in common."""
         number = len(self._contributions)
         self._contributions.append(contribution)
         self.eras.add(contribution.era)
         return {unit: number * UNITS + unit for unit in range(UNITS)}
 
     def contributions(self, values: tuple[int, ...]) -> list[Contribution]:
-        """What was summed up to this."""
+        """The contributions that were summed to these values."""
         return [self._contributions[value // UNITS] for value in values]
 
     def check_answer(
@@ -73,8 +71,8 @@ class Promises:
         """Any answer, of any server, under any ring, is the only one there is.
 
         It is the sum in order of rank of what was pushed for this round, each rank's once, and nothing of
-        another generation or from before an admission. Unless others go on without a worker, it is that of
-        all ranks; and always it has what the ``worker`` that gets it has pushed.
+        another generation or from before an admission. Unless the job is elastic, it is the sum of all ranks;
+        and it always includes the push of the ``worker`` that gets it.
         """
         for unit, given in answer.items():
             assert isinstance(given, tuple)
@@ -104,13 +102,13 @@ class Promises:
             raise Violation(f"{key}, unit {unit}: of ranks {ranks}, expected {everybody}")
 
     def check_state(self, worker: Worker, step: int, state: int) -> None:
-        """All that have ended a step have the same bits; across admissions, too."""
+        """All workers that have ended a step have the same bits, also across admissions."""
         before = self._states.setdefault((worker.generation, step), state)
         if state != before:
             raise Violation(f"{worker.name!r} has {state:x} after step {step}, others had {before:x}")
 
     def check_barrier(self, worker: Worker, sequence: int) -> None:
-        """Nobody passes a barrier that a member has not come to."""
+        """No worker passes a barrier that a member has not reached."""
         scheduler = self._simulation.scheduler
         absent = []
         for other in self._simulation.workers:

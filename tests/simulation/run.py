@@ -1,4 +1,4 @@
-"""Many runs by chance: ``python -m tests.simulation.run --rounds 100000 --seed 0``; ``make simulate``."""
+"""Random simulation runs: ``python -m tests.simulation.run --rounds 100000 --seed 0``; ``make simulate``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ import msgspec
 from .script import random_script
 from .simulation import Simulation
 
-__all__ = ["Report", "main", "simulate"]
-
-
 _SUMMED = (
     "rounds",
     "virtual_seconds",
-    "begun_again",
+    "resharded",
     "recalled",
     "admissions",
     "generations",
@@ -28,36 +25,36 @@ _SUMMED = (
 
 
 class Report(msgspec.Struct):
-    """What was simulated, up to the first violation."""
+    """The totals of all runs, up to the first violation."""
 
     seed: int
     rounds: int = 0
     runs: int = 0
     interleavings: int = 0
-    """Runs that differ in who received what in which order."""
+    """Runs that differ in the order of deliveries."""
     seconds: float = 0.0
     virtual_seconds: float = 0.0
-    begun_again: int = 0
-    """How often a round in flight was cut again, for a new ring."""
+    resharded: int = 0
+    """How often a round in flight was resharded for a new ring."""
     recalled: int = 0
     """How often a round that had ended was pushed again, for another rank."""
     admissions: int = 0
-    """How often newcomers were let in."""
+    """How often joining workers were admitted."""
     generations: int = 0
-    """How often all workers were started anew."""
+    """How often all workers were restarted."""
     scenarios: dict[str, dict[str, int]] = {}
     """Runs and rounds of each."""
     worker_crashes: int = 0
-    """Processes of workers that ended without a word."""
+    """Worker processes that crashed."""
     errors: dict[str, int] = {}
-    """Those of workers, by what they came of."""
+    """Errors of workers, by cause."""
     faults: dict[str, int] = {}
     messages: dict[str, int] = {}
     violation: str = ""
 
 
 def simulate(rounds: int, seed: int) -> Report:
-    """Runs scripts ``seed``, ``seed + 1``, … until there were so many rounds, or a promise was broken."""
+    """Runs scripts ``seed``, ``seed + 1``, … until there were so many rounds, or a guarantee was broken."""
     report = Report(seed)
     counters: dict[str, Counter[str]] = {name: Counter() for name in ("errors", "faults", "messages")}
     interleavings: set[str] = set()

@@ -1,4 +1,4 @@
-"""What a run depends on: the size of the job, how bad the network is, and what befalls whom when."""
+"""Simulation script: the size of the job, the quality of the network, and the faults with their times."""
 
 from __future__ import annotations
 
@@ -7,22 +7,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-__all__ = [
-    "BUDGETS",
-    "KINDS",
-    "MOST_SECONDS",
-    "SCENARIOS",
-    "WORKER_KINDS",
-    "Fault",
-    "Kind",
-    "Scenario",
-    "Script",
-    "random_script",
-]
-
 Scenario = Literal["steady", "fail", "continue", "restart"]
-"""What follows the loss of a worker: in ``steady`` none is lost; a job may fail, go on without it, or have
-torchrun start all workers again."""
+"""The consequence of losing a worker: in ``steady`` none is lost; a job may fail, continue without the worker
+(elastic), or be restarted by torchrun."""
 SCENARIOS: dict[Scenario, int] = {"steady": 8, "fail": 3, "continue": 6, "restart": 3}
 """How often each is played, in twentieths of all runs."""
 
@@ -52,11 +39,13 @@ KINDS: tuple[Kind, ...] = Kind.__args__[:10]  # type: ignore[attr-defined]
 MOST_SECONDS = 25.0
 """How long a fault lasts at most: more than two leases, so that a stalled server is lost."""
 BUDGETS = (1 << 20, 8 << 10, 1)
-"""The small ones let few rounds in: those that a rank pushes before it waits do not fit at once."""
+"""The small budgets admit few rounds: the pushes of a rank before it waits do not fit at once."""
+RESHARD_SECONDS = (0.0, 2.0, 15.0)
+"""Within the longest, a worker may hear of more views, and of the loss of another worker."""
 
 
 class Fault(NamedTuple):
-    """Something bad: when, what, to whom (by number, among those it can befall), and for how long."""
+    """A fault: its time, kind, target (by number among the possible targets), and duration."""
 
     at: float
     kind: Kind
@@ -65,25 +54,27 @@ class Fault(NamedTuple):
 
 
 class Script(msgspec.Struct, frozen=True):
-    """All that a run depends on; its ``repr`` repeats it."""
+    """Everything that a run depends on; its ``repr`` reproduces the run."""
 
     seed: int = 0
     workers: int = 2
     servers: int = 2
     steps: int = 10
     runs_ahead: bool = False
-    """Whether a worker begins a step before the last one's rounds have ended."""
+    """True if a worker begins a step before the rounds of the last one have ended."""
     settles: bool = True
-    """Whether workers wait until nothing more happens before they leave."""
+    """True if workers wait until nothing more happens before they leave."""
     slow_seconds: float = 0.5
     duplicates: float = 0.02
     budget_bytes: int = 1 << 20
     faults: tuple[Fault, ...] = ()
     scenario: Scenario = "steady"
+    reshard_seconds: float = 0.0
+    """How long a round waits at most to be resharded, and then takes at most; 0: it is resharded at once."""
 
 
 def random_script(seed: int, scenario: Scenario | None = None) -> Script:
-    """A script by chance."""
+    """A random script."""
     rng = random.Random(seed)
     scenario = scenario or rng.choices(list(SCENARIOS), list(SCENARIOS.values()))[0]
     faults: list[Fault] = []
@@ -106,4 +97,5 @@ def random_script(seed: int, scenario: Scenario | None = None) -> Script:
         budget_bytes=BUDGETS[0] if runs_ahead else rng.choice(BUDGETS),
         faults=tuple(sorted(faults)),
         scenario=scenario,
+        reshard_seconds=rng.choice(RESHARD_SECONDS),
     )

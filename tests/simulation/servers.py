@@ -1,4 +1,4 @@
-"""A server: :class:`Rounds` with what a process does around it, and no socket."""
+"""A server: :class:`ServerRounds` with what a process does around it, and no socket."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from zenps.errors import ProtocolError
-from zenps.server.rounds import ROUND_BYTES, Aggregate, Held, Reply
+from zenps.server.reducers.base import Answer, Outcome
+from zenps.server.rounds.admission import ROUND_BYTES
+from zenps.server.rounds.states import Action, HeldPush, Reduce, Reply
 from zenps.wire.messages import Leave, Push, Register, Result, Stop, View
 
 from .network import OVERWRITTEN, Frame, Frames
@@ -18,14 +20,26 @@ from .nodes import SCHEDULER, TICK_SECONDS, Member, Violation
 if TYPE_CHECKING:
     from .simulation import Simulation
 
-__all__ = ["UNITS", "Server", "owners_of_units"]
-
 UNITS = 8
 """The rows of every tensor; a ring gives each to a server."""
 
 
+class SimulatedOutcome(Outcome):
+    """The same frame for every rank."""
+
+    def __init__(self, result: Result, frame: Any) -> None:
+        self._answer = Answer(result, [frame])
+
+    @property
+    def size_bytes(self) -> int:
+        return self._answer.frames[0].nbytes
+
+    def reply(self, rank: int) -> Answer:
+        return self._answer
+
+
 class Server(Member):
-    """A process around :class:`Rounds`."""
+    """A process around :class:`ServerRounds`."""
 
     def __init__(self, simulation: Simulation, number: int) -> None:
         address = f"server-{number}"
@@ -51,7 +65,7 @@ class Server(Member):
         departed = {
             worker.rank: f"{worker} left the job" for worker in view.workers if worker.rank in view.left
         }
-        self._execute(self.rounds.on_view(view.ring, self._peers, departed, self.now))
+        self._execute(self.rounds.on_view(view.ring_epoch, self._peers, departed, self.now))
 
     def receive(self, sender: bytes, message: Any, frames: Frames) -> None:
         match message:
@@ -66,11 +80,11 @@ class Server(Member):
         if self._peers.get(push.rank) != sender:
             return
         assert self.view is not None
-        if push.epoch > self.view.ring:
-            raise Violation(f"{self.name!r} of ring {self.view.ring} got {push}")
+        if push.ring_epoch > self.view.ring_epoch:
+            raise Violation(f"{self.name!r} of ring {self.view.ring_epoch} got {push}")
         (frame,) = frames
         try:
-            actions = self.rounds.on_push(Held(sender, push, frame, frame.nbytes), self.now)
+            actions = self.rounds.on_push(HeldPush(sender, push, frame, frame.nbytes), self.now)
         except ProtocolError:  # of an older ring
             self.network.counts["pushes of an older ring"] += 1
             return
@@ -87,20 +101,20 @@ class Server(Member):
         if size != self.rounds.held_bytes:
             raise Violation(f"{self.name!r} holds {size} bytes, and counts {self.rounds.held_bytes}")
         most = max(self.simulation.script.budget_bytes, self._largest_round_bytes)
-        if size > most + sum(round_.size_bytes for round_ in held if round_.is_again):
+        if size > most + sum(round_.size_bytes for round_ in held if round_.is_recovery):
             raise Violation(f"{self.name!r} holds {size} bytes; expected at most {most}")
 
-    def _execute(self, actions: Sequence[Aggregate | Reply]) -> None:
+    def _execute(self, actions: Sequence[Action]) -> None:
         todo = list(actions)
         while todo:
             match todo.pop(0):
-                case Aggregate() as round_:
-                    todo += self._aggregate(round_)
+                case Reduce() as round_:
+                    todo += self._reduce(round_)
                 case Reply(peers=peers, message=message, frames=frames):
                     for peer in peers:
                         self.send(peer, message, frames)  # type: ignore[arg-type]
 
-    def _aggregate(self, round_: Aggregate) -> Sequence[Aggregate | Reply]:
+    def _reduce(self, round_: Reduce) -> Sequence[Action]:
         payloads: list[Any] = [held.payload for held in round_.pushes]
         key, units = round_.key, payloads[0].values.keys()
         if any(payload.values.keys() != units for payload in payloads):
@@ -113,9 +127,8 @@ class Server(Member):
         else:
             self.simulation.promises.check_answer(key.tensor, key.step, values)
         push = round_.pushes[0].push
-        result = Result(push.epoch, key.tensor, key.step, key.chunk, len(values), "none")
-        frames: Any = [Frame(dict(values))]
-        return self.rounds.finish(key, result, frames, self.now)
+        result = Result(push.ring_epoch, key.tensor, key.step, key.chunk, len(values), "none")
+        return self.rounds.finish(key, SimulatedOutcome(result, Frame(dict(values))), self.now)
 
 
 def owners_of_units(view: View) -> list[int]:

@@ -1,4 +1,4 @@
-"""One run: a job under a script of faults, and what must hold at every moment of it."""
+"""Simulation of one job under a script of faults, with checks of its invariants."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 
 import msgspec
 
-from zenps.settings import ClusterConfig
+from zenps.config.settings import ClusterConfig
 from zenps.wire.messages import Heartbeat, Leave, Refused, Register, WhoAreYou
 
 from .faults import Faults, Moment
@@ -20,17 +20,15 @@ from .servers import Server
 from .supervisor import Supervisor
 from .workers import Worker
 
-__all__ = ["Outcome", "Simulation"]
-
 FINISH_SECONDS = 1500.0
-"""A push that was lost is repeated after 60 s, then after 120 more, …: a few of that must do."""
+"""A lost push is repeated after 60 s, then after 120 more, …: this is enough for a few repetitions."""
 SETTLE_SECONDS = 60.0
 SHORT_LEASE_SECONDS = 5.0
-"""Where others go on: a worker that is lost comes back before the job is over."""
+"""In elastic jobs: a worker that is lost comes back before the job is over."""
 
 
 class Outcome(msgspec.Struct):
-    """What happened."""
+    """The counts of one run."""
 
     rounds: int
     interleaving: str
@@ -38,7 +36,7 @@ class Outcome(msgspec.Struct):
     messages: Counter[str]
     faults: Counter[str]
     errors: Counter[str]
-    begun_again: int
+    resharded: int
     recalled: int
     admissions: int
     generations: int
@@ -49,8 +47,8 @@ class Simulation:
     """A job from its first process to its last.
 
     Args:
-        script: what happens to it.
-        parts: what it consists of.
+        script: the faults.
+        parts: the classes under test.
     """
 
     settle_seconds = SETTLE_SECONDS
@@ -73,7 +71,7 @@ class Simulation:
         for _ in range(script.servers):
             self.start_server()
         self.workers: list[Worker] = []
-        """All processes that ever were."""
+        """All processes, also those that have ended."""
         self._faults = Faults(self, self._counts)
         self.supervisor = Supervisor(self)
         self.operator = Operator(self)
@@ -90,7 +88,7 @@ class Simulation:
             if self.network.now > until or not self.network.step():
                 raise Violation(f"not over by {until:g} s: {self._unfinished()}")
         self._check_end()
-        exchanges = [worker.exchange for worker in self.workers]
+        all_rounds = [worker.rounds for worker in self.workers]
         return Outcome(
             len(self.promises.ended),
             self.network.interleaving,
@@ -98,8 +96,8 @@ class Simulation:
             self.network.counts,
             self._counts,
             self.judge.errors,
-            sum(exchange.begun_again for exchange in exchanges),
-            sum(exchange.recalled for exchange in exchanges),
+            sum(rounds.resharded for rounds in all_rounds),
+            sum(rounds.recalled for rounds in all_rounds),
             sum(era.admitted > 0 for era in self.promises.eras),
             self.supervisor.generation,
             sum(worker.ended == "crashed" for worker in self.workers),
@@ -108,11 +106,11 @@ class Simulation:
     # ── what processes ask ──────────────────────────────────────────────────────────────────────
 
     def may_leave(self, worker: bytes) -> bool:
-        """A leave that nobody hears is the loss of a worker: leaves wait for a scheduler that knows them."""
+        """True if a scheduler that knows the worker is there: else its leave would look like a loss."""
         return self.scheduler.is_alive and bool(self.scheduler.membership.name_of(worker))
 
     def on_moment(self, moment: Moment, worker: Worker) -> None:
-        """A worker does what it may be going to die of."""
+        """A worker is at a moment at which a fault may kill it."""
         self._faults.on_moment(moment, worker)
 
     def on_error(self, worker: Worker, reason: str) -> None:
@@ -120,24 +118,24 @@ class Simulation:
         self.judge.on_error(worker, reason)
 
     def is_over(self) -> bool:
-        """Whether nobody is left."""
+        """True if all nodes have ended."""
         is_anybody_alive = self.scheduler.is_alive or any(server.is_alive for server in self.servers)
         return not is_anybody_alive and self.supervisor.is_over
 
     def start_server(self) -> None:
-        """Another process."""
+        """Starts another server process."""
         self.servers.append(Server(self, len(self.servers)))
 
     def start_scheduler(self) -> None:
-        """Another process at the same address."""
+        """Starts another scheduler process at the same address."""
         self.scheduler = Scheduler(self)
 
     # ── what must hold ──────────────────────────────────────────────────────────────────────────
 
     def check_settled(self) -> None:
-        """After a while in which nothing bad happened, nobody holds anything."""
+        """After a while without faults, no node holds any rounds."""
         for worker in self.workers:
-            held = [*worker.exchange._kept, *worker.exchange._in_flight]
+            held = [*worker.rounds._kept, *worker.rounds._in_flight]
             is_member = worker.is_alive and self.scheduler.has_present(worker.name)
             if is_member and held and worker.is_idle():
                 raise Violation(f"{worker.name!r} still holds {held}")
@@ -162,7 +160,7 @@ class Simulation:
         lines = [f"scheduler: {scheduler.state}, epoch {scheduler.epoch}"]
         for worker in self.supervisor.current:
             view = worker.view.epoch if worker.view else 0
-            flight = [(*key, r.state, sorted(r.unanswered)) for key, r in worker.exchange._in_flight.items()]
+            flight = [(*key, r.state, sorted(r.unanswered)) for key, r in worker.rounds._in_flight.items()]
             stands = worker.ended or f"step {worker.training.step}, barrier {worker.entered}"
             if worker.waits_at_barrier:
                 stands += " where it waits"
@@ -174,9 +172,9 @@ class Simulation:
         return "\n".join(lines)
 
     def _must_arrive(self, sender: bytes, receiver: bytes, message: msgspec.Struct) -> bool:
-        """What a worker's lease hangs on, once it is in danger; what is said only once.
+        """True for messages that keep a worker's lease from expiring, and for messages that are sent once.
 
-        And what keeps a node out: nothing that the scheduler says later overtakes it on its connection.
+        Also for refusals of a node: no later message of the scheduler overtakes them on their connection.
         """
         match message:
             case Leave() | Refused(kind="usage"):
@@ -190,7 +188,7 @@ class Simulation:
         return False
 
     def _watch(self) -> None:
-        """Whoever runs servers starts one where there is none, or where the job cannot begin."""
+        """Starts a server if there is none, or if the job cannot begin without another."""
         now = self.network.now
         awake = [s for s in self.servers if s.is_alive and s.stalled_until <= now and not s.is_drained]
         has_begun = any(worker.view for worker in self.workers)

@@ -1,4 +1,4 @@
-"""Who starts workers: all of them at first, and again what the scenario wants."""
+"""Supervisor of simulated workers: starts all of them, and restarts them as the scenario demands."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from .workers import Worker
 if TYPE_CHECKING:
     from .simulation import Simulation
 
-__all__ = ["Supervisor"]
-
 LOOK_SECONDS = 0.5
 RESTARTS = 4
 STOP_SECONDS = 3.0
-"""How long torchrun takes to end a worker: the others may have been started anew by then."""
+"""How long torchrun takes to end a worker: the others may have been restarted by then."""
 
 
 class Supervisor:
-    """Looks after the places of a job; each has one process at a time.
+    """Keeps one process running for each place of a job, that is, for each worker that the job should have.
 
     Attributes:
-        generation: how often torchrun has restarted all.
+        generation: how often torchrun has restarted all workers.
     """
 
     def __init__(self, simulation: Simulation) -> None:
@@ -30,7 +28,7 @@ class Supervisor:
         self.generation = 0
         self._places: list[Worker] = []
         self._restart_at: dict[int, float] = {}
-        """When a place gets another process."""
+        """The time at which a place gets another process."""
         for place in range(simulation.script.workers):
             self._places.append(self._start(place))
         if self._scenario in ("continue", "restart"):
@@ -38,7 +36,7 @@ class Supervisor:
 
     @property
     def restarts(self) -> int:
-        """How often torchrun still may."""
+        """The number of restarts that torchrun has left."""
         return RESTARTS - self.generation if self._scenario == "restart" else 0
 
     @property
@@ -48,7 +46,7 @@ class Supervisor:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody works any more, nor will."""
+        """True if no worker runs, and none will be started."""
         return not self._restart_at and not any(worker.is_alive for worker in self._places)
 
     def _start(self, rank: int) -> Worker:
@@ -75,7 +73,7 @@ class Supervisor:
     def _is_job_over(self) -> bool:
         workers = self._simulation.workers
         if self._scenario == "continue" and any(worker.training.has_state for worker in workers):
-            # Without anybody who has the state, another job would begin.
+            # Without a worker that has the state, another job would begin.
             has_state = any(worker.is_alive and worker.training.has_state for worker in workers)
             if not has_state or any(worker.ended == "done" for worker in self._places):
                 return True
@@ -94,10 +92,10 @@ class Supervisor:
         self._restart_at = {place: now + STOP_SECONDS * rng.random() for place in range(len(self._places))}
 
     def _replace(self, place: int) -> None:
-        """The old process is gone by now; what it has sent may still be on its way."""
+        """Starts another process; messages of the old one may still be in flight."""
         before = self._places[place]
         if before.is_alive:
             before.crash()
-        # Somebody else may have taken the rank.
+        # Another worker may have taken the rank.
         wanted = -1 if self._scenario == "continue" and before.view is None and before.error else place
         self._places[place] = self._start(wanted)

@@ -1,4 +1,4 @@
-"""Scripts by hypothesis, scripts that once failed, and parts with a mistake, which must fail."""
+"""Simulations: scripts by hypothesis, scripts that once failed, and faulty classes, which must fail."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from .script import (
     BUDGETS,
     KINDS,
     MOST_SECONDS,
+    RESHARD_SECONDS,
     WORKER_KINDS,
     Fault,
     Scenario,
@@ -24,7 +25,7 @@ from .script import (
 from .simulation import Simulation
 
 MOST_RUNS = 100
-"""By when a mistake is found; most are in the first few."""
+"""The number of scripts within which a mistake is found; most are found in the first few."""
 
 
 def scripts(scenario: Scenario) -> st.SearchStrategy[Script]:
@@ -48,6 +49,7 @@ def scripts(scenario: Scenario) -> st.SearchStrategy[Script]:
         budget_bytes=st.sampled_from(BUDGETS),
         faults=st.lists(fault, max_size=8).map(lambda faults: tuple(sorted(faults))),
         scenario=st.just(scenario),
+        reshard_seconds=st.sampled_from(RESHARD_SECONDS),
     )
 
 
@@ -64,10 +66,10 @@ LOST_BUT_ALIVE = Script(
         Fault(at=38.285, kind="stall server", target=7, seconds=10.321),
     ),
 )
-"""A server that was lost sums what one rank has pushed anew, and answers one that has not heard of it."""
+"""A server that was lost sums what one rank has pushed again, and answers a rank that knows nothing of it."""
 
 ONCE_FAILED = [
-    # A late push comes when its outcome is forgotten, and the next step has fewer chunks.
+    # A late push comes when its result is forgotten, and the next step has fewer chunks.
     Script(
         seed=882,
         workers=2,
@@ -150,7 +152,7 @@ ONCE_FAILED = [
             Fault(at=55.59, kind="crash server", target=21, seconds=21.21),
         ),
     ),
-    # What was never pushed was pushed again, and so not done without one that was lost.
+    # A chunk that was never pushed was pushed again, so its round was not completed without a lost rank.
     Script(
         seed=400284,
         workers=3,
@@ -203,12 +205,12 @@ ONCE_FAILED = [
 
 @settings(max_examples=80, deadline=None)
 @given(scripts("steady"))
-def test_whatever_happens_every_round_has_one_answer(script: Script) -> None:
+def test_every_round_has_one_answer_under_any_faults(script: Script) -> None:
     Simulation(script).run()
 
 
 @pytest.mark.parametrize("scenario", ["fail", "continue", "restart"])
-def test_and_so_it_has_when_workers_are_lost(scenario: Scenario) -> None:
+def test_every_round_has_one_answer_when_workers_are_lost(scenario: Scenario) -> None:
     @settings(max_examples=25, deadline=None)
     @given(scripts(scenario))
     def run(script: Script) -> None:
@@ -219,20 +221,20 @@ def test_and_so_it_has_when_workers_are_lost(scenario: Scenario) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(scripts("steady"))
-def test_and_so_it_has_when_workers_run_ahead(script: Script) -> None:
+def test_every_round_has_one_answer_when_workers_run_ahead(script: Script) -> None:
     script = msgspec.structs.replace(script, runs_ahead=True, budget_bytes=max(BUDGETS))
     Simulation(script).run()
 
 
 @pytest.mark.parametrize("script", ONCE_FAILED, ids=range(len(ONCE_FAILED)))
-def test_what_once_failed(script: Script) -> None:
+def test_scripts_that_once_failed(script: Script) -> None:
     Simulation(script).run()
 
 
 def name_of(parts: Parts | Scenario) -> str:
     if isinstance(parts, str):
         return parts
-    types = (parts.membership, parts.rounds, parts.exchange)
+    types = (parts.membership, parts.rounds, parts.worker_rounds)
     return next(part.__name__ for part in types if part.__module__.endswith("plants"))
 
 
@@ -255,13 +257,13 @@ def test_a_mistake_is_found(scenario: Scenario, parts: Parts) -> None:
         run()
 
 
-def test_what_was_pushed_under_an_earlier_ring_stays_as_it_is() -> None:
+def test_memory_of_pushes_under_an_earlier_ring_is_not_overwritten() -> None:
     with pytest.raises(Violation, match="overwritten"):
-        Simulation(LOST_BUT_ALIVE, Parts(exchange=OverwritesEarlierPushes)).run()
+        Simulation(LOST_BUT_ALIVE, Parts(worker_rounds=OverwritesEarlierPushes)).run()
     Simulation(LOST_BUT_ALIVE).run()
 
 
-def test_the_loss_of_a_worker_ends_all_others_with_its_name() -> None:
+def test_the_loss_of_a_worker_ends_all_others_with_an_error_that_names_it() -> None:
     fault = Fault(3.0, "crash worker", target=1)
     simulation = Simulation(Script(workers=3, servers=2, steps=1000, faults=(fault,), scenario="fail"))
     simulation.run()
@@ -272,7 +274,7 @@ def test_the_loss_of_a_worker_ends_all_others_with_its_name() -> None:
     assert not any(server.is_alive for server in simulation.servers)
 
 
-def test_the_others_go_on_and_a_restarted_worker_comes_back() -> None:
+def test_an_elastic_job_continues_and_a_restarted_worker_comes_back() -> None:
     fault = Fault(3.0, "crash worker", target=1)
     simulation = Simulation(Script(workers=3, servers=2, steps=60, faults=(fault,), scenario="continue"))
     assert simulation.run().admissions == 1
@@ -283,7 +285,7 @@ def test_the_others_go_on_and_a_restarted_worker_comes_back() -> None:
     assert back.training.state == simulation.workers[0].training.state
 
 
-def test_torchrun_starts_all_of_them_again() -> None:
+def test_torchrun_restarts_all_workers() -> None:
     fault = Fault(3.0, "crash worker", target=1)
     simulation = Simulation(Script(workers=3, servers=2, steps=60, faults=(fault,), scenario="restart"))
     assert simulation.run().generations == 1

@@ -1,4 +1,4 @@
-"""What a script does, as :class:`DistributedOptimizer` and :class:`TrainingState` have it done."""
+"""Simulated training script: the calls that :class:`DistributedOptimizer` and :class:`TrainingState` make."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from .promises import Answer, Contribution
 if TYPE_CHECKING:
     from .workers import Worker
 
-__all__ = ["TENSORS", "Program", "Training"]
-
 TENSORS = 3
 BARRIER_EVERY = 5
 COMMIT_EVERY = 3
-"""Of one that runs ahead, for nothing may be in flight then."""
+"""For a script that runs ahead: no round may be in flight at a commit."""
 TOGETHER_SECONDS = 2.0
 
 Program = Generator[Callable[[], bool], None, None]
@@ -29,9 +27,9 @@ class Training:
     """One process's training, from its first round to its last.
 
     Attributes:
-        step: how many steps lie behind it.
-        state: what they have made of it: a number for all bits of model and optimizer.
-        has_state: whether it has the state of the job.
+        step: the number of completed steps.
+        state: a number that stands for all bits of model and optimizer.
+        has_state: True if it has the state of the job.
     """
 
     def __init__(self, worker: Worker, rng: random.Random) -> None:
@@ -44,14 +42,14 @@ class Training:
         self.has_state = False
 
     def run(self) -> Program:
-        """All of it; what it yields says when it can go on."""
+        """Trains to the end; yields conditions, and continues when they become true."""
         worker, script = self._worker, self._script
         if script.scenario == "continue":
-            yield from self._sync(is_newcomer=worker.is_newcomer)
+            yield from self._sync(is_joining=worker.is_joining)
         else:
             self.state, self.has_state = 0, True
         while self.step < script.steps:
-            # Not every tensor in every step: then nothing but waves settles its last round.
+            # Not every tensor in every step: then only watermarks settle its last round.
             numbers = [number for number in range(TENSORS) if self.step % (1 + 2 * number) == 0]
             self._rng.shuffle(numbers)
             for number in numbers:
@@ -68,7 +66,7 @@ class Training:
         yield from self._leave()
 
     def _learn(self, tensor: str, answer: Answer) -> None:
-        """A gradient. The state does not depend on the order in which those of a step come."""
+        """Applies a gradient. The state does not depend on the order of a step's gradients."""
         said = f"{tensor} {sorted(answer.items())}".encode()
         change = int.from_bytes(hashlib.blake2b(said, digest_size=8).digest())
         self.state = (self.state + change) % (1 << 64)
@@ -86,7 +84,7 @@ class Training:
         yield lambda: simulation.may_leave(worker.name)
         worker.leave("done")
 
-    # ── going on without others ─────────────────────────────────────────────────────────────────
+    # ── elastic training ────────────────────────────────────────────────────────────────────────
 
     def _commit(self) -> Program:
         """As :meth:`TrainingState.commit`."""
@@ -97,16 +95,16 @@ class Training:
         yield self._worker.is_idle
         self._simulation.promises.check_state(self._worker, self.step, self.state)
         answer: Answer = {}
-        yield from self._ask("newcomers", self._worker.newcomers > 0, answer)
+        yield from self._ask("joining", self._worker.joining > 0, answer)
         if any(said.payload for said in self._said(answer, 0)):
             yield from self._worker.admit()
-            yield from self._sync(is_newcomer=False)
+            yield from self._sync(is_joining=False)
 
-    def _sync(self, *, is_newcomer: bool) -> Program:
+    def _sync(self, *, is_joining: bool) -> Program:
         """As :meth:`TrainingState.sync`."""
         while True:
             answer: Answer = {}
-            yield from self._ask("root", not is_newcomer, answer)
+            yield from self._ask("root", not is_joining, answer)
             with_state = [said.rank for said in self._said(answer, 0) if said.payload]
             if not with_state:
                 self._worker.end("all workers that had the state of this job were lost")

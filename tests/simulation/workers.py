@@ -1,4 +1,4 @@
-"""A worker: :class:`Exchange` with what a process does around it, and no socket."""
+"""Simulated worker: :class:`WorkerRounds` in a process without sockets."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from zenps.wire.messages import (
     Register,
     View,
 )
-from zenps.worker.round import Action, Deliver, Fail, Outgoing, Round, SendPush
+from zenps.worker.rounds.states import Action, Deliver, Fail, Outgoing, Reshard, Round, SendPush
 
 from .network import OVERWRITTEN, Frame, Frames, Lent
 from .nodes import SCHEDULER, TICK_SECONDS, Member, Violation
 from .promises import Answer, Contribution, Era, Values
+from .resharding import Resharding
 from .servers import UNITS, owners_of_units
 from .training import TENSORS, Program, Training
 
 if TYPE_CHECKING:
     from .simulation import Simulation
-
-__all__ = ["Worker"]
 
 COMPACTION_SECONDS = 0.05
 JOIN_PATIENCE_SECONDS = 5.0
@@ -41,25 +40,25 @@ End = Literal["done", "left", "failed", "crashed"]
 
 
 class _Awaited(NamedTuple):
-    """A round whose answer somebody waits for, and what has come of it."""
+    """A round whose answer the training waits for: the values received so far, and who learns them."""
 
     answer: Answer
     learn: Learn
 
 
 class Worker(Member):
-    """One process.
+    """A simulated worker process.
 
     Attributes:
-        number: of the process, among all that ever were.
+        number: of the process, among all that have ever run.
         rank: the one that it wants, then the one that it has; -1 for any.
-        ended: how; None while it runs.
-        error: why it could not go on.
-        was_silent: whether it was stalled for so long that it may be taken for lost.
-        gone_at: when it ended, or was stalled so.
+        ended: how it ended; None while it runs.
+        error: the error that ended it.
+        was_silent: True if it was stalled for so long that it may be taken for lost.
+        gone_at: when it ended, or was stalled for so long.
         restarts_after: how long after its end another process takes its place.
-        newcomers: how many wait to be let in, as the scheduler said last.
-        entered: the last barrier that it has come to.
+        joining: the number of workers that wait for admission, as the scheduler reported last.
+        entered: the last barrier that it has reached.
     """
 
     def __init__(
@@ -73,14 +72,15 @@ class Worker(Member):
         self.was_silent = False
         self.gone_at = math.inf
         self.restarts_after = RESTART_SECONDS
-        self.newcomers = 0
+        self.joining = 0
         self.entered = 0
         self.waits_at_barrier = False
-        self.is_newcomer = False
+        self.is_joining = False
         self.began = simulation.network.now
-        self.exchange = simulation.parts.exchange(math.inf, self._recut)
+        self.rounds = simulation.parts.worker_rounds(math.inf)
         self._rng = random.Random(simulation.rng.random())
         self._awaited: dict[tuple[str, int], _Awaited] = {}
+        self._resharding = Resharding(self, simulation.script.reshard_seconds, self._rng)
         self._steps: Counter[str] = Counter()
         """The rounds of each tensor, since the last admission."""
         self._admitted = 0
@@ -101,8 +101,8 @@ class Worker(Member):
     # ── the process ─────────────────────────────────────────────────────────────────────────────
 
     @property
-    def wave(self) -> int:
-        return self.exchange.wave
+    def watermark(self) -> int:
+        return self.rounds.watermark
 
     @property
     def era(self) -> Era:
@@ -111,14 +111,14 @@ class Worker(Member):
 
     @property
     def is_gone(self) -> bool:
-        """Whether others may miss it."""
+        """True if other nodes may take it for lost."""
         return self.was_silent or self.ended in ("left", "failed", "crashed")
 
     def beat(self) -> None:
         super().beat()
         rendezvous = self.simulation.cluster.rendezvous_seconds
         if self.view is None and self.now > self.began + rendezvous + JOIN_PATIENCE_SECONDS:
-            self.end("the job has not let this worker in")
+            self.end("the job has not admitted this worker")
         if self.waits_at_barrier:
             self.send(SCHEDULER, Barrier(self.entered))
         if self._asks is not None:
@@ -148,38 +148,38 @@ class Worker(Member):
         if sender != SCHEDULER:
             if sender in self._ranks:  # else its connection was closed
                 server: Any = self._ranks[sender]
-                self._execute(self.exchange.on_reply(server, message, frames, self.now))  # type: ignore[arg-type]
+                self.execute(self.rounds.on_reply(server, message, frames, self.now))  # type: ignore[arg-type]
         else:
             self.on_scheduler(message)
             match message:
                 case BarrierReply(sequence=sequence, error=error):
                     self._on_barrier(sequence, error)
-                case HeartbeatReply(wave=wave, newcomers=newcomers):
-                    self.newcomers = newcomers
-                    self.exchange.on_wave(wave)
+                case HeartbeatReply(watermark=watermark, joining=joining):
+                    self.joining = joining
+                    self.rounds.on_watermark(watermark)
         self._go_on()
 
     def on_view(self, view: View) -> None:
         if not self._owners:
-            self.rank, self.is_newcomer = view.rank, view.admitted > 0
+            self.rank, self.is_joining = view.rank, view.admitted > 0
         if view.admitted > self._admitted:
             self._admitted = view.admitted
             self._asks = None
             self._steps.clear()
-            self.entered = self.registration.barriers = self.newcomers = 0
-            self._execute(self.exchange.begin_anew())
+            self.entered = self.registration.barriers = self.joining = 0
+            self.execute(self.rounds.reset())
         self._owners = owners_of_units(view)
         self._servers = {server.rank: server.address.encode() for server in view.servers}
         self._ranks = {address: rank for rank, address in self._servers.items()}
         ranks = frozenset(worker.rank for worker in view.workers)
-        self._execute(self.exchange.on_view(view.ring, view.servers, self.now, ranks))
+        self.execute(self.rounds.on_view(view.ring_epoch, view.servers, ranks))
         self.simulation.on_moment("view", self)
 
     def _tick(self) -> None:
-        self._execute(self.exchange.on_tick(self.now))
-        kept = [tensor for tensor, _ in self.exchange._kept]
+        self.execute(self.rounds.on_tick(self.now))
+        kept = [tensor for tensor, _ in self.rounds._kept]
         if len(kept) != len(set(kept)):
-            raise Violation(f"{self.name!r} keeps {sorted(self.exchange._kept)}; expected one of each tensor")
+            raise Violation(f"{self.name!r} keeps {sorted(self.rounds._kept)}; expected one of each tensor")
         self._go_on()
 
     def _go_on(self) -> None:
@@ -192,7 +192,7 @@ class Worker(Member):
     # ── rounds ──────────────────────────────────────────────────────────────────────────────────
 
     def is_idle(self) -> bool:
-        """Whether it waits for no answer."""
+        """True if it waits for no answer."""
         return not self._awaited
 
     def push(self, tensor: str, payload: object, learn: Learn) -> Program:
@@ -204,13 +204,14 @@ class Worker(Member):
         said = Contribution(self.number, self.rank, self.era, tensor, step, payload)
         values = self.simulation.promises.contribute(said)
         assert self.view is not None
-        round_ = Round(tensor, step, self.view.ring, self._cut(tensor, step, values, again=False), values)
+        outgoing = self.shard(tensor, step, values, again=False)
+        round_ = Round(tensor, step, self.view.ring_epoch, outgoing, values)
         # The ring may change before it is submitted.
         yield self.sleep(COMPACTION_SECONDS * self._rng.random())
         self._awaited[tensor, step] = _Awaited({}, learn)
-        self._execute(self.exchange.submit(round_, self.now))
+        self.execute(self.rounds.submit(round_, self.now))
 
-    def _cut(self, tensor: str, step: int, values: Values, *, again: bool) -> list[Outgoing]:
+    def shard(self, tensor: str, step: int, values: Values, *, again: bool) -> list[Outgoing]:
         """As many chunks for each server as the step makes it, and each chunk's units."""
         assert self.view is not None
         chunks = _chunks(tensor, step)
@@ -220,7 +221,7 @@ class Worker(Member):
             for chunk in range(chunks):
                 units = own[len(own) * chunk // chunks : len(own) * (chunk + 1) // chunks]
                 push = Push(
-                    epoch=self.view.ring,
+                    ring_epoch=self.view.ring_epoch,
                     rank=self.rank,
                     tensor=tensor,
                     step=step,
@@ -240,27 +241,36 @@ class Worker(Member):
                 outgoing.append(Outgoing(server, push, frames))
         return outgoing
 
-    def _recut(self, round_: Round) -> list[Outgoing]:
-        key = round_.tensor, round_.step
-        if key in self._awaited:
-            self._awaited[key].answer.clear()
-        values: Any = round_.sent
-        return self._cut(*key, values, again=round_.again)
-
-    def _execute(self, actions: Sequence[Action]) -> None:
+    def execute(self, actions: Sequence[Action]) -> None:
+        """Does what its rounds ask for."""
         for action in actions:
             if not self.is_alive:
                 return
             match action:
                 case SendPush(outgoing=out):
-                    self.simulation.on_moment("push", self)
-                    pushed: Any = out.frames
-                    self.send(self._servers[out.server], out.push, [Lent(frame) for frame in pushed])
+                    self._push(out)
+                case Reshard(round=round_):
+                    # Until that is done, it is given no answer.
+                    if (awaited := self._awaited.get((round_.tensor, round_.step))) is not None:
+                        awaited.answer.clear()
+                    self._resharding.begin(round_)
                 case Deliver(round=round_, frames=frames, last=last):
                     self._on_answer(round_, frames, last)
                 case Fail(round=round_, error=error):
                     self.simulation.judge.on_failed_round(self, round_, str(error))
+                    # A process that ends does so in the midst of things.
+                    self._resharding.finish()
                     self.end(f"{round_.tensor} {round_.step}: {error}")
+
+    def _push(self, out: Outgoing) -> None:
+        self.simulation.on_moment("push", self)
+        push = out.push
+        if self.view is None or push.ring_epoch != self.view.ring_epoch:
+            raise Violation(f"{self.name!r} pushes under a ring that is not that of {self.view}: {push}")
+        if (push.tensor, push.step) not in self.rounds._in_flight:
+            raise Violation(f"{self.name!r} pushes what is not in flight: {push}")
+        pushed: Any = out.frames
+        self.send(self._servers[out.server], push, [Lent(frame) for frame in pushed])
 
     def _on_answer(self, round_: Round, frames: Sequence[Any], last: bool) -> None:
         key = round_.tensor, round_.step
@@ -283,17 +293,21 @@ class Worker(Member):
 
     # ── what its training waits for ─────────────────────────────────────────────────────────────
 
-    def sleep(self, seconds: float) -> Callable[[], bool]:
-        """Says when the time has passed."""
-        until = self.now + seconds
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Does something once the time has passed, if it lives then; not while it is stalled."""
 
         def wake() -> None:
             if self.is_alive and self.now < self.stalled_until:
                 self.network.at(self.stalled_until, wake)
             elif self.is_alive:
-                self._go_on()
+                action()
 
-        self.network.at(until, wake)
+        self.network.at(self.now + seconds, wake)
+
+    def sleep(self, seconds: float) -> Callable[[], bool]:
+        """Says when the time has passed."""
+        until = self.now + seconds
+        self.after(seconds, self._go_on)
         return lambda: self.now >= until
 
     def barrier(self) -> Program:
@@ -320,7 +334,7 @@ class Worker(Member):
         self.registration.barriers = sequence
 
     def admit(self) -> Program:
-        """Lets those in that wait, and counts anew."""
+        """Admits the joining workers, and numbers steps from 0 again."""
         assert self.view is not None
         self._asks = Admit(self.view.admitted)
         self.send(SCHEDULER, self._asks)
@@ -329,6 +343,6 @@ class Worker(Member):
 
 
 def _chunks(tensor: str, step: int) -> int:
-    """Into how many a server's range is cut; as in reality, it changes from step to step."""
+    """The number of chunks of a server's range; as in reality, it changes from step to step."""
     tensors = [f"t{number}" for number in range(TENSORS)]
     return 1 + (tensors.index(tensor) + step // 2) % 2 if tensor in tensors else 1

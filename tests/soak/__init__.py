@@ -1,3 +1,3 @@
-"""Long training on a real cluster, whose processes must not grow: :mod:`tests.soak.soak`."""
+"""Soak test: processes of a real cluster must not grow in long training: :mod:`tests.soak.soak`."""
 
 from __future__ import annotations

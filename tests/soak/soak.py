@@ -1,4 +1,4 @@
-"""Trains for long and watches every process: ``python -m tests.soak.soak --steps 20000``.
+"""Soak test: trains for long and samples every process. ``python -m tests.soak.soak --steps 20000``
 
 After a warm-up, in which pools and caches fill, no process may hold more memory than 5 % above what it held,
 nor more file descriptors or threads.
@@ -21,20 +21,18 @@ import torch
 from torch import nn
 
 import zenps as zps
-from tests.integration.cluster import Cluster, Process, shared_bytes
-
-__all__ = ["MOST_GROWTH", "Process", "Report", "Sample", "soak", "train"]
+from tests.integration.cluster import Cluster, shared_bytes
 
 MOST_GROWTH = 0.05
 WARM_UP = 0.25
-"""The part of the samples that is left out."""
+"""The fraction of the samples that is left out at the start."""
 
 DEADLINE_SECONDS = 3600.0
 ROWS = 20_000
 
 
 class Sample(msgspec.Struct):
-    """One process at one time."""
+    """The resources of one process at one time."""
 
     step: int
     resident_bytes: int
@@ -62,7 +60,7 @@ class Report(msgspec.Struct):
         return statistics.median(resident[-quarter:]) / statistics.median(resident[:quarter]) - 1
 
     def faults(self) -> list[str]:
-        """What grew."""
+        """The processes and resources that grew."""
         found = []
         for name in self.samples:
             warm = self.warm(name)
@@ -93,7 +91,7 @@ class Model(nn.Module):
 
 
 def train(steps: int, directory: Path) -> tuple[float, float]:
-    """Returns the last loss, and how many bytes did not travel; says in a file how far it has got."""
+    """Returns the last loss and the bytes that went through shared memory; writes its progress to a file."""
     torch.manual_seed(zps.rank())
     model = Model()
     optimizer = zps.DistributedOptimizer(
@@ -115,7 +113,7 @@ def train(steps: int, directory: Path) -> tuple[float, float]:
 
 
 def measure(pid: int, step: int) -> Sample:
-    """What the kernel says of a process."""
+    """Samples a process, by what the kernel reports of it."""
     status = Path(f"/proc/{pid}/status").read_text()
     resident = re.search(r"^VmRSS:\s+(\d+) kB", status, re.MULTILINE)
     threads = re.search(r"^Threads:\s+(\d+)", status, re.MULTILINE)
@@ -135,7 +133,7 @@ def soak(steps: int, every_seconds: float) -> Report:
         progress = Path(directory) / "0.step"
         while all(worker.alive for worker in workers) and time.monotonic() < began + DEADLINE_SECONDS:
             step = int(progress.read_text() or 0) if progress.exists() else -1
-            # From joining on, and not when it ends and threads are going.
+            # From joining on, but not at the end, when threads are stopping.
             if 0 < step < steps - 40:
                 for name, process in processes.items():
                     samples[name].append(measure(process.pid, step))

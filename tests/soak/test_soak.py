@@ -1,4 +1,4 @@
-"""A short form of ``make soak``, and that growth is noticed."""
+"""A short form of ``make soak``, and tests that growth is noticed."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def test_growth_is_a_fault(resident: int, descriptors: int, threads: int, fault:
     assert found.startswith(fault)
 
 
-def test_what_grows_only_while_it_warms_up_is_no_fault() -> None:
+def test_growth_during_the_warm_up_is_not_a_fault() -> None:
     samples = [Sample(step, min(1000 + 100 * step, 1900), 5, 3) for step in range(40)]
     assert Report(40, 1, 1, 1.0, "", {"p": samples}).faults() == []

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from tests.cuda.host.launcher import HostLauncher
 from zenps.buffers import BufferPool
-from zenps.worker.accelerator import Accelerator, Event
-
-__all__ = ["HostAccelerator"]
+from zenps.worker.encode.accelerator import Accelerator, Event
 
 
 class _Late(Event):

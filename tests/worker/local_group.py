@@ -9,9 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from zenps.worker.peers.group import Group
-
-__all__ = ["LocalGroup", "on_all_ranks"]
+from zenps.worker.transport.peer_group import Group
 
 DEADLINE_SECONDS = 30.0
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import zenps as zps
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
-from tests.worker.test_transfer import (
+from tests.worker.encode.test_transfer import (
     begin_dense,
     begin_sparse,
     begin_whole,
@@ -22,7 +22,7 @@ from tests.worker.test_transfer import (
     sparse,
     synchronize,
 )
-from zenps.worker.transfer import Transfer
+from zenps.worker.core.transfer import Transfer
 
 TENSORS: list[tuple[Callable[[Tensor], Transfer], Tensor]] = [
     (begin_sparse, sparse([3, 0, 49, 3], torch.randn(4, 3), (50, 3))),

@@ -1,4 +1,4 @@
-"""What ``zenps plan`` has a worker write down, and how that ends."""
+"""Recorder of pushed rows for ``zenps plan``: what it writes down, and how that ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zenps.plan.recording import Header, Push, read
+from zenps.observe.recording import Header, Push, read
 from zenps.worker.recorder import Recorder, open_recorder
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import zmq
 
+from zenps.config.settings import SecurityConfig
 from zenps.errors import ConfigError
 from zenps.keys import LIST_NAME, Keys, Player, generate, load_keys, read_owners
-from zenps.settings import SecurityConfig
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o777], ids=oct)

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from zenps.scheduler.states import JOB
-from zenps.server.round import ROUND as SERVER_ROUND
+from zenps.scheduler.membership.states import JOB
+from zenps.server.rounds.states import ROUND as SERVER_ROUND
 from zenps.transitions import Transitions, diagram
-from zenps.worker.round import ROUND as WORKER_ROUND
+from zenps.worker.rounds.states import ROUND as WORKER_ROUND
 
 LAMP: Transitions[Any, Any] = {
     "off": {"press": "on", "hold": "on", "break": "broken"},

@@ -1,1 +1,1 @@
-"""Codecs: how a set of positions becomes bytes."""
+"""Codecs: they encode sets of positions, and float32 values, as bytes."""

@@ -1,11 +1,11 @@
-"""What codecs are: how a sorted set of positions becomes bytes, and how values do that travel narrower."""
+"""Codec interfaces: position codecs encode a sorted set of positions; value codecs quantize float32."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
-if TYPE_CHECKING:  # the names of codecs are part of every message, and NumPy takes longer than zenps health
+if TYPE_CHECKING:  # messages need only the names of codecs; importing NumPy takes longer than zenps health
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
@@ -13,10 +13,10 @@ if TYPE_CHECKING:  # the names of codecs are part of every message, and NumPy ta
 __all__ = ["Codec", "CodecName", "Positions", "ValueCodec", "ValueForm"]
 
 CodecName = Literal["coo", "bitmap", "delta", "blocks", "dense"]
-"""Every codec that may appear on the wire."""
+"""Every position codec that may appear on the wire."""
 
 ValueForm = Literal["same", "float16", "bfloat16", "int8"]
-"""In which form float32 values travel; ``same``: as they are, as all other dtypes always do."""
+"""The form in which float32 values travel; ``same`` is unchanged, as all other dtypes always are."""
 
 Positions: TypeAlias = "NDArray[np.int64]"
 """``[n]`` int64, strictly increasing."""
@@ -33,11 +33,11 @@ class Codec(ABC):
 
     @abstractmethod
     def most_bytes(self, rows: int, span: int) -> int:
-        """The most that ``rows`` of a chunk's ``span`` positions take; but for delta and blocks, exactly."""
+        """Most bytes that ``rows`` of a chunk's ``span`` positions take; exact but for delta and blocks."""
 
     @abstractmethod
     def encode(self, positions: Positions, span: int) -> NDArray[np.uint8]:
-        """``positions``, strictly increasing in ``[0, span)``, as ``most_bytes`` bytes or fewer."""
+        """Encodes ``positions``, strictly increasing in ``[0, span)``, in at most ``most_bytes`` bytes."""
 
     @abstractmethod
     def decode(self, data: memoryview, rows: int, span: int) -> Positions:
@@ -45,12 +45,12 @@ class Codec(ABC):
 
         Raises:
             ProtocolError: ``data`` is not ``rows`` strictly increasing positions below ``span``.
-                ``data`` comes from the network: it is checked whole before it is used.
+                ``data`` comes from the network, so all of it is checked before it is used.
         """
 
 
 class ValueCodec(ABC):
-    """float32 values ⇄ fewer bytes. A row is coded by itself; of one column, runs of rows are."""
+    """Quantizes float32 values. Each row is encoded by itself; in a table of one column, each run of rows."""
 
     form: ClassVar[ValueForm]
     """The name on the wire and in ``sync.values``."""
@@ -60,22 +60,23 @@ class ValueCodec(ABC):
 
     @abstractmethod
     def size_bytes(self, rows: int, columns: int) -> int:
-        """What ``rows`` of ``columns`` values take."""
+        """The bytes that ``rows`` of ``columns`` values take."""
 
     @abstractmethod
     def encode(self, values: Tensor, out: Tensor, step: int | None = None) -> None:
-        """Rounds to the nearest; what is no number, or out of range, stays visible as NaN or infinity.
+        """Quantizes. Rounds to the nearest; values that are not finite or out of range stay NaN or infinite.
 
         Args:
             values: float32 ``[rows, columns]`` on the CPU, contiguous.
             out: uint8 ``[size_bytes]``, written whole.
-            step: where nobody keeps the rounding error, so that the mean over many steps has to be right:
-                their number. The same values in the same step give the same bytes, wherever they lie.
+            step: None with error feedback. Without it, the number of the step: then rounding is dithered, so
+                that its mean over many steps is right. The same values in the same step give the same bytes,
+                wherever they lie.
         """
 
     @abstractmethod
     def decode(self, data: memoryview, out: Tensor) -> None:
-        """The inverse of :meth:`encode`, but for what was rounded; exact, so that it is the same everywhere.
+        """Dequantizes, without any rounding, so that the values have the same bits on every machine.
 
         Args:
             data: from the network.

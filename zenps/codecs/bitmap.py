@@ -1,7 +1,7 @@
-"""One bit for each position of the chunk: Zen's hash bitmap (OSDI'25 §3.3).
+"""Bitmap codec: one bit for each position of the chunk, as Zen's hash bitmap (OSDI'25 §3.3).
 
-Zen looks the meaning of a bit up in a table of all indices; here a bit *is* a permuted position.
-Its size does not depend on the number of rows, so it wins once more than one in 32 is present.
+Zen finds the row of a bit in a table of all indices; here bit p *is* the permuted position p. The size
+does not depend on the number of rows, so the bitmap is best if more than one row in 32 is present.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from zenps.codecs.base import Codec, Positions
 from zenps.errors import ProtocolError
 
-__all__ = ["Bitmap"]
+from .base import Codec, Positions
 
 
 class Bitmap(Codec):
@@ -32,7 +31,7 @@ class Bitmap(Codec):
         if data.nbytes != self.most_bytes(rows, span):
             raise ProtocolError("payload", f"bitmap: {data.nbytes} bytes for a span of {span}")
         packed = np.frombuffer(data, dtype=np.uint8)
-        # Counted before they are spread out, which takes 64 times the memory of a full bitmap.
+        # Counted before they are unpacked: the positions of a full bitmap take 64 times its memory.
         bits_set = int(np.bitwise_count(packed).sum(dtype=np.int64))
         if bits_set != rows:
             raise ProtocolError("payload", f"bitmap: {bits_set} bits set for {rows} rows of {span}")

@@ -1,7 +1,7 @@
-"""Which blocks of 32 positions have any row, and a bitmap of each: for rows that come in clusters.
+"""Block bitmap codec: the blocks of 32 positions that have any row, and a bitmap of each; for clustered rows.
 
-Where granules of neighbouring elements move together, an element that is there has others beside it. Gaps are
-then far from geometrically distributed, and ``delta`` pays for each element what here a whole block costs.
+In a layout with granules, adjacent elements stay together, so present elements come in clusters. Their gaps
+are far from geometrically distributed, and ``delta`` takes as much for each element as this for a block.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from zenps.codecs.base import Codec, Positions
-from zenps.codecs.delta import Delta
 from zenps.errors import ProtocolError
 
-__all__ = ["Blocks", "count_blocks"]
+from .base import Codec, Positions
+from .delta import Delta
 
 _BITS = 5  # of a position within its block: 32 positions, the default of sync.granule
 _WORD = np.dtype("<u4")
@@ -22,9 +21,10 @@ _DELTA = Delta()
 
 
 class Blocks(Codec):
-    """How many blocks have rows, int32 little-endian; a bitmap of 32 bits for each; the blocks, as ``delta``.
+    """The number of blocks with rows, int32 little-endian; a bitmap of 32 bits for each; the blocks' numbers,
+    encoded as ``delta``.
 
-    A block's bit is set for each position that is there, least significant first. Empty without rows.
+    Bits are least significant first. Without rows there are no bytes.
     """
 
     name = "blocks"
@@ -33,7 +33,7 @@ class Blocks(Codec):
         return self.size_bytes(min(rows, _blocks_of(span)), span)
 
     def size_bytes(self, blocks: int, span: int) -> int:
-        """What ``blocks`` that have rows take at most."""
+        """The most bytes that ``blocks`` blocks with rows take."""
         if not blocks:
             return 0
         return _WORD.itemsize * (1 + blocks) + _DELTA.most_bytes(blocks, _blocks_of(span))
@@ -62,7 +62,7 @@ class Blocks(Codec):
             )
         bitmaps = np.frombuffer(data[_WORD.itemsize : end], np.uint8)
         words = bitmaps.view(_WORD)
-        # Counted before they are spread out, which takes 64 times the memory.
+        # Counted before they are unpacked, which takes 64 times the memory.
         bits_set = int(np.bitwise_count(bitmaps).sum(dtype=np.int64))
         if bits_set != rows or not words.all():
             raise ProtocolError(
@@ -77,7 +77,7 @@ class Blocks(Codec):
 
 
 def count_blocks(positions: Positions) -> int:
-    """How many blocks have any of ``positions``."""
+    """The number of blocks that contain any of ``positions``."""
     return int(np.count_nonzero(np.diff(positions >> _BITS, prepend=-1)))
 
 

@@ -1,14 +1,13 @@
-"""Positions as plain integers: best below one row in 32 (``bitmap`` above)."""
+"""COO codec: positions as plain integers; smaller than ``bitmap`` below one row in 32."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zenps.codecs.base import Codec, Positions
 from zenps.errors import ProtocolError
 
-__all__ = ["Coo", "item_dtype"]
+from .base import Codec, Positions
 
 
 class Coo(Codec):
@@ -34,5 +33,5 @@ class Coo(Codec):
 
 
 def item_dtype(span: int) -> np.dtype[np.signedinteger]:
-    """What one position of a chunk of ``span`` is written as."""
+    """The dtype of one position in a chunk of ``span`` positions."""
     return np.dtype("<i4") if span <= 1 << 31 else np.dtype("<i8")

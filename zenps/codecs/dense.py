@@ -1,25 +1,24 @@
-"""All positions of the chunk, but for those that the frame names: nothing at all where every row is there."""
+"""Dense codec: all positions of the chunk except those in the frame; it is empty if every row is present."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zenps.codecs.base import Codec, Positions
-from zenps.codecs.coo import Coo
 from zenps.errors import ProtocolError
 
-__all__ = ["Dense"]
+from .base import Codec, Positions
+from .coo import Coo
 
-# A chunk of more rows fits no message: 8 bytes for each position is what a worker cuts by. An empty frame
-# must not make anybody take memory without end.
+# Without a limit, an empty frame could make the receiver allocate any amount of memory. A chunk of more rows
+# fits no message: workers size chunks by 8 bytes for each position.
 MOST_ROWS = 1 << 28
 
 _COO = Coo()
 
 
 class Dense(Codec):
-    """The absent positions as ``coo`` has them: best above 31 rows in 32 (``bitmap`` below)."""
+    """The absent positions, encoded as ``coo``; smaller than ``bitmap`` above 31 rows in 32."""
 
     name = "dense"
 

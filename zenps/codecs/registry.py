@@ -1,17 +1,15 @@
-"""Which position codecs there are, and which one suits a chunk."""
+"""Registry of position codecs, and the choice of the one with the fewest bytes for a chunk."""
 
 from __future__ import annotations
 
 from typing import Final, get_args
 
-from zenps.codecs.base import Codec, CodecName, Positions
-from zenps.codecs.bitmap import Bitmap
-from zenps.codecs.blocks import Blocks, count_blocks
-from zenps.codecs.coo import Coo
-from zenps.codecs.delta import Delta
-from zenps.codecs.dense import Dense
-
-__all__ = ["CODECS", "choose"]
+from .base import Codec, CodecName, Positions
+from .bitmap import Bitmap
+from .blocks import Blocks, count_blocks
+from .coo import Coo
+from .delta import Delta
+from .dense import Dense
 
 _BLOCKS = Blocks()
 
@@ -19,18 +17,19 @@ CODECS: dict[str, Codec] = {codec.name: codec for codec in (Coo(), Bitmap(), Del
 assert tuple(CODECS) == get_args(CodecName)
 
 PLAIN: Final = (CODECS["coo"], CODECS["bitmap"], CODECS["dense"])
-"""Those that cost next to nothing."""
+"""The codecs that take next to no time."""
 
 WORTHWHILE: Final = 1 / 20
-"""``delta`` takes some 200 ns a row, as long as 25 bytes at 1 Gbit/s: wide rows are not worth it."""
+"""The least share of a message that ``delta`` or ``blocks`` must save. ``delta`` takes some 200 ns a row, as
+long as 25 bytes at 1 Gbit/s, so it does not pay for wide rows."""
 
 
 def choose(setting: str, rows: int, span: int, row_bytes: int, positions: Positions | None = None) -> Codec:
-    """The codec of ``rows`` of ``span`` positions, each with ``row_bytes`` of values.
+    """Chooses the codec for ``rows`` of ``span`` positions, each with ``row_bytes`` of values.
 
-    That named by ``setting``; or for ``auto``, the one with the fewest bytes, but ``delta`` or ``blocks``
-    only if that makes the message smaller by :data:`WORTHWHILE`. How many bytes ``blocks`` takes depends on
-    where the rows are: without ``positions``, which may still be on a GPU, it is left out.
+    ``setting`` names a codec, or is ``auto``: then the codec with the fewest bytes is chosen, but ``delta``
+    or ``blocks`` only if the message becomes smaller by :data:`WORTHWHILE`. The size of ``blocks`` depends
+    on the positions: without ``positions``, which may still be on a GPU, it is not considered.
     """
     if setting != "auto":
         return CODECS[setting]

@@ -1,6 +1,6 @@
-"""How float32 values travel narrower: as 16-bit floats, or as int8 with a scale for each run.
+"""Quantization of float32 values: to 16-bit floats, or to int8 with a scale for each run.
 
-Sums are float32 all the same: a server widens what it gets, and narrows the sum once.
+Sums are float32 all the same: a server dequantizes what it receives, and quantizes the sum once.
 """
 
 from __future__ import annotations
@@ -11,22 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zenps.codecs.base import ValueCodec, ValueForm
 from zenps.errors import ProtocolError
 
-__all__ = ["RUN", "VALUE_CODECS", "value_codec"]
+from .base import ValueCodec, ValueForm
 
 RUN: Final = 64
 """Elements of a tensor of one column that share a scale: one byte in 65 is a scale."""
 
-_BLOCK_ELEMENTS = 1 << 18  # coded at a time: what lies between input and output takes 1 MiB and a few
+_BLOCK_ELEMENTS = 1 << 18  # coded at a time, so that intermediate tensors take a few MiB
 
 
 class _Float(ValueCodec):
-    """Rounded to the nearest, ties to even, as IEEE 754 says; beyond the range it becomes infinite.
+    """Rounds to the nearest, ties to even, as IEEE 754 defines; values beyond the range become infinite.
 
-    16 bits lose at most one part in 2¹¹ (float16, from 6·10⁻⁵ to 65504) or 2⁸ (bfloat16, in float32's
-    range) of a sum: less than what the batches differ by, so that nearest is good enough for every step.
+    The error is at most one part in 2¹¹ (float16, from 6·10⁻⁵ to 65504) or 2⁸ (bfloat16, in float32's
+    range) of a sum. Batches differ by more than that, so the nearest is good enough and ``step`` is ignored.
     """
 
     _dtype: torch.dtype
@@ -40,9 +39,9 @@ class _Float(ValueCodec):
     def decode(self, data: memoryview, out: Tensor) -> None:
         _check_size(self, data, out)
         # A copy: frames lie at odd addresses, and some are read-only.
-        narrow = torch.empty(out.shape, dtype=self._dtype, device="cpu")
-        narrow.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8)
-        out.copy_(narrow)
+        received = torch.empty(out.shape, dtype=self._dtype, device="cpu")
+        received.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8)
+        out.copy_(received)
 
 
 class Float16(_Float):
@@ -60,12 +59,12 @@ class BFloat16(_Float):
 
 
 class Int8(ValueCodec):
-    """A run is one byte e and an int8 for each value, which is that times 2^(e - 127); e = 255 makes it NaN.
+    """A run is one byte e and an int8 for each value: value = int8 × 2^(e - 127), or NaN if e = 255.
 
     The scale is the E8M0 of OCP's microscaling formats (https://www.opencompute.org/documents/
-    ocp-microscaling-formats-mx-v1-0-spec-final-pdf): a power of two, so that widening is exact, and what was
-    narrow already is the same bytes again. It is the least with which no value of the run is beyond ±127.
-    A row is a run; of one column, :data:`RUN` rows are, and the last may be shorter.
+    ocp-microscaling-formats-mx-v1-0-spec-final-pdf): a power of two, so that dequantizing is exact, and
+    quantizing the result again gives the same bytes. It is the least scale with which no value of the run
+    is beyond ±127. A row is a run; in a table of one column :data:`RUN` rows are, and fewer at the end.
     """
 
     form = "int8"
@@ -81,7 +80,7 @@ class Int8(ValueCodec):
 
     def decode(self, data: memoryview, out: Tensor) -> None:
         _check_size(self, data, out)
-        # torch warns of read-only memory, although nobody writes to it.
+        # A copy of read-only memory, because torch warns of it even if it is only read.
         received = np.frombuffer(data, np.uint8)
         coded = torch.from_numpy(received if received.flags.writeable else received.copy())
         for runs, codes in _runs(out, coded):
@@ -105,10 +104,11 @@ _MIXING = 0x9E3779B1 - (1 << 32)  # 2³² ÷ the golden ratio, as an int32
 
 
 def value_codec(form: ValueForm, columns: int, *, is_dense: bool) -> ValueCodec | None:
-    """Which codec gradients go by under ``sync.values = form``; None where they travel as they are.
+    """The codec of gradients under ``sync.values = form``; None if they travel unchanged.
 
-    Neighbours in a push of single elements are strangers, and others on each rank and each ring. So there
-    int8 has nobody to share a scale with; a byte of scale and a byte of value is bfloat16.
+    In a sparse push of single elements, adjacent elements are unrelated, and differ with the rank and the
+    ring. A shared scale would not fit them, and an int8 with a scale of its own takes two bytes: bfloat16
+    is used instead.
     """
     if form == "int8" and columns == 1 and not is_dense:
         form = "bfloat16"
@@ -122,16 +122,16 @@ def _check_size(codec: ValueCodec, data: memoryview, out: Tensor) -> None:
 
 
 def _runs(values: Tensor, coded: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Runs ``[n, w]`` and their codes ``[n, 1 + w]``; of one column, the whole ones and what is left."""
+    """Runs ``[n, w]`` with their codes ``[n, 1 + w]``; for one column whole runs, then a shorter one."""
     rows, columns = values.shape
     if columns != 1:
         return [(values, coded.view(rows, 1 + columns))]
     whole = rows // RUN
     elements, split = values.view(-1), whole * (RUN + 1)
-    parts = [(elements[: whole * RUN].view(whole, RUN), coded[:split].view(whole, RUN + 1))]
+    runs = [(elements[: whole * RUN].view(whole, RUN), coded[:split].view(whole, RUN + 1))]
     if rows % RUN:
-        parts.append((elements[None, whole * RUN :], coded[None, split:]))
-    return parts
+        runs.append((elements[None, whole * RUN :], coded[None, split:]))
+    return runs
 
 
 def _blocks(runs: Tensor) -> list[slice]:
@@ -143,7 +143,7 @@ def _encode_runs(runs: Tensor, out: Tensor, salts: Tensor | None) -> None:
     if not runs.numel():
         out.zero_()
         return
-    # NumPy takes eight times as long for the greatest of a short row.
+    # torch, because NumPy takes eight times as long for the maximum of short rows.
     greatest = torch.maximum(runs.amax(1), runs.amin(1).neg_())
     bits = greatest.view(torch.int32) & 0x7FFFFFFF
     # 2⁶ × scale has the exponent of the greatest value, or the next one where that is beyond 127/64 × 2⁶.
@@ -162,10 +162,10 @@ def _encode_runs(runs: Tensor, out: Tensor, salts: Tensor | None) -> None:
 
 
 def _dither(runs: Tensor, salts: Tensor) -> Tensor:
-    """What makes rounding down one to either side, whose mean is right: evenly distributed in (0, 1).
+    """Dither, evenly distributed in (0, 1): added before rounding down, it makes the mean of rounding right.
 
-    It follows from the run's own values and the step. A position would be as good, but changes with the
-    ring, and then a sum that is computed again after a server was lost would be another one.
+    It depends on the run's own values and the step only. Positions would do, but change with the ring:
+    a sum that is computed again after a server was lost would have other bits.
     """
     mixed = runs.view(torch.int32).sum(1, dtype=torch.int32).mul_(_MIXING)
     mixed ^= mixed >> 15
@@ -177,7 +177,7 @@ def _dither(runs: Tensor, salts: Tensor) -> Tensor:
 
 
 def _salts(step: int, width: int) -> Tensor:
-    """For each place in a run, another odd number in each step (the mixing is that of SplitMix64)."""
+    """An odd number for each element of a run, other numbers in each step (mixed as in SplitMix64)."""
     mixed = np.arange(width, dtype=np.uint64)
     mixed += np.uint64(step * 0x9E3779B97F4A7C15 % (1 << 64))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

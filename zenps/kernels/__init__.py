@@ -1,1 +1,1 @@
-"""The inner loops: compact, aggregate, scatter."""
+"""Kernels, the inner loops of the data path: compact, aggregate, scatter."""

@@ -1,8 +1,7 @@
-"""The three inner loops of the data path, behind one interface.
+"""Kernel interface: compaction, aggregation and scatter of rows, the inner loops of the data path.
 
-Everything else on the path moves bytes. A backend (torch and NumPy here; CUDA; a compiled one)
-implements these three and passes ``tests/zenps/kernels/test_conformance.py``. All of them add in
-a defined order, so that results are the same bits on every run.
+An implementation passes ``tests/zenps/kernels/test_conformance.py``. It adds in a defined order, so
+that results have the same bits in every run.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ Rows = tuple[Tensor, Tensor]
 
 
 class Kernels(ABC):
-    """Compaction, aggregation and scatter of rows. Stateless but for pooled buffers."""
+    """Compaction, aggregation and scatter of rows. Stateless except for pooled buffers."""
 
     @abstractmethod
     def compact(self, positions: Tensor, values: Tensor) -> Rows:
-        """Sums duplicates and sorts: any rows in, sorted unique positions out.
+        """Sums rows of equal positions, and sorts the result by position.
 
         Args:
             positions: ``[n]`` int64, in any order, with duplicates.
@@ -52,17 +51,17 @@ class Kernels(ABC):
         Args:
             parts: for each rank, in rank order, sorted unique positions ``[n_r]`` int64 and values
                 ``[n_r, columns]``, one dtype for all.
-            divisor: what each sum is divided by, before it is rounded to the values' dtype.
+            divisor: each sum is divided by it, before it is rounded to the values' dtype.
 
         Returns:
-            Sorted unique positions ``[u]`` and sums ``[u, columns]``. A row that one part alone
-            holds keeps its bits when ``divisor`` is 1: -0.0 too, and the payload of a NaN where the
-            dtype is summed as itself.
+            Sorted unique positions ``[u]`` and sums ``[u, columns]``. A row that only one rank has
+            keeps its bits when ``divisor`` is 1: -0.0 too, and the payload of a NaN if the
+            accumulating dtype is the values' own.
         """
 
     @abstractmethod
     def scatter(self, parts: Sequence[Rows]) -> Rows:
-        """Sorts disjoint sets of rows into one.
+        """Merges disjoint sets of rows into one, sorted by key.
 
         Args:
             parts: unsorted keys ``[n_p]`` int64, unique over all parts, and values

@@ -1,14 +1,14 @@
-"""The inner loops on the CPU.
+"""CPU kernels: compaction, aggregation and scatter with NumPy and torch.
 
-What each is made of was chosen by measurement, on one thread.
+The operations were chosen by measurement, on one thread:
 
 - Compaction: ``embedding_bag`` sums groups of 40 000 × 48 float32 in two thirds of the time of
   ``index_add_``; both add in the order given.
-- Narrow rows of several parts are concatenated first. Of wide ones that copy costs more than it saves: four
-  parts of 4000 × 1024 float32 are summed in 18 ms with it, and part by part, by ``index_add_``, in 8; put
-  in their places in half the time. The two ways meet at about 48 float32 a row.
-- NumPy moves whole rows as opaque items: it takes 785 000 × 1 float32 in 25 ms, sorting included, where
-  assigning them to their places takes 51 ms, and torch's ``index_select`` 34 ms.
+- Sets of short rows are concatenated first. For wide rows that copy costs more than it saves: four sets of
+  4000 × 1024 float32 are summed in 18 ms with it, and in 8 ms set by set with ``index_add_``; they are
+  scattered in half the time. Both ways take the same time at about 48 float32 a row.
+- NumPy moves whole rows as opaque items: it gathers 785 000 × 1 float32 in 25 ms, sorting included.
+  Assigning the rows to their targets takes 51 ms, and torch's ``index_select`` 34 ms.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from zenps.buffers import BufferPool
-from zenps.kernels.base import ACCUMULATE, Kernels, Rows
 
-__all__ = ["CpuKernels", "put_rows"]
+from .base import ACCUMULATE, Kernels, Rows
 
 Indices = NDArray[np.int64]
 
@@ -34,11 +33,11 @@ NEGATIVE_ZERO = np.iinfo(np.int32).min
 
 
 WIDE_ROW_BYTES = 192
-"""From here on, rows of several parts are not copied together before they are summed or sorted."""
+"""Sets of rows this wide, or wider, are not concatenated before they are summed or sorted."""
 
 
 class CpuKernels(Kernels):
-    """NumPy and torch, on CPU tensors; large outputs come from ``pool``."""
+    """Kernels on CPU tensors; large outputs come from ``pool``."""
 
     def __init__(self, pool: BufferPool) -> None:
         self._pool = pool
@@ -49,7 +48,7 @@ class CpuKernels(Kernels):
 
     def aggregate(self, parts: Sequence[Rows], divisor: int) -> Rows:
         dtype, columns = parts[0][1].dtype, parts[0][1].shape[1]
-        # Rank after rank, so that rows of one position are met, and added, in rank order.
+        # Rank after rank, so that rows of one position are added in rank order.
         positions = torch.cat([positions for positions, _ in parts])
         wide = [values.to(ACCUMULATE[dtype]) for _, values in parts]
         if _are_wide(wide[0]):
@@ -67,15 +66,15 @@ class CpuKernels(Kernels):
         shape, dtype = (len(order), parts[0][1].shape[1]), parts[0][1].dtype
         merged = self._pool.empty(shape, dtype)
         if _are_wide(merged):
-            places = np.empty_like(order)
-            places[order] = np.arange(len(order))
+            targets = np.empty_like(order)
+            targets[order] = np.arange(len(order))
             begin = 0
             for keys, values in parts:
-                put_rows(values, places[begin : begin + len(keys)], merged)
+                put_rows(values, targets[begin : begin + len(keys)], merged)
                 begin += len(keys)
         elif merged.numel():
             values = torch.cat([values for _, values in parts], out=self._pool.empty(shape, dtype))
-            # Clipping, NumPy writes where it is told; raising, it would by way of a copy.
+            # With mode "clip" NumPy writes to `out` at once; with "raise" it writes to a copy first.
             np.take(_as_items(values), order, out=_as_items(merged), mode="clip")
         return torch.from_numpy(sorted_keys), merged
 
@@ -87,9 +86,9 @@ class CpuKernels(Kernels):
         return groups.keys, self._sum_groups(groups, [values])
 
     def _sum_groups(self, groups: _Groups, parts: Sequence[Tensor]) -> Tensor:
-        """The sum of each group's rows; ``parts`` are what was grouped, in pieces."""
+        """The sum of each group's rows; ``parts``, one after the other, are the rows that were grouped."""
         sums = self._pool.empty((len(groups.keys), parts[0].shape[1]), parts[0].dtype)
-        # -0.0, not 0.0, leaves every number that is added to it as it is.
+        # -0.0 is the neutral element: 0.0 would turn a sum of -0.0 into 0.0.
         sums.fill_(-0.0)
         numbers, begin = groups.of_each(), 0
         for values in parts:
@@ -99,12 +98,12 @@ class CpuKernels(Kernels):
 
 
 class _Groups(NamedTuple):
-    """Equal keys.
+    """Rows grouped by equal keys.
 
     Attributes:
-        keys: one for each group, sorted: int64 ``[g]``.
-        order: where each key was, group after group, and within one in order of occurrence: int64 ``[n]``.
-        is_first: whether that is a group's first: bool ``[n]``.
+        keys: the key of each group, sorted: int64 ``[g]``.
+        order: the rows' indices, group after group, in each in order of occurrence: int64 ``[n]``.
+        is_first: True at the first row of a group, in this order: bool ``[n]``.
     """
 
     keys: Tensor
@@ -112,11 +111,11 @@ class _Groups(NamedTuple):
     is_first: NDArray[np.bool_]
 
     def begins(self) -> Tensor:
-        """Where in ``order`` each group begins: int64 ``[g]``."""
+        """The index in ``order`` at which each group begins: int64 ``[g]``."""
         return torch.from_numpy(np.flatnonzero(self.is_first))
 
     def of_each(self) -> Tensor:
-        """The number of the group of each key, as they were given: int64 ``[n]``."""
+        """The number of each row's group, in the order in which the rows were given: int64 ``[n]``."""
         numbers = np.empty(len(self.order), dtype=np.int64)
         numbers[self.order] = np.cumsum(self.is_first) - 1
         return torch.from_numpy(numbers)
@@ -137,7 +136,7 @@ def _sum_in_bags(values: Tensor, groups: _Groups) -> Tensor:
     """The sum of each group's float32 rows."""
     order, begins = torch.from_numpy(groups.order), groups.begins()
     sums = functional.embedding_bag(order, values, begins, mode="sum")
-    # Bags start from 0.0, so a sum of nothing but -0.0 loses its sign. As an integer, -0.0 is the least.
+    # embedding_bag starts from 0.0, so a sum of nothing but -0.0 loses its sign. As int32, -0.0 is the least.
     bits = values.view(torch.int32)
     if bits.numpy().min() == NEGATIVE_ZERO:
         others = functional.embedding_bag(order, (bits != NEGATIVE_ZERO).float(), begins, mode="sum")
@@ -146,10 +145,10 @@ def _sum_in_bags(values: Tensor, groups: _Groups) -> Tensor:
 
 
 def _sort(keys: Indices) -> tuple[Indices, Indices]:
-    """Sorts keys stably: sorted keys, and where each was."""
+    """Sorts stably: the sorted keys, and the index at which each was."""
     if len(keys) and len(keys) < 1 << 31 and keys.min() >= 0 and keys.max() < 1 << 31:
-        # Key and place in one word: NumPy sorts plain int64 with SIMD, five times faster than it
-        # argsorts, and the place as low half makes the order stable.
+        # Key and index in one word: NumPy sorts plain int64 with SIMD, five times faster than it
+        # argsorts, and the index as the low half makes the order stable.
         packed = keys << 32
         packed |= np.arange(len(keys))
         packed.sort()

@@ -1,1 +1,1 @@
-"""What the roles say to each other: messages, frames, sockets."""
+"""Wire protocol of the roles: messages, frames, sockets, and shared memory within a host."""

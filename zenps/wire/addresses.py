@@ -1,7 +1,7 @@
-"""Names and addresses of machines: where a node listens, how others reach it, and why they cannot.
+"""Host names and IP addresses: where a node listens, how others reach it, and why they cannot.
 
-libzmq resolves names itself, whenever it connects anew; what it does not do is to choose among several
-addresses, or to say why none of them answers.
+libzmq resolves a name itself whenever it connects. But it does not choose among several addresses, and does
+not say why none of them answers.
 """
 
 from __future__ import annotations
@@ -11,27 +11,26 @@ import ipaddress
 import socket as net
 import time
 
+from zenps.config.values import is_ip_address, is_loopback, parse_address
 from zenps.errors import ZenPSError
-from zenps.values import is_ip_address, is_loopback, parse_address
 
-__all__ = ["bindable", "bracketed", "find_host", "is_reached_by_ipv4", "why_unreachable"]
-
-# How often a name is looked up that nobody knows yet.
+# Between two lookups of a name that cannot be resolved yet.
 RESOLVE_SECONDS = 0.5
 
 PROBE_SECONDS = 1.0
 
 
 def find_host(scheduler: str, patience_seconds: float = 0.0) -> str:
-    """This machine's address on the route to the scheduler; nothing is sent.
+    """This machine's address on the route to the scheduler. Nothing is sent.
 
     Args:
         scheduler: its ``host:port``.
-        patience_seconds: how long to wait for its name: orchestrators publish it when it has started.
+        patience_seconds: how long to wait until its name can be resolved: orchestrators publish the name only
+            when the scheduler has started.
 
     Raises:
-        ZenPSError: the scheduler's host cannot be resolved or has no route, or our address on it is of no
-            use to others.
+        ZenPSError: the scheduler's host cannot be resolved or has no route, or other machines cannot use our
+            address on that route.
     """
     host, port = parse_address(scheduler)
     until = time.monotonic() + patience_seconds
@@ -52,17 +51,17 @@ def find_host(scheduler: str, patience_seconds: float = 0.0) -> str:
     if ipaddress.ip_address(found).is_link_local:
         raise ZenPSError(
             f"the scheduler at {scheduler} is reached from {found}, which is link-local: other machines may "
-            "not reach it; set cluster.host to an address that they do"
+            "not reach it; set cluster.host to an address that they reach"
         )
     return found
 
 
 def bindable(host: str) -> str:
-    """The local IP address to listen on as ``host``, or ``*`` for all there are.
+    """The local IP address to bind for ``host``, or ``*`` for all addresses of this machine.
 
-    These are taken if ``host`` is an address of something before us (NAT), and if it is a name for which
-    others may find another address than we do: it has several, or leads to loopback, as a machine's own name
-    often does (127.0.1.1 in Debian's /etc/hosts).
+    It is ``*`` if ``host`` is an address of a device before this machine (NAT), or a name that others may
+    resolve to another address than we do. That is a name with several addresses, or one that means loopback
+    here, as a machine's own name often does (127.0.1.1 in Debian's /etc/hosts).
     """
     if host in ("", "*", "0.0.0.0", "::"):
         return "*"
@@ -80,10 +79,10 @@ def bindable(host: str) -> str:
 
 
 def is_reached_by_ipv4(host: str) -> bool:
-    """Whether IPv4 is the best way to ``host``: it has no IPv6 address, or this machine has no route there.
+    """True if IPv4 is the best way to ``host``: it has no IPv6 address, or this machine has no route there.
 
-    libzmq takes a name's first IPv6 address if it may, routes or not. getaddrinfo puts first what can be
-    reached (RFC 6724, section 6, rule 1). False for a name that is not known yet.
+    libzmq takes a name's first IPv6 address if it may, with or without a route. getaddrinfo puts reachable
+    addresses first (RFC 6724, section 6, rule 1). False for a name that cannot be resolved yet.
     """
     with contextlib.suppress(OSError):
         return net.getaddrinfo(host, 0, type=net.SOCK_STREAM)[0][0] == net.AF_INET
@@ -91,7 +90,7 @@ def is_reached_by_ipv4(host: str) -> bool:
 
 
 def why_unreachable(address: str, seconds: float = PROBE_SECONDS) -> str:
-    """Why no connection to ``host:port`` can be made within ``seconds``; empty if one can."""
+    """The reason why no connection to ``host:port`` can be made within ``seconds``; empty if one can."""
     try:
         net.create_connection(parse_address(address), seconds).close()
     except OSError as error:
@@ -100,5 +99,5 @@ def why_unreachable(address: str, seconds: float = PROBE_SECONDS) -> str:
 
 
 def bracketed(host: str) -> str:
-    """``host`` as it stands before ``:port``."""
+    """``host`` as written before ``:port``: an IPv6 address stands in brackets."""
     return f"[{host}]" if ":" in host else host

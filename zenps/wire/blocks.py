@@ -1,7 +1,7 @@
-"""The first frame of ``blocks``: which of the blocks that were asked for are there, and what comes next.
+"""Positions frame of ``blocks`` (OmniReduce streams): which requested blocks are there, and which come next.
 
-For each block that was asked for, the next one of its column that is not zero, as uint32 little-endian; then
-one bit for each, as the codec ``bitmap`` writes them.
+For each requested block it has the number of the next non-zero block in the same column, as uint32
+little-endian. Then comes one bit for each requested block, as the codec ``bitmap`` writes them.
 """
 
 from __future__ import annotations
@@ -13,28 +13,26 @@ from zenps.codecs.base import Positions
 from zenps.codecs.registry import CODECS
 from zenps.errors import ProtocolError
 
-__all__ = ["NONE_LEFT", "PHASES", "Ahead", "decode_blocks", "encode_blocks"]
-
 Ahead = NDArray[np.uint32]
-"""The next block of each column, ``[span]``."""
+"""The next non-zero block of each column, ``[span]``."""
 
 NONE_LEFT = (1 << 32) - 1
-"""What is next in a column that has no further block. The greatest number, so that it is never the least."""
+"""The next block of a column that has no further one. It is the greatest number, so it never is a minimum."""
 
 PHASES = 10**9
-"""A stream's rounds are numbered step · PHASES + phase: ranks whose round failed in different phases agree
-on the next step's number all the same."""
+"""A stream's rounds are numbered step · PHASES + phase. So ranks whose round failed in different phases agree
+on the number of the next step."""
 
 _POINTER = np.dtype("<u4")
 _BITMAP = CODECS["bitmap"]
 
 
 def encode_blocks(positions: Positions, ahead: Ahead) -> memoryview:
-    """The frame.
+    """Encodes the frame.
 
     Args:
-        positions: the blocks that are there, of the ``len(ahead)`` that were asked for; strictly increasing.
-        ahead: what comes next in the column of each.
+        positions: the blocks that are there, among the ``len(ahead)`` requested ones; strictly increasing.
+        ahead: the next block in the column of each requested one.
     """
     bitmap = _BITMAP.encode(positions, len(ahead))
     return memoryview(ahead.astype(_POINTER, copy=False).tobytes() + bitmap.tobytes())
@@ -44,8 +42,8 @@ def decode_blocks(data: memoryview, rows: int, span: int) -> tuple[Positions, Ah
     """The inverse of :func:`encode_blocks` for ``rows`` of ``span`` blocks.
 
     Raises:
-        ProtocolError: another size, or a bitmap that is not of ``rows`` blocks. What the pointers say is for
-            the worker to check, who knows what was asked for.
+        ProtocolError: the size is wrong, or the bitmap does not have ``rows`` blocks. The worker checks the
+            pointers, because it knows which blocks were requested.
     """
     pointer_bytes = span * _POINTER.itemsize
     if data.nbytes < pointer_bytes:

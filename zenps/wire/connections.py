@@ -1,9 +1,9 @@
-"""Which connections a ROUTER has, and how one is cut that takes memory without end.
+"""Connections of a ROUTER: finds and cuts a connection whose message never ends and takes ever more memory.
 
-libzmq hands over whole messages, counts whole messages against RCVHWM, and bounds single frames. So a
-message that never ends, frame after frame, piles up inside it unseen. What can be seen is how many bytes
-the kernel has received on a connection, and which connections messages came from: what arrived since the
-last message belongs to one that is not complete.
+libzmq delivers whole messages, counts whole messages against RCVHWM, and bounds single frames. So a message
+that never ends, frame after frame, grows inside libzmq unseen. Two things can be seen: how many bytes the
+kernel has received on a connection, and from which connections messages came. The bytes since the last
+message belong to a message that is not complete.
 
 Linux only: elsewhere nothing is watched.
 """
@@ -23,9 +23,7 @@ import zmq
 from msgspec import Struct
 from zmq.utils.monitor import parse_monitor_message
 
-from zenps.wire.sockets import Socket
-
-__all__ = ["HANDSHAKE_FAILURES", "Connections", "Event"]
+from .sockets import Socket
 
 Event = Mapping[str, Any]
 
@@ -44,7 +42,7 @@ Address = tuple[Any, ...]
 
 
 class _Borrowed(NamedTuple):
-    """libzmq's own connection. Its peer may hang up at any moment."""
+    """A duplicate of a connection of libzmq. Its peer may hang up at any moment."""
 
     connection: net.socket
     remote: Address
@@ -52,52 +50,53 @@ class _Borrowed(NamedTuple):
 
 class _Connection(Struct):
     remote: Address
-    """Its other end: a descriptor may have been closed and given to another since."""
+    """The address of its peer. It tells whether the descriptor was closed and used for another since."""
     bytes_at_last_message: int
     is_suspect: bool = False
-    """Whether it had brought too much at the last look."""
+    """True if it had brought too much at the last check."""
 
 
 class Connections:
     """The connections of one ROUTER. Used by the thread that has the socket.
 
     Args:
-        socket: just bound; a connection from before this is watched from its first message on.
-        most_bytes: what one connection may bring without a message becoming complete.
+        socket: just bound; a connection made before this is watched from its first message on.
+        max_bytes: how many bytes one connection may bring without completing a message.
     """
 
-    def __init__(self, socket: Socket, most_bytes: int) -> None:
+    def __init__(self, socket: Socket, max_bytes: int) -> None:
         self._socket = socket
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._known: dict[int, _Connection] = {}
-        self._spoke: set[int] = set()
+        self._heard_from: set[int] = set()
         self._messages = 0
         self._failed: list[Event] = []
         address = f"inproc://connections-{uuid.uuid4().hex}"
         socket.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES)
         self.monitor: Socket = socket.context.socket(zmq.PAIR)
-        """Can be read when something happened to a connection."""
+        """Readable when something happened to a connection."""
         # A full queue would block libzmq's I/O thread, and with it every connection.
         self.monitor.setsockopt(zmq.RCVHWM, 0)
         self.monitor.setsockopt(zmq.LINGER, 0)
         self.monitor.connect(address)
 
-    def spoke(self, descriptor: int) -> None:
-        """A message came from the connection of this descriptor, ``zmq.SRCFD`` of its frames."""
-        self._spoke.add(descriptor)
+    def on_message(self, descriptor: int) -> None:
+        """A message came from the connection with this descriptor, ``zmq.SRCFD`` of its frames."""
+        self._heard_from.add(descriptor)
         self._messages += 1
         if descriptor not in self._known and descriptor != -1:
             self._watch(descriptor)
 
-    def look(self) -> list[str]:
-        """Cuts the connections that brought too much; returns whom they led to, ``host:port``.
+    def cut_endless(self) -> list[str]:
+        """Cuts connections that brought too much without completing a message; returns their ``host:port``.
 
-        To be called now and then; what arrives until the second call after comes on top of ``most_bytes``.
+        Call it regularly: a connection is cut at the second call that finds too much, and what arrives until
+        then comes on top of ``max_bytes``.
         """
         self._read_events()
-        # Messages are taken from all connections in turn: fewer than there are connections prove nothing
-        # about one that did not speak, unless nothing is left to take. And what has come since the last was
-        # taken may be whole messages: that counts only if it was there at the last look already.
+        # libzmq takes messages from all connections in turn. Fewer messages than connections prove nothing
+        # about a connection that sent none, unless no message is left to take. And the bytes since the last
+        # message may be whole messages that wait: they count only if they were there at the last check.
         if self._socket.poll(0) and self._messages <= len(self._known):
             return []
         cut = []
@@ -107,31 +106,31 @@ class Connections:
                     del self._known[descriptor]
                     continue
                 received = _bytes_received(borrowed.connection)
-                if descriptor in self._spoke:
+                if descriptor in self._heard_from:
                     known.bytes_at_last_message = received
                     known.is_suspect = False
                 elif known.is_suspect:
                     cut.append(_shut_down(borrowed))
                     del self._known[descriptor]
                 else:
-                    known.is_suspect = received - known.bytes_at_last_message > self._most_bytes
-        self._spoke.clear()
+                    known.is_suspect = received - known.bytes_at_last_message > self._max_bytes
+        self._heard_from.clear()
         self._messages = 0
         return cut
 
     def failed_handshakes(self) -> list[Event]:
-        """Those since the last call, as libzmq reports them. A socket has one monitor, hence here."""
+        """The failed handshakes since the last call, by libzmq's events. A socket has only one monitor."""
         self._read_events()
         failed, self._failed = self._failed, []
         return failed
 
     def close(self) -> None:
-        """Stops watching. To come before the context's end, or libzmq could wait to report for ever."""
+        """Stops watching. Call it before the context ends, or libzmq may wait for ever to report."""
         self._socket.disable_monitor()
         self.monitor.close()
 
     def cut(self, descriptor: int) -> None:
-        """Cuts the connection of this descriptor: what waits to be sent to it is dropped."""
+        """Cuts the connection with this descriptor: what waits to be sent to it is dropped."""
         known = self._known.pop(descriptor, None)
         if known is not None:
             with _borrowed(descriptor, known.remote) as borrowed:
@@ -152,15 +151,15 @@ class Connections:
         if sys.platform == "linux":
             with _borrowed(descriptor) as borrowed:
                 if borrowed is not None:
-                    # What it has brought so far counts, too.
+                    # The bytes that it has brought so far count, too.
                     self._known[descriptor] = _Connection(borrowed.remote, 0)
 
 
 @contextlib.contextmanager
 def _borrowed(descriptor: int, remote: Address | None = None) -> Iterator[_Borrowed | None]:
-    """The connection under a descriptor of ours; None if it is gone, or does not lead to ``remote``."""
+    """The connection with this descriptor; None if it is gone, or its peer is not ``remote``."""
     try:
-        # Which family it is of makes no difference here, and would take three calls more to find out.
+        # The address family makes no difference here, and finding it out would take three calls more.
         connection = net.socket(net.AF_INET6, net.SOCK_STREAM, 0, os.dup(descriptor))
     except OSError:
         yield None
@@ -181,7 +180,7 @@ def _bytes_received(connection: net.socket) -> int:
 def _shut_down(borrowed: _Borrowed) -> str:
     connection, (host, port, *_) = borrowed
     # libzmq sees the end of the stream, closes its descriptor and frees what it holds. Without a linger the
-    # peer is told so at once, and does not hang at a window that no longer opens.
+    # peer gets a reset at once, and does not wait at a full TCP window.
     connection.setsockopt(net.SOL_SOCKET, net.SO_LINGER, struct.pack("ii", 1, 0))
     with contextlib.suppress(OSError):  # the peer has hung up meanwhile
         connection.shutdown(net.SHUT_RDWR)

@@ -1,47 +1,46 @@
-"""Who is let in: the ZAP handler beside a ROUTER, and what failed handshakes say.
+"""CURVE authentication of peers: the ZAP handler of a ROUTER, and the reasons why handshakes fail.
 
-With CURVE, libzmq asks a handler in the same context about each peer that has proved to have some key
-(ZAP, https://rfc.zeromq.org/spec/27/). Here the thread that owns the ROUTER answers: a thread of its own,
-as in pyzmq's ``ThreadAuthenticator``, would have to be told of every change of the keys.
+With CURVE, libzmq asks a handler in the same context about each peer that has proved to own some key (ZAP,
+https://rfc.zeromq.org/spec/27/). Here the thread that owns the ROUTER answers: a thread of its own, as in
+pyzmq's ``ThreadAuthenticator``, would have to be told of every change of the keys.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from zenps import log
+from zenps.config.values import is_loopback, parse_address
 from zenps.errors import ConfigError, ProtocolError
 from zenps.keys import Keys, node_name, read_owners
-from zenps.values import is_loopback, parse_address
-from zenps.wire.connections import HANDSHAKE_FAILURES, Connections, Event
-from zenps.wire.sockets import ZAP_DOMAIN, Socket
+from zenps.observe import log
 
-if TYPE_CHECKING:  # who only asks a question, as zenps health does, counts nothing
-    from zenps.metrics import Refusal
+from .connections import HANDSHAKE_FAILURES, Connections, Event
+from .sockets import ZAP_DOMAIN, Socket
+
+if TYPE_CHECKING:  # zenps health and its like import no metrics
+    from zenps.observe.metrics import Refusal
 
 Failure = Literal["unknown_key", "mechanism", "other"]
-
-__all__ = ["Gate", "Handshakes", "warn_if_open"]
 
 _ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
 _ZAP_VERSION: Final = b"1.0"
 
 
 class Handshakes:
-    """Reports the handshakes of one socket that fail.
+    """Reports failed handshakes of one socket.
 
     Args:
-        ctx: the socket's.
-        socket: whose; it and this are used by one thread at a time. One that connects must not do so
-            before: where it was refused, libzmq does not try again.
+        ctx: the context of the socket.
+        socket: used by one thread at a time, together with this object. A socket must connect only after this
+            object was made: once it was refused, libzmq does not try again.
     """
 
     def __init__(self, ctx: zmq.Context[Socket], socket: Socket) -> None:
@@ -57,22 +56,22 @@ class Handshakes:
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self.socket, zmq.POLLIN)
         self.hint = ""
-        """For the message of a wait that has ended: handshakes failed, and libzmq does not say why."""
+        """For the error of a wait that has ended: handshakes failed, and libzmq does not say why."""
 
     def wait(self, seconds: float) -> None:
-        """Until the socket has a message, a handshake has failed, or ``seconds`` have passed."""
+        """Waits until the socket has a message, a handshake has failed, or ``seconds`` have passed."""
         self._poller.poll(int(1000 * seconds) + 1)
 
     def failures(self) -> Iterator[Failure]:
-        """How handshakes have failed since the last call."""
+        """The reasons of the handshakes that have failed since the last call."""
         while not self.socket.closed and self.socket.poll(0):
             yield _failure(parse_monitor_message(self.socket.recv_multipart()))
 
     def raise_for(self, keys: Keys | None, scheduler: str) -> None:
-        """For a node: ends the wait for a scheduler that will not let it in.
+        """Ends the wait of a node for a scheduler that has refused it.
 
         Raises:
-            ConfigError: one side has keys and the other has none, or ours is not listed there.
+            ConfigError: one side has keys and the other has none, or the scheduler does not list our key.
         """
         for failure in self.failures():
             if failure == "unknown_key":
@@ -82,11 +81,11 @@ class Handshakes:
             if failure == "mechanism":
                 file = str(keys.file) if keys else ""
                 allowed = f"{'none' if keys else 'a list'}, as the scheduler at {scheduler} has"
-                raise ConfigError("security.keys", file, f"{allowed}: with or without keys, but all alike")
-            self.hint = " Handshakes failed: are the keys here and there of one job?"
+                raise ConfigError("security.keys", file, f"{allowed}: all nodes have keys, or none has")
+            self.hint = "; handshakes failed: check that the keys here and there are of one job"
 
     def close(self) -> None:
-        """Stops watching; the socket goes on. Calling it again does nothing."""
+        """Stops watching; the socket stays open. May be called again."""
         if not self.socket.closed:
             self._watched.disable_monitor()
             self.socket.close()
@@ -98,18 +97,18 @@ def _failure(event: Event) -> Failure:
     return "mechanism" if event["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH else "other"
 
 
-class Gate:
-    """Lets peers of a ROUTER in by their keys. Without keys, everybody, and nothing else happens.
+class Authenticator:
+    """Admits peers of a ROUTER whose keys are listed. Without keys it admits everybody.
 
-    To be made before the ROUTER is bound, and used by the thread that owns it.
+    It has to be made before the ROUTER is bound, and used by the thread that owns the ROUTER.
 
     Args:
-        ctx: the ROUTER's.
-        keys: this node's, or None. The list is read again whenever its file has changed.
+        ctx: the context of the ROUTER.
+        keys: of this node, or None. The list of public keys is read again whenever its file has changed.
         count: called for every connection that is refused.
 
     Attributes:
-        sockets: those to poll; when one can be read, :meth:`attend`.
+        sockets: to poll; when one is readable, call :meth:`attend`.
     """
 
     def __init__(self, ctx: zmq.Context[Socket], keys: Keys | None, count: Callable[[Refusal], None]) -> None:
@@ -121,25 +120,26 @@ class Gate:
         if keys is None:
             return
         self._owners = keys.owners
-        self._seen: tuple[int, ...] | None = None  # the list may have changed since the keys were loaded
+        # None: the file may have changed since ``keys`` were loaded.
+        self._fingerprint: tuple[int, ...] | None = None
         self._zap: Socket = ctx.socket(zmq.REP)
         self._zap.setsockopt(zmq.LINGER, 0)
         self._zap.bind(_ZAP_ADDRESS)
         self.sockets.append(self._zap)
 
     def watch(self, connections: Connections) -> None:
-        """Counts the ROUTER's failed handshakes, too: those without a key never come to the handler."""
+        """Also counts the ROUTER's failed handshakes: peers without a key never come to the ZAP handler."""
         self._connections = connections
         if self._keys is not None:
             self.sockets.append(connections.monitor)
 
     def close(self) -> None:
-        """Stops watching. To come before the context's end."""
+        """Stops watching. Call it before the context ends."""
         if self._connections is not None:
             self._connections.close()
 
     def owner(self, frame: memoryview | zmq.Frame) -> str:
-        """The name of the node that sent a received frame; "" where there are no keys.
+        """The name of the node that sent a frame; "" without keys.
 
         Raises:
             ProtocolError: its key has been revoked.
@@ -154,10 +154,10 @@ class Gate:
         return name
 
     def check(self, frame: memoryview | zmq.Frame, role: str, rank: int) -> None:
-        """Refuses a frame by anybody but the node of this role and rank.
+        """Refuses a frame that was not sent by the node of this role and rank.
 
         Raises:
-            ProtocolError: another node's key, or a revoked one.
+            ProtocolError: the sender has the key of another node, or a revoked one.
         """
         if self._keys is None:
             return
@@ -166,7 +166,7 @@ class Gate:
             raise ProtocolError("key", f"a message of {name} by {owner}")
 
     def attend(self) -> None:
-        """Answers peers that knock, counts those that failed, and reads the list again if it has changed."""
+        """Answers ZAP requests, counts failed handshakes, and reads the list of keys again if it changed."""
         failed = self._connections.failed_handshakes() if self._connections else []
         if self._keys is None:
             return
@@ -174,7 +174,7 @@ class Gate:
         while self._zap.poll(0):
             self._answer(self._keys)
         for event in failed:
-            if _failure(event) != "unknown_key":  # the handler has counted it
+            if _failure(event) != "unknown_key":  # the ZAP handler has counted that
                 self._count("handshake")
                 log.once(
                     _logger,
@@ -185,7 +185,7 @@ class Gate:
 
     def _answer(self, keys: Keys) -> None:
         version, request, domain, address, _, mechanism, *credentials = self._zap.recv_multipart()
-        # Of our own ROUTER alone, and with the ROUTER's domain: anything else is a mistake of ours.
+        # Requests come only from our own ROUTER, with its domain: anything else is a bug here.
         assert (version, domain, mechanism) == (_ZAP_VERSION, ZAP_DOMAIN, b"CURVE")
         public = z85.encode(credentials[0])
         if public in self._owners:
@@ -200,10 +200,10 @@ class Gate:
         self._zap.send_multipart([_ZAP_VERSION, request, *status, user, b""])
 
     def _read_again(self, keys: Keys) -> None:
-        seen = self._fingerprint(keys)
-        if seen == self._seen:
+        fingerprint = _fingerprint(keys.file)
+        if fingerprint == self._fingerprint:
             return
-        self._seen = seen
+        self._fingerprint = fingerprint
         try:
             owners = read_owners(keys.file)
         except ConfigError as error:
@@ -213,18 +213,18 @@ class Gate:
             _logger.info("%s has changed: %d keys", keys.file, len(owners))
         self._owners = owners
 
-    @staticmethod
-    def _fingerprint(keys: Keys) -> tuple[int, ...]:
-        """Changes with the file; a file that is gone is a change, too."""
-        try:
-            found = os.stat(keys.file)
-        except OSError:
-            return ()
-        return found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_size
+
+def _fingerprint(file: Path) -> tuple[int, ...]:
+    """Differs when the file has changed, or is gone."""
+    try:
+        found = file.stat()
+    except OSError:
+        return ()
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_size
 
 
 def warn_if_open(keys: Keys | None, address: str) -> None:
-    """Warns where anybody on a network could talk to ``address``, ``host:port``, or listen."""
+    """Warns if there are no keys and other machines may reach ``address``, ``host:port``."""
     if keys is None and not is_loopback(parse_address(address)[0]):
         _logger.warning(
             "%s is no loopback address, and there are no keys: whoever reaches it can read, change and join "

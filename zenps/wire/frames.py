@@ -1,12 +1,13 @@
-"""Messages ⇄ envelope frames.
+"""Serialization of messages: encodes and decodes the envelope frame, with a checksum over all frames.
 
 The envelope is MessagePack: ``[protocol version, job, [tag, field, …], checksum]``. Version and job are
-looked at before the rest, so that a stranger is refused for what it is. A tag maps to a type
-through the closed union that the caller accepts; nothing received is ever looked up by name.
+checked before the rest, so that a process of another version or job is refused with that reason. A tag maps
+to a type through the closed union that the caller accepts; nothing received is ever looked up by name.
 
-The checksum is there where frames follow, and covers message and frames: those of TCP and Ethernet miss
-what a faulty memory or a device between two connections does to them. It is no defence against people.
-XXH3 takes a tenth of the time of the copies that a message goes through anyway, so it is always on.
+A message with frames has a checksum, which covers the message and its frames. The checksums of TCP and
+Ethernet miss damage by faulty memory, or by a device between two connections. It does not protect against
+attackers. XXH3 takes a tenth of the time of the copies that a message goes through anyway, so it is always
+on.
 """
 
 from __future__ import annotations
@@ -20,33 +21,23 @@ from xxhash import xxh3_64_intdigest
 
 from zenps.errors import ProtocolError
 
-__all__ = [
-    "MAX_ENVELOPE_BYTES",
-    "MAX_STATUS_BYTES",
-    "PROTOCOL_VERSION",
-    "CorruptedError",
-    "Decoder",
-    "checksum_of",
-    "encode",
-]
-
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 Message = TypeVar("Message")
 
 _encoder = msgspec.msgpack.Encoder()
 
-# A view of 4096 + 1024 members is about 700 KB; nothing else comes near, but for the status.
+# A view of 4096 + 1024 members is about 700 KB. Only the status is larger.
 MAX_ENVELOPE_BYTES = 1 << 20
 
-# That says more of each node: of as many it is about 2 MB.
+# The status of 4096 + 1024 members is about 2 MB.
 MAX_STATUS_BYTES = 4 << 20
 
 
 class CorruptedError(ProtocolError):
-    """A message whose checksum is another than its sender's.
+    """The checksum of a message is wrong: memory, or a device on the way, has changed it.
 
-    ``message`` is what its envelope seems to say: good for asking again, and for nothing else.
+    ``message`` is what the envelope seems to say. Use it only to ask the sender to send it again.
     """
 
     def __init__(self, message: object, detail: str) -> None:
@@ -55,7 +46,7 @@ class CorruptedError(ProtocolError):
 
 
 class _Envelope(msgspec.Struct, array_like=True):
-    # Any: looked at one after the other, so that each is refused for what it is.
+    # Any: each is checked by itself, so that the error names the one that is wrong.
     version: Any
     job: Any
     message: msgspec.Raw
@@ -63,7 +54,7 @@ class _Envelope(msgspec.Struct, array_like=True):
 
 
 def encode(job: str, message: msgspec.Struct, frames: Sequence[memoryview] = ()) -> bytes:
-    """The envelope frame of ``message``, which ``frames`` of single bytes will follow."""
+    """The envelope frame of ``message``; ``frames`` of single bytes will follow it."""
     if not frames:
         return _encoder.encode((PROTOCOL_VERSION, job, message))
     body = _encoder.encode(message)
@@ -71,7 +62,7 @@ def encode(job: str, message: msgspec.Struct, frames: Sequence[memoryview] = ())
 
 
 def checksum_of(body: bytes | memoryview, frames: Sequence[memoryview]) -> int:
-    """XXH3-64 of each part, seeded with that of the part before: a fresh state costs more than 1 KB."""
+    """XXH3-64 of each frame, seeded with the hash before: a streaming state costs more than hashing 1 KB."""
     total = xxh3_64_intdigest(body)
     for frame in frames:
         total = xxh3_64_intdigest(frame, total)
@@ -87,20 +78,20 @@ class Decoder(Generic[Message]):
         self._job = job
         self._max_bytes = max_bytes
         self._envelope = msgspec.msgpack.Decoder(_Envelope)
-        # msgspec's stubs have no form for a union.
+        # msgspec's type stubs do not accept a union.
         accepted_type: Any = accepted
         self._message: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(accepted_type)
 
     def decode(self, frame: bytes | memoryview, frames: Sequence[memoryview] = ()) -> Message:
-        """The message in an envelope frame, which came with ``frames`` after it.
+        """The message in an envelope frame that was followed by ``frames``.
 
         Raises:
-            ProtocolError: it is not an envelope of this version and job with an accepted message.
-            CorruptedError: it is, but its checksum is another than that of what came.
+            ProtocolError: this is no envelope of this version and job with an accepted message.
+            CorruptedError: it is one, but its checksum does not match.
         """
         size = frame.nbytes if isinstance(frame, memoryview) else len(frame)
         if size > self._max_bytes:
-            raise ProtocolError("envelope", f"{size} bytes, at most {self._max_bytes} are allowed")
+            raise ProtocolError("envelope", f"{size} bytes, expected at most {self._max_bytes}")
         try:
             envelope = self._envelope.decode(frame)
         # TypeError and RecursionError come from unhashable map keys and hostile nesting.
@@ -125,5 +116,5 @@ class Decoder(Generic[Message]):
 
 
 def _show(value: object) -> str:
-    """A received value, briefly. A container by its type: ``repr`` of a deep one ends in RecursionError."""
+    """A received value, in short. A container only by type: ``repr`` of a deep one raises RecursionError."""
     return f"{value!r:.40}" if isinstance(value, str | int) else type(value).__name__

@@ -1,7 +1,7 @@
-"""Every message that crosses the network, by direction. ``docs/protocol.md`` is its prose.
+"""Message types of the wire protocol, by direction. ``docs/protocol.md`` describes them in prose.
 
-A message is the envelope of a frame list; tensor bytes never go inside one. Fields are sent as an
-array in the order written here: a new field goes last, with a default.
+A message is the first frame of several; tensor bytes are frames of their own. Fields are sent as an array in
+the order written here: a new field goes last, with a default.
 """
 
 from __future__ import annotations
@@ -11,51 +11,8 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from zenps.codecs.base import CodecName, ValueForm
-from zenps.lateness import MOST_RANKS
-from zenps.schemes import Answer
-
-__all__ = [
-    "LAST_BARRIER",
-    "MAX_COLUMNS",
-    "MOST_STOOD_FOR",
-    "POSITION_BYTES",
-    "Admit",
-    "Barrier",
-    "BarrierReply",
-    "Busy",
-    "Change",
-    "Departed",
-    "Drain",
-    "DrainReply",
-    "Dtype",
-    "Failure",
-    "FailureKind",
-    "FromScheduler",
-    "FromServer",
-    "Heartbeat",
-    "HeartbeatReply",
-    "Hello",
-    "Kind",
-    "Leave",
-    "Member",
-    "NodeStatus",
-    "Push",
-    "Refused",
-    "Register",
-    "Resend",
-    "Result",
-    "Resume",
-    "Role",
-    "Shared",
-    "Status",
-    "StatusRequest",
-    "Stop",
-    "ToScheduler",
-    "ToServer",
-    "View",
-    "Wanted",
-    "WhoAreYou",
-]
+from zenps.observe.lateness import MOST_RANKS
+from zenps.schemes.base import PullCodec
 
 Role = Literal["worker", "server"]
 Dtype = Literal["float16", "bfloat16", "float32", "float64", "int64", "uint8"]
@@ -67,34 +24,33 @@ Name = Annotated[str, Meta(min_length=1, max_length=1024)]
 Text = Annotated[str, Meta(max_length=16384)]
 Host = Annotated[str, Meta(max_length=255)]
 Address = Annotated[str, Meta(max_length=300)]
-# A row is moved as one NumPy item, and those hold less than 2 GiB; so does a frame.
+# A row is moved as one NumPy item, which holds less than 2 GiB; so does a frame.
 MAX_COLUMNS = (1 << 28) - 1
-# What a row of a sparse tensor counts for beside its values, when chunks are cut and bounded.
+# Bytes that a row of a sparse tensor counts beside its values, when chunks are formed and bounded.
 POSITION_BYTES = 8
-# Those of one host.
-MOST_STOOD_FOR = 1024
+# Ranks of one host.
+MAX_STANDS_FOR = 1024
 Load = Annotated[dict[Annotated[str, Meta(max_length=64)], float], Meta(max_length=32)]
-"""What a node reports of itself with each heartbeat, for ``zenps status``."""
+"""Numbers that a node reports with each heartbeat, for ``zenps status``."""
 Late = Annotated[dict[Rank, float], Meta(max_length=MOST_RANKS)]
-"""How many seconds others have waited for each of some ranks."""
+"""Seconds that others have waited, by the rank that they waited for."""
 Shared = tuple[Count, Count]
-"""Values that are no frame of a message, for its receiver reads them in the sender's memory: where, and how
-many bytes."""
+"""Values that are no frame of the message: their offset in the sender's shared memory, and their bytes."""
 
 
 class Member(Struct, frozen=True, array_like=True):
-    """One node of the cluster, as every other node knows it."""
+    """One node of the cluster."""
 
     role: Role
     rank: Rank
     host: Host
     pid: Count
     address: Address
-    """Where workers reach a server's data socket, ``tcp://host:port``; empty for a worker."""
+    """Of a server's data socket, ``tcp://host:port``; empty for a worker."""
     metrics: Address
     """``host:port`` of its Prometheus endpoint; empty if it has none."""
     identity: Annotated[bytes, Meta(max_length=255)] = b""
-    """Its routing identity: a server takes a rank's pushes from this peer alone."""
+    """Its ZeroMQ routing identity. A server accepts a rank's pushes only from this identity."""
 
     def __str__(self) -> str:
         return f"{self.role} {self.rank} (host {self.host}, pid {self.pid})"
@@ -108,59 +64,60 @@ class Register(Struct, frozen=True, array_like=True, tag="register"):
 
     role: Role
     rank: Annotated[int, Meta(ge=-1, lt=1 << 16)]
-    """The rank that it wants (torchrun's ``RANK``), or -1 for any."""
+    """The requested rank (torchrun's ``RANK``), or -1 for any."""
     host: Host
     pid: Count
     address: Address
     metrics: Address
     settings: dict[str, str | int | float]
-    """A worker's shared settings: they must equal the scheduler's, or ranks would cut tensors differently."""
+    """A worker's shared settings. They must equal the scheduler's, or ranks would shard differently."""
     generation: Count = 0
-    """How often torchrun has restarted the workers. A newer generation takes the place of all older ones."""
+    """How often torchrun has restarted the workers. A newer generation replaces all older ones."""
     restarts: Count = 0
-    """How often torchrun may still do so."""
+    """How often torchrun may still restart them."""
     barriers: Count = 0
     """How many barriers a worker has passed."""
     view: View | None = None
-    """The newest that the node has: it was a member before this scheduler began."""
+    """The newest view of a node that was a member before this scheduler started."""
 
 
 class Heartbeat(Struct, frozen=True, array_like=True, tag="heartbeat"):
-    """Renews the lease. ``epoch`` is the newest that the node has applied."""
+    """Renews the lease."""
 
     epoch: Count
+    """The newest that the node has applied."""
     load: Load
     late: Late = {}
-    """A server's: the workers that its rounds have waited for longest, and how long in all."""
-    wave: Count = 0
-    """A worker's: all rounds that were in flight when it heard of this wave have ended."""
+    """Of a server: the workers that its rounds have waited for longest, and how long in all."""
+    watermark: Count = 0
+    """Of a worker: all rounds that were in flight when it received this watermark have ended."""
     clock_ns: Count = 0
-    """The sender's clock when it was sent. The answer repeats it."""
+    """The sender's clock. The answer repeats it."""
 
 
 LAST_BARRIER = (1 << 62) - 1
-"""The number of the barrier before workers leave: not counted, for one may come to it early."""
+"""The number of the barrier before workers leave. It is not counted, as a worker may reach it early."""
 
 
 class Barrier(Struct, frozen=True, array_like=True, tag="barrier"):
-    """A worker waits for all others at its ``sequence``-th barrier."""
+    """A worker has reached its ``sequence``-th barrier and waits for all others."""
 
     sequence: Count
 
 
 class Admit(Struct, frozen=True, array_like=True, tag="admit"):
-    """A worker is at the end of a step, has nothing in flight, and waits for newcomers to be let in."""
+    """A worker ends a step with nothing in flight, and waits until joining workers are admitted."""
 
     since: Count
-    """The :attr:`View.admitted` that it has."""
+    """The :attr:`View.admitted` of its view."""
 
 
 class Leave(Struct, frozen=True, array_like=True, tag="leave"):
-    """The node goes, cleanly."""
+    """The node leaves the cluster."""
 
 
 class Drain(Struct, frozen=True, array_like=True, tag="drain"):
-    """From ``zenps drain``: a server shall leave. Needs no registration."""
+    """From ``zenps drain``: a server should leave. Needs no registration."""
 
     rank: Rank
 
@@ -173,25 +130,25 @@ class StatusRequest(Struct, frozen=True, array_like=True, tag="status?"):
 
 
 class View(Struct, frozen=True, array_like=True, tag="view"):
-    """Membership and ring of one epoch. Servers get it first; workers once all servers have it."""
+    """Membership and ring of one epoch. Servers get it first, and workers once all servers have it."""
 
     epoch: Count
     rank: Rank
-    """The receiver's own."""
+    """Of the receiver."""
     workers: tuple[Member, ...]
     servers: tuple[Member, ...]
     owners: Annotated[bytes, Meta(min_length=8192, max_length=8192)]
     """The rank of the server that owns each of the 4096 slots, uint16 little-endian."""
-    ring: Count
-    """The epoch since when servers and owners are these. Messages between worker and server name it."""
+    ring_epoch: Count
+    """The epoch in which this ring (servers and owners) began. Workers and servers name it in messages."""
     left: tuple[Rank, ...] = ()
-    """Those of ``workers`` that have left: rounds that they have not pushed cannot end."""
+    """Those of ``workers`` that have left. Rounds that they have not pushed cannot end."""
     admitted: Count = 0
-    """The epoch in which newcomers were let in last: workers count steps and barriers anew since then."""
+    """The epoch in which joining workers were last admitted. Workers count steps from 0 since then."""
 
 
 class WhoAreYou(Struct, frozen=True, array_like=True, tag="register?"):
-    """The scheduler does not know the sender, which has to register (again)."""
+    """The scheduler does not know the receiver, which has to register (again)."""
 
 
 class Refused(Struct, frozen=True, array_like=True, tag="refused"):
@@ -202,27 +159,27 @@ class Refused(Struct, frozen=True, array_like=True, tag="refused"):
 
 
 class HeartbeatReply(Struct, frozen=True, array_like=True, tag="heartbeat!"):
-    """The scheduler is there, and has heard the node."""
+    """The answer to a heartbeat."""
 
-    wave: Count = 0
-    """One more than what every worker has reported."""
-    newcomers: Count = 0
-    """How many workers wait to be let in."""
+    watermark: Count = 0
+    """One more than the watermark that every worker has reported."""
+    joining: Count = 0
+    """How many workers wait to be admitted."""
     heartbeat_ns: Count = 0
-    """The ``clock_ns`` of the heartbeat that this answers."""
+    """The ``clock_ns`` of that heartbeat."""
     clock_ns: Count = 0
-    """The scheduler's clock when it was answered."""
+    """The scheduler's clock."""
 
 
 class BarrierReply(Struct, frozen=True, array_like=True, tag="barrier!"):
-    """All workers came to the barrier, or ``error`` says which did not."""
+    """All workers have reached the barrier, or ``error`` says which have not."""
 
     sequence: Count
     error: Text
 
 
 class Departed(Struct, frozen=True, array_like=True, tag="departed"):
-    """A member is gone: ``lost`` when its lease ran out, else it left."""
+    """A member is gone: ``lost`` if its lease ran out, else it left."""
 
     member: Member
     lost: bool
@@ -230,11 +187,11 @@ class Departed(Struct, frozen=True, array_like=True, tag="departed"):
 
 
 class Stop(Struct, frozen=True, array_like=True, tag="stop"):
-    """To a server that nobody needs any more: leave."""
+    """To a server that is no longer needed: leave."""
 
 
 class DrainReply(Struct, frozen=True, array_like=True, tag="drain!"):
-    """The server has no slots any more, or ``error`` says why it keeps them."""
+    """The server owns no slots any more, or ``error`` says why it keeps them."""
 
     error: Text
 
@@ -252,21 +209,21 @@ class NodeStatus(Struct, frozen=True, array_like=True):
     state: Text
     slots: Count
     silent_seconds: float
-    """Since its last message; compare with the lease."""
+    """Since its last message. It is lost when this exceeds the lease."""
     load: Load
     late_seconds: float = 0.0
     """How long others have waited for this worker."""
     rates: Load = {}
-    """How fast the counters of ``load`` rise, per second."""
+    """The increase of the counters of ``load``, per second."""
 
 
 class Change(Struct, frozen=True, array_like=True):
-    """What became of the job, or of some nodes."""
+    """A change of the state of the job, or of some nodes."""
 
     seconds_ago: float
     who: Text
     state: Text
-    """Of the job, or of a node, from then on."""
+    """The new state."""
     epoch: Count
 
 
@@ -293,120 +250,100 @@ class Status(Struct, frozen=True, array_like=True, tag="status!"):
 
 
 class Push(Struct, frozen=True, array_like=True, tag="push"):
-    """One rank's part of one chunk of one round, and the request for its result.
+    """One rank's contribution to one chunk of one round, and the request for its result.
 
-    Frames: envelope, positions (by ``codec``, relative to the chunk), values ``[rows, columns]``.
-    A dense chunk has no positions frame bytes and ``rows`` is ``span``, or 0 from a rank that
-    takes part without contributing. Of blocks, the positions frame also says which come next
-    (:mod:`zenps.wire.blocks`).
+    Frames: envelope, positions (by ``codec``, relative to the chunk), values ``[rows, columns]``. The
+    positions frame of a dense chunk is empty, and ``rows`` is ``span``, or 0 from a rank that takes part
+    without contributing. The positions frame of blocks also says which come next (:mod:`zenps.wire.blocks`).
     """
 
-    epoch: Count
-    """Of the ring by which it was cut."""
+    ring_epoch: Count
+    """Of the ring by which the tensor was sharded."""
     rank: Rank
     tensor: Name
     step: Count
     chunk: Count
     chunks: Annotated[int, Meta(ge=1, lt=1 << 32)]
-    """How many chunks the worker cuts each server's range into."""
+    """How many chunks the worker divides each server's shard into."""
     kind: Kind
     dtype: Dtype
     shape: Annotated[tuple[Count, ...], Meta(max_length=64)]
-    """Of the whole tensor: ranks must agree on it."""
+    """Of the whole tensor; the same on all ranks."""
     span: Count
-    """Positions in this chunk."""
+    """The number of positions in this chunk."""
     columns: Annotated[int, Meta(ge=0, le=MAX_COLUMNS)]
     rows: Count
     codec: CodecName | Literal["none"]
     average: bool
     again: bool = False
-    """Whether the round began under an older ring: others may have ended it, and have to push it again."""
-    answer: Answer = "auto"
-    """How the union's positions shall travel."""
+    """True if the round began under an older ring: ranks that have ended it have to push it again."""
+    answer: PullCodec = "auto"
+    """How the positions of the result should be encoded."""
     values: ValueForm = "same"
-    """In which form the values travel, here and in the result; but for ``same``, ``dtype`` is float32."""
-    stands_for: Annotated[tuple[Rank, ...], Meta(max_length=MOST_STOOD_FOR)] = ()
-    """The other ranks of its host whose parts are in this one: they push none."""
+    """The form of the values, here and in the result. Unless it is ``same``, ``dtype`` is float32."""
+    stands_for: Annotated[tuple[Rank, ...], Meta(max_length=MAX_STANDS_FOR)] = ()
+    """Other ranks of the sender's host whose contributions are in this one. They push nothing."""
     shared: Shared | None = None
-    """Where the values lie, if not in a frame."""
+    """The location of the values, if they are no frame."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Whose parts it has."""
+        """All ranks whose contributions it has."""
         return self.rank, *self.stands_for
 
 
 class Hello(Struct, frozen=True, array_like=True):
-    """By a Unix socket to a server of the same host; the descriptor of the sender's memory comes with it."""
+    """To a server of the same host by a Unix socket, with the descriptor of the worker's arena."""
 
     job: Text
     identity: Annotated[bytes, Meta(max_length=255)]
-    """The worker's routing identity."""
+    """The worker's ZeroMQ routing identity."""
 
 
 # ── server → worker ─────────────────────────────────────────────────────────────────────────────
 
 
-class Result(Struct, frozen=True, array_like=True, tag="result"):
-    """The union of all ranks' rows of one chunk, summed in rank order. Frames as for a push."""
+class ChunkReply(Struct, frozen=True, array_like=True):
+    """The base of all answers of a server: which chunk of which round it means."""
 
-    epoch: Count
+    ring_epoch: Count
     tensor: Name
     step: Count
     chunk: Count
+
+
+class Result(ChunkReply, frozen=True, array_like=True, tag="result"):
+    """The union of all ranks' rows of one chunk, summed in rank order. Its frames are those of a push."""
+
     rows: Count
     codec: CodecName | Literal["none"]
     pushed: Count = 0
-    """How many rows all ranks together have pushed: ``rows`` of each, added up."""
+    """The sum of ``rows`` over all ranks' pushes."""
     shared: Shared | None = None
-    """Where the values lie, if not in a frame."""
+    """The location of the values, if they are no frame."""
 
 
-class Failure(Struct, frozen=True, array_like=True, tag="failure"):
-    """The round cannot be answered, now or later."""
+class Failure(ChunkReply, frozen=True, array_like=True, tag="failure"):
+    """The round has failed and will have no result."""
 
-    epoch: Count
-    tensor: Name
-    step: Count
-    chunk: Count
     kind: FailureKind
     reason: Text
 
 
-class Busy(Struct, frozen=True, array_like=True, tag="busy"):
-    """Over its byte budget, the server dropped the push; it will send ``Resume``."""
-
-    epoch: Count
-    tensor: Name
-    step: Count
-    chunk: Count
+class Busy(ChunkReply, frozen=True, array_like=True, tag="busy"):
+    """The server is over its byte budget and has dropped the push. It will send ``Resume``."""
 
 
-class Resume(Struct, frozen=True, array_like=True, tag="resume"):
-    """There is room now for the push that got ``Busy``: send it again."""
-
-    epoch: Count
-    tensor: Name
-    step: Count
-    chunk: Count
+class Resume(ChunkReply, frozen=True, array_like=True, tag="resume"):
+    """There is room now for the push that was answered by ``Busy``: send it again."""
 
 
-class Resend(Struct, frozen=True, array_like=True, tag="resend"):
-    """The push arrived damaged, and was dropped: send it again."""
-
-    epoch: Count
-    tensor: Name
-    step: Count
-    chunk: Count
+class Resend(ChunkReply, frozen=True, array_like=True, tag="resend"):
+    """The push arrived damaged and was dropped: send it again."""
 
 
-class Wanted(Struct, frozen=True, array_like=True, tag="wanted"):
-    """A round that others have ended lacks the receiver's push, who may be one of them."""
-
-    epoch: Count
-    tensor: Name
-    step: Count
-    chunk: Count
+class Wanted(ChunkReply, frozen=True, array_like=True, tag="wanted"):
+    """The receiver's push is missing in a round. If the receiver has ended that round, it pushes it again."""
 
 
 ToScheduler = Register | Heartbeat | Barrier | Admit | Leave | StatusRequest | Drain

@@ -1,20 +1,18 @@
-"""What a node tells a scheduler about itself: at first, and whenever one that does not know it asks."""
+"""Registration of a node at a scheduler: the first one, and again after the scheduler was restarted."""
 
 from __future__ import annotations
 
 import msgspec
 
-from zenps.wire.messages import Register, View
-
-__all__ = ["Registration"]
+from .messages import Register, View
 
 
 class Registration:
-    """A node's side of the scheduler's return; no socket.
+    """A node's registration, with what a restarted scheduler has to learn from it. Has no socket.
 
     Attributes:
-        view: the newest that the node has; None before the first.
-        barriers: how many barriers it has passed.
+        view: the newest view that the node has; None before the first.
+        barriers: how many barriers the node has passed.
     """
 
     def __init__(self, register: Register) -> None:
@@ -23,12 +21,12 @@ class Registration:
         self.barriers = 0
 
     def follow(self, view: View) -> None:
-        """A view has come, perhaps not for the first time, nor in order."""
+        """Takes a view. Views may come twice, and in any order."""
         if self.view is None or view.epoch > self.view.epoch:
             self.view = view
 
     def again(self) -> Register:
-        """The registration with what a new scheduler has to learn."""
+        """The registration for a scheduler that does not know this node."""
         if self.view is None:
             return self._register
         return msgspec.structs.replace(

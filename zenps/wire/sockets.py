@@ -1,7 +1,7 @@
 """ZeroMQ sockets with the options that every role needs.
 
-libzmq's defaults lose data (a ROUTER drops what it cannot send), wait forever at exit, and accept
-messages of any size. What is set here, and why, is said beside each option.
+libzmq's defaults lose data (a ROUTER drops what it cannot send), wait for ever at exit, and accept messages
+of any size. The reason for each option stands beside it.
 """
 
 from __future__ import annotations
@@ -12,58 +12,43 @@ from typing import Any
 
 import zmq
 
+from zenps.config.values import parse_address
 from zenps.errors import ConfigError
 from zenps.keys import Keys
-from zenps.values import parse_address
-from zenps.wire.addresses import bindable, bracketed, is_reached_by_ipv4
-from zenps.wire.frames import MAX_ENVELOPE_BYTES
 
-__all__ = [
-    "COPY_BELOW_BYTES",
-    "MOST_FRAMES",
-    "SEND_AT_MOST_MESSAGES",
-    "ZAP_DOMAIN",
-    "Socket",
-    "bind_router",
-    "connect",
-    "context",
-    "open_dealer",
-    "receive_frames",
-    "receive_routed",
-    "send_frame",
-    "send_frames",
-]
+from .addresses import bindable, bracketed, is_reached_by_ipv4
+from .frames import MAX_ENVELOPE_BYTES
 
 Socket = zmq.Socket[bytes]
 
-# What zmq.Socket.send() does around it is for kinds of sockets that are not used here.
+# zmq.Socket.send() adds only what other kinds of sockets need.
 send_frame: Callable[[Socket, bytes | memoryview, int, bool], object] = zmq.backend.Socket.send  # type: ignore[assignment]
 
 LINGER_MS = 1000
-"""How long a closed socket may go on sending what is queued, a last ``Leave`` or ``Failure``."""
+"""How long a closed socket may go on sending its queue: a last ``Leave`` or ``Failure``."""
 
 ZAP_DOMAIN = b"zenps"
 
-# pyzmq's own threshold: below it, a copy costs less than the reference's bookkeeping.
+# pyzmq's own threshold: below it, a copy costs less than counting references.
 COPY_BELOW_BYTES = 64 * 1024
 
 # Plain integers: an enum's operator takes a microsecond, for each frame.
 MORE = int(zmq.SNDMORE)
 
-# Routing identity, envelope, positions, values, and one more to show that there are too many.
-MOST_FRAMES = 5
+# Routing identity, envelope, positions, values, and one more that shows that there are too many.
+MAX_FRAMES = 5
 
-# What may wait for one peer of a ROUTER. More than any that reads leaves: the largest job's nodes are told
-# of some 5000 departures at once.
-SEND_AT_MOST_MESSAGES = 8192
-
+# The send queue of a ROUTER for one peer. A peer that reads never leaves so many: in the largest job a node
+# is told of some 5000 departures at once.
+MAX_QUEUED_MESSAGES = 8192
 
 SILENT_SECONDS = 10
-"""After which a connection is taken for dead, if nothing comes by it, nor an answer to libzmq's heartbeat."""
+"""A connection is closed as dead when it has brought nothing for so long, not even an answer to libzmq's
+heartbeat."""
 
 BUSY_SECONDS = 60
-"""The same where tensors travel: a heartbeat waits behind what TCP has buffered, some megabytes on each side.
-On a slow link that many share it takes longer than 10 s. That a node is gone, its lease says before."""
+"""The same where tensors travel. A heartbeat waits behind some megabytes that TCP has buffered on each side;
+on a slow link with many users that takes longer than 10 s. A lost node is found earlier, by its lease."""
 
 
 @contextlib.contextmanager
@@ -82,30 +67,30 @@ def open_dealer(
     max_message_bytes: int,
     keys: Keys | None = None,
     peer: str = "scheduler",
-    most_queued: int = 0,
+    max_queued: int = 0,
 ) -> Socket:
-    """A DEALER that is to speak to one ROUTER under ``identity``, across reconnections.
+    """A DEALER for one ROUTER, which knows it by ``identity`` across reconnections.
 
-    With ``keys`` to nobody but the node of the name ``peer``, and encrypted. At most ``most_queued`` messages
-    wait behind what TCP has taken; 0: any number.
+    With ``keys`` it is encrypted, and connects only to the node named ``peer``. At most ``max_queued``
+    messages wait behind those that TCP has taken; 0: any number.
     """
     socket = _socket(ctx, zmq.DEALER, max_message_bytes)
-    socket.setsockopt(zmq.SNDHWM, most_queued)
+    socket.setsockopt(zmq.SNDHWM, max_queued)
     if keys is not None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public_of(peer))
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     socket.setsockopt(zmq.ROUTING_ID, identity)
-    # A queue without a bound is never full, but gone once the peer has refused us: then, too, sending raises
-    # zmq.Again.
+    # Sending raises zmq.Again when the queue is full, and also when the peer has refused us: then there is no
+    # queue any more.
     socket.setsockopt(zmq.SNDTIMEO, 0)
     return socket
 
 
 def connect(socket: Socket, address: str) -> None:
-    """Connects to ``host:port`` or ``tcp://host:port``, by IPv4 or IPv6 as this machine's routes are.
+    """Connects to ``host:port`` or ``tcp://host:port``, by IPv4 or IPv6 as this machine's routes allow.
 
-    A name is resolved again whenever the connection is lost, but stays with IPv4 once it is that.
+    A name is resolved again whenever the connection is lost. Once it was reached by IPv4, it stays IPv4.
     """
     host, port = parse_address(address)
     if is_reached_by_ipv4(host):
@@ -116,24 +101,24 @@ def connect(socket: Socket, address: str) -> None:
 def bind_router(
     ctx: zmq.Context[Socket], host: str, port: int, max_message_bytes: int, keys: Keys | None = None
 ) -> tuple[Socket, str]:
-    """A ROUTER on ``host``, or on all interfaces where others may mean another address by it.
+    """A ROUTER on ``host``, or on all interfaces if others may resolve ``host`` to another address.
 
-    With ``keys`` every peer needs one, which a :class:`~zenps.wire.curve.Gate` in ``ctx`` has to know.
+    With ``keys`` every peer needs a key that a :class:`~zenps.wire.curve.Authenticator` in ``ctx`` knows.
     Returns the socket and its address, ``tcp://host:port`` with the real port.
 
     Raises:
         ConfigError: the port is taken, or ``host`` cannot be resolved.
     """
     socket = _socket(ctx, zmq.ROUTER, max_message_bytes)
-    socket.setsockopt(zmq.SNDHWM, SEND_AT_MOST_MESSAGES)
+    socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
     # Without it a message to a peer that is gone vanishes; with it, sending raises EHOSTUNREACH.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    # A peer that reconnects takes its identity over from the dead connection.
+    # A peer that reconnects takes over its identity from the dead connection.
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     if keys is not None:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-        # Without a domain libzmq lets every key in while nobody answers for it.
+        # Without a domain, libzmq accepts every key while no ZAP handler answers.
         socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     try:
@@ -146,17 +131,17 @@ def bind_router(
 
 
 def receive_frames(socket: Socket) -> list[memoryview]:
-    """The frames of the message that is there, uncopied; each keeps its memory alive.
+    """The frames of the next message, uncopied; each keeps its memory alive.
 
-    Of more than :data:`MOST_FRAMES` the rest is dropped as it is received.
+    Frames beyond :data:`MAX_FRAMES` are dropped as they are received.
     """
     return _receive(socket)[1]
 
 
 def receive_routed(socket: Socket) -> tuple[int, list[memoryview]]:
-    """As :func:`receive_frames` for a ROUTER, and the descriptor of the connection that it came by.
+    """The descriptor of the connection that a message came by, and its frames as by :func:`receive_frames`.
 
-    It is -1 for a peer that speaks an older ZMTP than 3, as no node does.
+    The descriptor is -1 for a peer that speaks a ZMTP older than 3, as no node does.
     """
     first, frames = _receive(socket)
     try:
@@ -166,13 +151,13 @@ def receive_routed(socket: Socket) -> tuple[int, list[memoryview]]:
 
 
 def _receive(socket: Socket) -> tuple[zmq.Frame, list[memoryview]]:
-    # recv_multipart would ask the socket anew whether there are more, which costs as much as a frame.
+    # recv_multipart asks the socket whether there are more frames, which costs as much as a frame.
     receive = socket.recv
     first = frame = receive(0, False)
     frames = [frame.buffer]
     while frame.more:
         frame = receive(0, False)
-        if len(frames) < MOST_FRAMES:
+        if len(frames) < MAX_FRAMES:
             frames.append(frame.buffer)
     return first, frames
 
@@ -180,7 +165,7 @@ def _receive(socket: Socket) -> tuple[zmq.Frame, list[memoryview]]:
 def send_frames(socket: Socket, prefix: Sequence[bytes], frames: Sequence[memoryview]) -> None:
     """Sends ``prefix``, then ``frames``, each of single bytes: small ones by copy, large ones by reference.
 
-    What is sent by reference must not change until ZeroMQ drops it; pooled memory sees to that.
+    Frames sent by reference must not change until ZeroMQ drops them; pooled memory guarantees that.
     """
     parts: list[bytes | memoryview] = [*prefix, *frames]
     last = parts.pop()
@@ -195,16 +180,16 @@ def _socket(ctx: zmq.Context[Socket], kind: int, max_message_bytes: int) -> Sock
     options: dict[int, Any] = {
         zmq.LINGER: LINGER_MS,
         zmq.IPV6: 1,
-        # A worker's is bounded by what its caller has in flight, not by a count of messages: a full
-        # queue would block the one thread that also has to read. A ROUTER's is set when it is bound.
+        # A worker's send queue is bounded by what is in flight, not by a count of messages: a full queue
+        # would block the one thread that also has to read. A ROUTER's is set when it is bound.
         zmq.SNDHWM: 0,
-        # What one peer may have waiting here unread. Beyond it TCP slows the peer down.
+        # Unread messages of one peer. Beyond it TCP slows the peer down (backpressure).
         zmq.RCVHWM: 64,
         # A larger message costs its sender the connection.
         zmq.MAXMSGSIZE: max_message_bytes,
         zmq.RECONNECT_IVL: 50,
         zmq.RECONNECT_IVL_MAX: 2000,
-        # Finds a connection whose other end vanished without a FIN.
+        # Finds connections whose other end vanished without a FIN.
         zmq.HEARTBEAT_IVL: 2000,
         zmq.HEARTBEAT_TIMEOUT: 1000 * silent_seconds,
     }

@@ -1,4 +1,4 @@
-"""Tensors ⇄ frames: raw little-endian memory, never copied where it need not be."""
+"""Conversion of tensors to frames and back: raw little-endian memory, copied only where necessary."""
 
 from __future__ import annotations
 
@@ -10,17 +10,8 @@ import torch
 from torch import Tensor
 
 from zenps.errors import ProtocolError
-from zenps.wire.messages import Dtype
 
-__all__ = [
-    "DTYPES",
-    "RECEIVE_BUFFER_BYTES",
-    "check_size",
-    "copied_bytes",
-    "dtype_name",
-    "tensor_bytes",
-    "tensor_from_bytes",
-]
+from .messages import Dtype
 
 DTYPES: dict[Dtype, torch.dtype] = {
     "float16": torch.float16,
@@ -31,8 +22,8 @@ DTYPES: dict[Dtype, torch.dtype] = {
     "uint8": torch.uint8,
 }
 
-# Smaller messages libzmq hands out of the middle of its receive buffer: at any address, and for as long
-# as one lives, the whole buffer does.
+# libzmq keeps smaller messages inside its receive buffer: at any address, and one message keeps the whole
+# buffer alive.
 RECEIVE_BUFFER_BYTES = 8192
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -52,18 +43,21 @@ def copied_bytes(tensor: Tensor) -> bytes:
     """The elements of any strided CPU tensor, in order."""
     if not tensor.is_contiguous() or tensor.is_neg():
         tensor = tensor.detach().resolve_neg().contiguous()
-    # No detour over NumPy: of a small tensor it would be the larger part.
+    # Not by way of NumPy, which would take most of the time for a small tensor.
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def check_size(data: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> None:
-    """Refuses what cannot be a tensor of ``shape`` and ``dtype``.
+    """Checks that ``data`` has the size of a tensor of ``shape`` and ``dtype``.
 
     Raises:
-        ProtocolError: ``data`` has another size.
+        ProtocolError: it has another size.
     """
-    if data.nbytes != math.prod(shape) * dtype.itemsize:
-        raise ProtocolError("payload", f"{data.nbytes} bytes of values for {tuple(shape)} {dtype}")
+    expected = math.prod(shape) * dtype.itemsize
+    if data.nbytes != expected:
+        raise ProtocolError(
+            "payload", f"{data.nbytes} bytes of values for {tuple(shape)} {dtype}, expected {expected}"
+        )
 
 
 def tensor_from_bytes(data: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Compiles a source of ``cuda/`` for the CPU: with g++, unchanged, into a library that ctypes loads."""
+"""Build of kernels for the CPU: g++ compiles a source of ``cuda/``, unchanged, to a library for ctypes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from zenps.kernels.sources import folder
-
-__all__ = ["BUILD", "SAMPLES", "Sanitizer", "build", "build_runtime", "digest_of", "once", "source_folder"]
+from zenps.kernels.gpu.sources import folder
 
 HERE = Path(__file__).parent
 SAMPLES = HERE / "samples"
-"""Kernels that try the runtime and the headers."""
+"""Kernels that test the runtime and the headers."""
 
 BUILD = HERE.parents[2] / "build" / "host"
 """Where libraries are kept; each is named by a hash of everything that went into it."""
@@ -37,13 +35,13 @@ TIMEOUT_SECONDS = 300
 
 
 class Sanitizer(enum.StrEnum):
-    """What watches the kernels while they run."""
+    """The sanitizer under which kernels run."""
 
     NONE = "none"
     THREAD = "thread"
-    """Races, by ThreadSanitizer."""
+    """ThreadSanitizer, which finds races."""
     ADDRESS = "address"
-    """Accesses outside tensors and shared arrays, and undefined behaviour such as misaligned loads."""
+    """Finds accesses outside tensors and shared arrays, and undefined behaviour such as misaligned loads."""
 
     @property
     def kernel_flags(self) -> tuple[str, ...]:
@@ -61,7 +59,7 @@ class Sanitizer(enum.StrEnum):
 
 
 def source_folder() -> Path:
-    """The folder of the sources: ``cuda/``, or what :mod:`.rerun` puts in its place."""
+    """The folder of the sources: ``cuda/``, or that of a rerun (:mod:`.rerun`)."""
     return Path(os.environ.get("ZENPS_HOST_SOURCES", folder()))
 
 
@@ -72,7 +70,7 @@ def build(source: Path, expressions: Sequence[str], sanitizer: Sanitizer) -> Pat
         RuntimeError: g++ refused the source; the message is g++'s.
     """
     stub = _stub(source, expressions)
-    # What a plant leaves unused is no fault of its own.
+    # A plant may leave variables unused.
     strict = ("-Werror",) if source_folder() == folder() else ()
     flags = (*COMMON, *KERNEL, *strict, f"-I{source_folder()}", *sanitizer.kernel_flags)
     inputs = [source, *source_folder().glob("*.cuh"), HERE / "cuda_host.h", HERE / "table.h"]
@@ -136,7 +134,7 @@ def _compiler() -> tuple[str, str]:
 
 
 def digest_of(text: str, flags: Sequence[str], files: Sequence[Path]) -> str:
-    """Names what a compiler makes of files, of flags, and of a text that says the rest."""
+    """A hash of everything that a compiler's output depends on: files, flags, and a text for the rest."""
     hashed = hashlib.sha256("\0".join((text, *flags)).encode())
     for path in sorted(files):
         hashed.update(path.read_bytes())

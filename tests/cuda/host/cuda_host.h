@@ -1,8 +1,8 @@
-// CUDA C++ as the kernels of cuda/ speak it, for g++: forced in before everything else (-include).
+// The subset of CUDA C++ that the kernels of cuda/ use, for g++: included before everything else (-include).
 //
-// Calls that involve other threads go to runtime.cpp, which runs each CUDA thread as a fiber. What is not
-// here, a kernel may not use: bare __shared__, a second dimension, __activemask. Atomics are relaxed, as on
-// a GPU; __syncthreads and __syncwarp alone order memory, so ThreadSanitizer sees what a GPU would not keep.
+// Calls that involve other threads go to runtime.cpp, which runs each CUDA thread as a fiber. Kernels may use
+// nothing else: no bare __shared__, second dimension or __activemask. Atomics are relaxed, as on a GPU; only
+// __syncthreads and __syncwarp order memory, so ThreadSanitizer finds code that relies on more.
 #pragma once
 
 #define ZENPS_HOST 1

@@ -1,4 +1,4 @@
-// Fibers: stacks that one CPU thread switches between, and what the sanitizers have to be told of them.
+// Fibers: stacks that one CPU thread switches between, with the annotations that sanitizers need.
 #pragma once
 
 #include <sys/mman.h>
@@ -118,7 +118,7 @@ struct Fiber {
 class Fibers {
 public:
     Fiber take() {
-        // One that ran before in this launch comes, to ThreadSanitizer, after all that it met there: that
+        // To ThreadSanitizer, a reused fiber is ordered after all that it did earlier in this launch: that
         // hides races, so it is the last choice.
         if (!rested.empty()) return pop(rested);
         if (!tired.empty() && (!TSAN || made >= MAX_FIBERS)) return pop(tired);

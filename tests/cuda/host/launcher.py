@@ -1,4 +1,4 @@
-"""Launches kernels on CPU tensors."""
+"""Kernel launcher for CPU tensors, with checks that a GPU does not make."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ from torch import Tensor
 
 from tests.cuda.host.build import Sanitizer, build, build_runtime, source_folder
 from tests.cuda.mirror import ON_A_GPU, Mirror
-from zenps.kernels import sources
-from zenps.kernels.cupy import CupyLauncher
-from zenps.kernels.launcher import Launcher
-
-__all__ = ["SANITIZER", "SIZES", "HostLauncher", "KernelError"]
+from zenps.kernels.gpu import sources
+from zenps.kernels.gpu.cupy import CupyLauncher
+from zenps.kernels.gpu.launcher import Launcher
 
 SANITIZER: Final = Sanitizer(os.environ.get("ZENPS_HOST_SANITIZER", "none"))
-"""What watches the kernels of this process; :mod:`.rerun` sets it where the sanitizer is loaded."""
+"""The sanitizer of this process; :mod:`.rerun` sets it in processes that have loaded one."""
 
 SMALL: Final = SANITIZER is not Sanitizer.NONE or os.environ.get("ZENPS_TEST_SMALL", "0") == "1"
 SIZES: Final = (0, 1, 33, 1025) if SMALL else (0, 1, 31, 32, 33, 97, 1025, 100_000)
-"""Numbers of rows to test a kernel with; few and small ones where a sanitizer makes each access slow."""
+"""Numbers of rows for kernel tests; few and small ones under a sanitizer, which makes each access slow."""
 
 GUARD_BYTES = 4096
 GUARD = 0xA5
@@ -43,7 +41,7 @@ class HostLauncher(Launcher):
     Args:
         seed: of the order in which threads and blocks run.
         resident: how many blocks run at once.
-        folder: where the sources lie; by default ``cuda/``, or what stands for it in a rerun.
+        folder: of the sources; by default ``cuda/``, or its replacement in a rerun.
         expressions: the kernels of each source, to be compiled together; by default those of ``cuda/``.
             Others are compiled one by one, which is faster for a source of which one test is run.
 
@@ -145,7 +143,7 @@ def _kernels(source: Path, expressions: tuple[str, ...]) -> dict[str, _HostKerne
 
 
 def _words(expression: str, parameters: str, args: Sequence[Tensor | int]) -> ctypes.Array[ctypes.c_int64]:
-    """The arguments as eight bytes each; refuses those that a GPU would silently misread."""
+    """The arguments as eight bytes each. Raises for arguments that a GPU would silently misread."""
     if len(args) != len(parameters):
         raise KernelError(f"{expression}: expected {len(parameters)} arguments, got {len(args)}")
     for place, (parameter, arg) in enumerate(zip(parameters, args, strict=True)):

@@ -1,7 +1,7 @@
-"""Runs tests of kernels again: under a sanitizer, on other sources, or both.
+"""Reruns of kernel tests in a process of their own: under a sanitizer, on other sources, or both.
 
-A sanitizer must be there when Python starts. One process starts with it, imports what takes seconds, and then
-forks for each request.
+A sanitizer must be loaded when Python starts. One process starts with it, imports the modules that take
+seconds, and then forks for each request.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ import pytest
 
 from tests.cuda.host.build import BUILD, Sanitizer
 
-__all__ = ["Outcome", "Rerun"]
-
 ROOT = BUILD.parents[1]
 REPORTED = 66
 """The exit status of a process that a sanitizer ended."""
@@ -37,7 +35,7 @@ OPTIONS = {
 
 
 class Outcome(NamedTuple):
-    """What became of the tests."""
+    """The result of a rerun."""
 
     status: int
     """pytest's exit status, ``REPORTED``, or minus a signal's number."""
@@ -49,12 +47,12 @@ class Outcome(NamedTuple):
 
     @property
     def reported(self) -> bool:
-        """The sanitizer found something; ``output`` ends with what, and where."""
+        """True if the sanitizer found a fault; ``output`` ends with its report."""
         return self.status == REPORTED
 
 
 class Rerun:
-    """A process that runs tests when asked; to be used in a ``with``."""
+    """A process that runs tests on request; a context manager."""
 
     def __init__(self, sanitizer: Sanitizer) -> None:
         BUILD.mkdir(parents=True, exist_ok=True)
@@ -118,7 +116,7 @@ def _library(name: str) -> str:
 
 
 def _fixed_addresses() -> list[str]:
-    """What starts a command at fixed addresses: ThreadSanitizer cannot take every random one."""
+    """The command prefix for fixed addresses: ThreadSanitizer does not support all random ones."""
     prefix = ["setarch", platform.machine(), "-R"]
     allowed = subprocess.run([*prefix, "true"], capture_output=True, timeout=60, check=False).returncode == 0
     return prefix if allowed else []

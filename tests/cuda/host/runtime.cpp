@@ -1,7 +1,7 @@
-// What cuda_host.h calls: a CUDA thread says what it waits for and switches to the scheduler.
+// Runtime calls of cuda_host.h: a CUDA thread records what it waits for and switches to the scheduler.
 //
-// All this runs on a fiber, so under ThreadSanitizer it calls nothing that the sanitizer intercepts (memset,
-// malloc): it would take that for the kernel's.
+// All of this runs on a fiber, so under ThreadSanitizer it calls no function that the sanitizer intercepts
+// (memset, malloc): the sanitizer would take it for the kernel's.
 #include "state.h"
 
 namespace host {

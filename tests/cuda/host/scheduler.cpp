@@ -1,7 +1,7 @@
-// Runs a CUDA grid on one CPU thread: each CUDA thread is a fiber, and a seeded scheduler picks who runs.
+// Scheduler of a CUDA grid on one CPU thread: each CUDA thread is a fiber, and a seed draws the next to run.
 //
-// A fiber only says what it waits for and switches back; everything is decided here. Several blocks are
-// resident at once and start in random order, so that a look-back really waits, and one that waits for a
+// A fiber only records what it waits for and switches back; the scheduler decides everything. Several blocks
+// are resident at once and start in random order, so that a look-back really waits, and one that waits for a
 // block which has not started never ends, as may happen on a GPU.
 //
 // Runtime and scheduler are compiled without ThreadSanitizer, and each fiber is a thread to it. Switches
@@ -193,7 +193,7 @@ void settle(Lane& lane) {
 // The grid
 
 Lane* pick() {
-    // Who waits in a loop mostly waits for somebody else.
+    // A thread that waits in a loop mostly waits for another thread.
     const bool patient = !launch->ready.empty() && (launch->paused.empty() || random_below(8) != 0);
     auto& from = patient ? launch->ready : launch->paused;
     if (from.empty()) return nullptr;

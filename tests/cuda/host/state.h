@@ -1,4 +1,4 @@
-// What the scheduler and the threads that it runs know of each other.
+// State that the scheduler and the CUDA threads share.
 #pragma once
 
 #include <cstdint>
@@ -56,7 +56,7 @@ struct Array {
     std::size_t begin, end;
 };
 
-// Made anew for each block: an address that had a past would hide races, or invent some.
+// Allocated for each block: ThreadSanitizer's history of a reused address would hide races, or invent some.
 struct Block {
     unsigned index;
     std::vector<Lane*> lanes;

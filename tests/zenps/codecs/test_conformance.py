@@ -1,4 +1,4 @@
-"""What every codec must do, honest bytes and hostile ones."""
+"""Conformance tests of position codecs, with valid and with hostile bytes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def chunks(draw: st.DrawFn) -> tuple[Positions, int]:
 
 
 def check_decodes_or_refuses(codec: Codec, data: bytes, rows: int, span: int) -> None:
-    """Either the bytes are the one encoding of what was decoded, or they are refused."""
+    """The bytes are either refused, or the only encoding of the decoded positions."""
     try:
         positions = codec.decode(memoryview(data), rows, span)
     except ProtocolError:
@@ -142,7 +142,7 @@ def test_coo_refuses_what_does_not_increase_within_the_span(positions: list[int]
         CODECS["coo"].decode(memoryview(data), len(positions), span)
 
 
-def test_coo_is_little_endian_and_as_narrow_as_it_can() -> None:
+def test_coo_is_little_endian_and_takes_the_smallest_dtype() -> None:
     coo = CODECS["coo"]
     last = np.array([2**31 - 1])
     assert coo.encode(last, 2**31).tobytes() == b"\xff\xff\xff\x7f"
@@ -157,7 +157,7 @@ def test_bitmap_is_least_significant_bit_first_with_unused_bits_zero() -> None:
             bitmap.decode(memoryview(bytes([0, byte])), rows, 10)
 
 
-def test_the_registry_is_what_the_wire_knows() -> None:
+def test_the_registry_has_every_codec_of_the_wire() -> None:
     assert list(CODECS) == list(get_args(CodecName)) == [codec.name for codec in CODECS.values()]
 
 
@@ -178,7 +178,7 @@ def test_auto_with_wide_rows_changes_at_one_row_in_32() -> None:
     assert choose("auto", 11, 319, 256).name == "bitmap"
 
 
-def test_auto_with_narrow_rows_is_delta_up_to_one_row_in_three() -> None:
+def test_auto_with_short_rows_is_delta_up_to_one_row_in_three() -> None:
     density = [1e-4, 1e-3, 1e-2, 0.1, 0.2, 0.4, 0.6]
     chosen = [choose("auto", int(share * 10**6), 10**6, 4).name for share in density]
     assert chosen == ["delta"] * 4 + ["bitmap"] * 3

@@ -1,4 +1,4 @@
-"""What every codec of values must do: rounding, what is no number, and hostile bytes."""
+"""Conformance tests of value codecs: rounding, NaN and infinity, and hostile bytes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def travelled(codec: ValueCodec, values: Tensor, step: int | None = None) -> Ten
 
 
 def random_values(shape: tuple[int, ...], seed: int) -> Tensor:
-    """Of very different size in different rows."""
+    """Values of very different magnitude in different rows."""
     generator = torch.Generator().manual_seed(seed)
     scales = torch.exp2(torch.randint(-40, 15, (shape[0], 1), generator=generator).float())
     return torch.randn(shape, generator=generator) * scales
@@ -58,7 +58,7 @@ def runs_of(values: Tensor) -> list[Tensor]:
     return list(values.split(RUN) if values.shape[1] == 1 else values)
 
 
-def test_the_registry_is_what_the_wire_knows() -> None:
+def test_the_registry_has_every_codec_of_the_wire() -> None:
     assert ["same", *VALUE_CODECS] == list(get_args(ValueForm))
     assert all(codec.form == form for form, codec in VALUE_CODECS.items())
 
@@ -66,13 +66,13 @@ def test_the_registry_is_what_the_wire_knows() -> None:
 @every_codec
 @settings(deadline=None, max_examples=60)
 @given(shape=SHAPES, seed=st.integers(0, 1 << 30), step=st.one_of(st.none(), st.integers(0, 2**62 - 1)))
-def test_what_was_narrow_is_the_same_bytes_again(
+def test_quantizing_again_gives_the_same_bytes(
     codec: ValueCodec, shape: tuple[int, int], seed: int, step: int | None
 ) -> None:
-    """So a row that one rank alone has pushed comes back as it was, and a NaN as a NaN."""
+    """So a row that only one rank has pushed comes back unchanged, and a NaN as a NaN."""
     data = encoded(codec, random_values(shape, seed))
     assert encoded(codec, decoded(codec, data, shape), step) == data
-    # Rounded down, the greatest of a run may need a smaller scale: other bytes, which mean the same.
+    # If the greatest value of a run is rounded down, it may need a smaller scale: other bytes, equal values.
     once = travelled(codec, random_values(shape, seed), step)
     assert torch.equal(travelled(codec, once, 5), once)
 
@@ -80,8 +80,8 @@ def test_what_was_narrow_is_the_same_bytes_again(
 @every_codec
 @settings(deadline=None, max_examples=60)
 @given(shape=SHAPES, seed=st.integers(0, 1 << 30))
-def test_rows_are_narrowed_each_by_itself(codec: ValueCodec, shape: tuple[int, int], seed: int) -> None:
-    """In any order, by any ring, and whatever other rows travel with them: their bytes are the same."""
+def test_each_row_is_quantized_by_itself(codec: ValueCodec, shape: tuple[int, int], seed: int) -> None:
+    """A row's bytes do not depend on the order, the ring, or the other rows of the push."""
     values = random_values(shape, seed)
     for step in (None, 9):
         whole = travelled(codec, values, step)
@@ -133,7 +133,7 @@ def test_int8_is_a_power_of_two_and_small_integers() -> None:
 
 @every_step
 @pytest.mark.parametrize("special", [NAN, -NAN, INF, -INF])
-def test_int8_shows_what_is_no_number_in_the_whole_run(special: float, step: int | None) -> None:
+def test_int8_makes_a_run_with_a_nan_or_infinity_nan(special: float, step: int | None) -> None:
     values = random_values((5, 6), 3)
     values[2, 4] = special
     got = travelled(int8, values, step)
@@ -153,7 +153,7 @@ def test_int8_beyond_the_range_becomes_infinite(step: int | None) -> None:
 
 
 def test_int8_has_the_right_mean_over_steps() -> None:
-    """Of values far below a step, too, which nearest would lose for ever."""
+    """Also for values far below a step, which rounding to the nearest would always lose."""
     values = torch.tensor([[1.0, 1e-3, -1e-3, 0.3, -0.7, 1 / 3, 0.0039, 0.0]])
     steps = 4000
     mean = sum(travelled(int8, values, step).double() for step in range(steps)) / steps
@@ -163,13 +163,13 @@ def test_int8_has_the_right_mean_over_steps() -> None:
 
 
 def test_int8_rounds_other_rows_otherwise() -> None:
-    """Of many rows in one step, too, the mean is right: they are not all rounded up."""
+    """The mean over many rows of one step is right, too: they are not all rounded up."""
     generator = torch.Generator().manual_seed(5)
     values = torch.rand((4000, 8), generator=generator)
     values[:, 0] = 1.0
     error = (travelled(int8, values, 0) - values) * 64
     assert error.mean(0).abs().max() < 4 * 0.5 / math.sqrt(len(values))
-    # Nor do neighbours in a row go together.
+    # Adjacent values of a row are not rounded alike, either.
     correlation = torch.corrcoef(error[:, 1:].T) - torch.eye(7)
     assert correlation.abs().max() < 0.1
 
@@ -190,7 +190,7 @@ def test_any_bytes(codec: ValueCodec, data: bytes, rows: int, columns: int) -> N
     assert np.array_equal(out.numpy(), decoded(codec, data, (rows, columns)).numpy(), equal_nan=True)
 
 
-def test_single_elements_of_a_sparse_tensor_have_nobody_to_share_a_scale_with() -> None:
+def test_single_elements_of_a_sparse_tensor_travel_as_bfloat16_instead_of_int8() -> None:
     assert value_codec("int8", 1, is_dense=False) is VALUE_CODECS["bfloat16"]
     assert value_codec("int8", 1, is_dense=True) is value_codec("int8", 2, is_dense=False) is int8
     assert value_codec("float16", 1, is_dense=False) is VALUE_CODECS["float16"]

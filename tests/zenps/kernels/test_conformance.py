@@ -1,4 +1,4 @@
-"""What every backend of the inner loops must do, bit for bit as a loop over rows does it."""
+"""Conformance tests of kernels: the same bits as a plain loop over rows."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.cuda.host.launcher import HostLauncher
 from zenps.buffers import BufferPool
 from zenps.kernels.base import ACCUMULATE, Kernels, Rows
 from zenps.kernels.cpu import CpuKernels
-from zenps.kernels.scatter import merge
-from zenps.kernels.sort_compact import sort_compact
+from zenps.kernels.gpu.scatter import merge
+from zenps.kernels.gpu.sort_compact import sort_compact
 
 torch.set_num_threads(1)
 
 
 class DeviceKernels(Kernels):
-    """What a worker does on a GPU, behind the same interface. Servers sum on the CPU alone."""
+    """The GPU kernels of a worker, behind the same interface. Servers sum on the CPU."""
 
     def __init__(self) -> None:
         self._launcher = HostLauncher()
@@ -78,7 +78,7 @@ def table(sums: dict[int, Tensor], like: Tensor, divisor: int = 1) -> Rows:
 
 
 def assert_same(got: Rows, expected: Rows) -> None:
-    """The same bits, but for NaN: an operation makes of it any other."""
+    """The same bits, except for NaN: an operation may change its payload."""
     assert got[0].dtype == torch.int64
     assert torch.equal(got[0], expected[0])
     assert (got[1].shape, got[1].dtype) == (expected[1].shape, expected[1].dtype)
@@ -153,9 +153,7 @@ def test_scatter_sorts(kernels: Kernels, rows: Rows, pieces: int, seed: int) -> 
 
 @every_backend
 @pytest.mark.parametrize("columns", [47, 48, 512])
-def test_rows_around_the_width_from_which_they_are_not_copied_together(
-    kernels: Kernels, columns: int
-) -> None:
+def test_rows_around_the_width_above_which_they_are_not_concatenated(kernels: Kernels, columns: int) -> None:
     generator = torch.Generator().manual_seed(3)
     keys = [torch.randperm(300, generator=generator)[:200].sort().values for _ in range(4)]
     ranks = [(some, values_of(200, columns, torch.float32, generator)) for some in keys]
@@ -199,7 +197,7 @@ def test_large_tables_do_not_depend_on_the_number_of_threads(
 
 @every_backend
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_narrow_floats_are_summed_wide_and_rounded_once(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_16_bit_floats_are_summed_in_float32_and_rounded_once(kernels: Kernels, dtype: torch.dtype) -> None:
     """1 + 2⁻¹² three thousand times: in the dtype itself, every addition would be lost."""
     count, small = 3000, 2.0**-12
     values = torch.full((count, 2), small, dtype=dtype)
@@ -223,7 +221,7 @@ def test_int64_wraps_and_is_exact(kernels: Kernels) -> None:
 @pytest.mark.parametrize("columns", [1, 96])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_special_values(kernels: Kernels, dtype: torch.dtype, columns: int) -> None:
-    """A lone -0.0 stays, rows that cancel come back as 0.0, NaN and infinity go their way."""
+    """A lone -0.0 stays, rows that cancel become 0.0, and NaN and infinity propagate."""
 
     def rows(*values: float) -> Tensor:
         return torch.tensor(values, dtype=dtype)[:, None].repeat(1, columns)
@@ -250,7 +248,7 @@ def test_a_lone_row_keeps_the_payload_of_a_nan(kernels: Kernels, columns: int) -
 @every_backend
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("dtype", list(ACCUMULATE))
-def test_nothing(kernels: Kernels, dtype: torch.dtype, columns: int) -> None:
+def test_empty_tables(kernels: Kernels, dtype: torch.dtype, columns: int) -> None:
     nothing = torch.empty(0, dtype=torch.int64), torch.empty(0, columns, dtype=dtype)
     assert_same(kernels.compact(*nothing), nothing)
     assert_same(kernels.aggregate([nothing, nothing], 1), nothing)
@@ -261,7 +259,7 @@ def test_nothing(kernels: Kernels, dtype: torch.dtype, columns: int) -> None:
 @pytest.mark.parametrize("columns", [1, 2, 3, 4, 96])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_memory_aligned_to_one_element_only(kernels: Kernels, dtype: torch.dtype, columns: int) -> None:
-    """Received values lie anywhere: rows need not be aligned as the wider items that they are copied as."""
+    """Received values may have any address: rows need not be aligned to the items that NumPy copies."""
     flat = values_of(1 + 10 * columns, 1, dtype, torch.Generator().manual_seed(2)).view(-1)
     values = flat[1:].view(10, columns)
     rows = torch.arange(10), values

@@ -10,7 +10,7 @@ import zmq
 
 from tests.integration.zmtp import MORE, connected, frame, knock
 from zenps.wire.connections import Connections
-from zenps.wire.sockets import MOST_FRAMES, Socket, bind_router, context, receive_routed
+from zenps.wire.sockets import MAX_FRAMES, Socket, bind_router, context, receive_routed
 
 MOST_BYTES = 100_000
 SECONDS = 10.0
@@ -25,7 +25,7 @@ def router() -> Iterator[tuple[Socket, str, Connections]]:
 
 def look_until_cut(connections: Connections) -> list[str]:
     until = time.monotonic() + SECONDS
-    while not (cut := connections.look()):
+    while not (cut := connections.cut_endless()):
         assert time.monotonic() < until
         time.sleep(0.01)
     return cut
@@ -63,8 +63,8 @@ def test_who_sends_whole_messages_stays(router: tuple[Socket, str, Connections])
     with connected(address) as peer:
         for _ in range(10):
             peer.sendall(frame(bytes(MOST_BYTES // 2), MORE) + frame(b""))
-            connections.spoke(take(socket)[0])
-            assert connections.look() == []
+            connections.on_message(take(socket)[0])
+            assert connections.cut_endless() == []
 
 
 def test_a_peer_may_hang_up_while_it_is_looked_at(router: tuple[Socket, str, Connections]) -> None:
@@ -81,7 +81,7 @@ def test_a_peer_may_hang_up_while_it_is_looked_at(router: tuple[Socket, str, Con
     try:
         until = time.monotonic() + 2
         while time.monotonic() < until:
-            assert connections.look() == []
+            assert connections.cut_endless() == []
     finally:
         stop.set()
         for knocker in knockers:
@@ -95,7 +95,7 @@ def test_who_does_not_end_a_message_is_cut(router: tuple[Socket, str, Connection
         host, port = peer.getsockname()[:2]
         assert look_until_cut(connections) == [f"::ffff:{host}:{port}"]
         assert hung_up(peer)
-        assert connections.look() == []
+        assert connections.cut_endless() == []
         bystander.sendall(frame(b"still here"))
         assert bytes(take(socket)[1][-1]) == b"still here"
 
@@ -108,15 +108,15 @@ def test_whole_messages_that_came_after_the_last_was_taken_are_no_endless_messag
     with connected(address) as busy, connected(address) as peer:
         for _ in range(4):
             busy.sendall(frame(b"small"))
-            connections.spoke(take(socket)[0])
+            connections.on_message(take(socket)[0])
         for _ in range(4):
             peer.sendall(frame(bytes(MOST_BYTES // 2), MORE) + frame(b""))
             busy.sendall(frame(b"small"))
         time.sleep(0.1)
-        assert connections.look() == []
+        assert connections.cut_endless() == []
         for _ in range(8):
-            connections.spoke(take(socket)[0])
-        assert connections.look() == connections.look() == []
+            connections.on_message(take(socket)[0])
+        assert connections.cut_endless() == connections.cut_endless() == []
 
 
 def test_an_endless_message_is_cut_at_the_second_look_though_others_speak_on(
@@ -130,8 +130,8 @@ def test_an_endless_message_is_cut_at_the_second_look_though_others_speak_on(
         for _ in range(2):
             for _ in range(4):
                 busy.sendall(frame(b"small"))
-                connections.spoke(take(socket)[0])
-            cut.append(len(connections.look()))
+                connections.on_message(take(socket)[0])
+            cut.append(len(connections.cut_endless()))
         assert cut == [0, 1]
         assert hung_up(peer)
 
@@ -143,7 +143,7 @@ def test_the_whole_of_an_unread_queue_is_no_endless_message(router: tuple[Socket
             peer.sendall(frame(bytes(MOST_BYTES // 2), MORE) + frame(b""))
         assert socket.poll(int(1000 * SECONDS))
         time.sleep(0.1)
-        assert connections.look() == []
+        assert connections.cut_endless() == []
 
 
 def test_one_connection_can_be_cut(router: tuple[Socket, str, Connections]) -> None:
@@ -151,7 +151,7 @@ def test_one_connection_can_be_cut(router: tuple[Socket, str, Connections]) -> N
     with connected(address) as peer:
         peer.sendall(frame(b"hello"))
         descriptor, _ = take(socket)
-        connections.spoke(descriptor)
+        connections.on_message(descriptor)
         connections.cut(descriptor)
         connections.cut(descriptor)
         assert hung_up(peer)
@@ -161,6 +161,6 @@ def test_more_frames_than_any_message_has_are_dropped(router: tuple[Socket, str,
     socket, address, _ = router
     with connected(address) as peer:
         peer.sendall(frame(b"x", MORE) * 1000 + frame(b"end") + frame(b"next"))
-        assert len(take(socket)[1]) == MOST_FRAMES
+        assert len(take(socket)[1]) == MAX_FRAMES
         assert [bytes(part) for part in take(socket)[1][1:]] == [b"next"]
     assert socket.getsockopt(zmq.RCVMORE) == 0

@@ -1,4 +1,4 @@
-"""Who is let in, with real sockets; each trap of CURVE in libzmq and pyzmq has a test."""
+"""CURVE authentication with real sockets; each trap of CURVE in libzmq and pyzmq has a test."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 import zmq
 
 from tests.dealer import connect_dealer
+from zenps.config.settings import SecurityConfig
 from zenps.errors import ConfigError, ProtocolError
 from zenps.keys import LIST_NAME, Keys, Player, generate, load_keys
-from zenps.metrics import Refusal
-from zenps.settings import SecurityConfig
+from zenps.observe.metrics import Refusal
 from zenps.wire.connections import Connections
-from zenps.wire.curve import Gate, Handshakes, warn_if_open
+from zenps.wire.curve import Authenticator, Handshakes, warn_if_open
 from zenps.wire.sockets import Socket, bind_router, context, open_dealer, receive_frames
 
 SECONDS = 20.0
@@ -36,23 +36,23 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def strangers(tmp_path: Path, directory: Path) -> Keys:
+def unlisted(tmp_path: Path, directory: Path) -> Keys:
     """Keys of another job, whose owner knows the public keys of this one."""
-    generate(tmp_path / "strangers", workers=1, servers=1)
-    own, known = keys_of(tmp_path / "strangers", "worker", 0), keys_of(directory, "worker", 0)
+    generate(tmp_path / "unlisted", workers=1, servers=1)
+    own, known = keys_of(tmp_path / "unlisted", "worker", 0), keys_of(directory, "worker", 0)
     return Keys(own.file, own.name, own.public, own.secret, known.owners)
 
 
 class Scheduler:
     """A ROUTER behind a gate, driven by the test."""
 
-    def __init__(self, ctx: zmq.Context[Socket], keys: Keys | None, with_gate: bool = True) -> None:
+    def __init__(self, ctx: zmq.Context[Socket], keys: Keys | None, with_authenticator: bool = True) -> None:
         self.ctx = ctx
         self.refused: list[Refusal] = []
         self._dealers: list[Socket] = []  # one that is dropped would linger
-        self.gate = Gate(ctx, keys if with_gate else None, self.refused.append)
+        self.authenticator = Authenticator(ctx, keys if with_authenticator else None, self.refused.append)
         self.router, self.address = bind_router(ctx, "127.0.0.1", 0, 1 << 20, keys)
-        self.gate.watch(Connections(self.router, 1 << 20))
+        self.authenticator.watch(Connections(self.router, 1 << 20))
 
     def dealer(self, keys: Keys | None, identity: bytes = b"x", peer: str = "scheduler") -> Socket:
         """A peer that has sent a message."""
@@ -65,18 +65,18 @@ class Scheduler:
         until = time.monotonic() + SECONDS
         while not condition():
             assert time.monotonic() < until, f"in vain; refused: {self.refused}"
-            self.gate.attend()
+            self.authenticator.attend()
             self.router.poll(5)
 
     def owner_of_next(self) -> str:
         self.attend_until(lambda: self.router.poll(0))
         _, frame = receive_frames(self.router)
-        return self.gate.owner(frame)
+        return self.authenticator.owner(frame)
 
     def hears_nothing(self) -> bool:
         until = time.monotonic() + 0.2
         while time.monotonic() < until:
-            self.gate.attend()
+            self.authenticator.attend()
             if self.router.poll(5):
                 return False
         return True
@@ -124,19 +124,19 @@ def test_check_binds_a_message_to_a_name(scheduler: Scheduler, directory: Path) 
     scheduler.dealer(keys_of(directory, "worker", 1))
     scheduler.attend_until(lambda: scheduler.router.poll(0))
     _, frame = scheduler.router.recv_multipart(copy=False)
-    scheduler.gate.check(frame, "worker", 1)
+    scheduler.authenticator.check(frame, "worker", 1)
     with pytest.raises(ProtocolError, match=r"^key: a message of worker-0 by worker-1$"):
-        scheduler.gate.check(frame, "worker", 0)
+        scheduler.authenticator.check(frame, "worker", 0)
 
 
-def test_unknown_key(scheduler: Scheduler, strangers: Keys, caplog: pytest.LogCaptureFixture) -> None:
-    scheduler.dealer(strangers)
-    scheduler.dealer(strangers, identity=b"y")
+def test_unknown_key(scheduler: Scheduler, unlisted: Keys, caplog: pytest.LogCaptureFixture) -> None:
+    scheduler.dealer(unlisted)
+    scheduler.dealer(unlisted, identity=b"y")
     scheduler.attend_until(lambda: len(scheduler.refused) >= 2)
     assert scheduler.hears_nothing()
     assert set(scheduler.refused) == {"unknown_key"}
     (line,) = caplog.messages
-    assert line.startswith(f"refused a connection from 127.0.0.1: {strangers.public.decode()} is not in ")
+    assert line.startswith(f"refused a connection from 127.0.0.1: {unlisted.public.decode()} is not in ")
 
 
 def test_plaintext(scheduler: Scheduler) -> None:
@@ -154,9 +154,9 @@ def test_peer_that_means_another_server(scheduler: Scheduler, directory: Path) -
     assert set(scheduler.refused) == {"handshake"}
 
 
-def test_nobody_is_let_in_while_nobody_answers(ctx: zmq.Context[Socket], directory: Path) -> None:
+def test_nobody_is_admitted_while_nobody_answers(ctx: zmq.Context[Socket], directory: Path) -> None:
     """Without a ZAP domain, libzmq would let every key in here."""
-    scheduler = Scheduler(ctx, keys_of(directory, "scheduler"), with_gate=False)
+    scheduler = Scheduler(ctx, keys_of(directory, "scheduler"), with_authenticator=False)
     scheduler.dealer(keys_of(directory, "worker", 1))
     assert scheduler.hears_nothing()
 
@@ -165,7 +165,7 @@ def test_without_keys_nothing_is_asked(ctx: zmq.Context[Socket]) -> None:
     scheduler = Scheduler(ctx, None)
     scheduler.dealer(None)
     assert scheduler.owner_of_next() == ""
-    assert scheduler.gate.sockets == []
+    assert scheduler.authenticator.sockets == []
 
 
 # ── a list that changes ─────────────────────────────────────────────────────────────────────────
@@ -175,7 +175,7 @@ def test_revoked_key_loses_its_connection_s_worth(scheduler: Scheduler, director
     dealer = scheduler.dealer(keys_of(directory, "worker", 1))
     assert scheduler.owner_of_next() == "worker-1"
     rewrite(directory, without("worker-1"))
-    scheduler.gate.attend()
+    scheduler.authenticator.attend()
     dealer.send(b"hello again")
     with pytest.raises(ProtocolError, match="key: its key is no longer listed"):
         scheduler.owner_of_next()
@@ -189,7 +189,7 @@ def test_revoked_key_gets_no_new_connection(scheduler: Scheduler, directory: Pat
     assert scheduler.hears_nothing()
 
 
-def test_key_that_was_added_is_let_in(scheduler: Scheduler, directory: Path) -> None:
+def test_key_that_was_added_is_admitted(scheduler: Scheduler, directory: Path) -> None:
     generate(directory, workers=3, servers=1)
     scheduler.dealer(keys_of(directory, "worker", 2))
     assert scheduler.owner_of_next() == "worker-2"
@@ -201,7 +201,7 @@ def test_new_key_of_a_node_is_not_mistaken_for_the_old(scheduler: Scheduler, dir
     rewrite(directory, without("worker-1"))
     (directory / "worker-1.secret").unlink()
     generate(directory, workers=2, servers=1)
-    scheduler.gate.attend()
+    scheduler.authenticator.attend()
     dealer.send(b"by the old key")
     with pytest.raises(ProtocolError, match="no longer listed"):
         scheduler.owner_of_next()
@@ -221,7 +221,7 @@ def test_damaged_list_leaves_the_keys_as_they_were(
             file.unlink()
         case "writable":
             file.chmod(0o666)
-    scheduler.gate.attend()
+    scheduler.authenticator.attend()
     scheduler.dealer(keys)
     assert scheduler.owner_of_next() == "worker-1"
     assert sum("the keys stay as they were: security.keys" in line for line in caplog.messages) == 1
@@ -249,9 +249,9 @@ def refusal(scheduler: Scheduler, keys: Keys | None) -> str:
     return texts[0]
 
 
-def test_node_is_told_that_its_key_is_not_listed(scheduler: Scheduler, strangers: Keys) -> None:
+def test_node_is_told_that_its_key_is_not_listed(scheduler: Scheduler, unlisted: Keys) -> None:
     expected = "security.secret = 'worker-0': expected a key that the scheduler at host:1 lists"
-    assert refusal(scheduler, strangers).startswith(expected)
+    assert refusal(scheduler, unlisted).startswith(expected)
 
 
 def test_node_is_told_that_keys_are_needed(scheduler: Scheduler) -> None:

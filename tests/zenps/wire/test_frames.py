@@ -244,7 +244,7 @@ def test_malformed(frame: bytes, reason: str) -> None:
     assert refusal(Decoder("job", FromScheduler), frame) == reason
 
 
-def test_the_well_formed_neighbour_of_these() -> None:
+def test_a_well_formed_message_beside_these() -> None:
     decoder: Decoder[Stop] = Decoder("job", FromScheduler)
     assert decoder.decode(packed(PROTOCOL_VERSION, "job", STOP)) == Stop()
 
@@ -273,7 +273,7 @@ def test_a_view_of_the_largest_cluster_fits() -> None:
     workers = tuple(Member("worker", rank, host, 1 << 22, "", f"{host}:65535") for rank in range(4096))
     address = f"tcp://{host}:65535"
     servers = tuple(Member("server", rank, host, 1 << 22, address, f"{host}:65535") for rank in range(1024))
-    view = View(1, 4095, workers, servers, bytes(8192), ring=1)
+    view = View(1, 4095, workers, servers, bytes(8192), ring_epoch=1)
     decoder: Decoder[View] = Decoder("job", FromScheduler)
     assert decoder.decode(encode("job", view)) == view
 
@@ -296,7 +296,7 @@ def test_announced_lengths_do_not_allocate() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("epoch", -1),
+        ("ring_epoch", -1),
         ("rank", 1 << 16),
         ("tensor", ""),
         ("tensor", "x" * 1025),

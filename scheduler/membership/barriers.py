@@ -1,0 +1,119 @@
+"""Barriers of one job: which workers have arrived, and when all may pass. No socket, no clock."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from zenps.observe.lateness import Lateness
+from zenps.wire.messages import LAST_BARRIER, BarrierReply
+
+from .actions import Send
+from .members import Members, Node, names
+
+
+class _Barrier(Struct):
+    """A barrier that is not complete: by rank, who waits there and when each arrived first."""
+
+    opened: float
+    waiting: dict[int, bytes] = {}
+    arrivals: dict[int, float] = {}
+
+
+class Barriers:
+    """The open barriers by their sequence number.
+
+    Args:
+        members: a barrier is complete when all workers that are present have arrived.
+        is_elastic: False: once a worker has left or is lost, every later barrier fails.
+        deadline_seconds: how long a barrier stays open; may be infinite.
+        late: counts how long others waited for each rank.
+
+    Attributes:
+        passed: the number of the last complete barrier.
+        ended: True if all workers arrived at the barrier before they leave.
+    """
+
+    def __init__(self, members: Members, is_elastic: bool, deadline_seconds: float, late: Lateness) -> None:
+        self._members = members
+        self._is_elastic = is_elastic
+        self._deadline_seconds = deadline_seconds
+        self._late = late
+        self._open: dict[int, _Barrier] = {}
+        self.passed = 0
+        self.ended = False
+
+    def on_barrier(self, node: Node, sequence: int, now: float) -> list[Send]:
+        """A worker has arrived, perhaps not for the first time. Answers all workers that may pass."""
+        if sequence <= self.passed:
+            return [Send(node.peer, BarrierReply(sequence, ""))]
+        gone = self._members.with_state("worker", "left", "lost")
+        if gone and not self._is_elastic:
+            error = f"barrier {sequence}: {names(gone)} left before it"
+            return [Send(node.peer, BarrierReply(sequence, error))]
+        if sequence != LAST_BARRIER:  # a worker waits at one counted barrier, or any number would stay open
+            self._withdraw(node.rank, sequence, LAST_BARRIER)
+        world_size = len(self._members.present("worker"))
+        barrier = self._open.setdefault(sequence, _Barrier(now))
+        if node.rank not in barrier.waiting:
+            self._late.wait([node.rank], [*barrier.arrivals.values()], world_size, now)
+            barrier.arrivals[node.rank] = now
+        barrier.waiting[node.rank] = node.peer
+        return self._complete(sequence)
+
+    def on_removed(self, node: Node) -> list[Send]:
+        """An elastic job has removed a worker. Barriers that only this worker kept open are complete."""
+        self._withdraw(node.rank)
+        return [send for sequence in list(self._open) for send in self._complete(sequence)]
+
+    def on_tick(self, now: float) -> list[Send]:
+        """Time has passed: counts the lateness of absent workers, and fails barriers at their deadline."""
+        sends: list[Send] = []
+        workers = self._members.present("worker")
+        for sequence, barrier in list(self._open.items()):
+            absent = [node for node in workers if node.rank not in barrier.waiting]
+            arrivals = [*barrier.arrivals.values()]
+            self._late.wait([node.rank for node in absent], arrivals, len(workers), now)
+            if now > barrier.opened + self._deadline_seconds:
+                reason = f"not reached within {self._deadline_seconds:g} s by {names(absent)}"
+                sends += self._answer(sequence, f"barrier {sequence}: {reason}")
+        return sends
+
+    def fail(self, reason: str) -> list[Send]:
+        """Fails all open barriers for the same reason."""
+        return [
+            send
+            for sequence in list(self._open)
+            for send in self._answer(sequence, f"barrier {sequence}: {reason}")
+        ]
+
+    def reset(self) -> None:
+        """Closes all barriers without an answer. All workers count from 0 again."""
+        self.clear()
+        self.passed = 0
+
+    def clear(self) -> None:
+        """Closes all barriers without an answer."""
+        self._open.clear()
+
+    def _withdraw(self, rank: int, *stays: int) -> None:
+        """Removes a worker from all barriers but those in ``stays``."""
+        for sequence, barrier in list(self._open.items()):
+            if sequence not in stays:
+                barrier.waiting.pop(rank, None)
+                barrier.arrivals.pop(rank, None)
+                if not barrier.waiting:
+                    del self._open[sequence]
+
+    def _complete(self, sequence: int) -> list[Send]:
+        """Answers a barrier if all workers that are present have arrived."""
+        if len(self._open[sequence].waiting) < len(self._members.present("worker")):
+            return []
+        if sequence == LAST_BARRIER:
+            self.ended = True
+        else:
+            self.passed = sequence
+        return self._answer(sequence, "")
+
+    def _answer(self, sequence: int, error: str) -> list[Send]:
+        peers = self._open.pop(sequence).waiting.values()
+        return [Send(peer, BarrierReply(sequence, error)) for peer in peers]

@@ -1,0 +1,67 @@
+"""Departures: what follows when a node leaves the job, or is lost because its lease has expired."""
+
+from __future__ import annotations
+
+from zenps.wire.messages import Departed, Refused
+
+from .actions import Send, to_all
+from .job import Job
+from .members import Node
+
+
+def on_leave(job: Job, node: Node, now: float) -> list[Send]:
+    """A node leaves on its own."""
+    if job.state == "gathering" or node.state == "waiting":
+        job.members.forget(node)
+        return []
+    was_leaving = node.state == "leaving"
+    job.members.set_state(node, "left")
+    if job.state == "draining":
+        return job.end_if_drained()
+    if was_leaving or job.state in ("failed", "recovering"):
+        return []
+    sends = to_all(job.members.alive(), Departed(node.member, False, f"{node.member} left the job"))
+    if node.role == "server":
+        return sends + job.begin_epoch("members changed", now)
+    if job.state == "confirming" and job.views.epoch == 1:
+        return sends + job.lose_worker(f"{node.member} left before the job began", now)
+    if job.can_shrink():
+        return sends + job.remove_worker(node, now)
+    sends += job.barriers.fail(f"{node.member} left before it")
+    if not job.members.present("worker"):
+        return sends + job.drain_servers(now)
+    return sends + job.begin_epoch("a worker left", now)
+
+
+def on_lost(job: Job, node: Node, now: float) -> list[Send]:
+    """A node has been silent for longer than its lease."""
+    if job.state == "gathering" or node.state == "waiting":
+        job.members.forget(node)
+        return []
+    was_leaving = node.state == "leaving"
+    job.members.set_state(node, "lost")
+    if job.state == "draining":
+        return job.end_if_drained()
+    silent, lease = now - node.last_heard, job.cluster.lease_seconds
+    reason = f"{node.member} is lost: silent for {silent:.1f} s, its lease is {lease:g} s"
+    if node.role == "worker":
+        reason += f"; its last step was {node.load.get('step', 0):.0f}"
+    sends = to_all(job.members.alive(), Departed(node.member, True, reason))
+    if was_leaving or job.state in ("failed", "recovering"):
+        return sends
+    if node.role == "server":
+        return sends + job.begin_epoch("members changed", now)
+    if job.can_shrink() and not job.may_restart():
+        return sends + job.remove_worker(node, now)
+    return sends + job.lose_worker(reason, now)
+
+
+def reply_to_departed(job: Job, node: Node) -> list[Send]:
+    """Answers a node that is no member any more with the reason, unless the node has left."""
+    if job.state == "failed":
+        return [Send(node.peer, Refused("lost", f"the job has failed: {job.failure}"))]
+    if node.state == "lost":
+        lease = job.cluster.lease_seconds
+        reason = f"{node.member} was silent for more than its lease of {lease:g} s; start it again"
+        return [Send(node.peer, Refused("lost", reason))]
+    return []

@@ -1,0 +1,221 @@
+"""Job lifecycle: the state of a job, and what follows when it changes. No socket, no clock."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from zenps.config.settings import ClusterConfig
+from zenps.wire.messages import Refused, Stop
+
+from ..observe.stragglers import Stragglers
+from .actions import Send, to_all
+from .admission import JoiningWorkers
+from .barriers import Barriers
+from .drains import Drains
+from .members import Members, Node, names
+from .recovery import Recovery
+from .registration import missing_from
+from .states import JOB, JobEvent, JobState
+from .views import Views
+
+
+class Job:
+    """The state of a job, by the table :data:`~scheduler.states.JOB`, and everything that belongs to it.
+
+    Attributes:
+        cluster: its settings.
+        state: the current state.
+        failure: why the state is ``failed``; empty in all other states.
+        until: when :meth:`on_deadline` is due; infinite if the state may last.
+        generation: how often torchrun has restarted the workers.
+    """
+
+    def __init__(self, cluster: ClusterConfig, now: float) -> None:
+        self.cluster = cluster
+        self.state: JobState = "gathering"
+        self.failure = ""
+        self.until = now + cluster.rendezvous_seconds
+        self.members = Members()
+        self.views = Views(self.members, cluster.is_elastic)
+        self.recovery = Recovery(self.members)
+        self.drains = Drains(self.members)
+        self.joining = JoiningWorkers(self.members)
+        self.generation = 0
+        self.stragglers = Stragglers(cluster.workers)
+        self.barriers = self._new_barriers()
+
+    def advance(self, event: JobEvent) -> None:
+        """Changes to the state that follows."""
+        self.state = JOB[self.state][event]
+
+    # ── views ───────────────────────────────────────────────────────────────────────────────────
+
+    def begin_epoch(self, event: JobEvent, now: float) -> list[Send]:
+        """Members have changed: makes a view of those that are present now, and sends it to servers."""
+        self.advance(event)
+        cancelled = [] if self.members.present("server") else self.drains.cancel()
+        servers = self.members.present("server")
+        if servers and self.views.epoch:
+            self.until = math.inf
+        elif self.until == math.inf:  # another server may come
+            self.until = now + self.cluster.rendezvous_seconds
+        self.views.begin_epoch(keeps_ring=event in ("a worker left", "a worker removed"))
+        return cancelled + [self.send_view(node) for node in servers]
+
+    def send_view(self, node: Node) -> Send:
+        """Sends the newest view to one node."""
+        return Send(node.peer, self.views.view_for(node))
+
+    def confirm(self) -> list[Send]:
+        """Once all servers have the newest view, sends it to workers and stops drained servers."""
+        if self.state != "confirming":
+            return []
+        servers = self.members.present("server")
+        if not servers or any(server.epoch < self.views.epoch for server in servers):
+            return []
+        self.advance("servers confirmed")
+        self.until = math.inf
+        views = [self.send_view(worker) for worker in self.members.present("worker")]
+        leaving = self.members.with_state("server", "leaving")
+        return views + to_all(leaving, Stop()) + self.drains.answer()
+
+    # ── elastic jobs ────────────────────────────────────────────────────────────────────────────
+
+    def can_shrink(self) -> bool:
+        """True if the present workers continue without one that is gone."""
+        return self.cluster.is_elastic and bool(self.members.present("worker"))
+
+    def remove_worker(self, gone: Node, now: float) -> list[Send]:
+        """The others continue without a worker, which may have been the only one that they waited for."""
+        if self.joining.are_all_ready():
+            return self._admit(now)
+        return self.barriers.on_removed(gone) + self.begin_epoch("a worker removed", now)
+
+    def on_admit(self, node: Node, since: int, now: float) -> list[Send]:
+        """A member is ready for the admission of joining workers. It repeats this until it has the view."""
+        if self.cluster.is_elastic and since == self.views.admitted:
+            self.joining.mark_ready(node)
+        return self._admit(now) if self.joining.are_all_ready() else []
+
+    def _admit(self, now: float) -> list[Send]:
+        """Admits the joining workers. Nothing is in flight, and all workers count from 0 again.
+
+        There is a new view even if nobody waits for admission any more, because the members wait for one.
+        """
+        self.joining.admit()
+        self.barriers.reset()
+        self.views.admitted = self.views.epoch + 1
+        return self.begin_epoch("joining workers admitted", now)
+
+    # ── restarts by torchrun ────────────────────────────────────────────────────────────────────
+
+    def may_restart(self) -> bool:
+        """True if torchrun may restart the workers, or has done so."""
+        return self.recovery.generation > self.generation or self._has_restarts()
+
+    def lose_worker(self, reason: str, now: float) -> list[Send]:
+        """The job cannot continue without a worker: it waits for a restart by torchrun, or fails."""
+        if not self.may_restart():
+            return self.fail("a worker lost", "lost", reason)
+        sends = to_all(self.members.present("worker"), Refused("lost", reason))
+        self.restart_workers(max(self.recovery.generation, self.generation + 1), now)
+        return sends
+
+    def restart_workers(self, generation: int, now: float) -> None:
+        """Forgets all workers, because torchrun ends them and starts a new generation."""
+        if self.state != "gathering":
+            self.advance("workers restart")
+        self.until = now + self.cluster.rendezvous_seconds
+        for node in self.members:
+            if node.role == "worker":
+                self.members.forget(node)
+        self.views.admitted = 0
+        self.generation = generation
+        self.stragglers = Stragglers(self.cluster.workers)
+        self.barriers = self._new_barriers()
+
+    def _has_restarts(self) -> bool:
+        return any(node.register.restarts for node in self.members if node.role == "worker")
+
+    def _new_barriers(self) -> Barriers:
+        cluster = self.cluster
+        return Barriers(self.members, cluster.is_elastic, cluster.patience_seconds, self.stragglers.barriers)
+
+    # ── recovery ────────────────────────────────────────────────────────────────────────────────
+
+    def recover(self, now: float) -> list[Send]:
+        """All members have returned to a restarted scheduler, or the time for that is over."""
+        assert self.recovery.newest is not None
+        self.views.restore(self.recovery.newest)
+        self.barriers.passed = self.recovery.passed_barriers()
+        self.recovery.restore_left(now)
+        self.until = math.inf
+        for worker in self.members.present("worker"):
+            if worker.epoch < self.views.admitted:  # its watermarks count from an older admission
+                self.members.report(worker, 0)
+        lost = [member for member in self.recovery.missing() if member.role == "worker"]
+        if lost and (self.may_restart() or not self.can_shrink()):
+            reason = f"{lost[0]} is lost: it did not return after the scheduler was restarted"
+            return self.lose_worker(reason, now)
+        if not self.members.present("worker"):
+            return self.drain_servers(now)
+        if self.recovery.is_changed():
+            keeps_ring = self.cluster.is_elastic and not self.recovery.is_ring_changed()
+            return self.begin_epoch("a worker removed" if keeps_ring else "members changed", now)
+        self.advance("recovery finished")
+        return []
+
+    # ── the end ─────────────────────────────────────────────────────────────────────────────────
+
+    def drain_servers(self, now: float) -> list[Send]:
+        """The last worker has left. Servers stop, unless torchrun may start workers again.
+
+        After a failure that takes a while. After the last barrier it is hardly to be expected.
+        """
+        self.advance("workers left")
+        joining = self.joining.waiting()
+        for node in joining:
+            self.members.forget(node)
+        sends = to_all(joining, Refused("lost", "the job has ended before it was admitted"))
+        if self._has_restarts():
+            cluster = self.cluster
+            self.until = now + (cluster.lease_seconds if self.barriers.ended else cluster.rendezvous_seconds)
+            return sends
+        return sends + self._stop_servers()
+
+    def end_if_drained(self) -> list[Send]:
+        """The job has ended once the last server is gone."""
+        if not self.members.alive():
+            self.advance("servers left")
+            self.until = math.inf
+        return []
+
+    def fail(self, event: JobEvent, kind: Literal["deadline", "lost"], reason: str) -> list[Send]:
+        """Ends the job, and sends the reason to all nodes."""
+        self.advance(event)
+        self.failure = reason
+        self.until = math.inf
+        self.barriers.clear()
+        return to_all(self.members.alive(), Refused(kind, reason)) + self.drains.answer(reason)
+
+    def on_deadline(self, now: float) -> list[Send]:
+        """The state has lasted :attr:`until`."""
+        self.until = math.inf
+        if self.state == "recovering":
+            return self.recover(now)
+        if self.state == "draining":
+            return self._stop_servers()
+        seconds = self.cluster.rendezvous_seconds
+        gone = self.members.with_state("server", "lost", "left")
+        if self.state == "confirming" and gone and not self.members.present("server"):
+            reason = f"{names(gone)} is gone, and no other server came within {seconds:g} s"
+            return self.fail("deadline", "lost", reason)
+        missing = missing_from(self.members, self.cluster, self.state, self.views.epoch)
+        here = names(self.members.present()) or "nobody"
+        reason = f"rendezvous: missing after {seconds:g} s: {missing}; present: {here}"
+        return self.fail("deadline", "deadline", reason)
+
+    def _stop_servers(self) -> list[Send]:
+        self.until = math.inf
+        return to_all(self.members.alive(), Stop()) + self.end_if_drained()

@@ -1,0 +1,186 @@
+"""Table of the nodes that have registered: who each node is, and what was last heard of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from zenps.errors import listing
+from zenps.wire.messages import Load, Member, NodeStatus, Register, Role
+
+from ..observe.rates import Rates
+
+NodeState = Literal["waiting", "present", "leaving", "left", "lost"]
+"""``waiting``: a worker that waits for its admission to a running job. ``present``: a member. ``leaving``: a
+server that is being drained, and owns no slots in the newest ring. ``left``, ``lost``: gone."""
+
+
+class Node(msgspec.Struct, eq=False):
+    """A worker or a server.
+
+    Attributes:
+        peer: its routing identity.
+        register: the message with which it registered.
+        rank: -1 until it is assigned.
+        last_heard: when its last message came.
+        epoch: of the newest view that the node has applied.
+        state: while the node is in the table, only :meth:`Members.set_state` changes it.
+        load: of its last heartbeat.
+        rates: how fast the counters in its loads rise.
+        watermark: the newest that it has reported, by :meth:`Members.report`.
+    """
+
+    peer: bytes
+    register: Register
+    rank: int
+    last_heard: float
+    epoch: int = 0
+    state: NodeState = "present"
+    load: Load = {}
+    rates: Rates = msgspec.field(default_factory=Rates)
+    watermark: int = 0
+
+    @property
+    def role(self) -> Role:
+        """Worker or server."""
+        return self.register.role
+
+    @property
+    def member(self) -> Member:
+        """The node as other nodes know it."""
+        r = self.register
+        return Member(r.role, max(self.rank, 0), r.host, r.pid, r.address, r.metrics, self.peer)
+
+
+class Members:
+    """All registered nodes of a job, by their routing identity.
+
+    Each heartbeat asks for the nodes in a state and for the least watermark. There may be thousands of
+    nodes, so both answers are cached until something changes.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: dict[bytes, Node] = {}
+        self._by_state: dict[tuple[Role | None, tuple[NodeState, ...]], Sequence[Node]] = {}
+        self._next_watermark = 0
+        self._counted: Sequence[Node] = ()
+        """The workers whose reports ``_next_watermark`` was computed from."""
+        self._behind: set[bytes] = set()
+        """Those of them that have not reported ``_next_watermark`` yet."""
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(list(self._nodes.values()))
+
+    def get(self, peer: bytes) -> Node | None:
+        """Returns the node with this routing identity; None if it has not registered."""
+        return self._nodes.get(peer)
+
+    def add(self, node: Node) -> None:
+        """Adds a registered node. It replaces a node of its rank that has left or is lost."""
+        self._nodes[node.peer] = node
+        self._by_state.clear()
+        self._replace(node)
+
+    def forget(self, node: Node) -> None:
+        """Removes the node as if it had never registered."""
+        self._nodes.pop(node.peer, None)
+        self._by_state.clear()
+
+    def set_state(self, node: Node, state: NodeState) -> None:
+        """Changes the state of a node in the table."""
+        node.state = state
+        self._by_state.clear()
+
+    def present(self, role: Role | None = None) -> Sequence[Node]:
+        """Returns the members of a role, or of both with servers first, in order of rank."""
+        return self.with_state(role, "present")
+
+    def with_state(self, role: Role | None, *states: NodeState) -> Sequence[Node]:
+        """Returns the nodes that are in one of ``states``, in order of role and rank."""
+        if (role, states) not in self._by_state:
+            nodes = (n for n in self if n.state in states and role in (None, n.role))
+            self._by_state[role, states] = tuple(sorted(nodes, key=_role_and_rank))
+        return self._by_state[role, states]
+
+    def alive(self) -> list[Node]:
+        """Returns the nodes that still receive messages, in order of registration."""
+        return [node for node in self if node.state in ("waiting", "present", "leaving")]
+
+    def report(self, node: Node, watermark: int) -> None:
+        """A worker has ended all rounds that were in flight when it heard of ``watermark``."""
+        if watermark < node.watermark:  # the worker counts from 0 again
+            self._behind.clear()
+        elif watermark >= self._next_watermark:
+            self._behind.discard(node.peer)
+        node.watermark = watermark
+
+    def next_watermark(self) -> int:
+        """Returns one more than the least watermark that a present worker has reported."""
+        workers = self.present("worker")
+        if workers is not self._counted or not self._behind:
+            self._counted = workers
+            self._next_watermark = 1 + min((worker.watermark for worker in workers), default=0)
+            self._behind = {worker.peer for worker in workers if worker.watermark < self._next_watermark}
+        return self._next_watermark
+
+    def assign_ranks(self, role: Role) -> None:
+        """Gives each node without a rank the lowest free one, in order of registration."""
+        for node in self.alive():
+            if node.role == role and node.rank < 0:
+                node.rank = self.free_rank(role)
+                self._by_state.clear()
+                self._replace(node)
+
+    def free_rank(self, role: Role) -> int:
+        """Returns the lowest rank that no living node has."""
+        taken = {node.rank for node in self.alive() if node.role == role}
+        return next(rank for rank in itertools.count() if rank not in taken)
+
+    def status(
+        self, owners: NDArray[np.uint16], late_seconds: dict[int, float], now: float
+    ) -> tuple[NodeStatus, ...]:
+        """Returns the table as ``zenps status`` shows it, servers first.
+
+        Args:
+            owners: the rank of each slot's server.
+            late_seconds: how long others have waited for each worker, by rank.
+            now: the time.
+        """
+        return tuple(
+            NodeStatus(
+                role=node.role,
+                rank=node.rank,
+                host=node.register.host,
+                pid=node.register.pid,
+                address=node.register.address,
+                metrics=node.register.metrics,
+                epoch=node.epoch,
+                state=node.state,
+                slots=int((owners == node.rank).sum()) if node.role == "server" else 0,
+                silent_seconds=round(now - node.last_heard, 3),
+                load=node.load,
+                late_seconds=round(late_seconds.get(node.rank, 0.0), 3) if node.role == "worker" else 0.0,
+                rates=node.rates.per_second if node.state not in ("left", "lost") else {},
+            )
+            for node in sorted(self, key=_role_and_rank)
+        )
+
+    def _replace(self, node: Node) -> None:
+        for other in self:
+            is_gone = other is not node and other.state in ("lost", "left")
+            if is_gone and (other.role, other.rank) == (node.role, node.rank):
+                self.forget(other)
+
+
+def _role_and_rank(node: Node) -> tuple[Role, int]:
+    return node.role, node.rank
+
+
+def names(nodes: Iterable[Node]) -> str:
+    """Lists the nodes for a message, such as ``worker 0 (host a, pid 7), worker 1 (host b, pid 8)``."""
+    return listing(node.member for node in nodes)

@@ -1,0 +1,97 @@
+"""Registration: which nodes may join a job, and which the rendezvous still waits for."""
+
+from __future__ import annotations
+
+from zenps.config.settings import ClusterConfig
+from zenps.config.values import is_loopback, parse_address
+from zenps.errors import listing
+from zenps.wire.messages import Refused, Register, Role
+
+from .members import Members, names
+from .states import JobState
+
+Settings = dict[str, str | int | float]
+
+
+def refusal(
+    message: Register, state: JobState, members: Members, cluster: ClusterConfig, settings: Settings
+) -> Refused | None:
+    """Returns why a node cannot join; None if it can.
+
+    Servers may join at any time, and there may be more than ``cluster.servers``. Workers may join a running
+    job if it is elastic and has lost some.
+    """
+    role, rank = message.role, message.rank
+    expected = cluster.workers if role == "worker" else cluster.servers
+    alive = [node for node in members.alive() if node.role == role]
+    may_join = role == "server" or cluster.is_elastic
+    is_open = state == "gathering" or (may_join and state in ("confirming", "running"))
+    if not is_open or (role == "worker" and len(alive) >= expected):
+        return Refused(
+            "usage",
+            f"the cluster is complete with {expected} {role}(s) and {state}; "
+            f"raise cluster.{role}s, or wait until this job has ended",
+        )
+    if role == "worker" and rank >= expected:
+        return Refused("usage", f"{role} rank {rank}: expected 0 to {expected - 1} (cluster.{role}s)")
+    for node in alive:
+        if rank == node.rank >= 0:
+            return Refused("usage", f"rank {rank} is taken by {node.member}; give each {role} its own")
+    if reason := _unreachable(message, members):
+        return Refused("usage", reason)
+    if role == "worker" and message.settings != settings:
+        keys = sorted(message.settings.keys() | settings.keys())
+        differing = [
+            f"{key} is {message.settings.get(key)!r} here and {settings.get(key)!r} there"
+            for key in keys
+            if message.settings.get(key) != settings.get(key)
+        ]
+        return Refused("mismatch", f"not the scheduler's settings: {'; '.join(differing)}")
+    return None
+
+
+def _unreachable(message: Register, members: Members) -> str:
+    """Names a server on loopback and a worker on another host; "" if there is no such pair."""
+    others = [node.register for node in members.alive()]
+    servers = [message] if message.role == "server" else [r for r in others if r.role == "server"]
+    workers = [message] if message.role == "worker" else [r for r in others if r.role == "worker"]
+    for server in servers:
+        if not _is_on_loopback(server.address):
+            continue
+        for worker in workers:
+            if worker.host != server.host:
+                return (
+                    f"the server on {server.host} is at {server.address}, where the worker on {worker.host} "
+                    f"cannot reach it: set cluster.scheduler on {server.host} to the scheduler's address on "
+                    "the network, or cluster.host to its own"
+                )
+    return ""
+
+
+def _is_on_loopback(address: str) -> bool:
+    try:
+        return is_loopback(parse_address(address)[0])
+    except ValueError:  # workers report a malformed address when they connect to it
+        return False
+
+
+def missing_from(members: Members, cluster: ClusterConfig, state: JobState, epoch: int) -> str:
+    """Lists the nodes that the rendezvous lacks, or the servers that have not confirmed the newest view."""
+    if state == "confirming":
+        servers = members.present("server")
+        unconfirmed = [node for node in servers if node.epoch < epoch]
+        return f"the confirmation of {names(unconfirmed)}" if servers else "another server"
+    missing = []
+    # A job whose workers torchrun has restarted continues with the servers that it has.
+    expectations: dict[Role, int] = {"worker": cluster.workers, "server": 1 if epoch else cluster.servers}
+    for role, expected in expectations.items():
+        nodes = members.present(role)
+        if len(nodes) >= expected:
+            continue
+        line = f"{expected - len(nodes)} of {expected} {role}(s)"
+        claimed = {node.rank for node in nodes if node.rank >= 0}
+        if role == "worker" and len(claimed) == len(nodes) > 0:
+            absent = sorted(set(range(expected)) - claimed)
+            line += f" (rank {listing(absent)})"
+        missing.append(line)
+    return " and ".join(missing)

@@ -1,0 +1,262 @@
+"""Membership: the scheduler's reaction to each message and to time. No socket, no clock.
+
+Events come in as method calls with the time, and messages to send come out as a list. The states are those of
+:data:`~scheduler.states.JOB`. Each change of members makes a new view. Servers get it first, and workers get
+it once all servers have it: so no push reaches a server that does not know the ring by which it was sharded.
+"""
+
+from __future__ import annotations
+
+import math
+
+from zenps.config.settings import ClusterConfig
+from zenps.keys import node_name
+from zenps.wire.messages import (
+    Admit,
+    Barrier,
+    Drain,
+    Heartbeat,
+    HeartbeatReply,
+    Leave,
+    Refused,
+    Register,
+    Role,
+    Status,
+    StatusRequest,
+    Stop,
+    ToScheduler,
+    WhoAreYou,
+)
+
+from . import departures, generations
+from .actions import Send
+from .changes import Changes
+from .job import Job
+from .members import Node
+from .recovery import RECOVERY_GRACE_SECONDS
+from .registration import Settings, missing_from, refusal
+from .states import JOB, JobState
+
+
+class Membership:
+    """Registration, ranks, epochs, leases and barriers of one job.
+
+    Args:
+        job: its name, for :class:`Status`.
+        cluster: how many nodes to expect and how long to wait.
+        settings: the scheduler's own :func:`~zenps.config.settings.shared_settings`.
+        now: the time of creation; all other times are on the same clock.
+
+    Attributes:
+        step: the latest step that a worker has reported; None before the first.
+    """
+
+    def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
+        self._name = job
+        self._cluster = cluster
+        self._settings = settings
+        self._job = Job(cluster, now)
+        self._began = now
+        self._changes = Changes()
+        self.step: int | None = None
+
+    # ── events ──────────────────────────────────────────────────────────────────────────────────
+
+    def on_message(self, peer: bytes, message: ToScheduler, now: float) -> list[Send]:
+        """A peer has sent a message. One that does not fit the peer's state is ignored."""
+        match message:
+            case StatusRequest():
+                return [Send(peer, self.status(now))]
+            case Drain(rank=rank):
+                sends, is_change = self._job.drains.request(peer, rank, self.state)
+                return self._job.begin_epoch("members changed", now) if is_change else sends
+        node = self._job.members.get(peer)
+        if node is None:
+            return self._on_unknown_peer(peer, message, now)
+        if node.state in ("lost", "left"):
+            return departures.reply_to_departed(self._job, node)
+        node.last_heard = now
+        if self.state == "failed" and not isinstance(message, Leave):
+            return departures.reply_to_departed(self._job, node)
+        match message:
+            case Heartbeat():
+                return self._on_heartbeat(node, message, now)
+            case Barrier(sequence=sequence):
+                is_open = self._is_at_work(node)
+                return self._job.barriers.on_barrier(node, sequence, now) if is_open else []
+            case Admit(since=since):
+                return self._job.on_admit(node, since, now) if self._is_at_work(node) else []
+            case Leave():
+                return departures.on_leave(self._job, node, now)
+            case Register():
+                return []
+
+    def on_tick(self, now: float) -> list[Send]:
+        """Time has passed: leases may have expired, the rendezvous and barriers may be at their deadlines."""
+        sends: list[Send] = []
+        for node in self._job.members.alive():
+            if now - node.last_heard > self._cluster.lease_seconds:
+                sends += self._on_lost(node, now)
+        if now > self._job.until:
+            sends += self._job.on_deadline(now)
+        sends += self._job.barriers.on_tick(now)
+        self._changes.update(self._job.members, self.state, self.epoch, now)
+        return sends
+
+    def abort(self, reason: str) -> list[Send]:
+        """The scheduler has to end before the job has: fails the job."""
+        return self._job.fail("told to end", "lost", reason) if "told to end" in JOB[self.state] else []
+
+    # ── questions ───────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def state(self) -> JobState:
+        """The state of the job."""
+        return self._job.state
+
+    @property
+    def failure(self) -> str:
+        """Why the state is ``failed``; empty in all other states."""
+        return self._job.failure
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the newest view; 0 before the first."""
+        return self._job.views.epoch
+
+    @property
+    def ended_together(self) -> bool:
+        """True if all workers arrived at the last barrier before any left."""
+        return self._job.barriers.ended
+
+    def late_seconds(self) -> dict[int, float]:
+        """Returns how long others have waited for each worker, by rank."""
+        return self._job.stragglers.seconds()
+
+    def stragglers(self, now: float) -> list[str]:
+        """Returns a log message for each worker that has to be named as a straggler now."""
+        workers = {node.rank: node for node in self._job.members.present("worker")}
+        return [
+            f"{workers[late.rank].member} is slow: others waited {late.late_seconds:.1f} s for it "
+            f"in the last {late.window_seconds:.1f} s"
+            for late in self._job.stragglers.newly_named(now)
+            if late.rank in workers
+        ]
+
+    def live(self, role: Role) -> int:
+        """Returns how many nodes of a role are present."""
+        return len(self._job.members.present(role))
+
+    def name_of(self, peer: bytes) -> str:
+        """Returns the name of a registered peer, such as ``worker-3``; empty for any other peer."""
+        node = self._job.members.get(peer)
+        return node_name(node.role, node.rank) if node else ""
+
+    def status(self, now: float) -> Status:
+        """Returns what ``zenps status`` and the status page show."""
+        owners = self._job.views.owners
+        return Status(
+            job=self._name,
+            state=self.state,
+            epoch=self.epoch,
+            lease_seconds=self._cluster.lease_seconds,
+            settings=self._settings,
+            nodes=self._job.members.status(owners, self.late_seconds(), now),
+            uptime_seconds=round(now - self._began, 3),
+            owners=owners.astype("<u2").tobytes(),
+            changes=self._changes.newest_first(now),
+        )
+
+    # ── registration ────────────────────────────────────────────────────────────────────────────
+
+    def _on_unknown_peer(self, peer: bytes, message: ToScheduler, now: float) -> list[Send]:
+        match message:
+            case Register():
+                return self._on_register(peer, message, now)
+            case Leave():
+                return []
+        return [Send(peer, WhoAreYou())]
+
+    def _on_register(self, peer: bytes, message: Register, now: float) -> list[Send]:
+        job = self._job
+        if self.state in ("failed", "stopped"):
+            return [Send(peer, Refused("lost", f"the job has failed: {self.failure}"))]
+        if message.role == "worker":
+            if generations.is_stale(message, job):
+                return [Send(peer, Refused("lost", "torchrun has restarted the workers"))]
+            if generations.is_restart(message, job) and self.state != "recovering":
+                job.restart_workers(max(message.generation, job.generation), now)
+        if self.state == "recovering" or (message.view and not self.epoch):
+            return self._on_recovery(peer, message, now)
+        if message.view is not None:
+            return [Send(peer, Refused("lost", "the scheduler counts this node as lost; start it again"))]
+        refused = refusal(message, self.state, job.members, self._cluster, self._settings)
+        if refused is not None:
+            return [Send(peer, refused)]
+        node = Node(peer, message, message.rank, last_heard=now)
+        if self.state != "gathering" and node.role == "worker":
+            job.joining.add(node)
+            return []
+        job.members.add(node)
+        if self.state != "gathering":
+            job.members.assign_ranks(message.role)
+            return job.begin_epoch("members changed", now)
+        if missing_from(job.members, self._cluster, self.state, self.epoch):
+            return []
+        for role in ("worker", "server"):
+            job.members.assign_ranks(role)
+        return job.begin_epoch("all registered", now)
+
+    def _on_recovery(self, peer: bytes, message: Register, now: float) -> list[Send]:
+        """A node registers that has a view of an earlier scheduler, or any node while the job recovers."""
+        job = self._job
+        if self.state == "gathering":
+            job.advance("recovery started")
+            job.until = now + self._cluster.lease_seconds + RECOVERY_GRACE_SECONDS
+            # Nodes that came before have to register again, now that members are known. The generation of the
+            # members is not known yet.
+            for node in job.members:
+                job.members.forget(node)
+            job.recovery.generation, job.generation = job.generation, 0
+        if not job.recovery.readmit(peer, message, now):
+            return []
+        job.generation = max(job.generation, message.generation)
+        return [] if job.recovery.missing() else job.recover(now)
+
+    # ── heartbeats and leases ───────────────────────────────────────────────────────────────────
+
+    def _on_heartbeat(self, node: Node, message: Heartbeat, now: float) -> list[Send]:
+        job = self._job
+        node.load = message.load
+        node.rates.update(message.load, now)
+        if node.role == "server":
+            job.stragglers.report(node.peer, message.late)
+        elif 0 <= (step := message.load.get("step", -1.0)) < 1 << 62:  # a load may have NaN or infinity
+            self.step = int(step)
+        if self.state == "recovering":  # no watermark begins before all workers have returned
+            job.members.report(node, message.watermark)
+            return [Send(node.peer, HeartbeatReply())]
+        node.epoch = min(message.epoch, self.epoch)
+        job.members.report(node, message.watermark if node.epoch >= job.views.admitted else 0)
+        reply = HeartbeatReply(job.members.next_watermark(), len(job.joining.waiting()))
+        sends = [Send(node.peer, reply)]
+        if self._is_unneeded(node):
+            return [*sends, Send(node.peer, Stop())]
+        if node.state in ("leaving", "waiting"):
+            return sends
+        # A view may be lost with its connection.
+        if node.epoch < self.epoch and self.state == ("confirming" if node.role == "server" else "running"):
+            return [*sends, job.send_view(node)]
+        return sends + job.confirm()
+
+    def _on_lost(self, node: Node, now: float) -> list[Send]:
+        return departures.on_lost(self._job, node, now)
+
+    def _is_at_work(self, node: Node) -> bool:
+        is_member = (node.role, node.state) == ("worker", "present")
+        return is_member and self.state in ("running", "confirming")
+
+    def _is_unneeded(self, node: Node) -> bool:
+        if self.state == "draining":
+            return node.role == "server" and self._job.until == math.inf
+        return node.state == "leaving" and self.state == "running"

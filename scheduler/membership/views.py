@@ -1,0 +1,71 @@
+"""Views of the cluster: the epoch, the members and the ring of servers that nodes are told."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from zenps.partition.ring import rebalance
+from zenps.wire.messages import View
+
+from .members import Members, Node
+
+
+class Views:
+    """The newest view of one job.
+
+    Args:
+        members: the table of nodes.
+        is_elastic: True if views do not name workers that have left.
+
+    Attributes:
+        epoch: of the newest view; 0 before the first.
+        ring_epoch: the epoch in which the ring began.
+        admitted: the epoch of the last admission of joining workers; 0 if there was none.
+        owners: ``[4096]`` uint16, the rank of each slot's server; empty before the first view.
+    """
+
+    def __init__(self, members: Members, is_elastic: bool) -> None:
+        self._members = members
+        self._is_elastic = is_elastic
+        self.epoch = 0
+        self.ring_epoch = 0
+        self.admitted = 0
+        self.owners = np.zeros(0, dtype=np.uint16)
+
+    def begin_epoch(self, *, keeps_ring: bool) -> None:
+        """Members have changed. Without a server the ring stays, too."""
+        self.epoch += 1
+        servers = self._members.present("server")
+        if servers and not keeps_ring:
+            self.ring_epoch = self.epoch
+            before = self.owners if self.owners.size else None
+            self.owners = rebalance(before, [node.rank for node in servers])
+
+    def restore(self, view: View) -> None:
+        """Continues from the newest view of an earlier scheduler."""
+        self.epoch, self.ring_epoch, self.admitted = view.epoch, view.ring_epoch, view.admitted
+        self.owners = np.frombuffer(view.owners, dtype="<u2").astype(np.uint16)
+
+    def view_for(self, receiver: Node) -> View:
+        """Returns the newest view as ``receiver`` gets it.
+
+        Rounds wait for all of its workers. So it names those that have left, unless the job is elastic.
+        """
+        states = ("present",) if self._is_elastic else ("present", "left")
+        nodes = self._members.with_state("worker", *states)
+        workers = tuple(node.member for node in nodes)
+        if receiver.role == "worker":
+            # A routing identity is enough to take over the connection of a node, and workers need none.
+            workers = tuple(msgspec.structs.replace(worker, identity=b"") for worker in workers)
+        servers = (node.member for node in self._members.present("server"))
+        return View(
+            epoch=self.epoch,
+            rank=receiver.rank,
+            workers=workers,
+            servers=tuple(msgspec.structs.replace(server, identity=b"") for server in servers),
+            owners=self.owners.astype("<u2").tobytes(),
+            ring_epoch=self.ring_epoch,
+            left=tuple(node.rank for node in nodes if node.state == "left"),
+            admitted=self.admitted,
+        )

@@ -1,0 +1,1 @@
+"""Observation of nodes: rates and stragglers, which people see and nothing depends on."""

@@ -1,0 +1,79 @@
+"""Straggler detection: how long others wait for each worker. No socket, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from zenps.observe.lateness import MOST_RANKS, Lateness, stragglers
+
+WINDOW_SECONDS: Final = 30.0
+"""Stragglers are named at most once per window, for their lateness within it."""
+
+NOTABLE_SECONDS: Final = WINDOW_SECONDS / 10
+"""A worker that others waited less for within a window is not named."""
+
+
+class Straggler(NamedTuple):
+    """A rank that others waited for: ``late_seconds`` of the last ``window_seconds``."""
+
+    rank: int
+    late_seconds: float
+    window_seconds: float
+
+
+class Stragglers:
+    """The lateness of all workers since this object was made.
+
+    Args:
+        workers: the world size.
+
+    Attributes:
+        barriers: counts how long workers waited at barriers.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self.barriers = Lateness()
+        self._reports: dict[bytes, tuple[Mapping[int, float], Mapping[int, float]]] = {}
+        """The first and the latest report of each server."""
+        self._window_began = 0.0
+        self._before: Mapping[int, float] | None = None
+        self._named = False
+
+    def report(self, server: bytes, late: Mapping[int, float]) -> None:
+        """A server reports how long its rounds have waited for each rank since the server started.
+
+        The first report is a baseline: it counts waits under an earlier scheduler or generation of workers.
+        """
+        first, _ = self._reports.get(server, (late, late))
+        self._reports[server] = first, late
+
+    def seconds(self) -> dict[int, float]:
+        """Returns how long others have waited, by rank.
+
+        Servers wait for the same push at the same time, so only the longest of their waits counts. Waits at
+        barriers are added: no server waits for a push meanwhile.
+        """
+        total: dict[int, float] = {}
+        for first, late in self._reports.values():
+            # A full first report leaves out ranks that were at most as late as the least in it.
+            unreported = min(first.values()) if len(first) == MOST_RANKS else 0.0
+            for rank, seconds in late.items():
+                total[rank] = max(total.get(rank, 0.0), seconds - first.get(rank, unreported))
+        for rank, seconds in self.barriers.seconds.items():
+            total[rank] = total.get(rank, 0.0) + seconds
+        return total
+
+    def newly_named(self, now: float) -> list[Straggler]:
+        """Returns the stragglers that have to be named now."""
+        total = self.seconds()
+        if self._before is None or now - self._window_began >= WINDOW_SECONDS:
+            self._before, self._window_began, self._named = total, now, False
+        if self._named:
+            return []
+        before, window = self._before, now - self._window_began
+        late = {rank: seconds - before.get(rank, 0.0) for rank, seconds in total.items()}
+        found = stragglers(late, self._workers, NOTABLE_SECONDS)
+        self._named = bool(found)
+        return [Straggler(rank, late[rank], window) for rank in found]

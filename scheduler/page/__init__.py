@@ -1,0 +1,1 @@
+"""Status page of the scheduler."""

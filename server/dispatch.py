@@ -1,0 +1,151 @@
+"""Message dispatch: handles each message of a worker by its type, and carries out what the rounds ask for.
+
+A push is authenticated and checked, read by the reducer of its kind, and given to the rounds. They answer
+with actions: to reduce a round that is complete, and to reply.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from zenps.config.settings import ClusterConfig
+from zenps.errors import ProtocolError
+from zenps.observe import log
+from zenps.observe.clock import now_ns
+from zenps.observe.metrics import ServerMetrics
+from zenps.observe.trace import Trace
+from zenps.wire.curve import Authenticator
+from zenps.wire.frames import CorruptedError, Decoder
+from zenps.wire.messages import Push, Resend, ToServer
+
+from .reducers.registry import make_reducers
+from .replies import ReplySender
+from .rounds.states import Action, HeldPush, Reduce, Reply
+from .rounds.tracker import Actions, ServerRounds
+from .shared_memory import SharedMemoryPeers
+from .spans import chunk_args, size_bytes
+from .workers import Workers
+
+logger = logging.getLogger("zenps.server")
+
+
+class Dispatcher:
+    """Handles the messages of workers.
+
+    Args:
+        cluster: the job, and the size of a message.
+        gate: authenticates workers.
+        workers: the members of the latest view.
+        rounds: decide when a round is reduced and answered.
+        shared_memory: of the workers on this host; results are placed there.
+        replies: sends.
+        counters: count what is received and reduced.
+        trace: records it.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterConfig,
+        gate: Authenticator,
+        workers: Workers,
+        rounds: ServerRounds,
+        shared_memory: SharedMemoryPeers,
+        replies: ReplySender,
+        counters: ServerMetrics,
+        trace: Trace,
+    ) -> None:
+        self._max_message_bytes = cluster.max_message_bytes
+        self._decoder: Decoder[ToServer] = Decoder(cluster.job, ToServer)
+        self._authenticator = gate
+        self._workers = workers
+        self._rounds = rounds
+        self._shared_memory = shared_memory
+        self._reducers = make_reducers(shared_memory)
+        self._replies = replies
+        self._metrics = counters
+        self._trace = trace
+
+    # ── messages ────────────────────────────────────────────────────────────────────────────────
+
+    def receive(self, peer: bytes, descriptor: int, frames: Sequence[memoryview]) -> None:
+        """Handles a message. One that is invalid is counted and dropped.
+
+        Args:
+            peer: the routing identity of its sender.
+            descriptor: of the connection that it came by.
+            frames: the envelope, and what follows it.
+        """
+        try:
+            actions = self._handle(peer, frames)
+        except ProtocolError as error:
+            self._metrics.protocol_errors.labels(reason=error.reason).inc()
+            log.once(logger, peer, "dropped a message of peer %s: %s", peer.hex(), error)
+            actions = self._ask_again(peer, error) if isinstance(error, CorruptedError) else []
+        else:
+            self._replies.connection_of[peer] = descriptor
+        self.execute(actions)
+
+    def _handle(self, peer: bytes, frames: Sequence[memoryview]) -> Actions:
+        if not frames:
+            raise ProtocolError("envelope", "no envelope")
+        begin_ns = now_ns()
+        envelope, *tensors = frames
+        message = self._decoder.decode(envelope, tensors)
+        match message:
+            case Push():
+                return self._on_push(peer, message, envelope, tensors, begin_ns)
+
+    def _on_push(
+        self, peer: bytes, push: Push, envelope: memoryview, tensors: list[memoryview], begin_ns: int
+    ) -> Actions:
+        self._authenticator.check(envelope, "worker", push.rank)
+        self._workers.check(push, peer)
+        if peer in self._replies.dropped:
+            raise ProtocolError("unexpected", f"push of rank {push.rank}, which was dropped")
+        reducer = self._reducers[push.kind]
+        reducer.check_span(push, self._max_message_bytes)
+        if push.shared is not None:
+            tensors = [*tensors, self._shared_memory.read(peer, push.shared)]
+        payload = reducer.read(push, tensors)
+        size = envelope.nbytes + size_bytes(tensors)
+        if self._trace.is_on:
+            about = chunk_args(push)
+            self._trace.did(begin_ns, "receive", **about, rank=push.rank, rows=push.rows, bytes=size)
+        actions = self._rounds.on_push(HeldPush(peer, push, payload, payload.size_bytes), time.monotonic())
+        self._metrics.received_bytes.inc(size)
+        return actions
+
+    def _ask_again(self, peer: bytes, error: CorruptedError) -> Actions:
+        """Asks the peer of a rank to repeat a damaged message. Another peer gets no reply."""
+        match error.message:
+            case Push() as push if self._workers.is_of(push, peer):
+                return [Reply([peer], Resend(push.ring_epoch, push.tensor, push.step, push.chunk))]
+        return []
+
+    # ── actions ─────────────────────────────────────────────────────────────────────────────────
+
+    def execute(self, actions: Sequence[Action]) -> None:
+        """Carries out what the rounds ask for, and what follows from that."""
+        for action in actions:
+            if isinstance(action, Reply):
+                self._replies.send(action)
+            else:
+                self.execute(self._reduce(action))
+
+    def _reduce(self, round_: Reduce) -> Actions:
+        begin_ns = now_ns()
+        push = round_.pushes[0].push
+        reducer = self._reducers[push.kind]
+        self._shared_memory.collect()
+        outcome = reducer.reduce([held.payload for held in round_.pushes])
+        end_ns = now_ns()
+        if self._trace.is_on:
+            about, pushes = chunk_args(push), len(round_.pushes)
+            rows, size = outcome.rows, outcome.size_bytes
+            self._trace.did(begin_ns, "aggregate", **about, pushes=pushes, rows=rows, bytes=size)
+        self._metrics.round_wait_duration.observe(round_.waited_seconds)
+        self._metrics.aggregation_duration.observe((end_ns - begin_ns) / 1e9)
+        log.here.step = reducer.step(push)
+        return self._rounds.finish(round_.key, outcome, end_ns / 1e9)

@@ -1,0 +1,1 @@
+"""Reducers: what a server computes from the pushes of one round. One module for each ``Push.kind``."""

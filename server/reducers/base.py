@@ -1,0 +1,166 @@
+"""Reducer interface: how a server reads a push, what it computes from a round, and what it replies.
+
+The rounds (:mod:`zenps.server.rounds`) decide *when* something happens: when a push is admitted, when a
+round is complete, when a reply is sent again. A reducer decides *what* happens: it reads pushes, reduces the
+pushes of a complete round to an outcome, and the outcome makes the reply to each rank. A reducer never waits
+and never sends.
+
+A new kind of push needs a subclass of :class:`Reducer`, a line in :mod:`zenps.server.reducers.registry`, and
+``tests/server/reducers/test_conformance.py`` has to pass.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Generic, Literal, Protocol, TypeVar
+
+from msgspec import Struct
+
+from zenps.buffers import BufferPool
+from zenps.errors import ProtocolError
+from zenps.kernels.base import Kernels
+from zenps.wire.messages import POSITION_BYTES, Failure, Push, Result
+from zenps.wire.tensors import DTYPES
+
+Kept = Literal["while there is room", "until the next step"]
+"""How long an outcome is kept, so that a push that comes again is answered.
+
+Each is kept at most until the next step of the same chunk has its outcome: by then every rank has shown that
+it received its reply. ``while there is room``: the server may forget it before, when the byte budget is used
+up; if a rank lacks its reply, all ranks push again and the round is reduced again, to the same bits.
+``until the next step``: it is never forgotten before, because the reducer has changed its own state, and
+reducing the same pushes again would change that twice.
+"""
+
+
+class Answer(Struct, frozen=True):
+    """The reply to a push of a round that has ended: a message and the frames that follow it."""
+
+    message: Result | Failure
+    frames: Sequence[memoryview] = ()
+
+
+class Outcome(ABC):
+    """What a round ended with. It is kept to answer pushes that are repeated."""
+
+    __slots__ = ()
+
+    kept: ClassVar[Kept] = "while there is room"
+
+    @property
+    @abstractmethod
+    def size_bytes(self) -> int:
+        """What it takes in memory for as long as it is kept; it counts against the byte budget."""
+
+    @property
+    def rows(self) -> int:
+        """How many rows were reduced, for the timeline."""
+        return 0
+
+    @abstractmethod
+    def reply(self, rank: int) -> Answer:
+        """The answer to the push of ``rank``, for the first time or again.
+
+        Ranks that get the same answer should get the same object: the server encodes it once for all.
+        """
+
+
+class AllreduceOutcome(Outcome):
+    """The same result for every rank."""
+
+    __slots__ = ("_answer", "_rows")
+
+    def __init__(self, result: Result, positions: memoryview, values: memoryview) -> None:
+        self._answer = Answer(result, (positions, values))
+        self._rows = result.rows
+
+    @property
+    def size_bytes(self) -> int:
+        positions, values = self._answer.frames
+        return positions.nbytes + values.nbytes
+
+    @property
+    def rows(self) -> int:
+        return self._rows
+
+    def reply(self, rank: int) -> Answer:
+        return self._answer
+
+
+class Payload(Struct, frozen=True):
+    """One push, checked and ready to be reduced. Each reducer has its own subclass.
+
+    Attributes:
+        push: the message.
+        size_bytes: what the payload takes in memory: positions are larger here than on the wire, and a small
+            frame keeps libzmq's whole receive buffer.
+    """
+
+    push: Push
+    size_bytes: int
+
+
+P = TypeVar("P", bound=Payload)
+
+
+class ResultMemory(Protocol):
+    """The memory that results lie in: workers of the same host may read them there."""
+
+    pool: BufferPool
+
+    def share(self, values: memoryview) -> memoryview:
+        """``values`` themselves, or a copy of them that same-host workers can read."""
+
+
+class Reducer(ABC, Generic[P]):
+    """What a server does with the pushes of one kind.
+
+    Args:
+        kernels: sums rows.
+        memory: for results, and for buffers on the way to them.
+    """
+
+    position_bytes: ClassVar[int] = POSITION_BYTES
+    """What the position of one row takes in a message, at most."""
+
+    def __init__(self, kernels: Kernels, memory: ResultMemory) -> None:
+        self._kernels = kernels
+        self._memory = memory
+        self._pool = memory.pool
+
+    def check_span(self, push: Push, max_message_bytes: int) -> None:
+        """Refuses a chunk whose result might not fit into a message.
+
+        All memory that a round takes is in proportion to its span. So this bounds it before anything is read.
+
+        Raises:
+            ProtocolError: no worker with the same ``cluster.max_message_bytes`` makes such chunks.
+        """
+        row_bytes = push.columns * DTYPES[push.dtype].itemsize + self.position_bytes
+        if push.span * row_bytes > max_message_bytes:
+            reason = (
+                f"a span of {push.span} rows of {row_bytes} bytes, expected {max_message_bytes} bytes at most"
+            )
+            raise ProtocolError("payload", reason)
+
+    @abstractmethod
+    def read(self, push: Push, frames: Sequence[memoryview]) -> P:
+        """The tensors of a push, uncopied where possible.
+
+        Raises:
+            ProtocolError: the frames are not what the message announces. They come from the network, so
+                everything is checked before memory is taken for it.
+        """
+
+    @abstractmethod
+    def reduce(self, payloads: Sequence[P]) -> Outcome:
+        """The outcome of a round whose ranks have all pushed.
+
+        Args:
+            payloads: in rank order. Their pushes agree in everything but rank, rows and codec.
+        """
+
+    def step(self, push: Push) -> int:
+        """The training step that a push belongs to, for log lines."""
+        return push.step

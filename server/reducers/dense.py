@@ -1,0 +1,58 @@
+"""Dense reducer: sums whole chunks element by element, in rank order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from zenps.errors import ProtocolError
+from zenps.wire.messages import Push, Result
+from zenps.wire.tensors import RECEIVE_BUFFER_BYTES
+
+from .base import AllreduceOutcome, Payload, Reducer
+from .values import check_frames, dequantize_flat, divide_and_quantize, divisor_of, pushed_rows
+
+_EMPTY = memoryview(b"")
+
+
+class DensePayload(Payload, frozen=True):
+    """The values as they were received; empty of a rank that takes part without contributing."""
+
+    values: memoryview
+
+
+class DenseReducer(Reducer[DensePayload]):
+    """``[span]`` values of each rank, or none."""
+
+    position_bytes = 0
+
+    def read(self, push: Push, frames: Sequence[memoryview]) -> DensePayload:
+        positions, values = check_frames(push, frames)
+        is_whole_or_empty = push.rows in (0, push.span)
+        if push.codec != "none" or positions.nbytes or not is_whole_or_empty or push.columns != 1:
+            raise ProtocolError("payload", "a dense chunk is whole or empty, and has no positions")
+        return DensePayload(push, values.nbytes + RECEIVE_BUFFER_BYTES, values)
+
+    def reduce(self, payloads: Sequence[DensePayload]) -> AllreduceOutcome:
+        push = payloads[0].push
+        contributed = [payload for payload in payloads if payload.values.nbytes]
+        values = self._sum(contributed, divisor_of(payloads)) if contributed else _EMPTY
+        rows, pushed = push.span if contributed else 0, pushed_rows(payloads)
+        result = Result(push.ring_epoch, push.tensor, push.step, push.chunk, rows, "none", pushed)
+        return AllreduceOutcome(result, _EMPTY, self._memory.share(values))
+
+    def _sum(self, payloads: Sequence[DensePayload], divisor: int) -> memoryview:
+        """The sum in rank order, started from the first part so that -0.0 survives."""
+        first, push = payloads[0], payloads[0].push
+        if len(payloads) == 1 and divisor == 1:
+            return first.values
+        values = dequantize_flat(first.values, push, self._pool)
+        total = self._pool.array(values.size, values.dtype)
+        if len(payloads) == 1:
+            total[:] = values
+        else:
+            np.add(values, dequantize_flat(payloads[1].values, push, self._pool), out=total)
+        for payload in payloads[2:]:
+            total += dequantize_flat(payload.values, push, self._pool)
+        return divide_and_quantize(total, divisor, push, self._pool)

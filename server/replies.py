@@ -1,0 +1,118 @@
+"""Reply sender: encodes each reply once for all its peers, and drops a peer whose send queue is full."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import zmq
+from msgspec import structs
+
+from zenps.observe.clock import now_ns
+from zenps.observe.metrics import ServerMetrics
+from zenps.observe.trace import Trace
+from zenps.wire.connections import Connections
+from zenps.wire.frames import encode
+from zenps.wire.messages import Busy, Failure, FromServer, Shared
+
+from .rounds.states import Reply
+from .send_queue import SendQueue, StalledError
+from .shared_memory import SharedMemoryPeers
+from .spans import SEND_SPANS, chunk_args, size_bytes
+from .workers import Workers
+
+logger = logging.getLogger("zenps.server")
+
+
+class ReplySender:
+    """Sends to workers on the data socket.
+
+    Args:
+        job: the name of the job, which every envelope carries.
+        address: of the data socket, for messages to people.
+        send_queue: of the data socket.
+        connections: of the data socket.
+        shared_memory: in which workers of this host read large values.
+        workers: their ranks and names.
+        counters: count what is sent.
+        trace: records what is sent.
+
+    Attributes:
+        dropped: the peers that are not served any more, each with the reason.
+        connection_of: by peer, the descriptor of the connection that it pushes by.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        address: str,
+        send_queue: SendQueue,
+        connections: Connections,
+        shared_memory: SharedMemoryPeers,
+        workers: Workers,
+        counters: ServerMetrics,
+        trace: Trace,
+    ) -> None:
+        self.dropped: dict[bytes, str] = {}
+        self.connection_of: dict[bytes, int] = {}
+        self._job = job
+        self._address = address
+        self._send_queue = send_queue
+        self._connections = connections
+        self._shared_memory = shared_memory
+        self._workers = workers
+        self._metrics = counters
+        self._trace = trace
+
+    def send(self, reply: Reply) -> None:
+        """Sends a reply to all its peers. Drops those that do not read."""
+        match reply.message:
+            case Failure(reason=reason):
+                self._metrics.rounds.fail()
+                logger.warning("%s", reason)
+            case Busy():
+                self._metrics.refused_pushes.inc()
+        envelopes: dict[Shared | None, bytes] = {}
+        for peer in reply.peers:
+            if peer in self.dropped:
+                continue
+            begin_ns = now_ns()
+            shared = self._shared_memory.find(peer, reply.frames)
+            frames = reply.frames if shared is None else reply.frames[:-1]
+            if shared not in envelopes:
+                envelopes[shared] = self._encode(reply.message, shared, frames)
+            envelope = envelopes[shared]
+            try:
+                self._send_queue.send(peer, envelope, frames)
+            except StalledError as error:
+                self._drop(peer, str(error))
+                continue
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                # The worker's connection is gone. Its lease says whether the worker is.
+                logger.debug("peer %s is not connected", peer.hex())
+                continue
+            if shared is not None:
+                self._shared_memory.lend(peer, shared, reply.frames)
+            size = len(envelope) + size_bytes(reply.frames)
+            self._metrics.sent_bytes.inc(size)
+            if self._trace.is_on:
+                span, rank = SEND_SPANS[type(reply.message)], self._workers.rank_of(peer)
+                self._trace.did(begin_ns, span, **chunk_args(reply.message), rank=rank, bytes=size)
+
+    def _encode(self, message: FromServer, shared: Shared | None, frames: Sequence[memoryview]) -> bytes:
+        """The envelope of ``message``, whose values lie at ``shared`` if they are not in ``frames``."""
+        if shared is not None:
+            message = structs.replace(message, shared=shared)
+        return encode(self._job, message, frames)
+
+    def _drop(self, peer: bytes, reason: str) -> None:
+        """Stops serving a worker that does not read: frees its send queue, and cuts its connection."""
+        name = self._workers.name_of(peer)
+        self.dropped[peer] = f"{name} was dropped by the server at {self._address}: {reason}"
+        logger.warning("%s", self.dropped[peer])
+        self._metrics.cut_connections.inc()
+        self._send_queue.forget(peer)
+        self._shared_memory.forget(peer)
+        self._connections.cut(self.connection_of.pop(peer, -1))

@@ -1,0 +1,133 @@
+"""Admission control and backpressure: the byte budget of a server's rounds, and the refused rounds. Pure.
+
+Held pushes, kept outcomes and the history count against the budget. When it is used up, a push that would
+open a round is refused, and the oldest outcomes are forgotten. Pushes for rounds that are open are always
+admitted, so that what is open can finish.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+from zenps.errors import ProtocolError
+
+from .history import History
+from .states import HeldPush, Key, ServerRound
+
+# What a round costs beside its tensors; it bounds how many empty ones a budget allows.
+ROUND_BYTES = 1024
+
+# How many rounds of one rank may be refused and waiting at a time; its pushes beyond that are dropped.
+MOST_REFUSED = 65536
+
+
+class Admission:
+    """Which rounds may open.
+
+    Args:
+        budget_bytes: what may be held before new rounds are refused.
+        history: forgets outcomes to make room.
+
+    Attributes:
+        open_bytes: what is reserved for open rounds.
+    """
+
+    def __init__(self, budget_bytes: int, history: History) -> None:
+        self.budget_bytes = budget_bytes
+        self.open_bytes = 0
+        self._history = history
+        self._refused: OrderedDict[Key, ServerRound] = OrderedDict()
+        self._refusals: Counter[bytes] = Counter()
+
+    @property
+    def used_bytes(self) -> int:
+        """What counts against the budget."""
+        return self.open_bytes + self._history.size_bytes
+
+    def clear(self) -> None:
+        """The ring has changed: no round is left."""
+        for round_ in self._refused.values():
+            round_.advance("ring changed")
+        self._refused.clear()
+        self._refusals.clear()
+        self.open_bytes = 0
+
+    # ── the byte budget ─────────────────────────────────────────────────────────────────────────
+
+    def make_room(self, push_bytes: int, ranks: int, *, must: bool) -> bool:
+        """True if a round of ``ranks`` such pushes may open: it fits once old outcomes are forgotten.
+
+        No outcome is forgotten for a round that does not fit all the same.
+
+        Args:
+            push_bytes: of one push.
+            ranks: how many ranks will push.
+            must: the round has to open whether it fits or not.
+        """
+        most_bytes = self.budget_bytes - _estimate_bytes(push_bytes, ranks)
+        if self.used_bytes <= most_bytes:
+            return True
+        if not must and self.used_bytes - self._history.evictable_bytes > most_bytes:
+            return False
+        while self.used_bytes > most_bytes and self._history.evictable:
+            self._history.forget_oldest()
+        return True
+
+    def reserve(self, round_: ServerRound, push_bytes: int, ranks: int) -> None:
+        """Counts a round by its largest push: others may be smaller, none is larger."""
+        size_bytes = _estimate_bytes(push_bytes, ranks)
+        if size_bytes > round_.size_bytes:
+            self.open_bytes += size_bytes - round_.size_bytes
+            round_.size_bytes = size_bytes
+
+    def release(self, round_: ServerRound) -> None:
+        """A round is not open any more."""
+        self.open_bytes -= round_.size_bytes
+
+    def keep(self, round_: ServerRound) -> None:
+        """Keeps the outcome of a round that has ended, and forgets older ones if there is no room for all."""
+        assert round_.outcome is not None
+        round_.size_bytes = ROUND_BYTES + round_.outcome.size_bytes
+        self._history.keep(round_)
+        while self.used_bytes > self.budget_bytes and self._history.evictable > 1:
+            self._history.forget_oldest()
+
+    # ── refused rounds ──────────────────────────────────────────────────────────────────────────
+
+    def refused(self, key: Key) -> ServerRound | None:
+        """The round, if pushes for it were refused."""
+        return self._refused.get(key)
+
+    def first_refused(self) -> ServerRound | None:
+        """The round that was refused before all others."""
+        return next(iter(self._refused.values()), None)
+
+    def refuse(self, round_: ServerRound, held: HeldPush) -> None:
+        """Notes that a push was refused: its rank has to push again when there is room.
+
+        Raises:
+            ProtocolError: the rank has too many refused rounds already.
+        """
+        if held.peer not in round_.refused:
+            if self._refusals[held.peer] == MOST_REFUSED:
+                reason = f"rank {held.push.rank} has {MOST_REFUSED} refused rounds and asks for another"
+                raise ProtocolError("unexpected", reason)
+            self._refusals[held.peer] += 1
+        round_.advance("push over the budget")
+        round_.refused[held.peer] = held.size_bytes
+        self._refused[round_.key] = round_
+
+    def admit(self, round_: ServerRound) -> Sequence[bytes]:
+        """The round opens. Returns the peers whose pushes were refused before."""
+        if not round_.refused:
+            return ()
+        del self._refused[round_.key]
+        self._refusals.subtract(round_.refused.keys())
+        peers, round_.refused = list(round_.refused), {}
+        return peers
+
+
+def _estimate_bytes(push_bytes: int, ranks: int) -> int:
+    """What a round takes if every rank pushes as much."""
+    return ROUND_BYTES + push_bytes * ranks

@@ -1,0 +1,163 @@
+"""Outcomes of past rounds, for pushes that are repeated; and which steps each rank has pushed. Pure.
+
+A worker counts the steps of each tensor from 0. So a server must not forget a tensor's name while a worker
+still knows it. All forget together, when the ring changes; until then the number of names is bounded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Set
+from itertools import chain
+from typing import Literal
+
+from zenps.config.settings import MOST_NAMES
+from zenps.errors import ProtocolError
+from zenps.wire.messages import Push
+
+from .states import Key, ServerRound
+
+# What CPython takes for a tensor beside its name, for each rank that pushes it, and for an outcome that was
+# forgotten; rounded up.
+NAME_BYTES = 512
+RANK_BYTES = 64
+FORGOTTEN_BYTES = 256
+
+# No job has as many chunks; a rank that makes up chunks, and waits until they fail, could.
+MOST_FORGOTTEN = 1 << 20
+
+Series = tuple[str, int]
+"""Tensor and chunk, see :attr:`Key.series`."""
+
+
+class History:
+    """The steps that ranks have pushed, and the last outcome of each tensor and chunk: kept, or forgotten.
+
+    Attributes:
+        size_bytes: what all this takes in memory.
+        kept_bytes: what outcomes take of that.
+    """
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self.kept_bytes = 0
+        self._pinned_bytes = 0
+        self._newest: dict[str, dict[int, int]] = {}
+        """By tensor and rank, the last step pushed: the rank has ended those before."""
+        self._evictable: OrderedDict[Series, ServerRound] = OrderedDict()
+        """The last ended round of each series whose outcome is kept ``while there is room``; oldest first."""
+        self._pinned: dict[Series, ServerRound] = {}
+        """The last ended round of each series whose outcome is kept ``until the next step``."""
+        self._forgotten: OrderedDict[Series, tuple[int, Set[int]]] = OrderedDict()
+        """By series, the last step whose outcome was forgotten, and the ranks that were excluded from it. If
+        a rank needs it, it is reduced again."""
+
+    def __iter__(self) -> Iterator[ServerRound]:
+        """The rounds whose outcomes are kept."""
+        return chain(self._evictable.values(), self._pinned.values())
+
+    @property
+    def evictable_bytes(self) -> int:
+        """What there is to gain if all outcomes are forgotten that may be."""
+        return self.kept_bytes - self._pinned_bytes - FORGOTTEN_BYTES * len(self._evictable)
+
+    @property
+    def evictable(self) -> int:
+        """How many outcomes :meth:`forget_oldest` could forget."""
+        return len(self._evictable)
+
+    def clear(self) -> None:
+        """The ring has changed: workers push under the new ring what they still need."""
+        for round_ in self:
+            round_.advance("ring changed")
+        self._newest.clear()
+        self._evictable.clear()
+        self._pinned.clear()
+        self._forgotten.clear()
+        self.size_bytes = self.kept_bytes = self._pinned_bytes = 0
+
+    # ── steps ───────────────────────────────────────────────────────────────────────────────────
+
+    def note(self, push: Push) -> None:
+        """Notes which step a rank has pushed.
+
+        Raises:
+            ProtocolError: there are too many tensors already.
+        """
+        newest = self._newest.get(push.tensor)
+        if newest is None:
+            if len(self._newest) >= MOST_NAMES:
+                raise ProtocolError("unexpected", f"another tensor name, expected {MOST_NAMES} at most")
+            newest = self._newest[push.tensor] = {}
+            self.size_bytes += NAME_BYTES + sys.getsizeof(push.tensor)
+        last = newest.get(push.rank)
+        if last is None:
+            self.size_bytes += RANK_BYTES
+        newest[push.rank] = push.step if last is None else max(last, push.step)
+
+    def has_passed(self, key: Key, rank: int) -> bool:
+        """True if the rank has pushed a later step of this tensor: for it, this step has ended."""
+        return self._newest[key.tensor].get(rank, -1) > key.step
+
+    def passed(self, key: Key, ranks: Iterable[int]) -> set[int]:
+        """Those of ``ranks`` that have pushed a later step of this tensor."""
+        return {rank for rank in ranks if self.has_passed(key, rank)}
+
+    # ── outcomes ────────────────────────────────────────────────────────────────────────────────
+
+    def last(self, key: Key) -> ServerRound | None:
+        """The last ended round of the same tensor and chunk, if its outcome is kept."""
+        series = key.series
+        return self._evictable.get(series) or self._pinned.get(series)
+
+    def forgotten(self, key: Key) -> Set[int] | None:
+        """The ranks excluded from the outcome of this round, if that was the last one and is forgotten."""
+        step, excluded = self._forgotten.get(key.series, (-1, frozenset()))
+        return excluded if step == key.step else None
+
+    def keep(self, round_: ServerRound) -> None:
+        """Keeps the outcome of a round that has ended, in place of that of an earlier step."""
+        series = round_.key.series
+        kept = self._evictable.get(series) or self._pinned.get(series)
+        last_step = self._forgotten.get(series, (-1, None))[0] if kept is None else kept.key.step
+        if last_step > round_.key.step:
+            round_.advance("next step")
+            return
+        if kept is not None:
+            self._drop(kept, "next step")
+        self._unmark_forgotten(series)
+        self.kept_bytes += round_.size_bytes
+        self.size_bytes += round_.size_bytes
+        assert round_.outcome is not None
+        if round_.outcome.kept == "while there is room":
+            self._evictable[series] = round_
+        else:
+            self._pinned[series] = round_
+            self._pinned_bytes += round_.size_bytes
+
+    def forget_oldest(self) -> None:
+        """Forgets the outcome that was kept longest, to make room."""
+        round_ = next(iter(self._evictable.values()))
+        self._drop(round_, "over the budget")
+        if len(self._forgotten) == MOST_FORGOTTEN:
+            self._unmark_forgotten(next(iter(self._forgotten)))
+        self._forgotten[round_.key.series] = round_.key.step, round_.excluded
+        self.size_bytes += _size_bytes(round_.excluded)
+
+    def _drop(self, round_: ServerRound, event: Literal["next step", "over the budget"]) -> None:
+        if self._evictable.pop(round_.key.series, None) is None:
+            del self._pinned[round_.key.series]
+            self._pinned_bytes -= round_.size_bytes
+        round_.advance(event)
+        self.kept_bytes -= round_.size_bytes
+        self.size_bytes -= round_.size_bytes
+
+    def _unmark_forgotten(self, series: Series) -> None:
+        _, excluded = self._forgotten.pop(series, (0, None))
+        if excluded is not None:
+            self.size_bytes -= _size_bytes(excluded)
+
+
+def _size_bytes(excluded: Set[int]) -> int:
+    return FORGOTTEN_BYTES + RANK_BYTES * len(excluded)

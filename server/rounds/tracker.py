@@ -1,0 +1,331 @@
+"""Round tracking of a server: completeness, repetition and failure of rounds. Pure: no socket, no clock.
+
+A round is one chunk of one tensor in one step. It opens with the first push that is admitted
+(:mod:`.admission`), and is reduced once all ranks have pushed. Its outcome is kept until the next step's is
+ready: by then every rank has shown that it received its reply. A new ring ends all rounds: workers push under
+the new ring what they still need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from itertools import chain
+from typing import Literal
+
+from zenps.errors import ProtocolError, listing
+from zenps.observe.lateness import Lateness
+from zenps.wire.messages import Busy, Failure, FailureKind, Resume, Wanted
+
+from ..reducers.base import Outcome
+from .admission import Admission
+from .history import History
+from .states import (
+    MOST_ASK_SECONDS,
+    Action,
+    FailedRound,
+    HeldPush,
+    Key,
+    Reduce,
+    Reply,
+    RoundEvent,
+    ServerRound,
+    disagreement,
+    replies_of,
+)
+
+# How long a round is open that is reduced again: ranks answer a question every 5 s. A push that was only late
+# asks for what all have forgotten; a rank that does lack the reply pushes again.
+REOPENED_SECONDS = 15.0
+
+Actions = list[Action]
+FailEvent = Literal["ranks disagree", "deadline", "rank gone", "given up"]
+
+
+class ServerRounds:
+    """All rounds of one server.
+
+    Args:
+        budget_bytes: what may be held before new rounds are refused.
+        deadline_seconds: how long an open round waits for its last push; may be infinite.
+    """
+
+    def __init__(self, budget_bytes: int, deadline_seconds: float) -> None:
+        self._deadline_seconds = deadline_seconds
+        self._epoch = 0
+        self._peers: dict[int, bytes] = {}
+        self._departed: dict[int, str] = {}
+        self._lost: set[int] = set()
+        """Elastic: ranks that were there when this ring began, and that the others continue without."""
+        self._open: dict[Key, ServerRound] = {}
+        self._history = History()
+        self._admission = Admission(budget_bytes, self._history)
+        self.duplicates = 0
+        self.late = Lateness()
+        """How long rounds have waited for which rank."""
+
+    @property
+    def open_rounds(self) -> int:
+        """How many rounds wait for pushes or for their reduction."""
+        return len(self._open)
+
+    @property
+    def held_bytes(self) -> int:
+        """What rounds take, open or ended."""
+        return self._admission.open_bytes + self._history.kept_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """What counts against the budget."""
+        return self._admission.used_bytes
+
+    # ── events ──────────────────────────────────────────────────────────────────────────────────
+
+    def on_view(
+        self, ring: int, peers: Mapping[int, bytes], departed: Mapping[int, str], now: float
+    ) -> Actions:
+        """Follows a change of members.
+
+        Args:
+            ring: the epoch of the ring. If it is another one, all rounds are forgotten.
+            peers: the routing identities of the workers that every round waits for, by rank.
+            departed: those of them that have left, with the text that says so. Rounds that need them fail.
+            now: the time.
+        """
+        lost = self._peers.keys() - peers.keys()
+        self._peers, self._departed = dict(peers), dict(departed)
+        if ring == self._epoch:
+            self._lost |= lost
+            return self._continue_without(lost, now) + self._fail_without(departed, now)
+        self._epoch = ring
+        self._lost.clear()
+        for round_ in self._open.values():
+            round_.advance("ring changed")
+        self._open.clear()
+        self._history.clear()
+        self._admission.clear()
+        return []
+
+    def on_push(self, held: HeldPush, now: float) -> Actions:
+        """Takes a push whose frames have been checked.
+
+        Raises:
+            ProtocolError: it comes from no rank of this view, is for another ring, is of one tensor too many,
+                or its rank has too many refused rounds already.
+        """
+        push = held.push
+        if push.ring_epoch != self._epoch or not self._peers.keys() >= set(push.ranks):
+            raise ProtocolError(
+                "unexpected",
+                f"push of rank {listing(push.ranks)} for epoch {push.ring_epoch}, expected one of "
+                f"{len(self._peers)} workers and epoch {self._epoch}",
+            )
+        key = Key(push.tensor, push.step, push.chunk)
+        last = self._history.last(key)
+        if last is not None and push.step <= last.key.step:
+            return self._repeat(last, held)
+        self._history.note(push)
+        if key in self._open:
+            return self._hold(self._open[key], held, now)
+        if self._history.has_passed(key, push.rank):
+            # It is late, or the others were answered meanwhile.
+            self.duplicates += 1
+            return []
+        return self._admit(key, held, now)
+
+    def finish(self, key: Key, outcome: Outcome, now: float) -> Actions:
+        """A round has been reduced: replies to all ranks, and admits refused rounds."""
+        round_ = self._open[key]
+        return [*replies_of(outcome, round_.held.values()), *self._close(round_, "reduced", outcome, now)]
+
+    def on_departed(self, rank: int, reason: str, now: float) -> Actions:
+        """Fails rounds that need a worker which cannot be served any more, although it is still a member."""
+        if rank not in self._peers:
+            return []
+        self._departed[rank] = reason
+        return self._fail_without({rank: reason}, now)
+
+    def on_tick(self, now: float) -> Actions:
+        """Ends rounds that have waited long enough, and asks ranks for pushes that they may not send."""
+        self._count_late(now)
+        ended = [self._expire(round_, now) for round_ in list(self._open.values())]
+        return [*chain.from_iterable(ended), *self._ask(now)]
+
+    # ── transitions ─────────────────────────────────────────────────────────────────────────────
+
+    def _admit(self, key: Key, held: HeldPush, now: float) -> Actions:
+        """Opens a round, or refuses it because there is no room.
+
+        A round that others wait for must open: they cannot push what would follow it. Such are those pushed
+        again under a new ring, and those whose outcome is forgotten although this rank lacks its reply.
+        """
+        excluded = self._history.forgotten(key)
+        round_ = self._admission.refused(key) or ServerRound(key)
+        round_.is_recovery = round_.is_reopened = excluded is not None
+        round_.excluded = excluded or frozenset()
+        must = round_.is_reopened or held.push.again or not self._open
+        if not self._admission.make_room(held.size_bytes, len(self._peers), must=must):
+            self._admission.refuse(round_, held)
+            return [Reply([held.peer], Busy(self._epoch, *key))]
+        return self._open_round(round_, "push", now) + self._hold(round_, held, now)
+
+    def _open_round(self, round_: ServerRound, event: Literal["push", "room"], now: float) -> Actions:
+        """Opens a round, and asks the ranks that were refused before to push again."""
+        round_.advance(event)
+        round_.opened = now
+        self._open[round_.key] = round_
+        peers = self._admission.admit(round_)
+        return [Reply(peers, Resume(self._epoch, *round_.key))] if peers else []
+
+    def _readmit(self, now: float) -> Actions:
+        """Opens refused rounds that fit now, the oldest first."""
+        actions: Actions = []
+        while (round_ := self._admission.first_refused()) is not None:
+            push_bytes = max(round_.refused.values())
+            if not self._admission.make_room(push_bytes, len(self._peers), must=not self._open):
+                break
+            actions += self._open_round(round_, "room", now)
+            self._admission.reserve(round_, push_bytes, len(self._peers))
+        return actions
+
+    def _hold(self, round_: ServerRound, held: HeldPush, now: float) -> Actions:
+        """Adds a push to an open round."""
+        push, ranks = held.push, held.push.ranks
+        round_.is_recovery |= push.again
+        if push.rank in round_.held:
+            self.duplicates += 1
+            return []
+        if twice := round_.ranks.intersection(ranks):
+            reason = f"push of rank {push.rank} for rank(s) {listing(sorted(twice))}, whose push is there"
+            raise ProtocolError("unexpected", reason)
+        round_.advance("push")
+        self.late.wait((push.rank,), round_.arrivals, len(self._peers), now)
+        round_.held[push.rank] = held
+        round_.ranks.update(ranks)
+        round_.arrivals.append(now)
+        self._admission.reserve(round_, held.size_bytes, len(self._peers))
+        return self._complete(round_, now)
+
+    def _complete(self, round_: ServerRound, now: float) -> Actions:
+        """Reduces a round once all pushes are there, or fails it if one can never come.
+
+        A recovery round may have been answered before, with the push of a rank that is lost now. Then it
+        cannot be reduced without that rank: others would have another result.
+        """
+        if round_.is_recovery and (lost := self._lost - round_.ranks - round_.excluded):
+            reason = f"rank {min(lost)} was lost after a server had been, within one round of both"
+            if round_.is_reopened:
+                reason = (
+                    f"rank {min(lost)} was lost, and the result that contains its push had to be forgotten"
+                )
+            return self._fail(round_, "rank gone", "lost", reason, now)
+        if self._peers.keys() <= round_.ranks:
+            pushes = [round_.held[rank] for rank in sorted(round_.held)]
+            if reason := disagreement([held.push for held in pushes]):
+                return self._fail(round_, "ranks disagree", "mismatch", reason, now)
+            round_.advance("last push")
+            return [Reduce(round_.key, pushes, now - round_.opened)]
+        absent = self._departed.keys() - round_.ranks
+        if absent:
+            return self._fail(round_, "rank gone", "lost", self._departed[min(absent)], now)
+        return []
+
+    def _expire(self, round_: ServerRound, now: float) -> Actions:
+        """Ends a round that has waited long enough, or that can never be complete.
+
+        A rank that pushes a later step has ended this one. If its push is missing, it got no reply, and the
+        round fails. In a recovery round it may have had its reply before: it is asked for its push instead,
+        as long as any rank needs the reply.
+        """
+        key, age_seconds = round_.key, now - round_.opened
+        passed = self._history.passed(key, self._peers)
+        if round_.is_recovery and round_.held.keys() <= passed:
+            return self._cancel(round_, now)
+        if not round_.is_recovery and (given_up := passed - round_.ranks):
+            ranks = f"rank(s) {listing(sorted(given_up))}"
+            reason = f"ranks disagree: {ranks} pushed a later step without this chunk; see what failed there"
+            return self._fail(round_, "given up", "mismatch", reason, now)
+        if age_seconds > self._deadline_seconds:
+            missing = sorted(self._peers.keys() - round_.ranks)
+            reason = f"no push within {self._deadline_seconds:g} s from rank(s) {listing(missing)}"
+            return self._fail(round_, "deadline", "deadline", reason, now)
+        return self._cancel(round_, now) if round_.is_reopened and age_seconds > REOPENED_SECONDS else []
+
+    def _fail_without(self, departed: Mapping[int, str], now: float) -> Actions:
+        """Fails open rounds that need the push of a rank that has departed."""
+        actions: Actions = []
+        for round_ in list(self._open.values()):
+            absent = departed.keys() - round_.ranks
+            if absent and round_.held:
+                actions += self._fail(round_, "rank gone", "lost", departed[min(absent)], now)
+        return actions
+
+    def _continue_without(self, lost: Set[int], now: float) -> Actions:
+        """Elastic: workers are lost, and the others continue.
+
+        What they have pushed to open rounds does not count: nobody has been answered yet, and an average is
+        over the ranks that are present.
+        """
+        actions: Actions = []
+        for round_ in list(self._open.values()) if lost else ():
+            if not round_.is_recovery:
+                for rank in lost & round_.held.keys():
+                    round_.ranks.difference_update(round_.held.pop(rank).push.ranks)
+            actions += self._complete(round_, now) if round_.held else self._cancel(round_, now)
+        return actions
+
+    # ── ends ────────────────────────────────────────────────────────────────────────────────────
+
+    def _cancel(self, round_: ServerRound, now: float) -> Actions:
+        """Forgets a round that nobody waits for any more: the next push opens another."""
+        self._end(round_, "nobody left")
+        return self._readmit(now)
+
+    def _end(self, round_: ServerRound, event: RoundEvent) -> None:
+        del self._open[round_.key]
+        self._admission.release(round_)
+        round_.advance(event)
+
+    def _fail(
+        self, round_: ServerRound, event: FailEvent, kind: FailureKind, reason: str, now: float
+    ) -> Actions:
+        key, peers = round_.key, [held.peer for held in round_.held.values()]
+        failure = Failure(self._epoch, *key, kind, f"tensor {key.tensor!r}, step {key.step}: {reason}")
+        # Without peers, too: whoever carries it out counts and logs the failure.
+        return [Reply(peers, failure), *self._close(round_, event, FailedRound(failure), now)]
+
+    def _close(self, round_: ServerRound, event: RoundEvent, outcome: Outcome, now: float) -> Actions:
+        """Ends a round that has an outcome, and admits refused rounds."""
+        self._end(round_, event)
+        if self._lost:
+            round_.excluded = self._lost - round_.ranks
+        round_.held, round_.ranks = {}, set()
+        round_.outcome = outcome
+        self._admission.keep(round_)
+        return self._readmit(now)
+
+    def _repeat(self, last: ServerRound, held: HeldPush) -> Actions:
+        """Answers a push of a round that has ended, if its outcome is the last one and not a later step's."""
+        self.duplicates += 1
+        if last.key.step != held.push.step:
+            return []
+        last.advance("push")
+        assert last.outcome is not None
+        return [*replies_of(last.outcome, [held])]
+
+    def _ask(self, now: float) -> Actions:
+        """Asks ranks for pushes of recovery rounds: they may have their reply already, and not push again."""
+        actions: Actions = []
+        for key, round_ in self._open.items():
+            if round_.is_recovery and now >= round_.ask_at:
+                round_.ask_at = now + round_.ask_seconds
+                round_.ask_seconds = min(2 * round_.ask_seconds, MOST_ASK_SECONDS)
+                absent = sorted(self._peers.keys() - round_.ranks)
+                actions.append(Reply([self._peers[rank] for rank in absent], Wanted(self._epoch, *key)))
+        return actions
+
+    def _count_late(self, now: float) -> None:
+        """Counts how long ranks are waited for, in one round: its waits overlap those of the others."""
+        for round_ in self._open.values():
+            if 2 * len(round_.ranks) >= len(self._peers):
+                missing = self._peers.keys() - round_.ranks
+                return self.late.wait(missing, round_.arrivals, len(self._peers), now)

@@ -1,0 +1,127 @@
+"""Barriers of one job, by messages to its membership."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.scheduler.nodes import (
+    DEADLINE_SECONDS,
+    EVERYBODY,
+    keep_alive,
+    make_membership,
+    only,
+    register,
+    running,
+    sent,
+    server,
+    worker,
+)
+from zenps.scheduler.membership.actions import Send
+from zenps.wire.messages import LAST_BARRIER, Barrier, BarrierReply, Leave
+
+
+def test_a_barrier_answers_all_workers_when_the_last_one_comes() -> None:
+    membership = running(workers=3)
+    for sequence in (1, 2):
+        assert membership.on_message(worker(2), Barrier(sequence), 0.0) == []
+        assert membership.on_message(worker(2), Barrier(sequence), 0.0) == []
+        assert membership.on_message(worker(0), Barrier(sequence), 0.0) == []
+        sends = membership.on_message(worker(1), Barrier(sequence), 0.0)
+        assert {send.peer for send in sends} == {worker(0), worker(1), worker(2)}
+        assert all(send.message == BarrierReply(sequence, "") for send in sends)
+    assert len(sends) == 3
+
+
+def test_barriers_of_different_sequence_are_different() -> None:
+    membership = running()
+    assert membership.on_message(worker(0), Barrier(1), 0.0) == []
+    assert membership.on_message(worker(1), Barrier(2), 0.0) == []
+    assert len(membership.on_message(worker(1), Barrier(1), 0.0)) == 2
+
+
+def test_a_worker_waits_at_one_counted_barrier() -> None:
+    membership = running(workers=3)
+    membership.on_message(worker(0), Barrier(LAST_BARRIER), 0.0)
+    membership.on_message(worker(1), Barrier(7), 0.0)
+    for sequence in range(1, 1000):
+        assert membership.on_message(worker(0), Barrier(sequence), 0.0) == []
+    is_open = membership._job.barriers._open
+    assert {number: [*barrier.waiting] for number, barrier in is_open.items()} == {
+        LAST_BARRIER: [0],
+        7: [1],
+        999: [0],
+    }
+    # However often a worker alternates between two, it has arrived at each once.
+    for sequence in (7, 8, 7, 8, 7):
+        assert membership.on_message(worker(0), Barrier(sequence), 0.0) == []
+    assert [*is_open[7].arrivals] == [1, 0]
+    assert len(membership.on_message(worker(2), Barrier(7), 0.0)) == 3
+
+
+def test_a_barrier_that_is_not_reached_names_who_is_missing() -> None:
+    membership = running(workers=3)
+    everybody = [*map(worker, range(3)), server(0), server(1)]
+    membership.on_message(worker(1), Barrier(4), 2.0)
+    keep_alive(membership, DEADLINE_SECONDS, everybody)
+    assert membership.on_tick(DEADLINE_SECONDS + 2) == []
+    error = "barrier 4: not reached within 30 s by worker 0 (host box, pid 0), worker 2 (host box, pid 2)"
+    sends = membership.on_tick(DEADLINE_SECONDS + 2.1)
+    assert sends == [Send(worker(1), BarrierReply(4, error))]
+    assert membership.state == "running"
+    assert membership.on_tick(DEADLINE_SECONDS + 2.2) == []
+
+
+def test_without_a_deadline_a_barrier_waits_as_long_as_all_are_alive() -> None:
+    membership = running(deadline_seconds=0)
+    membership.on_message(worker(1), Barrier(1), 0.0)
+    for beat in range(1, 1001):
+        keep_alive(membership, 5.0 * beat, EVERYBODY)
+        assert membership.on_tick(5.0 * beat) == []
+    assert membership.late_seconds() == pytest.approx({0: 5000.0})
+    assert {send.peer for send in membership.on_message(worker(0), Barrier(1), 5000.0)} == {*EVERYBODY[:2]}
+
+
+def test_a_departure_ends_barriers_now_and_later() -> None:
+    membership = running(workers=3)
+    membership.on_message(worker(1), Barrier(1), 0.0)
+    sends = membership.on_message(worker(0), Leave(), 1.0)
+    error = "barrier 1: worker 0 (host box, pid 0) left before it"
+    assert sent(sends, BarrierReply) == {worker(1): BarrierReply(1, error)}
+    reply = only(membership.on_message(worker(2), Barrier(1), 2.0), worker(2))
+    assert reply == BarrierReply(1, error)
+
+
+def test_a_lost_node_ends_barriers_by_its_own_message_alone() -> None:
+    membership = running()
+    membership.on_message(worker(0), Barrier(1), 0.0)
+    keep_alive(membership, DEADLINE_SECONDS, [worker(0), server(0), server(1)])
+    assert sent(membership.on_tick(DEADLINE_SECONDS), BarrierReply) == {}
+    keep_alive(membership, DEADLINE_SECONDS + 5, [worker(0), server(0), server(1)])
+    assert membership.on_tick(DEADLINE_SECONDS + 6) == []
+
+
+def test_barriers_are_for_workers_of_a_running_cluster() -> None:
+    membership = running()
+    assert membership.on_message(server(0), Barrier(1), 0.0) == []
+    assert membership.on_message(worker(1), Barrier(1), 0.0) == []
+    assert {send.peer for send in membership.on_message(worker(0), Barrier(1), 0.0)} == {worker(0), worker(1)}
+    gathering = make_membership(workers=1)
+    gathering.on_message(worker(0), register("worker"), 0.0)
+    assert gathering.on_message(worker(0), Barrier(1), 0.0) == []
+
+
+def test_a_passed_barrier_stays_passed_for_a_worker_that_asks_again() -> None:
+    membership = running(workers=3)
+    for number in range(3):
+        membership.on_message(worker(number), Barrier(1), 0.0)
+    # The answer was lost, and a worker has left since.
+    membership.on_message(worker(2), Leave(), 1.0)
+    assert only(membership.on_message(worker(0), Barrier(1), 2.0), worker(0)) == BarrierReply(1, "")
+
+
+def test_barriers_complete_while_servers_learn_of_a_new_ring() -> None:
+    membership = running()
+    membership.on_message(worker(0), Barrier(1), 0.0)
+    membership.on_message(server(1), Leave(), 1.0)
+    assert membership.state == "confirming"
+    assert {*sent(membership.on_message(worker(1), Barrier(1), 1.0), BarrierReply)} == {worker(0), worker(1)}

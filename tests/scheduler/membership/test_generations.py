@@ -1,0 +1,244 @@
+"""Generations: torchrun ends all workers and starts them again, and the servers stay."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.scheduler.nodes import (
+    LEASE_SECONDS,
+    RENDEZVOUS_SECONDS,
+    confirm,
+    gather,
+    keep_alive,
+    lose,
+    make_membership,
+    only,
+    register,
+    running,
+    sent,
+    server,
+    view_of,
+    worker,
+)
+from zenps.scheduler.membership.actions import Send
+from zenps.scheduler.membership.tracker import Membership
+from zenps.wire.messages import (
+    LAST_BARRIER,
+    Barrier,
+    Departed,
+    Drain,
+    Heartbeat,
+    Leave,
+    Refused,
+    Stop,
+    View,
+    WhoAreYou,
+)
+
+
+def start(membership: Membership, generation: int, now: float, restarts: int = 0) -> list[Send]:
+    """Both workers of a generation register. Returns what that caused."""
+    sends = []
+    for number in (0, 1):
+        message = register("worker", number, 70 + number, generation=generation, restarts=restarts)
+        sends += membership.on_message(b"new-%d" % number, message, now)
+    return sends
+
+
+def test_a_newer_generation_replaces_all_workers() -> None:
+    membership = running()
+    membership.on_message(worker(0), Barrier(1), 0.0)
+    membership.on_message(b"new-1", register("worker", 1, generation=1), 1.0)
+    assert (membership.state, membership.live("worker"), membership.live("server")) == ("gathering", 1, 2)
+    view = view_of(start(membership, 1, 2.0))
+    assert (view.epoch, view.ring_epoch, [m.pid for m in view.workers]) == (2, 2, [70, 100])
+    assert {*sent(confirm(membership, [server(0), server(1)]), View)} == {b"new-0", b"new-1"}
+    assert membership.state == "running"
+    # Barriers are counted from 1 again.
+    assert membership.on_message(b"new-0", Barrier(1), 3.0) == []
+    assert len(membership.on_message(b"new-1", Barrier(1), 3.0)) == 2
+    # The old ones are unknown peers.
+    assert only(membership.on_message(worker(0), Heartbeat(1, {}), 3.0), worker(0)) == WhoAreYou()
+    refused = only(membership.on_message(worker(0), register("worker", 0), 3.0), worker(0))
+    assert refused == Refused("lost", "torchrun has restarted the workers")
+
+
+def on_two_hosts() -> Membership:
+    """A job of a worker on each of two hosts, whose agents may restart it twice."""
+    membership = make_membership()
+    for number in (0, 1):
+        message = register("worker", number, host=f"node{number}", restarts=2)
+        membership.on_message(worker(number), message, 0.0)
+    for number in (0, 1):
+        membership.on_message(server(number), register("server", pid=50 + number), 0.0)
+    confirm(membership, [server(0), server(1)])
+    assert membership.state == "running"
+    return membership
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_agents_count_restarts_each_for_themselves(is_lost: bool, first: int) -> None:
+    """Worker 1 fails, and its agent counts that; worker 0 is ended for it, which its agent does not count."""
+    membership = on_two_hosts()
+    membership.on_message(worker(0), Leave(), 1.0)
+    now = 2.0
+    if is_lost:
+        lose(membership, worker(1), now=20.0)
+        now = 21.0
+    new = {
+        0: register("worker", 0, 70, "node0", generation=0, restarts=2),
+        1: register("worker", 1, 71, "node1", generation=1, restarts=1),
+    }
+    assert membership.on_message(b"new-%d" % first, new[first], now) == []
+    assert membership.state == "gathering"
+    sends = membership.on_message(b"new-%d" % (1 - first), new[1 - first], now)
+    if not sends:  # the newer count has replaced the older: that worker is asked, and registers again
+        assert only(membership.on_message(b"new-0", Heartbeat(0, {}), now), b"new-0") == WhoAreYou()
+        sends = membership.on_message(b"new-0", new[0], now)
+    view = view_of(sends)
+    assert [m.pid for m in view.workers] == [70, 71]
+    # A worker that was ended cannot register again.
+    old = msgspec.structs.replace(register("worker", 1, host="node1", restarts=2), view=view)
+    assert only(membership.on_message(worker(1), old, now), worker(1)).kind == "lost"
+
+
+def test_an_older_count_on_the_same_host_is_stale() -> None:
+    membership = on_two_hosts()
+    new = register("worker", 1, 71, "node1", generation=1, restarts=1)
+    assert membership.on_message(b"new-1", new, 1.0) == []
+    old = register("worker", 0, 60, "node1", generation=0, restarts=2)
+    refused = only(membership.on_message(b"old-1", old, 1.0), b"old-1")
+    assert refused == Refused("lost", "torchrun has restarted the workers")
+
+
+def test_a_rank_that_has_left_is_taken_again_only_under_torchrun() -> None:
+    membership = running()
+    membership.on_message(worker(0), Leave(), 1.0)
+    refused = only(membership.on_message(b"new-0", register("worker", 0, 70), 2.0), b"new-0")
+    assert isinstance(refused, Refused)
+    assert refused.kind == "usage"
+
+
+def test_a_newer_generation_comes_while_the_first_one_gathers() -> None:
+    membership = make_membership()
+    membership.on_message(worker(0), register("worker", 0), 0.0)
+    for number in (0, 1):
+        assert membership.on_message(server(number), register("server"), 0.0) == []
+    view = view_of(start(membership, 1, 1.0))
+    assert (view.epoch, [m.pid for m in view.workers]) == (1, [70, 71])
+
+
+def test_a_lost_worker_is_waited_for_while_restarts_are_left() -> None:
+    membership = running(restarts=1)
+    sends = lose(membership, worker(0))
+    assert {d.lost for d in sent(sends, Departed).values()} == {True}
+    ((peer, refused),) = sent(sends, Refused).items()
+    assert (peer, refused.kind) == (worker(1), "lost")
+    assert (membership.state, membership.failure) == ("gathering", "")
+    assert {*sent(start(membership, 1, 21.0), View)} == {server(0), server(1)}
+    # That was the last time.
+    confirm(membership, [server(0), server(1)], now=21.0)
+    lose(membership, b"new-0", now=40.0)
+    assert membership.state == "failed"
+
+
+def test_all_workers_lost_at_once() -> None:
+    membership = running(restarts=1)
+    lose(membership, worker(0), worker(1), server(1))
+    assert (membership.state, membership.live("worker"), membership.live("server")) == ("gathering", 0, 1)
+    assert {*sent(start(membership, 1, 21.0), View)} == {server(0)}
+
+
+def test_workers_that_are_not_started_again_in_time() -> None:
+    membership = running(restarts=1)
+    lose(membership, worker(0), now=20.0)
+    keep_alive(membership, 20.0 + RENDEZVOUS_SECONDS, [server(0), server(1)])
+    assert membership.on_tick(20.0 + RENDEZVOUS_SECONDS) == []
+    sends = membership.on_tick(20.1 + RENDEZVOUS_SECONDS)
+    assert {refused.kind for refused in sent(sends, Refused).values()} == {"deadline"}
+    assert "missing after 60 s: 2 of 2 worker(s); present: server 0" in membership.failure
+
+
+def test_a_restart_continues_with_the_servers_that_are_left() -> None:
+    membership = running(restarts=1)
+    membership.on_message(server(0), Leave(), 1.0)
+    confirm(membership, [server(1)])
+    assert [m.rank for m in view_of(start(membership, 1, 2.0)).servers] == [1]
+
+
+def test_servers_come_and_go_while_workers_are_restarted() -> None:
+    membership = running(restarts=1)
+    lose(membership, worker(0), now=20.0)
+    assert membership.on_message(server(0), Leave(), 21.0) == []
+    assert membership.on_message(server(5), register("server"), 21.0) == []
+    view = view_of(start(membership, 1, 22.0))
+    assert [m.identity for m in view.workers] == [b"new-0", b"new-1"]
+    assert ([m.rank for m in view.servers], view.rank) in (([0, 1], 0), ([0, 1], 1))
+
+
+def test_a_drain_outlives_a_restart() -> None:
+    membership = running(restarts=1)
+    membership.on_message(b"admin client", Drain(0), 1.0)
+    start(membership, 1, 2.0)
+    assert sent(confirm(membership, [server(1)]), Stop) == {server(0): Stop()}
+
+
+def test_servers_wait_a_lease_for_workers_that_torchrun_may_start_again() -> None:
+    membership = running(restarts=2)
+    for number in (0, 1):
+        membership.on_message(worker(number), Barrier(LAST_BARRIER), 1.0)
+    for number in (0, 1):
+        assert sent(membership.on_message(worker(number), Leave(), 1.0), Stop) == {}
+    assert membership.state == "draining"
+    keep_alive(membership, 5.0, [server(0), server(1)])
+    assert membership.on_tick(1.0 + LEASE_SECONDS) == []
+    sends = membership.on_tick(1.1 + LEASE_SECONDS)
+    assert sent(sends, Stop) == {server(0): Stop(), server(1): Stop()}
+    assert Stop() in sent(membership.on_message(server(0), Heartbeat(2, {}), 12.0), Stop).values()
+
+
+def test_servers_wait_longer_for_workers_that_have_not_reached_the_end() -> None:
+    membership = running(restarts=2)
+    for number in (0, 1):
+        membership.on_message(worker(number), Leave(), 1.0)
+    for now in range(5, int(RENDEZVOUS_SECONDS), 5):
+        keep_alive(membership, float(now), [server(0), server(1)])
+        assert sent(membership.on_tick(float(now)), Stop) == {}
+    keep_alive(membership, RENDEZVOUS_SECONDS, [server(0), server(1)])
+    sends = membership.on_tick(1.1 + RENDEZVOUS_SECONDS)
+    assert sent(sends, Stop) == {server(0): Stop(), server(1): Stop()}
+
+
+def test_workers_come_back_after_all_have_left() -> None:
+    membership = running(restarts=2)
+    for number in (0, 1):
+        membership.on_message(worker(number), Leave(), 1.0)
+    keep_alive(membership, 9.0, [server(0), server(1)])
+    assert {*sent(start(membership, 1, 9.0), View)} == {server(0), server(1)}
+    assert {*sent(confirm(membership, [server(0), server(1)], now=9.0), View)} == {b"new-0", b"new-1"}
+
+
+def test_the_last_server_is_gone_while_workers_may_be_started_again() -> None:
+    membership = running(servers=1, restarts=2)
+    lose(membership, server(0), now=20.0)
+    for number in (0, 1):
+        membership.on_message(worker(number), Leave(), 21.0)
+    assert membership.state == "draining"
+    assert membership.on_tick(22.0 + RENDEZVOUS_SECONDS) == []
+    assert membership.state == "stopped"
+
+
+def test_the_first_generation_need_not_be_0() -> None:
+    membership = make_membership()
+    assert gather(membership, generation=3) != []
+    assert membership.on_message(b"old", register("worker", 0, generation=2), 1.0) != []
+
+
+def test_a_worker_that_leaves_between_rendezvous_and_start_may_be_started_again() -> None:
+    membership = make_membership()
+    gather(membership, restarts=1)
+    sends = membership.on_message(worker(0), Leave(), 1.0)
+    assert {*sent(sends, Refused)} == {worker(1)}
+    assert (membership.state, membership.live("server")) == ("gathering", 2)

@@ -1,0 +1,316 @@
+"""Recovery: a restarted scheduler learns from returning members what the job was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import pytest
+
+from tests.scheduler.nodes import (
+    EVERYBODY,
+    LEASE_SECONDS,
+    assert_failed,
+    confirm,
+    gather,
+    make_membership,
+    only,
+    register,
+    sent,
+    server,
+    slots,
+    to,
+    view_of,
+    worker,
+)
+from zenps.scheduler.membership.actions import Send
+from zenps.scheduler.membership.recovery import RECOVERY_GRACE_SECONDS
+from zenps.scheduler.membership.tracker import Membership
+from zenps.wire.messages import (
+    Barrier,
+    BarrierReply,
+    Departed,
+    Drain,
+    Heartbeat,
+    HeartbeatReply,
+    Leave,
+    Refused,
+    Register,
+    Stop,
+    ToScheduler,
+    View,
+    WhoAreYou,
+)
+
+ENOUGH_SECONDS = LEASE_SECONDS + RECOVERY_GRACE_SECONDS + 1
+
+
+class Nodes:
+    """The nodes of one job, each with its newest view, after their scheduler died."""
+
+    def __init__(self, workers: int = 2, servers: int = 2, restarts: int = 0, generation: int = 0) -> None:
+        self.before = make_membership(workers, servers)
+        self.views: dict[bytes, View] = {}
+        self.registers: dict[bytes, Register] = {
+            worker(n): register("worker", n, n, generation=generation, restarts=restarts)
+            for n in range(workers)
+        } | {server(n): register("server", pid=50 + n) for n in range(servers)}
+        for peer, message in self.registers.items():
+            self.hear(self.before.on_message(peer, message, 0.0))
+        self.confirm()
+
+    def hear(self, sends: Iterable[Send]) -> None:
+        self.views |= sent([*sends], View)
+
+    def confirm(self) -> None:
+        servers = [peer for peer in self.registers if peer.startswith(b"server")]
+        self.hear(confirm(self.before, servers))
+
+    def again(self, peer: bytes, barriers: int = 0) -> Register:
+        view = self.views.get(peer)
+        if view is None:
+            return self.registers[peer]
+        return msgspec.structs.replace(self.registers[peer], rank=view.rank, barriers=barriers, view=view)
+
+    def come(self, after: Membership, peers: Iterable[bytes], now: float = 0.0) -> list[Send]:
+        sends = []
+        for peer in peers:
+            sends += after.on_message(peer, self.again(peer), now)
+        self.hear(sends)
+        return sends
+
+
+def test_all_return_with_the_same_view_and_the_job_continues_with_it() -> None:
+    nodes, after = Nodes(), make_membership()
+    assert nodes.come(after, EVERYBODY[:3]) == []
+    assert after.state == "recovering"
+    # They come one by one, and beat meanwhile.
+    assert only(after.on_message(worker(0), Heartbeat(1, {}), 5.0), worker(0)) == HeartbeatReply(0)
+    assert nodes.come(after, [server(1)], now=5.0) == []
+    assert (after.state, after.epoch) == ("running", 1)
+    assert slots(after) == {0: 2048, 1: 2048}
+    view = view_of(after.on_message(server(1), Leave(), 6.0))
+    assert (view.epoch, view.ring_epoch, [m.rank for m in view.workers]) == (2, 2, [0, 1])
+
+
+@pytest.mark.parametrize("message", [Heartbeat(1, {}), Barrier(3)])
+def test_unknown_nodes_are_asked_to_register(message: ToScheduler) -> None:
+    nodes, after = Nodes(), make_membership()
+    nodes.come(after, [server(0)])
+    assert only(after.on_message(worker(0), message, 1.0), worker(0)) == WhoAreYou()
+
+
+def test_barriers_that_all_have_passed_stay_passed() -> None:
+    nodes, after = Nodes(), make_membership()
+    nodes.come(after, [server(0), server(1), worker(1)])
+    # The answer reached worker 0 alone before the scheduler died.
+    after.on_message(worker(0), nodes.again(worker(0), barriers=3), 0.0)
+    assert only(after.on_message(worker(1), Barrier(3), 1.0), worker(1)) == BarrierReply(3, "")
+    assert after.on_message(worker(1), Barrier(4), 1.0) == []
+    assert len(after.on_message(worker(0), Barrier(4), 1.0)) == 2
+
+
+def test_no_watermark_begins_while_workers_are_missing() -> None:
+    nodes, after = Nodes(), make_membership()
+    nodes.come(after, [worker(0)])
+
+    def watermark(peer: bytes, reported: int) -> int:
+        reply = to(after.on_message(peer, Heartbeat(1, {}, {}, reported), 1.0), peer)[0]
+        assert isinstance(reply, HeartbeatReply)
+        return reply.watermark
+
+    assert watermark(worker(0), 7) == 0  # worker 1 may still have rounds in flight since before watermark 7
+    nodes.come(after, [worker(1), server(0), server(1)])
+    assert (after.state, watermark(worker(0), 7), watermark(worker(1), 6)) == ("running", 1, 7)
+
+
+def test_a_node_that_had_not_heard_of_its_membership_is_known_by_its_process() -> None:
+    nodes = Nodes()
+    nodes.views.pop(worker(1))  # lost with the scheduler
+    after = make_membership()
+    sends = nodes.come(after, [server(0), server(1), worker(0), worker(1)])
+    # Not all have the view: so there is another.
+    assert (after.state, after.epoch) == ("confirming", 2)
+    assert {*sent(sends, View)} == {server(0), server(1)}
+    nodes.hear(confirm(after, [server(0), server(1)]))
+    assert nodes.views[worker(1)].rank == 1
+
+
+def test_workers_in_containers_of_one_host_are_known_by_their_ranks() -> None:
+    nodes, after = Nodes(), make_membership()
+    for number in (0, 1):  # each is process 1 of its container, and all have the machine's network
+        nodes.registers[worker(number)] = register("worker", number, pid=1)
+    nodes.before = make_membership()
+    for peer, message in nodes.registers.items():
+        nodes.hear(nodes.before.on_message(peer, message, 0.0))
+    nodes.confirm()
+    assert nodes.come(after, [worker(1), server(0), worker(0), server(1)]) == []
+    assert (after.state, after.epoch) == ("running", 1)
+    assert [after.name_of(worker(number)) for number in (0, 1)] == ["worker-0", "worker-1"]
+
+
+def test_members_that_came_before_any_with_a_view_are_asked_again() -> None:
+    nodes = Nodes()
+    nodes.views.pop(worker(1))
+    after = make_membership()
+    assert nodes.come(after, [worker(1)]) == []
+    assert after.state == "gathering"
+    nodes.come(after, [server(0)])
+    assert only(after.on_message(worker(1), Heartbeat(0, {}), 1.0), worker(1)) == WhoAreYou()
+    nodes.come(after, [worker(0), worker(1), server(1)])
+    assert after.epoch == 2
+
+
+def test_the_newest_view_counts() -> None:
+    nodes = Nodes(servers=3)
+    nodes.hear(nodes.before.on_message(server(0), Leave(), 1.0))
+    after = make_membership(servers=3)
+    nodes.come(after, [worker(0), server(1), worker(1)])  # workers have not heard of the new one
+    assert after.state == "recovering"
+    nodes.come(after, [server(2)])
+    assert (after.state, after.epoch) == ("confirming", 3)
+    assert slots(after) == {1: 2048, 2: 2048}
+
+
+def test_a_server_that_does_not_return_is_lost() -> None:
+    nodes, after = Nodes(), make_membership()
+    nodes.come(after, [worker(0), worker(1), server(1)])
+    for peer in (worker(0), worker(1), server(1)):
+        after.on_message(peer, Heartbeat(1, {}), 14.0)
+    assert after.on_tick(LEASE_SECONDS + RECOVERY_GRACE_SECONDS) == []
+    sends = after.on_tick(ENOUGH_SECONDS)
+    assert {peer: (view.epoch, view.ring_epoch) for peer, view in sent(sends, View).items()} == {
+        server(1): (2, 2)
+    }
+    assert slots(after) == {1: 4096}
+    refused = only(after.on_message(server(0), nodes.again(server(0)), 20.0), server(0))
+    assert refused == Refused("lost", "the scheduler counts this node as lost; start it again")
+
+
+def test_a_worker_that_does_not_return_fails_the_job() -> None:
+    nodes, after = Nodes(), make_membership()
+    here = [worker(0), server(0), server(1)]
+    nodes.come(after, here)
+    for peer in here:
+        after.on_message(peer, Heartbeat(1, {}), 14.0)
+    assert_failed(after, after.on_tick(ENOUGH_SECONDS), here)
+    assert after.failure == (
+        "worker 1 (host box, pid 1) is lost: it did not return after the scheduler was restarted"
+    )
+
+
+def test_a_node_that_is_lost_after_its_return_is_missing() -> None:
+    nodes, after = Nodes(), make_membership()
+    nodes.come(after, [worker(0), worker(1), server(0)])
+    for peer in (worker(0), worker(1)):
+        after.on_message(peer, Heartbeat(1, {}), 8.0)
+    assert {d.member.rank for d in sent(after.on_tick(11.0), Departed).values()} == {0}
+    sends = nodes.come(after, [server(1)], now=12.0)
+    assert after.state == "recovering"
+    for peer in (worker(0), worker(1), server(1)):
+        after.on_message(peer, Heartbeat(1, {}), 12.0)
+    sends = after.on_tick(ENOUGH_SECONDS)
+    assert [m.rank for m in view_of(sends).servers] == [1]
+
+
+def test_workers_that_had_left_are_not_waited_for_and_stay_missed() -> None:
+    nodes = Nodes()
+    nodes.hear(nodes.before.on_message(worker(0), Leave(), 1.0))
+    nodes.confirm()
+    after = make_membership()
+    assert nodes.come(after, [server(0), server(1), worker(1)]) == []
+    assert (after.state, after.epoch) == ("running", 2)
+    reply = only(after.on_message(worker(1), Barrier(1), 1.0), worker(1))
+    assert reply == BarrierReply(1, "barrier 1: worker 0 (host box, pid 0) left before it")
+    view = view_of(after.on_message(server(1), Leave(), 1.0))
+    assert (view.left, [m.rank for m in view.workers]) == ((0,), [0, 1])
+    sends = after.on_message(worker(1), Leave(), 2.0)
+    assert (after.state, {*sent(sends, Stop)}) == ("draining", {server(0)})
+
+
+def test_a_worker_leaves_while_others_are_waited_for() -> None:
+    nodes, after = Nodes(), make_membership()
+    nodes.come(after, [server(0), worker(0)])
+    assert after.on_message(worker(0), Leave(), 1.0) == []
+    sends = nodes.come(after, [worker(1), server(1)], now=1.0)
+    assert view_of(sends).left == (0,)
+    assert after.state == "confirming"
+
+
+def test_the_last_worker_leaves_while_servers_are_waited_for() -> None:
+    nodes, after = Nodes(workers=1), make_membership(workers=1)
+    nodes.come(after, [server(0), worker(0)])
+    after.on_message(worker(0), Leave(), 1.0)
+    sends = nodes.come(after, [server(1)], now=1.0)
+    assert (after.state, {*sent(sends, Stop)}) == ("draining", {server(0), server(1)})
+
+
+def test_a_server_that_was_being_drained_is_no_member_any_more() -> None:
+    nodes = Nodes()
+    nodes.hear(nodes.before.on_message(b"admin client", Drain(0), 1.0))
+    after = make_membership()
+    nodes.come(after, [server(0), server(1), worker(0), worker(1)])
+    assert slots(after) == {1: 4096}
+    refused = only(after.on_message(server(0), nodes.again(server(0)), 1.0), server(0))
+    assert refused == Refused("lost", "the scheduler counts this node as lost; start it again")
+
+
+def test_a_new_server_has_to_wait_until_members_are_back() -> None:
+    nodes, after = Nodes(), make_membership()
+    nodes.come(after, EVERYBODY[:3])
+    assert after.on_message(server(7), register("server", pid=99), 1.0) == []
+    nodes.come(after, [server(1)])
+    assert view_of(after.on_message(server(7), register("server", pid=99), 2.0)).epoch == 2
+
+
+def test_an_unknown_job_gathers() -> None:
+    """The scheduler died before there was a view: nodes register as for the first time."""
+    after = make_membership()
+    assert only(after.on_message(worker(0), Heartbeat(0, {}), 0.0), worker(0)) == WhoAreYou()
+    assert len(gather(after)) == 2
+    assert after.epoch == 1
+
+
+# ── with torchrun ───────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_worker_that_does_not_return_may_be_started_again() -> None:
+    nodes, after = Nodes(restarts=1), make_membership()
+    here = [worker(0), server(0), server(1)]
+    nodes.come(after, here)
+    for peer in here:
+        after.on_message(peer, Heartbeat(1, {}), 14.0)
+    assert {*sent(after.on_tick(ENOUGH_SECONDS), Refused)} == {worker(0)}
+    assert (after.state, after.epoch) == ("gathering", 1)
+    for number in (0, 1):
+        sends = after.on_message(b"new%d" % number, register("worker", number, generation=1), 20.0)
+    assert {view.ring_epoch for view in sent(sends, View).values()} == {2}
+
+
+@pytest.mark.parametrize("first", ["servers", "workers"])
+def test_workers_are_started_again_while_the_scheduler_is_away(first: str) -> None:
+    nodes, after = Nodes(), make_membership()
+    new = [register("worker", number, 70 + number, generation=1) for number in (0, 1)]
+    if first == "servers":
+        nodes.come(after, [server(0), server(1)])
+    for number in (0, 1):
+        assert after.on_message(b"new%d" % number, new[number], 1.0) == []
+    if first == "workers":
+        nodes.come(after, [server(0), server(1)])
+    for peer in (server(0), server(1)):
+        after.on_message(peer, Heartbeat(1, {}), 14.0)
+    assert after.on_tick(ENOUGH_SECONDS) == []
+    assert after.state == "gathering"
+    for number in (0, 1):
+        assert WhoAreYou() in to(
+            after.on_message(b"new%d" % number, Heartbeat(0, {}), 17.0), b"new%d" % number
+        )
+        sends = after.on_message(b"new%d" % number, new[number], 17.0)
+    assert (after.state, {*sent(sends, View)}) == ("confirming", {server(0), server(1)})
+
+
+def test_old_workers_do_not_return_after_new_ones() -> None:
+    nodes, after = Nodes(generation=2), make_membership()
+    nodes.come(after, [worker(0)])
+    refused = only(after.on_message(b"old", register("worker", 1, generation=1), 1.0), b"old")
+    assert refused == Refused("lost", "torchrun has restarted the workers")

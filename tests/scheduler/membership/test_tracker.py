@@ -1,0 +1,173 @@
+"""Membership: leases, heartbeats, watermarks, unknown peers and the status."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.scheduler.nodes import (
+    EVERYBODY,
+    LEASE_SECONDS,
+    SETTINGS,
+    keep_alive,
+    make_membership,
+    only,
+    register,
+    running,
+    sent,
+    server,
+    worker,
+)
+from zenps.scheduler.membership.actions import Send
+from zenps.wire.messages import (
+    LAST_BARRIER,
+    Barrier,
+    Heartbeat,
+    HeartbeatReply,
+    Leave,
+    Refused,
+    Status,
+    StatusRequest,
+    ToScheduler,
+    View,
+    WhoAreYou,
+)
+
+# ── leases ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_any_message_renews_the_lease() -> None:
+    membership = running()
+    for now in (5.0, 10.0, 15.0, 20.0):
+        keep_alive(membership, now, EVERYBODY)
+        assert membership.on_tick(now + 5) == []
+    assert membership.state == "running"
+
+
+@pytest.mark.parametrize("message", [Heartbeat(1, {"rounds": 9.0}), Barrier(1), Leave(), register("worker")])
+def test_messages_of_a_node_that_has_left_are_ignored(message: ToScheduler) -> None:
+    membership = running()
+    membership.on_message(worker(0), Leave(), 1.0)
+    before = membership.status(5.0)
+    assert membership.on_message(worker(0), message, 5.0) == []
+    assert membership.status(5.0) == before
+
+
+def test_a_straggler_is_named_with_what_barriers_and_servers_waited() -> None:
+    membership = running()
+    assert membership.stragglers(0.0) == []
+    membership.on_message(worker(0), Barrier(1), 1.0)
+    membership.on_tick(3.0)
+    for number, seconds in ((0, 1.5), (1, 2.0)):
+        membership.on_message(server(number), Heartbeat(1, {}, {1: seconds}), 3.0)
+    (named,) = membership.stragglers(3.0)
+    assert named == "worker 1 (host box, pid 1) is slow: others waited 4.0 s for it in the last 3.0 s"
+    assert {(n.role, n.rank, n.late_seconds) for n in membership.status(3.0).nodes if n.late_seconds} == {
+        ("worker", 1, 4.0)
+    }
+
+
+def test_a_scheduler_that_has_to_end_tells_all_nodes() -> None:
+    membership = running()
+    sends = membership.abort("the scheduler was told to end")
+    assert {send.peer for send in sends} == {*EVERYBODY}
+    assert {send.message for send in sends} == {Refused("lost", "the scheduler was told to end")}
+    assert membership.state == "failed"
+
+
+# ── heartbeats ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_node_whose_heartbeat_shows_an_older_epoch_gets_the_view_again() -> None:
+    membership = running()
+    membership.on_message(server(1), Leave(), 1.0)
+    again = sent(membership.on_message(server(0), Heartbeat(1, {}), 2.0), View)
+    assert again[server(0)].epoch == 2
+    # A worker only once all servers have it.
+    assert sent(membership.on_message(worker(0), Heartbeat(1, {}), 2.0), View) == {}
+    membership.on_message(server(0), Heartbeat(2, {}), 2.0)
+    assert sent(membership.on_message(worker(0), Heartbeat(1, {}), 3.0), View)[worker(0)].epoch == 2
+    assert sent(membership.on_message(worker(0), Heartbeat(2, {}), 3.0), View) == {}
+
+
+def test_a_watermark_begins_when_all_workers_have_reported_the_one_before() -> None:
+    membership = running()
+
+    def beat(number: int, watermark: int) -> int:
+        reply = only(
+            membership.on_message(worker(number), Heartbeat(1, {}, {}, watermark), 1.0), worker(number)
+        )
+        assert isinstance(reply, HeartbeatReply)
+        return reply.watermark
+
+    assert [beat(0, 0), beat(0, 1), beat(0, 1), beat(1, 0)] == [1, 1, 1, 1]
+    assert [beat(1, 1), beat(0, 1), beat(0, 2)] == [2, 2, 2]
+    assert only(membership.on_message(server(0), Heartbeat(1, {}), 1.0), server(0)) == HeartbeatReply(2)
+    # A worker that has left has no rounds in flight.
+    membership.on_message(worker(1), Leave(), 1.0)
+    assert beat(0, 2) == 3
+
+
+def test_a_heartbeat_costs_the_same_however_many_nodes_there_are() -> None:
+    def cost(workers: int) -> float:
+        """Of one heartbeat with a new watermark: the best of five, for others use this processor, too."""
+        membership = running(workers)
+        seconds = []
+        for watermark in range(1, 6):
+            begin = time.process_time()
+            for number in range(workers):
+                membership.on_message(worker(number), Heartbeat(1, {}, {}, watermark), 1.0)
+                membership.on_message(worker(number), Barrier(1 if number else LAST_BARRIER), 1.0)
+            seconds.append(time.process_time() - begin)
+        return min(seconds) / workers
+
+    assert cost(800) < 3 * cost(40)
+
+
+# ── unknown peers and status ────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("message", [Heartbeat(1, {}), Barrier(1)])
+def test_unknown_peers_are_asked_to_register(message: ToScheduler) -> None:
+    for membership in (make_membership(), running()):
+        assert membership.on_message(b"unknown", message, 1.0) == [Send(b"unknown", WhoAreYou())]
+
+
+def test_an_unknown_peer_may_leave() -> None:
+    for membership in (make_membership(), running()):
+        assert membership.on_message(b"unknown", Leave(), 1.0) == []
+
+
+def test_any_peer_may_ask_for_the_status() -> None:
+    membership = make_membership(workers=2, servers=1)
+    status = only(membership.on_message(b"admin client", StatusRequest(), 0.0), b"admin client")
+    assert status == Status("job", "gathering", 0, LEASE_SECONDS, SETTINGS, ())
+    assert membership.status(7.0).uptime_seconds == 7.0
+    membership.on_message(worker(0), register("worker"), 1.0)
+    (waiting,) = membership.status(2.0).nodes
+    assert (waiting.rank, waiting.slots, waiting.silent_seconds, waiting.epoch) == (-1, 0, 1.0, 0)
+
+
+def test_status_shows_every_node() -> None:
+    membership = running(workers=2, servers=3)
+    membership.on_message(worker(1), Heartbeat(1, {"rounds": 3.0}), 2.0)
+    membership.on_message(worker(0), Leave(), 2.5)
+    status = membership.status(4.0)
+    assert (status.job, status.state, status.epoch) == ("job", "confirming", 2)
+    assert [(node.role, node.rank, node.state) for node in status.nodes] == [
+        ("server", 0, "present"),
+        ("server", 1, "present"),
+        ("server", 2, "present"),
+        ("worker", 0, "left"),
+        ("worker", 1, "present"),
+    ]
+    assert [node.slots for node in status.nodes] == [1366, 1365, 1365, 0, 0]
+    last = status.nodes[-1]
+    assert (last.load, last.epoch, last.silent_seconds, last.pid) == ({"rounds": 3.0}, 1, 2.0, 1)
+
+
+def test_epochs_from_the_future_are_ignored() -> None:
+    membership = running()
+    membership.on_message(worker(0), Heartbeat(10, {}), 1.0)
+    assert {node.epoch for node in membership.status(1.0).nodes if node.rank == 0} == {1}

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+
+from tests.server.rounds.test_tracker import FixedOutcome, complete, make_held, make_rounds, peer_of, push_all
+from zenps.errors import ProtocolError
+from zenps.server.rounds import history
+from zenps.server.rounds.admission import ROUND_BYTES
+from zenps.server.rounds.history import FORGOTTEN_BYTES, NAME_BYTES, RANK_BYTES, History
+from zenps.server.rounds.states import Key, Reply, ServerRound
+from zenps.wire.messages import Busy
+
+RANKS = 8
+
+
+def ended(key: Key, excluded: frozenset[int] = frozenset()) -> ServerRound:
+    outcome = FixedOutcome(key)
+    return ServerRound(key, state="answered", size_bytes=ROUND_BYTES, excluded=excluded, outcome=outcome)
+
+
+def test_its_memory_is_counted() -> None:
+    tracemalloc.start()
+    past, before = History(), tracemalloc.get_traced_memory()[0]
+    for number in range(5000):
+        for rank in range(RANKS):
+            past.note(make_held(rank, Key(f"loss-{number}", 1 << 40, 0)).push)
+        past.keep(ended(Key(f"loss-{number}", 1 << 40, 0)))
+        past.forget_oldest()
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert 0.4 * past.size_bytes < taken < past.size_bytes
+    past.clear()
+    assert past.size_bytes == 0
+
+
+def test_a_name_counts_once_and_what_is_known_again_does_not() -> None:
+    past, key = History(), Key("a", 3, 0)
+    past.note(make_held(0, key).push)
+    size = past.size_bytes
+    assert size > NAME_BYTES + RANK_BYTES
+    past.note(make_held(0, key).push)
+    assert past.passed(key, [0, 1]) == set()
+    assert not past.has_passed(key, 0)
+    past.note(make_held(0, Key("a", 4, 1)).push)
+    past.note(make_held(0, key).push)
+    assert past.passed(key, [0, 1]) == {0}
+    assert past.has_passed(key, 0)
+    assert not past.has_passed(key, 1)
+    assert past.size_bytes == size
+    past.keep(ended(key, frozenset({2})))
+    assert past.size_bytes == size + ROUND_BYTES
+    past.forget_oldest()
+    assert past.forgotten(key) == {2}
+    assert past.size_bytes == size + FORGOTTEN_BYTES + RANK_BYTES
+    past.keep(ended(key))
+    assert past.forgotten(key) is None
+    assert past.size_bytes == size + ROUND_BYTES
+    assert past.kept_bytes == ROUND_BYTES
+
+
+def test_evictable_bytes_are_what_forgetting_frees() -> None:
+    past = History()
+    for chunk in range(3):
+        past.keep(ended(Key("a", 0, chunk)))
+    to_gain, before = past.evictable_bytes, past.size_bytes
+    while past.evictable:
+        past.forget_oldest()
+    assert before - past.size_bytes == to_gain
+
+
+def test_names_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "MOST_NAMES", 3)
+    rounds = make_rounds(2)
+    for name in "abc":
+        push_all(rounds, Key(name, 0, 0), [0])
+    used = rounds.used_bytes
+    with pytest.raises(ProtocolError, match="unexpected: another tensor name, expected 3 at most"):
+        rounds.on_push(make_held(0, Key("d", 0, 0)), 0.0)
+    assert rounds.used_bytes == used
+    # Known names can still be pushed.
+    complete(rounds, Key("a", 0, 0), [0, 1])
+    rounds.on_view(2, {rank: peer_of(rank) for rank in range(2)}, {}, 0.0)
+    assert rounds.used_bytes == 0
+    assert rounds.on_push(make_held(0, Key("d", 0, 0), ring_epoch=2), 0.0) == []
+
+
+def test_forgotten_outcomes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "MOST_FORGOTTEN", 3)
+    past = History()
+    for chunk in range(5):
+        past.keep(ended(Key("a", 0, chunk)))
+        past.forget_oldest()
+    assert [past.forgotten(Key("a", 0, chunk)) is None for chunk in range(5)] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert past.size_bytes == 3 * FORGOTTEN_BYTES
+
+
+def test_names_take_from_the_budget() -> None:
+    """After thousands of them a round is refused that fitted before; one at a time is always admitted."""
+    rounds = make_rounds(1, budget_bytes=1 << 20)
+    for number in range(2000):
+        complete(rounds, Key(f"loss-{number}", 0, 0), [0])
+    assert rounds.held_bytes == ROUND_BYTES, "the last outcome alone is kept"
+    assert rounds.used_bytes > rounds._admission.budget_bytes
+    rounds.on_view(1, {rank: peer_of(rank) for rank in range(2)}, {}, 0.0)
+    assert rounds.on_push(make_held(0, Key("a", 0, 0)), 0.0) == []
+    assert rounds.on_push(make_held(0, Key("b", 0, 0)), 0.0) == [Reply([peer_of(0)], Busy(1, "b", 0, 0))]

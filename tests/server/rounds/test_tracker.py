@@ -1,0 +1,729 @@
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from zenps.errors import ProtocolError
+from zenps.server.reducers.base import Answer, Outcome
+from zenps.server.rounds.admission import ROUND_BYTES
+from zenps.server.rounds.states import Action, HeldPush, Key, Reduce, Reply
+from zenps.server.rounds.tracker import ServerRounds
+from zenps.wire.messages import Busy, Failure, Push, Result, Resume, Wanted
+
+DEADLINE_SECONDS = 30.0
+TENSORS, CHUNKS = ["a", "b", "c"], 2
+
+
+def make_held(
+    rank: int, key: Key, size_bytes: int = 100, shape: tuple[int, ...] = (8, 4), **fields: object
+) -> HeldPush:
+    push = Push(1, rank, *key, CHUNKS, "sparse", "float32", shape, 4, 4, 2, "coo", True)
+    for name, value in fields.items():
+        push = Push(**{field: getattr(push, field) for field in push.__struct_fields__} | {name: value})
+    return HeldPush(peer_of(rank), push, payload=None, size_bytes=size_bytes)
+
+
+def peer_of(rank: int) -> bytes:
+    return f"worker-{rank}".encode()
+
+
+def make_rounds(ranks: int, budget_bytes: int = 1 << 30) -> ServerRounds:
+    rounds = ServerRounds(budget_bytes, DEADLINE_SECONDS)
+    rounds.on_view(1, {rank: peer_of(rank) for rank in range(ranks)}, {}, 0.0)
+    return rounds
+
+
+def result_of(key: Key) -> Result:
+    return Result(1, *key, 2, "coo")
+
+
+class FixedOutcome(Outcome):
+    """The same result and frames for every rank."""
+
+    def __init__(self, key: Key, frames: Sequence[memoryview] = ()) -> None:
+        self._answer = Answer(result_of(key), frames)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(frame.nbytes for frame in self._answer.frames)
+
+    def reply(self, rank: int) -> Answer:
+        return self._answer
+
+
+class Cluster(RuleBasedStateMachine):
+    """Ranks that push, are refused, push again, repeat themselves, disagree, give up and leave: one server.
+
+    A rank's round is ``idle``, ``waiting`` (pushed), ``busy`` (refused), ``resumed`` (asked to push
+    again); ``answered`` rounds make room for the next step of the same tensor and chunk.
+    """
+
+    @initialize(
+        ranks=st.integers(1, 4),
+        budget_bytes=st.sampled_from([0, 4000, 12_000, 1 << 30]),
+        sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=3),
+    )
+    def begin(self, ranks: int, budget_bytes: int, sizes: list[int]) -> None:
+        self.ranks = range(ranks)
+        self.sizes = sizes
+        self.rounds = make_rounds(ranks, budget_bytes)
+        self.now = 0.0
+        self.states: dict[tuple[int, Key], str] = {}
+        self.steps = Counter[tuple[int, str, int]]()
+        self.held: dict[Key, dict[int, HeldPush]] = {}
+        self.opened: dict[Key, float] = {}
+        self.reduced: set[Key] = set()
+        self.reopened: set[Key] = set()
+        """Those that were opened once more, for an outcome that was forgotten."""
+        self.departed: dict[int, str] = {}
+        self.newest: dict[tuple[int, str], int] = {}
+        """The last step of each tensor that a rank has pushed."""
+        self.ended: dict[tuple[str, int], int] = {}
+        """The last step of each chunk that has an outcome."""
+
+    # ── what ranks do ───────────────────────────────────────────────────────────────────────────
+
+    def live(self) -> list[int]:
+        return [rank for rank in self.ranks if rank not in self.departed]
+
+    def in_state(self, *states: str) -> list[tuple[int, Key]]:
+        return [rank_and_key for rank_and_key, state in self.states.items() if state in states]
+
+    @precondition(lambda self: self.live())
+    @rule(
+        data=st.data(),
+        tensor=st.sampled_from(TENSORS),
+        chunk=st.integers(0, CHUNKS - 1),
+        odd=st.integers(0, 15),
+    )
+    def push(self, data: st.DataObject, tensor: str, chunk: int, odd: int) -> None:
+        rank = data.draw(st.sampled_from(self.live()))
+        # The next step begins when all chunks of this one have ended.
+        step = min(self.steps[rank, tensor, other] for other in range(CHUNKS))
+        key = Key(tensor, step, chunk)
+        if (rank, key) not in self.states:
+            shape = (9, 4) if odd == 0 else (8, 4)
+            self.send(make_held(rank, key, data.draw(st.sampled_from(self.sizes)), shape))
+
+    @precondition(lambda self: self.in_state("resumed"))
+    @rule(data=st.data())
+    def push_again(self, data: st.DataObject) -> None:
+        rank, key = data.draw(st.sampled_from(self.in_state("resumed")))
+        if rank not in self.departed:
+            self.send(make_held(rank, key, data.draw(st.sampled_from(self.sizes))))
+
+    @precondition(lambda self: self.in_state("waiting"))
+    @rule(data=st.data())
+    def repeat(self, data: st.DataObject) -> None:
+        rank, key = data.draw(st.sampled_from(self.in_state("waiting")))
+        before = self.rounds.held_bytes, self.rounds.duplicates
+        assert self.rounds.on_push(self.held[key][rank], self.now) == []
+        assert (self.rounds.held_bytes, self.rounds.duplicates) == (before[0], before[1] + 1)
+
+    @precondition(lambda self: self.in_state("waiting", "busy", "resumed"))
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        """One chunk has failed: the rank drops the others, and pushes the next step."""
+        rank, (tensor, step, _) = data.draw(st.sampled_from(self.in_state("waiting", "busy", "resumed")))
+        for chunk in range(CHUNKS):
+            if self.steps[rank, tensor, chunk] == step:
+                self.end(rank, Key(tensor, step, chunk))
+        later = Key(tensor, step + 1, data.draw(st.integers(0, CHUNKS - 1)))
+        if rank not in self.departed and (rank, later) not in self.states:
+            self.send(make_held(rank, later, data.draw(st.sampled_from(self.sizes))))
+
+    @rule(seconds=st.sampled_from([0.1, 10.0, DEADLINE_SECONDS + 1]))
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        expected = set()
+        for key, held in self.held.items():
+            is_late = self.now - self.opened[key] > DEADLINE_SECONDS
+            if self.rounds._open[key].is_reopened:
+                if is_late and not all(self.has_passed(rank, key) for rank in held):
+                    expected.add(key)
+            elif is_late or any(self.has_passed(rank, key) for rank in self.ranks if rank not in held):
+                expected.add(key)
+        actions = self.rounds.on_tick(self.now)
+        assert self.failed(actions) == expected
+        self.execute(actions)
+
+    @precondition(lambda self: len(self.live()) > 1)
+    @rule(data=st.data())
+    def depart(self, data: st.DataObject) -> None:
+        rank = data.draw(st.sampled_from(self.live()))
+        self.departed[rank] = f"worker {rank} is gone"
+        needing = {key for key, held in self.held.items() if held and rank not in held}
+        actions = self.rounds.on_departed(rank, self.departed[rank], self.now)
+        assert self.failed(actions) == needing
+        self.execute(actions)
+
+    # ── what the server answers ─────────────────────────────────────────────────────────────────
+
+    def send(self, held: HeldPush) -> None:
+        key, rank = Key(held.push.tensor, held.push.step, held.push.chunk), held.push.rank
+        last = self.rounds._history.last(key)
+        actions = self.rounds.on_push(held, self.now)
+        if last is None or last.key.step < key.step:
+            self.newest[rank, key.tensor] = max(key.step, self.newest.get((rank, key.tensor), -1))
+        if last is not None and last.key.step >= key.step:
+            # Failed without this rank. One that is a step behind ends by its own deadline.
+            assert last.outcome is not None
+            answer = last.outcome.reply(rank)
+            repeated = [Reply([held.peer], answer.message, answer.frames)]
+            assert actions == (repeated if last.key.step == key.step else [])
+            self.end(rank, key)
+            return
+        self.states[rank, key] = "waiting"
+        if Reply([held.peer], Busy(1, *key)) in actions:
+            self.states[rank, key] = "busy"
+            assert actions == [Reply([held.peer], Busy(1, *key))]
+            return
+        self.opened.setdefault(key, self.now)
+        self.held.setdefault(key, {})[rank] = held
+        self.reopened |= {key for key, round_ in self.rounds._open.items() if round_.is_reopened}
+        self.execute(actions)
+
+    def execute(self, actions: Sequence[Action]) -> None:
+        todo = list(actions)
+        while todo:
+            match todo.pop(0):
+                case Reduce() as action:
+                    todo += self.reduce(action)
+                case Reply(peers=peers, message=Resume() as message):
+                    self.on_resume(Key(message.tensor, message.step, message.chunk), peers)
+                case Reply(message=Wanted()):
+                    pass
+                case Reply() as reply:
+                    self.on_end(reply)
+        for key in self.held.keys() - self.rounds._open.keys():
+            self.on_cancel(key)
+
+    def on_cancel(self, key: Key) -> None:
+        """Nobody could say what became of it: who asked ends by its own deadline."""
+        assert key in self.reopened
+        del self.opened[key]
+        for rank in self.held.pop(key):
+            self.end(rank, key)
+
+    def reduce(self, action: Reduce) -> list[Action]:
+        assert action.key not in self.reduced
+        self.reduced.add(action.key)
+        assert [held.push.rank for held in action.pushes] == list(self.ranks)
+        assert [self.held[action.key][rank] for rank in self.ranks] == action.pushes
+        assert len({held.push.shape for held in action.pushes}) == 1
+        assert action.waited_seconds == self.now - self.opened[action.key]
+        union = memoryview(bytes(sum(held.size_bytes for held in action.pushes)))
+        return self.rounds.finish(action.key, FixedOutcome(action.key, (union,)), self.now)
+
+    def on_resume(self, key: Key, peers: Sequence[bytes]) -> None:
+        ranks = [rank for rank in self.ranks if peer_of(rank) in peers]
+        assert len(ranks) == len(peers) > 0
+        for rank in ranks:
+            if self.states[rank, key] != "answered":  # else it has given up
+                assert self.states[rank, key] == "busy"
+                self.states[rank, key] = "resumed"
+        self.opened.setdefault(key, self.now)
+        self.held.setdefault(key, {})
+
+    def on_end(self, reply: Reply) -> None:
+        message = reply.message
+        assert isinstance(message, Result | Failure)
+        key = Key(message.tensor, message.step, message.chunk)
+        held = self.held.pop(key)
+        self.ended[key.series] = max(key.step, self.ended.get(key.series, -1))
+        assert list(reply.peers) == [peer_of(rank) for rank in held]
+        if isinstance(message, Failure):
+            self.check_failure(message, held, self.now - self.opened[key])
+        else:
+            assert held.keys() == set(self.ranks)
+        del self.opened[key]
+        # A rank that was asked to push again and did not, ends by its own deadline.
+        for rank in self.ranks:
+            if self.states.get((rank, key)) in ("waiting", "resumed"):
+                self.end(rank, key)
+
+    def end(self, rank: int, key: Key) -> None:
+        self.states[rank, key] = "answered"
+        self.steps[rank, key.tensor, key.chunk] += 1
+
+    def check_failure(self, failure: Failure, held: dict[int, HeldPush], age_seconds: float) -> None:
+        missing = [rank for rank in self.ranks if rank not in held]
+        assert f"tensor {failure.tensor!r}, step {failure.step}: " in failure.reason
+        match failure.kind:
+            case "mismatch" if missing:
+                key = Key(failure.tensor, failure.step, failure.chunk)
+                given_up = [rank for rank in missing if self.has_passed(rank, key)]
+                assert f"rank(s) {', '.join(map(str, given_up))} pushed a later step" in failure.reason
+            case "mismatch":
+                assert len({each.push.shape for each in held.values()}) > 1
+            case "deadline":
+                assert age_seconds > DEADLINE_SECONDS
+                assert failure.reason.endswith(f"from rank(s) {', '.join(map(str, missing))}")
+            case "lost":
+                assert any(failure.reason.endswith(self.departed.get(rank, "?")) for rank in missing)
+
+    def has_passed(self, rank: int, key: Key) -> bool:
+        return self.newest.get((rank, key.tensor), -1) > key.step
+
+    @staticmethod
+    def failed(actions: Sequence[Action]) -> set[Key]:
+        replies = [action.message for action in actions if isinstance(action, Reply)]
+        failures = [message for message in replies if isinstance(message, Failure)]
+        return {Key(failure.tensor, failure.step, failure.chunk) for failure in failures}
+
+    # ── what always holds ───────────────────────────────────────────────────────────────────────
+
+    @invariant()
+    def memory_is_counted_and_bounded(self) -> None:
+        rounds, ranks = self.rounds, len(self.ranks)
+        kept = sum(round_.size_bytes for round_ in rounds._history)
+        reserved = sum(round_.size_bytes for round_ in rounds._open.values())
+        assert rounds.held_bytes == kept + reserved
+        for key, held in self.held.items():
+            assert ROUND_BYTES + sum(each.size_bytes for each in held.values()) <= (
+                rounds._open[key].size_bytes
+            )
+        # A round opens if it fits, or alone. From there it grows by what later pushes are larger.
+        one_round = ROUND_BYTES + ranks * max(self.sizes)
+        growth = ranks * (max(self.sizes) - min(self.sizes)) * len(self.held)
+        # One that is reduced again after its outcome was forgotten needs no room; nor does its outcome.
+        reopened = sum(round_.size_bytes for round_ in rounds._open.values() if round_.is_reopened)
+        least = max(rounds._admission.budget_bytes, one_round)
+        assert rounds.held_bytes <= least + growth + reopened + one_round
+
+    @invariant()
+    def what_is_kept_is_the_last_outcome(self) -> None:
+        for round_ in self.rounds._history:
+            assert round_.key.step == self.ended[round_.key.series]
+
+    @invariant()
+    def nobody_waits_for_nothing(self) -> None:
+        assert self.rounds.open_rounds == len(self.held)
+        assert not self.in_state("busy") or self.rounds.open_rounds
+
+    def teardown(self) -> None:
+        """Everything ends: refused rounds by a second push, and what then lacks a rank by its deadline."""
+        if not hasattr(self, "rounds"):
+            return
+        for _ in range(2 * len(self.states) + 2):
+            for rank, key in self.in_state("resumed"):
+                if rank not in self.departed and self.states[rank, key] == "resumed":
+                    self.send(make_held(rank, key, min(self.sizes)))
+            self.now += DEADLINE_SECONDS + 1
+            self.execute(self.rounds.on_tick(self.now))
+        assert not self.in_state("waiting", "busy", "resumed")
+        assert self.rounds.open_rounds == 0
+        self.memory_is_counted_and_bounded()
+
+
+Cluster.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestCluster = Cluster.TestCase
+
+
+# ── examples ────────────────────────────────────────────────────────────────────────────────────
+
+KEY = Key("a", 0, 0)
+
+
+def push_all(rounds: ServerRounds, key: Key, ranks: Sequence[int], size_bytes: int = 100) -> list[Action]:
+    """Pushes of ``ranks`` in this order; only the last may have consequences."""
+    for rank in ranks[:-1]:
+        assert rounds.on_push(make_held(rank, key, size_bytes), 0.0) == []
+    return rounds.on_push(make_held(ranks[-1], key, size_bytes), 0.0)
+
+
+def complete(
+    rounds: ServerRounds, key: Key, ranks: Sequence[int], frames: Sequence[memoryview] = ()
+) -> list[Action]:
+    (reduce,) = push_all(rounds, key, ranks)
+    assert isinstance(reduce, Reduce)
+    return rounds.finish(key, FixedOutcome(key, frames), 0.0)
+
+
+def test_pushes_are_reduced_in_rank_order_and_all_get_one_answer() -> None:
+    rounds = make_rounds(3)
+    (reduce,) = push_all(rounds, KEY, [2, 0, 1])
+    assert isinstance(reduce, Reduce)
+    assert [held.push.rank for held in reduce.pushes] == [0, 1, 2]
+    frames = (memoryview(b"positions"), memoryview(b"values"))
+    (reply,) = rounds.finish(KEY, FixedOutcome(KEY, frames), 1.0)
+    assert isinstance(reply, Reply)
+    assert sorted(reply.peers) == [peer_of(0), peer_of(1), peer_of(2)]
+    assert (reply.message, reply.frames) == (result_of(KEY), frames)
+    assert rounds.open_rounds == 0
+
+
+def test_an_answered_rank_that_asks_again_gets_the_same_answer() -> None:
+    rounds = make_rounds(2)
+    frames = (memoryview(b"12"), memoryview(b"3456"))
+    complete(rounds, KEY, [0, 1], frames)
+    before = rounds.held_bytes
+    assert rounds.on_push(make_held(1, KEY), 5.0) == [Reply([peer_of(1)], result_of(KEY), frames)]
+    assert (rounds.held_bytes, rounds.duplicates, rounds.open_rounds) == (before, 1, 0)
+
+
+def test_a_result_is_kept_until_the_next_step_is_answered() -> None:
+    rounds = make_rounds(2)
+    frames = (memoryview(bytes(50)), memoryview(bytes(50)))
+    complete(rounds, KEY, [0, 1], frames)
+    kept = rounds.held_bytes
+    later = KEY._replace(step=1)
+    rounds.on_push(make_held(0, later), 0.0)
+    assert rounds.on_push(make_held(1, KEY), 0.0) == [Reply([peer_of(1)], result_of(KEY), frames)]
+    assert isinstance(rounds.on_push(make_held(1, later), 0.0)[0], Reduce)
+    rounds.finish(later, FixedOutcome(later, frames), 0.0)
+    assert rounds.held_bytes == kept
+    assert rounds.on_push(make_held(1, KEY), 0.0) == []
+
+
+def test_a_failure_is_repeated_to_a_rank_that_asks_again() -> None:
+    rounds = make_rounds(2)
+    rounds.on_push(make_held(0, KEY), 0.0)
+    (failed,) = rounds.on_tick(DEADLINE_SECONDS + 1)
+    assert isinstance(failed, Reply)
+    assert rounds.on_push(make_held(1, KEY), 40.0) == [Reply([peer_of(1)], failed.message)]
+
+
+def test_a_deadline_names_the_missing_ranks() -> None:
+    rounds = make_rounds(4)
+    push_all(rounds, KEY, [2, 0])
+    assert rounds.on_tick(DEADLINE_SECONDS) == []
+    (reply,) = rounds.on_tick(DEADLINE_SECONDS + 0.1)
+    assert isinstance(reply, Reply)
+    assert list(reply.peers) == [peer_of(2), peer_of(0)]
+    reason = "tensor 'a', step 0: no push within 30 s from rank(s) 1, 3"
+    assert reply.message == Failure(1, *KEY, "deadline", reason)
+
+
+def test_without_a_deadline_a_round_waits_and_counts_for_whom() -> None:
+    rounds = ServerRounds(1 << 30, math.inf)
+    rounds.on_view(1, {rank: peer_of(rank) for rank in range(4)}, {}, 0.0)
+    for rank, now in ((2, 10.0), (0, 11.0)):
+        assert rounds.on_push(make_held(rank, KEY), now) == []
+    assert rounds.on_tick(1e6) == []
+    assert rounds.late.seconds == pytest.approx({1: 1e6 - 11, 3: 1e6 - 11})
+    assert rounds.on_push(make_held(3, KEY), 1e6 + 1) == []
+    assert rounds.on_tick(1e6 + 2) == []
+    (reduce,) = rounds.on_push(make_held(1, KEY), 1e6 + 3)
+    assert isinstance(reduce, Reduce)
+    assert rounds.late.seconds == pytest.approx({1: 1e6 - 8, 3: 1e6 - 10})
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        (
+            {"shape": (9, 4)},
+            "rank(s) 1 pushed sparse float32 (9, 4), averaged, in 2 chunk(s), this one 4 × 4",
+        ),
+        ({"dtype": "float64"}, "rank(s) 1 pushed sparse float64 (8, 4)"),
+        ({"kind": "dense"}, "rank(s) 1 pushed dense float32"),
+        ({"average": False}, "rank(s) 1 pushed sparse float32 (8, 4), summed"),
+        ({"chunks": 3}, "in 3 chunk(s)"),
+        ({"columns": 2}, "this one 4 × 2"),
+        ({"values": "int8"}, "rank(s) 1 pushed sparse float32 as int8 (8, 4)"),
+        ({"span": 7}, "this one 7 × 4"),
+    ],
+)
+def test_a_mismatch_names_tensor_ranks_and_what_each_pushed(fields: dict[str, object], text: str) -> None:
+    rounds = make_rounds(3)
+    for rank in (0, 2):
+        rounds.on_push(make_held(rank, KEY), 0.0)
+    (reply,) = rounds.on_push(make_held(1, KEY, **fields), 0.0)
+    assert isinstance(reply, Reply)
+    assert isinstance(reply.message, Failure)
+    assert reply.message.kind == "mismatch"
+    assert (
+        "tensor 'a', step 0: ranks disagree: rank(s) 0, 2 pushed sparse float32 (8, 4)"
+        in reply.message.reason
+    )
+    assert text in reply.message.reason
+    assert len(reply.peers) == 3
+
+
+@pytest.mark.parametrize("fields", [{"rows": 3}, {"codec": "bitmap"}])
+def test_rows_and_codec_are_each_ranks_own(fields: dict[str, object]) -> None:
+    rounds = make_rounds(2)
+    rounds.on_push(make_held(0, KEY), 0.0)
+    assert isinstance(rounds.on_push(make_held(1, KEY, **fields), 0.0)[0], Reduce)
+
+
+def test_a_failure_among_thousands_of_ranks_fits_its_message() -> None:
+    rounds = make_rounds(4000)
+    key = Key("x" * 1024, 1, 1)
+    for rank in range(3999):
+        rounds.on_push(make_held(rank, key, shape=(2**61,) * 32 + (rank,) * 32), 0.0)
+    replies = [*rounds.on_push(make_held(3999, key), 0.0)]
+    rounds.on_push(make_held(0, KEY), 0.0)
+    replies += rounds.on_tick(DEADLINE_SECONDS + 1)
+    for reply in replies:
+        assert isinstance(reply, Reply)
+        assert isinstance(reply.message, Failure)
+        assert len(reply.message.reason) < 16384
+        assert re.search(r"\d+ more", reply.message.reason)
+
+
+@pytest.mark.parametrize(("rank", "epoch"), [(2, 1), (0, 0), (0, 2)])
+def test_pushes_of_other_ranks_or_epochs_are_refused(rank: int, epoch: int) -> None:
+    rounds = make_rounds(2)
+    with pytest.raises(ProtocolError) as raised:
+        rounds.on_push(make_held(rank, KEY, ring_epoch=epoch), 0.0)
+    assert raised.value.reason == "unexpected"
+    assert (rounds.open_rounds, rounds.held_bytes) == (0, 0)
+
+
+def test_before_the_first_view_nobody_is_expected() -> None:
+    with pytest.raises(ProtocolError):
+        ServerRounds(1 << 20, 1.0).on_push(make_held(0, KEY, ring_epoch=0), 0.0)
+
+
+BUSY_SIZE = 4000
+"""Of a push, where the budget of 10 000 takes one round of two ranks."""
+
+
+def test_backpressure_admits_the_first_refused_round_first() -> None:
+    rounds = make_rounds(2, 10_000)
+    keys = [Key(name, 0, 0) for name in "abcd"]
+    assert rounds.on_push(make_held(0, keys[0], BUSY_SIZE), 0.0) == []
+    for key in keys[1:]:
+        assert rounds.on_push(make_held(0, key, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *key))]
+    assert rounds.on_push(make_held(1, keys[2], BUSY_SIZE), 0.0) == [Reply([peer_of(1)], Busy(1, *keys[2]))]
+    for key, following in zip(keys, [*keys[1:], None], strict=True):
+        if key != keys[0] and key != keys[2]:
+            assert rounds.on_push(make_held(0, key, BUSY_SIZE), 0.0) == []
+        if key == keys[2]:
+            assert rounds.on_push(make_held(0, key, BUSY_SIZE), 0.0) == []
+        assert isinstance(rounds.on_push(make_held(1, key, BUSY_SIZE), 0.0)[0], Reduce)
+        answer, *resumed = rounds.finish(key, FixedOutcome(key, (memoryview(bytes(2 * BUSY_SIZE)),)), 0.0)
+        assert isinstance(answer, Reply)
+        assert isinstance(answer.message, Result)
+        peers = [peer_of(0), peer_of(1)] if following == keys[2] else [peer_of(0)]
+        assert resumed == ([Reply(peers, Resume(1, *following))] if following else [])
+
+
+def test_room_is_kept_for_a_round_that_was_admitted() -> None:
+    rounds = make_rounds(2, 10_000)
+    first, second, third = (Key(name, 0, 0) for name in "abc")
+    for rank in range(2):
+        rounds.on_push(make_held(rank, first, BUSY_SIZE), 0.0)
+    assert rounds.on_push(make_held(0, second, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *second))]
+    _, resume = rounds.finish(first, FixedOutcome(first), 0.0)
+    assert resume == Reply([peer_of(0)], Resume(1, *second))
+    assert rounds.on_push(make_held(0, third, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *third))]
+
+
+def test_a_round_that_opens_takes_along_the_ranks_refused_for_it() -> None:
+    """Rank 0's large push is refused; rank 1's small one of the same round then fits."""
+    rounds = make_rounds(2, 10_000)
+    other = Key("b", 0, 0)
+    rounds.on_push(make_held(0, other, 3000), 0.0)
+    assert rounds.on_push(make_held(0, KEY, 2000), 0.0) == [Reply([peer_of(0)], Busy(1, *KEY))]
+    assert rounds.on_push(make_held(1, KEY, 10), 0.0) == [Reply([peer_of(0)], Resume(1, *KEY))]
+    assert isinstance(rounds.on_push(make_held(0, KEY, 2000), 0.0)[0], Reduce)
+
+
+def test_a_round_counts_by_its_largest_push() -> None:
+    rounds = make_rounds(3, 10_000)
+    rounds.on_push(make_held(0, KEY, 0), 0.0)
+    assert rounds.held_bytes == ROUND_BYTES
+    rounds.on_push(make_held(1, KEY, 5000), 0.0)
+    assert rounds.held_bytes == ROUND_BYTES + 15_000
+    (reply,) = rounds.on_push(make_held(0, Key("b", 0, 0), 0), 0.0)
+    assert isinstance(reply, Reply)
+    assert isinstance(reply.message, Busy)
+
+
+def test_old_results_go_before_a_push_is_refused() -> None:
+    rounds = make_rounds(2, 10_000)
+    complete(rounds, KEY, [0, 1], (memoryview(bytes(5000)),))
+    assert push_all(rounds, Key("b", 0, 0), [0], BUSY_SIZE) == []
+    assert rounds.held_bytes == ROUND_BYTES + 2 * BUSY_SIZE
+
+
+def test_empty_results_count_too() -> None:
+    rounds = make_rounds(1, budget_bytes=10 * ROUND_BYTES)
+    for number in range(100):
+        complete(rounds, Key(f"tensor {number}", 0, 0), [0])
+    assert rounds.held_bytes <= 10 * ROUND_BYTES
+
+
+def test_departure_fails_rounds_that_need_the_rank_now_and_later() -> None:
+    rounds = make_rounds(3)
+    without, with_it = Key("a", 0, 0), Key("b", 0, 0)
+    rounds.on_push(make_held(0, without), 0.0)
+    push_all(rounds, with_it, [0, 2])
+    (reply,) = rounds.on_departed(2, "worker 2 left", 1.0)
+    assert reply == Reply([peer_of(0)], Failure(1, *without, "lost", "tensor 'a', step 0: worker 2 left"))
+    assert isinstance(rounds.on_push(make_held(1, with_it), 1.0)[0], Reduce)
+    later = Key("c", 0, 0)
+    (reply,) = rounds.on_push(make_held(1, later), 2.0)
+    assert reply == Reply([peer_of(1)], Failure(1, *later, "lost", "tensor 'c', step 0: worker 2 left"))
+    assert rounds.on_departed(9, "nobody", 3.0) == []
+
+
+def test_refusals_are_counted_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zenps.server.rounds.admission.MOST_REFUSED", 3)
+    rounds = make_rounds(2, budget_bytes=0)
+    rounds.on_push(make_held(0, Key("open", 0, 0)), 0.0)
+    refused = [Key("waits", 0, chunk) for chunk in range(3)]
+    for key in refused:
+        for _ in range(2):  # again is not more
+            assert rounds.on_push(make_held(0, key), 0.0) == [Reply([peer_of(0)], Busy(1, *key))]
+    with pytest.raises(ProtocolError, match="unexpected: rank 0 has 3 refused rounds"):
+        rounds.on_push(make_held(0, Key("one more", 0, 0)), 0.0)
+    # The other rank has its own count, and room is made as rounds are admitted.
+    assert rounds.on_push(make_held(1, Key("one more", 0, 0)), 0.0) != []
+    (reduce,) = rounds.on_push(make_held(1, Key("open", 0, 0)), 0.0)
+    assert isinstance(reduce, Reduce)
+    rounds.finish(reduce.key, FixedOutcome(reduce.key), 0.0)
+    assert rounds.on_push(make_held(0, Key("one more", 0, 1)), 0.0) != []
+
+
+def test_a_late_push_of_a_forgotten_round_keeps_no_room_for_ever() -> None:
+    rounds = make_rounds(2, budget_bytes=1)
+    other = Key("b", 0, 0)
+    complete(rounds, KEY, [0, 1])
+    complete(rounds, other, [0, 1])
+    assert rounds.on_push(make_held(0, KEY, 100), 1.0) == []
+    busy = rounds.on_push(make_held(0, Key("b", 1, 0), 100), 1.0)
+    assert busy == [Reply([peer_of(0)], Busy(1, "b", 1, 0))]
+    assert rounds.on_tick(15.0) == [Reply([peer_of(1)], Wanted(1, *KEY))]
+    assert rounds.on_tick(17.0) == [Reply([peer_of(0)], Resume(1, "b", 1, 0))]
+    # One that does lack the answer asks again.
+    assert rounds.on_push(make_held(0, KEY, 100), 60.0) == []
+    assert isinstance(rounds.on_push(make_held(1, KEY, 100), 60.0)[-1], Reduce)
+
+
+GIVEN_UP = "ranks disagree: rank(s) 1 pushed a later step without this chunk; see what failed there"
+
+
+def test_a_round_that_a_rank_has_given_up_fails_and_makes_room() -> None:
+    """They shard a tensor differently: chunk 0 has failed on both, and rank 1 has no chunk 1."""
+    rounds = ServerRounds(16_000, math.inf)
+    rounds.on_view(1, {rank: peer_of(rank) for rank in range(2)}, {}, 0.0)
+    left, other = Key("a", 0, 1), Key("b", 0, 0)
+    rounds.on_push(make_held(0, KEY), 0.0)
+    rounds.on_push(make_held(0, left, BUSY_SIZE), 0.0)
+    (mismatch,) = rounds.on_push(make_held(1, KEY, chunks=1), 0.0)
+    assert isinstance(mismatch, Reply)
+    assert isinstance(mismatch.message, Failure)
+    assert rounds.on_push(make_held(0, other, BUSY_SIZE), 1.0) == [Reply([peer_of(0)], Busy(1, *other))]
+    assert rounds.on_tick(1e3) == [], "rank 1 may be late"
+    rounds.on_push(make_held(1, KEY._replace(step=1)), 1e3)
+    failure, resume = rounds.on_tick(1e3 + 0.5)
+    reason = f"tensor 'a', step 0: {GIVEN_UP}"
+    assert failure == Reply([peer_of(0)], Failure(1, *left, "mismatch", reason))
+    assert resume == Reply([peer_of(0)], Resume(1, *other))
+    complete(rounds, KEY._replace(step=1), [0])
+    late = dict(rounds.late.seconds)
+    rounds.on_tick(2e3)
+    assert rounds.late.seconds == late, "nobody is waited for in what was given up"
+    # The answer was lost, or comes before the push does.
+    assert rounds.on_push(make_held(0, left), 2e3) == [failure]
+
+
+def test_a_push_after_others_have_passed_the_step_fails() -> None:
+    rounds = make_rounds(2)
+    rounds.on_push(make_held(1, KEY._replace(step=1)), 0.0)
+    assert rounds.on_push(make_held(0, KEY), 0.0) == []
+    (failure,) = rounds.on_tick(0.5)
+    assert isinstance(failure, Reply)
+    assert failure.message == Failure(1, *KEY, "mismatch", f"tensor 'a', step 0: {GIVEN_UP}")
+
+
+def test_no_room_is_kept_for_a_refused_rank_that_has_passed_the_step() -> None:
+    rounds, other, later = make_rounds(2, 12_000), Key("b", 0, 0), KEY._replace(step=1)
+    rounds.on_push(make_held(0, other, BUSY_SIZE), 0.0)
+    assert rounds.on_push(make_held(0, KEY, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *KEY))]
+    complete(rounds, later, [0, 1])
+    rounds.on_push(make_held(1, other, BUSY_SIZE), 0.0)
+    _, resume = rounds.finish(other, FixedOutcome(other), 0.0)
+    assert resume == Reply([peer_of(0)], Resume(1, *KEY))
+    assert rounds.open_rounds == 1
+    rounds.on_tick(0.5)
+    assert rounds.open_rounds == 0
+
+
+def test_a_recovery_round_stays_open_until_all_its_ranks_have_passed_it() -> None:
+    rounds = make_rounds(3)
+    rounds.on_push(make_held(0, KEY, again=True), 0.0)
+    for rank, left in ((1, 1), (2, 1), (0, 0)):
+        rounds.on_push(make_held(rank, KEY._replace(step=1, chunk=1)), 0.0)
+        assert rounds.on_tick(1.0) in ([], [Reply([peer_of(1), peer_of(2)], Wanted(1, *KEY))])
+        assert (KEY in rounds._open) == left
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_an_older_round_never_replaces_a_newer_outcome(is_forgotten: bool) -> None:
+    rounds, newer = make_rounds(2), KEY._replace(step=1)
+    rounds.on_push(make_held(1, newer), 0.0)
+    rounds.on_push(make_held(0, KEY, again=True), 20.0)
+    failed, _ = rounds.on_tick(DEADLINE_SECONDS + 1)
+    assert isinstance(failed, Reply)
+    if is_forgotten:
+        rounds._history.forget_oldest()
+    (older,) = rounds.on_tick(DEADLINE_SECONDS + 21)
+    assert isinstance(older, Reply)
+    assert isinstance(older.message, Failure)
+    assert (older.peers, older.message.step) == ([peer_of(0)], 0)
+    if is_forgotten:
+        assert rounds._history.forgotten(newer) == frozenset()
+        assert rounds.held_bytes == 0
+    else:
+        assert rounds.on_push(make_held(0, newer), 60.0) == [Reply([peer_of(0)], failed.message)]
+        assert rounds.held_bytes == ROUND_BYTES
+
+
+def test_ranks_are_asked_ever_more_seldom() -> None:
+    rounds = ServerRounds(1 << 30, math.inf)
+    rounds.on_view(1, {rank: peer_of(rank) for rank in range(2)}, {}, 0.0)
+    rounds.on_push(make_held(0, KEY, again=True), 0.0)
+    question = [Reply([peer_of(1)], Wanted(1, *KEY))]
+    asked = [tick / 2 for tick in range(150) if rounds.on_tick(tick / 2) == question]
+    assert asked == [0.0, 0.5, 1.5, 3.5, 7.5, 15.5, 31.5, 47.5, 63.5]
+
+
+def test_a_push_that_is_refused_costs_no_outcome() -> None:
+    rounds = make_rounds(2, 10_000)
+    complete(rounds, KEY, [0, 1])
+    rounds.on_push(make_held(0, Key("b", 0, 0), 3000), 0.0)
+    assert rounds.on_push(make_held(0, Key("c", 0, 0), BUSY_SIZE), 0.0) == [
+        Reply([peer_of(0)], Busy(1, "c", 0, 0))
+    ]
+    assert rounds.on_push(make_held(1, KEY), 0.0) == [Reply([peer_of(1)], result_of(KEY))]
+
+
+def test_a_push_may_stand_for_others() -> None:
+    rounds, key = make_rounds(4), Key("t", 0, 0)
+    first, last = make_held(0, key, stands_for=(1, 3)), make_held(2, key)
+    assert rounds.on_push(first, 0.0) == []
+    with pytest.raises(ProtocolError, match=re.escape("push of rank 1 for rank(s) 1, whose push is there")):
+        rounds.on_push(make_held(1, key), 0.0)
+    with pytest.raises(ProtocolError, match=re.escape("push of rank 2 for rank(s) 3, whose push is there")):
+        rounds.on_push(make_held(2, key, stands_for=(3,)), 0.0)
+    with pytest.raises(ProtocolError, match="push of rank 2, 4 for epoch 1"):
+        rounds.on_push(make_held(2, key, stands_for=(4,)), 0.0)
+    (action,) = rounds.on_push(last, 0.0)
+    assert isinstance(action, Reduce)
+    assert action.pushes == [first, last]
+    assert rounds.finish(key, FixedOutcome(key), 0.0) == [Reply([peer_of(0), peer_of(2)], result_of(key))]
+
+
+def test_a_rank_that_no_push_stands_for_is_missing() -> None:
+    rounds, key = make_rounds(4), Key("t", 0, 0)
+    rounds.on_push(make_held(0, key, stands_for=(1,)), 0.0)
+    (action,) = rounds.on_tick(DEADLINE_SECONDS + 1)
+    assert isinstance(action, Reply)
+    assert isinstance(action.message, Failure)
+    assert action.message.reason.endswith("from rank(s) 2, 3")
+    rounds.on_push(make_held(0, Key("t", 1, 0), stands_for=(1,)), 0.0)
+    assert rounds.on_departed(1, "worker 1 left the job", 0.0) == []
+    (action,) = rounds.on_departed(3, "worker 3 left the job", 0.0)
+    assert isinstance(action, Reply)

@@ -1,0 +1,126 @@
+"""Requests: what is refused before anything is sent, and what their options mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zenps.errors import TensorError, UsageError
+from zenps.wire.messages import MAX_COLUMNS
+from zenps.worker.core.request import Options, Purpose, Request, check_request, table_shape
+
+SUMMED = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64]
+
+
+def check_tensor(tensor: Any, average: bool, purpose: Purpose = "value") -> None:
+    check_request(Request(tensor, "weight", Options(average=average, purpose=purpose)))
+
+
+def without_rows(shape: tuple[int, int]) -> Tensor:
+    indices = torch.empty((1, 0), dtype=torch.int64)
+    return torch.sparse_coo_tensor(indices, torch.empty(0, *shape[1:]), shape, check_invariants=False)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "average", "message"),
+    [
+        ([1.0], True, "expected a torch.Tensor, got list"),
+        (None, True, "got NoneType"),
+        (torch.ones(3, device="meta"), True, r"device meta: expected cpu or cuda; move it with \.cpu\(\)"),
+        (
+            torch.ones(3, dtype=torch.int32),
+            False,
+            "dtype torch.int32: expected one of float16, bfloat16, float32",
+        ),
+        (torch.ones(3, dtype=torch.bool), False, "dtype torch.bool"),
+        (torch.ones(3, dtype=torch.uint8), False, "dtype torch.uint8"),
+        (torch.ones(3, dtype=torch.complex64), True, "dtype torch.complex64"),
+        (torch.ones(3, dtype=torch.float8_e5m2), True, "dtype torch.float8_e5m2"),
+        (torch.ones(3, dtype=torch.int64), True, "int64 cannot be averaged exactly; pass average=False"),
+        (without_rows((2, 1 << 28)), True, "rows of 268435456 elements: expected at most"),
+    ],
+)
+@pytest.mark.parametrize("purpose", ["value", "gradient"])
+def test_refused(tensor: Any, average: bool, message: str, purpose: Purpose) -> None:
+    with pytest.raises(TensorError, match=message):
+        check_tensor(tensor, average, purpose)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_another_layout_is_refused() -> None:
+    with pytest.raises(TensorError, match=r"layout torch.sparse_csr: expected strided or sparse COO"):
+        check_tensor(torch.eye(3).to_sparse_csr(), average=True)
+
+
+@pytest.mark.parametrize("dtype", SUMMED)
+def test_accepted(dtype: torch.dtype) -> None:
+    for tensor in (torch.ones(3), torch.ones(()), torch.ones(0, 2), torch.eye(3).to_sparse()):
+        check_tensor(tensor.to(dtype), average=dtype.is_floating_point)
+    check_tensor(torch.nn.Parameter(torch.ones(3)), average=True)
+    check_tensor(without_rows((2, MAX_COLUMNS)), average=True)
+
+
+def test_a_broadcast_carries_any_dtype_as_bytes() -> None:
+    check_tensor(torch.ones(3, dtype=torch.uint8), average=False, purpose="broadcast")
+
+
+@pytest.mark.parametrize("name", ["", "x" * 1025, "half a \ud800 character", b"weight", 3, None])
+@pytest.mark.parametrize("purpose", ["value", "gradient", "broadcast", "control"])
+def test_names_are_strings_that_can_be_sent(name: Any, purpose: Purpose) -> None:
+    with pytest.raises(UsageError, match=r"tensor name .* expected a string of 1 to 1024 characters"):
+        check_request(Request(torch.ones(3), name, Options(purpose=purpose)))
+
+
+@pytest.mark.parametrize("name", ["x", "x" * 1024, "Gewicht für Ä/𝄞"])
+def test_names_that_can_be_sent(name: str) -> None:
+    check_request(Request(torch.ones(3), name))
+
+
+@pytest.mark.parametrize("priority", [0.5, "1", None])
+def test_a_priority_is_an_integer(priority: Any) -> None:
+    with pytest.raises(UsageError, match=r"tensor 'weight': priority .*: expected an integer"):
+        check_request(Request(torch.ones(3), "weight", Options(priority=priority)))
+
+
+def test_an_error_shows_no_more_than_the_beginning_of_what_came() -> None:
+    with pytest.raises(UsageError) as raised:
+        check_request(Request(torch.ones(3), "x" * 100_000))
+    assert len(str(raised.value)) < 150
+
+
+# ── options ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_by_default_exact_values_of_all_ranks_are_summed() -> None:
+    assert Request(torch.ones(3), "weight").options == Options(
+        average=False, contributes=True, stands_for=(), priority=0, purpose="value"
+    )
+
+
+@pytest.mark.parametrize(
+    ("purpose", "is_reduction"),
+    [("gradient", True), ("value", True), ("broadcast", False), ("control", False)],
+)
+def test_only_tensors_of_the_training_are_reductions(purpose: Purpose, is_reduction: bool) -> None:
+    assert Options(purpose=purpose).is_reduction == is_reduction
+
+
+# ── tables ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("sparse", "dense", "table"),
+    [((50,), (3,), (50, 3)), ((7, 11), (2,), (77, 2)), ((9,), (2, 3), (9, 6)), ((4,), (), (4, 1)),
+     ((), (3,), (1, 3)), ((0, 4), (2,), (0, 2))],
+)  # fmt: skip
+def test_a_sparse_tensor_is_a_table(
+    sparse: tuple[int, ...], dense: tuple[int, ...], table: tuple[int, int]
+) -> None:
+    indices = torch.empty((len(sparse), 0), dtype=torch.int64)
+    tensor = torch.sparse_coo_tensor(
+        indices, torch.empty(0, *dense), (*sparse, *dense), check_invariants=False
+    )
+    assert table_shape(tensor) == table

@@ -1,0 +1,232 @@
+"""Tensors on a GPU: what differs from the CPU's way. The rest is in test_transfer.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from torch import Tensor
+
+from tests.integration.reference import assert_same_bits, reduce_in_rank_order
+from tests.worker.encode.test_transfer import (
+    ACCELERATOR,
+    absorb_all,
+    aggregate,
+    damaged,
+    encoded_by,
+    make_layout,
+    on_a_device,
+    on_the_cpu,
+    on_the_device,
+    prepared,
+    rows_of,
+    sparse,
+    synchronize,
+)
+from tests.worker.host_accelerator import HostAccelerator
+from zenps.config.settings import CudaConfig
+from zenps.errors import DeadlineError, ProtocolError, TensorError
+from zenps.observe.metrics import WorkerMetrics
+from zenps.wire.messages import Result
+from zenps.worker.core.pending import Pending, Signal, Waiting
+from zenps.worker.core.request import Options
+from zenps.worker.core.spans import Spans
+from zenps.worker.core.statistics import Progress, Statistics
+from zenps.worker.core.steps import Steps
+from zenps.worker.core.transfer import Answer, Sharding, Transfer
+from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
+from zenps.worker.encode.gpu import StagedDense, StagedSparse
+from zenps.worker.encode.quantizer import Unchanged
+from zenps.worker.transport.channel import Channel
+from zenps.worker.transport.submit_queue import SubmitQueue
+
+LAYOUT = make_layout("balanced", 600, 1, [0, 1, 2], 0)
+
+
+def whole_numbers(count: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Values whose sums are exact in any order."""
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(-8, 8, (count, columns), generator=generator).to(dtype)
+
+
+def staged(tensor: Tensor, settings: CudaConfig, codec: str = "auto") -> StagedSparse:
+    coder = Unchanged(tensor.dtype)
+    return StagedSparse(tensor, Sharding(LAYOUT, 2, 0), codec, settings, on_the_device, ACCELERATOR, coder)
+
+
+def hashed_rows(transfer: Transfer) -> tuple[int, ...]:
+    return transfer.report(Progress(0)).hashed_rows
+
+
+@pytest.mark.parametrize("compaction", ["bitmap", "hash"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("nnz", [0, 1, 900])
+def test_every_compaction_gives_the_same_sums(compaction: str, dtype: torch.dtype, nnz: int) -> None:
+    generator = torch.Generator().manual_seed(nnz)
+    tensors = [
+        sparse(torch.randint(0, 600, (nnz,), generator=generator), whole_numbers(nnz, 5, dtype), (600, 5))
+        for _ in range(2)
+    ]
+
+    def begin(tensor: Tensor) -> Transfer:
+        return prepared(staged(tensor, CudaConfig(compaction=compaction)))  # type: ignore[arg-type]
+
+    results, transfer = synchronize(tensors, begin, average=False)
+    for result in results:
+        assert_same_bits(result, reduce_in_rank_order(tensors, average=False))
+    assert sum(hashed_rows(transfer)) == (nnz if compaction == "hash" else 0)
+    assert len(hashed_rows(transfer)) == (4 if compaction == "hash" and nnz else 0)
+
+
+@pytest.mark.parametrize("codec", ["coo", "bitmap", "delta"])
+def test_the_bytes_on_the_wire_are_those_of_the_cpu(codec: str) -> None:
+    tensor = sparse(torch.arange(0, 600, 7).flip(0), torch.randn(86, 5), (600, 5))
+    ours = on_a_device("sort")(tensor, LAYOUT, 2, 0, codec)
+    theirs = on_the_cpu(tensor, LAYOUT, 2, 0, codec)
+    assert encoded_by(ours) == encoded_by(theirs)
+
+
+def test_a_hash_memory_that_overflows_grows_until_no_row_is_lost() -> None:
+    tensor = sparse(torch.arange(600), whole_numbers(600, 5, torch.float32), (600, 5))
+    settings = CudaConfig(compaction="hash", parallel_factor=0.125, serial_factor=0.01, hash_functions=1)
+    (result, _), transfer = synchronize(
+        [tensor, tensor], lambda tensor: prepared(staged(tensor, settings)), average=False
+    )
+    assert_same_bits(result, reduce_in_rank_order([tensor, tensor], average=False))
+    hashed = hashed_rows(transfer)
+    overflowed = hashed[3]
+    assert overflowed > 0
+    # Each attempt counts all rows, however they ended.
+    assert sum(hashed) % 600 == 0
+
+
+@pytest.mark.parametrize(
+    ("indices", "shape"),
+    [([[600]], (600, 5)), ([[-1]], (600, 5)), ([[20], [30]], (20, 30, 5)), ([[0], [30]], (20, 30, 5)),
+     ([[1], [-1]], (20, 30, 5))],
+)  # fmt: skip
+def test_indices_outside_the_tensor_are_refused(indices: list[list[int]], shape: tuple[int, ...]) -> None:
+    tensor = torch.sparse_coo_tensor(indices, torch.ones(1, 5), shape, check_invariants=False)
+    with pytest.raises(TensorError, match="outside the tensor's shape"):
+        prepared(staged(tensor, CudaConfig()))
+
+
+def test_a_dtype_that_atomics_cannot_add_is_refused() -> None:
+    tensor = sparse([1], torch.ones(1, 5, dtype=torch.float64), (600, 5))
+    with pytest.raises(TensorError, match="use sort_compact"):
+        staged(tensor, CudaConfig(compaction="hash"))
+
+
+def test_answers_that_are_not_as_announced() -> None:
+    transfer = prepared(staged(rows_of(600), CudaConfig()))
+    answer = next(answer for answer in aggregate([transfer], average=False) if answer.result.rows)
+    for bad in damaged(answer).values():
+        with pytest.raises(ProtocolError) as raised:
+            transfer.on_answer(bad)
+        assert raised.value.reason == "payload"
+
+
+@pytest.mark.parametrize("positions", [[5, 5], [7, 3], [-1, 4], [3, 10**6]])
+def test_positions_that_are_not_possible_are_refused_before_the_result_is_used(positions: list[int]) -> None:
+    transfer = prepared(staged(rows_of(600), CudaConfig(), codec="coo"))
+    (first, *others) = aggregate([transfer], average=False)
+    absorb_all(transfer, others)
+    encoded = torch.tensor(positions, dtype=torch.int32).numpy().tobytes()
+    result = Result(1, "weight", 3, first.result.chunk, 2, "coo")
+    transfer.on_answer(Answer(first.server, result, (memoryview(encoded), memoryview(bytes(24)))))
+    with pytest.raises(ProtocolError, match="positions that do not increase"):
+        transfer.finish()
+
+
+def test_a_fault_in_an_answer_is_forgotten_with_it() -> None:
+    transfer = prepared(staged(rows_of(600), CudaConfig(), codec="coo"))
+    answers = aggregate([transfer], average=False)
+    twice_the_same = memoryview(torch.tensor([5, 5], dtype=torch.int32).numpy().tobytes())
+    result = Result(1, "weight", 3, answers[0].result.chunk, 2, "coo")
+    transfer.on_answer(Answer(answers[0].server, result, (twice_the_same, memoryview(bytes(24)))))
+    transfer.restart(encoded_by(transfer))
+    absorb_all(transfer, answers)
+    assert transfer.finish().indices().tolist() == [[0, 599]]
+
+
+@pytest.mark.parametrize("shape", [(), (3, 4), (5000,), (0, 3)])
+def test_dense(shape: Sequence[int]) -> None:
+    tensors = [
+        torch.randn(tuple(shape)),
+        torch.randn(tuple(reversed(shape))).permute(tuple(reversed(range(len(shape))))),
+    ]
+    layout = make_layout("balanced", tensors[0].numel(), DENSE_GRANULE, [0, 1], 0)
+
+    def make(copy: Tensor) -> Transfer:
+        coder = Unchanged(copy.dtype)
+        if copy.numel() < 1000:
+            return WholeTransfer(copy, Sharding(None, 1, 0), True, coder)
+        return DenseTransfer(copy, Sharding(layout, 2, 0), ACCELERATOR.pinned, True, coder)
+
+    results, _ = synchronize(tensors, lambda tensor: prepared(StagedDense(tensor, make, ACCELERATOR)), True)
+    for result in results:
+        assert_same_bits(result, reduce_in_rank_order(tensors, average=True))
+
+
+def whole(copy: Tensor) -> Transfer:
+    return WholeTransfer(copy, Sharding(None, 1, 0), True, Unchanged(copy.dtype))
+
+
+def test_a_device_that_hangs_is_an_error() -> None:
+    class Hung(HostAccelerator):
+        def mark(self) -> Never:
+            return Never()
+
+    class Never:
+        def query(self) -> bool:
+            return False
+
+    hung = Hung()
+    hung.deadline_seconds = 0.05
+    transfer = StagedDense(torch.ones(3), whole, hung)
+    assert not transfer.prepared()
+    with pytest.raises(DeadlineError, match=r"cpu did not finish its work within 0.05 s"):
+        hung.wait_for(hung.mark())
+
+
+def test_device_that_fails_fails_its_round_alone() -> None:
+    class Full(HostAccelerator):
+        def mark(self) -> Failing:
+            return Failing()
+
+    class Failing:
+        def query(self) -> bool:
+            raise RuntimeError("out of memory")  # as torch's OutOfMemoryError is one
+
+    class Submitted(list[Pending]):
+        """In place of a channel: what is pushed."""
+
+        submit = list[Pending].append
+
+    steps, submitted = Steps(WorkerMetrics(CollectorRegistry()).steps), Submitted()
+    queue = SubmitQueue(cast(Channel, submitted), steps, Spans())
+    waiting = Waiting(Signal(), 20.0, Statistics(WorkerMetrics(CollectorRegistry())), Spans())
+    progress = steps.begin("weight", 1)
+    pending = Pending("weight", Options(), StagedDense(torch.ones(3), whole, Full()), progress, waiting)
+    queue.submit(pending)
+    queue.advance(until=0.0)
+    assert not submitted
+    for _ in range(2):
+        with pytest.raises(TensorError, match="a tensor on cpu: out of memory"):
+            pending.wait()
+        queue.advance(until=0.0)
+    assert steps.begin("weight", 1).step == progress.step
+    another = Pending("bias", Options(), whole(torch.ones(3)), steps.begin("bias", 1), waiting)
+    queue.submit(another)
+    assert submitted == [another]
+
+
+def test_the_result_of_answers_in_any_order_is_coalesced() -> None:
+    transfer = prepared(staged(rows_of(600), CudaConfig()))
+    absorb_all(transfer, aggregate([transfer], average=False)[::-1])
+    finished = transfer.finish()
+    assert finished.is_coalesced()
+    assert finished.indices().tolist() == [[0, 599]]

@@ -1,0 +1,350 @@
+"""Resharding: what is pushed again under another ring is what a first push under that would be."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+from torch import Tensor
+
+from tests.integration.reference import assert_same_bits, reduce_in_rank_order
+from tests.worker.encode.test_transfer import (
+    ACCELERATOR,
+    DENSE_SHAPES,
+    KERNELS,
+    PARTITIONS,
+    POOL,
+    SPARSE_SHAPES,
+    SUMMED,
+    MakeSparse,
+    absorb_all,
+    aggregate,
+    any_sparse,
+    any_values,
+    encoded_by,
+    on_a_device,
+    on_the_cpu,
+    prepared,
+    rows_of,
+)
+from zenps.config.settings import Config, SyncConfig
+from zenps.partition.layout import LayoutCache
+from zenps.partition.ring import rebalance
+from zenps.partition.strategies import strategy
+from zenps.schemes.registry import scheme_of
+from zenps.wire.messages import Member, View
+from zenps.worker.core.request import Request, table_shape
+from zenps.worker.core.transfer import EncodedTensor, Sharding, Transfer
+from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
+from zenps.worker.encode.gpu import StagedDense
+from zenps.worker.encode.planner import Planner
+from zenps.worker.encode.quantizer import Unchanged
+from zenps.worker.encode.reshard import reshard
+from zenps.worker.encode.sharder import SPLIT_FROM_BYTES, Sharder
+from zenps.worker.encode.sparse import SparseTransfer
+
+SERVERS = [[0], [0, 1], [2, 5, 9], [1, 2, 3, 4, 5, 6, 7]]
+RINGS = st.lists(
+    st.tuples(
+        st.sampled_from(SERVERS),
+        st.integers(0, 3),  # the ring before it, which leaves its traces
+        st.integers(1, 4),  # chunks
+        st.sampled_from([0, 1 << 20]),  # bytes for tables
+        st.integers(0, 6),  # home
+    ),
+    min_size=2,
+    max_size=3,
+)
+Ring = tuple[list[int], int, int, int, int]
+
+
+def make_sharding(partition: str, rows: int, granule: int, ring: Ring) -> Sharding:
+    servers, before, chunks, table_bytes, home = ring
+    owners = rebalance(rebalance(None, SERVERS[before]), servers)
+    cache = LayoutCache(strategy(partition), 7, owners, servers, table_bytes)
+    return Sharding(cache.get("weight", max(rows, 1), granule), chunks, servers[home % len(servers)])
+
+
+def check_all(shardings: Sequence[Sharding], codec: str, begin: Callable[[Sharding], Transfer]) -> None:
+    """From each ring to the next, what is resharded is what is sharded freshly."""
+    encoded = encoded_by(begin(shardings[0]))
+    for sharding in shardings[1:]:
+        encoded = reshard(encoded, sharding, codec)
+        assert encoded == encoded_by(begin(sharding))
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    shape=st.sampled_from(SPARSE_SHAPES),
+    nnz=st.sampled_from([0, 1, 5, 40, 2000]),
+    dtype=st.sampled_from(SUMMED),
+    partition=st.sampled_from(PARTITIONS),
+    rings=RINGS,
+    codec=st.sampled_from(["auto", "coo", "bitmap", "delta"]),
+    granule=st.sampled_from([1, 32]),
+    seed=st.integers(0, 1 << 30),
+)
+def test_sparse(
+    shape: tuple[tuple[int, ...], tuple[int, ...]],
+    nnz: int,
+    dtype: torch.dtype,
+    partition: str,
+    rings: list[Ring],
+    codec: str,
+    granule: int,
+    seed: int,
+) -> None:
+    tensor = any_sparse(*shape, nnz, dtype, torch.Generator().manual_seed(seed))
+    rows, columns = table_shape(tensor)
+    # A bitmap of 10¹² bits is no test of anything.
+    codec = "auto" if rows > 10**6 else codec
+    shardings = [make_sharding(partition, rows, granule if columns == 1 else 1, ring) for ring in rings]
+    coder = Unchanged(dtype)
+    check_all(shardings, codec, lambda each: SparseTransfer(tensor, each, codec, KERNELS, coder, 9))
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    shape=st.sampled_from([*DENSE_SHAPES, (70_000,)]),
+    contributes=st.booleans(),
+    dtype=st.sampled_from([*SUMMED, torch.uint8]),
+    partition=st.sampled_from(PARTITIONS),
+    rings=RINGS,
+    seed=st.integers(0, 1 << 30),
+)
+def test_dense(
+    shape: tuple[int, ...],
+    contributes: bool,
+    dtype: torch.dtype,
+    partition: str,
+    rings: list[Ring],
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tensor = any_values(shape, torch.int64, generator).to(dtype)
+    shardings = [make_sharding(partition, tensor.numel(), DENSE_GRANULE, ring) for ring in rings]
+    check_all(
+        shardings, "auto", lambda each: DenseTransfer(tensor, each, POOL, contributes, Unchanged(dtype))
+    )
+
+
+@pytest.mark.parametrize("contributes", [True, False])
+@pytest.mark.parametrize("shape", [(), (3, 4), (0,)])
+def test_whole(shape: tuple[int, ...], contributes: bool) -> None:
+    tensor = torch.randn(shape)
+    shardings = [Sharding(None, 1, home) for home in (3, 0, 5)]
+    coder = Unchanged(tensor.dtype)
+    check_all(shardings, "auto", lambda each: WholeTransfer(tensor, each, contributes, coder))
+
+
+def test_the_home_of_the_new_ring_is_pushed_even_if_it_has_nothing() -> None:
+    rings = [([0, 1, 2], 1, 1, 0, home) for home in (0, 1, 2)]
+    shardings = [make_sharding("centralized", 50, 1, ring) for ring in rings]
+    assert shardings[0].layout is not None
+    encoded = encoded_by(on_the_cpu(rows_of(50), shardings[0].layout, 1, 0, "auto"))
+    for sharding in shardings:
+        chunks = reshard(encoded, sharding, "auto").chunks
+        assert (sharding.home, 0) in {(chunk.server, chunk.chunk) for chunk in chunks}
+
+
+# ── under the present ring ──────────────────────────────────────────────────────────────────────
+
+TENSORS = {
+    "sparse": rows_of(5000),
+    "dense": torch.randn(2 * SPLIT_FROM_BYTES),
+    "whole": torch.randn(20),
+}
+every_kind = pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS)
+
+
+epochs = itertools.count(1)
+
+
+def view_of(servers: Sequence[int]) -> View:
+    """The first, or the next, ring: each has an epoch of its own."""
+    members = tuple(Member("server", rank, "box", 50 + rank, f"tcp://box:{1 + rank}", "") for rank in servers)
+    epoch, owners = next(epochs), rebalance(None, servers)
+    return View(epoch, 0, (), members, owners.astype("<u2").tobytes(), epoch)
+
+
+def make_planner(servers: Sequence[int], scheme: str = "zenps") -> tuple[Planner, Sharder]:
+    config = Config(sync=SyncConfig(scheme=scheme, chunk_bytes=64 * 1024))
+    sharder = Sharder(config, scheme_of(scheme).wire, view_of(servers))
+    return Planner(config, scheme_of(scheme), sharder), sharder
+
+
+def encode(planner: Planner, tensor: Tensor, expected_rows: int = 0, name: str = "weight") -> EncodedTensor:
+    return encoded_by(planner.begin(Request(tensor, name), expected_rows))
+
+
+@every_kind
+def test_what_was_sharded_by_the_present_ring_is_not_resharded(tensor: Tensor) -> None:
+    planner, sharder = make_planner([0, 1])
+    encoded = encode(planner, tensor)
+    assert sharder.reshard("weight", encoded) is encoded
+
+
+def test_a_view_of_the_same_ring_changes_nothing() -> None:
+    """As when a worker is lost."""
+    config, wire, view = Config(), scheme_of("zenps").wire, view_of([0, 1])
+    sharder = Sharder(config, wire, view)
+    before = sharder.shard_sparse("weight", 5000, 3, torch.float32, 0)
+    sharder.follow(structs.replace(view, epoch=next(epochs)))
+    assert sharder.shard_sparse("weight", 5000, 3, torch.float32, 0) == before
+    sharder.follow(view_of([0, 1]))
+    assert sharder.shard_sparse("weight", 5000, 3, torch.float32, 0) != before
+
+
+@every_kind
+def test_a_new_ring_shards_what_has_begun_as_it_shards_what_begins(tensor: Tensor) -> None:
+    """Chunks, too, are counted as they would be at first: by the rows that were expected then."""
+    (planner, sharder), counts = make_planner([0, 1]), set()
+    expected_rows = 40_000
+    encoded = encode(planner, tensor, expected_rows)
+    for servers in ([1, 2, 3], [3], [3, 4, 5, 6, 7]):
+        sharder.follow(view_of(servers))
+        encoded = sharder.reshard("weight", encoded)
+        assert encoded == encode(planner, tensor, expected_rows)
+        assert {chunk.server for chunk in encoded.chunks} <= set(servers)
+        counts.add(encoded.sharding.chunks)
+    assert len(counts) > 1 or encoded.sharding.layout is None
+
+
+def test_streams_of_a_new_ring_lie_where_they_would_at_first() -> None:
+    planner, sharder = make_planner([0, 1], "omnireduce")
+    tensor = torch.ones(1_000_000)
+    begun = planner.begin(Request(tensor, "weight"), 0).begin()
+    assert {encoded.sharding.home for encoded in begun} == {0, 1}
+    assert all(sharder.reshard("weight", encoded) is encoded for encoded in begun)
+    sharder.follow(view_of([2, 3, 4]))
+    assert [sharder.reshard("weight", encoded) for encoded in begun] == list(
+        planner.begin(Request(tensor, "weight"), 0).begin()
+    )
+
+
+def test_a_tensor_keeps_its_ring_while_the_next_one_comes() -> None:
+    """The owners of one ring and the servers of another never meet in one sharding."""
+    (planner, sharder), stop = make_planner([0, 1]), threading.Event()
+
+    def swap() -> None:
+        while not stop.is_set():
+            for servers in ([2, 3], [0, 1]):
+                sharder.follow(view_of(servers))
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    try:
+        for step in range(200):
+            sharding = encode(planner, rows_of(600), name=f"weight {step}").sharding
+            assert sharding.layout is not None
+            assert sharding.home in sharding.layout.servers
+    finally:
+        stop.set()
+        thread.join(timeout=20)
+
+
+def test_what_is_pushed_keeps_neither_tensor_nor_result() -> None:
+    tensor = torch.arange(40_000.0)
+    sharding = make_sharding("centralized", 40_000, DENSE_GRANULE, ([0, 1], 0, 1, 0, 0))
+    transfer = DenseTransfer(tensor, sharding, POOL, True, Unchanged(tensor.dtype))
+    frames = [np.frombuffer(chunk.frames[1], np.uint8) for chunk in transfer.encoded.chunks]
+    for other in (tensor, transfer.finish()):
+        assert not any(np.shares_memory(frame, other.numpy()) for frame in frames)
+
+
+# ── answers ─────────────────────────────────────────────────────────────────────────────────────
+
+COUNT = 5000
+OLD, NEW = ([0, 1, 2], 0, 2, 0, 2), ([0, 1], 2, 3, 0, 0)
+
+
+def a_sharding(granule: int, ring: Ring) -> Sharding:
+    return make_sharding("balanced", COUNT, granule, ring)
+
+
+def begin_staged(make: Callable[[Tensor], Transfer]) -> Callable[[Tensor], Transfer]:
+    return lambda tensor: prepared(StagedDense(tensor, make, ACCELERATOR))
+
+
+def begin_dense(contributes: bool) -> Callable[[Tensor], Transfer]:
+    return lambda tensor: DenseTransfer(
+        tensor, a_sharding(DENSE_GRANULE, OLD), POOL, contributes, Unchanged(tensor.dtype)
+    )
+
+
+def begin_whole(contributes: bool) -> Callable[[Tensor], Transfer]:
+    return lambda tensor: WholeTransfer(tensor, Sharding(None, 1, 2), contributes, Unchanged(tensor.dtype))
+
+
+def begin_sparse(make: MakeSparse) -> Callable[[Tensor], Transfer]:
+    sharding = a_sharding(1, OLD)
+    layout = sharding.layout
+    assert layout is not None
+    return lambda tensor: make(tensor, layout, sharding.chunks, sharding.home, "auto")
+
+
+SPARSE, DENSE, WHOLE = a_sharding(1, NEW), a_sharding(DENSE_GRANULE, NEW), Sharding(None, 1, 0)
+TRANSFERS: dict[str, tuple[Callable[[Tensor], Transfer], Sharding, bool]] = {
+    "sparse": (begin_sparse(on_the_cpu), SPARSE, True),
+    "sparse, staged": (begin_sparse(on_a_device("sort")), SPARSE, True),
+    "dense": (begin_dense(True), DENSE, True),
+    "dense, without contribution": (begin_dense(False), DENSE, False),
+    "dense, staged": (begin_staged(begin_dense(True)), DENSE, True),
+    "whole": (begin_whole(True), WHOLE, True),
+    "whole, without contribution": (begin_whole(False), WHOLE, False),
+    "whole, staged": (begin_staged(begin_whole(True)), WHOLE, True),
+}
+
+
+@pytest.mark.parametrize(("begin", "sharding", "contributes"), TRANSFERS.values(), ids=TRANSFERS)
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_restart_forgets_the_answers_of_the_old_ring(
+    begin: Callable[[Tensor], Transfer], sharding: Sharding, contributes: bool, share: float
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    tensors = [torch.randn(COUNT, generator=generator) for _ in range(2)]
+    wrong = torch.randn(COUNT, generator=generator)
+    if sharding is SPARSE:
+        tensors = [any_sparse((COUNT,), (3,), 400, torch.float32, generator) for _ in range(2)]
+        wrong = torch.randn(COUNT, 3, generator=generator).to_sparse(1)
+    transfers = [begin(tensor) for tensor in tensors]
+    # What the old ring answers is wrong, so that it would be seen in the result.
+    if not contributes:
+        begin = begin_dense(True) if sharding is DENSE else begin_whole(True)
+    answers = aggregate([begin(wrong)], average=False)
+    for transfer in transfers:
+        absorb_all(transfer, answers[: math.ceil(share * len(answers))])
+        encoded = reshard(encoded_by(transfer), sharding, "auto")
+        transfer.restart(encoded)
+        assert encoded_by(transfer) is encoded
+    expected = reduce_in_rank_order(tensors if contributes else [wrong * 2], average=False)
+    root = [] if contributes else [begin(wrong * 2)]
+    for transfer in root:
+        transfer.restart(reshard(encoded_by(transfer), sharding, "auto"))
+    answers = aggregate([*root, *transfers], average=False)
+    for transfer in transfers:
+        absorb_all(transfer, answers)
+        assert_same_bits(transfer.finish(), expected)
+
+
+@pytest.mark.parametrize("tensor", [TENSORS["sparse"], TENSORS["dense"]], ids=["sparse", "dense"])
+def test_a_new_ring_reaches_what_is_on_a_device(tensor: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    planner, sharder = make_planner([0, 1])
+    on_the_host = encode(planner, tensor)
+    monkeypatch.setattr(planner, "_accelerator", lambda _: ACCELERATOR)
+    transfer = planner.begin(Request(tensor, "weight"), 0)
+    assert not transfer.prepared()
+    assert encoded_by(prepared(transfer)) == on_the_host
+    absorb_all(transfer, aggregate([transfer], average=False)[:1])
+    sharder.follow(view_of([1, 2, 3]))
+    transfer.restart(sharder.reshard("weight", encoded_by(transfer)))
+    absorb_all(transfer, aggregate([transfer], average=False))
+    assert_same_bits(transfer.finish(), tensor.coalesce() if tensor.is_sparse else tensor)

@@ -1,0 +1,148 @@
+"""World of one worker: which requests it takes, records and refuses, and whose statistics it shows."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from msgspec import structs
+from prometheus_client import CollectorRegistry
+from torch import Tensor
+
+from zenps.config.settings import Config, SyncConfig
+from zenps.errors import TensorError, UsageError
+from zenps.observe.metrics import WorkerMetrics
+from zenps.observe.recording import read
+from zenps.partition.ring import rebalance
+from zenps.schemes.registry import scheme_of
+from zenps.wire.messages import Member, View
+from zenps.worker.backends.base import Backend, Session
+from zenps.worker.backends.servers import ServerBackend
+from zenps.worker.core.pending import Pending, Signal, Waiting
+from zenps.worker.core.request import Options, Purpose, Request
+from zenps.worker.core.spans import Spans
+from zenps.worker.core.statistics import Progress, Statistics
+from zenps.worker.core.steps import Steps
+from zenps.worker.core.transfer import SuppliedTransfer
+from zenps.worker.encode.sharder import Sharder
+from zenps.worker.world import ClusterWorld, LocalWorld
+
+PURPOSES: tuple[Purpose, ...] = ("control", "broadcast", "value", "gradient")
+WORKERS = tuple(Member("worker", rank, "box", 50 + rank, "", "") for rank in range(8))
+SERVERS = tuple(Member("server", rank, "box", 70 + rank, f"tcp://box:{1 + rank}", "") for rank in range(2))
+VIEW = View(1, 3, WORKERS, SERVERS, rebalance(None, [0, 1]).astype("<u2").tobytes(), 1)
+
+
+class Everything(Backend):
+    """Takes all requests."""
+
+    partition = "parallel"
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+
+    def begin(self, request: Request) -> Pending:
+        self.begun.append(request.name)
+        waiting = Waiting(Signal(), 0.0, Statistics(WorkerMetrics(CollectorRegistry())), Spans())
+        return Pending(request.name, request.options, SuppliedTransfer(), Progress(0), waiting)
+
+    def close(self) -> None: ...
+
+
+def make_session(config: Config, view: View = VIEW) -> Session:
+    """Without a cluster: nothing can be sent."""
+    metrics = WorkerMetrics(CollectorRegistry())
+    fake = SimpleNamespace(
+        config=config, lease=SimpleNamespace(view=view), channel=None, statistics=Statistics(metrics),
+        metrics=metrics, spans=Spans(), timeout_seconds=20.0,
+    )  # fmt: skip
+    return cast(Session, fake)
+
+
+def make_world(backend: Backend, view: View = VIEW, config: Config | None = None) -> ClusterWorld:
+    session = make_session(config or Config(), view)
+    return ClusterWorld(session, cast(ServerBackend, None), backend, 0, ExitStack())
+
+
+def rows() -> Tensor:
+    return torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, 4), (10, 4), check_invariants=True)
+
+
+def test_only_tensors_of_the_training_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZENPS_PLAN_TRACE", str(tmp_path))
+    monkeypatch.setenv("ZENPS_PLAN_STEPS", "1")
+    backend = Everything()
+    world = make_world(backend)
+    for purpose in PURPOSES:
+        world.begin(Request(rows(), purpose, Options(purpose=purpose)))
+    assert backend.begun == list(PURPOSES)
+    assert [push.tensor for _, push in read(tmp_path / "worker3")] == ["value", "gradient"]
+    with pytest.raises(SystemExit):
+        world.begin(Request(rows(), "value"))
+    assert backend.begun == list(PURPOSES), "this one is not pushed"
+
+
+def test_what_cannot_be_synchronised_comes_to_no_backend() -> None:
+    backend = Everything()
+    world = make_world(backend)
+    with pytest.raises(TensorError, match="dtype"):
+        world.begin(Request(torch.ones(3, dtype=torch.int32), "weight"))
+    with pytest.raises(UsageError, match="tensor name"):
+        world.begin(Request(torch.ones(3), ""))
+    assert backend.begun == []
+
+
+def test_a_joining_worker_has_to_get_the_state_of_the_job_first() -> None:
+    backend = Everything()
+    world = make_world(backend, structs.replace(VIEW, admitted=1))
+    assert world.is_joining
+    for call in (lambda: world.begin(Request(torch.ones(3), "weight")), world.barrier):
+        with pytest.raises(UsageError, match=r"worker 3 has joined a running job.*TrainingState"):
+            call()
+    assert backend.begun == []
+    world.is_joining = False
+    world.begin(Request(torch.ones(3), "weight"))
+    assert backend.begun == ["weight"]
+
+
+def test_statistics_are_a_copy_and_name_the_partition_of_the_backend() -> None:
+    world = make_world(Everything())
+    stats = world.stats()
+    assert (stats.partition, stats.rounds) == ("parallel", 0)
+    stats.rounds = 7
+    assert world.stats().rounds == 0
+    assert LocalWorld().stats().partition == "none"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "partition", "expected"),
+    [("zenps", "balanced", "balanced"), ("zenps", "centralized", "centralized"),
+     ("omnireduce", "balanced", "parallel")],
+)  # fmt: skip
+def test_the_partition_is_that_of_the_scheme_or_of_the_settings(
+    scheme: str, partition: str, expected: str
+) -> None:
+    config = Config(sync=SyncConfig(scheme=scheme, partition=partition))
+    session, served = make_session(config), scheme_of(scheme)
+    backend = ServerBackend(session, served, Sharder(config, served.wire, VIEW), Steps(session.metrics.steps))
+    assert backend.partition == expected
+
+
+def test_a_world_of_one_has_the_results_of_a_cluster_of_one() -> None:
+    world, dense = LocalWorld(), torch.ones(3, requires_grad=True)
+    pending = world.begin(Request(dense, "weight", Options(average=True)))
+    assert pending.done()
+    result = pending.wait()
+    assert torch.equal(result, dense)
+    assert (result.requires_grad, result.data_ptr() == dense.data_ptr()) == (False, False)
+    indices, values = torch.tensor([[4, 1, 4]]), torch.tensor([1.0, 2.0, 3.0])
+    sparse = torch.sparse_coo_tensor(indices, values, (9,), check_invariants=True)
+    result = world.begin(Request(sparse, "rows")).wait()
+    assert result.is_coalesced()
+    assert (result.indices().tolist(), result.values().tolist()) == ([[1, 4]], [2.0, 4.0])
+    with pytest.raises(TensorError):
+        world.begin(Request(torch.ones(3, dtype=torch.int32), "weight"))

@@ -1,0 +1,38 @@
+"""Under which names the buckets of DDP travel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from zenps.worker.training.ddp import CommHookState
+
+
+class FakeBucket:
+    def __init__(self, *parameters: Tensor) -> None:
+        self._parameters = parameters
+
+    def parameters(self) -> list[Tensor]:
+        return list(self._parameters)
+
+
+def test_names_follow_what_a_bucket_has() -> None:
+    """What rounding kept of one parameter must not be added to another of its size."""
+    state = CommHookState()
+    a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    first, second = state._content(FakeBucket(a, b)), state._content(FakeBucket(b, a))  # type: ignore[arg-type]
+    assert first != second
+    assert state._content(FakeBucket(a, b)) == first  # type: ignore[arg-type]
+
+
+def test_names_are_those_of_all_ranks_whatever_memory_is_used_again() -> None:
+    names = []
+    for rank in range(2):
+        state, kept = CommHookState(), []
+        for model in range(20):
+            parameter = nn.Parameter(torch.zeros(3))
+            names.append((model, state._content(FakeBucket(parameter))))  # type: ignore[arg-type]
+            if rank == 1:
+                kept.append(parameter)
+    assert sorted(names[:20]) == sorted(names[20:])
+    assert len(set(names)) == len({name for _, name in names}) == 20

@@ -1,0 +1,200 @@
+"""A worker's rounds where others are lost and admitted, and the training state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import zenps as zps
+from zenps.buffers import BufferPool
+from zenps.errors import PeerLostError, UsageError
+from zenps.partition.layout import Layout, LayoutCache
+from zenps.partition.ring import rebalance
+from zenps.partition.strategies.registry import strategy
+from zenps.wire.messages import FromServer, Member, Push, Result, Wanted
+from zenps.worker.core.transfer import Answer, Sharding
+from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
+from zenps.worker.encode.quantizer import Unchanged
+from zenps.worker.rounds.states import Action, Deliver, Fail, Outgoing, Reshard, Round, SendPush
+from zenps.worker.rounds.tracker import WorkerRounds
+from zenps.worker.training.allgather import allgather_int
+
+ALL = frozenset({0, 1, 2})
+FRAMES = (memoryview(b""), memoryview(b"values"))
+
+
+class Worker:
+    """Rounds under a first ring, and whatever comes after; what has to be resharded is at once."""
+
+    def __init__(self) -> None:
+        self.rounds = WorkerRounds(30.0)
+        self.view(1, ALL)
+
+    def view(self, ring_epoch: int, workers: frozenset[int]) -> list[Action]:
+        self.ring_epoch = ring_epoch
+        server = Member("server", 0, "box", 50, "tcp://box:1", "")
+        return self._resharded(self.rounds.on_view(ring_epoch, [server], workers))
+
+    def submit(self, tensor: str = "t", step: int = 0) -> Round:
+        round_ = Round(tensor, step, self.ring_epoch, make_outgoing(tensor, step, self.ring_epoch))
+        self.rounds.submit(round_, 0.0)
+        return round_
+
+    def reply(self, message: FromServer, frames: Sequence[memoryview] = ()) -> list[Action]:
+        return self._resharded(self.rounds.on_reply(0, message, frames, 0.0))
+
+    def answer(self, round_: Round) -> Action:
+        (action,) = self.reply(Result(self.ring_epoch, round_.tensor, round_.step, 0, 2, "coo"), FRAMES)
+        return action
+
+    def _resharded(self, actions: Sequence[Action]) -> list[Action]:
+        following: list[Action] = []
+        for action in actions:
+            if isinstance(action, Reshard):
+                round_ = action.round
+                outgoing = make_outgoing(round_.tensor, round_.step, self.ring_epoch)
+                following += self.rounds.on_resharded(round_, self.ring_epoch, None, outgoing, 0.0)
+            else:
+                following.append(action)
+        return following
+
+
+def make_outgoing(tensor: str, step: int, ring_epoch: int) -> Sequence[Outgoing]:
+    push = Push(ring_epoch, 0, tensor, step, 0, 1, "sparse", "float32", (8, 4), 4, 4, 2, "coo", True)
+    return [Outgoing(0, push, FRAMES)]
+
+
+@pytest.fixture
+def worker() -> Worker:
+    return Worker()
+
+
+# ── losses ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_round_in_flight_outlives_another_worker(worker: Worker) -> None:
+    round_ = worker.submit()
+    assert worker.view(1, ALL - {2}) == []
+    assert isinstance(worker.answer(round_), Deliver)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_but_not_a_change_of_the_ring_as_well(worker: Worker, at_once: bool) -> None:
+    round_ = worker.submit()
+    if not at_once:
+        worker.view(1, ALL - {2})
+    (fail,) = worker.view(2, ALL - {2})
+    assert isinstance(fail, Fail)
+    assert fail.round is round_
+    assert isinstance(fail.error, PeerLostError)
+    assert "tensor 't', step 0: rank(s) 2 were lost, and servers have changed" in str(fail.error)
+    assert worker.rounds.in_flight == 0
+
+
+def test_what_began_after_the_loss_is_pushed_again(worker: Worker) -> None:
+    worker.view(1, ALL - {2})
+    worker.submit()
+    (push,) = worker.view(2, ALL - {2})
+    assert isinstance(push, SendPush)
+
+
+def test_a_round_that_has_ended_is_kept_for_others_whoever_is_lost(worker: Worker) -> None:
+    round_ = worker.submit()
+    worker.answer(round_)
+    assert worker.view(2, ALL - {2}) == []
+    (push,) = worker.reply(Wanted(2, "t", 0, 0))
+    assert isinstance(push, SendPush)
+
+
+# ── joining workers ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_admission_resets_steps_and_watermark(worker: Worker) -> None:
+    worker.answer(worker.submit())
+    worker.rounds.on_watermark(2)
+    assert (worker.rounds.kept, worker.rounds.watermark) == (1, 2)
+    assert worker.rounds.reset() == []
+    assert worker.view(2, ALL) == []
+    assert (worker.rounds.kept, worker.rounds.in_flight, worker.rounds.watermark) == (0, 0, 0)
+    assert isinstance(worker.answer(worker.submit()), Deliver)
+    worker.rounds.on_watermark(1)
+    assert worker.rounds.watermark == 1
+
+
+def test_what_is_in_flight_at_an_admission_fails(worker: Worker) -> None:
+    round_ = worker.submit()
+    (fail,) = worker.rounds.reset()
+    assert isinstance(fail, Fail)
+    assert (fail.round, type(fail.error)) == (round_, UsageError)
+    assert "wait for it before TrainingState.commit()" in str(fail.error)
+    assert worker.view(2, ALL) == []
+
+
+# ── broadcasts ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("count", [3, 70_000])
+def test_what_no_rank_contributed_to_is_an_error_where_one_should_have(count: int) -> None:
+    tensor = torch.ones(count)
+    result = Result(1, "x", 0, 0, 0, "none")
+    nothing, coder = (memoryview(b""), memoryview(b"")), Unchanged(tensor.dtype)
+    for contributes in (False, True):
+        transfer: WholeTransfer | DenseTransfer
+        if count == 3:
+            transfer = WholeTransfer(tensor, Sharding(None, 1, 0), contributes, coder)
+        else:
+            transfer = DenseTransfer(
+                tensor, Sharding(make_layout(count), 1, 0), BufferPool(1 << 20), contributes, coder
+            )
+        assert not transfer.on_answer(Answer(0, result, nothing))
+        if contributes:
+            assert not transfer.finish().any()
+            continue
+        with pytest.raises(PeerLostError, match="a broadcast's root was lost"):
+            transfer.finish()
+
+
+def make_layout(count: int) -> Layout:
+    return LayoutCache(strategy("parallel"), 7, rebalance(None, [0]), [0], 1 << 20).get(
+        "x", count, DENSE_GRANULE
+    )
+
+
+# ── a training state, alone ─────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    zps.init()
+    yield
+    zps.shutdown()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_state_holds_values_and_leaves_a_lone_worker_as_it_is() -> None:
+    model = torch.nn.Linear(2, 1)
+    before = [parameter.clone() for parameter in model.parameters()]
+    optimizer = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    state = zps.TrainingState(model=model, optimizers=[optimizer], step=3, name="x", best=[0.5, None])
+    state.step += 1
+    state.commit()
+    assert (state.step, state.name, state.best) == (4, "x", [0.5, None])
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+    with pytest.raises(AttributeError, match="no value 'epoch'"):
+        _ = state.epoch
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", ["commit", "sync", "_model"])
+def test_values_do_not_hide_what_a_state_can_do(name: str) -> None:
+    values: dict[str, Any] = {name: 1}
+    with pytest.raises(UsageError, match=f"value '{name}'"):
+        zps.TrainingState(None, (), **values)
+
+
+@pytest.mark.usefixtures("alone")
+def test_answers_of_0_are_left_out() -> None:
+    assert (allgather_int(0, "x"), allgather_int(7, "x")) == ({}, {0: 7})

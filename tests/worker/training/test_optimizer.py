@@ -1,0 +1,256 @@
+"""``DistributedOptimizer`` without a cluster: what it pushes and waits for, and what it refuses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from torch import Tensor, nn
+
+import zenps as zps
+from zenps.errors import DeadlineError, UsageError, ZenPSError
+from zenps.observe.metrics import WorkerMetrics
+from zenps.worker.core.pending import Pending, Signal, Waiting
+from zenps.worker.core.request import Request
+from zenps.worker.core.spans import Spans
+from zenps.worker.core.statistics import Progress, Statistics, Stats
+from zenps.worker.core.transfer import SuppliedTransfer
+from zenps.worker.process import PROCESS
+from zenps.worker.world import LocalWorld, World
+
+
+class Answered(SuppliedTransfer):
+    """Says to its world when somebody has waited for it."""
+
+    def __init__(self, world: FakeWorld, name: str, outcome: Tensor | ZenPSError) -> None:
+        super().__init__()
+        self._world, self._name, self._outcome = world, name, outcome
+
+    def finish(self) -> Tensor:
+        self._world.waited[self._name] += 1
+        if isinstance(self._outcome, ZenPSError):
+            raise self._outcome
+        return self._outcome
+
+
+class FakeWorld(World):
+    """A cluster of one rank, whose sums are what it pushed; rounds of names in ``late`` fail."""
+
+    rank = local_rank = 0
+    ranks = (0,)
+    local_size = 1
+    is_distributed = True
+    bucket_bytes = 1 << 20
+    quantized_run = 1
+    is_elastic = is_joining = False
+
+    def __init__(self) -> None:
+        self.pushed: Counter[str] = Counter()
+        self.requests: dict[str, Request] = {}
+        self.waited: Counter[str] = Counter()
+        self.late: set[str] = set()
+        statistics = Statistics(WorkerMetrics(CollectorRegistry()))
+        self._waiting = Waiting(Signal(), 20.0, statistics, Spans())
+
+    def stats(self) -> Stats:
+        return Stats()
+
+    def begin(self, request: Request) -> Pending:
+        tensor, name, options = request
+        self.pushed[name] += 1
+        self.requests[name] = request
+        assert self.pushed[name] == self.waited[name] + 1, f"{name} is in flight"
+        late = DeadlineError(f"{name}: no answer") if name in self.late else None
+        result = tensor.detach().coalesce() if tensor.is_sparse else tensor.detach().clone()
+        transfer = Answered(self, name, late or result)
+        return Pending(name, options, transfer, Progress(0, ended=True), self._waiting)
+
+    def barrier(self) -> None: ...
+    def has_joining_workers(self) -> bool:
+        return False
+
+    def admit(self) -> None: ...
+    def close(self, *, together: bool = False) -> None: ...
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 2, sparse=True)
+        self.first = nn.Linear(2, 3)
+        self.last = nn.Linear(3, 1)
+
+    def loss(self) -> Tensor:
+        total: Tensor = self.last(self.first(self.words(torch.tensor([1, 3])))).sum()
+        return total
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> FakeWorld:
+    world = FakeWorld()
+    monkeypatch.setattr(PROCESS, "_world", world)
+    return world
+
+
+@pytest.fixture
+def model(world: FakeWorld) -> Model:
+    return Model()
+
+
+@pytest.fixture
+def optimizer(model: Model) -> zps.DistributedOptimizer:
+    """After a step: ranks have agreed on everything."""
+    optimizer = zps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
+    model.loss().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def test_round_that_fails_leaves_no_other_in_flight(
+    world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer
+) -> None:
+    world.late = {max(name for name in world.pushed if "bucket" in name)}
+    model.loss().backward()
+    with pytest.raises(DeadlineError):
+        optimizer.step()
+    assert world.waited == world.pushed
+
+    world.late.clear()
+    pushed = world.pushed.copy()
+    optimizer.zero_grad()
+    model.loss().backward()
+    optimizer.step()
+    assert world.pushed - pushed == {name: 1 for name in pushed if pushed[name] > 1}
+    assert world.waited == world.pushed
+
+
+def test_gradients_of_the_first_layers_have_the_highest_priority(
+    world: FakeWorld, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world, "bucket_bytes", 1)  # each by itself
+    optimizer = zps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
+    for _ in range(2):
+        model.loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    by_priority = {
+        request.options.priority: name.rpartition("/")[2] for name, request in world.requests.items()
+    }
+    # Buckets are numbered from the last layer's: last.bias, last.weight, first.bias, first.weight.
+    assert [by_priority[-place] for place in range(5)] == ["words.weight", "3", "2", "1", "0"]
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_only_gradients_are_pushed_as_such(world: FakeWorld, model: Model, average: bool) -> None:
+    """The others must arrive as they are, whatever ``sync.values`` is."""
+    optimizer = zps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), average=average
+    )
+    model.loss().backward()
+    optimizer.step()
+    purposes = {name: request.options.purpose for name, request in world.requests.items()}
+    gradients = {name for name, purpose in purposes.items() if purpose == "gradient"}
+    assert {name.rpartition("/")[2] for name in gradients} == {"words.weight", "0"}
+    assert {world.requests[name].options.average for name in gradients} == {average}
+    assert {purposes[name] for name in purposes.keys() - gradients} == {"broadcast", "value"}
+    assert not any(world.requests[name].options.average for name in purposes.keys() - gradients)
+
+
+def scale_and_step(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(model.loss()).backward()
+    scaler.step(optimizer)
+
+
+def step_without_synchronize(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    model.loss().backward()
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+def synchronize_twice(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    model.loss().backward()
+    optimizer.synchronize()
+    optimizer.step()
+
+
+def clip_after_the_push(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    model.loss().backward()
+    nn.utils.clip_grad_norm_(model.first.parameters(), 1e-3)
+    optimizer.step()
+
+
+def scale_rows_after_the_push(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    model.loss().backward()
+    assert model.words.weight.grad is not None
+    model.words.weight.grad._values().mul_(0.5)
+    optimizer.step()
+
+
+def drop_after_the_push(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    model.loss().backward()
+    model.zero_grad()
+    optimizer.step()
+
+
+def add_to_the_wrapped(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    late = nn.Parameter(torch.ones(3))
+    optimizer._inner.add_param_group({"params": [late]})
+    (model.loss() + late.sum()).backward()
+    optimizer.step()
+
+
+MISUSE = {
+    scale_and_step: "GradScaler",
+    step_without_synchronize: "call synchronize",
+    synchronize_twice: "inside skip_synchronize",
+    clip_after_the_push: "changed since backward pushed it",
+    scale_rows_after_the_push: "'words.weight': changed since",
+    drop_after_the_push: "changed since",
+    add_to_the_wrapped: "frozen or absent",
+}
+
+
+@pytest.mark.parametrize(("misuse", "message"), MISUSE.items(), ids=[misuse.__name__ for misuse in MISUSE])
+def test_misuse_that_would_train_wrongly_is_refused(
+    misuse: Callable[[Model, zps.DistributedOptimizer], None],
+    message: str,
+    model: Model,
+    optimizer: zps.DistributedOptimizer,
+) -> None:
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(UsageError, match=message):
+        misuse(model, optimizer)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_parameter_that_is_unfrozen_later_is_refused(world: FakeWorld) -> None:
+    model = Model()
+    model.first.weight.requires_grad_(False)
+    optimizer = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model.loss().backward()
+    optimizer.step()
+    model.first.weight.requires_grad_(True)
+    model.loss().backward()
+    with pytest.raises(UsageError, match=r"\(3, 2\).*frozen or absent"):
+        optimizer.step()
+
+
+def test_alone_a_scaler_needs_no_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PROCESS, "_world", LocalWorld())
+    model = Model()
+    optimizer = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    before = model.last.bias.detach().clone()
+    for _ in range(2):
+        optimizer.zero_grad()
+        scale_and_step(model, optimizer)
+    # Two rows, so that the bias has a gradient of 2.
+    assert torch.allclose(before - model.last.bias, torch.tensor(0.4))

@@ -1,0 +1,289 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zmq
+from msgspec import structs
+from prometheus_client import CollectorRegistry
+from torch import Tensor
+
+from zenps.buffers import BufferPool
+from zenps.config.settings import ClusterConfig, Config
+from zenps.errors import PeerLostError
+from zenps.observe.metrics import WorkerMetrics
+from zenps.partition.ring import SLOTS
+from zenps.schemes.base import WireForm
+from zenps.wire.frames import Decoder
+from zenps.wire.messages import Member, Push, View
+from zenps.worker.core.pending import Pending, Waiting
+from zenps.worker.core.request import Options
+from zenps.worker.core.spans import Spans
+from zenps.worker.core.statistics import Progress, Report, Statistics
+from zenps.worker.core.steps import Steps
+from zenps.worker.core.transfer import Answer, EncodedChunk, EncodedTensor, Sharding, Transfer
+from zenps.worker.encode.dense import DenseTransfer
+from zenps.worker.encode.quantizer import Unchanged
+from zenps.worker.encode.sharder import SPLIT_FROM_BYTES, Sharder
+from zenps.worker.transport.channel import Channel
+from zenps.worker.transport.membership import Membership
+
+DEADLINE_SECONDS = 20.0
+FIRST_RANKS = [0, 1]
+
+
+class Given(Transfer):
+    """Pushes the tensor that it is given, and notes as what it begins again."""
+
+    absorbs_on = "poller"
+
+    def __init__(self, *encoded: EncodedTensor) -> None:
+        self.rows_given = 0
+        self.encoded = encoded
+        self.restarted: list[EncodedTensor] = []
+
+    def begin(self) -> Sequence[EncodedTensor]:
+        return self.encoded
+
+    def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
+        raise AssertionError(f"{answer}, though nobody answers here")
+
+    def restart(self, encoded: EncodedTensor) -> None:
+        self.restarted.append(encoded)
+
+    def finish(self) -> Tensor:
+        raise AssertionError("the result of what nobody has answered")
+
+    def report(self, progress: Progress) -> Report:
+        return Report()
+
+
+class NotingSharder(Sharder):
+    """Notes which views it follows."""
+
+    def __init__(self, view: View, wire: WireForm) -> None:
+        super().__init__(Config(), wire, view)
+        self.followed: list[View] = []
+
+    def follow(self, view: View) -> None:
+        self.followed.append(view)
+        super().follow(view)
+
+
+class WholeSharder(NotingSharder):
+    """Leaves every tensor whole, at its server."""
+
+    def reshard(self, name: str, encoded: EncodedTensor) -> EncodedTensor:
+        ring_epoch = self.followed[-1].ring_epoch
+        return structs.replace(encoded, sharding=encoded.sharding._replace(ring_epoch=ring_epoch))
+
+
+def view_of(ring_epoch: int, servers: Sequence[Member]) -> View:
+    ranks = [server.rank for server in servers]
+    owners = np.sort(np.resize(np.array(ranks, dtype="<u2"), SLOTS)).tobytes()
+    workers = (Member("worker", 0, "box", 49, "", ""),)
+    return View(ring_epoch, 0, workers, tuple(servers), owners, ring_epoch)
+
+
+def silent_servers(ranks: Sequence[int]) -> list[Member]:
+    return [Member("server", rank, "box", 50, f"tcp://127.0.0.1:{9 + rank}", "") for rank in ranks]
+
+
+def open_channel(
+    ctx: zmq.Context[Any], view: View, wire: WireForm, sharder: Sharder, metrics: WorkerMetrics
+) -> Channel:
+    membership = Membership(ClusterConfig(), ctx, None, b"worker-0", view)
+    return Channel(membership, wire, sharder, Steps(metrics.steps), metrics, Spans())
+
+
+def pending_of(channel: Channel, transfer: Transfer, name: str = "t", step: int = 0) -> Pending:
+    waiting = Waiting(channel, 1.0, Statistics(WorkerMetrics(CollectorRegistry())), Spans())
+    return Pending(name, Options(), transfer, Progress(step), waiting)
+
+
+@pytest.fixture
+def ctx() -> Iterator[zmq.Context[Any]]:
+    ctx: zmq.Context[Any] = zmq.Context()
+    yield ctx
+    ctx.destroy(linger=0)
+
+
+@pytest.fixture
+def metrics() -> WorkerMetrics:
+    return WorkerMetrics(CollectorRegistry())
+
+
+@pytest.fixture
+def view() -> View:
+    return view_of(1, silent_servers(FIRST_RANKS))
+
+
+@pytest.fixture
+def sharder(view: View) -> NotingSharder:
+    return NotingSharder(view, WireForm())
+
+
+@pytest.fixture
+def channel(ctx: zmq.Context[Any], view: View, sharder: NotingSharder, metrics: WorkerMetrics) -> Channel:
+    return open_channel(ctx, view, WireForm(), sharder, metrics)
+
+
+def test_views_that_come_in_a_heap_are_followed_one_after_the_other(
+    channel: Channel, sharder: NotingSharder, view: View
+) -> None:
+    """A thread has the lock while two rings pass: what is sharded for the second goes to its servers."""
+    tensor = torch.ones(SPLIT_FROM_BYTES)
+    sharding = sharder.shard_dense("t", tensor.numel(), tensor.dtype)
+    encoded = DenseTransfer(tensor, sharding, BufferPool(0), True, Unchanged(tensor.dtype)).encoded
+    transfer = Given(encoded)
+    channel.submit(pending_of(channel, transfer))
+    round_ = channel._rounds._in_flight["t", 0]
+    assert {server for server, _ in round_.unanswered} == set(FIRST_RANKS)
+
+    has_lock, go_on, reached = threading.Event(), threading.Event(), Future[None]()
+
+    def compute(_: Future[None]) -> None:
+        has_lock.set()
+        assert go_on.wait(DEADLINE_SECONDS)
+
+    reached.add_done_callback(compute)
+    owner = threading.Thread(target=channel.then, args=(reached,))
+    owner.start()
+    assert has_lock.wait(DEADLINE_SECONDS)
+    views = [view_of(ring_epoch, silent_servers(ranks)) for ring_epoch, ranks in ((2, [1]), (3, [1, 2]))]
+    for later in views:
+        channel.on_view(later)
+    assert sharder.followed == [view], "not before the channel follows it, too"
+    go_on.set()
+    owner.join(DEADLINE_SECONDS)
+    assert sharder.followed == [view, *views]
+    assert [again.sharding.ring_epoch for again in transfer.restarted] == [2, 3]
+    assert round_.unanswered.keys() == {(1, 0), (2, 0)}
+    assert {out.push.ring_epoch for out in round_.unanswered.values()} == {3}
+
+
+def test_each_push_after_a_loss_fails_with_its_reason(channel: Channel) -> None:
+    lost = PeerLostError("worker 1 is lost")
+    channel.fail(lost)
+    for step in range(2):
+        pending = pending_of(channel, Given(whole("t", 1)), step=step)
+        channel.submit(pending)
+        assert pending.has_ended
+        with pytest.raises(PeerLostError) as raised:
+            pending.wait()
+        assert raised.value is lost
+
+
+def test_who_polls_sees_at_once_what_another_thread_has_ended(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zenps.worker.transport.channel.TICK_SECONDS", 2 * DEADLINE_SECONDS)
+    ended: Future[None] = Future()
+    waiting = threading.Thread(
+        target=channel.wait, args=(ended.done, time.monotonic() + 2 * DEADLINE_SECONDS)
+    )
+    waiting.start()
+    while not channel._lock.is_taken:
+        time.sleep(0.01)
+    channel.then(ended)
+    waiting.join(DEADLINE_SECONDS)
+    assert not waiting.is_alive()
+
+
+def test_a_server_that_the_scheduler_misses_is_not_called_unreachable(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered: list[int] = []
+    monkeypatch.setattr(channel._servers.connectivity, "on_answer", answered.append)
+    channel.on_departed(1)
+    assert answered == [1]
+
+
+# ── priorities ──────────────────────────────────────────────────────────────────────────────────
+
+PUSHES = 16
+PUSH_BYTES = 8 << 20
+
+
+class Server:
+    """Reads nothing until it is asked to."""
+
+    def __init__(self, ctx: zmq.Context[Any]) -> None:
+        self._socket: zmq.Socket[bytes] = ctx.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.RCVHWM, 1)
+        self._socket.setsockopt(zmq.RCVTIMEO, int(1000 * DEADLINE_SECONDS))
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.member = Member("server", 0, "box", 50, f"tcp://127.0.0.1:{port}", "")
+        self._decoder = Decoder("default", Push)
+
+    def receive(self) -> Push:
+        _, *frames = self._socket.recv_multipart(copy=False)
+        return self._decoder.decode(frames[0].buffer, [frame.buffer for frame in frames[1:]])
+
+
+def whole(name: str, ring_epoch: int, size_bytes: int = 16) -> EncodedTensor:
+    """A tensor of zeros, all of it at server 0."""
+    count = size_bytes // 4
+    frames = (memoryview(b""), memoryview(bytes(size_bytes)))
+    chunk = EncodedChunk(0, 0, count, count, "none", frames)
+    sharding = Sharding(None, 1, 0, ring_epoch)
+    return EncodedTensor("dense", torch.Size([count]), torch.float32, 1, 0, sharding, (chunk,))
+
+
+def submit_large(channel: Channel, priorities: Sequence[int]) -> None:
+    for number, priority in enumerate(priorities):
+        pending = pending_of(channel, Given(whole(f"t{number}", 1, PUSH_BYTES)), f"t{number}")
+        pending.options = Options(priority=priority)
+        channel.submit(pending)
+
+
+@pytest.fixture
+def server(ctx: zmq.Context[Any]) -> Server:
+    return Server(ctx)
+
+
+@pytest.fixture
+def pushing(ctx: zmq.Context[Any], server: Server, metrics: WorkerMetrics) -> Channel:
+    """A channel with priorities to one server."""
+    view, wire = view_of(1, [server.member]), WireForm(prioritized=True)
+    return open_channel(ctx, view, wire, WholeSharder(view, wire), metrics)
+
+
+@pytest.mark.parametrize("rises", [True, False])
+def test_what_is_pushed_later_overtakes_if_it_is_more_important(
+    server: Server, pushing: Channel, metrics: WorkerMetrics, rises: bool
+) -> None:
+    """And all is sent while nobody waits for anything: callers compute, while the network is busy."""
+    submit_large(pushing, [number if rises else -number for number in range(PUSHES)])
+    until = time.monotonic() + DEADLINE_SECONDS  # the pusher may have the lock, and the last commands
+    while metrics.waiting_pushes._value.get() < PUSHES // 2:
+        assert time.monotonic() < until, "TCP and the queue hold less"
+        time.sleep(0.01)
+    arrived = [int(server.receive().tensor[1:]) for _ in range(PUSHES)]
+    if rises:
+        ahead = arrived.index(PUSHES - 1)  # on their way before the most important came
+        assert ahead <= PUSHES // 2
+        assert arrived[ahead:] == sorted(arrived[ahead:], reverse=True)
+    else:
+        assert arrived == list(range(PUSHES))
+    assert metrics.waiting_pushes._value.get() == 0
+
+
+def test_what_waits_is_resharded_for_a_new_ring_and_not_sent_for_the_old(
+    server: Server, pushing: Channel
+) -> None:
+    submit_large(pushing, [0] * PUSHES)
+    pushing.on_view(view_of(2, [server.member]))
+    arrived: list[tuple[int, int]] = []
+    while arrived[-1:] != [(2, PUSHES - 1)]:
+        push = server.receive()
+        arrived.append((push.ring_epoch, int(push.tensor[1:])))
+    old = len(arrived) - PUSHES
+    assert arrived == [(1, number) for number in range(old)] + [(2, number) for number in range(PUSHES)]
+    assert old <= PUSHES // 2

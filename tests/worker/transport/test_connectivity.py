@@ -1,0 +1,68 @@
+"""A server that is alive, but cannot be reached."""
+
+from __future__ import annotations
+
+import pytest
+
+from zenps.config.settings import ClusterConfig
+from zenps.errors import PeerLostError
+from zenps.wire.messages import Member
+from zenps.worker.transport.connectivity import Connectivity
+
+LEASE_SECONDS, RENDEZVOUS_SECONDS = 10.0, 60.0
+SERVER = Member("server", 1, "box", 7, "tcp://10.0.0.1:1", "")
+
+
+class Network:
+    """Counts who was tried, and says why it cannot be reached."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        self.tried: list[str] = []
+
+    def why(self, address: str) -> str:
+        self.tried.append(address)
+        return self.reason
+
+
+def make_connectivity(network: Network) -> Connectivity:
+    cluster = ClusterConfig(lease_seconds=LEASE_SECONDS, rendezvous_seconds=RENDEZVOUS_SECONDS)
+    connectivity = Connectivity(cluster, network.why)
+    connectivity.on_connect(SERVER, 0.0)
+    return connectivity
+
+
+def test_a_server_that_has_answered_is_never_tried() -> None:
+    network = Network("No route to host")
+    connectivity = make_connectivity(network)
+    assert connectivity.look(LEASE_SECONDS / 2) is None
+    connectivity.on_answer(1)
+    assert connectivity.look(1e6) is None
+    assert network.tried == []
+
+
+def test_one_that_cannot_be_reached_is_warned_of_and_then_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    network = Network("No route to host")
+    connectivity = make_connectivity(network)
+    for now in range(1, 70):
+        assert connectivity.look(now) is None
+    assert len(network.tried) == len(caplog.records) == 6, "once in a lease"
+    error = connectivity.look(LEASE_SECONDS + RENDEZVOUS_SECONDS)
+    assert isinstance(error, PeerLostError)
+    assert str(error).startswith(
+        "server 1 (host box, pid 7) cannot be reached at tcp://10.0.0.1:1 from here (No route to host): set "
+        "cluster.host there"
+    )
+    assert caplog.records[0].message == str(error)
+
+
+def test_one_that_can_be_reached_after_all_has_its_time_again() -> None:
+    network = Network("No route to host")
+    connectivity = make_connectivity(network)
+    assert connectivity.look(LEASE_SECONDS) is None
+    network.reason = ""
+    assert connectivity.look(1000.0) is None
+    network.reason = "Connection refused"
+    assert connectivity.look(2000.0) is None
+    assert connectivity.look(2000.0 + RENDEZVOUS_SECONDS - 1) is None
+    assert connectivity.look(2000.0 + 2 * RENDEZVOUS_SECONDS) is not None

@@ -1,0 +1,172 @@
+"""The submission queue: tensors that wait for their device."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+from prometheus_client import CollectorRegistry
+from torch import Tensor
+
+from zenps.errors import TensorError, ZenPSError
+from zenps.observe.metrics import WorkerMetrics
+from zenps.worker.core.pending import Pending, Signal, Waiting
+from zenps.worker.core.request import Options
+from zenps.worker.core.spans import Spans
+from zenps.worker.core.statistics import Progress, Report, Statistics
+from zenps.worker.core.steps import Steps
+from zenps.worker.core.transfer import Answer, EncodedTensor, Transfer
+from zenps.worker.transport.channel import Channel
+from zenps.worker.transport.submit_queue import SubmitQueue
+
+
+class Slow(Transfer):
+    """Prepared when its test says so."""
+
+    is_staged = True
+
+    def __init__(self, error: ZenPSError | None = None) -> None:
+        self.rows_given = 0
+        self.ready = False
+        self.error = error
+
+    def prepared(self) -> bool:
+        if self.ready and self.error:
+            raise self.error
+        return self.ready
+
+    def begin(self) -> Sequence[EncodedTensor]:
+        raise AssertionError
+
+    def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
+        raise AssertionError
+
+    def restart(self, encoded: EncodedTensor) -> None:
+        raise AssertionError
+
+    def finish(self) -> Tensor:
+        raise AssertionError
+
+    def report(self, progress: Progress) -> Report:
+        raise AssertionError
+
+
+class OnTheCpu(Slow):
+    """Never asked whether it is prepared."""
+
+    is_staged = False
+
+    def prepared(self) -> bool:
+        raise AssertionError
+
+
+class Submitted(Channel):
+    """Notes the names of what is pushed."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def submit(self, pending: Pending) -> None:
+        self.names.append(pending.name)
+
+
+class Queue:
+    """A queue before a channel that pushes nothing."""
+
+    def __init__(self) -> None:
+        metrics = WorkerMetrics(CollectorRegistry())
+        self.steps = Steps(metrics.steps)
+        self.channel = Submitted()
+        self.queue = SubmitQueue(self.channel, self.steps, Spans())
+        self._waiting = Waiting(Signal(), 0.0, Statistics(metrics), Spans())
+
+    @property
+    def pushed(self) -> list[str]:
+        return self.channel.names
+
+    def submit(self, name: str, transfer: Transfer) -> Pending:
+        pending = Pending(name, Options(), transfer, self.steps.begin(name, 1), self._waiting)
+        self.queue.submit(pending)
+        return pending
+
+
+@pytest.fixture
+def queue() -> Queue:
+    return Queue()
+
+
+def test_a_tensor_that_is_prepared_is_pushed_at_once(queue: Queue) -> None:
+    transfer = Slow()
+    transfer.ready = True
+    queue.submit("a", transfer)
+    assert queue.pushed == ["a"]
+
+
+def test_a_tensor_on_the_cpu_is_pushed_at_once(queue: Queue) -> None:
+    queue.submit("waits", Slow())
+    queue.submit("a", OnTheCpu())
+    assert queue.pushed == ["a"]
+
+
+def test_tensors_are_pushed_in_order(queue: Queue) -> None:
+    transfers = [Slow() for _ in range(3)]
+    for number, transfer in enumerate(transfers):
+        queue.submit(str(number), transfer)
+    transfers[1].ready = True
+    queue.queue.advance(0)
+    assert queue.pushed == []
+    transfers[0].ready = True
+    queue.queue.advance(0)
+    assert queue.pushed == ["0", "1"]
+    transfers[2].ready = True
+    queue.queue.advance(0)
+    assert queue.pushed == ["0", "1", "2"]
+
+
+def test_a_tensor_that_is_prepared_overtakes_one_that_is_not(queue: Queue) -> None:
+    transfer = Slow()
+    queue.submit("waits", Slow())
+    transfer.ready = True
+    queue.submit("a", transfer)
+    assert queue.pushed == ["a"]
+
+
+def test_whatever_is_submitted_pushes_what_has_become_ready(queue: Queue) -> None:
+    slow, ready = Slow(), Slow()
+    queue.submit("slow", slow)
+    slow.ready = ready.ready = True
+    queue.submit("ready", ready)
+    assert sorted(queue.pushed) == ["ready", "slow"]
+
+
+def test_a_tensor_that_fails_does_not_hold_up_the_next(queue: Queue) -> None:
+    error = TensorError("indices outside")
+    bad, good = Slow(error), Slow()
+    failed = queue.submit("bad", bad)
+    queue.submit("good", good)
+    bad.ready = good.ready = True
+    queue.queue.advance(0)
+    assert queue.pushed == ["good"]
+    with pytest.raises(TensorError) as raised:
+        failed.wait()
+    assert raised.value is error
+    assert queue.steps.begin("bad", 1).step == 0, "nothing was pushed under its name"
+
+
+def test_advance_waits_no_longer_than_it_may(queue: Queue) -> None:
+    queue.submit("waits", Slow())
+    begin = time.monotonic()
+    queue.queue.advance(begin + 0.05)
+    assert 0.05 <= time.monotonic() - begin < 1
+
+
+def test_advance_returns_when_everything_is_pushed(queue: Queue) -> None:
+    transfer = Slow()
+    queue.submit("a", transfer)
+    threading.Timer(0.05, lambda: setattr(transfer, "ready", True)).start()
+    begin = time.monotonic()
+    queue.queue.advance(begin + 20)
+    assert queue.pushed == ["a"]
+    assert time.monotonic() - begin < 10

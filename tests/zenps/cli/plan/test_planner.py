@@ -1,0 +1,178 @@
+"""What is recommended where the answer is known, and how it is explained and written."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from zenps.cli.plan.planner import make_plan, parse_bandwidth, parse_latency, show_bytes, show_seconds
+from zenps.cli.plan.profile import Profile, profiles
+from zenps.cli.plan.written import check_settings, ruled_out, write_settings
+from zenps.config.sources import load
+from zenps.errors import ConfigError
+from zenps.schemes.registry import fixed_schemes
+from zenps.schemes.traffic import Links
+
+COUNTS = [8, 16, 1024]
+SCHEMES = [scheme.name for scheme in fixed_schemes()]
+
+
+def links(workers: int = 8, gbits: float = 10, latency_seconds: float = 0.0) -> Links:
+    return Links(workers=workers, bytes_per_second=gbits * 1e9 / 8, latency_seconds=latency_seconds)
+
+
+@pytest.fixture
+def hot(made_up: Any) -> list[Profile]:
+    """Some rows that nearly all workers push, side by side."""
+    return profiles(made_up(np.where(np.arange(50_000) < 500, 0.9, 0.0004), columns=64))[0]
+
+
+def test_rows_in_common_are_for_zenps(hot: list[Profile]) -> None:
+    plan = make_plan(hot, links(), COUNTS)
+    assert plan.scheme == "zenps"
+    assert plan.reason.startswith("zenps for 8 workers: ")
+    assert "Pulls decide" in plan.reason
+    assert "'table', of whose 50000 rows one worker pushes 0.9" in plan.reason
+    assert [(p.workers, p.scheme) for p in plan.predictions] == [(n, s) for n in COUNTS for s in SCHEMES]
+
+
+def test_rows_of_one_worker_each_are_merged_in_pairs(made_up: Any) -> None:
+    """With nothing in common it sends (n - 1)·d, and servers 1 + 1/n times that (OSDI '25, theorem 1)."""
+    plan = make_plan(profiles(made_up(np.full(50_000, 0.01), columns=64))[0], links(), COUNTS)
+    assert plan.scheme == "sparcml"
+
+
+def test_nearly_dense_rows_are_not(made_up: Any) -> None:
+    found, _ = profiles(made_up(np.full(100_000, 0.999), columns=1, steps=4))
+    plan = make_plan(found, links(), COUNTS)
+    dense, own = (
+        next(p.seconds for p in plan.predictions if p.scheme == scheme) for scheme in ("byteps", "zenps")
+    )
+    assert 1 < own / dense < 1.05
+    assert plan.scheme == "zenps"
+    assert "would take 0.9" in plan.reason
+    assert "zenps is taken unless another wins by 5%." in plan.reason
+
+
+def test_where_another_overtakes(made_up: Any) -> None:
+    # Of a thousand servers, the fullest has far more than its share of two thousand rows.
+    chances = np.where(np.arange(2000) < 400, 0.9, 0.01)
+    found, _ = profiles(made_up(chances, columns=64))
+    plan = make_plan(found, links(4), [4, 1024])
+    assert plan.scheme == "zenps"
+    (count,) = [int(word) for word in plan.reason.partition("From ")[2].split()[:1]]
+    before, after = (make_plan(found, links(n), [n]).scheme for n in (count // 2, count))
+    assert before == "zenps" != after
+
+
+def test_latency_decides_small_tensors(made_up: Any) -> None:
+    found, _ = profiles(made_up(np.full(1000, 0.05), columns=1))
+    plan = make_plan(found, links(latency_seconds=0.001), COUNTS)
+    assert "Latency decides: 2 rounds of 1 ms" in plan.reason
+
+
+def test_notes_say_what_to_doubt(made_up: Any) -> None:
+    steady = made_up(np.full(5000, 0.05), workers=1)
+    repeated = [(h, type(p)(**{f: getattr(p, f) for f in p.__struct_fields__} | {"rows": steady[0][1].rows,
+                 "pushed": steady[0][1].pushed})) for h, p in steady]  # fmt: skip
+    other = made_up(np.full(5000, 0.05), workers=2, seed=1)[20:]
+    found, _ = profiles(repeated + other)
+    (note,) = make_plan(found, links(), COUNTS).notes
+    assert "a worker's steps overlap by 0.5" in note
+    assert "unions may be larger" in note
+    alone, _ = profiles(steady)
+    assert make_plan(alone, links(), COUNTS, ["lr"]).notes == [
+        "only one worker was recorded, whose steps stand for others",
+        "pushed in fewer than half of the steps: lr",
+    ]
+
+
+# ── units ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_units() -> None:
+    assert parse_bandwidth("10Gbit") == 1.25e9
+    assert parse_bandwidth("0.5 Mbit") == 62_500
+    assert parse_latency("50us") == pytest.approx(50e-6)
+    assert parse_latency("0") == 0
+    assert [show_seconds(s) for s in (5e-5, 0.0123, 2.0, 4000.0)] == ["50 us", "12.3 ms", "2 s", "4e+03 s"]
+    assert [show_bytes(b) for b in (999, 1.5e6, 2e12)] == ["999 B", "1.5 MB", "2 TB"]
+
+
+@pytest.mark.parametrize("text", ["", "10", "10Gbps", "-1Gbit", "0Gbit", "nanGbit", "1e400Gbit"])
+def test_a_bad_bandwidth_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--bandwidth = .*10Gbit or 500Mbit"):
+        parse_bandwidth(text)
+
+
+# ── the file ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_file_keeps_what_else_it_says(tmp_path: Path) -> None:
+    file = tmp_path / "zenps.toml"
+    file.write_text('# ours\n[cluster]\nworkers = 4  # four\n\n[sync]\nscheme = "byteps"\ncodec = "coo"\n')
+    assert write_settings(file, {"scheme": "zenps", "granule": 8}) == {"scheme": "byteps"}
+    text = file.read_text()
+    assert text == (
+        '# ours\n[cluster]\nworkers = 4  # four\n\n[sync]\nscheme = "zenps"\ncodec = "coo"\ngranule = 8\n'
+    )
+    assert load(file=file, environ={}).config.sync.scheme == "zenps"
+
+
+@pytest.mark.parametrize("before", [None, "", "[cluster]\nworkers = 2\n"])
+def test_a_file_without_a_scheme_gets_one(tmp_path: Path, before: str | None) -> None:
+    file = tmp_path / "zenps.toml"
+    if before is not None:
+        file.write_text(before)
+    assert write_settings(file, {"scheme": "zen"}) == {}
+    assert tomllib.loads(file.read_text()) == {**tomllib.loads(before or ""), "sync": {"scheme": "zen"}}
+
+
+AMONG_WORKERS = {scheme.name for scheme in fixed_schemes() if scheme.engine == "peers"}
+AGAINST = {
+    "security.keys": ('[security]\nkeys = "keys.toml"\n', AMONG_WORKERS),
+    "cluster.on_worker_loss": ('[cluster]\non_worker_loss = "continue"\n', AMONG_WORKERS),
+    "sync.levels": ("[sync]\nlevels = 2\n", AMONG_WORKERS),
+    "sync.values": ('[sync]\nvalues = "int8"\n', AMONG_WORKERS | {"omnireduce"}),
+}
+
+
+@pytest.mark.parametrize("setting", AGAINST)
+def test_what_a_file_rules_out_is_not_written_into_it(tmp_path: Path, setting: str) -> None:
+    file, (text, schemes) = tmp_path / "zenps.toml", AGAINST[setting]
+    file.write_text(text)
+    assert check_settings(file) == dict.fromkeys(schemes, setting)
+    assert ruled_out(file=file, environ={}) == dict.fromkeys(schemes, setting)
+    for scheme in SCHEMES:
+        file.write_text(text)
+        if scheme not in schemes:
+            write_settings(file, {"scheme": scheme})
+            assert load(file=file, environ={}).config.sync.scheme == scheme
+            continue
+        with pytest.raises(ConfigError, match=setting):
+            write_settings(file, {"scheme": scheme})
+        assert file.read_text() == text
+
+
+def test_nothing_rules_out_a_scheme_where_nothing_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ruled_out(environ={}) == {}
+    assert check_settings(tmp_path / "new.toml") == {}
+    assert not (tmp_path / "new.toml").exists()
+
+
+@pytest.mark.parametrize("text", ["[sync", "[sinc]\n", "sync = 3\n", "[sync]\nscheme = 'none'\n", "\xff"])
+def test_a_file_that_is_no_configuration_is_left_alone(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "zenps.toml"
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError):
+        write_settings(file, {"scheme": "zenps"})
+    with pytest.raises(ConfigError):
+        check_settings(file)
+    assert file.read_bytes() == text.encode("latin-1")

@@ -1,0 +1,133 @@
+"""Diagnostics of ``zenps doctor``: verdicts and advice."""
+
+from __future__ import annotations
+
+import importlib.util
+import resource
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zenps.cli import doctor
+from zenps.cli.doctor import Check, examine
+from zenps.config.sources import load
+from zenps.keys import generate
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "TIMEOUT_SECONDS", 1.0)
+
+
+def examined(*sets: str) -> dict[str, Check]:
+    return {check.name: check for check in examine(load(sets=sets, environ={}).config)}
+
+
+def test_all_checks_pass() -> None:
+    checks = examined("cluster.server_budget_bytes=1MiB")
+    assert {check.verdict for check in checks.values()} == {"ok"}
+    assert {"python", "torch", "pyzmq", "msgpack", "cuda", "metrics", "open files"} <= checks.keys()
+
+
+def test_every_check_that_is_not_ok_has_advice() -> None:
+    checks = examined("cluster.workers=2", "cluster.server_budget_bytes=1TiB", "sync.partition=no.such:Thing")
+    assert checks["scheduler"].verdict == "fail"
+    assert checks["memory"].verdict == "warn"
+    assert checks["sync.partition"].verdict == "warn"
+    assert "no.such:Thing" in checks["sync.partition"].found
+    assert all(check.advice for check in checks.values() if check.verdict != "ok")
+
+
+def test_keys(tmp_path: Path) -> None:
+    assert examined()["keys"].found.startswith("none")
+    generate(tmp_path / "keys", workers=1, servers=1)
+    secured = (f"security.keys={tmp_path}/keys/keys.toml", f"security.secret={tmp_path}/keys")
+    assert examined(*secured)["keys"].found.startswith("that of operator, one of 4 in ")
+    (tmp_path / "keys/operator.secret").chmod(0o644)
+    check = examined(*secured)["keys"]
+    assert (check.verdict, "chmod 600" in check.found) == ("fail", True)
+
+
+def test_torch_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "100000")
+    assert examined()["torch threads"].verdict == "warn"
+
+
+def test_a_gpu_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    check = examined()["cuda"]
+    assert (check.verdict, check.found) == ("warn", "GPU 0, GPU 1, but no CuPy")
+    assert "zenps[cuda]" in check.advice
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert examined()["cuda"] == Check("cuda", "ok", "GPU 0, GPU 1")
+
+
+def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
+    assert examined("cluster.workers=4", "cluster.scheduler=127.0.0.1:1")["open files"].verdict == "ok"
+    assert examined("cluster.workers=200", "cluster.scheduler=127.0.0.1:1")["open files"].verdict == "fail"
+
+
+def test_container_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_available_bytes", lambda: 1 << 30)
+    assert examined()["memory"].verdict == "warn"
+    assert examined("cluster.server_budget_bytes=1GiB")["memory"].verdict == "ok"
+
+
+def test_taken_ports() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        checks = examined(
+            f"metrics.port={port}", f"cluster.server_port={port}", "cluster.scheduler=127.0.0.1:1"
+        )
+    assert checks["metrics"].verdict == checks["own address"].verdict == "warn"
+    assert "in use" in checks["metrics"].found
+    assert examined("metrics.port=-1")["metrics"].found == "off"
+
+
+def test_address_that_is_not_here() -> None:
+    check = examined("metrics.host=203.0.113.1", "metrics.port=9100")["metrics"]
+    assert check.verdict == "fail"
+    assert "assign" in check.found
+
+
+def test_no_scheduler_listens() -> None:
+    check = examined("cluster.scheduler=127.0.0.1:1")["scheduler"]
+    assert check.verdict == "fail"
+    assert "refused" in check.found
+
+
+def test_name_that_cannot_be_resolved() -> None:
+    assert examined("cluster.scheduler=no-such-host.invalid:7777")["own address"].verdict == "fail"
+
+
+def test_another_program_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        check = examined(f"cluster.scheduler=127.0.0.1:{other.getsockname()[1]}")["scheduler"]
+    assert check.verdict == "fail"
+    assert "no answer" in check.found
+
+
+def test_cluster_that_gathers(scheduler: str) -> None:
+    checks = examined(f"cluster.scheduler={scheduler}", "sync.granule=64")
+    assert checks["scheduler"].verdict == "ok"
+    assert "gathering" in checks["scheduler"].found
+    assert checks["nodes"].verdict == "warn"
+    assert "0 of 1 worker(s) and 0 of 1 server(s)" in checks["nodes"].found
+    assert checks["shared settings"].verdict == "fail"
+    assert checks["shared settings"].found == "sync.granule is 64 here and 32 there"
+
+
+def test_exit_code_and_report(zenps: Any) -> None:
+    done = zenps("doctor", "--set", "cluster.scheduler=127.0.0.1:1")
+    assert done.returncode == 1
+    assert "fail scheduler" in done.stdout
+    assert "→ start it with zenps scheduler" in done.stdout
+    assert done.stderr == ""
+    assert zenps("doctor").returncode == 0

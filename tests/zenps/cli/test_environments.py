@@ -1,0 +1,86 @@
+"""Environment variables of the processes of a local cluster."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from zenps.cli.environments import environments
+from zenps.config.sources import load, rank_from_environment
+from zenps.errors import ConfigError
+from zenps.keys import generate
+
+
+def of(*sets: str, **base: str) -> dict[str, dict[str, str]]:
+    return environments(load(sets=sets, environ=base).config, base)
+
+
+def test_names_in_order_of_starting() -> None:
+    found = of("cluster.workers=2", "cluster.servers=1")
+    assert list(found) == ["scheduler", "server 0", "worker 0", "worker 1"]
+
+
+def test_every_role_loads_the_number_of_nodes() -> None:
+    for environment in of("cluster.workers=3", "cluster.servers=2").values():
+        cluster = load(environ=environment).config.cluster
+        assert (cluster.workers, cluster.servers) == (3, 2)
+
+
+def test_workers_have_the_variables_of_torchrun() -> None:
+    found = of("cluster.workers=2", WORLD_SIZE="8", RANK="7", DMLC_WORKER_ID="7")
+    for rank in range(2):
+        environment = found[f"worker {rank}"]
+        assert rank_from_environment(environment) == rank
+        assert environment["LOCAL_RANK"] == str(rank)
+        assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == "2"
+        assert environment["MASTER_ADDR"] == "127.0.0.1"
+    assert found["worker 0"]["MASTER_PORT"] == found["worker 1"]["MASTER_PORT"]
+
+
+def test_cores_are_shared_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    assert of("cluster.workers=2", "cluster.servers=2")["worker 0"]["OMP_NUM_THREADS"] == "4"
+    assert of("cluster.workers=64")["worker 0"]["OMP_NUM_THREADS"] == "1"
+    assert of(OMP_NUM_THREADS="5")["worker 0"]["OMP_NUM_THREADS"] == "5"
+
+
+def test_fixed_ports_are_counted_up() -> None:
+    found = of("cluster.servers=2", "metrics.port=9100", "cluster.server_port=7000")
+    ports = [load(environ=environment).config for environment in found.values()]
+    assert [config.metrics.port for config in ports] == [9100, 9101, 9102, 9103]
+    assert [config.cluster.server_port for config in ports[1:3]] == [7000, 7001]
+
+
+@pytest.mark.parametrize("port", ["0", "-1"])
+def test_free_port_and_no_port_stay(port: str) -> None:
+    for environment in of(f"metrics.port={port}", ZENPS_METRICS_PORT=port).values():
+        assert environment["ZENPS_METRICS_PORT"] == port
+
+
+def test_ports_run_out() -> None:
+    with pytest.raises(ConfigError, match=r"metrics\.port = 65534"):
+        of("metrics.port=65534", "cluster.workers=2")
+
+
+def test_every_node_needs_its_secret(tmp_path: Path) -> None:
+    generate(tmp_path / "keys", workers=2, servers=1)
+    secured = (f"security.keys={tmp_path}/keys/keys.toml", f"security.secret={tmp_path}/keys")
+    assert len(of("cluster.workers=2", *secured)) == 4
+    with pytest.raises(ConfigError, match=r"worker-2\.secret"):
+        of("cluster.workers=3", *secured)
+    one = f"security.secret={tmp_path}/keys/worker-0.secret"
+    with pytest.raises(ConfigError, match="the directory with the secrets of all nodes"):
+        of(secured[0], one)
+
+
+def test_scheduler_of_this_machine_is_accepted() -> None:
+    assert of("cluster.scheduler=127.0.0.1:7777")
+
+
+# 192.0.2.0/24 is for documentation: https://www.rfc-editor.org/rfc/rfc5737
+@pytest.mark.parametrize("address", ["192.0.2.1:7777", "no-such-host.invalid:7777"])
+def test_scheduler_elsewhere_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="an address of this machine"):
+        of(f"cluster.scheduler={address}")

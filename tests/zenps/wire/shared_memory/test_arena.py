@@ -1,0 +1,145 @@
+"""Shared memory of one host: read through the descriptor alone, used again, and given back."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from zenps.config.settings import ClusterConfig
+from zenps.errors import ProtocolError
+from zenps.wire.shared_memory.arena import CAPACITY_BYTES, Arena, Window, open_arena, window_of
+from zenps.wire.tensors import tensor_from_bytes
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena(keep_bytes=MIB)
+    yield made
+    made.close()
+
+
+def taken_bytes(arena: Arena) -> int:
+    return os.fstat(arena.fd).st_blocks * 512
+
+
+def test_what_is_written_is_seen_and_used_again(arena: Arena) -> None:
+    window = Window(arena.fd)
+    offset, memory = arena.lease(10_000)
+    other, _ = arena.lease(10_000)
+    memory.fill_(7)
+    seen = tensor_from_bytes(window.read(offset, 10_000), torch.uint8, (10_000,))
+    assert torch.equal(seen, memory)
+    memory[0] = 8
+    assert seen[0] == 8, "a copy"
+    assert other != offset
+    del memory
+    again, _ = arena.lease(10_000)
+    assert again == offset
+
+
+def test_what_is_too_much_to_keep_goes_back_to_the_system(arena: Arena) -> None:
+    for _ in range(3):
+        offset, memory = arena.lease(8 * MIB)
+        memory.fill_(1)
+        assert 8 * MIB <= taken_bytes(arena) < 9 * MIB
+        del memory
+        assert taken_bytes(arena) == 0
+    again, memory = arena.lease(8 * MIB)
+    assert again == offset
+    assert not torch.any(memory)
+
+
+def test_what_is_ones_own_is_changed_by_nobody_else(arena: Arena) -> None:
+    window, ended = Window(arena.fd), []
+    offset, memory = arena.lease(10_000)
+    memory.fill_(7)
+    own = tensor_from_bytes(window.map_private(offset + 100, 9000, ended.append, "one"), torch.uint8, (9000,))
+    other = tensor_from_bytes(
+        window.map_private(offset, 10_000, ended.append, "other"), torch.uint8, (10_000,)
+    )
+    own[0] = 8
+    assert (memory[100], other[100], own[0], own[1]) == (7, 7, 8, 7)
+    part = own[5:]
+    del own
+    assert not ended, "somebody refers to a part of it"
+    del part
+    assert ended == ["one"]
+    del other
+    assert ended == ["one", "other"]
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 8192])
+def test_the_smallest_are_ones_own_too(arena: Arena, size_bytes: int) -> None:
+    offset, memory = arena.lease(8192)
+    memory.fill_(7)
+    own = Window(arena.fd).map_private(offset, size_bytes, lambda: None)
+    assert bytes(own) == b"\7" * size_bytes
+
+
+def test_what_others_may_have_stays_when_its_arena_closes(arena: Arena) -> None:
+    offset, memory = arena.lease(8 * MIB)
+    memory.fill_(7)
+    own = Window(arena.fd).map_private(offset, 8 * MIB, lambda: None)
+    closing = Arena(keep_bytes=0)
+    offset, lease = closing.lease(MIB)
+    lease.fill_(9)
+    seen = Window(closing.fd).map_private(offset, MIB, lambda: None)
+    closing.close()
+    closing.close()
+    del lease, closing
+    assert set(bytes(seen)) == {9}
+    if os.fork() == 0:  # as DataLoader does
+        del memory
+        os._exit(0)
+    os.wait()
+    assert set(bytes(own)) == {7}
+
+
+@pytest.mark.parametrize(
+    "read", [Window.read, lambda window, *place: window.map_private(*place, lambda: None)]
+)
+def test_an_offset_outside_is_refused(arena: Arena, read: Callable[..., memoryview]) -> None:
+    with pytest.raises(ProtocolError, match="of shared memory, expected at most"):
+        read(Window(arena.fd), CAPACITY_BYTES - 10, 11)
+
+
+def test_it_has_no_name(arena: Arena) -> None:
+    arena.lease(MIB)
+    assert os.readlink(f"/proc/self/fd/{arena.fd}") == "/memfd:zenps (deleted)"
+
+
+def test_what_is_copied_is_found(arena: Arena) -> None:
+    copy = arena.copy(memoryview(b"12345678" * 1000))
+    offset = arena.find(copy)
+    assert offset is not None
+    assert Window(arena.fd).read(offset, 8000) == b"12345678" * 1000
+    assert arena.find(copy[8:16]) == offset + 8
+    assert arena.find(memoryview(b"12345678")) is None
+
+
+def test_what_is_no_arena_is_refused(arena: Arena) -> None:
+    unsealed = os.memfd_create("zenps", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, CAPACITY_BYTES)
+    with pytest.raises(OSError, match="not that of an arena"):
+        window_of(unsealed)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(unsealed)
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(arena.fd, 1)
+
+
+def test_without_addresses_to_spare_nothing_is_shared(caplog: pytest.LogCaptureFixture) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (CAPACITY_BYTES, limits[1]))
+    try:
+        assert open_arena(ClusterConfig(), MIB) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert "will travel by TCP within this host, too: no memory to share" in caplog.text
+    assert open_arena(ClusterConfig(same_host="tcp"), MIB) is None

@@ -1,0 +1,190 @@
+"""A node's side of the rendezvous, against a socket that plays the scheduler."""
+
+from __future__ import annotations
+
+import socket as net
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+import zmq
+
+from zenps.config.settings import ClusterConfig
+from zenps.errors import DeadlineError, MismatchError, PeerLostError, UsageError, ZenPSError
+from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
+from zenps.wire.messages import (
+    Departed,
+    FromScheduler,
+    Member,
+    Refused,
+    Register,
+    Stop,
+    ToScheduler,
+    View,
+    WhoAreYou,
+)
+from zenps.wire.scheduler_link import SchedulerLink, new_register
+from zenps.wire.sockets import bind_router, context
+
+MEMBER = Member("server", 1, "box", 7, "tcp://box:1", "")
+VIEW = View(1, 0, (), (MEMBER,), bytes(8192), ring_epoch=1)
+DEPARTED = Departed(MEMBER, True, "server 1 is lost")
+WAIT_MS = 20_000
+
+
+@contextmanager
+def scheduler_that_answers(answers: Sequence[bytes]) -> Iterator[SchedulerLink]:
+    """A link to a scheduler that answers the first message, which must be a registration."""
+    with context() as ctx:
+        router, address = bind_router(ctx, "127.0.0.1", 0, MAX_ENVELOPE_BYTES)
+        received: list[ToScheduler] = []
+
+        def play() -> None:
+            if router.poll(WAIT_MS):
+                peer, envelope = router.recv_multipart()
+                received.append(Decoder("job", ToScheduler).decode(envelope))
+                for answer in answers:
+                    router.send_multipart([peer, answer])
+
+        thread = threading.Thread(target=play)
+        thread.start()
+        cluster = ClusterConfig(scheduler=address, job="job", rendezvous_seconds=20.0)
+        try:
+            yield SchedulerLink(ctx, cluster, "worker")
+        finally:
+            thread.join(WAIT_MS / 1000)
+        assert not thread.is_alive()
+        assert [type(message) for message in received] == [Register]
+
+
+def registration() -> Register:
+    return new_register("worker", None, "", "", {})
+
+
+def messages(*wanted: FromScheduler) -> list[bytes]:
+    return [encode("job", message) for message in wanted]
+
+
+def test_what_follows_the_view_is_not_lost() -> None:
+    with scheduler_that_answers(
+        [b"garbage", encode("other job", Stop()), *messages(VIEW, DEPARTED, Stop())]
+    ) as link:
+        assert link.join(registration()) == VIEW
+        following: list[FromScheduler] = []
+        while len(following) < 2:
+            assert link.socket.poll(WAIT_MS, zmq.POLLIN)
+            following += link.receive()
+        assert following == [DEPARTED, Stop()]
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        (Refused("mismatch", "why"), MismatchError),
+        (Refused("deadline", "why"), DeadlineError),
+        (Refused("usage", "why"), UsageError),
+        (Refused("lost", "why"), PeerLostError),
+    ],
+)
+def test_a_rendezvous_that_fails(message: FromScheduler, error: type[ZenPSError]) -> None:
+    with scheduler_that_answers(messages(message)) as link, pytest.raises(error, match=r"^why$"):
+        link.join(registration())
+
+
+def test_a_departure_while_nodes_gather_is_no_failure() -> None:
+    with scheduler_that_answers(messages(DEPARTED, VIEW)) as link:
+        assert link.join(registration()) == VIEW
+
+
+def test_a_scheduler_that_does_not_know_this_node_is_told() -> None:
+    with context() as ctx:
+        router, address = bind_router(ctx, "127.0.0.1", 0, MAX_ENVELOPE_BYTES)
+        link = SchedulerLink(ctx, ClusterConfig(scheduler=address, job="job"), "worker")
+        joined: list[View] = []
+        joining = threading.Thread(target=lambda: joined.append(link.join(registration())))
+        joining.start()
+
+        def receive() -> tuple[bytes, ToScheduler]:
+            assert router.poll(WAIT_MS)
+            peer, envelope = router.recv_multipart()
+            return peer, Decoder("job", ToScheduler).decode(envelope)
+
+        def until_registered() -> Register:
+            while not isinstance(message := receive()[1], Register):
+                pass
+            return message
+
+        peer, first = receive()
+        assert first == registration()
+        router.send_multipart([peer, encode("job", WhoAreYou())])
+        assert until_registered() == first  # there is nothing more to tell yet
+        view = msgspec.structs.replace(VIEW, rank=3)
+        router.send_multipart([peer, encode("job", view)])
+        joining.join(WAIT_MS / 1000)
+        assert joined == [view]
+        link.registration.barriers = 5
+        router.send_multipart([peer, encode("job", WhoAreYou())])
+        assert link.socket.poll(WAIT_MS, zmq.POLLIN)
+        assert [*link.receive()] == []
+        assert until_registered() == msgspec.structs.replace(first, rank=3, barriers=5, view=view)
+        link.socket.close(linger=0)
+        router.close(linger=0)
+
+
+def test_a_silent_scheduler_may_return(caplog: pytest.LogCaptureFixture) -> None:
+    with context() as ctx:
+        cluster = ClusterConfig(scheduler="127.0.0.1:9", lease_seconds=10.0, rendezvous_seconds=30.0)
+        link = SchedulerLink(ctx, cluster, "worker")
+        began = time.monotonic()
+        link.check(began + 9.9)
+        assert not caplog.messages
+        for _ in range(2):
+            link.check(began + 11.0)
+        assert [m for m in caplog.messages if "has been silent for a lease" in m] == caplog.messages[:1]
+        link.check(began)
+        assert caplog.messages[1:] == ["the scheduler at 127.0.0.1:9 has returned"]
+        with pytest.raises(PeerLostError, match=r"the scheduler at 127.0.0.1:9 is lost: silent for 3"):
+            link.check(began + 31.0)
+        link.socket.close(linger=0)
+
+
+def test_torchrun_s_restarts_are_told_of_workers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    register = new_register("worker", 2, "", "", {})
+    assert (register.rank, register.generation, register.restarts) == (2, 1, 2)
+    register = new_register("server", None, "", "", {})
+    assert (register.rank, register.generation, register.restarts) == (-1, 0, 0)
+
+
+def test_a_scheduler_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zenps.wire.scheduler_link.PATIENCE_SECONDS", 0.1)
+    with context() as ctx:
+        cluster = ClusterConfig(scheduler="127.0.0.1:9", job="job", rendezvous_seconds=0.1)
+        link = SchedulerLink(ctx, cluster, "worker")
+        answer = r"no answer from the scheduler at 127.0.0.1:9 within 0.1 s"
+        expected = answer + r" \(Connection refused\): check that it runs"
+        with pytest.raises(DeadlineError, match=expected):
+            link.join(registration())
+        link.socket.close(linger=0)
+
+
+def test_what_listens_there_may_be_no_scheduler(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("zenps.wire.scheduler_link.PATIENCE_SECONDS", 0.1)
+    with net.create_server(("127.0.0.1", 0)) as listener, context() as ctx:
+        scheduler = f"127.0.0.1:{listener.getsockname()[1]}"
+        cluster = ClusterConfig(scheduler=scheduler, job="job", lease_seconds=0.1, rendezvous_seconds=0.2)
+        link = SchedulerLink(ctx, cluster, "worker")
+        with pytest.raises(
+            DeadlineError,
+            match=r"within 0.2 s \(but connections are accepted\): check that a scheduler of job 'job'",
+        ):
+            link.join(registration())
+        (warning,) = caplog.records
+        assert "within 0.1 s (but connections are accepted)" in warning.message
+        link.socket.close(linger=0)

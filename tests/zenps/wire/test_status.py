@@ -1,0 +1,33 @@
+"""Status for programs: throughput and JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, Literal
+
+from zenps.wire.messages import NodeStatus, Status
+from zenps.wire.status import throughput, to_json
+
+
+def node(role: Literal["server", "worker"], **fields: Any) -> NodeStatus:
+    values: dict[str, Any] = {"state": "present", "load": {}} | fields
+    return NodeStatus(role, 0, "box", 1, "", "", epoch=3, slots=0, silent_seconds=0.0, **values)
+
+
+def status(*nodes: NodeStatus) -> Status:
+    return Status("default", "running", 3, 10.0, {}, nodes)
+
+
+def test_throughput_is_the_sum_of_servers_and_the_mean_of_workers() -> None:
+    server = node("server", rates={"rounds": 2.5, "received_bytes": 512.0, "sent_bytes": 2.0**20})
+    busy = node("worker", rates={"rounds": 8.0, "step": 4.0})
+    idle = node("worker", rates={})
+    seen = status(server, server, busy, idle, node("worker", state="lost"))
+    expected = {"pushed_bytes": 1024.0, "pulled_bytes": 2.0**21, "rounds": 4.0, "steps": 2.0}
+    assert throughput(seen) == json.loads(to_json(seen))["throughput"] == expected
+
+
+def test_json_is_valid_whatever_a_node_reports() -> None:
+    tree = json.loads(to_json(status(node("server", load={"rounds": math.nan}))))
+    assert tree["nodes"][0]["load"] == {"rounds": None}

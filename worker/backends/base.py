@@ -1,0 +1,63 @@
+"""Backend contract: a backend reduces requested tensors over all ranks. Also the session it is made of."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+from zenps.config.settings import Config
+from zenps.observe.metrics import WorkerMetrics
+
+from ..core.pending import Pending
+from ..core.request import Request
+from ..core.spans import Spans
+from ..core.statistics import Statistics
+from ..rounds.tracker import PATIENCE_SECONDS
+from ..transport.channel import Channel
+from ..transport.lease import Lease
+
+
+class Backend(ABC):
+    """One way to reduce tensors."""
+
+    partition: str
+    """The partition strategy in use, for statistics; ``none`` without servers."""
+
+    @abstractmethod
+    def begin(self, request: Request) -> Pending:
+        """Begins to reduce a tensor that :func:`~zenps.worker.core.request.check_request` has accepted.
+
+        Raises:
+            TensorError: indices lie outside the tensor, or there is no memory for it.
+            UsageError: the name is in flight, or too many names were used.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the backend's own threads and connections, after the lease has ended."""
+
+
+class Session(NamedTuple):
+    """What a worker has of the cluster it joined; backends are constructed from it."""
+
+    config: Config
+    lease: Lease
+    channel: Channel
+    statistics: Statistics
+    metrics: WorkerMetrics
+    spans: Spans
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank."""
+        return self.lease.view.rank
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return len(self.lease.view.workers)
+
+    @property
+    def timeout_seconds(self) -> float:
+        """How long a caller waits for a result at most. Deadlines of rounds expire earlier."""
+        return self.config.cluster.patience_seconds + 2 * PATIENCE_SECONDS

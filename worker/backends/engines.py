@@ -1,0 +1,37 @@
+"""Backend selection by the scheme's engine."""
+
+from __future__ import annotations
+
+from zenps.schemes.base import Scheme
+
+from .auto import AutoBackend
+from .base import Backend, Session
+from .hierarchical.backend import HierarchicalBackend, has_shared_hosts
+from .peers.backend import PeerBackend
+from .servers import ServerBackend
+
+
+def make_backend(session: Session, scheme: Scheme, servers: ServerBackend) -> Backend:
+    """Constructs the backend that runs ``scheme``. All ranks do so at the same point.
+
+    Raises:
+        PeerLostError: workers cannot reach one another, or a worker was lost meanwhile.
+    """
+    match scheme.engine:
+        case "peers":
+            return PeerBackend(session, scheme, servers)
+        case "auto":
+            peers = PeerBackend(session, scheme.candidates[1], servers)
+            try:
+                return AutoBackend(session, scheme.candidates, servers, peers)
+            except BaseException:  # also Ctrl-C during the wait for others
+                peers.close()
+                raise
+        case "servers" | "blocks":
+            is_hierarchical = session.config.sync.levels > 1 and has_shared_hosts(session.lease.view)
+            return HierarchicalBackend(session, servers) if is_hierarchical else servers
+
+
+def served_scheme(scheme: Scheme) -> Scheme:
+    """Returns the scheme of tensors that go over servers: the first one if there are several candidates."""
+    return scheme.candidates[0] if scheme.candidates else scheme

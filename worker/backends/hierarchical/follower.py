@@ -1,0 +1,108 @@
+"""Follower of hierarchical reduction: gives its contributions to the leader and gets the sums from it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from zenps.buffers import BufferPool
+from zenps.errors import DeadlineError, MismatchError, PeerLostError, TensorError, ZenPSError
+
+from ...transport.host_link import Failed, Give, Link, LinkError, Take, Taken
+from ..negotiation import Entry
+from .rounds import HostRounds, HostSession
+from .transfer import HostRound
+
+_FAILURES = {kind.__name__: kind for kind in (DeadlineError, MismatchError, PeerLostError, TensorError)}
+
+
+class Follower(HostRounds):
+    """The rounds of a follower.
+
+    Args:
+        host: what this rank needs to reduce on its host.
+        link: to the leader.
+    """
+
+    def __init__(self, host: HostSession, link: Link) -> None:
+        super().__init__(host)
+        self._link = link
+        self._window = link.window
+        self._dropped: deque[int] = deque()
+        """Numbers of rounds whose sums were dropped here; the leader does not know it yet."""
+
+    @property
+    def _copy_pool(self) -> BufferPool | None:
+        return None
+
+    def _publish(self, round_: HostRound) -> None:
+        own, form = round_.contribution, round_.form
+        rows, size = len(own.rows), form.size_bytes(len(own.rows))
+        offset, round_.lease = self._arena.lease(max(size, 1))
+        form.view(round_.lease[:size], rows).copy_(own)
+        round_.contribution = own._replace(values=own.values[:0])  # shared memory has a copy now
+        with contextlib.suppress(LinkError):  # the negotiation will report a leader that is lost
+            self._link.send(Give(round_.name, round_.number, rows, offset, size))
+            self._send_dropped()
+
+    def _listen(self) -> None:
+        while (message := self._link.receive()) is not None:
+            match message:
+                case Take():
+                    self._on_take(message)
+                case Failed(number=number, kind=kind, reason=reason):
+                    self._finish(number, _FAILURES.get(kind, ZenPSError)(reason))
+                case _:
+                    raise LinkError(
+                        f"rank {self._link.rank} sent {type(message).__name__}, expected take or failed"
+                    )
+        if not self.is_over:
+            leader = f"worker {self._link.rank}, the leader of this host,"
+            broken = PeerLostError(f"{leader} cannot be reached any more; see its log")
+            self.fail(self._session.lease.await_loss(lambda: self.is_over) or broken)
+
+    def _on_take(self, take: Take) -> None:
+        round_ = self._round(take.number)
+        if round_ is None:
+            self._dropped.append(take.number)
+            return
+        result: Tensor | ZenPSError
+        try:
+            memory = self._window.map_private(take.offset, take.size_bytes, self._dropped.append, take.number)
+        except TensorError as error:
+            result = error
+        else:
+            result = round_.form.tensor(round_.form.read(memory, take.rows), is_coalesced=True)
+        self._finish(take.number, result)
+
+    def _send_dropped(self) -> None:
+        # Not sent at the moment when a sum is dropped: that may be anywhere, even within a send.
+        with contextlib.suppress(IndexError):  # another thread may have popped the last one
+            while self._dropped:
+                self._link.send(Taken(self._dropped.popleft()))
+
+    def _finish(self, number: int, result: Tensor | ZenPSError) -> None:
+        round_ = self._round(number)
+        if round_ is not None:
+            # The leader may learn of the negotiation's end first. The tensor stays in flight until it has
+            # ended here, too.
+            self._servers.wait(lambda: round_.is_negotiated or self.is_over, math.inf)
+            round_.lease = None
+            self._end(round_, result)
+
+    def _round(self, number: int) -> HostRound | None:
+        with self._news:
+            return next((each for each in self._in_flight.values() if each.number == number), None)
+
+    def _on_negotiated(self, round_: HostRound, entries: Sequence[Entry]) -> None:
+        """Nothing to do: the leader reduces and sends the result."""
+
+    def _on_answer(self, round_: HostRound) -> None:
+        raise AssertionError("only a leader begins rounds over servers")
+
+    def _shut_down(self) -> None:
+        self._link.shut_down()

@@ -1,0 +1,195 @@
+"""Leader of hierarchical reduction, the host's lowest rank: sums contributions and distributes the result."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from msgspec import structs
+from torch import Tensor
+
+from zenps.buffers import BufferPool
+from zenps.errors import UsageError, ZenPSError
+from zenps.wire.shared_memory.arena import Window
+from zenps.wire.shared_memory.loans import Loans
+
+from ...core.pending import Pending
+from ...core.request import Request
+from ...encode.sparse import as_table
+from ...transport.host_link import Failed, Give, Link, LinkError, Take, Taken
+from ..negotiation import Entry
+from .adder import Adder
+from .rounds import HostRounds, HostSession
+from .transfer import HostRound, Payload, sum_of
+
+# Leaders push under the tensor's name with this suffix; all ranks negotiate under the name itself.
+SUFFIX = "@hosts"
+
+# A follower sends its contribution before it negotiates.
+GIVE_SECONDS = 30.0
+
+# Characters of the reason of a failure.
+MOST_REASON = 4096
+
+
+class _Sum(NamedTuple):
+    """A sum in the leader's arena."""
+
+    rows: int
+    offset: int
+    size_bytes: int
+    memory: Tensor
+
+
+class Leader(HostRounds):
+    """The rounds of a leader.
+
+    Args:
+        host: what this rank needs to reduce on its host.
+        links: to the followers, in rank order.
+    """
+
+    def __init__(self, host: HostSession, links: Sequence[Link]) -> None:
+        super().__init__(host)
+        self._links = links
+        self._stands_for = tuple(link.rank for link in links)
+        self._is_single_host = 1 + len(links) == self._size
+        """True if all ranks of the job are on this host."""
+        self._adder = Adder(self._kernels, 1 + len(links))
+        self._windows = {link.rank: link.window for link in links}
+        self._own_window = Window(self._arena.fd)
+        self._given: dict[tuple[int, str], Give] = {}
+        """The latest contribution of each rank to each tensor."""
+        self._loans = {rank: Loans() for rank in (self._rank, *self._windows)}
+        """The sums that each rank still uses, by the rank's number of the round."""
+
+    @property
+    def _copy_pool(self) -> BufferPool | None:
+        return self._pool
+
+    def _listen(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for link in self._links:
+                selector.register(link, selectors.EVENT_READ, link)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    if not self._receive(key.data):
+                        # Its contributions can still be read. Without it no negotiation succeeds any more.
+                        selector.unregister(key.fileobj)
+
+    def _receive(self, link: Link) -> bool:
+        """Processes a message; returns False once the follower is gone."""
+        message = link.receive()
+        match message:
+            case Give():
+                with self._news:
+                    self._given[link.rank, message.name] = message
+                    self._news.notify_all()
+            case Taken(number=number):
+                self._loans[link.rank].drop(number)
+            case None:
+                return False
+            case _:
+                raise LinkError(f"rank {link.rank} sent {type(message).__name__}, expected give or taken")
+        return True
+
+    def close(self) -> None:
+        """As :meth:`NegotiatedRounds.close`."""
+        super().close()
+        self._adder.close()
+
+    def _shut_down(self) -> None:
+        for link in self._links:
+            link.shut_down()
+
+    def _on_negotiated(self, round_: HostRound, entries: Sequence[Entry]) -> None:
+        round_.numbers = {link.rank: entries[link.rank].number for link in self._links}
+        try:
+            others = [self._contribution_of(link, round_, entries[link.rank]) for link in self._links]
+            contributions = [round_.contribution, *others]
+            if self._is_single_host:
+                with self._session.spans("aggregate", round_.name):
+                    divisor = self._size if round_.pending.options.average else 1
+                    chunks = self._adder.add(contributions, round_.form, divisor)
+                self._end(round_, self._map_sum(round_, self._distribute(round_, chunks)))
+            else:
+                round_.pushed = self._push(round_, sum_of(contributions, round_.form, self._pool))
+        except ZenPSError as error:
+            self._refuse(round_, error)
+
+    def _push(self, round_: HostRound, tensor: Tensor) -> Pending:
+        """Begins the round over servers for all ranks of this host."""
+        options = structs.replace(round_.pending.options, stands_for=self._stands_for)
+        if tensor.dtype != round_.form.dtype:
+            # The gradient was float16 or bfloat16, the sum is float32: it is not quantized.
+            options = structs.replace(options, purpose="value")
+        return self._servers.begin(Request(tensor, round_.name + SUFFIX, options), "rows")
+
+    def _contribution_of(self, link: Link, round_: HostRound, entry: Entry) -> Payload:
+        key = link.rank, round_.name
+
+        def has_arrived() -> bool:
+            given = self._given.get(key)
+            return self.is_over or (given is not None and given.number == entry.number)
+
+        with self._news:
+            is_in_time = self._news.wait_for(has_arrived, GIVE_SECONDS)
+            given = self._given.pop(key, None)
+        if not is_in_time or given is None:
+            raise LinkError(
+                f"tensor {round_.name!r}: no contribution from rank {link.rank} within {GIVE_SECONDS:g} s"
+            )
+        memory = self._windows[link.rank].read(given.offset, given.size_bytes)
+        return round_.form.read(memory, given.rows)
+
+    def _on_answer(self, round_: HostRound) -> None:
+        assert round_.pushed is not None
+        try:
+            result = round_.pushed.wait()
+            round_.transfer.over_servers = round_.pushed.report
+            rows, values = (
+                as_table(result) if result.is_sparse else (round_.contribution.rows, result.view(-1))
+            )
+            total = Payload(rows, values.to(round_.form.dtype))
+            if self._links:
+                self._distribute(round_, [total])
+        except ZenPSError as error:
+            self._refuse(round_, error)
+        else:
+            self._end(round_, round_.form.tensor(total, is_coalesced=True))
+
+    def _distribute(self, round_: HostRound, chunks: Sequence[Payload]) -> _Sum:
+        """Puts the sum into shared memory and tells the followers its offset."""
+        rows = sum(len(chunk.rows) for chunk in chunks)
+        size = round_.form.size_bytes(rows)
+        for loans in self._loans.values():
+            loans.collect()
+        # An empty sum takes one byte, so that it needs no code of its own.
+        offset, memory = self._arena.lease(max(size, 1))
+        self._adder.copy(chunks, round_.form.view(memory[:size], rows))
+        for link in self._links:
+            number = round_.numbers[link.rank]
+            self._loans[link.rank].lend(number, memory)
+            self._tell(link, Take(number, rows, offset, size))
+        return _Sum(rows, offset, size, memory)
+
+    def _map_sum(self, round_: HostRound, total: _Sum) -> Tensor:
+        """Returns this rank's private mapping of a sum; followers map theirs in the same way."""
+        loans = self._loans[self._rank]
+        loans.lend(round_.number, total.memory)
+        memory = self._own_window.map_private(total.offset, total.size_bytes, loans.drop, round_.number)
+        return round_.form.tensor(round_.form.read(memory, total.rows), is_coalesced=True)
+
+    def _refuse(self, round_: HostRound, error: ZenPSError) -> None:
+        """Fails a round on all ranks of this host."""
+        if not isinstance(error, UsageError):  # else this rank has left, which the scheduler reports
+            for link in self._links:
+                number = round_.numbers[link.rank]
+                self._tell(link, Failed(number, type(error).__name__, str(error)[:MOST_REASON]))
+        self._end(round_, error)
+
+    def _tell(self, link: Link, message: Take | Failed) -> None:
+        with contextlib.suppress(LinkError):  # that follower is gone and waits for nothing
+            link.send(message)

@@ -1,0 +1,141 @@
+"""Hierarchical reduction: the ranks of a host give their contributions to a leader and get the sum from it.
+
+The leader pushes the host's sum to servers and pulls the total. If all ranks of the job are on one host, it
+computes the total itself.
+
+For every tensor all ranks of the job first negotiate over a server (:mod:`..negotiated_rounds`). So
+deadlines, losses and disagreements end a round on all ranks alike. Once ranks agree, all contributions lie in
+shared memory, and the leader waits for no rank of its host any more.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from zenps.buffers import BufferPool
+from zenps.errors import ZenPSError
+from zenps.kernels.factory import make_kernels
+from zenps.wire.shared_memory.arena import Arena
+
+from ...core.memory import POOL_BYTES
+from ...core.pending import Pending, Waiting
+from ...core.request import Request
+from ...core.statistics import Progress
+from ...core.transfer import Transform
+from ...transport.peer_group import MOST_SECONDS
+from ..base import Session
+from ..negotiated_rounds import NegotiatedRounds
+from ..servers import ServerBackend
+from .transfer import Form, HostRound, HostTransfer, contribution_of
+
+
+class HostSession(NamedTuple):
+    """What a rank needs to reduce on its host.
+
+    Attributes:
+        session: what this worker has of the cluster.
+        servers: over which ranks negotiate and leaders push.
+        arena: the memory that this rank shares with its host.
+    """
+
+    session: Session
+    servers: ServerBackend
+    arena: Arena
+
+
+class HostRounds(NegotiatedRounds[HostRound]):
+    """The rounds of one rank of a host. Every method may be called from any thread."""
+
+    def __init__(self, host: HostSession) -> None:
+        session = host.session
+        super().__init__(session, host.servers)
+        self._arena = host.arena
+        timeout_seconds = session.timeout_seconds + MOST_SECONDS
+        self._waiting = Waiting(self._signal, timeout_seconds, session.statistics, session.spans)
+        self._pool = BufferPool(POOL_BYTES)
+        self._kernels = make_kernels(self._pool)
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(run,), name=f"zenps-{name}", daemon=True)
+            for run, name in ((self._run, "host"), (self._listen, "host-link"))
+        ]
+
+    def begin(self, request: Request, transforms: Sequence[Transform]) -> Pending:
+        """Begins to reduce a tensor on the CPU over all ranks of the job.
+
+        Args:
+            transforms: those that were applied to the tensor.
+
+        Raises:
+            TensorError: an index lies outside the tensor.
+            UsageError: the name is in flight, or too many names were used.
+        """
+        tensor, name, options = request
+        progress = Progress(0)
+        with self._session.spans("compact", name):
+            contribution = contribution_of(tensor, self._kernels, self._copy_pool)
+        progress.compacted_seconds = time.perf_counter() - progress.began
+        form = Form(tensor.shape, tensor.dtype, tensor.sparse_dim() if tensor.is_sparse else -1)
+        transfer = HostTransfer(form)
+        pending = Pending(name, options, transfer, progress, self._waiting, transforms)
+        round_ = HostRound(pending=pending, transfer=transfer, form=form, contribution=contribution)
+        return self._begin(request, len(contribution.rows), round_)
+
+    @property
+    @abstractmethod
+    def _copy_pool(self) -> BufferPool | None:
+        """Buffers for a copy of the contribution; None if it is copied into shared memory at once."""
+
+    @abstractmethod
+    def _listen(self) -> None:
+        """Receives messages from other ranks of the host until the links end; runs on its own thread."""
+
+    @abstractmethod
+    def _on_answer(self, round_: HostRound) -> None:
+        """Called at the leader when the round over servers has ended."""
+
+    # ── the thread that waits for servers ───────────────────────────────────────────────────────
+
+    def _guarded(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except ZenPSError as error:
+            self.fail(error)
+        except BaseException as error:
+            self.fail(ZenPSError(f"a thread of hierarchical reduction ended: {error!r}"))
+            raise
+
+    def _run(self) -> None:
+        while self._failure is None:
+            with self._news:
+                self._news.wait_for(lambda: self._failure or self._awaits_servers())
+            self._servers.wait(self._has_work, math.inf)
+            for round_ in self._ready():
+                if round_.is_processed:
+                    self._on_answer(round_)
+                else:
+                    self._process_negotiation(round_)
+
+    def _awaits_servers(self) -> bool:
+        """Returns whether any round waits for an answer of a server.
+
+        Without such a round this thread must not wait on the channel: it would hold the channel's lock, and a
+        thread that waits for its own round would need a wake-up for each answer.
+        """
+        return any(not round_.is_processed or round_.pushed for round_ in self._in_flight.values())
+
+    def _has_work(self) -> bool:
+        return self._failure is not None or bool(self._ready())
+
+    def _ready(self) -> list[HostRound]:
+        with self._news:
+            rounds = list(self._in_flight.values())
+        return [
+            round_
+            for round_ in rounds
+            if (round_.has_answer if round_.is_processed else round_.is_negotiated)
+        ]

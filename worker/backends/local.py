@@ -1,0 +1,43 @@
+"""Local backend: reduces over one worker, without a cluster."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from zenps.buffers import BufferPool
+from zenps.kernels.factory import make_kernels
+
+from ..core.memory import POOL_BYTES
+from ..core.pending import Pending, Signal, Waiting
+from ..core.request import Request
+from ..core.spans import Spans
+from ..core.statistics import Progress, Statistics
+from ..core.transfer import SuppliedTransfer
+from ..encode.sparse import coalesced
+from .base import Backend
+
+
+class LocalBackend(Backend):
+    """Nothing is sent; results are as in a cluster of one.
+
+    Args:
+        statistics: stays empty, because nothing is synchronised.
+    """
+
+    partition = "none"
+
+    def __init__(self, statistics: Statistics) -> None:
+        self._kernels = make_kernels(BufferPool(POOL_BYTES))
+        self._waiting = Waiting(Signal(), 0.0, statistics, Spans())
+
+    def begin(self, request: Request) -> Pending:
+        """Copies a dense tensor; coalesces a sparse one, on the CPU in order of occurrence."""
+        progress = Progress(0, ended=True)
+        transfer = SuppliedTransfer(self._reduced(request.tensor))
+        return Pending(request.name, request.options, transfer, progress, self._waiting, counted="nothing")
+
+    def close(self) -> None:
+        """Does nothing: this backend has no threads or connections."""
+
+    def _reduced(self, tensor: Tensor) -> Tensor:
+        return coalesced(tensor, self._kernels) if tensor.is_sparse else tensor.detach().clone()

@@ -1,0 +1,182 @@
+"""Negotiated rounds: all ranks negotiate over a server before they reduce a tensor among themselves.
+
+This module tracks the rounds in flight, processes the result of each negotiation, and ends rounds. Subclasses
+do what follows once all ranks agree: an exchange among workers (:mod:`.peers`), or a reduction on the host
+(:mod:`.hierarchical`).
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+from msgspec import Struct
+from torch import Tensor
+
+from zenps.errors import MismatchError, UsageError, ZenPSError
+
+from ..core.pending import Pending, Signal, in_flight
+from ..core.request import Request
+from .base import Session
+from .negotiation import Entry, disagreement, entry_of, parse_entries, table_of
+from .servers import ServerBackend
+
+# How long close() waits for each thread to end.
+CLOSE_SECONDS = 1.0
+
+
+class NegotiatedRound(Struct, eq=False):
+    """A tensor in flight, about which the ranks negotiate first."""
+
+    pending: Pending
+    """The result that the caller waits for."""
+    number: int = -1
+    """This rank's number of the round; set when the round is in flight."""
+    negotiation: Pending | None = None
+    """Ends when all ranks have pushed their entries; None before it has begun."""
+    is_processed: bool = False
+    """True once the negotiation's result was processed."""
+
+    @property
+    def name(self) -> str:
+        """The tensor's name."""
+        return self.pending.name
+
+    @property
+    def is_negotiated(self) -> bool:
+        """True once the negotiation has ended, with a result or an error."""
+        return self.negotiation is not None and self.negotiation.has_ended
+
+
+R = TypeVar("R", bound=NegotiatedRound)
+
+
+class NegotiatedRounds(ABC, Generic[R]):
+    """The rounds of one rank. Every method may be called from any thread.
+
+    Args:
+        session: what this worker has of the cluster.
+        servers: over which ranks negotiate.
+    """
+
+    def __init__(self, session: Session, servers: ServerBackend) -> None:
+        self._session = session
+        self._servers = servers
+        self._rank, self._size = session.rank, session.size
+        self._signal = Signal()
+        """Wakes callers when their results are there."""
+        self._threads: Sequence[threading.Thread] = ()
+        self._news = threading.Condition()
+        """Guards the fields below and wakes threads that wait for work. The thread that polls the channel
+        may acquire it, so no thread may call the channel while it holds it."""
+        self._in_flight: dict[str, R] = {}
+        self._next_number = 0
+        self._failure: ZenPSError | None = None
+
+    def start(self) -> None:
+        """Starts the threads; they serve rounds until the lease ends."""
+        for thread in self._threads:
+            thread.start()
+        self._session.lease.ended.add_done_callback(self._on_lease_ended)
+
+    @property
+    def is_over(self) -> bool:
+        """True once no round can succeed any more."""
+        return self._failure is not None
+
+    def fail(self, error: ZenPSError) -> None:
+        """Fails all rounds, also those that begin later, with ``error``."""
+        with self._news:
+            if self._failure is not None:
+                return
+            self._failure = error
+            rounds = list(self._in_flight.values())
+            self._news.notify_all()
+        self._shut_down()
+        for round_ in rounds:
+            self._end(round_, error)
+        self._session.channel.wake()
+
+    def close(self) -> None:
+        """Ends the threads; rounds in flight fail."""
+        self.fail(UsageError("this worker has left the cluster; call zenps.init() to join again"))
+        for thread in self._threads:
+            thread.join(CLOSE_SECONDS)
+
+    @abstractmethod
+    def _shut_down(self) -> None:
+        """Ends every wait for another rank."""
+
+    @abstractmethod
+    def _on_negotiated(self, round_: R, entries: Sequence[Entry]) -> None:
+        """Called when all ranks agree on the tensor; ``entries`` are theirs, by rank."""
+
+    def _on_lease_ended(self, ended: Future[None]) -> None:
+        error = ended.exception()
+        assert isinstance(error, ZenPSError)
+        self.fail(error)
+
+    def _begin(self, request: Request, rows: int, round_: R) -> Pending:
+        """Begins a round with a negotiation.
+
+        Args:
+            rows: of a sparse tensor, once duplicates are summed.
+            round_: other threads may use it at once.
+
+        Raises:
+            UsageError: the name is in flight, or too many names were used.
+        """
+        tensor, name, options = request
+        with self._news:
+            if name in self._in_flight:
+                raise in_flight(name)
+            round_.number = self._next_number
+            self._in_flight[name] = round_
+            self._next_number += 1
+            failure = self._failure
+        if failure is not None:
+            self._end(round_, failure)
+            return round_.pending
+        try:
+            self._publish(round_)
+            entry = entry_of(tensor, round_.number, rows, options.average)
+            round_.negotiation = self._servers.negotiate(table_of(entry, self._rank, self._size), name)
+        except BaseException:  # Ctrl-C too: a name that stays in flight could not be pushed again
+            with self._news:
+                self._in_flight.pop(name, None)
+            raise
+        with self._news:
+            self._news.notify_all()
+        self._session.channel.wake()
+        return round_.pending
+
+    def _publish(self, round_: R) -> None:
+        """Publishes this rank's contribution before the negotiation, if other ranks of the host need it."""
+
+    def _end(self, round_: R, result: Tensor | ZenPSError) -> None:
+        with self._news:
+            self._in_flight.pop(round_.name, None)
+        if isinstance(result, ZenPSError):
+            self._session.metrics.rounds.fail()
+            round_.pending.fail(result)
+        else:
+            round_.pending.complete(result)
+        self._signal.notify()
+
+    def _process_negotiation(self, round_: R) -> None:
+        """Processes the result of a negotiation that has ended."""
+        round_.is_processed = True
+        assert round_.negotiation is not None
+        try:
+            entries = parse_entries(round_.negotiation.wait())
+        except ZenPSError as error:
+            self._end(round_, error)
+            return
+        if reason := disagreement(entries):
+            where = f"tensor {round_.name!r}, step {round_.negotiation.progress.step}"
+            self._end(round_, MismatchError(f"{where}: {reason}"))
+        else:
+            self._on_negotiated(round_, entries)

@@ -1,0 +1,77 @@
+"""Negotiation messages: what each rank says about a tensor before ranks exchange it. Pure.
+
+Ranks negotiate over a server: each pushes its own row of a small dense tensor, and gets the rows of all ranks
+once everybody has pushed. So ranks that are late, lost or push another tensor are known, as in any round,
+before one rank waits for another.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor
+
+from zenps.errors import listing
+
+ENTRY_BYTES = 128
+_HEAD = struct.Struct("<qq")
+
+
+class Entry(NamedTuple):
+    """One rank's statement about its tensor.
+
+    Attributes:
+        number: the rank's number of this round. Ranks number rounds differently; all use that of rank 0.
+        rows: of a sparse tensor, once duplicates are summed.
+        what: description of the tensor, which must be the same on all ranks.
+    """
+
+    number: int
+    rows: int
+    what: str
+
+
+def entry_of(tensor: Tensor, number: int, rows: int, average: bool) -> Entry:
+    """Returns this rank's entry."""
+    shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    how = "averaged" if average else "summed"
+    if tensor.is_sparse:
+        return Entry(number, rows, f"sparse {dtype} {shape} by {tensor.sparse_dim()} dimension(s), {how}")
+    return Entry(number, rows, f"dense {dtype} {shape}, {how}")
+
+
+def table_of(entry: Entry, rank: int, size: int) -> Tensor:
+    """Returns what this rank pushes: uint8 ``[size, ENTRY_BYTES]``, zero except for its own row."""
+    what = entry.what.encode()
+    most = ENTRY_BYTES - _HEAD.size
+    if len(what) > most:  # a shape of dozens of dimensions: its end is compared by a hash
+        what = what[: most - 17] + b"~" + xxhash.xxh3_64_hexdigest(what).encode()
+    table = torch.zeros((size, ENTRY_BYTES), dtype=torch.uint8, device="cpu")
+    row = _HEAD.pack(entry.number, entry.rows) + what
+    table[rank, : len(row)] = torch.frombuffer(bytearray(row), dtype=torch.uint8)
+    return table
+
+
+def parse_entries(table: Tensor) -> list[Entry]:
+    """Returns the entries of all ranks, by rank."""
+    entries = []
+    for row in table:
+        data = row.numpy().tobytes()
+        number, rows = _HEAD.unpack_from(data)
+        entries.append(Entry(number, rows, data[_HEAD.size :].rstrip(b"\0").decode(errors="replace")))
+    return entries
+
+
+def disagreement(entries: Sequence[Entry]) -> str:
+    """Describes how the ranks' tensors differ; empty if all ranks push the same kind of tensor."""
+    alike: dict[str, list[int]] = {}
+    for rank, entry in enumerate(entries):
+        alike.setdefault(entry.what, []).append(rank)
+    if len(alike) == 1:
+        return ""
+    groups = [f"rank(s) {listing(ranks)} pushed {what}" for what, ranks in alike.items()]
+    return "ranks disagree: " + listing(groups, "; ", most=4)

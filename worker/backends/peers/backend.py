@@ -1,0 +1,103 @@
+"""Peer-to-peer backend: workers reduce tensors among themselves over gloo."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import torch
+from torch import Tensor
+
+from zenps.buffers import BufferPool
+from zenps.errors import PeerLostError
+from zenps.kernels.factory import make_kernels
+from zenps.schemes.base import Scheme
+from zenps.wire.addresses import find_host
+
+from ...core.memory import POOL_BYTES
+from ...core.pending import Pending
+from ...core.request import Request
+from ...core.statistics import Progress
+from ...core.transfer import Transform
+from ...encode.transforms import TRANSFORMS, ToHost
+from ...transport.peer_group import GlooGroup, GroupError
+from ..base import Backend, Session
+from ..servers import ServerBackend
+from .exchange import PeerExchange
+from .transfer import DensePeerTransfer, PeerTransfer, SparsePeerTransfer
+
+
+class PeerBackend(Backend):
+    """Connects to all other workers. All ranks construct it at the same point.
+
+    Broadcasts and negotiations go over servers.
+
+    Args:
+        session: what this worker has of the cluster.
+        scheme: of the exchange.
+        servers: the backend for all that goes over servers.
+
+    Raises:
+        PeerLostError: the workers cannot reach one another, or a worker was lost meanwhile.
+    """
+
+    partition = "none"
+
+    def __init__(self, session: Session, scheme: Scheme, servers: ServerBackend) -> None:
+        self._session = session
+        self._scheme = scheme
+        self._servers = servers
+        self._pool = BufferPool(POOL_BYTES)
+        self._kernels = make_kernels(self._pool)
+        self._exchange = PeerExchange(session, servers, self._connect())
+        self._exchange.start()
+
+    def begin(self, request: Request) -> Pending:
+        """Compacts or copies on this thread; another one exchanges. A tensor on a GPU is copied first."""
+        if not request.options.is_reduction:
+            return self._servers.begin(request)
+        transforms = self._transforms(request.tensor)
+        for transform in transforms:
+            request = request._replace(tensor=transform.apply(request.tensor))
+        progress = Progress(0)
+        with self._session.spans("compact", request.name):
+            transfer = self._transfer(request.tensor, request.options.average)
+        progress.compacted_seconds = time.perf_counter() - progress.began
+        return self._exchange.begin(request, transfer, progress, transforms)
+
+    def close(self) -> None:
+        self._exchange.close()
+
+    def _transforms(self, tensor: Tensor) -> tuple[Transform, ...]:
+        transforms: list[Transform] = [] if tensor.is_cpu else [ToHost(tensor.device)]
+        if tensor.is_sparse and (transform := TRANSFORMS[self._scheme.wire.keys]) is not None:
+            transforms.append(transform(tensor, self._kernels))
+        return tuple(transforms)
+
+    def _transfer(self, tensor: Tensor, average: bool) -> PeerTransfer:
+        if tensor.is_sparse:
+            algorithm = self._scheme.wire.peer_algorithm
+            assert algorithm, "every scheme of this engine has an algorithm"
+            return SparsePeerTransfer(tensor, average, algorithm, self._kernels)
+        return DensePeerTransfer(tensor, average, self._pool)
+
+    def _connect(self) -> GlooGroup:
+        rank, size, config = self._session.rank, self._session.size, self._session.config
+        calls = itertools.count()
+
+        def allgather(own: bytes) -> list[bytes]:
+            # An address of gloo takes 150 bytes, and 8 for each rank.
+            table = torch.zeros((size, 512 + 16 * size), dtype=torch.uint8, device="cpu")
+            entry = len(own).to_bytes(2) + own
+            table[rank, : len(entry)] = torch.frombuffer(bytearray(entry), dtype=torch.uint8)
+            rows = self._servers.negotiate(table, f"peers/addresses/{next(calls)}").wait().numpy()
+            return [row[2:].tobytes()[: int.from_bytes(row[:2].tobytes())] for row in rows]
+
+        host = config.cluster.host or find_host(config.cluster.scheduler)
+        try:
+            return GlooGroup(rank, size, host, allgather)
+        except GroupError as error:
+            raise PeerLostError(
+                f"worker {rank} and the others do not reach one another: {error}; set cluster.host of "
+                "each to an address of its machine that the others reach at any port"
+            ) from error

@@ -1,0 +1,161 @@
+"""Exchange among workers: all ranks reduce tensors one after the other, in an order that rank 0 decides.
+
+Each rank pushes tensors in its own order, but a process group needs one order for all. So for every tensor
+the ranks first negotiate over a server (:mod:`..negotiated_rounds`). That is an ordinary round, in which
+deadlines, losses and disagreements end the round on all ranks alike. Rank 0 then says which of the negotiated
+tensors come next.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+
+from zenps.errors import DeadlineError, PeerLostError, ZenPSError
+
+from ...core.pending import Pending, Waiting
+from ...core.request import Request
+from ...core.statistics import Progress
+from ...core.transfer import Transform
+from ...transport.peer_group import MOST_SECONDS, Group, GroupError
+from ..base import Session
+from ..negotiated_rounds import NegotiatedRounds
+from ..negotiation import Entry
+from ..servers import ServerBackend
+from .transfer import PeerRound, PeerTransfer
+
+# Rounds that rank 0 names in one message at most.
+MOST_AT_ONCE = 32
+_NONE = -1
+
+# How long the result of a negotiation may take to get here after rank 0 has received it.
+ANSWER_SECONDS = 30.0
+
+
+class PeerExchange(NegotiatedRounds[PeerRound]):
+    """One worker's exchange with all others. Every method may be called from any thread.
+
+    Args:
+        session: what this worker has of the cluster.
+        servers: over which ranks negotiate.
+        group: of all ranks; nobody else may use it.
+    """
+
+    def __init__(self, session: Session, servers: ServerBackend, group: Group) -> None:
+        super().__init__(session, servers)
+        self._group = group
+        timeout_seconds = session.timeout_seconds + MOST_SECONDS
+        self._waiting = Waiting(self._signal, timeout_seconds, session.statistics, session.spans)
+        self._negotiated: dict[int, PeerRound] = {}
+        """Rounds to exchange, by rank 0's number. Only the exchange's thread uses this."""
+        self._threads = [threading.Thread(target=self._run, name="zenps-peers", daemon=True)]
+
+    def begin(
+        self, request: Request, transfer: PeerTransfer, progress: Progress, transforms: Sequence[Transform]
+    ) -> Pending:
+        """Begins to reduce a tensor over all ranks.
+
+        Args:
+            request: describes the tensor; its values are not read.
+            transfer: holds this rank's contribution.
+            progress: of the round.
+            transforms: those that were applied to the tensor.
+
+        Raises:
+            UsageError: the name is in flight, or too many names were used.
+        """
+        pending = Pending(request.name, request.options, transfer, progress, self._waiting, transforms)
+        return self._begin(request, transfer.rows, PeerRound(pending=pending, transfer=transfer))
+
+    def _shut_down(self) -> None:
+        self._group.abort()
+
+    def _on_negotiated(self, round_: PeerRound, entries: Sequence[Entry]) -> None:
+        round_.entries = entries
+        self._negotiated[entries[0].number] = round_
+
+    # ── the exchange's thread ───────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        try:
+            while self._failure is None:
+                self._process_negotiations()
+                if self._negotiated:
+                    for number in self._agree():
+                        self._exchange(number)
+                else:
+                    self._await_negotiation()
+        except GroupError as error:
+            if self._failure is None:
+                broken = PeerLostError(f"the exchange among workers has failed: {error}; see their logs")
+                self.fail(self._session.lease.await_loss() or broken)
+        except ZenPSError as error:
+            self.fail(error)
+        except BaseException as error:
+            self.fail(ZenPSError(f"the exchange's thread ended: {error!r}"))
+            raise
+
+    def _await_negotiation(self) -> None:
+        with self._news:
+            self._news.wait_for(lambda: self._in_flight or self._failure)
+        self._servers.wait(self._has_unprocessed, math.inf)
+
+    def _has_unprocessed(self) -> bool:
+        """Returns whether a negotiation is to be processed, or this exchange is over."""
+        return self.is_over or bool(self._unprocessed())
+
+    def _unprocessed(self) -> list[PeerRound]:
+        """Returns the rounds whose negotiation has ended and was not processed."""
+        with self._news:
+            return [
+                round_
+                for round_ in self._in_flight.values()
+                if round_.is_negotiated and not round_.is_processed
+            ]
+
+    def _process_negotiations(self) -> None:
+        for round_ in self._unprocessed():
+            self._process_negotiation(round_)
+
+    def _agree(self) -> list[int]:
+        """Returns the numbers of the rounds to exchange next, once they are negotiated here too."""
+        order = torch.full((MOST_AT_ONCE,), _NONE, dtype=torch.int64, device="cpu")
+        if self._group.rank == 0:
+            ready = list(self._negotiated)[:MOST_AT_ONCE]
+            order[: len(ready)] = torch.tensor(ready, device="cpu")
+            self._group.exchange({rank: [order] for rank in range(1, self._group.size)}, {})
+            return ready
+        self._group.exchange({}, {0: [order]})
+        numbers = [number for number in order.tolist() if number != _NONE]
+        until = time.monotonic() + ANSWER_SECONDS
+        while not self._negotiated.keys() >= set(numbers) and self._failure is None:
+            if time.monotonic() >= until:
+                raise DeadlineError(
+                    f"rounds of rank 0: no answer from the servers within {ANSWER_SECONDS:g} s"
+                )
+            self._servers.wait(self._has_unprocessed, until)
+            self._process_negotiations()
+        return numbers
+
+    def _exchange(self, number: int) -> None:
+        if self._failure is not None:
+            return
+        round_, group, metrics = self._negotiated.pop(number), self._group, self._session.metrics
+        transfer, progress = round_.transfer, round_.pending.progress
+        sent, received = group.sent_bytes, group.received_bytes
+        assert round_.negotiation is not None
+        with self._session.spans("exchange", round_.name, round_.negotiation.progress.step) as span:
+            result = transfer.reduce(group, round_.entries)
+            transfer.sent_bytes = group.sent_bytes - sent
+            transfer.received_bytes = group.received_bytes - received
+            if span:
+                span.note(sent=transfer.sent_bytes, received=transfer.received_bytes)
+        metrics.push_bytes.inc(transfer.sent_bytes)
+        metrics.pull_bytes.inc(transfer.received_bytes)
+        progress.pushed_rows = sum(entry.rows for entry in round_.entries)
+        progress.pulled_rows = transfer.pulled_rows
+        self._end(round_, result)

@@ -1,0 +1,115 @@
+"""Transfer of one tensor among workers: holds this rank's contribution and reduces it over all ranks."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from msgspec import structs
+from torch import Tensor
+
+from zenps.buffers import BufferPool
+from zenps.kernels.base import ACCUMULATE, Kernels
+from zenps.partition.layout import check_rows
+from zenps.schemes.base import PeerAlgorithm
+
+from ...core.request import table_shape
+from ...core.statistics import Progress, Report, RowCounts
+from ...core.transfer import SuppliedTransfer, dense_bytes
+from ...encode.sparse import as_sparse, as_table
+from ...transport.peer_group import Group
+from ..negotiated_rounds import NegotiatedRound
+from ..negotiation import Entry
+from .algorithms import ALGORITHMS, Table
+
+
+class PeerTransfer(SuppliedTransfer):
+    """A copy of a tensor on the CPU, to be reduced over all ranks.
+
+    Attributes:
+        rows: of a sparse tensor once duplicates are summed; 0 of a dense one.
+        pulled_rows: of the result, set by :meth:`reduce`.
+        sent_bytes, received_bytes: by this rank, for this tensor.
+    """
+
+    rows = pulled_rows = sent_bytes = received_bytes = 0
+
+    def __init__(self, tensor: Tensor, average: bool) -> None:
+        super().__init__()
+        self._shape, self._dtype, self._average = tensor.shape, tensor.dtype, average
+
+    @abstractmethod
+    def reduce(self, group: Group, entries: Sequence[Entry]) -> Tensor:
+        """Returns the sum, or average, over all ranks. All ranks call it at the same point.
+
+        Args:
+            entries: of the negotiation, by rank.
+
+        Raises:
+            GroupError: a rank was lost.
+        """
+
+    def report(self, progress: Progress) -> Report:
+        return Report(
+            pushed_bytes=self.sent_bytes,
+            pulled_bytes=self.received_bytes,
+            dense_bytes=dense_bytes(self._shape.numel(), self._dtype.itemsize),
+            over="peers",
+        )
+
+
+class DensePeerTransfer(PeerTransfer):
+    """A strided tensor, reduced by the group's allreduce in the dtype in which sums are accumulated."""
+
+    def __init__(self, tensor: Tensor, average: bool, pool: BufferPool) -> None:
+        super().__init__(tensor, average)
+        self.rows_given = tensor.numel()
+        self._values = pool.empty((tensor.numel(),), ACCUMULATE[tensor.dtype])
+        self._values.view(tensor.shape).copy_(tensor.detach())
+
+    def reduce(self, group: Group, entries: Sequence[Entry]) -> Tensor:
+        if self._values.numel():
+            group.allreduce(self._values)
+        if self._average:
+            self._values /= group.size
+        return self._values.to(self._dtype).view(self._shape)
+
+
+class SparsePeerTransfer(PeerTransfer):
+    """A sparse COO tensor, reduced by ``algorithm``.
+
+    Raises:
+        TensorError: an index lies outside the tensor.
+    """
+
+    def __init__(self, tensor: Tensor, average: bool, algorithm: PeerAlgorithm, kernels: Kernels) -> None:
+        super().__init__(tensor, average)
+        self._kernels, self._algorithm = kernels, ALGORITHMS[algorithm]
+        self._sparse_dim = tensor.sparse_dim()
+        rows, values = as_table(tensor)
+        self._rows_total, columns = table_shape(tensor)
+        check_rows(rows, max(self._rows_total, 1))
+        self._own = kernels.compact(rows, values)
+        self.rows_given, self.rows = len(rows), len(self._own[0])
+        self._table = Table(self._rows_total, columns, tensor.dtype)
+
+    def reduce(self, group: Group, entries: Sequence[Entry]) -> Tensor:
+        divisor, counts = group.size if self._average else 1, [entry.rows for entry in entries]
+        rows, values = self._algorithm(group, self._own, self._table, divisor, self._kernels, counts)
+        self.pulled_rows = len(rows)
+        return as_sparse(rows, values, self._shape, self._sparse_dim)
+
+    def report(self, progress: Progress) -> Report:
+        moved = super().report(progress)
+        if not self._rows_total:
+            return moved
+        rows = RowCounts(self.rows_given, self.rows, self.pulled_rows, self._rows_total)
+        return structs.replace(moved, rows=rows)
+
+
+class PeerRound(NegotiatedRound, kw_only=True):
+    """A tensor in flight among workers."""
+
+    transfer: PeerTransfer
+    entries: Sequence[Entry] = ()
+    """The entries of all ranks, by rank, once they agree."""

@@ -1,0 +1,79 @@
+"""Parameter-server backend: pushes tensors to servers, which sum them, and pulls the sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from zenps.schemes.base import Scheme
+
+from ..core.pending import Pending, Waiting
+from ..core.request import Options, Request
+from ..core.statistics import Counted
+from ..core.steps import Steps
+from ..encode.planner import Planner
+from ..encode.sharder import Sharder
+from ..transport.submit_queue import SubmitQueue
+from .base import Backend, Session
+
+CONTROL = Options(purpose="control")
+
+
+class ServerBackend(Backend):
+    """Encodes and pushes on the calling thread; libzmq's thread moves the bytes.
+
+    A tensor on a GPU is pushed by a later call into this worker, when the GPU has prepared it.
+
+    Args:
+        session: what this worker has of the cluster.
+        scheme: of tensors that go over servers.
+        sharder: distributes tensors over servers.
+        steps: step counters of all tensors.
+    """
+
+    def __init__(self, session: Session, scheme: Scheme, sharder: Sharder, steps: Steps) -> None:
+        self.partition = scheme.wire.partition or session.config.sync.partition
+        self._session = session
+        self._steps = steps
+        self._planner = Planner(session.config, scheme, sharder)
+        self._queue = SubmitQueue(session.channel, steps, session.spans)
+        self._waiting = Waiting(self._queue, session.timeout_seconds, session.statistics, session.spans)
+
+    def begin(self, request: Request, counted: Counted = "round") -> Pending:
+        """Begins to reduce a tensor, as :meth:`Backend.begin` says.
+
+        Args:
+            counted: what of the round goes into statistics.
+        """
+        name, options = request.name, request.options
+        progress = self._steps.begin(name, self._planner.count_names(request))
+        try:
+            transforms = self._planner.transforms(request.tensor)
+            for transform in transforms:
+                request = request._replace(tensor=transform.apply(request.tensor))
+            with self._session.spans("compact", name, progress.step) as span:
+                transfer = self._planner.begin(request, progress.expected_rows)
+                if span:
+                    span.note(rows=transfer.rows_given)
+        except BaseException:  # Ctrl-C too: a name that stays in flight could not be pushed again
+            self._steps.take_back(name)
+            raise
+        pending = Pending(name, options, transfer, progress, self._waiting, transforms, counted)
+        self._queue.submit(pending)
+        return pending
+
+    def close(self) -> None:
+        """Does nothing: the lease closes the session's channel."""
+
+    def negotiate(self, table: Tensor, name: str) -> Pending:
+        """Sums a small dense tensor of control data over all ranks. Statistics do not count it."""
+        return self.begin(Request(table, name, CONTROL), "nothing")
+
+    def wait(self, ready: Callable[[], bool], until: float) -> None:
+        """Polls until ``ready()`` or the monotonic time ``until``."""
+        self._session.channel.wait(ready, until)
+
+    def flush(self, until: float) -> None:
+        """Waits until all tensors on a GPU are pushed, at most until the monotonic time ``until``."""
+        self._queue.advance(until)

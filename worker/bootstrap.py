@@ -1,0 +1,84 @@
+"""Bootstrap of a worker: joins the cluster and constructs the world."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import ExitStack
+
+from prometheus_client import CollectorRegistry
+
+from zenps.config import sources
+from zenps.config.settings import Config, shared_settings
+from zenps.observe import metrics
+from zenps.observe.metrics import WorkerMetrics
+from zenps.observe.trace import open_trace
+from zenps.partition.strategies.registry import strategy
+from zenps.schemes.registry import scheme_of
+from zenps.wire.scheduler_link import new_register
+from zenps.wire.sockets import LINGER_MS
+
+from .backends.base import Session
+from .backends.engines import make_backend, served_scheme
+from .backends.servers import ServerBackend
+from .core.memory import raise_malloc_threshold
+from .core.spans import Spans
+from .core.statistics import Statistics
+from .core.steps import Steps
+from .encode.sharder import Sharder
+from .transport.channel import Channel
+from .transport.lease import Lease
+from .transport.membership import join
+from .world import ClusterWorld
+
+logger = logging.getLogger("zenps.worker")
+
+
+def join_cluster(config: Config) -> ClusterWorld:
+    """Joins the cluster that ``config`` names, and waits until it is complete.
+
+    Raises:
+        ConfigError: the partition strategy cannot be constructed.
+        DeadlineError, MismatchError, UsageError: as :meth:`SchedulerLink.join`.
+        PeerLostError: workers cannot reach one another, or a worker was lost meanwhile.
+    """
+    scheme = scheme_of(config.sync.scheme)
+    if (fallback := scheme.fallback(config.combination)) is not None:
+        other, reason = fallback
+        logger.info(
+            "sync.scheme = %s: %s for every tensor, for %s needs servers",
+            scheme.name,
+            other.name,
+            reason.field,
+        )
+        scheme = other
+    strategy(config.sync.partition)  # raises for a wrong one before this worker registers
+    raise_malloc_threshold()
+    with ExitStack() as opened:  # also Ctrl-C during the wait for others: a later init() needs the port
+        registry = CollectorRegistry()
+        worker_metrics = WorkerMetrics(registry)
+        exporter = metrics.serve(registry, config.metrics.host, config.metrics.port)
+        opened.callback(exporter.close)
+        spans = Spans(open_trace(config.sync.trace, "worker"))
+        opened.callback(spans.trace.close)
+        rank = sources.rank_from_environment(os.environ)
+        register = new_register("worker", rank, "", exporter.address, shared_settings(config))
+        membership, link = join(config, register, spans)
+        opened.callback(membership.ctx.destroy, linger=LINGER_MS)
+        worker_metrics.set_rank(membership.view.rank)
+
+        served = served_scheme(scheme)
+        sharder = Sharder(config, served.wire, membership.view)
+        steps = Steps(worker_metrics.steps)
+        channel = Channel(membership, served.wire, sharder, steps, worker_metrics, spans)
+        statistics = Statistics(worker_metrics)
+        lease = Lease(membership, link, channel, statistics, spans)
+        opened.callback(lease.close, together=False)
+        session = Session(config, lease, channel, statistics, worker_metrics, spans)
+        servers = ServerBackend(session, served, sharder, steps)
+        backend = make_backend(session, scheme, servers)
+        return ClusterWorld(session, servers, backend, _local_rank(), opened.pop_all())
+
+
+def _local_rank() -> int | None:
+    return sources.local_rank_from_environment(os.environ) if "LOCAL_RANK" in os.environ else None

@@ -1,0 +1,1 @@
+"""Core types of the worker: requests, pending results, transfers and statistics."""

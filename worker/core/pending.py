@@ -1,0 +1,275 @@
+"""Pending result (future) of an asynchronous push_pull."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+from torch import Tensor
+
+from zenps.errors import DeadlineError, UsageError, ZenPSError
+
+from .request import Options
+from .spans import Spans
+from .statistics import Counted, Progress, Report, Statistics
+from .transfer import Answer, EncodedTensor, SuppliedTransfer, Transfer, Transform
+
+NO_REPORT: Final = Report()
+
+
+class Waiter(ABC):
+    """A way in which a thread waits for results that other threads or nodes produce."""
+
+    @abstractmethod
+    def wait(self, ready: Callable[[], bool], until: float) -> None:
+        """Returns once ``ready()``, or at the monotonic time ``until``."""
+
+    @abstractmethod
+    def look(self, ready: Callable[[], bool]) -> None:
+        """Processes what has arrived, so that ``ready()`` is up to date; does not wait for more."""
+
+
+class Signal(Waiter):
+    """Waits for results that another thread of this worker produces; it calls :meth:`notify` after each."""
+
+    def __init__(self) -> None:
+        self._news = threading.Condition()
+
+    def wait(self, ready: Callable[[], bool], until: float) -> None:
+        with self._news:
+            self._news.wait_for(ready, min(until - time.monotonic(), threading.TIMEOUT_MAX))
+
+    def look(self, ready: Callable[[], bool]) -> None:
+        """Does nothing: the other thread needs no help."""
+
+    def notify(self) -> None:
+        """Wakes all waiting threads."""
+        with self._news:
+            self._news.notify_all()
+
+
+class Waiting(NamedTuple):
+    """How the results of a backend are waited for, and where they are counted.
+
+    Attributes:
+        timeout_seconds: a last resort; deadlines of rounds expire earlier.
+    """
+
+    waiter: Waiter
+    timeout_seconds: float
+    statistics: Statistics
+    spans: Spans
+
+
+class Pending:
+    """The result to come of an asynchronous call. :meth:`wait` may be called from any thread.
+
+    Args:
+        name: of the tensor.
+        options: how the tensor is synchronised.
+        transfer: turns answers into the result.
+        progress: of this round.
+        waiting: how to wait for answers.
+        transforms: those that were applied to the transfer's tensor.
+        counted: what of the round goes into statistics.
+
+    Attributes:
+        name: of the tensor.
+        options: how the tensor is synchronised.
+        progress: of this round.
+        report: what was moved; set once the result is there.
+        is_staged: True if a device has to finish its work before :meth:`begin`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        options: Options,
+        transfer: Transfer,
+        progress: Progress,
+        waiting: Waiting,
+        transforms: Sequence[Transform] = (),
+        counted: Counted = "round",
+    ) -> None:
+        self.name = name
+        self.options = options
+        self.progress = progress
+        self.report = NO_REPORT
+        self.is_staged = transfer.is_staged
+        self._transfer: Transfer | None = transfer
+        self._waiting = waiting
+        self._transforms = transforms
+        self._counted = counted
+        self._rounds = 0
+        """The number of rounds in flight."""
+        self._answers: deque[Answer | EncodedTensor | ZenPSError] = deque()
+        self._absorbed = 0
+        self._worked_seconds = 0.0
+        self._finishing = threading.Lock()
+        self._result: Tensor | Exception | None = None
+
+    def __repr__(self) -> str:
+        return f"Pending({self.name!r}, done={self.progress.ended})"
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the round has ended, as far as arrived messages were processed; see :meth:`done`."""
+        return self.progress.ended
+
+    def done(self) -> bool:
+        """Processes what has arrived; returns whether :meth:`wait` need not wait for the network any more."""
+        if not self.progress.ended:
+            self._waiting.waiter.look(lambda: self.progress.ended)
+        return self.progress.ended
+
+    def wait(self) -> Tensor:
+        """Waits for the result and returns it, or raises the error of the round. May be called repeatedly."""
+        with self._finishing:
+            if self._result is None:
+                assert self._transfer is not None
+                self._result = self._finish(self._transfer)
+                if isinstance(self._result, Tensor):  # else answers may still come
+                    self._transfer = None
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
+
+    # ── for the thread that polls or reduces ────────────────────────────────────────────────────
+
+    @property
+    def transfer(self) -> Transfer:
+        """The transfer; only until the result is there."""
+        assert self._transfer is not None
+        return self._transfer
+
+    def begin(self) -> Sequence[EncodedTensor]:
+        """Returns the first pushes, once the transfer is prepared."""
+        self.progress.compacted_seconds = time.perf_counter() - self.progress.began
+        rounds = self.transfer.begin()
+        self._rounds = len(rounds)
+        return rounds
+
+    def deliver(self, answer: Answer, last: bool) -> Sequence[EncodedTensor]:
+        """Takes the answer to one push; returns the pushes that follow from it.
+
+        Args:
+            last: True if the answer completes its round.
+
+        Raises:
+            ProtocolError: the answer does not match the push.
+        """
+        progress = self.progress
+        following: Sequence[EncodedTensor] = ()
+        result, transfer = answer.result, self.transfer
+        progress.pushed_rows += result.pushed
+        progress.pulled_rows += result.rows
+        progress.pulled_bytes += answer.pulled_bytes
+        if transfer.absorbs_on == "poller":
+            begin = time.perf_counter()
+            following = transfer.on_answer(answer)
+            self._absorbed += 1
+            self._worked_seconds += time.perf_counter() - begin
+        else:
+            self._answers.append(answer)
+        self._rounds += len(following) - last
+        progress.ended = not self._rounds
+        return following
+
+    def restart(self, encoded: EncodedTensor) -> None:
+        """Restarts a round, which is in flight, as ``encoded``, because the ring has changed."""
+        if self.transfer.absorbs_on == "poller":
+            self.transfer.restart(encoded)
+            return
+        self.progress.pushed_rows = self.progress.pulled_rows = self.progress.pulled_bytes = 0
+        # Only the waiting thread may use the transfer, and it may be absorbing an old answer now: it restarts
+        # the transfer before it takes the next answer. The queue is replaced, not emptied: a thread that was
+        # woken for an answer and finds none would raise a DeadlineError.
+        self._answers = deque([encoded])
+
+    def complete(self, result: Tensor) -> None:
+        """Supplies the result. Only for a :class:`SuppliedTransfer`."""
+        transfer = self._transfer
+        if not self.progress.ended and transfer is not None:
+            assert isinstance(transfer, SuppliedTransfer)
+            transfer.result = result
+            self.progress.ended = True
+
+    def fail(self, error: ZenPSError) -> None:
+        """Ends the round with ``error``, unless it has ended already."""
+        if not self.progress.ended:
+            # Ranks may have got different answers, but must shard the next round alike.
+            self.progress.pushed_rows = self.progress.pulled_rows = 0
+            self._answers.append(error)
+            self.progress.ended = True
+
+    # ── on the thread that waits ────────────────────────────────────────────────────────────────
+
+    def _finish(self, transfer: Transfer) -> Tensor | Exception:
+        """Absorbs each answer while the next ones are on their way.
+
+        Returns errors instead of raising them: an answer that could not be absorbed, perhaps for lack of
+        memory, is lost, so a second wait() has to raise the same error.
+        """
+        waited = 0.0
+        progress = self.progress
+        waiter, timeout_seconds, statistics, spans = self._waiting
+        until = time.monotonic() + timeout_seconds
+        begin = time.perf_counter()
+        # Asked in this order: the last answer is there before the end is.
+        while not progress.ended or self._answers:
+            absorbed = self._absorbed
+            with spans("wait", self.name, progress.step):
+                waiter.wait(self._has_news, until)
+            if not self._answers:
+                if self._absorbed == absorbed and not progress.ended:
+                    progress.ended = True
+                    return DeadlineError(f"tensor {self.name!r}: no answer within {timeout_seconds:g} s")
+                until = time.monotonic() + timeout_seconds
+                continue
+            answer = self._answers.popleft()
+            got = time.perf_counter()
+            waited += got - begin
+            try:
+                match answer:
+                    case Answer():
+                        self._absorb(transfer, answer)
+                    case EncodedTensor():
+                        transfer.restart(answer)
+                        until = time.monotonic() + timeout_seconds
+                    case ZenPSError():
+                        return answer
+            except Exception as error:  # noqa: BLE001
+                return error
+            begin = time.perf_counter()
+            self._worked_seconds += begin - got
+        got = time.perf_counter()
+        waited += got - begin
+        try:
+            with spans("scatter", self.name, progress.step):
+                result = transfer.finish()
+                for transform in reversed(self._transforms):
+                    result = transform.undo(result)
+        except Exception as error:  # noqa: BLE001
+            return error
+        self._worked_seconds += time.perf_counter() - got
+        self.report = transfer.report(progress)
+        statistics.record(self.report, progress, waited, self._worked_seconds, self._counted)
+        return result
+
+    def _absorb(self, transfer: Transfer, answer: Answer) -> None:
+        with self._waiting.spans("scatter", self.name, answer.result.step) as span:
+            transfer.on_answer(answer)
+            if span:
+                span.note(tensor=self.name, **answer.details())
+
+    def _has_news(self) -> bool:
+        return bool(self._answers) or self.progress.ended
+
+
+def in_flight(name: str) -> UsageError:
+    """Returns the error of a push under a name whose last round has not ended."""
+    return UsageError(f"tensor {name!r} is in flight; wait for its result before pushing it again")

@@ -1,0 +1,107 @@
+"""Requests to synchronise a tensor, and their options."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Literal, NamedTuple
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from zenps.errors import TensorError, UsageError
+from zenps.kernels.base import ACCUMULATE
+from zenps.wire.messages import MAX_COLUMNS
+
+# uint8 is for broadcasts, which carry any dtype as bytes.
+_SUPPORTED = tuple(dtype for dtype in ACCUMULATE if dtype != torch.uint8)
+
+# Half a character: Python's str may hold one, UTF-8 may not.
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+Purpose = Literal["gradient", "value", "broadcast", "control"]
+"""What a tensor is used for. A *gradient* may be quantized; a *value* arrives exactly; a *broadcast* is
+pushed by one rank and pulled by all; *control* tensors are messages of ZenPS between ranks."""
+
+
+class Options(Struct, frozen=True):
+    """How a tensor is synchronised. Rounds keep the options, but not the tensor."""
+
+    average: bool = False
+    """Divide the sum by the number of ranks."""
+    contributes: bool = True
+    """True if this rank's values are part of the sum. If False, it pulls the sum of the others."""
+    stands_for: tuple[int, ...] = ()
+    """Hierarchical reduction: the other ranks of this host whose contributions this rank's values contain."""
+    priority: int = 0
+    """Pushes of the highest priority are sent first if the scheme has priorities, else in order."""
+    purpose: Purpose = "value"
+
+    @property
+    def is_reduction(self) -> bool:
+        """True for tensors of the training itself: every backend may reduce them in its own way.
+
+        Broadcasts and control always go over servers.
+        """
+        return self.purpose in ("gradient", "value")
+
+
+class Request(NamedTuple):
+    """A tensor to synchronise.
+
+    Attributes:
+        tensor: on the CPU or a CUDA device, strided or sparse COO.
+        name: the same on all ranks.
+    """
+
+    tensor: Tensor
+    name: str
+    options: Options = Options()
+
+
+def check_request(request: Request) -> None:
+    """Checks a request before anything is sent.
+
+    Raises:
+        UsageError: the name is no string of 1 to 1024 characters that UTF-8 can encode, or the priority is no
+            integer.
+        TensorError: the tensor has an unsupported device, layout or dtype, or is an average of integers.
+    """
+    tensor, name, options = request
+    _check_name(name)
+    if options.is_reduction:
+        _check_tensor(tensor, options.average)
+    priority: object = options.priority
+    if not isinstance(priority, int):
+        raise UsageError(f"tensor {name!r}: priority {priority!r:.60}: expected an integer")
+
+
+# These parameters are annotated as object because callers need not be type-checked.
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not 1 <= len(name) <= 1024 or _SURROGATE.search(name):
+        raise UsageError(f"tensor name {name!r:.60}: expected a string of 1 to 1024 characters")
+
+
+def _check_tensor(tensor: object, average: bool) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TensorError(f"expected a torch.Tensor, got {type(tensor).__name__}")
+    if not (tensor.is_cpu or tensor.is_cuda):
+        raise TensorError(f"device {tensor.device}: expected cpu or cuda; move it with .cpu()")
+    if tensor.layout not in (torch.strided, torch.sparse_coo):
+        raise TensorError(f"layout {tensor.layout}: expected strided or sparse COO; use .to_sparse_coo()")
+    if tensor.is_sparse and table_shape(tensor)[1] > MAX_COLUMNS:
+        raise TensorError(f"rows of {table_shape(tensor)[1]} elements: expected at most {MAX_COLUMNS}")
+    if tensor.dtype not in _SUPPORTED:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _SUPPORTED)
+        raise TensorError(f"dtype {tensor.dtype}: expected one of {names}")
+    if average and not tensor.dtype.is_floating_point:
+        raise TensorError(f"dtype {tensor.dtype} cannot be averaged exactly; pass average=False")
+
+
+def table_shape(tensor: Tensor) -> tuple[int, int]:
+    """Returns a sparse tensor's shape as a table: (product of sparse dimensions, product of dense ones)."""
+    sparse_dim = tensor.sparse_dim()
+    return math.prod(tensor.shape[:sparse_dim]), math.prod(tensor.shape[sparse_dim:])

@@ -1,0 +1,171 @@
+"""Statistics of a worker: bytes, seconds and rows of its finished rounds, also as Prometheus metrics."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+from msgspec import Struct, field
+
+from zenps.observe.metrics import HASH_OUTCOMES, WorkerMetrics
+from zenps.wire.messages import Load
+
+
+class Stats(msgspec.Struct, kw_only=True):
+    """What this worker has synchronised since :func:`zenps.init`."""
+
+    partition: str = "none"
+    """The strategy in use; ``none`` without a cluster, and where workers exchange among themselves."""
+    rounds: int = 0
+    peer_rounds: int = 0
+    """Rounds, among ``rounds``, that workers have exchanged among themselves."""
+    pushed_bytes: int = 0
+    """Positions and values pushed to servers, or sent to other workers."""
+    pulled_bytes: int = 0
+    """Positions and values pulled, or received from other workers."""
+    dense_bytes: int = 0
+    """Bytes that pushing and pulling the same tensors whole would have moved."""
+    wait_seconds: float = 0.0
+    """Spent waiting for results, on the threads that asked for them."""
+    work_seconds: float = 0.0
+    """Spent on compaction before, and on scatter after."""
+    busiest_rows: int = 0
+    """Sparse rows pushed to the busiest server, summed over rounds."""
+    mean_rows: float = 0.0
+    """Sparse rows pushed to each server on average, summed over rounds."""
+
+    @property
+    def imbalance(self) -> float:
+        """Rows of the busiest server over the mean; 1 is perfect, the number of servers the worst."""
+        return self.busiest_rows / self.mean_rows if self.mean_rows else 1.0
+
+
+class Progress(Struct):
+    """State of a tensor's latest round. It outlives the pending result and holds no tensor."""
+
+    step: int
+    began: float = field(default_factory=time.perf_counter)
+    compacted_seconds: float = 0.0
+    """From ``began`` until the tensor was ready to be pushed."""
+    ended: bool = False
+    names: int = 1
+    """How many names the tensor takes, of those that a job may use: one for each stream."""
+    expected_rows: int = 0
+    """Rows that were pulled in the previous round; the same on all ranks."""
+    pushed_rows: int = 0
+    """By all ranks together. Like ``pulled_rows``, it is the same on all ranks, and 0 if the round failed."""
+    pulled_rows: int = 0
+    pulled_bytes: int = 0
+    previous: Progress | None = None
+    """Of the previous round; kept as long as this round can be taken back."""
+
+
+class RowCounts(Struct, frozen=True):
+    """Rows of a sparse tensor: before compaction, after it, in the result, and in the whole table."""
+
+    given: int
+    pushed: int
+    pulled: int
+    whole: int
+
+
+class Report(Struct, frozen=True):
+    """The bytes and rows that a finished round has moved."""
+
+    pushed_bytes: int = 0
+    pulled_bytes: int = 0
+    dense_bytes: int = 0
+    """Bytes that pushing and pulling the tensor whole would have moved."""
+    over: Literal["servers", "peers", "host"] = "servers"
+    rows: RowCounts | None = None
+    rows_by_server: Mapping[int, int] = {}
+    """Rows of a sparse tensor that were pushed to each server."""
+    hashed_rows: tuple[int, ...] = ()
+    """Rows by outcome of hash compaction; empty if none were hashed."""
+
+
+Counted = Literal["round", "rows", "nothing"]
+"""What statistics count: everything; only rows, where another round contains this one; or nothing."""
+
+
+class Statistics:
+    """Counts finished rounds. Every method may be called from any thread.
+
+    Args:
+        metrics: of this worker.
+
+    Attributes:
+        stats: the totals so far.
+    """
+
+    def __init__(self, metrics: WorkerMetrics) -> None:
+        self.stats = Stats()
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        """Guards the totals, and the metrics that have no lock of their own."""
+
+    def load(self) -> Load:
+        """Returns the counters that the scheduler gets with each heartbeat."""
+        stats = self.stats
+        return {
+            "rounds": stats.rounds,
+            "pushed_bytes": stats.pushed_bytes,
+            "pulled_bytes": stats.pulled_bytes,
+            "wait_seconds": stats.wait_seconds,
+            "step": max(self._metrics.steps.total - 1, 0),
+        }
+
+    def record(
+        self, report: Report, progress: Progress, waited: float, worked: float, counted: Counted
+    ) -> None:
+        """Counts a finished round.
+
+        Args:
+            waited, worked: seconds that its caller waited for answers, and worked on them.
+        """
+        if counted == "nothing":
+            return
+        with self._lock:
+            if counted == "round":
+                self._count_round(report, progress, waited)
+            if report.over == "servers":
+                self.stats.work_seconds += worked
+                self._metrics.scatter_duration.observe(worked)
+        # Dense elements are left out of imbalance: they far outnumber rows, and every strategy balances them.
+        if report.rows_by_server:
+            self._count_imbalance(report.rows_by_server)
+        if report.rows is not None:
+            self._count_rows(report.rows)
+        for outcome, rows in zip(HASH_OUTCOMES, report.hashed_rows, strict=False):
+            self._metrics.hashed_rows.labels(outcome=outcome).inc(rows)
+
+    def _count_round(self, report: Report, progress: Progress, waited: float) -> None:
+        counters, stats = self._metrics, self.stats
+        stats.rounds += 1
+        stats.peer_rounds += report.over == "peers"
+        stats.pushed_bytes += report.pushed_bytes
+        stats.pulled_bytes += report.pulled_bytes
+        stats.dense_bytes += report.dense_bytes
+        stats.wait_seconds += waited
+        stats.work_seconds += progress.compacted_seconds
+        counters.dense_bytes.inc(report.dense_bytes)
+        counters.push_pull_duration.observe(time.perf_counter() - progress.began)
+        counters.wait_duration.observe(waited)
+        counters.compaction_duration.observe(progress.compacted_seconds)
+
+    def _count_rows(self, rows: RowCounts) -> None:
+        if rows.pushed:
+            self._metrics.compaction_ratio.set(rows.pushed / rows.given)
+        for stage, count in msgspec.structs.asdict(rows).items():
+            self._metrics.rows.labels(stage=stage).inc(count)
+
+    def _count_imbalance(self, by_server: Mapping[int, int]) -> None:
+        busiest, mean = max(by_server.values()), sum(by_server.values()) / len(by_server)
+        with self._lock:
+            self.stats.busiest_rows += busiest
+            self.stats.mean_rows += mean
+        if mean:
+            self._metrics.partition_imbalance.set(busiest / mean)

@@ -1,0 +1,80 @@
+"""Step counters of tensors, and the limit of tensor names. No socket here."""
+
+from __future__ import annotations
+
+import threading
+
+from zenps.config.settings import MOST_NAMES
+from zenps.errors import UsageError
+from zenps.observe import log
+from zenps.observe.collectors import Tally
+
+from .pending import in_flight
+from .statistics import Progress
+
+
+class Steps:
+    """The latest round of each tensor. Every method may be called from any thread.
+
+    Rounds of a tensor are numbered by its step. Ranks could not forget a name at the same moment, so names
+    are kept for ever and their number is limited.
+
+    Args:
+        counter: counts the steps of the tensor that has had the most.
+    """
+
+    def __init__(self, counter: Tally) -> None:
+        self._counter = counter
+        self._latest: dict[str, Progress] = {}
+        """By name, at most :data:`MOST_NAMES`."""
+        self._names = 0
+        """How many names these tensors take together."""
+        self._last_step = -1
+        self._lock = threading.Lock()
+
+    def begin(self, name: str, names: int) -> Progress:
+        """Begins a tensor's next round, which takes ``names`` names; returns its progress.
+
+        Raises:
+            UsageError: the last round has not ended, or too many names were used.
+        """
+        with self._lock:
+            previous = self._latest.get(name)
+            if previous is not None and not previous.ended:
+                raise in_flight(name)
+            taken = previous.names if previous else 0
+            if self._names + names - taken > MOST_NAMES:
+                raise UsageError(
+                    f"tensor {name!r}: {self._names} different names were used before it, and "
+                    f"{MOST_NAMES} may be; "
+                    "use one name for a tensor in all steps, without the step's number in it"
+                )
+            progress = Progress(0, names=max(names, taken))
+            if previous is not None:
+                previous.previous = None
+                progress.step, progress.previous = previous.step + 1, previous
+                progress.expected_rows = previous.pulled_rows
+            self._names += progress.names - taken
+            self._latest[name] = progress
+            if progress.step > self._last_step:
+                self._last_step = log.here.step = progress.step
+                self._counter.inc()
+        return progress
+
+    def take_back(self, name: str) -> None:
+        """Takes back a tensor's latest round, of which nothing was sent: the name is free again."""
+        with self._lock:
+            progress = self._latest[name]
+            previous = progress.previous
+            self._names += (previous.names if previous else 0) - progress.names
+            if previous is None:
+                del self._latest[name]
+            else:
+                self._latest[name] = previous
+
+    def reset(self) -> None:
+        """Counts from 0 again, as all ranks do when joining workers are admitted."""
+        with self._lock:
+            self._latest.clear()
+            self._names = 0
+            self._last_step = -1

@@ -1,0 +1,1 @@
+"""Encoding: turns tensors into pushes, and answers into tensors."""

@@ -1,0 +1,130 @@
+"""GPU access of the worker: a stream besides the caller's, pinned memory and events.
+
+No operation here synchronises a whole device. Compaction runs on its own stream, so that it starts as soon as
+its gradient is there, while backward goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from zenps.buffers import BufferPool
+from zenps.errors import DeadlineError
+from zenps.kernels.gpu.cupy import CupyLauncher
+from zenps.kernels.gpu.launcher import Launcher
+
+# Between two queries of an event: short against a round, long against the query itself.
+LOOK_SECONDS = 50e-6
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def query(self) -> bool:
+        """Returns whether the stream has reached this point."""
+        ...
+
+
+class Accelerator(ABC):
+    """One device, with a stream of ZenPS.
+
+    Attributes:
+        device: of the tensors.
+        launcher: runs kernels on the device.
+        pinned: host memory that the device copies from and to asynchronously. Keep a buffer until an event
+            says that no copy uses it any more.
+        deadline_seconds: how long :meth:`wait_for` waits.
+    """
+
+    device: torch.device
+    launcher: Launcher
+    pinned: BufferPool
+    deadline_seconds: float
+
+    @abstractmethod
+    def stream(self) -> contextlib.AbstractContextManager[object]:
+        """Returns a context in which work is enqueued on ZenPS's stream."""
+
+    @abstractmethod
+    def follow(self, *inputs: Tensor) -> None:
+        """Makes ZenPS's stream wait for the caller's stream; it then reads ``inputs``."""
+
+    @abstractmethod
+    def mark(self) -> Event:
+        """Returns an event that happens when all work enqueued on ZenPS's stream so far is done."""
+
+    @abstractmethod
+    def hand_over(self, *results: Tensor) -> None:
+        """Makes the caller's stream wait for ZenPS's stream, so that it may use ``results``."""
+
+    def wait_for(self, event: Event) -> None:
+        """Returns once ``event`` has happened.
+
+        Raises:
+            DeadlineError: the event did not happen within ``deadline_seconds``.
+        """
+        until = time.monotonic() + self.deadline_seconds
+        while not event.query():
+            if time.monotonic() > until:
+                raise DeadlineError(
+                    f"{self.device} did not finish its work within {self.deadline_seconds:g} s"
+                )
+            time.sleep(LOOK_SECONDS)
+
+
+class CudaAccelerator(Accelerator):
+    """A CUDA device.
+
+    Args:
+        device: with its index.
+        keep_bytes: how much unused pinned memory is kept.
+        deadline_seconds: how long :meth:`wait_for` waits.
+
+    Raises:
+        ConfigError: CuPy is not installed.
+    """
+
+    def __init__(self, device: torch.device, keep_bytes: int, deadline_seconds: float) -> None:
+        self.device = device
+        self.launcher = CupyLauncher()
+        self.pinned = BufferPool(keep_bytes, _pinned_block, smallest_bytes=1)
+        self.deadline_seconds = deadline_seconds
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[None]:
+        # When torch.cuda.stream alone exits, it sets the thread's previous device, which creates a context
+        # there: half a gigabyte of GPU 0 for each rank, because threads start with device 0.
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            yield
+
+    def follow(self, *inputs: Tensor) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        for tensor in inputs:
+            # The caller may drop its gradient at once, but the allocator must not reuse its memory yet.
+            tensor.record_stream(self._stream)
+
+    def mark(self) -> Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+    def hand_over(self, *results: Tensor) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_stream(self._stream)
+        for tensor in results:
+            tensor.record_stream(stream)
+
+
+def _pinned_block(size: int) -> NDArray[np.uint8]:
+    block: NDArray[np.uint8] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
+    return block

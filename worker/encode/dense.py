@@ -1,0 +1,199 @@
+"""Encoding of dense tensors: large ones are split over all servers, small ones go whole to one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zenps.buffers import BufferPool
+from zenps.errors import PeerLostError, ProtocolError
+from zenps.partition.layout import Layout
+from zenps.wire.messages import Result
+from zenps.wire.tensors import tensor_bytes
+
+from ..core.transfer import Answer, EncodedChunk, EncodedTensor, OneRound, Sharding
+from .quantizer import ValueCoder
+from .sparse import Ranges
+
+# Elements of a dense tensor that go to the same server: copying 1 KiB runs of float32 is as fast as copying
+# one long run, and a bucket of 4 MiB still fills all 4096 slots.
+DENSE_GRANULE = 256
+
+_NOTHING = memoryview(b"")
+
+
+class RootLostError(PeerLostError):
+    """The root of a broadcast was lost. All ranks raise it for the same broadcasts."""
+
+    def __init__(self) -> None:
+        super().__init__("a broadcast's root was lost before it had pushed everything")
+
+
+class WholeTransfer(OneRound):
+    """A small strided tensor, pushed to one server in one message.
+
+    Args:
+        tensor: on the CPU; not read if ``contributes`` is False. It may be changed after construction.
+        sharding: to the server ``home``.
+        contributes: True if this rank's values are part of the sum; False if it only pulls the result.
+        coder: of the values.
+    """
+
+    def __init__(self, tensor: Tensor, sharding: Sharding, contributes: bool, coder: ValueCoder) -> None:
+        count = self.rows_given = tensor.numel()
+        self._coder = coder
+        self._contributes = contributes
+        values = coder.encode_copy(tensor) if contributes else _NOTHING
+        rows = count if contributes else 0
+        chunk = EncodedChunk(sharding.home, 0, count, rows, "none", (_NOTHING, values))
+        self.restart(EncodedTensor("dense", tensor.shape, tensor.dtype, 1, 0, sharding, (chunk,), coder.form))
+
+    def restart(self, encoded: EncodedTensor) -> None:
+        self.encoded = encoded
+        self._pulled: Tensor | None = None
+
+    def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
+        _check_dense(answer.result, answer.frames, self.rows_given)
+        if answer.result.rows:
+            pulled = self._coder.decode(answer.frames[1], (self.rows_given,))
+            # torch takes longer for a view than for all else here.
+            self._pulled = pulled if len(self.encoded.shape) == 1 else pulled.view(self.encoded.shape)
+        return ()
+
+    def finish(self) -> Tensor:
+        """Returns the sum: strided, contiguous, of the tensor's shape.
+
+        Raises:
+            RootLostError: no rank contributed, and this rank only pulls.
+        """
+        if self._pulled is None:
+            if self.rows_given and not self._contributes:
+                raise RootLostError
+            return torch.zeros(self.encoded.shape, dtype=self.encoded.dtype, device="cpu")
+        return self._pulled
+
+
+class DenseTransfer(OneRound):
+    """A strided tensor of any shape, flattened and split over all servers.
+
+    Args:
+        tensor: on the CPU; not read if ``contributes`` is False. It may be changed after construction.
+        sharding: how elements are distributed, in granules of :data:`DENSE_GRANULE`.
+        pool: for the frames and the result.
+        contributes: True if this rank's values are part of the sum; False if it only pulls the result.
+        coder: of the values.
+    """
+
+    def __init__(
+        self, tensor: Tensor, sharding: Sharding, pool: BufferPool, contributes: bool, coder: ValueCoder
+    ) -> None:
+        layout = sharding.layout
+        assert layout is not None
+        self.rows_given = tensor.numel()
+        self._pool = pool
+        self._coder = coder
+        self._contributes = contributes
+        # Kept when the ring changes: under any ring, answers cover every position.
+        self._pulled = pool.empty((layout.size,), tensor.dtype)
+        granule_bytes = coder.size_bytes(DENSE_GRANULE, 1)
+        values = None
+        if contributes:
+            # Encoded before it is reordered: adjacent elements of the tensor have a common scale, which must
+            # not depend on the ring.
+            data = coder.encode(_padded(tensor, layout, pool)[:, None])
+            values = tensor_bytes(_in_position_order(data, granule_bytes, layout, pool))
+        self._layout, self._ranges = layout, sharding.ranges()
+        self._is_root_lost = False
+        self.encoded = EncodedTensor(
+            kind="dense",
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            columns=1,
+            expected_rows=0,
+            sharding=sharding,
+            chunks=encode_values(self._ranges, values, granule_bytes),
+            values=coder.form,
+            row_bytes=granule_bytes,
+        )
+
+    def restart(self, encoded: EncodedTensor) -> None:
+        assert encoded.sharding.layout is not None
+        self._layout, self._ranges = encoded.sharding.layout, encoded.sharding.ranges()
+        self._is_root_lost = False
+        self.encoded = encoded
+
+    def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
+        result = answer.result
+        chunk = self._ranges[answer.server, result.chunk]
+        _check_dense(result, answer.frames, chunk.span)
+        target = self._pulled[chunk.start : chunk.stop]
+        if result.rows:
+            self._coder.decode_into(answer.frames[1], target)
+        else:
+            target.zero_()
+            self._is_root_lost |= chunk.span > 0 and not self._contributes
+        return ()
+
+    def finish(self) -> Tensor:
+        """Returns the sum: strided, contiguous, of the tensor's shape.
+
+        Raises:
+            RootLostError: no rank contributed to some elements, and this rank only pulls.
+        """
+        if self._is_root_lost:
+            raise RootLostError
+        result = self._pulled
+        if not self._layout.keeps_order:
+            result = self._pool.empty((self._layout.size,), self.encoded.dtype)
+            result.view(-1, DENSE_GRANULE)[granule_order(self._layout)] = self._pulled.view(-1, DENSE_GRANULE)
+        return result[: self.rows_given].view(self.encoded.shape)
+
+
+def encode_values(ranges: Ranges, values: memoryview | None, granule_bytes: int) -> list[EncodedChunk]:
+    """Returns the chunks of a dense tensor.
+
+    Args:
+        ranges: of the tensor's sharding.
+        values: the granules in order of position, ``granule_bytes`` each; frames are slices of this memory.
+            None if this rank does not contribute.
+    """
+    chunks = []
+    for each in ranges.values():
+        if values is None:
+            rows, frame = 0, _NOTHING
+        else:
+            begin, end = (bound // DENSE_GRANULE * granule_bytes for bound in (each.start, each.stop))
+            rows, frame = each.span, values[begin:end]
+        chunks.append(EncodedChunk(each.server, each.chunk, each.span, rows, "none", (_NOTHING, frame)))
+    return chunks
+
+
+def granule_order(layout: Layout) -> Tensor:
+    """Returns the numbers of all granules of a dense tensor in order of position: int64."""
+    return layout.granule_order(0, layout.size // DENSE_GRANULE)
+
+
+def _padded(tensor: Tensor, layout: Layout, pool: BufferPool) -> Tensor:
+    """Returns a copy, padded with zeros to whole granules."""
+    count = tensor.numel()
+    padded = pool.empty((layout.size,), tensor.dtype)
+    padded[:count].view(tensor.shape).copy_(tensor.detach())
+    padded[count:].zero_()
+    return padded
+
+
+def _in_position_order(data: Tensor, granule_bytes: int, layout: Layout, pool: BufferPool) -> Tensor:
+    """Returns the granules, ``granule_bytes`` each, in order of position."""
+    if layout.keeps_order:
+        return data
+    ordered = pool.empty(tuple(data.shape), torch.uint8)
+    out = ordered.view(-1, granule_bytes)
+    torch.index_select(data.view(-1, granule_bytes), 0, granule_order(layout), out=out)
+    return ordered
+
+
+def _check_dense(result: Result, frames: Sequence[memoryview], span: int) -> None:
+    if len(frames) != 2 or result.codec != "none" or result.rows not in (0, span):
+        raise ProtocolError("payload", f"a dense result of {result.rows} rows, expected {span}")

@@ -1,0 +1,375 @@
+"""Encoding of tensors on a GPU: compacts them there, and copies through pinned memory.
+
+The chunks of such a transfer are known only once the device has finished, and the host must not wait for
+that. So the preparation of a transfer is an iterator of events, which continues when an event has happened.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from msgspec import structs
+from numpy.typing import NDArray
+from torch import Tensor
+
+from zenps.codecs.base import Codec
+from zenps.codecs.coo import item_dtype
+from zenps.codecs.registry import CODECS, choose
+from zenps.config.settings import CudaConfig
+from zenps.errors import ProtocolError, TensorError, ZenPSError
+from zenps.kernels.gpu.bitmap_codec import decode_bitmap, decode_coo, encode_bitmap, encode_coo
+from zenps.kernels.gpu.bitmap_compact import bitmap_compact
+from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact
+from zenps.kernels.gpu.place import DeviceLayout, find_cuts, place_rows
+from zenps.kernels.gpu.rows import DeviceRows
+from zenps.kernels.gpu.scatter import merge
+from zenps.kernels.gpu.sort_compact import sort_compact
+from zenps.partition.layout import Layout
+from zenps.wire.tensors import tensor_bytes
+
+from ..core.request import table_shape
+from ..core.statistics import Progress, Report
+from ..core.transfer import (
+    Answer,
+    ChunkRange,
+    EncodedChunk,
+    EncodedTensor,
+    OneRound,
+    Sharding,
+    Transfer,
+    sparse_report,
+)
+from .accelerator import Accelerator, Event
+from .blocks import BlockTransfer
+from .quantizer import ValueCoder
+from .sparse import as_sparse, check_sparse, row_numbers
+from .streams import Plan
+
+
+class _Staged(Transfer):
+    """A transfer whose preparation continues whenever an event of the device has happened."""
+
+    is_staged = True
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._steps = self._prepare()
+        self._event = next(self._steps, None)
+
+    def prepared(self) -> bool:
+        try:
+            while self._event is not None and self._event.query():
+                self._event = next(self._steps, None)
+        except ZenPSError:
+            raise
+        except Exception as error:  # e.g. out of memory; not retried: the iterator would look exhausted
+            raise TensorError(f"a tensor on {self._accelerator.device}: {error}") from error
+        return self._event is None
+
+    @abstractmethod
+    def _prepare(self) -> Iterator[Event]:
+        """Prepares the first push; yields an event whenever the device has to reach it first."""
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        """Returns a pinned copy, which is complete at the next event."""
+        copy = self._accelerator.pinned.empty(tuple(tensor.shape), tensor.dtype)
+        return copy.copy_(tensor, non_blocking=True)
+
+
+class StagedSparse(_Staged, OneRound):
+    """A sparse COO tensor on a GPU; the bytes on the wire are those of ``SparseTransfer``.
+
+    The preparation waits for two events: the number of rows must reach the host before the rows can be
+    copied, and the copy must end before they can be sent.
+
+    Args:
+        tensor: coalesced or not, on the accelerator's device. It must not change before the round has ended.
+        sharding, codec, expected_rows: as for ``SparseTransfer``.
+        settings: how rows are compacted.
+        device_layout: returns a layout in the form that kernels read.
+        coder: of the values. It quantizes on the host, where residuals are kept: on the device they would
+            take as much memory as the table.
+    """
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        sharding: Sharding,
+        codec: str,
+        settings: CudaConfig,
+        device_layout: Callable[[Layout], DeviceLayout],
+        accelerator: Accelerator,
+        coder: ValueCoder,
+        expected_rows: int = 0,
+    ) -> None:
+        self.rows_given = tensor._nnz()
+        self._coder = coder
+        self._sparse_dim = tensor.sparse_dim()
+        self._indices, self._values = tensor._indices(), tensor._values().detach()
+        self._codec, self._settings, self._device_layout_of = codec, settings, device_layout
+        self._pulled: list[tuple[Tensor, Tensor]] = []
+        self._faults: list[Tensor] = []
+        self._held: list[Tensor] = []
+        self._hashed_rows = np.zeros(4, dtype=np.int64)
+        """Rows by outcome of hash compaction: first hash, another hash, serial memory, overflow."""
+        _, self._columns = table_shape(tensor)
+        self.restart(
+            EncodedTensor(
+                kind="sparse",
+                shape=tensor.shape,
+                dtype=tensor.dtype,
+                columns=self._columns,
+                expected_rows=expected_rows,
+                sharding=sharding,
+                chunks=(),
+                values=coder.form,
+                row_bytes=coder.size_bytes(1, self._columns),
+            )
+        )
+        super().__init__(accelerator)
+
+    def restart(self, encoded: EncodedTensor) -> None:
+        layout = encoded.sharding.layout
+        assert layout is not None
+        self._layout, self._device_layout = layout, self._device_layout_of(layout)
+        self.encoded, self._ranges = encoded, encoded.sharding.ranges()
+        # self._held is kept: copies from these buffers may not have finished.
+        self._pulled.clear()
+        self._faults.clear()
+
+    # ── push ────────────────────────────────────────────────────────────────────────────────────
+
+    def _prepare(self) -> Iterator[Event]:
+        gpu, settings = self._accelerator, self._settings
+        memory = HashMemory(settings.hash_functions, settings.parallel_factor, settings.serial_factor)
+        gpu.follow(self._indices, self._values)
+        with gpu.stream():
+            positions, values, outside = self._positions()
+            starts = self._on_device([each.start for each in self._ranges.values()])
+            stops = self._on_device([each.stop for each in self._ranges.values()])
+        while True:
+            with gpu.stream():
+                rows, counters = self._compact(positions, values, memory)
+                offsets = find_cuts(gpu.launcher, rows.positions, rows.count, stops)
+                header = self._to_host(torch.cat([outside, counters, offsets]))
+            yield gpu.mark()
+            if int(header[0]):
+                raise TensorError(
+                    f"indices outside the tensor's shape {tuple(self.encoded.shape)}; check them"
+                )
+            self._hashed_rows += header[1:5].numpy()
+            if not int(header[4]):
+                break
+            memory = memory.doubled()
+
+        runs = self._runs(header[5:].tolist())
+        total = runs[-1].end
+        with gpu.stream():
+            values = self._to_host(rows.values[:total])
+            numbers = self._to_host(self._relative_to_chunks(rows, starts)[:total])
+            bitmaps = {
+                run: self._to_host(self._encode_bitmap(rows, run))
+                for run in runs
+                if run.codec.name == "bitmap"
+            }
+        yield gpu.mark()
+
+        del self._indices, self._values
+        data = tensor_bytes(self._coded(runs, numbers, values))
+        chunks = [self._chunk(run, numbers, bitmaps.get(run), data) for run in runs]
+        self.encoded = structs.replace(self.encoded, chunks=chunks)
+
+    def _positions(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns positions, values ``[nnz, columns]``, and ``[1]``: not 0 if an index is out of bounds."""
+        rows, outside = row_numbers(self._indices, tuple(self.encoded.shape[: self._sparse_dim]))
+        positions, beyond = place_rows(self._accelerator.launcher, self._device_layout, rows)
+        values = self._values.reshape(len(rows), self._columns).contiguous()
+        return positions, values, outside | beyond
+
+    def _compact(self, positions: Tensor, values: Tensor, memory: HashMemory) -> tuple[DeviceRows, Tensor]:
+        """Returns the compacted rows by position, and the counters of hash compaction."""
+        launcher, size = self._accelerator.launcher, self._device_layout.size
+        if self._settings.compaction == "hash":
+            bounds = self._on_device(self._layout.server_bounds)
+            hashed = hash_compact(launcher, positions, values, bounds, size, len(positions), memory)
+            return hashed.rows, hashed.counters
+        if self._settings.compaction == "bitmap":
+            rows = bitmap_compact(launcher, positions, values, size)
+        else:
+            rows = sort_compact(launcher, positions, values)
+        return rows, torch.zeros(4, dtype=torch.int64, device=positions.device)
+
+    def _relative_to_chunks(self, rows: DeviceRows, starts: Tensor) -> Tensor:
+        """Returns each position relative to its chunk, as int32 if that is enough for all chunks."""
+        widest = max(each.span for each in self._ranges.values())
+        dtype = torch.int32 if item_dtype(widest).itemsize == 4 else torch.int64
+        return encode_coo(self._accelerator.launcher, rows.positions, rows.count, starts, dtype)
+
+    def _runs(self, ends: Sequence[int]) -> list[_Run]:
+        """Returns the rows of each chunk, given the number of rows up to its end."""
+        begins, row_bytes = (0, *ends[:-1]), self.encoded.row_bytes
+        return [
+            _Run(each, begin, end, choose(self._codec, end - begin, each.span, row_bytes))
+            for each, begin, end in zip(self._ranges.values(), begins, ends, strict=True)
+        ]
+
+    def _encode_bitmap(self, rows: DeviceRows, run: _Run) -> Tensor:
+        launcher, where = self._accelerator.launcher, run.where
+        return encode_bitmap(launcher, rows.positions, run.begin, run.end, where.start, where.span)
+
+    def _coded(self, runs: Sequence[_Run], numbers: Tensor, values: Tensor) -> Tensor:
+        if not self._coder.keeps_residual:
+            return self._coder.encode(values)
+        positions = torch.cat([numbers[run.begin : run.end].long() + run.where.start for run in runs])
+        return self._coder.encode_rows(values, self._layout, positions)
+
+    def _chunk(self, run: _Run, numbers: Tensor, bitmap: Tensor | None, values: memoryview) -> EncodedChunk:
+        where, row_bytes = run.where, self.encoded.row_bytes
+        if bitmap is None:
+            encoded = run.codec.encode(numbers[run.begin : run.end].numpy(), where.span).data
+        else:
+            encoded = tensor_bytes(bitmap)
+        frames = (encoded, values[run.begin * row_bytes : run.end * row_bytes])
+        return EncodedChunk(
+            where.server, where.chunk, where.span, run.end - run.begin, run.codec.name, frames
+        )
+
+    def report(self, progress: Progress) -> Report:
+        hashed = self._hashed_rows.tolist() if self._hashed_rows.any() else ()
+        return sparse_report(self, progress, tuple(hashed))
+
+    # ── pull ────────────────────────────────────────────────────────────────────────────────────
+
+    def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
+        result, frames = answer.result, answer.frames
+        where = self._ranges[answer.server, result.chunk]
+        check_sparse(result, frames, where)
+        start, span, count = where.start, where.span, result.rows
+        codec, positions = CODECS[result.codec], frames[0]
+        if result.codec not in ("coo", "bitmap"):  # no kernel decodes the others
+            codec = CODECS["coo"]
+            positions = codec.encode(CODECS[result.codec].decode(positions, count, span), span).data
+        expected = (codec.most_bytes(count, span), count * self.encoded.row_bytes)
+        got = (positions.nbytes, frames[1].nbytes)
+        if got != expected:
+            raise ProtocolError("payload", f"frames of {got} bytes, expected {expected} for {count} rows")
+        gpu = self._accelerator
+        with gpu.stream():
+            encoded = self._to_device(np.frombuffer(positions, np.uint8))
+            decoded = self._coder.decode(frames[1], (count, self._columns))
+            values = self._to_device(np.frombuffer(tensor_bytes(decoded), np.uint8))
+            if codec.name == "bitmap":
+                rows, fault = decode_bitmap(gpu.launcher, self._device_layout, encoded, count, start, span)
+            else:
+                item = torch.int32 if item_dtype(span).itemsize == 4 else torch.int64
+                rows, fault = decode_coo(gpu.launcher, self._device_layout, encoded.view(item), start, span)
+        self._pulled.append((rows, values.view(self.encoded.dtype).view(count, self._columns)))
+        self._faults.append(fault)
+        return ()
+
+    def finish(self) -> Tensor:
+        """Returns sparse COO, coalesced, on the device, with every row that any rank pushed."""
+        gpu = self._accelerator
+        with gpu.stream():
+            rows, values = (torch.cat(tensors) for tensors in zip(*self._pulled, strict=True))
+            rows, values = merge(gpu.launcher, rows, values, self._layout.rows_total)
+            result = as_sparse(rows, values, self.encoded.shape, self._sparse_dim)
+            fault = self._to_host(torch.cat(self._faults).amax(0, keepdim=True))
+        # Wait for two reasons: positions from the network are checked before their use, and copies from
+        # pinned memory must end before it is reused.
+        gpu.wait_for(gpu.mark())
+        self._pulled.clear()
+        self._held.clear()
+        if int(fault):
+            raise ProtocolError("payload", "positions that do not increase, or that no row has")
+        gpu.hand_over(result._indices(), result._values())
+        return result
+
+    def _to_device(self, data: NDArray[np.uint8]) -> Tensor:
+        """Copies bytes to the device through pinned memory, which is kept until the round has ended."""
+        pinned = self._accelerator.pinned.empty((data.nbytes,), torch.uint8)
+        pinned.numpy()[:] = data
+        self._held.append(pinned)
+        return pinned.to(self._accelerator.device, non_blocking=True)
+
+    def _on_device(self, numbers: Sequence[int]) -> Tensor:
+        return self._to_device(np.array(numbers, np.int64).view(np.uint8)).view(torch.int64)
+
+
+class _Run(NamedTuple):
+    """The compacted rows from ``begin`` up to ``end``, which lie in the chunk ``where``."""
+
+    where: ChunkRange
+    begin: int
+    end: int
+    codec: Codec
+
+
+class StagedDense(_Staged):
+    """A strided tensor on a GPU: copied to pinned memory, then transferred like one on the CPU.
+
+    Args:
+        tensor: of any shape; it must not change before the round has ended.
+        transfer: constructs the transfer of the copy, with results in pinned memory if they are large.
+    """
+
+    def __init__(
+        self, tensor: Tensor, transfer: Callable[[Tensor], Transfer], accelerator: Accelerator
+    ) -> None:
+        self.rows_given = tensor.numel()
+        self._tensor = tensor.detach()
+        self._make = transfer
+        super().__init__(accelerator)
+
+    def _prepare(self) -> Iterator[Event]:
+        gpu = self._accelerator
+        gpu.follow(self._tensor)
+        with gpu.stream():
+            copy = self._to_host(self._tensor)
+        yield gpu.mark()
+        del self._tensor
+        self._inner = self._make(copy)
+
+    def begin(self) -> Sequence[EncodedTensor]:
+        return self._inner.begin()
+
+    def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
+        return self._inner.on_answer(answer)
+
+    def restart(self, encoded: EncodedTensor) -> None:
+        self._inner.restart(encoded)
+
+    def finish(self) -> Tensor:
+        """Returns the sum: strided, contiguous, on the device."""
+        gpu = self._accelerator
+        pulled = self._inner.finish()
+        with gpu.stream():
+            result = pulled.to(gpu.device, non_blocking=True)
+        gpu.wait_for(gpu.mark())
+        gpu.hand_over(result)
+        return result
+
+    def report(self, progress: Progress) -> Report:
+        return self._inner.report(progress)
+
+
+class StagedBlocks(StagedDense):
+    """A strided tensor on a GPU: copied to pinned memory, then transferred in streams like one on the CPU.
+
+    Args:
+        tensor: of any shape; it must not change before the round has ended.
+        plan: how the tensor is divided into streams.
+        shardings: of each stream.
+    """
+
+    absorbs_on = BlockTransfer.absorbs_on
+
+    def __init__(
+        self, tensor: Tensor, plan: Plan, shardings: Sequence[Sharding], accelerator: Accelerator
+    ) -> None:
+        pinned = accelerator.pinned
+        super().__init__(tensor, lambda copy: BlockTransfer(copy, plan, shardings, pinned), accelerator)

@@ -1,0 +1,162 @@
+"""Transfer planner: chooses the transfer of a tensor by its kind, size and device."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from zenps.buffers import BufferPool
+from zenps.codecs.values import value_codec
+from zenps.config.settings import Config
+from zenps.errors import UsageError
+from zenps.kernels.factory import make_kernels
+from zenps.kernels.gpu.place import DeviceLayout
+from zenps.partition.device_layout import device_layout_on
+from zenps.partition.layout import Layout
+from zenps.schemes.base import Scheme
+
+from ..core.memory import POOL_BYTES
+from ..core.request import Options, Request, table_shape
+from ..core.transfer import Sharding, Transfer, Transform
+from .accelerator import Accelerator, CudaAccelerator
+from .blocks import BlockTransfer
+from .dense import DenseTransfer, WholeTransfer
+from .gpu import StagedBlocks, StagedDense, StagedSparse
+from .quantizer import Quantizer, Residuals, Unchanged, ValueCoder
+from .sharder import Sharder
+from .sparse import SparseTransfer
+from .streams import LONGEST_NAME, Plan, plan_streams
+from .transforms import TRANSFORMS
+
+
+class Planner:
+    """Constructs transfers. Every method may be called from any thread.
+
+    Args:
+        config: all settings.
+        scheme: of tensors that go over servers.
+        sharder: distributes tensors over servers.
+    """
+
+    def __init__(self, config: Config, scheme: Scheme, sharder: Sharder) -> None:
+        self._config = config
+        self._wire = scheme.wire
+        self._in_blocks = scheme.engine == "blocks"
+        self._codec = scheme.wire.push_codec or config.sync.codec
+        self._sharder = sharder
+        self._pool = BufferPool(POOL_BYTES)
+        self._kernels = make_kernels(self._pool)
+        self._residuals = Residuals()
+        self._accelerators: dict[torch.device, Accelerator] = {}
+        # Each device layout lives as long as its layout, that is, as long as any tensor is sharded by it.
+        self._gpu_layouts: WeakKeyDictionary[Layout, dict[torch.device, DeviceLayout]] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def count_names(self, request: Request) -> int:
+        """Returns how many names the tensor's rounds take: one for each stream.
+
+        Raises:
+            UsageError: the name is too long for a tensor in streams.
+        """
+        plan = self._plan(request.tensor, request.options)
+        if plan is None:
+            return 1
+        if len(request.name) > LONGEST_NAME:
+            reason = f"expected at most {LONGEST_NAME} characters, because its streams have longer names"
+            raise UsageError(f"tensor name {request.name!r:.60}: {reason}")
+        return plan.streams
+
+    def transforms(self, tensor: Tensor) -> tuple[Transform, ...]:
+        """Returns the transforms that the scheme applies to ``tensor`` before it is encoded."""
+        transform = TRANSFORMS[self._wire.keys] if tensor.is_sparse else None
+        return () if transform is None else (transform(tensor, self._kernels),)
+
+    def begin(self, request: Request, expected_rows: int) -> Transfer:
+        """Constructs the transfer of a transformed tensor. A tensor on the CPU is compacted on this thread.
+
+        Args:
+            expected_rows: how many rows of the tensor were pulled last time; equal on all ranks.
+
+        Raises:
+            TensorError: indices lie outside the tensor, a row is too large for a message, or there is no
+                memory for residuals.
+            ConfigError: the tensor is on a GPU, and CuPy is not installed.
+        """
+        tensor, name, options = request
+        gpu = self._accelerator(tensor)
+        if tensor.is_sparse:
+            return self._begin_sparse(request, expected_rows, gpu)
+        plan = self._plan(tensor, options)
+        if plan is not None:
+            shardings = self._sharder.shard_streams(name, plan.streams)
+            if gpu is None:
+                return BlockTransfer(tensor, plan, shardings, self._pool)
+            return StagedBlocks(tensor, plan, shardings, gpu)
+        sharding = self._sharder.shard_dense(name, tensor.numel(), tensor.dtype)
+        coder = self._coder(request, sharding.layout.size if sharding.layout else tensor.numel(), 1)
+        if gpu is None:
+            return _begin_dense(sharding, self._pool, options.contributes, coder, tensor)
+        begin = partial(_begin_dense, sharding, gpu.pinned, options.contributes, coder)
+        return StagedDense(tensor, begin, gpu)
+
+    def _begin_sparse(self, request: Request, expected_rows: int, gpu: Accelerator | None) -> Transfer:
+        tensor = request.tensor
+        rows, columns = table_shape(tensor)
+        coder = self._coder(request, rows, columns)
+        sharding = self._sharder.shard_sparse(request.name, rows, columns, tensor.dtype, expected_rows)
+        if gpu is None:
+            return SparseTransfer(tensor, sharding, self._codec, self._kernels, coder, expected_rows)
+        layout = partial(self._device_layout, gpu)
+        return StagedSparse(
+            tensor, sharding, self._codec, self._config.cuda, layout, gpu, coder, expected_rows
+        )
+
+    def _plan(self, tensor: Tensor, options: Options) -> Plan | None:
+        """Returns how ``tensor`` is divided into streams; None if it goes in chunks."""
+        if not (self._in_blocks and options.is_reduction):
+            return None
+        sync, most_bytes = self._config.sync, self._config.cluster.max_message_bytes
+        return plan_streams(tensor.shape.numel(), tensor.dtype.itemsize, sync.block, sync.fusion, most_bytes)
+
+    def _coder(self, request: Request, rows: int, columns: int) -> ValueCoder:
+        """Returns the coder of the tensor's values. Only float32 gradients are quantized."""
+        tensor = request.tensor
+        if request.options.purpose != "gradient" or tensor.dtype != torch.float32 or not rows * columns:
+            return Unchanged(tensor.dtype)
+        codec = value_codec(self._config.sync.values, columns, is_dense=not tensor.is_sparse)
+        if codec is None:
+            return Unchanged(tensor.dtype)
+        return Quantizer(codec, self._residuals.of(request.name, rows, columns), self._pool)
+
+    def _accelerator(self, tensor: Tensor) -> Accelerator | None:
+        """Returns the accelerator of the tensor's device; None for the CPU."""
+        if tensor.is_cpu:
+            return None
+        device = tensor.device
+        with self._lock:
+            if device not in self._accelerators:
+                deadline_seconds = self._config.cluster.patience_seconds
+                self._accelerators[device] = CudaAccelerator(device, POOL_BYTES, deadline_seconds)
+            return self._accelerators[device]
+
+    def _device_layout(self, gpu: Accelerator, layout: Layout) -> DeviceLayout:
+        with self._lock:
+            gpu_layouts = self._gpu_layouts.setdefault(layout, {})
+            if gpu.device not in gpu_layouts:
+                # Allocated on the stream that reads it, so that its memory is not reused before the stream is
+                # done with it.
+                with gpu.stream():
+                    gpu_layouts[gpu.device] = device_layout_on(layout, gpu.device)
+            return gpu_layouts[gpu.device]
+
+
+def _begin_dense(
+    sharding: Sharding, pool: BufferPool, contributes: bool, coder: ValueCoder, tensor: Tensor
+) -> Transfer:
+    if sharding.layout is None:
+        return WholeTransfer(tensor, sharding, contributes, coder)
+    return DenseTransfer(tensor, sharding, pool, contributes, coder)

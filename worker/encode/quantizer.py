@@ -1,0 +1,190 @@
+"""Quantization of pushed values with error feedback; only float32 gradients are quantized.
+
+Error feedback: a rank adds the rounding error of a row (its residual) to that row when it is pushed next, so
+that no error is lost for good (Seide et al., "1-bit stochastic gradient descent", Interspeech 2014;
+Karimireddy et al., https://arxiv.org/abs/1901.09847). Residuals are kept by row, so a change of the ring does
+not affect them, and a repeated push has the same bytes. A joining worker begins with residuals of zero.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zenps.buffers import BufferPool
+from zenps.codecs.base import ValueCodec, ValueForm
+from zenps.errors import TensorError
+from zenps.kernels.cpu import put_rows
+from zenps.partition.layout import Layout
+from zenps.wire.tensors import copied_bytes, tensor_bytes, tensor_from_bytes
+
+
+class ValueCoder(ABC):
+    """Encodes the values of one tensor to bytes, and decodes them.
+
+    Attributes:
+        form: for the ``values`` of a push.
+    """
+
+    form: ValueForm
+    keeps_residual: ClassVar[bool]
+    """True if the coder has to know which rows it encodes."""
+
+    @abstractmethod
+    def size_bytes(self, rows: int, columns: int) -> int:
+        """Returns the size of the encoded values."""
+
+    @abstractmethod
+    def encode(self, values: Tensor) -> Tensor:
+        """Encodes all rows in order: uint8 ``[size_bytes]``, perhaps on the memory of ``values``.
+
+        Args:
+            values: ``[rows, columns]`` on the CPU, contiguous; may be overwritten.
+        """
+
+    @abstractmethod
+    def encode_rows(self, values: Tensor, layout: Layout, positions: Tensor) -> Tensor:
+        """Encodes some rows, as :meth:`encode` does.
+
+        Args:
+            positions: of the rows, unique, int64 ``[n]``.
+        """
+
+    @abstractmethod
+    def encode_copy(self, tensor: Tensor) -> memoryview:
+        """Encodes a small strided tensor into memory of its own."""
+
+    @abstractmethod
+    def decode(self, data: memoryview, shape: tuple[int, ...]) -> Tensor:
+        """Decodes values of ``shape`` ``[rows]`` or ``[rows, columns]`` on the CPU; perhaps on ``data``.
+
+        Raises:
+            ProtocolError: ``data`` has another size than ``shape`` needs.
+        """
+
+    @abstractmethod
+    def decode_into(self, data: memoryview, out: Tensor) -> None:
+        """Decodes values into ``out``, which is contiguous. Raises as :meth:`decode`."""
+
+
+class Unchanged(ValueCoder):
+    """Sends values as they are.
+
+    Args:
+        dtype: of the values.
+    """
+
+    form = "same"
+    keeps_residual = False
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def size_bytes(self, rows: int, columns: int) -> int:
+        return rows * columns * self._dtype.itemsize
+
+    def encode(self, values: Tensor) -> Tensor:
+        return values.reshape(-1).view(torch.uint8)
+
+    def encode_rows(self, values: Tensor, layout: Layout, positions: Tensor) -> Tensor:
+        return self.encode(values)
+
+    def encode_copy(self, tensor: Tensor) -> memoryview:
+        return memoryview(copied_bytes(tensor))
+
+    def decode(self, data: memoryview, shape: tuple[int, ...]) -> Tensor:
+        return tensor_from_bytes(data, self._dtype, shape)
+
+    def decode_into(self, data: memoryview, out: Tensor) -> None:
+        out.copy_(self.decode(data, tuple(out.shape)))
+
+
+class Quantizer(ValueCoder):
+    """Quantizes the values of one tensor's gradient, with error feedback.
+
+    Args:
+        codec: of the values.
+        residual: float32 ``[rows, columns]``, the rounding errors of earlier pushes; updated by each push.
+        pool: for encoded and decoded values.
+    """
+
+    keeps_residual = True
+
+    def __init__(self, codec: ValueCodec, residual: Tensor, pool: BufferPool) -> None:
+        self.form = codec.form
+        self._codec = codec
+        self._residual = residual
+        self._pool = pool
+
+    def size_bytes(self, rows: int, columns: int) -> int:
+        return self._codec.size_bytes(rows, columns)
+
+    def encode(self, values: Tensor) -> Tensor:
+        values += self._residual
+        data, error = self._round(values)
+        self._residual.copy_(error)
+        return data
+
+    def encode_rows(self, values: Tensor, layout: Layout, positions: Tensor) -> Tensor:
+        rows = layout.rows(positions)
+        values += torch.index_select(self._residual, 0, rows)
+        data, error = self._round(values)
+        put_rows(error, rows.numpy(), self._residual)
+        return data
+
+    def _round(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the encoded values and their rounding errors."""
+        data = self._pool.empty((self._codec.size_bytes(*values.shape),), torch.uint8)
+        self._codec.encode(values, data)
+        decoded = self.decode(data.numpy().data, tuple(values.shape))
+        # NaN and infinite errors are dropped: they would come back in every later step.
+        return data, torch.sub(values, decoded, out=decoded).nan_to_num_(0, 0, 0)
+
+    def encode_copy(self, tensor: Tensor) -> memoryview:
+        copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+        return tensor_bytes(self.encode(copy.view(tensor.numel(), 1)))
+
+    def decode(self, data: memoryview, shape: tuple[int, ...]) -> Tensor:
+        out = self._pool.empty(shape, torch.float32)
+        self.decode_into(data, out)
+        return out
+
+    def decode_into(self, data: memoryview, out: Tensor) -> None:
+        self._codec.decode(data, out if out.dim() == 2 else out[:, None])
+
+
+class Residuals:
+    """The residuals of all tensors. Thread-safe; only the one round in flight of a tensor uses its residual.
+
+    A residual is as large as the tensor, in float32. Keeping only the rows that were ever pushed would soon
+    save little memory, and would need a search in each step.
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[str, Tensor] = {}
+        self._lock = threading.Lock()
+
+    def of(self, name: str, rows: int, columns: int) -> Tensor:
+        """Returns the residual of a tensor, float32 ``[rows, columns]``; zeros if it is new or changed shape.
+
+        Raises:
+            TensorError: there is no memory for the residual.
+        """
+        with self._lock:
+            table = self._tables.get(name)
+            if table is None or table.shape != (rows, columns):
+                try:
+                    # NumPy's zeros come from calloc, untouched; torch would write each page.
+                    zeros = np.zeros((rows, columns), np.float32)
+                except MemoryError:
+                    raise TensorError(
+                        f"tensor {name!r}: no memory for the residuals of {rows} × {columns} values; "
+                        "set sync.values to same, on all workers"
+                    ) from None
+                table = self._tables[name] = torch.from_numpy(zeros)
+            return table

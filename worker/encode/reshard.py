@@ -1,0 +1,76 @@
+"""Resharding: encodes for a new ring what was pushed under an old one.
+
+A change of the ring moves positions, not rows. The frames of all chunks contain every row that this rank
+pushed, compacted, and the old layout maps their positions back to rows. So neither the gradient nor a kernel
+is needed again: only encoded bytes are moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from msgspec import structs
+from numpy.typing import NDArray
+
+from zenps.codecs.registry import CODECS
+from zenps.partition.layout import Layout
+
+from ..core.transfer import EncodedChunk, EncodedTensor, Sharding
+from .dense import encode_values, granule_order
+from .sparse import encode_rows
+
+
+def reshard(encoded: EncodedTensor, sharding: Sharding, codec: str) -> EncodedTensor:
+    """Returns what a new transfer of the same tensor would push under ``sharding``, to the byte.
+
+    Args:
+        encoded: for any earlier ring.
+        sharding: of the same tensor, for the present ring.
+        codec: the setting ``sync.codec``.
+    """
+    old, new = encoded.sharding.layout, sharding.layout
+    chunks: Sequence[EncodedChunk]
+    if old is None or new is None:
+        assert old is new, "only its size decides whether a tensor is split"
+        chunks = tuple(structs.replace(chunk, server=sharding.home) for chunk in encoded.chunks)
+    elif encoded.kind == "sparse":
+        chunks = _reshard_rows(encoded, old, new, sharding, codec)
+    else:
+        chunks = _reshard_values(encoded, old, new, sharding)
+    return structs.replace(encoded, sharding=sharding, chunks=chunks)
+
+
+def _reshard_rows(
+    encoded: EncodedTensor, old: Layout, new: Layout, sharding: Sharding, codec: str
+) -> list[EncodedChunk]:
+    starts = {key: each.start for key, each in encoded.sharding.ranges().items()}
+    before = np.concatenate(
+        [
+            CODECS[chunk.codec].decode(chunk.frames[0], chunk.rows, chunk.span)
+            + starts[chunk.server, chunk.chunk]
+            for chunk in encoded.chunks
+        ]
+    )
+    positions = new.positions(old.rows(torch.from_numpy(before))).numpy()
+    order = np.argsort(positions)
+    values = _joined(encoded).reshape(len(order), encoded.row_bytes).take(order, axis=0)
+    return encode_rows(sharding.ranges(), positions[order], values.reshape(-1).data, encoded.row_bytes, codec)
+
+
+def _reshard_values(
+    encoded: EncodedTensor, old: Layout, new: Layout, sharding: Sharding
+) -> list[EncodedChunk]:
+    if not any(chunk.rows for chunk in encoded.chunks):  # this rank does not contribute
+        return encode_values(sharding.ranges(), None, encoded.row_bytes)
+    granules, moved = granule_order(old).numpy(), granule_order(new).numpy()
+    index = np.empty_like(granules)
+    index[granules] = np.arange(len(granules))
+    values = _joined(encoded).reshape(len(granules), encoded.row_bytes).take(index[moved], axis=0)
+    return encode_values(sharding.ranges(), values.reshape(-1).data, encoded.row_bytes)
+
+
+def _joined(encoded: EncodedTensor) -> NDArray[np.uint8]:
+    """Returns the values of all chunks, in order of the old positions."""
+    return np.concatenate([np.frombuffer(chunk.frames[1], dtype=np.uint8) for chunk in encoded.chunks])

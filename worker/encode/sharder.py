@@ -1,0 +1,148 @@
+"""Sharding: distributes tensors over servers and chunks under the present ring."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from zenps.config.settings import Config
+from zenps.errors import TensorError
+from zenps.partition.layout import Layout, LayoutCache
+from zenps.partition.ring import SLOTS
+from zenps.partition.strategies.centralized import home_slot
+from zenps.partition.strategies.parallel import Parallel
+from zenps.partition.strategies.registry import strategy
+from zenps.schemes.base import WireForm
+from zenps.wire.messages import POSITION_BYTES, View
+
+from ..core.transfer import EncodedTensor, Sharding
+from .dense import DENSE_GRANULE
+from .reshard import reshard
+
+# A dense tensor below this goes to one server whole: more messages would cost more than they save.
+SPLIT_FROM_BYTES = 64 * 1024
+
+
+class Sharder:
+    """Shards tensors by the newest ring. Every method may be called from any thread.
+
+    Args:
+        config: all settings.
+        wire: the scheme's form on the wire.
+        view: the first view.
+    """
+
+    def __init__(self, config: Config, wire: WireForm, view: View) -> None:
+        self._config = config
+        self._wire = wire
+        self._codec = wire.push_codec or config.sync.codec
+        self._ring = _Ring(config, wire, view)
+
+    def follow(self, view: View) -> None:
+        """Shards by the ring of ``view`` from now on."""
+        if view.ring_epoch != self._ring.epoch:
+            self._ring = _Ring(self._config, self._wire, view)
+
+    def shard_sparse(
+        self, name: str, rows: int, columns: int, dtype: torch.dtype, expected_rows: int
+    ) -> Sharding:
+        """Returns the sharding of a sparse tensor.
+
+        Args:
+            rows: of the tensor.
+            expected_rows: how many rows were pulled last time; equal on all ranks.
+
+        Raises:
+            TensorError: a row is too large for a message.
+        """
+        return self._ring.shard_sparse(name, max(rows, 1), columns, dtype, expected_rows)
+
+    def shard_dense(self, name: str, count: int, dtype: torch.dtype) -> Sharding:
+        """Returns the sharding of a dense tensor of ``count`` elements."""
+        return self._ring.shard_dense(name, count, dtype)
+
+    def shard_streams(self, name: str, streams: int) -> list[Sharding]:
+        """Returns the sharding of each of a tensor's ``streams``.
+
+        Their slots lie at equal distances, beginning with a slot that the name determines.
+        """
+        first, ring = home_slot(name, self._config.sync.seed), self._ring
+        slots = [(first + stream * SLOTS // streams) % SLOTS for stream in range(streams)]
+        return [ring.shard_stream(slot, streams) for slot in slots]
+
+    def reshard(self, name: str, encoded: EncodedTensor) -> EncodedTensor:
+        """Returns ``encoded`` for the present ring: unchanged if its sharding is the same."""
+        ring, old = self._ring, encoded.sharding
+        if encoded.kind == "blocks":
+            new = ring.shard_stream(old.slot, old.chunks)
+        elif old.layout is None or encoded.kind == "dense":
+            new = ring.shard_dense(name, encoded.shape.numel(), encoded.dtype)
+        else:
+            rows = old.layout.rows_total
+            new = ring.shard_sparse(name, rows, encoded.columns, encoded.dtype, encoded.expected_rows)
+        # Layouts compare by identity. A ring's cache returns the same one, unless there are very many.
+        return encoded if new == old else reshard(encoded, new, self._codec)
+
+
+class _Ring:
+    """Shards by one ring. Immutable, except for a cache of layouts."""
+
+    def __init__(self, config: Config, wire: WireForm, view: View) -> None:
+        self.epoch = view.ring_epoch
+        self._config = config
+        self._wire = wire
+        owners = np.frombuffer(view.owners, dtype="<u2").astype(np.uint16)
+        # Sorting makes each server's slots contiguous, and keeps their number.
+        self._owners = owners = np.sort(owners) if wire.contiguous else owners
+        self._homes: dict[str, int] = {}
+        chosen = strategy(wire.partition or config.sync.partition)
+        servers = [server.rank for server in view.servers]
+        self._sparse, self._dense = (
+            LayoutCache(kind, config.sync.seed, owners, servers, config.sync.table_bytes)
+            for kind in (chosen, chosen if chosen.per_tensor else Parallel())
+        )
+
+    def shard_stream(self, slot: int, streams: int) -> Sharding:
+        return Sharding(None, streams, int(self._owners[slot]), self.epoch, slot)
+
+    def shard_sparse(
+        self, name: str, rows: int, columns: int, dtype: torch.dtype, expected_rows: int
+    ) -> Sharding:
+        is_wide = columns > 1 or self._wire.keys == "elements"
+        layout = self._sparse.get(name, rows, 1 if is_wide else self._config.sync.granule)
+        row_bytes = columns * dtype.itemsize + POSITION_BYTES
+        most_bytes = self._config.cluster.max_message_bytes // 2
+        if layout.granule * row_bytes > most_bytes:
+            raise TensorError(
+                f"tensor {name!r}: {layout.granule} row(s) of {columns} {dtype}, which stay together, "
+                f"need {layout.granule * row_bytes} bytes; expected at most {most_bytes}, half of "
+                f"cluster.max_message_bytes: raise it on all nodes"
+            )
+        chunks = self._count_chunks(layout, row_bytes, expected_rows * row_bytes)
+        return Sharding(layout, chunks, self._home(name), self.epoch)
+
+    def shard_dense(self, name: str, count: int, dtype: torch.dtype) -> Sharding:
+        size_bytes = count * dtype.itemsize
+        if size_bytes < SPLIT_FROM_BYTES:
+            return Sharding(None, 1, self._home(name), self.epoch)
+        layout = self._dense.get(name, count, DENSE_GRANULE)
+        chunks = self._count_chunks(layout, dtype.itemsize, size_bytes)
+        return Sharding(layout, chunks, self._home(name), self.epoch)
+
+    def _home(self, name: str) -> int:
+        home = self._homes.get(name)
+        if home is None:
+            home = self._homes[name] = int(self._owners[home_slot(name, self._config.sync.seed)])
+        return home
+
+    def _count_chunks(self, layout: Layout, row_bytes: int, expected_bytes: int) -> int:
+        """Returns chunks per server: each has at most ``sync.chunk_bytes`` if the tensor has the expected
+        rows, and at most a message if it has all of them.
+        """
+        widest = max(np.diff(layout.server_bounds).tolist())
+        # Half a message for the values leaves room for positions, bitmaps and envelopes.
+        at_least = -(-widest * row_bytes // (self._config.cluster.max_message_bytes // 2))
+        if not self._wire.chunked:
+            return max(1, at_least)
+        per_server = expected_bytes * widest // layout.size
+        return max(1, at_least, -(-per_server // self._config.sync.chunk_bytes))

@@ -1,0 +1,100 @@
+"""Transforms of a tensor before and after its transfer: by element (Zen), dense (BytePS), to the CPU."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from zenps.errors import ProtocolError
+from zenps.kernels.base import Kernels
+from zenps.partition.layout import check_rows
+from zenps.schemes.base import Keys
+
+from ..core.request import table_shape
+from ..core.transfer import Transform
+from .sparse import as_sparse, as_table, coalesced, row_numbers
+
+
+class ToHost(Transform):
+    """Copies a tensor from a device to the CPU, where it is reduced."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def apply(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().cpu()
+
+    def undo(self, result: Tensor) -> Tensor:
+        return result.to(self._device)
+
+
+class Densified(Transform):
+    """Converts a sparse tensor to a strided one. The result has only the rows that are not all zero, because
+    the strided sum does not tell which other rows were touched.
+
+    Args:
+        tensor: sparse COO, on any device.
+        kernels: for a tensor on the CPU.
+    """
+
+    def __init__(self, tensor: Tensor, kernels: Kernels) -> None:
+        self._shape, self._sparse_dim = tensor.shape, tensor.sparse_dim()
+        self._kernels = kernels
+
+    def apply(self, tensor: Tensor) -> Tensor:
+        summed = coalesced(tensor, self._kernels)
+        if tensor.is_cpu:
+            check_rows(as_table(summed)[0], max(table_shape(tensor)[0], 1))
+        return summed.to_dense()
+
+    def undo(self, result: Tensor) -> Tensor:
+        table = result.reshape(
+            self._shape[: self._sparse_dim].numel(), self._shape[self._sparse_dim :].numel()
+        )
+        rows = (table != 0).any(1).nonzero()[:, 0]
+        return as_sparse(rows, table[rows], self._shape, self._sparse_dim)
+
+
+class ByElement(Transform):
+    """Flattens a sparse tensor to one dimension, so that each element of a row has a key of its own.
+
+    Args:
+        tensor: sparse COO, on any device.
+        kernels: for a tensor on the CPU.
+    """
+
+    def __init__(self, tensor: Tensor, kernels: Kernels) -> None:
+        self._shape, self._sparse_dim = tensor.shape, tensor.sparse_dim()
+        self._rows, self._columns = table_shape(tensor)
+        self._kernels = kernels
+
+    def apply(self, tensor: Tensor) -> Tensor:
+        summed = coalesced(tensor, self._kernels)
+        if self._columns <= 1:  # each row is one element
+            return summed
+        numbers, _ = row_numbers(summed._indices(), tuple(self._shape[: self._sparse_dim]))
+        within = torch.arange(self._columns, device=summed.device)
+        elements = (numbers.unsqueeze(1) * self._columns + within).view(-1)
+        size = torch.Size([self._rows * self._columns])
+        return as_sparse(elements, summed._values().reshape(-1), size, 1)
+
+    def undo(self, result: Tensor) -> Tensor:
+        columns = self._columns
+        if columns <= 1:
+            return result
+        elements = result._indices()[0]
+        rows = elements[::columns] // columns
+        whole = (rows.unsqueeze(1) * columns + torch.arange(columns, device=result.device)).view(-1)
+        if not torch.equal(whole, elements):
+            raise ProtocolError("payload", f"elements that do not form whole rows of {columns}")
+        return as_sparse(rows, result._values(), self._shape, self._sparse_dim)
+
+
+TRANSFORMS: Final[dict[Keys, type[Densified | ByElement] | None]] = {
+    "rows": None,
+    "elements": ByElement,
+    "none": Densified,
+}
+"""The transform of a sparse tensor, by what its positions count."""

@@ -1,0 +1,112 @@
+"""Process-wide state of a worker: its world, its name prefixes, and how it leaves the cluster.
+
+However a training process ends, it leaves the cluster, so that others need not wait for its lease to expire.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from collections import Counter
+from types import FrameType
+
+from zenps.config.settings import Config
+from zenps.errors import UsageError
+
+from .bootstrap import join_cluster
+from .world import LocalWorld, World
+
+_SIGNALLED = 128
+
+
+class Process:
+    """Singleton; the instance is :data:`PROCESS`. Every method may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._world: World | None = None
+        self._changing = threading.Lock()
+        self._owner = -1
+        """The process that joined. A fork, such as a DataLoader's, inherits this state but is no worker."""
+        self._prefixes: Counter[str] = Counter()
+
+    @property
+    def has_world(self) -> bool:
+        """True if this process has joined and has not left."""
+        return self._world is not None
+
+    @property
+    def world(self) -> World:
+        """The world that this process has joined.
+
+        Raises:
+            UsageError: this process has not joined.
+        """
+        if self._world is None:
+            raise UsageError("not initialised; call zenps.init() first")
+        return self._world
+
+    def join(self, config: Config) -> None:
+        """Joins the cluster that ``config`` names; without ``cluster.scheduler``, the world has size 1.
+
+        Until :meth:`leave`, SIGTERM ends the process as ``sys.exit(143)`` does, if it had its default action.
+        With the default action it would end without leaving the cluster. A second SIGTERM does that.
+
+        Raises:
+            UsageError: this process has joined already.
+        """
+        with self._changing:
+            if self._world is not None:
+                raise UsageError("zenps.init() was called before; call zenps.shutdown() first")
+            if not config.cluster.scheduler:
+                self._world = LocalWorld()
+                return
+            self._owner = os.getpid()
+            if _is_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+                signal.signal(signal.SIGTERM, self._exit)
+            try:
+                self._world = join_cluster(config)
+            except BaseException:  # also the SystemExit of SIGTERM
+                self._restore_sigterm()
+                raise
+
+    def leave(self, *, together: bool = False) -> None:
+        """Leaves the world; ``together`` first waits a moment for the others. A second call does nothing."""
+        with self._changing:
+            if self._world is not None:
+                self._world.close(together=together)
+                self._world = None
+                self._restore_sigterm()
+
+    def leave_at_exit(self) -> None:
+        """Leaves when the interpreter ends: by an exception, ``sys.exit``, Ctrl-C or SIGTERM."""
+        if os.getpid() == self._owner:
+            self.leave()
+
+    def new_prefix(self, kind: str) -> str:
+        """Returns a new prefix of tensor names. All ranks must request prefixes of a kind in one order."""
+        number = self._prefixes[kind]
+        self._prefixes[kind] += 1
+        return f"{kind}{number}"
+
+    def _exit(self, number: int, _: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        if os.getpid() != self._owner:
+            os.kill(os.getpid(), number)
+        sys.exit(_SIGNALLED + number)
+
+    def _restore_sigterm(self) -> None:
+        """Restores the default action of SIGTERM."""
+        if _is_main_thread() and signal.getsignal(signal.SIGTERM) == self._exit:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _is_main_thread() -> bool:
+    """Only the main thread may set signal handlers."""
+    return threading.current_thread() is threading.main_thread()
+
+
+PROCESS = Process()
+atexit.register(PROCESS.leave_at_exit)

@@ -1,0 +1,1 @@
+"""Rounds at a worker: the pure state machine."""

@@ -1,0 +1,129 @@
+"""State table of a worker's rounds, and the actions that the state machine returns.
+
+A round is one tensor in one step; if the tensor is in streams, one phase of one stream.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence, Set
+from typing import Final, Literal, NamedTuple
+
+from msgspec import Struct
+
+from zenps.errors import ZenPSError
+from zenps.transitions import Transitions
+from zenps.wire.messages import Push, Result
+
+from ..core.request import Options
+
+RoundState = Literal["pushed", "resharding", "kept", "recalled", "settled"]
+RoundEvent = Literal["answered", "failed", "ring changed", "resharded", "wanted", "ended everywhere"]
+
+ROUND: Final[Transitions[RoundState, RoundEvent]] = {
+    "pushed": {"ring changed": "resharding", "answered": "kept", "failed": "kept"},
+    # "ring changed" again: a newer view replaces the one for which the round is being resharded.
+    "resharding": {"resharded": "pushed", "ring changed": "resharding", "failed": "kept"},
+    "kept": {"wanted": "recalled", "ended everywhere": "settled"},
+    "recalled": {
+        "resharded": "recalled",
+        "answered": "kept",
+        "failed": "kept",
+        "ring changed": "kept",
+        "ended everywhere": "settled",
+    },
+    "settled": {},
+}
+"""A round at a worker. In all but ``kept`` and ``settled`` it is in flight, and its pushes are repeated."""
+
+AWAITED: Final[tuple[RoundState, ...]] = ("pushed", "resharding")
+"""The states in which a caller here waits for answers."""
+
+# A reconnect may have lost a push or its answer, which nobody notices if rounds have no deadline. So
+# unanswered pushes are repeated: first after this time without any answer to the round, then at growing
+# intervals, because the reason is nearly always a straggler. Pushes are idempotent.
+REPEAT_SECONDS = 60.0
+
+Frames = Sequence[memoryview]
+
+
+class Outgoing(NamedTuple):
+    """One push to a server. If the scheme has priorities, the highest priority is sent first."""
+
+    server: int
+    push: Push
+    frames: Frames
+    priority: int = 0
+
+
+class Round(Struct, eq=False):
+    """One tensor's pushes of one step, from the first push until it is settled."""
+
+    tensor: str
+    step: int
+    ring_epoch: int
+    """The epoch of the ring for which ``outgoing`` is sharded."""
+    outgoing: Sequence[Outgoing]
+    encoded: object = None
+    """The encoded tensor, to reshard ``outgoing``; opaque here."""
+    options: Options = Options()
+    pushed_ns: int = 0
+    """When ``outgoing`` was made, for a timeline."""
+    workers: Set[int] = frozenset()
+    """The ranks that were members when the round began."""
+    again: bool = False
+    """True if the round was pushed under an older ring before: other ranks may have ended it there."""
+    previous: int = -1
+    """The step of the tensor's latest earlier round that may not be settled yet; -1 if there is none."""
+    state: RoundState = "pushed"
+    earlier: list[Outgoing] = []
+    """Pushes under older rings, which keep their shared memory unchanged until all ranks have ended the
+    round. A server that was declared lost but still runs may read them, and answer ranks that do not know of
+    its loss yet."""
+    unanswered: dict[tuple[int, int], Outgoing] = {}
+    """Unanswered pushes by server and chunk. They are kept whole, because a server may ask for them again."""
+    repetitions: dict[tuple[int, int], int] = {}
+    """How often each push was sent again; pushes that were sent once are left out."""
+    deadline: float = math.inf
+    repeat_at: float = 0.0
+    repeat_seconds: float = REPEAT_SECONDS
+    sent_again: dict[tuple[int, int], float] = {}
+    """By server and chunk: when a push that a server wanted was last sent to it."""
+    ended_after: int = 0
+    """The newest watermark that was known here when the round ended."""
+
+
+class SendPush(Struct, frozen=True):
+    """An action: send this push; ``again`` if the server had refused it as busy."""
+
+    outgoing: Outgoing
+    again: bool = False
+
+
+class Reshard(Struct, frozen=True):
+    """An action: reshard the round for the present ring, then call :meth:`WorkerRounds.on_resharded`.
+
+    This may take long. Other events may be processed first.
+    """
+
+    round: Round
+
+
+class Deliver(Struct, frozen=True):
+    """An action: deliver one answer to the caller that waits for the round."""
+
+    round: Round
+    server: int
+    result: Result
+    frames: Frames
+    last: bool
+
+
+class Fail(Struct, frozen=True):
+    """An action: fail the caller that waits for the round."""
+
+    round: Round
+    error: ZenPSError
+
+
+Action = SendPush | Reshard | Deliver | Fail

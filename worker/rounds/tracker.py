@@ -1,0 +1,351 @@
+"""State machine of a worker's rounds: tracks rounds in flight and how each ends. No socket, no clock.
+
+A round is *pushed* until all its chunks are answered, one fails, or its deadline expires. Then it is *kept*:
+a server may die with the only answer that another rank needs, and then all ranks have to push again. It is
+*settled*, and forgotten, once it is certain that all ranks have ended it:
+
+- an answer to the tensor's next step came: every rank had to push for it, and so to end this one first; or
+- three *watermarks* have passed. The scheduler begins watermark w + 1 when all workers have reported w. A
+  worker reports a watermark when all rounds have ended that were in flight when the watermark reached it.
+  A round that ends here after watermark w was in flight, or had ended, on all ranks when w + 2 reached them;
+  at w + 3 they have all reported its end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence, Set
+from typing import Literal
+
+from zenps.errors import (
+    DeadlineError,
+    MismatchError,
+    PeerLostError,
+    ProtocolError,
+    UsageError,
+    ZenPSError,
+    listing,
+)
+from zenps.wire.messages import Busy, Failure, FromServer, Member, Resend, Result, Resume, Wanted
+
+from .states import (
+    AWAITED,
+    REPEAT_SECONDS,
+    ROUND,
+    Action,
+    Deliver,
+    Fail,
+    Frames,
+    Outgoing,
+    Reshard,
+    Round,
+    SendPush,
+)
+
+# A server's deadline expires first, because its error names the missing ranks.
+PATIENCE_SECONDS = 5.0
+
+# A push is hardly ever refused as busy more than once, and damaged more than once only by broken hardware.
+MOST_REPETITIONS = 16
+
+WATERMARKS_TO_SETTLE = 3
+
+# A server asks for a wanted push twice a second, but the push may take longer than that to arrive.
+ASKED_SECONDS = 5.0
+
+_FAILURES: dict[str, type[ZenPSError]] = {
+    "mismatch": MismatchError,
+    "deadline": DeadlineError,
+    "lost": PeerLostError,
+}
+
+
+class WorkerRounds:
+    """All rounds of this worker that are not settled.
+
+    Args:
+        deadline_seconds: how long a round may take; may be infinite.
+    """
+
+    def __init__(self, deadline_seconds: float) -> None:
+        self._deadline_seconds = deadline_seconds
+        self._ring_epoch = 0
+        self._servers: dict[int, Member] = {}
+        self._workers: Set[int] = frozenset()
+        self._in_flight: dict[tuple[str, int], Round] = {}
+        self._kept: dict[tuple[str, int], Round] = {}
+        self._newest: dict[str, int] = {}
+        """The step of each tensor's last round. The steps of a stream are not consecutive."""
+        self.failure: ZenPSError | None = None
+        """Why no round can succeed any more."""
+        self.watermark = 0
+        """The newest watermark that has passed here; it is reported to the scheduler."""
+        self._begun_watermark = 0
+        """The newest watermark that the scheduler has begun."""
+        self._before_watermark: set[tuple[str, int]] = set()
+        """Rounds in flight that began before the newest watermark reached this worker."""
+        self.resharded = 0
+        """How often a round in flight was resharded."""
+        self.recalled = 0
+        """How often a round that had ended here was pushed again for another rank."""
+
+    @property
+    def in_flight(self) -> int:
+        """Rounds whose pushes are not all answered."""
+        return len(self._in_flight)
+
+    @property
+    def kept(self) -> int:
+        """Rounds that have ended here, but perhaps not on all ranks."""
+        return len(self._kept)
+
+    # ── events ──────────────────────────────────────────────────────────────────────────────────
+
+    def on_view(
+        self, ring_epoch: int, servers: Iterable[Member], workers: Set[int] = frozenset()
+    ) -> list[Action]:
+        """Applies a view. If the ring has changed, rounds in flight are resharded and pushed again.
+
+        A round that began with other members fails then: other ranks may have ended it with the push of a
+        lost rank.
+
+        Args:
+            workers: the ranks that are members.
+        """
+        self._servers = {member.rank: member for member in servers}
+        self._workers = workers
+        if ring_epoch == self._ring_epoch:
+            return []
+        self._ring_epoch = ring_epoch
+        actions: list[Action] = []
+        for key, round_ in list(self._in_flight.items()):
+            if round_.state in AWAITED and round_.workers != workers:
+                actions += self._fail(round_, _lost_with_a_server(round_, workers))
+                continue
+            round_.again |= round_.state == "pushed"
+            round_.state = ROUND[round_.state]["ring changed"]
+            round_.unanswered = {}
+            if round_.state in AWAITED:
+                self.resharded += 1
+                actions.append(Reshard(round_))
+            else:
+                self._kept[key] = self._in_flight.pop(key)
+        return actions
+
+    def on_resharded(
+        self, round_: Round, ring_epoch: int, encoded: object, outgoing: Sequence[Outgoing], now: float
+    ) -> list[Action]:
+        """Pushes a round that was resharded for a ring.
+
+        It does nothing if the round has ended or is of this ring already, nor if there is a newer ring.
+        """
+        is_stale = round_.state == "recalled" and round_.ring_epoch != ring_epoch
+        if ring_epoch != self._ring_epoch or not (is_stale or round_.state == "resharding"):
+            return []
+        round_.state = ROUND[round_.state]["resharded"]
+        round_.earlier.extend(round_.outgoing)
+        round_.ring_epoch, round_.encoded, round_.outgoing = ring_epoch, encoded, outgoing
+        round_.repetitions = {}
+        round_.repeat_seconds = REPEAT_SECONDS
+        if round_.state == "recalled":
+            return self._push_wanted(round_, set(round_.sent_again), now)
+        round_.sent_again = {}
+        return self._push(round_, now)
+
+    def reset(self) -> list[Action]:
+        """Forgets all rounds, because joining workers were admitted and all ranks count from 0 again."""
+        in_flight = [round_ for round_ in self._in_flight.values() if round_.state in AWAITED]
+        actions = []
+        for round_ in in_flight:
+            reason = f"tensor {round_.tensor!r}: in flight while joining workers were admitted"
+            actions += self._fail(round_, UsageError(f"{reason}; wait for it before TrainingState.commit()"))
+        for key in [*self._in_flight, *self._kept]:
+            self._settle(key)  # one that is resharded for another rank must not be pushed any more
+        self._newest.clear()
+        self.watermark = self._begun_watermark = 0
+        return actions
+
+    def submit(self, round_: Round, now: float) -> list[Action]:
+        """Begins a round: pushes all its chunks at once."""
+        if self.failure is not None:
+            round_.state = ROUND[round_.state]["failed"]  # it was never in flight
+            return [Fail(round_, self.failure)]
+        round_.deadline = now + self._deadline_seconds + PATIENCE_SECONDS
+        round_.workers = self._workers
+        round_.previous = min(self._newest.get(round_.tensor, -1), round_.step - 1)
+        self._newest[round_.tensor] = round_.step
+        self._in_flight[round_.tensor, round_.step] = round_
+        if round_.ring_epoch != self._ring_epoch:  # the ring changed while it was encoded
+            round_.state = ROUND[round_.state]["ring changed"]
+            return [Reshard(round_)]
+        return self._push(round_, now)
+
+    def give_up(self, round_: Round) -> None:
+        """Ends a round whose answers no caller waits for any more."""
+        if round_.state in AWAITED:
+            self._end(round_, "failed")
+
+    def on_reply(self, server: int, message: FromServer, frames: Frames, now: float) -> list[Action]:
+        """Processes a server's message. Answers to rounds that are not in flight are late and ignored."""
+        if message.ring_epoch != self._ring_epoch:
+            return []
+        if isinstance(message, Wanted):
+            return self._on_wanted(server, message, now)
+        round_ = self._in_flight.get((message.tensor, message.step))
+        if round_ is None or (server, message.chunk) not in round_.unanswered:
+            return []
+        match message:
+            case Result():
+                # On a slow link a whole round may take longer than one interval, so each answer restarts it.
+                # The interval is reset, too: after several doublings a lost push would be repeated too late.
+                round_.repeat_seconds = REPEAT_SECONDS
+                round_.repeat_at = now + REPEAT_SECONDS
+                return self._on_result(round_, server, message, frames)
+            case Failure(kind=kind, reason=reason):
+                return self._fail(round_, _FAILURES[kind](reason))
+            case Busy():
+                return []
+            case Resume():
+                return self._repeat(round_, server, message.chunk, "refused as busy", again=True)
+            case Resend():
+                return self._repeat(round_, server, message.chunk, "damaged on its way", again=False)
+
+    def on_corrupted(self, server: int, message: object) -> list[Action]:
+        """Repeats the push whose answer has a wrong checksum, so that the server answers again."""
+        if not isinstance(message, Result) or message.ring_epoch != self._ring_epoch:
+            return []
+        round_ = self._in_flight.get((message.tensor, message.step))
+        if round_ is None or (server, message.chunk) not in round_.unanswered:
+            return []
+        return self._repeat(round_, server, message.chunk, "answered with damaged bytes", again=False)
+
+    def on_lost(self, error: ZenPSError) -> list[Action]:
+        """Fails all rounds, also those that begin later."""
+        self.failure = self.failure or error
+        rounds = list(self._in_flight.values())
+        actions = [action for round_ in rounds for action in self._fail(round_, error)]
+        self._kept.clear()
+        return actions
+
+    def on_watermark(self, watermark: int) -> None:
+        """Notes that the scheduler has begun a watermark, and settles rounds. Repetitions are ignored."""
+        if watermark <= self._begun_watermark:
+            return
+        self._begun_watermark = watermark
+        self._before_watermark = {key for key, round_ in self._in_flight.items() if round_.state in AWAITED}
+        if not self._before_watermark:
+            self.watermark = watermark
+        for rounds in (self._kept, self._in_flight):
+            for key, round_ in list(rounds.items()):
+                if round_.state not in AWAITED and round_.ended_after + WATERMARKS_TO_SETTLE <= watermark:
+                    self._settle(key)
+
+    def on_tick(self, now: float) -> list[Action]:
+        """Fails rounds whose deadline has expired; repeats pushes that were not answered for long."""
+        actions: list[Action] = []
+        for round_ in list(self._in_flight.values()):
+            if now > round_.deadline:
+                silent = sorted({rank for rank, _ in round_.unanswered})
+                names = listing(self._servers[rank] for rank in silent) or "the servers of the former ring"
+                reason = f"no answer within {self._deadline_seconds:g} s from {names}"
+                error = DeadlineError(f"tensor {round_.tensor!r}, step {round_.step}: {reason}")
+                actions += self._fail(round_, error)
+            elif now > round_.repeat_at:
+                round_.repeat_seconds *= 2
+                round_.repeat_at = now + round_.repeat_seconds
+                actions += [SendPush(outgoing) for outgoing in round_.unanswered.values()]
+        return actions
+
+    # ── transitions ─────────────────────────────────────────────────────────────────────────────
+
+    def _push(self, round_: Round, now: float) -> list[Action]:
+        round_.unanswered = {(out.server, out.push.chunk): out for out in round_.outgoing}
+        round_.repeat_at = now + round_.repeat_seconds
+        return [SendPush(outgoing) for outgoing in round_.outgoing]
+
+    def _on_wanted(self, server: int, message: Wanted, now: float) -> list[Action]:
+        """Sends a push again that a server needs to answer another rank.
+
+        Does nothing if the push was sent a moment ago, or will be sent anyway.
+        """
+        key, chunk = (message.tensor, message.step), (server, message.chunk)
+        round_ = self._in_flight.get(key)
+        actions: list[Action] = []
+        if key in self._kept:
+            round_ = self._in_flight[key] = self._kept.pop(key)
+            round_.state = ROUND[round_.state]["wanted"]
+            round_.deadline = math.inf
+            self.recalled += 1
+            if round_.ring_epoch != self._ring_epoch:
+                round_.again = True
+                round_.sent_again = {}
+                actions.append(Reshard(round_))
+        if round_ is None or now < round_.sent_again.get(chunk, -math.inf) + ASKED_SECONDS:
+            return actions
+        if round_.state == "resharding" or (round_.state == "pushed" and chunk in round_.unanswered):
+            return actions
+        round_.sent_again[chunk] = now
+        # A round that is being resharded pushes its wanted chunks afterwards.
+        return actions if round_.ring_epoch != self._ring_epoch else self._push_wanted(round_, {chunk}, now)
+
+    def _push_wanted(self, round_: Round, chunks: Set[tuple[int, int]], now: float) -> list[Action]:
+        wanted = [out for out in round_.outgoing if (out.server, out.push.chunk) in chunks]
+        if round_.state == "recalled":
+            round_.unanswered.update(((out.server, out.push.chunk), out) for out in wanted)
+            round_.repeat_at = now + round_.repeat_seconds
+        return [SendPush(out) for out in wanted]
+
+    def _on_result(self, round_: Round, server: int, result: Result, frames: Frames) -> list[Action]:
+        del round_.unanswered[server, result.chunk]
+        while round_.previous >= 0:
+            settled = self._settle((round_.tensor, round_.previous))
+            round_.previous = -1 if settled is None else settled.previous
+        is_awaited, last = round_.state in AWAITED, not round_.unanswered
+        if last:
+            self._end(round_, "answered")
+        return [Deliver(round_, server, result, frames, last)] if is_awaited else []
+
+    def _settle(self, key: tuple[str, int]) -> Round | None:
+        """Forgets a round that all ranks have ended. Returns it, or None if it is not known any more."""
+        round_ = self._kept.pop(key, None) or self._in_flight.pop(key, None)
+        if round_ is not None:
+            round_.state = ROUND[round_.state]["ended everywhere"]
+        return round_
+
+    def _end(self, round_: Round, event: Literal["answered", "failed"]) -> None:
+        key = round_.tensor, round_.step
+        del self._in_flight[key]
+        if round_.state in AWAITED:
+            round_.ended_after = self._begun_watermark
+        round_.state = ROUND[round_.state][event]
+        round_.unanswered = {}
+        self._kept[key] = round_
+        if key in self._before_watermark:
+            self._before_watermark.discard(key)
+            if not self._before_watermark:
+                self.watermark = self._begun_watermark
+
+    def _repeat(self, round_: Round, server: int, chunk: int, cause: str, *, again: bool) -> list[Action]:
+        key = (server, chunk)
+        count = round_.repetitions[key] = round_.repetitions.get(key, 0) + 1
+        if count > MOST_REPETITIONS:
+            where = f"tensor {round_.tensor!r}, step {round_.step}, chunk {chunk}"
+            reason = (
+                f"{where}: the push to {self._servers[server]} was repeated {MOST_REPETITIONS} times and "
+                f"{cause} again; expected once at most: test memory and network cards of both machines"
+            )
+            return self._fail(round_, ProtocolError("checksum", reason))
+        return [SendPush(round_.unanswered[key], again=again)]
+
+    def _fail(self, round_: Round, error: ZenPSError) -> list[Action]:
+        is_awaited = round_.state in AWAITED
+        self._end(round_, "failed")
+        return [Fail(round_, error)] if is_awaited else []
+
+
+def _lost_with_a_server(round_: Round, workers: Set[int]) -> PeerLostError:
+    gone = listing(sorted(round_.workers - workers))
+    return PeerLostError(
+        f"tensor {round_.tensor!r}, step {round_.step}: rank(s) {gone} were lost, and servers have changed, "
+        "within this round: other ranks may have ended it with a push of a lost rank; restart this worker"
+    )

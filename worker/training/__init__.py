@@ -1,0 +1,1 @@
+"""Training integrations: optimizer wrapper, DDP hook, broadcasts, elastic state."""

@@ -1,0 +1,144 @@
+"""Agreement of all ranks on an optimizer's parameters: their names, sparse gradients and fused buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from zenps.errors import MismatchError, UsageError, listing
+
+from ..core.request import Request
+from ..process import PROCESS
+from .allgather import allgather_int
+from .broadcast import broadcast_object
+from .buckets import Bucket, fuse
+
+
+class ParameterAgreement:
+    """The parameters of one optimizer. All ranks construct it and call its methods at the same points.
+
+    Args:
+        prefix: of the rounds' names.
+        own: this rank's parameters by name. All ranks take the order of the lowest rank. A joining worker
+            asks nobody: it calls :meth:`adopt` later.
+
+    Attributes:
+        names: the name of each parameter, in an order that is the same on all ranks.
+        priorities: of each gradient. Forward needs the first layers first, so theirs are the highest.
+        sparse: the parameters whose gradient is sparse.
+        bucket_of: the bucket of each parameter that is known to have a dense gradient.
+
+    Raises:
+        MismatchError: the ranks' parameters differ.
+    """
+
+    def __init__(self, prefix: str, own: dict[str, Parameter]) -> None:
+        self._prefix = prefix
+        self._own = own
+        names = list(own) if PROCESS.world.is_joining else self._agree_on_names()
+        self._set_order(names)
+        self.sparse: set[Parameter] = set()
+        self.bucket_of: dict[Parameter, Bucket] = {}
+        self._unknown = list(self.names)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """All buckets, in an order that is the same on all ranks."""
+        return list(dict.fromkeys(self.bucket_of.values()))
+
+    def agree_on_kinds(self) -> None:
+        """Finds out which gradients of unknown kind are sparse on any rank; fuses the dense ones.
+
+        Raises:
+            MismatchError: a gradient is dense on one rank and sparse on another.
+        """
+        if not self._unknown:
+            return
+        seen = torch.zeros((len(self._unknown), 2), dtype=torch.int64, device="cpu")
+        for index, parameter in enumerate(self._unknown):
+            if parameter.grad is not None:
+                seen[index, int(parameter.grad.is_sparse)] = 1
+        counts = PROCESS.world.begin(Request(seen, f"{self._prefix}/kinds")).wait().tolist()
+        unknown, dense = [], []
+        for parameter, (as_dense, as_sparse) in zip(self._unknown, counts, strict=True):
+            if as_dense and as_sparse:
+                raise MismatchError(
+                    f"gradient of {self.names[parameter]!r}: dense on {as_dense} rank(s), "
+                    f"sparse on {as_sparse}; use the same sparse=… everywhere"
+                )
+            if as_sparse:
+                self.sparse.add(parameter)
+            elif as_dense:
+                dense.append(parameter)
+            else:
+                unknown.append(parameter)
+        self._unknown = unknown
+        # Backward computes the last layers' gradients first, so buckets are filled from the end.
+        prefix, world = f"{self._prefix}/bucket{len(self.bucket_of)}", PROCESS.world
+        for bucket in fuse(prefix, reversed(dense), world.bucket_bytes, world.quantized_run):
+            self.bucket_of |= dict.fromkeys(bucket.parameters, bucket)
+
+    def adopt(self, root_rank: int) -> None:
+        """Replaces this agreement by the root's, between two steps.
+
+        Raises:
+            MismatchError: the root's parameters differ from this rank's.
+            PeerLostError: the root was lost.
+        """
+        agreed: dict[str, Any] = {
+            "names": list(self.names.values()),
+            "unknown": [self.names[parameter] for parameter in self._unknown],
+            "sparse": [name for parameter, name in self.names.items() if parameter in self.sparse],
+            "buckets": [
+                [bucket.name, [self.names[parameter] for parameter in bucket.parameters]]
+                for bucket in self.buckets
+            ],
+        }
+        agreed = broadcast_object(agreed, root_rank, f"{self._prefix}/agreed")
+        own = self._own
+        if differing := set(agreed["names"]) ^ own.keys():
+            raise MismatchError(f"rank {root_rank} and this one differ in {listing(sorted(differing))}")
+        self._set_order(agreed["names"])
+        self._unknown = [own[name] for name in agreed["unknown"]]
+        self.sparse = {own[name] for name in agreed["sparse"]}
+        self.bucket_of = {}
+        for bucket_name, names in agreed["buckets"]:
+            bucket = Bucket(bucket_name, [own[name] for name in names], PROCESS.world.quantized_run)
+            self.bucket_of |= dict.fromkeys(bucket.parameters, bucket)
+
+    def _set_order(self, names: Sequence[str]) -> None:
+        self.names = {self._own[name]: name for name in names}
+        self.priorities = {parameter: -index for index, parameter in enumerate(self.names)}
+
+    def _agree_on_names(self) -> list[str]:
+        root = min(PROCESS.world.ranks)
+        names: list[str] = broadcast_object(list(self._own), root, name=f"{self._prefix}/names")
+        differing = set(names) ^ self._own.keys()
+        if others := allgather_int(len(differing), f"{self._prefix}/differing"):
+            here = f"; rank {root} and this one differ in {listing(sorted(differing))}" if differing else ""
+            raise MismatchError(f"rank(s) {listing(others)} have other parameters than rank {root}{here}")
+        return names
+
+
+def parameters_by_name(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str, Parameter]] | None
+) -> dict[str, Parameter]:
+    """Returns the optimizer's parameters that need gradients by name; ``None`` names them by position.
+
+    Raises:
+        UsageError: a parameter has no name, or two have the same name.
+    """
+    own = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if parameters is None:
+        return {f"parameter{index}": parameter for index, parameter in enumerate(own)}
+    wanted = set(own)
+    pairs = [(name, parameter) for name, parameter in parameters if parameter in wanted]
+    if len(dict(pairs)) < len(pairs):
+        raise UsageError("two parameters have one name in named_parameters; give each its own")
+    missing = len(wanted - {parameter for _, parameter in pairs})
+    if missing:
+        raise UsageError(f"{missing} parameter(s) of the optimizer are not in named_parameters")
+    return dict(pairs)

@@ -1,0 +1,241 @@
+"""Broadcast from one rank to all: parameters, optimizer state, plain objects.
+
+A broadcast is a round to which only the root contributes: every rank gets the root's bytes unchanged,
+whatever their dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgpack
+import torch
+from torch import Tensor
+
+from zenps.config.settings import MOST_WORKERS
+from zenps.errors import MismatchError, ProtocolError, TensorError, UsageError, listing
+
+from ..core.pending import Pending
+from ..core.request import Options, Request
+from ..encode.dense import RootLostError
+from ..process import PROCESS
+from .allgather import allgather_int
+
+# The length of a packed object comes over the network and decides how much memory is allocated.
+MOST_OBJECT_BYTES = 1 << 31
+
+Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+# dtypes that an optimizer's state may have, by their name on the wire.
+_DTYPES = {
+    str(dtype): dtype
+    for dtype in (
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    )
+}
+_TENSOR = "__tensor__"
+_SPARSE = "__sparse__"
+_TUPLE = "__tuple__"
+
+
+def broadcast_parameters(parameters: Named, root_rank: int = 0) -> None:
+    """Overwrites every rank's tensors with the root's, in place and bit for bit.
+
+    Args:
+        parameters: a ``state_dict()`` or named tensors, the same names and shapes on all ranks; any
+            dtype, strided, on any device.
+        root_rank: the rank whose values all ranks get.
+
+    Raises:
+        TensorError: a value is no strided tensor.
+        UsageError: there is no such rank.
+        PeerLostError: the root was lost.
+        MismatchError: names, shapes or dtypes differ between ranks.
+    """
+    named = dict(parameters.items() if isinstance(parameters, Mapping) else parameters)
+    for name, tensor in named.items():
+        _check(tensor, f"broadcast/{name}")
+    _check_alike(named, root_rank)
+    _overwrite(named, root_rank)
+
+
+def _check_alike(named: Mapping[str, Tensor], root_rank: int) -> None:
+    own = {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in named.items()}
+    roots: dict[str, str] = broadcast_object(own, root_rank, "parameters")
+    differing = [name for name in own.keys() | roots.keys() if own.get(name) != roots.get(name)]
+    if others := allgather_int(len(differing), "broadcast/parameters/differing"):
+        here = ""
+        if differing:
+            name = min(differing)
+            here = f"; {name!r} is {roots.get(name, 'missing')} there and {own.get(name, 'missing')} here"
+        raise MismatchError(f"rank(s) {listing(others)} have other parameters than rank {root_rank}{here}")
+
+
+def _overwrite(named: Mapping[str, Tensor], root_rank: int) -> None:
+    pending = [(tensor, _begin(tensor, f"broadcast/{name}", root_rank)) for name, tensor in named.items()]
+    lost: RootLostError | None = None
+    with torch.no_grad():
+        for tensor, handle in pending:
+            try:
+                result = handle.wait()
+            except RootLostError as error:  # wait for the others too: nothing may stay in flight
+                lost = error
+                continue
+            tensor.copy_(result.reshape(-1).view(tensor.dtype).view(tensor.shape))
+    if lost is not None:
+        raise lost
+
+
+def broadcast_object(value: Any, root_rank: int = 0, name: str = "object") -> Any:
+    """Returns the root's ``value`` on every rank.
+
+    Args:
+        value: plain data: None, bool, int, float, str, bytes, and lists and dicts of them. Tuples
+            arrive as lists. Only the root's value is read.
+        root_rank: the rank whose value all ranks get.
+        name: distinguishes broadcasts that run at the same time.
+
+    Raises:
+        UsageError: there is no such rank, or the value is not plain data (nothing is pickled), or it takes
+            more than 2 GiB.
+        PeerLostError: the root was lost.
+        ProtocolError: the received bytes are no packed object.
+    """
+    data = b""
+    if PROCESS.world.rank == root_rank:
+        try:
+            data = msgpack.packb(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise UsageError(
+                f"cannot broadcast {type(value).__name__}: {error}; expected plain data"
+            ) from None
+        if len(data) > MOST_OBJECT_BYTES:
+            raise UsageError(
+                f"an object of {len(data)} bytes: expected at most {MOST_OBJECT_BYTES}; use tensors"
+            )
+    length = torch.tensor([len(data)], device="cpu")
+    _wait_into(length, f"broadcast/{name}/length", root_rank)
+    if not 0 <= int(length) <= MOST_OBJECT_BYTES:
+        raise ProtocolError(
+            "payload", f"an object of {int(length)} bytes, at most {MOST_OBJECT_BYTES} are allowed"
+        )
+    packed = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
+    if data:
+        packed = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    _wait_into(packed, f"broadcast/{name}/data", root_rank)
+    return unpack_object(packed.numpy().tobytes())
+
+
+def unpack_object(data: bytes) -> Any:
+    """Decodes plain data from MessagePack.
+
+    Raises:
+        ProtocolError: ``data`` is not MessagePack.
+    """
+    try:
+        return msgpack.unpackb(data, strict_map_key=False)
+    # ValueError covers msgpack's own; TypeError comes from keys that cannot be hashed.
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ProtocolError("payload", f"no packed object: {error!s:.200}") from None
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
+    """Makes every rank's optimizer equal to the root's: hyperparameters and state.
+
+    Args:
+        optimizer: over the same parameters on all ranks. Its state may be empty on any of them.
+        root_rank: the rank whose state all ranks get.
+
+    Raises:
+        UsageError: there is no such rank, or the state holds something that is neither tensor nor plain data.
+    """
+    tensors: list[Tensor] = []
+    skeleton = None
+    if PROCESS.world.rank == root_rank:
+        skeleton = _take_apart(optimizer.state_dict(), tensors)
+    skeleton, described = broadcast_object(
+        [skeleton, [[str(t.dtype), list(t.shape)] for t in tensors]], root_rank, "optimizer"
+    )
+    if PROCESS.world.rank != root_rank:
+        tensors = [torch.empty(shape, dtype=_DTYPES[dtype], device="cpu") for dtype, shape in described]
+    _overwrite({f"optimizer/{i}": tensor for i, tensor in enumerate(tensors)}, root_rank)
+    if PROCESS.world.rank != root_rank:
+        optimizer.load_state_dict(_put_together(skeleton, tensors))
+
+
+def _begin(tensor: Tensor, name: str, root_rank: int) -> Pending:
+    world = PROCESS.world
+    # In an elastic job a lost root is reported by the round: ranks may learn of the loss at different times.
+    most = MOST_WORKERS if world.is_elastic else world.size
+    if not 0 <= root_rank < most:
+        raise UsageError(f"root_rank {root_rank}: expected 0 to {most - 1}")
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    raw = flat.view(*tensor.shape, tensor.element_size())
+    options = Options(contributes=world.rank == root_rank, purpose="broadcast")
+    return world.begin(Request(raw, name, options))
+
+
+def _check(tensor: object, name: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TensorError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise TensorError(f"{name}: expected a strided tensor, got {tensor.layout}; use .to_dense()")
+
+
+def _wait_into(tensor: Tensor, name: str, root_rank: int) -> None:
+    tensor.copy_(_begin(tensor, name, root_rank).wait().reshape(-1).view(tensor.dtype).view(tensor.shape))
+
+
+def _take_apart(value: Any, tensors: list[Tensor]) -> Any:
+    """Returns ``value`` as plain data and moves its tensors into ``tensors``."""
+    match value:
+        case Tensor() if value.is_sparse:
+            tensors += value._indices(), value._values()
+            return {_SPARSE: [len(tensors) - 2, list(value.shape), value.is_coalesced()]}
+        case Tensor():
+            tensors.append(value)
+            return {_TENSOR: len(tensors) - 1}
+        case dict():
+            return {key: _take_apart(item, tensors) for key, item in value.items()}
+        case tuple():
+            return {_TUPLE: [_take_apart(item, tensors) for item in value]}
+        case list():
+            return [_take_apart(item, tensors) for item in value]
+        case _:
+            return value
+
+
+def _put_together(value: Any, tensors: list[Tensor]) -> Any:
+    match value:
+        case {"__tensor__": int(index)}:
+            return tensors[index]
+        case {"__sparse__": [int(index), list(shape), bool(is_coalesced)]}:
+            indices, values = tensors[index : index + 2]
+            return torch.sparse_coo_tensor(
+                indices,
+                values,
+                shape,
+                device=values.device,
+                is_coalesced=is_coalesced,
+                check_invariants=False,
+            )
+        case {"__tuple__": list(items)}:
+            return tuple(_put_together(item, tensors) for item in items)
+        case dict():
+            return {key: _put_together(item, tensors) for key, item in value.items()}
+        case list():
+            return [_put_together(item, tensors) for item in value]
+        case _:
+            return value

@@ -1,0 +1,75 @@
+"""Gradient buckets: small dense gradients are fused and pushed as one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+
+class Bucket:
+    """Dense parameters of one dtype and device, whose gradients travel end to end in one tensor.
+
+    After the gradients comes one presence element for each parameter: 1 if this rank has a gradient for it.
+    A parameter that no rank used keeps ``grad = None``, so its optimizer does not change it.
+
+    Args:
+        name: of the round.
+        parameters: of one dtype, on one device.
+        run: elements that are quantized by a common scale. Each presence element begins a run, because
+            beside larger values it could be rounded to 0.
+    """
+
+    def __init__(self, name: str, parameters: Sequence[Parameter], run: int = 1) -> None:
+        self.name = name
+        self.parameters = parameters
+        self._run = run
+        self._present_from = -(-sum(parameter.numel() for parameter in parameters) // run) * run
+        self.waiting_for = set(parameters)
+        """Parameters whose gradient backward has not computed since the last push."""
+
+    def fused(self) -> Tensor:
+        """Returns the gradients padded to whole runs, then the presence elements; all else is 0."""
+        first = self.parameters[0]
+        length = self._present_from + len(self.parameters) * self._run
+        flat = torch.zeros(length, dtype=first.dtype, device=first.device)
+        begin = 0
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                flat[begin : begin + parameter.numel()].view(parameter.shape).copy_(parameter.grad)
+                flat[self._present_from + index * self._run] = 1
+            begin += parameter.numel()
+        return flat
+
+    def spread(self, flat: Tensor) -> None:
+        """Makes the pulled tensor the parameters' gradients; they share its memory."""
+        present = flat[self._present_from :: self._run].tolist()
+        begin = 0
+        for index, parameter in enumerate(self.parameters):
+            gradient = flat[begin : begin + parameter.numel()].view(parameter.shape)
+            parameter.grad = gradient if present[index] else None
+            begin += parameter.numel()
+
+
+def fuse(prefix: str, parameters: Iterable[Parameter], limit_bytes: int, run: int) -> list[Bucket]:
+    """Fills buckets of one dtype and device in the order given.
+
+    Args:
+        prefix: of the buckets' names.
+        limit_bytes: of a bucket; a larger parameter gets a bucket of its own.
+        run: as for :class:`Bucket`.
+    """
+    groups: list[list[Parameter]] = []
+    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[Parameter], int]] = {}
+    for parameter in parameters:
+        size = parameter.numel() * parameter.dtype.itemsize
+        kind = (parameter.dtype, parameter.device)
+        group, used = open_groups.get(kind, ([], limit_bytes))
+        if used + size > limit_bytes:
+            group, used = [], 0
+            groups.append(group)
+        group.append(parameter)
+        open_groups[kind] = (group, used + size)
+    return [Bucket(f"{prefix}/{index}", group, run) for index, group in enumerate(groups)]

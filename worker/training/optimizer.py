@@ -1,0 +1,151 @@
+"""Distributed optimizer: wraps an optimizer and averages gradients over all ranks before each step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from zenps.errors import UsageError
+
+from ..process import PROCESS
+from .agreement import parameters_by_name
+from .synchronizer import GradientSynchronizer
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Wraps any optimizer. ``step()`` first waits for the averages of all gradients.
+
+    Each gradient is pushed as soon as backward has accumulated it, while backward goes on. Sparse gradients
+    are pushed one by one, dense ones fused into buckets of ``sync.bucket_bytes``. Ranks agree on which
+    gradients are sparse in the first step that uses them, so in that step pushes wait for ``step()``.
+
+    All ranks construct it at the same point, where they compare names. A process may wrap several optimizers;
+    all ranks must wrap them in the same order.
+
+    Args:
+        optimizer: over the local parameters; everything but gradients stays its own.
+        named_parameters: ``model.named_parameters()``, or at least those that ``optimizer`` has;
+            without it, parameters are named by their position.
+        average: divide by the number of ranks; otherwise gradients are summed.
+        backward_passes_per_step: how often backward runs before ``step()``. Their gradients add up, as
+            without ZenPS, and are pushed after the last one.
+
+    Raises:
+        UsageError: ``zenps.init()`` was not called, a parameter has no name, or two have the same name.
+        MismatchError: the ranks' parameters differ.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, Parameter]] | None = None,
+        *,
+        average: bool = True,
+        backward_passes_per_step: int = 1,
+    ) -> None:
+        # Not super().__init__: the state is the wrapped optimizer's, reached by __getattr__.
+        if backward_passes_per_step < 1:
+            raise UsageError(f"backward_passes_per_step = {backward_passes_per_step}: expected at least 1")
+        self._inner = optimizer
+        self._skip = False
+        self._synchronizer = GradientSynchronizer(
+            optimizer, parameters_by_name(optimizer, named_parameters), average, backward_passes_per_step
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":  # copy and pickle read attributes before any is set
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self._inner!r})"
+
+    # ── the optimizer's interface ───────────────────────────────────────────────────────────────
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Synchronises gradients, except inside :meth:`skip_synchronize`, and steps.
+
+        ``closure`` is evaluated once, before that: optimizers that evaluate it again are not supported.
+
+        Raises:
+            UsageError: called inside :meth:`skip_synchronize` without :meth:`synchronize` before, or outside
+                of it after :meth:`synchronize`.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        if self._skip and self._synchronizer.has_run_backward:
+            raise UsageError("step() inside skip_synchronize(): backward has run; call synchronize() before")
+        if not self._skip:
+            if self._synchronizer.is_synchronized:
+                raise UsageError("step() after synchronize(): expected it inside skip_synchronize()")
+            self.synchronize()
+        self._synchronizer.is_synchronized = False
+        self._inner.step()
+        return result
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """GradScaler.step reads this. Outside :meth:`skip_synchronize` it would unscale gradients that
+        backward has pushed. A fused optimizer gets the scale by attributes, which would not reach the wrapped
+        one.
+        """
+        if not (self._skip or not PROCESS.world.is_distributed):
+            raise UsageError(
+                "GradScaler: expected synchronize(), then scaler.step() inside skip_synchronize()"
+            )
+        return False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients as the wrapped optimizer does.
+
+        Raises:
+            UsageError: called between backward and ``step()``, where it would drop pushed gradients.
+        """
+        if self._synchronizer.has_in_flight:
+            raise UsageError("zero_grad() while gradients are in flight; call step() or synchronize() first")
+        self._inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the wrapped optimizer."""
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the state into the wrapped optimizer."""
+        self._inner.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises UsageError: ranks agreed on the parameters at construction."""
+        raise UsageError("parameters cannot be added; add them to the optimizer before wrapping it")
+
+    # ── synchronisation ─────────────────────────────────────────────────────────────────────────
+
+    def synchronize(self) -> None:
+        """Replaces every gradient by its average over all ranks.
+
+        ``step()`` does this; call it yourself to clip, unscale or inspect gradients, and then step inside
+        :meth:`skip_synchronize`. Errors are those of :func:`zenps.push_pull`.
+
+        Raises:
+            UsageError: a gradient was changed since backward pushed it, or its parameter was frozen or
+                absent when the optimizer was wrapped.
+        """
+        self._synchronizer.synchronize()
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Context in which ``step()`` does not synchronise, because :meth:`synchronize` was called before."""
+        self._skip = True
+        try:
+            yield
+        finally:
+            self._skip = False
+
+    def adopt_agreement(self, root_rank: int) -> None:
+        """Adopts what the root's optimizer has agreed on; for :class:`zenps.TrainingState`."""
+        self._synchronizer.adopt_agreement(root_rank)

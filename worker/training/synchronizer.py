@@ -1,0 +1,193 @@
+"""Gradient synchronizer: hooks push each gradient while backward runs; a step collects all of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zenps.errors import MismatchError, UsageError, ZenPSError
+
+from ..core.pending import Pending
+from ..core.request import Options, Request
+from ..process import PROCESS
+from .agreement import ParameterAgreement
+from .buckets import Bucket
+
+
+class GradientSynchronizer:
+    """The gradients of one optimizer. All ranks make it at the same point.
+
+    Args:
+        optimizer: whose parameters they are.
+        own: the parameters by name.
+        average: divide by the number of ranks; otherwise gradients are summed.
+        passes_per_step: how often backward runs before gradients are pushed.
+
+    Attributes:
+        is_synchronized: whether gradients are those of all ranks, and backward has not run since.
+
+    Raises:
+        MismatchError: ranks have different parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        own: dict[str, Parameter],
+        average: bool,
+        passes_per_step: int,
+    ) -> None:
+        self.is_synchronized = False
+        self._optimizer = optimizer
+        self._average = average
+        self._passes_per_step = passes_per_step
+        self._prefix = PROCESS.new_prefix("optimizer")
+        self._agreement = ParameterAgreement(self._prefix, own)
+        self._passes = dict.fromkeys(self._agreement.names, 0)
+        self._in_flight: dict[Parameter | Bucket, Pending] = {}
+        self._pushed: dict[Parameter, tuple[Tensor, int]] = {}
+        """For each parameter, the gradient that backward has pushed and its version at that time."""
+        for parameter in self._agreement.names:
+            parameter.register_post_accumulate_grad_hook(_weakly(self._on_gradient))  # type: ignore[no-untyped-call]
+
+    @property
+    def has_run_backward(self) -> bool:
+        """Whether backward has run since the last :meth:`synchronize`."""
+        return any(self._passes.values())
+
+    @property
+    def has_in_flight(self) -> bool:
+        """Whether gradients were pushed and not collected yet."""
+        return bool(self._in_flight)
+
+    def adopt_agreement(self, root_rank: int) -> None:
+        """Calls :meth:`ParameterAgreement.adopt`."""
+        self._agreement.adopt(root_rank)
+
+    def synchronize(self) -> None:
+        """Pushes what backward has not pushed, and replaces every gradient by its average over all ranks.
+
+        Raises:
+            UsageError: a gradient was changed since backward pushed it, or its parameter was frozen or
+                absent when the optimizer was wrapped.
+        """
+        if not PROCESS.world.is_distributed:
+            return
+        self._check_gradients()
+        self._passes = dict.fromkeys(self._passes, 0)
+        self._agreement.agree_on_kinds()
+        for parameter in self._agreement.sparse - self._in_flight.keys():
+            self._push_sparse(parameter)
+        for bucket in self._agreement.buckets:
+            if bucket not in self._in_flight:
+                self._push_bucket(bucket)
+        in_flight, self._in_flight = self._in_flight, {}
+        self._pushed.clear()
+        errors = []
+        for owner, handle in in_flight.items():
+            try:
+                result = handle.wait()
+            except ZenPSError as error:  # wait for the others too: nothing may stay in flight
+                errors.append(error)
+                continue
+            if isinstance(owner, Bucket):
+                owner.spread(result)
+            else:
+                owner.grad = result if result._nnz() else None
+        if errors:
+            raise errors[0]
+        self.is_synchronized = True
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        """Runs inside backward, whenever a parameter's gradient was accumulated."""
+        assert isinstance(parameter, Parameter)
+        if not PROCESS.world.is_distributed:
+            return
+        self.is_synchronized = False
+        self._passes[parameter] += 1
+        if self._passes[parameter] > self._passes_per_step:
+            name, times = self._agreement.names[parameter], self._passes[parameter]
+            raise UsageError(
+                f"gradient of {name!r}: computed {times} times since the last step(), expected "
+                f"{self._passes_per_step}; set backward_passes_per_step, and drop any older "
+                "DistributedOptimizer of this parameter"
+            )
+        if self._passes[parameter] < self._passes_per_step:
+            return
+        if parameter in self._agreement.sparse:
+            self._push_sparse(parameter)
+        elif bucket := self._agreement.bucket_of.get(parameter):
+            bucket.waiting_for.discard(parameter)
+            if not bucket.waiting_for:
+                self._push_bucket(bucket)
+
+    def _push_sparse(self, parameter: Parameter) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = _without_rows(parameter)
+        elif not gradient.is_sparse:
+            raise self._changed_kind(parameter, "sparse", "dense")
+        name = f"{self._prefix}/{self._agreement.names[parameter]}"
+        self._in_flight[parameter] = self._push(gradient, name, self._agreement.priorities[parameter])
+        self._pushed[parameter] = gradient, gradient._version
+
+    def _push_bucket(self, bucket: Bucket) -> None:
+        for parameter in bucket.parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise self._changed_kind(parameter, "dense", "sparse")
+        priority = max(self._agreement.priorities[parameter] for parameter in bucket.parameters)
+        self._in_flight[bucket] = self._push(bucket.fused(), bucket.name, priority)
+        bucket.waiting_for = set(bucket.parameters)
+        for parameter in bucket.parameters:
+            if parameter.grad is not None:
+                self._pushed[parameter] = parameter.grad, parameter.grad._version
+
+    def _push(self, gradient: Tensor, name: str, priority: int) -> Pending:
+        options = Options(average=self._average, priority=priority, purpose="gradient")
+        return PROCESS.world.begin(Request(gradient, name, options))
+
+    def _check_gradients(self) -> None:
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter not in self._agreement.names:
+                    raise UsageError(
+                        f"a parameter of shape {tuple(parameter.shape)} has a gradient, but was frozen or "
+                        "absent when its optimizer was wrapped; wrap it again with all trained parameters"
+                    )
+        for parameter, (gradient, version) in self._pushed.items():
+            if parameter.grad is not gradient or gradient._version != version:
+                name = self._agreement.names[parameter]
+                raise UsageError(
+                    f"gradient of {name!r}: changed since backward pushed it; to clip or unscale, call "
+                    "synchronize() before, and step inside skip_synchronize()"
+                )
+
+    def _changed_kind(self, parameter: Parameter, agreed: str, now: str) -> MismatchError:
+        name = self._agreement.names[parameter]
+        return MismatchError(
+            f"gradient of {name!r} on rank {PROCESS.world.rank}: {now}, but ranks agreed that it is {agreed}"
+        )
+
+
+def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """Returns a hook that does not keep the method's object alive and does nothing once that is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(parameter: Tensor) -> None:
+        if (alive := reference()) is not None:
+            alive(parameter)
+
+    return hook
+
+
+def _without_rows(parameter: Parameter) -> Tensor:
+    """Returns the gradient of an embedding that this rank did not use: sparse by rows, without any row."""
+    indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+    values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+    return torch.sparse_coo_tensor(
+        indices, values, parameter.shape, device=parameter.device, check_invariants=False
+    )

@@ -1,0 +1,1 @@
+"""Transport: sockets to the scheduler and the servers, and the threads that poll them."""

@@ -1,0 +1,389 @@
+"""Channel to the servers: whichever thread waits for a result polls the sockets.
+
+There is no I/O thread of ZenPS on this path. A thread that submits a tensor sends its pushes itself, which
+only queues them: libzmq's thread moves the bytes. A thread that waits for an answer polls and receives for
+all threads until its own answer is there (:mod:`.lock`). So a synchronous ``push_pull`` needs no hand-off
+from thread to thread; on a virtual machine each would take 40 to 100 µs.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import zmq
+
+from zenps.errors import PeerLostError, ProtocolError, UsageError, ZenPSError
+from zenps.observe import log
+from zenps.observe.clock import now_ns
+from zenps.observe.metrics import WorkerMetrics
+from zenps.schemes.base import WireForm
+from zenps.wire.frames import CorruptedError, Decoder
+from zenps.wire.messages import FromServer, Result, View
+from zenps.wire.sockets import Socket, receive_frames
+
+from ..core.pending import Pending, Waiter
+from ..core.spans import Spans
+from ..core.steps import Steps
+from ..core.transfer import Answer, EncodedTensor
+from ..encode.sharder import Sharder
+from ..rounds.states import Action, Deliver, Fail, Outgoing, Reshard, Round, SendPush
+from ..rounds.tracker import WorkerRounds
+from .lock import CombiningLock
+from .membership import Membership
+from .pushes import PushWriter, Sender
+from .server_sockets import ServerSockets
+
+logger = logging.getLogger("zenps.worker")
+
+TICK_SECONDS = 0.5
+
+# Plain integers: an enum's operator takes microseconds, at each message.
+READABLE, WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
+
+# How long look() polls: enough to receive what has arrived, too short to be noticed.
+LOOK_SECONDS = 0.001
+
+# How long close() waits for another thread to release the lock.
+CLOSE_SECONDS = 1.0
+
+# Where pushes have priorities: messages of up to sync.chunk_bytes that are queued in libzmq, where no other
+# push can overtake them. The second keeps the link busy until a thread has noticed that the first was sent.
+AHEAD_MESSAGES = 2
+
+
+class _Submit(NamedTuple):
+    pending: Pending
+    rounds: Sequence[Round]
+
+
+class _Departed(NamedTuple):
+    server: int
+
+
+class _Watermark(NamedTuple):
+    number: int
+
+
+class _Reached(NamedTuple):
+    future: Future[None]
+
+
+class _Fail(NamedTuple):
+    error: ZenPSError
+
+
+class _Notify:
+    """Wakes all sleeping threads to check what they wait for."""
+
+
+class _Close:
+    """The last command."""
+
+
+_Command = _Submit | View | _Watermark | _Departed | _Reached | _Fail | _Notify | _Close
+
+
+class Channel(Waiter):
+    """All rounds of one worker over servers. Every method may be called from any thread.
+
+    Args:
+        membership: of this worker; its first view is applied at once.
+        wire: the scheme's form on the wire.
+        sharder: reshards rounds; follows each view.
+        steps: reset when joining workers are admitted.
+        metrics: for bytes, refusals and failures.
+        spans: for a timeline.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        wire: WireForm,
+        sharder: Sharder,
+        steps: Steps,
+        metrics: WorkerMetrics,
+        spans: Spans,
+    ) -> None:
+        cluster, view = membership.cluster, membership.view
+        self._sharder, self._steps = sharder, steps
+        self._metrics, self._spans = metrics, spans
+        self._rounds = WorkerRounds(cluster.patience_seconds)
+        self._decoder: Decoder[FromServer] = Decoder(cluster.job, FromServer)
+        self._pending: dict[int, tuple[Round, Pending]] = {}
+        """The rounds in flight, with the result that waits for each, by the round's id."""
+        self._next_tick = 0.0
+        self._ring_epoch, self._admitted = view.ring_epoch, view.admitted
+        self._lock: CombiningLock[_Command] = CombiningLock()
+        self._poller = zmq.Poller()
+        self._poller.register(self._lock.wake, zmq.POLLIN)
+        self._servers = ServerSockets(membership, self._poller, AHEAD_MESSAGES if wire.prioritized else 0)
+        self._writer = PushWriter(view.rank, wire.pull_codec, self._servers)
+        self._sender = Sender(self._servers, wire.prioritized, metrics, spans)
+        self._pusher: threading.Thread | None = None
+        self._closed = False
+        self._post(view)
+
+    def submit(self, pending: Pending) -> None:
+        """Pushes a tensor whose transfer is prepared."""
+        rounds = [self._new_round(pending, encoded) for encoded in pending.begin()]
+        self._post(_Submit(pending, rounds))
+
+    def on_view(self, view: View) -> None:
+        """Applies a new view: connects to new servers, and reshards rounds if the ring has changed."""
+        self._post(view)
+
+    def then(self, reached: Future[None]) -> None:
+        """Completes ``reached`` after all events that came before this call."""
+        self._post(_Reached(reached))
+
+    def on_watermark(self, watermark: int) -> None:
+        """Notes that the scheduler has begun a watermark."""
+        self._post(_Watermark(watermark))
+
+    def on_departed(self, server: int) -> None:
+        """Ends the connectivity check of a server that the scheduler has reported as gone."""
+        self._post(_Departed(server))
+
+    @property
+    def watermark(self) -> int:
+        """The newest watermark that has passed here."""
+        return self._rounds.watermark
+
+    def wake(self) -> None:
+        """Makes the threads in :meth:`wait` check ``ready()`` again."""
+        self._post(_Notify())
+
+    def wait(self, ready: Callable[[], bool], until: float) -> None:
+        """Polls, or sleeps while another thread does, until ``ready()`` or the monotonic time ``until``."""
+        while not ready() and time.monotonic() < until:
+            if self._lock.take_or_sleep(ready, until):
+                try:
+                    self._poll(ready, until)
+                finally:
+                    self._release()
+
+    def look(self, ready: Callable[[], bool] = lambda: False) -> None:
+        """Processes what has arrived in case no thread polls: another rank may need a round again."""
+        self.wait(ready, time.monotonic() + LOOK_SECONDS)
+
+    def fail(self, error: ZenPSError) -> None:
+        """Fails all rounds, also those that are submitted later, with ``error``."""
+        self._post(_Fail(error))
+
+    def close(self) -> None:
+        """Closes the sockets; rounds in flight fail."""
+        self.fail(UsageError("this worker has left the cluster; call zenps.init() to join again"))
+        self._post(_Close())
+        self.wait(lambda: self._closed, time.monotonic() + CLOSE_SECONDS)
+
+    def _new_round(self, pending: Pending, encoded: EncodedTensor) -> Round:
+        name, step = encoded.round_of(pending.name, pending.progress.step)
+        encoded = self._share(encoded)
+        outgoing = self._writer.write(name, step, encoded, pending.options)
+        return Round(name, step, encoded.sharding.ring_epoch, outgoing, encoded, pending.options, now_ns())
+
+    def _share(self, encoded: EncodedTensor) -> EncodedTensor:
+        # After a failure nothing new is put into shared memory: servers may still read, for other ranks, what
+        # was pushed before.
+        return encoded if self._rounds.failure else self._writer.share(encoded)
+
+    # ── with the lock ───────────────────────────────────────────────────────────────────────────
+
+    def _post(self, command: _Command) -> None:
+        if self._lock.take_or_leave(command):
+            try:
+                self._run(command)
+            finally:
+                self._release()
+
+    def _release(self) -> None:
+        try:
+            for command in self._lock.release():
+                self._run(command)
+        except BaseException:  # a thread that raises must not keep the lock
+            self._release()
+            raise
+
+    def _run(self, command: _Command) -> None:
+        match command:
+            case _Submit(pending, rounds):
+                for round_ in rounds:
+                    self._begin(round_, pending)
+            case View():
+                self._follow(command)
+            case _Watermark(number):
+                self._rounds.on_watermark(number)
+            case _Departed(server):
+                self._servers.connectivity.on_answer(server)
+            case _Reached(future):
+                future.set_result(None)
+            case _Fail(error):
+                self._execute(self._rounds.on_lost(error))
+            case _Notify():
+                self._lock.notify()
+            case _Close():
+                self._close_sockets()
+
+    def _poll(self, ready: Callable[[], bool], until: float) -> None:
+        while True:
+            for command in self._lock.commands():
+                self._run(command)
+            now = time.monotonic()
+            if ready() or self._closed or now >= until:
+                return
+            if now >= self._next_tick:
+                self._execute(self._rounds.on_tick(now))
+                self._check_connectivity(now)
+                self._next_tick = now + TICK_SECONDS
+                continue
+            for socket, event in self._poller.poll(int(1000 * (min(until, self._next_tick) - now)) + 1):
+                if isinstance(socket, int):
+                    self._lock.on_wake()
+                elif (rank := self._servers.rank_of(socket)) is None:
+                    self._check_refusals()
+                else:
+                    if event & WRITABLE:
+                        self._sender.send_waiting(rank)
+                    if event & READABLE:
+                        self._receive(rank, socket)
+
+    def _follow(self, view: View) -> None:
+        """Applies a view to sharder, sockets and rounds at once: a round must not be sharded for a ring whose
+        servers are not connected yet, nor pushed for an old ring.
+        """
+        self._sharder.follow(view)
+        self._metrics.epoch.set(view.epoch)
+        is_admission = view.admitted > self._admitted
+        if view.ring_epoch != self._ring_epoch or is_admission:
+            self._sender.clear()
+        self._ring_epoch, self._admitted = view.ring_epoch, view.admitted
+        if is_admission:
+            self._steps.reset()
+            self._execute(self._rounds.reset())
+        if not self._closed:
+            self._servers.follow({server.rank: server for server in view.servers}, time.monotonic())
+        workers = frozenset(worker.rank for worker in view.workers)
+        self._execute(self._rounds.on_view(view.ring_epoch, view.servers, workers))
+
+    def _receive(self, rank: int, socket: Socket) -> None:
+        envelope, *frames = receive_frames(socket)
+        try:
+            message = self._decoder.decode(envelope, frames)
+            if isinstance(message, Result) and message.shared is not None:
+                frames.append(self._servers.values(rank, message.shared))
+                self._metrics.shared_bytes.inc(frames[-1].nbytes)
+        except CorruptedError as error:
+            self._refuse(rank, error)
+            self._execute(self._rounds.on_corrupted(rank, error.message))
+            return
+        except ProtocolError as error:
+            self._refuse(rank, error)
+            return
+        self._servers.connectivity.on_answer(rank)
+        self._metrics.pull_bytes.inc(envelope.nbytes + sum([frame.nbytes for frame in frames]))
+        self._execute(self._rounds.on_reply(rank, message, frames, time.monotonic()))
+
+    def _begin(self, round_: Round, pending: Pending) -> None:
+        self._pending[id(round_)] = round_, pending
+        self._execute(self._rounds.submit(round_, time.monotonic()))
+
+    def _deliver(self, action: Deliver) -> None:
+        key = id(action.round)
+        _, pending = self._pending.pop(key) if action.last else self._pending[key]
+        answer = Answer(action.server, action.result, action.frames)
+        if self._spans.trace.is_on:
+            self._spans.trace.since(action.round.pushed_ns, "pull", tensor=pending.name, **answer.details())
+        try:
+            following = pending.deliver(answer, action.last)
+        except ProtocolError as error:
+            self._fail(pending, error)
+            return
+        for encoded in following:
+            self._begin(self._new_round(pending, encoded), pending)
+        self._lock.notify()
+
+    def _fail(self, pending: Pending, error: ZenPSError) -> None:
+        """Fails a tensor, with all rounds that it has in flight."""
+        self._metrics.rounds.fail()
+        pending.fail(error)
+        for key, (round_, its_pending) in list(self._pending.items()):
+            if its_pending is pending:
+                del self._pending[key]
+                self._rounds.give_up(round_)
+        self._lock.notify()
+
+    def _reshard(self, round_: Round) -> None:
+        assert isinstance(round_.encoded, EncodedTensor)
+        encoded = self._share(self._sharder.reshard(round_.tensor, round_.encoded))
+        outgoing = self._writer.write(round_.tensor, round_.step, encoded, round_.options, again=round_.again)
+        awaited = self._pending.get(id(round_))
+        if awaited is not None:  # else the round has ended here and is pushed again for other ranks
+            awaited[1].restart(encoded)
+            round_.pushed_ns = now_ns()
+        self._metrics.repeated_rounds.labels(cause="unanswered" if awaited else "wanted").inc()
+        ring_epoch = encoded.sharding.ring_epoch
+        self._execute(self._rounds.on_resharded(round_, ring_epoch, encoded, outgoing, time.monotonic()))
+
+    def _execute(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case SendPush(outgoing=out, again=again):
+                    if again:
+                        self._metrics.refused_pushes.inc()
+                    if not self._send(out):
+                        return
+                case Deliver():
+                    self._deliver(action)
+                case Reshard(round=round_):
+                    self._reshard(round_)
+                case Fail(round=round_, error=error):
+                    if id(round_) in self._pending:  # else another round of the tensor has failed before
+                        self._fail(self._pending[id(round_)][1], error)
+
+    def _send(self, out: Outgoing) -> bool:
+        """Sends or queues a push. Returns False if the server has refused this worker: all rounds fail."""
+        try:
+            is_behind = self._sender.send(out)
+        except zmq.Again:
+            self._on_refused(out.server)
+            return False
+        if is_behind and self._pusher is None:
+            self._pusher = threading.Thread(target=self._poll_for_queue, name="zenps-pusher", daemon=True)
+            self._pusher.start()
+        return True
+
+    def _poll_for_queue(self) -> None:
+        """Polls while pushes wait in the send queue: all other threads may be computing."""
+        while not self._closed:
+            self._sender.is_behind.wait()
+            self._sender.is_behind.clear()
+            self.wait(lambda: self._closed or not self._sender.has_waiting, math.inf)
+
+    def _check_connectivity(self, now: float) -> None:
+        if self._rounds.in_flight and (error := self._servers.connectivity.look(now)):
+            self._execute(self._rounds.on_lost(error))
+
+    def _check_refusals(self) -> None:
+        rank = self._servers.refused_by()
+        if rank is not None:
+            self._on_refused(rank)
+
+    def _on_refused(self, rank: int) -> None:
+        reason = f"server {rank} has refused this worker; see its log and its security.keys"
+        self._execute(self._rounds.on_lost(PeerLostError(reason)))
+
+    def _refuse(self, rank: int, error: ProtocolError) -> None:
+        self._metrics.protocol_errors.labels(reason=error.reason).inc()
+        log.once(logger, rank, "dropped a message of server %d: %s", rank, error)
+
+    def _close_sockets(self) -> None:
+        self._closed = True
+        self._sender.is_behind.set()
+        self._servers.close()
+        self._lock.close()

@@ -1,0 +1,75 @@
+"""Connectivity check: detects servers that are alive to the scheduler but cannot be reached from this worker.
+
+A server may announce an address of another network, or one that leads elsewhere from here, or a firewall may
+block it. libzmq reconnects for ever without an error, while the scheduler still gets the server's heartbeats.
+No socket to a server here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from zenps.config.settings import ClusterConfig
+from zenps.errors import PeerLostError
+from zenps.wire.addresses import why_unreachable
+from zenps.wire.messages import Member
+
+logger = logging.getLogger("zenps.worker")
+
+
+class _Silent(Struct, eq=False):
+    """A server that has not answered anything yet."""
+
+    member: Member
+    check_at: float
+    unreached_since: float = math.inf
+
+
+class Connectivity:
+    """The servers that this worker has connected to and that have not answered yet.
+
+    While answers are awaited, each address is checked once in ``lease_seconds``; most servers answer before.
+
+    Args:
+        cluster: for ``lease_seconds``, and for ``rendezvous_seconds``: how long a server may be unreachable.
+        why: returns why an address cannot be reached, or "" if it can.
+    """
+
+    def __init__(self, cluster: ClusterConfig, why: Callable[[str], str] = why_unreachable) -> None:
+        self._lease_seconds = cluster.lease_seconds
+        self._most_seconds = max(cluster.lease_seconds, cluster.rendezvous_seconds)
+        self._why = why
+        self._silent: dict[int, _Silent] = {}
+
+    def on_connect(self, member: Member, now: float) -> None:
+        """Begins to check a server to which a connection was begun."""
+        self._silent[member.rank] = _Silent(member, now + self._lease_seconds)
+
+    def on_answer(self, rank: int) -> None:
+        """Ends the check of a server: it has answered, or it is not a member any more."""
+        self._silent.pop(rank, None)
+
+    def look(self, now: float) -> PeerLostError | None:
+        """Checks servers while answers are awaited: logs a warning first, later returns the error."""
+        for silent in self._silent.values():
+            if now < silent.check_at:
+                continue
+            silent.check_at = now + self._lease_seconds
+            member = silent.member
+            reason = self._why(member.address)
+            if not reason:
+                silent.unreached_since = math.inf
+                continue
+            silent.unreached_since = min(silent.unreached_since, now)
+            text = (
+                f"{member} cannot be reached at {member.address} from here ({reason}): set cluster.host "
+                "there to an address that all workers reach, and let its port through all firewalls"
+            )
+            if now - silent.unreached_since >= self._most_seconds:
+                return PeerLostError(text)
+            logger.warning("%s", text)
+        return None

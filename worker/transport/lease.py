@@ -1,0 +1,295 @@
+"""Lease of a worker: one thread sends heartbeats, receives views, and handles barriers and admission."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import socket as net
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+import zmq
+
+from zenps.errors import DeadlineError, PeerLostError, UsageError, ZenPSError, listing
+from zenps.observe import log
+from zenps.wire.messages import (
+    LAST_BARRIER,
+    Admit,
+    Barrier,
+    BarrierReply,
+    Departed,
+    HeartbeatReply,
+    Refused,
+    View,
+)
+from zenps.wire.scheduler_link import SchedulerLink
+
+from ..core.spans import Spans
+from ..core.statistics import Statistics
+from ..rounds.tracker import PATIENCE_SECONDS
+from .channel import Channel
+from .membership import Membership
+
+logger = logging.getLogger("zenps.worker")
+
+# How long a worker that leaves waits for the others. All end at about the same time, except that one of them
+# may still write to disk.
+TOGETHER_SECONDS = 2.0
+
+# The lease's thread ends within microseconds; this bounds the wait for one that hangs.
+CLOSE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _AwaitBarrier:
+    sequence: int
+    reached: Future[None]
+
+
+@dataclass(frozen=True, slots=True)
+class _AwaitAdmission:
+    since: int
+    reached: Future[None]
+
+
+class _Leave:
+    """The last command."""
+
+
+class Lease:
+    """Keeps a worker's lease until it leaves. Every method may be called from any thread.
+
+    Args:
+        membership: of this worker.
+        link: to the scheduler; from now on only the lease's thread uses it.
+        channel: gets views, watermarks and failures.
+        statistics: counters that go to the scheduler with every heartbeat.
+        spans: for a timeline.
+
+    Attributes:
+        view: membership and ring.
+        joining: how many workers wait to be admitted, by the scheduler's latest message.
+        failure: the error that has ended this worker's membership; None while it lasts.
+        ended: gets ``failure`` as its exception.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        link: SchedulerLink,
+        channel: Channel,
+        statistics: Statistics,
+        spans: Spans,
+    ) -> None:
+        self.view = membership.view
+        self.joining = 0
+        self.failure: ZenPSError | None = None
+        self.ended: Future[None] = Future()
+        self._cluster = membership.cluster
+        self._link = link
+        self._channel = channel
+        self._statistics = statistics
+        self._spans = spans
+        self._commands: SimpleQueue[_AwaitBarrier | _AwaitAdmission | _Leave] = SimpleQueue()
+        self._wake_reader, self._wake_writer = net.socketpair()
+        self._barriers: dict[int, Future[None]] = {}
+        self._admission: _AwaitAdmission | None = None
+        self._barrier_sequence = 0
+        self._thread = threading.Thread(target=self._keep, name="zenps-lease", daemon=True)
+        self._thread.start()
+
+    def barrier(self) -> None:
+        """Waits until all workers have called this equally often.
+
+        Raises:
+            DeadlineError: a worker did not come in time; it is named.
+            PeerLostError: a node was lost meanwhile.
+        """
+        reached: Future[None] = Future()
+        self._barrier_sequence += 1
+        self._post(_AwaitBarrier(self._barrier_sequence, reached))
+        # The scheduler's deadline expires first, because its error names the missing workers.
+        seconds = 2 * self._cluster.deadline_seconds
+        # Without a deadline, only a failure of the lease ends this wait early.
+        if not self._await(reached, seconds or math.inf):
+            raise DeadlineError(f"barrier: no answer from the scheduler within {seconds:g} s")
+        reached.result()
+
+    def admit(self) -> None:
+        """Waits until all workers have called this and joining workers are admitted.
+
+        Then all workers count steps and barriers from 0 again.
+
+        Raises:
+            PeerLostError: the job has failed meanwhile.
+        """
+        reached: Future[None] = Future()
+        self._post(_AwaitAdmission(self.view.admitted, reached))
+        self._await(reached, math.inf)
+        reached.result()
+
+    def close(self, *, together: bool) -> None:
+        """Leaves the cluster; rounds in flight fail.
+
+        Args:
+            together: first wait up to :data:`TOGETHER_SECONDS` for all workers to call this. If a server dies
+                before it has answered all of them, every worker has to push again.
+        """
+        if together and self.failure is None:
+            reached: Future[None] = Future()
+            self._post(_AwaitBarrier(LAST_BARRIER, reached))
+            self._await(reached, TOGETHER_SECONDS)
+        self._channel.close()
+        self._post(_Leave())
+        self._thread.join(CLOSE_SECONDS)
+
+    def await_loss(self, is_over: Callable[[], bool] = lambda: False) -> ZenPSError | None:
+        """Waits for the scheduler to report the loss of a worker that cannot be reached.
+
+        Returns:
+            the loss as an error; None if none is reported in time, or once ``is_over()``.
+        """
+        until = time.monotonic() + self._cluster.lease_seconds + PATIENCE_SECONDS
+        self._channel.wait(lambda: bool(self.failure or self.view.left or is_over()), until)
+        gone = [worker for worker in self.view.workers if worker.rank in self.view.left]
+        return self.failure or (PeerLostError(f"{listing(gone)} left the job") if gone else None)
+
+    def _await(self, reached: Future[None], seconds: float) -> bool:
+        """Returns whether ``reached`` ends in time. Polls the channel: other ranks may need pushes again."""
+        reached.add_done_callback(lambda _: self._channel.wake())
+        self._channel.wait(reached.done, time.monotonic() + seconds)
+        return reached.done()
+
+    def _post(self, command: _AwaitBarrier | _AwaitAdmission | _Leave) -> None:
+        self._commands.put(command)
+        try:
+            self._wake_writer.send(b"\0")
+        except OSError:  # closed: the thread has ended, perhaps before it could see this command
+            self._fail_commands()
+
+    # ── the lease's thread ──────────────────────────────────────────────────────────────────────
+
+    def _keep(self) -> None:
+        try:
+            while not self._on_commands():
+                now = time.monotonic()
+                if self._link.is_beat_due(now):
+                    self._beat(now)
+                    self._channel.look()
+                self._sleep(self._link.seconds_to_beat(now))
+                self._on_scheduler()
+                self._check_scheduler()
+            self._link.leave()
+            self._fail(UsageError("this worker has left the cluster"))
+        except BaseException as error:
+            # Without heartbeats the others will soon regard this worker as lost, so it has to fail, too.
+            self._fail(ZenPSError(f"the lease's thread ended: {error!r}"))
+            raise
+        finally:
+            self._link.socket.close()
+            self._wake_reader.close()
+            self._wake_writer.close()
+            self._fail_commands()
+
+    def _beat(self, now: float) -> None:
+        self._link.beat(now, self.view.epoch, self._statistics.load(), watermark=self._channel.watermark)
+        for sequence in self._barriers:  # sent again: a broken connection or a restart may have lost it
+            self._link.send(Barrier(sequence))
+        if self._admission is not None:
+            self._link.send(Admit(self._admission.since))
+
+    def _fail_commands(self) -> None:
+        """Fails the commands that this thread will not process any more."""
+        assert self.failure is not None
+        with contextlib.suppress(Empty):
+            while True:
+                command = self._commands.get_nowait()
+                if not isinstance(command, _Leave):
+                    command.reached.set_exception(self.failure)
+
+    def _sleep(self, seconds: float) -> None:
+        poller = zmq.Poller()
+        poller.register(self._link.socket, zmq.POLLIN)
+        poller.register(self._wake_reader, zmq.POLLIN)
+        if any(socket == self._wake_reader.fileno() for socket, _ in poller.poll(int(1000 * seconds) + 1)):
+            self._wake_reader.recv(4096)
+
+    def _on_commands(self) -> bool:
+        """Processes the commands of callers; returns True when this worker leaves."""
+        while not self._commands.empty():
+            match self._commands.get():
+                case _Leave():
+                    return True
+                case command if self.failure is not None:
+                    command.reached.set_exception(self.failure)
+                case _AwaitBarrier(sequence=sequence, reached=reached):
+                    self._barriers[sequence] = reached
+                    self._link.send(Barrier(sequence))
+                case _AwaitAdmission(since=since) as admission:
+                    self._admission = admission
+                    self._link.send(Admit(since))
+        return False
+
+    def _on_scheduler(self) -> None:
+        for message in self._link.receive():
+            match message:
+                case BarrierReply(sequence=sequence, error=error) if sequence in self._barriers:
+                    reached = self._barriers.pop(sequence)
+                    if error:
+                        reached.set_exception(DeadlineError(error))
+                    else:
+                        if sequence != LAST_BARRIER:
+                            self._link.registration.barriers = sequence
+                        reached.set_result(None)
+                case HeartbeatReply(watermark=watermark, joining=joining):
+                    self.joining = joining
+                    self._channel.on_watermark(watermark)
+                case View():
+                    self._on_view(message)
+                case Departed(member=member, lost=lost, reason=reason):
+                    logger.warning("%s", reason) if lost else logger.debug("%s", reason)
+                    if member.role == "server":
+                        self._channel.on_departed(member.rank)
+                case Refused(reason=reason):
+                    self._fail(PeerLostError(reason))
+
+    def _on_view(self, view: View) -> None:
+        if view.epoch <= self.view.epoch:
+            return  # a repetition
+        log.here.epoch = view.epoch
+        self._spans.trace.epoch(view.epoch, len(view.workers), len(view.servers))
+        logger.info("epoch %d: %d servers, %d workers", view.epoch, len(view.servers), len(view.workers))
+        is_admission = view.admitted > self.view.admitted
+        if is_admission:
+            self._barrier_sequence = self._link.registration.barriers = 0
+            self.joining = 0
+        self.view = view
+        self._channel.on_view(view)
+        if is_admission and self._admission is not None:
+            admission, self._admission = self._admission, None
+            self._channel.then(admission.reached)
+        self._beat(time.monotonic())
+
+    def _check_scheduler(self) -> None:
+        if self.failure is None:
+            try:
+                self._link.check(time.monotonic())
+            except PeerLostError as error:
+                self._fail(error)
+
+    def _fail(self, error: ZenPSError) -> None:
+        if self.failure is None:
+            self.failure = error
+            self.ended.set_exception(error)
+        self._channel.fail(error)
+        for reached in self._barriers.values():
+            reached.set_exception(error)
+        self._barriers.clear()
+        if self._admission is not None:
+            self._admission.reached.set_exception(error)
+            self._admission = None

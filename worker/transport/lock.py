@@ -1,0 +1,105 @@
+"""Combining lock (flat combining): the thread that has the lock executes the commands of all threads.
+
+A thread that has a command takes the lock if it is free; else it leaves the command to the lock's owner. A
+thread that waits for an answer takes the lock and polls for all threads, or sleeps until its answer is there
+or the lock is free. So data that only the owner uses needs no other lock, and no dedicated thread
+(Hendler et al., SPAA 2010, https://doi.org/10.1145/1810479.1810540).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket as net
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+Command = TypeVar("Command")
+
+
+class CombiningLock(Generic[Command]):
+    """Methods may be called from any thread, except for those at the end, which only the owner may call.
+
+    Attributes:
+        wake: is readable when other threads have left commands. The owner polls it, and then calls
+            :meth:`on_wake` and :meth:`commands`.
+    """
+
+    def __init__(self) -> None:
+        self.wake, self._waker = net.socketpair()
+        self.wake.setblocking(False)
+        self._waker.setblocking(False)
+        self._guard = threading.RLock()
+        """Guards the fields below. Reentrant, because a signal handler may run on a thread that holds it."""
+        self._news = threading.Condition(self._guard)
+        """Wakes sleepers when a result is there or the lock is free."""
+        self._sleepers = 0
+        self._taken = False
+        self._commands: deque[Command] = deque()
+
+    @property
+    def is_taken(self) -> bool:
+        """True if a thread has the lock."""
+        return self._taken
+
+    def take_or_leave(self, command: Command) -> bool:
+        """Takes the lock if it is free. If not, returns False and leaves ``command`` to the owner."""
+        with self._guard:
+            if not self._taken:
+                self._taken = True
+                return True
+            self._commands.append(command)
+            # A full socket already holds wake-ups; if it is closed, its owner is about to release the lock.
+            with contextlib.suppress(OSError):
+                self._waker.send(b"\0")
+            return False
+
+    def take_or_sleep(self, ready: Callable[[], bool], until: float) -> bool:
+        """Takes the lock if it is free. If not, sleeps until it is, or ``ready()``, or the time ``until``."""
+        with self._guard:
+            if not self._taken:
+                self._taken = True
+                return True
+            self._sleepers += 1
+            try:
+                # Checks ready() with the guard held: there is no wake-up for what happened before.
+                seconds = min(until - time.monotonic(), threading.TIMEOUT_MAX)
+                self._news.wait_for(lambda: ready() or not self._taken, seconds)
+            finally:
+                self._sleepers -= 1
+            return False
+
+    def notify(self) -> None:
+        """Wakes all sleepers; each checks whether it is ready."""
+        with self._guard:
+            if self._sleepers:
+                self._news.notify_all()
+
+    # ── for the owner ───────────────────────────────────────────────────────────────────────────
+
+    def commands(self) -> Iterator[Command]:
+        """Yields the commands that other threads have left."""
+        while self._commands:
+            yield self._commands.popleft()
+
+    def release(self) -> Iterator[Command]:
+        """Yields the remaining commands; the lock is free once this iterator is exhausted."""
+        while True:
+            with self._guard:
+                if not self._commands:
+                    self._taken = False
+                    if self._sleepers:
+                        self._news.notify_all()
+                    return
+            yield from self.commands()
+
+    def on_wake(self) -> None:
+        """Reads the wake-ups from :attr:`wake`."""
+        self.wake.recv(4096)
+
+    def close(self) -> None:
+        """Closes the sockets. The owner gets commands that are left later from :meth:`release`."""
+        self.wake.close()
+        self._waker.close()

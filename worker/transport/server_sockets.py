@@ -1,0 +1,167 @@
+"""Server sockets: one DEALER socket to each server of the view, and shared memory on the same host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import zmq
+from msgspec import structs
+
+from zenps.errors import ProtocolError
+from zenps.keys import node_name
+from zenps.wire.curve import Handshakes
+from zenps.wire.frames import encode
+from zenps.wire.messages import Hello, Member, Push, Shared
+from zenps.wire.shared_memory.arena import open_arena
+from zenps.wire.sockets import COPY_BELOW_BYTES, Socket, connect, open_dealer, send_frames
+
+from ..core.memory import POOL_BYTES
+from ..rounds.states import Frames
+from .connectivity import Connectivity
+from .membership import Membership
+from .shared_memory import SharedMemoryPeer
+
+
+class ServerSockets:
+    """The sockets to all servers. Only one thread at a time may use it, except where a docstring says so.
+
+    Args:
+        membership: of this worker.
+        poller: every open socket is registered there.
+        max_queued: messages to one server that libzmq may queue beyond TCP's buffers; 0: any number.
+
+    Attributes:
+        connectivity: checks whether servers can be reached.
+    """
+
+    def __init__(self, membership: Membership, poller: zmq.Poller, max_queued: int) -> None:
+        cluster = membership.cluster
+        self.connectivity = Connectivity(cluster)
+        self._ctx, self._keys = membership.ctx, membership.keys
+        self._job = cluster.job
+        self._hello = Hello(cluster.job, membership.identity)
+        self._arena = open_arena(cluster, POOL_BYTES)
+        self._shared_memory: dict[int, SharedMemoryPeer] = {}
+        """Connections to the servers on this host, by rank."""
+        self._open = partial(
+            open_dealer,
+            self._ctx,
+            identity=membership.identity,
+            max_message_bytes=cluster.max_message_bytes,
+            keys=self._keys,
+            max_queued=max_queued,
+        )
+        self._poller = poller
+        self._sockets: dict[int, tuple[str, Socket]] = {}
+        """The address of each server and the socket to it, by rank."""
+        self._ranks: dict[Socket, int] = {}
+        self._handshakes: dict[int, Handshakes] = {}
+        """Monitors of the sockets' handshakes; empty without keys: then no handshake fails for good."""
+
+    def rank_of(self, socket: Socket) -> int | None:
+        """Returns the server's rank; None if ``socket`` is a handshake monitor."""
+        return self._ranks.get(socket)
+
+    def refused_by(self) -> int | None:
+        """Returns a server that has refused this worker's handshake; None if there is none.
+
+        A send does not always fail then: libzmq may still queue messages for that server.
+        """
+        for rank, handshakes in self._handshakes.items():
+            if any(failure != "other" for failure in handshakes.failures()):
+                return rank
+        return None
+
+    @property
+    def has_shared_memory(self) -> bool:
+        """True if any server on this host may read this worker's memory. May be read from any thread."""
+        return bool(self._shared_memory)
+
+    def share(self, rank: int, values: memoryview) -> memoryview:
+        """Copies values of a push into shared memory if the server is on this host. From any thread."""
+        if self._arena is None or rank not in self._shared_memory or values.nbytes < COPY_BELOW_BYTES:
+            return values
+        return self._arena.copy(values)
+
+    def send(self, rank: int, push: Push, frames: Frames) -> tuple[int, int]:
+        """Queues a push for a server.
+
+        Returns:
+            the push's bytes, and how many of them the server reads from shared memory.
+
+        Raises:
+            zmq.Again: the server has refused this worker, or its socket has no room.
+        """
+        shared = None
+        peer_memory = self._shared_memory.get(rank)
+        if peer_memory is not None:
+            peer_memory.tell()
+            shared = peer_memory.find(frames[-1])
+        if shared is not None:
+            push, frames = structs.replace(push, shared=shared), frames[:-1]
+        envelope = encode(self._job, push, frames)
+        send_frames(self._sockets[rank][1], [envelope], frames)
+        shared_bytes = 0 if shared is None else shared[1]
+        return len(envelope) + sum([frame.nbytes for frame in frames]) + shared_bytes, shared_bytes
+
+    def values(self, rank: int, shared: Shared) -> memoryview:
+        """Returns the values that a server's answer refers to, in the server's memory.
+
+        Raises:
+            ProtocolError: the server does not share this memory.
+        """
+        if rank not in self._shared_memory:
+            raise ProtocolError("payload", "values in the memory of a server that shares none")
+        return self._shared_memory[rank].take(shared)
+
+    def has_room(self, rank: int) -> bool:
+        """Returns whether a server's socket accepts another message now."""
+        return bool(self._sockets[rank][1].poll(0, zmq.POLLOUT))
+
+    def watch_for_room(self, rank: int, is_wanted: bool) -> None:
+        """Sets whether the poller also reports when a server's socket has room."""
+        self._poller.register(self._sockets[rank][1], zmq.POLLIN | (zmq.POLLOUT if is_wanted else 0))
+
+    def close(self) -> None:
+        """Closes all sockets and the shared memory."""
+        self.follow({}, 0.0)
+        if self._arena is not None:
+            self._arena.close()
+
+    def follow(self, servers: Mapping[int, Member], now: float) -> None:
+        """Connects to new servers and new addresses; closes the sockets to all others."""
+        for rank, (address, _) in list(self._sockets.items()):
+            if rank not in servers or servers[rank].address != address:
+                self._close(rank)
+        for rank, server in servers.items():
+            if rank not in self._sockets:
+                self._connect(server, now)
+
+    def _connect(self, server: Member, now: float) -> None:
+        socket = self._open(peer=node_name("server", server.rank))
+        if self._keys is not None:
+            self._handshakes[server.rank] = handshakes = Handshakes(self._ctx, socket)
+            self._poller.register(handshakes.socket, zmq.POLLIN)
+        connect(socket, server.address)
+        if self._arena is not None:
+            peer_memory = SharedMemoryPeer.connect(server.address, self._hello, self._arena)
+            if peer_memory is not None:
+                self._shared_memory[server.rank] = peer_memory
+        self.connectivity.on_connect(server, now)
+        self._sockets[server.rank] = server.address, socket
+        self._ranks[socket] = server.rank
+        self._poller.register(socket, zmq.POLLIN)
+
+    def _close(self, rank: int) -> None:
+        self.connectivity.on_answer(rank)
+        _, socket = self._sockets.pop(rank)
+        self._poller.unregister(socket)
+        del self._ranks[socket]
+        if rank in self._handshakes:
+            handshakes = self._handshakes.pop(rank)
+            self._poller.unregister(handshakes.socket)
+            handshakes.close()
+        socket.close(linger=0)
+        if peer_memory := self._shared_memory.pop(rank, None):
+            peer_memory.close()

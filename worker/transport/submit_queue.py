@@ -1,0 +1,90 @@
+"""Submit queue: tensors on the CPU are pushed at once, those on a device once it has prepared them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from zenps.errors import ZenPSError
+from zenps.observe.clock import now_ns
+
+from ..core.pending import Pending, Waiter
+from ..core.spans import Spans
+from ..core.steps import Steps
+from .channel import Channel
+
+# Between two queries of a device: short against a round, long against the query itself.
+LOOK_SECONDS = 50e-6
+
+
+class _Staged(NamedTuple):
+    pending: Pending
+    begun_ns: int
+
+
+class SubmitQueue(Waiter):
+    """Tensors on a device in order of submission, because a device works in order.
+
+    No thread watches the device: each call into ZenPS pushes the tensors that have become ready, and a thread
+    that waits for a result pushes all tensors first. Every method may be called from any thread.
+
+    Args:
+        channel: to the servers.
+        steps: step counters; a name is free again when its device fails.
+        spans: for a timeline.
+    """
+
+    def __init__(self, channel: Channel, steps: Steps, spans: Spans) -> None:
+        self._channel = channel
+        self._steps = steps
+        self._spans = spans
+        self._staged: deque[_Staged] = deque()
+        self._lock = threading.Lock()
+
+    def submit(self, pending: Pending) -> None:
+        """Pushes a tensor once it is prepared.
+
+        One that is prepared already overtakes the queue. Tensors on the CPU always are.
+        """
+        if not pending.is_staged:
+            self._channel.submit(pending)
+        elif not self._submit_if_prepared(staged := _Staged(pending, now_ns())):
+            with self._lock:
+                self._staged.append(staged)
+        self.advance(until=0.0)
+
+    def advance(self, until: float) -> None:
+        """Pushes prepared tensors; waits for the others, at most until the monotonic time ``until``."""
+        while self._staged:
+            with self._lock:
+                while self._staged and self._submit_if_prepared(self._staged[0]):
+                    self._staged.popleft()
+            if not self._staged or time.monotonic() >= until:
+                return
+            time.sleep(LOOK_SECONDS)
+
+    def wait(self, ready: Callable[[], bool], until: float) -> None:
+        # Push everything before waiting: other ranks wait for these tensors.
+        self.advance(until)
+        self._channel.wait(ready, until)
+
+    def look(self, ready: Callable[[], bool]) -> None:
+        self.advance(until=0.0)
+        self._channel.look(ready)
+
+    def _submit_if_prepared(self, staged: _Staged) -> bool:
+        """Pushes the tensor if it is prepared. Returns whether it was pushed or has failed."""
+        pending, begun_ns = staged
+        try:
+            if not pending.transfer.prepared():
+                return False
+        except ZenPSError as error:
+            self._steps.take_back(pending.name)
+            pending.fail(error)
+        else:
+            self._spans.trace.since(begun_ns, "stage", tensor=pending.name, step=pending.progress.step)
+            self._channel.submit(pending)
+        return True

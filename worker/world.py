@@ -1,0 +1,216 @@
+"""World of a worker: its rank, the world size, requests, barrier and admission."""
+
+from __future__ import annotations
+
+import socket as net
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from msgspec import structs
+from prometheus_client import CollectorRegistry
+
+from zenps.codecs.values import RUN
+from zenps.errors import UsageError
+from zenps.observe.metrics import WorkerMetrics
+
+from .backends.base import Backend, Session
+from .backends.local import LocalBackend
+from .backends.servers import ServerBackend
+from .core.pending import Pending
+from .core.request import Request, check_request
+from .core.statistics import Statistics, Stats
+from .recorder import open_recorder
+
+
+class World(ABC):
+    """All workers of a job, as seen by one of them.
+
+    Attributes:
+        rank: from 0.
+        local_rank: among the workers of this host.
+        bucket_bytes: the size of a bucket of fused dense gradients.
+        quantized_run: elements of a dense gradient that are quantized by a common scale; 1 if values are not
+            quantized by runs.
+        is_elastic: True if training continues after the loss of workers, and new workers may join.
+        is_joining: True if this worker has joined a running job and has not got its state yet.
+    """
+
+    rank: int
+    local_rank: int
+    bucket_bytes: int
+    quantized_run: int
+    is_elastic: bool
+    is_joining: bool
+
+    @property
+    @abstractmethod
+    def ranks(self) -> Sequence[int]:
+        """Ranks of the present workers; without losses 0, 1, …, ``size`` - 1."""
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return len(self.ranks)
+
+    @property
+    @abstractmethod
+    def local_size(self) -> int:
+        """The number of workers on this host."""
+
+    @property
+    @abstractmethod
+    def is_distributed(self) -> bool:
+        """True if there is a cluster."""
+
+    @abstractmethod
+    def stats(self) -> Stats:
+        """Returns a copy of the statistics so far."""
+
+    @abstractmethod
+    def begin(self, request: Request) -> Pending:
+        """Begins to synchronise a tensor.
+
+        Raises:
+            UsageError: the name is in flight, too many names were used, or this worker is joining.
+            TensorError: the tensor cannot be synchronised.
+        """
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Waits for all workers."""
+
+    @abstractmethod
+    def has_joining_workers(self) -> bool:
+        """Returns whether workers wait to be admitted. Ranks may know different answers."""
+
+    @abstractmethod
+    def admit(self) -> None:
+        """Waits until all workers have called this; admits joining workers. Nothing may be in flight."""
+
+    @abstractmethod
+    def close(self, *, together: bool = False) -> None:
+        """Leaves for good; ``together`` first waits a moment for the others."""
+
+
+class LocalWorld(World):
+    """``python train.py`` without a cluster: a world of one worker."""
+
+    rank = local_rank = 0
+    ranks = (0,)
+    local_size = 1
+    is_distributed = False
+    bucket_bytes = quantized_run = 1
+    is_elastic = is_joining = False
+
+    def __init__(self) -> None:
+        self._backend = LocalBackend(Statistics(WorkerMetrics(CollectorRegistry())))
+
+    def stats(self) -> Stats:
+        return Stats()
+
+    def begin(self, request: Request) -> Pending:
+        check_request(request)
+        return self._backend.begin(request)
+
+    def barrier(self) -> None:
+        """Does nothing: there are no other workers."""
+
+    def has_joining_workers(self) -> bool:
+        return False
+
+    def admit(self) -> None:
+        """Does nothing: no worker can join."""
+
+    def close(self, *, together: bool = False) -> None:
+        """Does nothing: there is no cluster."""
+
+
+class ClusterWorld(World):
+    """The workers of a cluster.
+
+    Args:
+        session: what this worker has of the cluster.
+        servers: the backend whose tensors may wait for a GPU.
+        backend: for all requests.
+        local_rank: the rank on this host, or None to count by host name.
+        opened: everything that was opened for this worker; closed last.
+    """
+
+    is_distributed = True
+
+    def __init__(
+        self,
+        session: Session,
+        servers: ServerBackend,
+        backend: Backend,
+        local_rank: int | None,
+        opened: ExitStack,
+    ) -> None:
+        config, view = session.config, session.lease.view
+        self.rank = view.rank
+        self.is_joining = view.admitted > 0
+        self.is_elastic = config.cluster.is_elastic
+        self.bucket_bytes = config.sync.bucket_bytes
+        self.quantized_run = RUN if config.sync.values == "int8" else 1
+        self._session, self._servers, self._backend = session, servers, backend
+        self._recorder = open_recorder(self.rank, self.size)
+        self._opened = opened
+        self.local_rank = self._ranks_here().index(self.rank) if local_rank is None else local_rank
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return tuple(worker.rank for worker in self._session.lease.view.workers)
+
+    @property
+    def local_size(self) -> int:
+        return len(self._ranks_here())
+
+    def stats(self) -> Stats:
+        return structs.replace(self._session.statistics.stats, partition=self._backend.partition)
+
+    def begin(self, request: Request) -> Pending:
+        check_request(request)
+        if self.is_joining:
+            raise self._too_early(f"tensor {request.name!r}")
+        if self._recorder is not None and request.options.is_reduction:
+            self._recorder.note(request.tensor, request.name)
+        return self._backend.begin(request)
+
+    def barrier(self) -> None:
+        """As :meth:`Lease.barrier`."""
+        if self.is_joining:
+            raise self._too_early("barrier")
+        with self._session.spans("barrier"):
+            self._push_staged()
+            self._session.lease.barrier()
+
+    def has_joining_workers(self) -> bool:
+        """Returns what the scheduler's last answer to a heartbeat says."""
+        return self._session.lease.joining > 0
+
+    def admit(self) -> None:
+        """As :meth:`Lease.admit`."""
+        self._push_staged()
+        self._session.lease.admit()
+
+    def close(self, *, together: bool = False) -> None:
+        """As :meth:`Lease.close`; then closes connections to other workers, metrics and sockets."""
+        self._session.lease.close(together=together)
+        self._backend.close()
+        self._opened.close()
+
+    def _push_staged(self) -> None:
+        """Pushes tensors that a device still prepares; others may wait for these while this rank waits."""
+        self._servers.flush(time.monotonic() + self._session.timeout_seconds)
+
+    def _ranks_here(self) -> list[int]:
+        workers = self._session.lease.view.workers
+        return [worker.rank for worker in workers if worker.host == net.gethostname()]
+
+    def _too_early(self, what: str) -> UsageError:
+        return UsageError(
+            f"{what}: worker {self.rank} has joined a running job and has not got its state yet; "
+            "construct zenps.TrainingState before"
+        )

@@ -1,0 +1,1 @@
+"""Command line of ZenPS: the command ``zenps``."""

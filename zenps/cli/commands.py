@@ -1,0 +1,293 @@
+"""Subcommands of ``zenps``. Only the subcommand that runs a role imports it, and torch with it."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from zenps.config.settings import Config
+from zenps.config.sources import Loaded, describe, load, rank_from_environment, require_cluster
+from zenps.errors import ConfigError, ZenPSError, listing
+from zenps.keys import LIST_NAME, generate, load_keys
+from zenps.observe.log import setup as setup_log
+
+from .arguments import make_parser, split_command
+from .exit_codes import CANNOT_START, FAILED, REFUSED, SIGNALLED
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs ``zenps`` with the arguments ``argv`` (default: those of the process) and returns its exit code.
+
+    0: done. 1: the cluster or a check failed, or output cannot be written. 2: a setting or an argument was
+    refused, in one line. Otherwise ``launch`` and ``worker`` have the exit code of their command.
+    """
+    options, command = split_command(sys.argv[1:] if argv is None else argv)
+    args = make_parser().parse_args(options)
+    if args.takes_command is not None and bool(command) != args.takes_command:
+        args.parser.error("expected -- CMD [ARG ...]" if args.takes_command else "unexpected -- CMD")
+    args.command = command
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # not every encoding has the characters of tables
+    try:
+        code = _RUN[args.subcommand](args)
+        sys.stdout.flush()  # so that a failure to write is reported here, not at exit
+        return code
+    except ConfigError as error:
+        _complain(error)
+        return REFUSED
+    except ZenPSError as error:
+        _complain(error)
+        return FAILED
+    except KeyboardInterrupt:
+        return SIGNALLED + signal.SIGINT
+    except BrokenPipeError:  # the reader of our output is gone
+        _drop_output()
+        return SIGNALLED + signal.SIGPIPE
+    except OSError as error:
+        _drop_output()
+        _complain(error)
+        return FAILED
+
+
+def _drop_output() -> None:
+    """Python flushes stdout once more at exit, which must not fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _complain(error: Exception) -> None:
+    print("zenps:", *str(error).splitlines(), file=sys.stderr)
+
+
+def _load(args: argparse.Namespace) -> Loaded:
+    """Loads the settings with the options on top."""
+    counts = {f"cluster.{name}s": getattr(args, f"{name}s", None) for name in ("worker", "server")}
+    more = [f"{name}={count}" for name, count in counts.items() if count is not None]
+    return load(sets=[*args.set, *more], file=args.config)
+
+
+def _load_with_scheduler(args: argparse.Namespace) -> Config:
+    """Loads the settings, of which ``cluster.scheduler`` must be set."""
+    config = _load(args).config
+    if not config.cluster.scheduler:
+        raise ConfigError("cluster.scheduler", "", "'host:port' of the scheduler")
+    return config
+
+
+def _require_command(command: Sequence[str]) -> None:
+    if shutil.which(command[0]) is None:
+        raise ConfigError("CMD", command[0], "a program that can be run, such as: python train.py")
+
+
+def _environment(args: argparse.Namespace, loaded: Loaded) -> dict[str, str]:
+    """Returns our environment with the options added as variables, which a child process loads.
+
+    It finds all other settings as we did. So their precedence stays, and what ``zenps config`` shows there.
+    """
+    environment = dict(os.environ)
+    if args.config is not None:
+        environment["ZENPS_CONFIG"] = str(args.config.resolve())
+    for setting in describe(loaded):
+        if setting.source == "--set":
+            environment["ZENPS_" + setting.name.replace(".", "_").upper()] = str(setting.value)
+    return environment
+
+
+# ── roles ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _serve(role: str, config: Config, serve: Callable[[], None]) -> int:
+    """Runs a role until the job ends, SIGTERM or Ctrl-C, all of which close its sockets."""
+    logger = setup_log(config.log, role, owns_process=True)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(SIGNALLED + number))
+    try:
+        serve()
+    except ConfigError as error:
+        if config.log.format == "text":
+            raise  # main() reports it, as before the log was set up
+        logger.error("%s", error)
+        return REFUSED
+    except ZenPSError as error:
+        logger.error("%s", error)
+        return FAILED
+    except Exception:  # a log line like all others, with its traceback
+        logger.exception("ended by an unexpected error")
+        return FAILED
+    return 0
+
+
+def _scheduler(args: argparse.Namespace) -> int:
+    config = _load(args).config
+    from zenps.scheduler import service
+
+    return _serve("scheduler", config, lambda: service.serve(config, _announce(args.print_address)))
+
+
+def _announce(descriptor: int | None) -> Callable[[str], None]:
+    """Returns a function that writes the scheduler's address to a file descriptor, and closes it."""
+
+    def announce(address: str) -> None:
+        if descriptor is None:
+            return
+        try:
+            os.write(descriptor, f"{address}\n".encode())
+            os.close(descriptor)
+        except OSError as error:
+            raise ConfigError(
+                "--print-address", descriptor, f"an open file descriptor ({error.strerror})"
+            ) from error
+
+    return announce
+
+
+def _server(args: argparse.Namespace) -> int:
+    config = _load_with_scheduler(args)
+    from zenps.server import service
+
+    return _serve("server", config, lambda: service.serve(config))
+
+
+def _worker(args: argparse.Namespace) -> int:
+    # zenps.init() checks a dotted sync.partition: only CMD has the sys.path to find it.
+    loaded = _load(args)
+    require_cluster(loaded)
+    _require_command(args.command)
+    load_keys(loaded.config.security, "worker", rank_from_environment())
+    try:
+        os.execvpe(args.command[0], args.command, _environment(args, loaded))
+    except OSError as error:
+        print(f"zenps: {args.command[0]} cannot be started: {error.strerror}", file=sys.stderr)
+        return CANNOT_START
+
+
+def _launch(args: argparse.Namespace) -> int:
+    loaded = _load(args)
+    _require_command(args.command)
+    from .launch import launch
+
+    return launch(loaded.config, args.command, _environment(args, loaded))
+
+
+# ── questions to a cluster ──────────────────────────────────────────────────────────────────────────
+
+
+def _status(args: argparse.Namespace) -> int:
+    config = _load_with_scheduler(args)
+    from zenps.wire.status import to_json
+
+    from .printing import show_status, watch_status
+    from .status import fetch
+
+    keys = load_keys(config.security, "operator")
+    ask = partial(fetch, config.cluster, args.timeout_seconds, keys)
+    if args.json:
+        print(to_json(ask()))
+    elif args.watch:
+        watch_status(ask)
+    else:
+        show_status(ask())
+    return 0
+
+
+def _health(args: argparse.Namespace) -> int:
+    config = _load_with_scheduler(args)
+    from .health import check
+
+    check(config, args.role, rank_from_environment(), args.timeout_seconds)
+    return 0
+
+
+def _drain(args: argparse.Namespace) -> int:
+    config = _load_with_scheduler(args)
+    from .status import drain
+
+    if not 0 <= args.rank < 1 << 16:
+        raise ConfigError("RANK", args.rank, "a server's rank, 0 to 65535")
+    drain(config.cluster, args.rank, args.timeout_seconds, load_keys(config.security, "operator"))
+    print(f"server {args.rank} has no slots any more and ends")
+    return 0
+
+
+def _config(args: argparse.Namespace) -> int:
+    from .printing import settings_to_json, show_settings
+
+    settings = describe(_load(args))
+    if args.json:
+        print(settings_to_json(settings))
+    else:
+        show_settings(settings)
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    config = _load(args).config
+    from .doctor import examine
+    from .printing import show_checks
+
+    checks = examine(config)
+    show_checks(checks)
+    return FAILED if any(check.verdict == "fail" for check in checks) else 0
+
+
+def _trace(args: argparse.Namespace) -> int:
+    from zenps.observe.timeline import merge
+
+    _load(args)  # not used here, but every subcommand refuses wrong settings
+    count = merge(args.parts, args.out)
+    print(f"{args.out}: {count} process(es); chrome://tracing and https://ui.perfetto.dev show it")
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    config = _load(args).config
+    from .plan.command import Request, answer
+
+    request = Request.from_options(args, config.cluster.workers)
+    with request.trace_file() as trace:
+        if args.command and (code := _record(args, request.steps, request.local_workers, trace)):
+            return code
+        answer(request, trace)
+    return 0
+
+
+def _record(args: argparse.Namespace, steps: int, workers: int, trace: Path) -> int:
+    """Runs CMD on a local cluster, whatever the settings say of the cluster to plan for."""
+    _require_command(args.command)
+    from .plan.recorded import record
+
+    own = [f"cluster.workers={workers}", "cluster.servers=1", "cluster.scheduler=", "sync.scheme=zenps"]
+    own += ["sync.trace=", "security.keys=", "security.secret="]
+    args.set = [*args.set, *own]
+    loaded = _load(args)
+    return record(loaded.config, args.command, _environment(args, loaded), steps, trace)
+
+
+def _keygen(args: argparse.Namespace) -> int:
+    cluster = _load(args).config.cluster
+    made = generate(args.directory, cluster.workers, cluster.servers)
+    print(f"{len(made)} new key(s) in {args.directory}" + (f": {listing(made)}" if made else ""))
+    print(f"every node needs {LIST_NAME} and the .secret of its own name, and no other .secret")
+    return 0
+
+
+_RUN: Final[dict[str, Callable[[argparse.Namespace], int]]] = {
+    "launch": _launch,
+    "scheduler": _scheduler,
+    "server": _server,
+    "worker": _worker,
+    "status": _status,
+    "health": _health,
+    "drain": _drain,
+    "config": _config,
+    "doctor": _doctor,
+    "trace": _trace,
+    "plan": _plan,
+    "keygen": _keygen,
+}

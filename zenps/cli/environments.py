@@ -1,0 +1,106 @@
+"""Environment variables of the processes of a local cluster."""
+
+from __future__ import annotations
+
+import os
+import socket as net
+from collections.abc import Mapping
+from pathlib import Path
+
+from zenps.config.settings import Config
+from zenps.config.values import parse_address
+from zenps.errors import ConfigError
+from zenps.keys import load_keys
+
+
+def environments(config: Config, base: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Returns the variables of each process, by its name, such as ``server 0``, in the order of starting.
+
+    Args:
+        config: the settings of the cluster. The first process has its fixed ports, the next ones those after.
+        base: variables of all processes; settings in it must give ``config``.
+
+    Raises:
+        ConfigError: ``cluster.scheduler`` is not on this machine, ports run out, or a node has no keys.
+    """
+    _check_scheduler(config.cluster.scheduler)
+    cluster = config.cluster
+    names = ["scheduler", *(f"server {rank}" for rank in range(cluster.servers))]
+    names += [f"worker {rank}" for rank in range(cluster.workers)]
+    cores = len(os.sched_getaffinity(0))
+    common = {
+        # torch starts a thread per core in every process, which is too many. torchrun's choice, 1, leaves
+        # cores idle if there are few processes.
+        "OMP_NUM_THREADS": str(max(1, cores // (cluster.workers + cluster.servers))),
+        # Python buffers output into a pipe: it would come late.
+        "PYTHONUNBUFFERED": "1",
+        **base,
+        "ZENPS_CLUSTER_WORKERS": str(cluster.workers),
+        "ZENPS_CLUSTER_SERVERS": str(cluster.servers),
+    }
+    _check_keys(config)
+    master_port = str(_free_port())
+    found = {}
+    for index, name in enumerate(names):
+        role, _, rank = name.partition(" ")
+        environment = common | _own_port("metrics.port", config.metrics.port, index)
+        if role == "server":
+            environment |= {"RANK": rank} | _own_port("cluster.server_port", cluster.server_port, int(rank))
+        elif role == "worker":
+            environment |= {
+                # https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": str(cluster.workers),
+                "LOCAL_WORLD_SIZE": str(cluster.workers),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": master_port,
+            }
+        found[name] = environment
+    return found
+
+
+def _check_keys(config: Config) -> None:
+    """Loads the keys of all processes: an error here is one line, and not one of each process."""
+    security = config.security
+    if security.secret and not Path(security.secret).is_dir():
+        raise ConfigError("security.secret", security.secret, "the directory with the secrets of all nodes")
+    load_keys(security, "scheduler")
+    load_keys(security, "operator")
+    for rank in range(config.cluster.servers):
+        load_keys(security, "server", rank)
+    for rank in range(config.cluster.workers):
+        load_keys(security, "worker", rank)
+
+
+def _own_port(name: str, first: int, index: int) -> dict[str, str]:
+    """Returns the variable for the port of one process: the first has a fixed port, the next those after."""
+    if first <= 0:
+        return {}
+    if first + index > 65535:
+        raise ConfigError(
+            name, first, f"a port that leaves room for {index} more after it, or 0 for any free"
+        )
+    return {"ZENPS_" + name.replace(".", "_").upper(): str(first + index)}
+
+
+def _free_port() -> int:
+    with net.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _check_scheduler(address: str) -> None:
+    if not address:
+        return
+    host, port = parse_address(address)
+    try:
+        family, kind, _, _, target = net.getaddrinfo(host, port, type=net.SOCK_STREAM)[0]
+        with net.socket(family, kind) as probe:
+            probe.bind((target[0], 0))
+    except OSError as error:
+        raise ConfigError(
+            "cluster.scheduler",
+            address,
+            "an address of this machine, or '' for any free port, to launch here",
+        ) from error

@@ -1,0 +1,1 @@
+"""``zenps plan``: recommends a scheme for a training and a network."""

@@ -1,0 +1,288 @@
+"""Scheme selection: compares the predicted costs of all schemes, recommends one, and gives the reasons."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from zenps.config.settings import SyncConfig
+from zenps.errors import ConfigError, listing
+from zenps.schemes.costs import predict_step
+from zenps.schemes.registry import fixed_schemes, scheme_of
+from zenps.schemes.traffic import Cost, Links
+
+from .profile import Profile
+
+DEFAULT: Final = SyncConfig().scheme
+"""Recommended unless another scheme wins by :data:`MARGIN`."""
+
+MARGIN: Final = 1.05
+"""The factor is above 1 because the formulas leave out CPU time and extrapolate unions."""
+
+MOST_WORKERS: Final = 1024
+DOUBLINGS: Final = tuple(1 << level for level in range(1, MOST_WORKERS.bit_length()))
+
+
+class TensorSummary(Struct, kw_only=True):
+    """A line of the first table. A ratio is None if the trace does not tell it."""
+
+    tensor: str
+    rows: int
+    columns: int
+    item_bytes: int
+    is_sparse: bool
+    density: float
+    """Of a dense tensor, the share of elements that are not zero."""
+    overlap: float | None = None
+    step_overlap: float | None = None
+    densification: dict[int, float] = {}
+    skewness: dict[int, float] = {}
+    imbalance: float | None = None
+
+
+class Prediction(Struct, kw_only=True):
+    """The cost of synchronising all tensors in one step under one scheme."""
+
+    workers: int
+    scheme: str
+    seconds: float
+    push_bytes: float
+    pull_bytes: float
+    rounds: int
+    variant: str
+
+
+class Plan(Struct, kw_only=True):
+    """The recommendation of ``zenps plan``, as ``--json`` prints it."""
+
+    workers: int
+    servers: int
+    bytes_per_second: float
+    latency_seconds: float
+    tensors: list[TensorSummary]
+    predictions: list[Prediction]
+    scheme: str
+    granule: int | None
+    """``sync.granule``; None if no sparse tensor has single elements for rows."""
+    reason: str
+    notes: list[str]
+
+
+def make_plan(
+    found: Sequence[Profile],
+    links: Links,
+    counts: Sequence[int],
+    rare: Sequence[str] = (),
+    ruled_out: Mapping[str, str] = MappingProxyType({}),
+) -> Plan:
+    """Predicts the cost of each scheme, and recommends one.
+
+    Args:
+        found: the tensors.
+        links: the cluster; the recommendation is for its number of workers.
+        counts: the numbers of workers for which the plan lists predictions.
+        rare: names of tensors that are left out.
+        ruled_out: schemes that the plan lists but does not recommend, each with the setting that excludes it.
+    """
+    by_count = {count: _costs(found, links, count) for count in sorted({links.workers, *counts, *DOUBLINGS})}
+    possible = {
+        count: {scheme: cost for scheme, cost in costs.items() if scheme not in ruled_out}
+        for count, costs in by_count.items()
+    }
+    choice = _choose(possible[links.workers])
+    tensors = [_summary(profile, links) for profile in found]
+    granules = [granule for profile in found if (granule := profile.granule(links.parts)) is not None]
+    granule = min(granules, default=None)
+    predictions = [
+        Prediction(
+            workers=count,
+            scheme=scheme,
+            seconds=cost.seconds,
+            push_bytes=cost.push_bytes,
+            pull_bytes=cost.pull_bytes,
+            rounds=cost.rounds,
+            variant=cost.variant,
+        )
+        for count in counts
+        for scheme, cost in by_count[count].items()
+    ]
+    return Plan(
+        workers=links.workers,
+        servers=links.servers,
+        bytes_per_second=links.bytes_per_second,
+        latency_seconds=links.latency_seconds,
+        tensors=tensors,
+        predictions=predictions,
+        scheme=choice,
+        granule=granule,
+        reason=" ".join(_reasons(found, links, possible, choice, granule)),
+        notes=_notes(found, rare, ruled_out),
+    )
+
+
+def _costs(found: Sequence[Profile], links: Links, workers: int) -> dict[str, Cost]:
+    links = msgspec.structs.replace(links, workers=workers)
+    tensors = [profile.as_tensor(links) for profile in found]
+    return {scheme.name: predict_step(scheme.name, tensors, links) for scheme in fixed_schemes()}
+
+
+def _choose(costs: dict[str, Cost]) -> str:
+    fastest = min(costs, key=lambda name: costs[name].seconds)
+    return DEFAULT if costs[DEFAULT].seconds <= MARGIN * costs[fastest].seconds else fastest
+
+
+# ── why ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _reasons(
+    found: Sequence[Profile],
+    links: Links,
+    by_count: dict[int, dict[str, Cost]],
+    choice: str,
+    granule: int | None,
+) -> list[str]:
+    costs = by_count[links.workers]
+    own = costs[choice]
+    said = [f"{choice} for {links.workers} workers: {show_seconds(own.seconds)} a step."]
+    if not own.seconds:
+        return [*said, "There is nothing to send."]
+    said.append(_what_decides(found, links, choice, own))
+    others = sorted((scheme for scheme in costs if scheme != choice), key=lambda name: costs[name].seconds)
+    next_best = others[0]
+    ratio = costs[next_best].seconds / own.seconds
+    how = f"takes {ratio:.2f} times as long" if ratio >= 1 else f"would take {ratio:.2f} of that"
+    said.append(f"Next is {next_best}, which {how}: {scheme_of(next_best).spends}.")
+    if ratio < 1:
+        said.append(f"{choice} is taken unless another wins by {MARGIN - 1:.0%}.")
+    said.append(_where_it_changes(links.workers, by_count, choice))
+    if granule is not None:
+        said.append(f"Single elements move by {granule} (sync.granule), so that servers have even shares.")
+    return said
+
+
+def _what_decides(found: Sequence[Profile], links: Links, choice: str, cost: Cost) -> str:
+    waiting = cost.rounds * links.latency_seconds
+    sent = (
+        f"{show_bytes(cost.push_bytes)} pushed and {show_bytes(cost.pull_bytes)} pulled on the busiest link"
+    )
+    if waiting > cost.seconds / 2:
+        return f"Latency decides: {cost.rounds} rounds of {show_seconds(links.latency_seconds)}, and {sent}."
+    by_tensor = [predict_step(choice, [profile.as_tensor(links)], links).serial_bytes for profile in found]
+    share, largest = max(zip(by_tensor, range(len(found)), strict=True))
+    heaviest = found[largest]
+    share /= sum(by_tensor)
+    of = f"{share:.0%} of the bytes are those of {heaviest.tensor!r}"
+    if not heaviest.is_sparse:
+        return f"Bytes decide: {sent}. {of}, which is dense and travels whole under every scheme."
+    grows = (
+        f"of whose {heaviest.rows} rows one worker pushes {heaviest.density:.2%}, and the union of all has "
+        f"{heaviest.densification(links.workers):.1f} times as many"
+    )
+    which = "Pulls decide" if cost.pull_bytes > cost.push_bytes else "Pushes decide"
+    return f"{which}: {sent}. {of}, {grows}."
+
+
+def _where_it_changes(workers: int, by_count: dict[int, dict[str, Cost]], choice: str) -> str:
+    choices = {count: _choose(costs) for count, costs in by_count.items()}
+    above = next((count for count in sorted(choices) if count > workers and choices[count] != choice), None)
+    below = [count for count in choices if count < workers and choices[count] != choice]
+    told = [f"Up to {max(below)} workers, {choices[max(below)]} is ahead."] if below else []
+    told += [f"From {above} workers on, {choices[above]} is ahead."] if above is not None else []
+    return " ".join(told) or f"It is the one to take from 2 workers to {MOST_WORKERS}."
+
+
+def _notes(found: Sequence[Profile], rare: Sequence[str], ruled_out: Mapping[str, str]) -> list[str]:
+    notes = []
+    for profile in found:
+        name = repr(profile.tensor)
+        if not profile.is_sparse and profile.density < 0.5 and profile.rows > 1 << 16:
+            notes.append(
+                f"{name} is dense, but {1 - profile.density:.0%} of its elements are zero: is there an "
+                "embedding without sparse=True?"
+            )
+        both = (profile.overlap, profile.step_overlap)
+        if profile.is_sparse and max(both) > 1.25 * min(both):
+            notes.append(
+                f"{name}: a worker's steps overlap by {profile.step_overlap:.2f}, workers by "
+                f"{profile.overlap:.2f}; steps stand for workers beyond {profile.workers}, so that their "
+                f"unions may be {'larger' if profile.overlap < profile.step_overlap else 'smaller'}"
+            )
+    if all(profile.workers == 1 for profile in found):
+        notes.append("only one worker was recorded, whose steps stand for others")
+    if rare:
+        notes.append(f"pushed in fewer than half of the steps: {listing(rare)}")
+    for setting in dict.fromkeys(ruled_out.values()):
+        schemes = [scheme for scheme, against in ruled_out.items() if against == setting]
+        notes.append(f"{setting} rules out {listing(schemes)}")
+    return notes
+
+
+def _summary(profile: Profile, links: Links) -> TensorSummary:
+    summary = TensorSummary(
+        tensor=profile.tensor,
+        rows=profile.rows,
+        columns=profile.columns,
+        item_bytes=profile.item_bytes,
+        is_sparse=profile.is_sparse,
+        density=profile.density,
+    )
+    if profile.is_sparse:
+        summary.overlap = None if math.isnan(profile.overlap) else profile.overlap
+        summary.step_overlap = None if math.isnan(profile.step_overlap) else profile.step_overlap
+        summary.densification = {count: profile.densification(count) for count in DOUBLINGS}
+        summary.skewness = {parts: profile.skew(parts) for parts in DOUBLINGS}
+        summary.imbalance = profile.as_tensor(links).imbalance
+    return summary
+
+
+# ── units ───────────────────────────────────────────────────────────────────────────────────────
+
+_BITS: Final = {"kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}
+_TIMES: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def parse_bandwidth(text: str) -> float:
+    """Parses ``10Gbit``, ``500Mbit`` or ``64kbit``, all per second, as bytes per second.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    return _parse("--bandwidth", text, _BITS, "10Gbit or 500Mbit") / 8
+
+
+def parse_latency(text: str) -> float:
+    """Parses ``50us``, ``1.5ms`` or ``1s`` as seconds; 0 needs no unit.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    return 0.0 if text == "0" else _parse("--latency", text, _TIMES, "50us, 1.5ms or 0")
+
+
+def _parse(option: str, text: str, units: dict[str, float], such_as: str) -> float:
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(units)})", text)
+    value = float(match[1]) * units[match[2]] if match else 0.0
+    if not 0 < value < math.inf:
+        raise ConfigError(option, text, f"a number above 0 with a unit, such as {such_as}")
+    return value
+
+
+def show_seconds(seconds: float) -> str:
+    """Writes seconds with three digits, in the unit that suits."""
+    unit, size = next(((unit, size) for unit, size in _TIMES.items() if seconds < 1000 * size), ("s", 1.0))
+    return f"{seconds / size:.3g} {unit}"
+
+
+def show_bytes(count: float) -> str:
+    """Writes bytes in decimal units, as bandwidths are."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"

@@ -1,0 +1,298 @@
+"""Process supervisor: starts the processes of a local cluster, and decides which end of one ends the job."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from zenps.config.settings import Config
+from zenps.errors import DeadlineError
+from zenps.keys import load_keys
+from zenps.wire.messages import Status
+
+from .exit_codes import CANNOT_START, FAILED, SIGNALLED
+from .output import Lines, Output
+from .processes import Guard, Pipe, Process, Program
+from .status import fetch
+
+GRACE_SECONDS: Final = 4.0
+"""From what ends the job to SIGKILL; and how long scheduler and servers have to end after the last worker.
+
+So everything has ended within 5 seconds, whatever happens.
+"""
+
+STATUS_SECONDS: Final = 1.0
+"""How long the scheduler has to answer a question for the status."""
+
+MOST_SCHEDULER_DEATHS: Final = 3
+"""A scheduler that is killed more often than this is not restarted."""
+
+SETTLE_SECONDS: Final = 2.0
+"""After a failure: how long a worker that has left the cluster may take to end. It is part of the grace."""
+
+
+class Supervisor:
+    """The processes and their pipes, in one thread. Each turn passes output on, and then reaps processes.
+
+    Args:
+        config: the settings of the cluster.
+        programs: the scheduler first, then servers and workers, as ``server 0``.
+    """
+
+    def __init__(self, config: Config, programs: Sequence[Program]) -> None:
+        self._config = config
+        self._programs = {program.name: program for program in programs}
+        self._output = Output(["launch", *self._programs])
+        self._selector = selectors.DefaultSelector()
+        self._guard = Guard()
+        self._processes: list[Process] = []
+        self._address = b""
+        """What the scheduler has written of its address, which ends with a line end."""
+        self._code: int | None = None
+        """The exit code of the job, once it is decided."""
+        self._scheduler_deaths = 0
+        self._signals = [signal.SIGTERM, signal.SIGKILL]
+        """The signals that have not been sent to all processes yet."""
+        self._grace_ends = float("inf")
+        """When the next of them is sent."""
+
+    def run(self) -> int:
+        """Starts all processes, waits for their ends, and returns the exit code of the job."""
+        self._start_scheduler()
+        while not self._address.endswith(b"\n") and self._code is None:
+            self._turn()
+        self._start_others()
+        while self._running():
+            self._turn()
+        return self._code or 0
+
+    def close(self) -> None:
+        """Closes everything, and kills processes that are left, as they are if :meth:`run` raised."""
+        for process in self._processes:
+            process.signal(signal.SIGKILL)
+        self._guard.close()
+        self._selector.close()
+        self._output.close()
+
+    def wake_by(self, fd: int) -> None:
+        """Begins a turn also when ``fd`` can be read."""
+        self._selector.register(fd, selectors.EVENT_READ, lambda: bool(os.read(fd, 4096)))
+
+    def on_signal(self, number: int) -> None:
+        """A signal asks for the end of the job. The first leaves processes the grace, the second does not."""
+        self._end(SIGNALLED + number)
+
+    # ── starting ────────────────────────────────────────────────────────────────────────────────
+
+    def _start_scheduler(self) -> None:
+        reader, writer = os.pipe()
+
+        def read_address() -> bool:
+            data = os.read(reader, 256)
+            self._address += data
+            return bool(data)
+
+        self._selector.register(reader, selectors.EVENT_READ, read_address)
+        try:
+            self._start("scheduler", "--print-address", str(writer), inherited_fd=writer)
+        finally:
+            os.close(writer)
+
+    def _start_others(self) -> None:
+        if self._code is None:
+            self._say(f"zenps status --set cluster.scheduler={self._scheduler_address()} shows this cluster")
+        for name in self._programs:
+            # A signal may come between any two.
+            if self._code is None and name != "scheduler":
+                self._start(name)
+
+    def _start(self, name: str, *arguments: str, inherited_fd: int | None = None) -> None:
+        program = self._programs[name]
+        variables = {"ZENPS_CLUSTER_SCHEDULER": self._scheduler_address()} if self._address else {}
+        program = Program(name, [*program.command, *arguments], {**program.environment, **variables})
+        # A terminal shows one progress bar: that of rank 0, whose output is a terminal if ours is.
+        columns = self._output.columns if name == "worker 0" else None
+        try:
+            process = Process(program, self._guard, columns, inherited_fd)
+        except OSError as error:
+            self._say(f"{name} cannot be started: {program.command[0]}: {error.strerror}")
+            return self._end(CANNOT_START)
+        self._processes.append(process)
+        for pipe in process.pipes:
+            is_live = columns is not None
+            self._pass_on(pipe, Lines(self._output, name, is_stderr=pipe.is_stderr, is_live=is_live))
+        if self._code is not None:  # a signal came while it started
+            process.signal(signal.SIGTERM)
+
+    def _pass_on(self, pipe: Pipe, lines: Lines) -> None:
+        def read() -> bool:
+            data = pipe.read()
+            lines.feed(data)
+            return bool(data)
+
+        self._selector.register(pipe.fd, selectors.EVENT_READ, read)
+
+    # ── running ─────────────────────────────────────────────────────────────────────────────────
+
+    def _turn(self) -> None:
+        """Waits for output or the end of a process, and handles it."""
+        self._read(max(self._grace_ends - time.monotonic(), 0.0))
+        if self._output.failure is not None and self._code is None:
+            is_unread = isinstance(self._output.failure, BrokenPipeError)
+            self._end(SIGNALLED + signal.SIGPIPE if is_unread else FAILED)
+        # Look at all processes again after each end: what is read while one end is handled may be the only
+        # notice of another.
+        while self._reap():
+            pass
+        if time.monotonic() >= self._grace_ends:
+            left, number = ", ".join(self._running()), self._signals[0].name
+            self._say(f"{left}: not ended after {GRACE_SECONDS:g} s; sending {number}")
+            self._send_next_signal()
+
+    def _read(self, wait_seconds: float) -> bool:
+        """Reads once from every pipe with output, after at most ``wait_seconds``. False if there is none."""
+        ready = self._selector.select(None if wait_seconds == float("inf") else wait_seconds)
+        for key, _ in ready:
+            if not key.data():
+                self._selector.unregister(key.fd)
+                os.close(key.fd)
+        return bool(ready)
+
+    def _reap(self) -> bool:
+        """Handles the end of the first process that has ended. False if there is none."""
+        for process in self._processes:
+            if process.exit_code is None and process.has_ended():
+                self._read_remaining_output()
+                self._on_end(process)
+                return True
+        return False
+
+    def _read_remaining_output(self) -> None:
+        # A pipe holds 64 KiB, and a terminal is read 4 KiB at a time. Do not wait for the end of the output:
+        # a process that left its group may hold the other end for as long as it likes.
+        for _ in range(16):
+            if not self._read(0.0):
+                break
+
+    # ── ends of processes ───────────────────────────────────────────────────────────────────────
+
+    def _on_end(self, process: Process) -> None:
+        if self._code is not None:
+            return  # the job ends, as all processes should
+        began = time.monotonic()
+        if process.exit_code and self._survives(process):
+            return
+        if process.exit_code or not self._address:
+            cause = self._cause(process, began + SETTLE_SECONDS)
+            if self._code is None:  # no signal has ended the job meanwhile
+                self._say(f"{cause.name} failed: {cause.how_it_ended()}; ending the others")
+                self._end(cause.exit_code or FAILED, began)
+        elif process.is_worker and not self._running("worker"):
+            # The scheduler has seen them leave and tells the servers, unless the workers never joined.
+            self._code = 0
+            self._grace_ends = time.monotonic() + GRACE_SECONDS
+            status = self._status()
+            if status is not None and status.state == "gathering":
+                self._say("not all workers joined the cluster; does CMD call zenps.init()?")
+                self._send_next_signal()
+
+    def _survives(self, failed: Process) -> bool:
+        """True if the job continues without the process.
+
+        Other servers take the slots of a server that was killed. A scheduler that was killed is restarted.
+        The workers of an elastic job continue without one, however it ended.
+        """
+        how = failed.how_it_ended()
+        if failed.is_worker:
+            if not (self._config.cluster.is_elastic and self._running("worker")):
+                return False
+            # Without an answer the job continues: if not all have joined, the rendezvous will fail.
+            status = self._status()
+            if status is not None and status.state in ("gathering", "failed"):
+                return False
+            self._say(f"{failed.name} ended: {how}; the others continue without it")
+            return True
+        if (failed.exit_code or 0) <= SIGNALLED:
+            return False
+        if failed.name == "scheduler":
+            self._scheduler_deaths += 1
+            if not self._address or self._scheduler_deaths > MOST_SCHEDULER_DEATHS:
+                return False
+            self._say(f"scheduler ended: {how}; starting it again")
+            self._start("scheduler")
+            return True
+        status = self._status()
+        if status is None or status.state == "gathering":
+            return False
+        others = self._running("server")
+        if others:
+            self._say(f"{failed.name} ended: {how}; {', '.join(others)} will take its slots")
+        return bool(others)
+
+    def _cause(self, failed: Process, until: float) -> Process:
+        """Returns the process that caused the failure of ``failed``, as far as it is known at ``until``.
+
+        A script that fails leaves the cluster first. The other workers then fail at once, while its
+        interpreter may take a second to end. So the cause is the worker that left first. Workers of an
+        elastic job do not fail because another has left.
+        """
+        is_asked = failed.is_worker and not self._config.cluster.is_elastic
+        status = self._status() if is_asked else None
+        left = [node for node in status.nodes if node.state == "left"] if status is not None else []
+        if not left:
+            return failed
+        # The last message of a node that left is that it leaves.
+        first = max(left, key=lambda node: node.silent_seconds)
+        cause = next((p for p in self._processes if p.name == f"{first.role} {first.rank}"), failed)
+        while not cause.has_ended() and self._code is None and time.monotonic() < until:
+            self._read(0.05)
+        return cause if cause.exit_code else failed
+
+    def _status(self) -> Status | None:
+        """Asks the scheduler for the status. None if the scheduler has ended or does not answer."""
+        if not self._address:
+            return None
+        cluster = msgspec.structs.replace(self._config.cluster, scheduler=self._scheduler_address())
+        try:
+            return fetch(cluster, STATUS_SECONDS, load_keys(self._config.security, "operator"))
+        except DeadlineError:
+            return None
+
+    # ── the end of the job ──────────────────────────────────────────────────────────────────────
+
+    def _end(self, code: int, began: float | None = None) -> None:
+        """Ends the job with ``code``, unless its code is decided. Signal handlers call this, too."""
+        if self._code is None:
+            self._code = code
+        self._send_next_signal(began)
+
+    def _send_next_signal(self, began: float | None = None) -> None:
+        """Sends SIGTERM, or SIGKILL the next time, to all processes that have not ended.
+
+        The grace is between the two. It begins at ``began``, or now if that is None.
+        """
+        if not self._signals:
+            return
+        number = self._signals.pop(0)
+        began = time.monotonic() if began is None else began
+        self._grace_ends = began + GRACE_SECONDS if self._signals else float("inf")
+        # Workers first: a server or the scheduler should not tell them first that it ends.
+        for process in reversed(self._processes):
+            process.signal(number)
+            process.signal(signal.SIGCONT)  # a stopped process would not handle the signal
+
+    def _running(self, role: str = "") -> list[str]:
+        """Returns the names of the processes that have not ended, of one role or of all."""
+        return [p.name for p in self._processes if p.name.startswith(role) and p.exit_code is None]
+
+    def _scheduler_address(self) -> str:
+        return self._address.decode().strip()
+
+    def _say(self, text: str) -> None:
+        self._output.line("launch", text.encode(), is_stderr=True)

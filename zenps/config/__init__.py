@@ -1,0 +1,1 @@
+"""Settings: their schema, the check of each value, and the sources that values come from."""

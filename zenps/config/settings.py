@@ -1,0 +1,317 @@
+"""Settings schema: one frozen tree, :class:`Config`.
+
+Each field has its description, bounds and default, from which ``zenps config``, error messages and
+documentation are made. :mod:`zenps.config.values` checks one value, and :mod:`zenps.config.sources` reads the
+tree from its sources.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Final, Literal, NamedTuple, get_args, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from zenps.codecs.base import ValueForm
+from zenps.schemes.refusals import Combination
+
+PARTITIONS: Final = ("balanced", "centralized", "parallel")
+"""Names of the built-in partition strategies, which are not imported here: they need torch."""
+
+KIB: Final = 1 << 10
+MIB: Final = 1 << 20
+GIB: Final = 1 << 30
+TIB: Final = 1 << 40
+# A longer wait is as good as none. Its milliseconds still fit a C int, which poll() takes.
+WEEK_SECONDS: Final = 7 * 24 * 3600
+
+MOST_WORKERS: Final = 4096
+
+MOST_NAMES: Final = 65536
+"""The number of different tensor names that a job may use. Workers and servers remember each of them."""
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The nodes of a job, where they register, and how long they wait for one another."""
+
+    scheduler: Annotated[
+        str, Meta(description="'host:port' of the scheduler; empty: no cluster, this worker trains alone")
+    ] = ""
+    job: Annotated[
+        str,
+        Meta(description="name of the job; nodes of another job are refused", min_length=1, max_length=64),
+    ] = "default"
+    workers: Annotated[int, Meta(description="number of workers: the world size", ge=1, le=MOST_WORKERS)] = 1
+    servers: Annotated[int, Meta(description="number of servers", ge=1, le=1024)] = 1
+    host: Annotated[
+        str,
+        Meta(
+            description="address at which others reach this node; empty: that of the route to the scheduler",
+            max_length=255,
+        ),
+    ] = ""
+    server_port: Annotated[
+        int, Meta(description="port that a server listens on; 0: any free port", ge=0, le=65535)
+    ] = 0
+    lease_seconds: Annotated[
+        float, Meta(description="a node that sends no heartbeat for this long is lost", gt=0, le=WEEK_SECONDS)
+    ] = 10.0
+    rendezvous_seconds: Annotated[
+        float,
+        Meta(
+            description="how long to wait for all nodes to register, and for a lost scheduler to return",
+            gt=0,
+            le=WEEK_SECONDS,
+        ),
+    ] = 120.0
+    deadline_seconds: Annotated[
+        float,
+        Meta(
+            description="how long a push or a barrier waits for a rank that is alive; 0: no deadline",
+            ge=0,
+            le=WEEK_SECONDS,
+        ),
+    ] = 0.0
+    on_worker_loss: Annotated[
+        Literal["fail", "continue"],
+        Meta(
+            description="what the other workers do when one is lost or leaves: fail, or "
+            "[continue without it](operations.md#elastic-workers) (elastic)"
+        ),
+    ] = "fail"
+    server_budget_bytes: Annotated[
+        int,
+        Meta(description="memory limit of a server, above which it refuses pushes as busy", ge=MIB, le=TIB),
+    ] = 4 * GIB
+    max_message_bytes: Annotated[
+        int, Meta(description="largest message; a larger one is refused unread", ge=64 * KIB, le=2 * GIB)
+    ] = 256 * MIB
+    same_host: Annotated[
+        Literal["memory", "tcp"],
+        Meta(
+            description="how workers and servers of one host exchange large tensors: "
+            "[shared memory](protocol.md#shared-memory-on-one-host), or tcp"
+        ),
+    ] = "memory"
+
+    @property
+    def is_elastic(self) -> bool:
+        """True if the other workers continue when one is lost."""
+        return self.on_worker_loss == "continue"
+
+    @property
+    def patience_seconds(self) -> float:
+        """``deadline_seconds``, or infinity where there is no deadline."""
+        return self.deadline_seconds or math.inf
+
+
+class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How gradients are synchronised."""
+
+    scheme: Annotated[
+        str,
+        Meta(
+            description="[how gradients are exchanged](schemes.md); all schemes but zenps have their own "
+            "partition and codec; auto: the one that is [predicted to be fastest](schemes.md#auto)"
+        ),
+    ] = "zenps"
+    partition: Annotated[
+        str,
+        Meta(
+            description="strategy that assigns rows to slots: "
+            f"{', '.join(PARTITIONS)}, an entry point of zenps.partition, or a dotted path to a strategy"
+        ),
+    ] = "balanced"
+    codec: Annotated[
+        Literal["auto", "coo", "bitmap", "delta", "blocks", "dense"],
+        Meta(description="codec of positions; auto: what [suits the chunk](encoding.md#position-codecs)"),
+    ] = "auto"
+    values: Annotated[
+        ValueForm,
+        Meta(
+            description="form in which float32 gradients travel; same: unchanged; else "
+            "[quantized](schemes.md#quantized-values)"
+        ),
+    ] = "same"
+    chunk_bytes: Annotated[
+        int,
+        Meta(description="size of the chunks in which a tensor is pushed and pulled", ge=4 * KIB, le=GIB),
+    ] = 8 * MIB
+    bucket_bytes: Annotated[
+        int, Meta(description="dense gradients are fused up to this size", ge=KIB, le=GIB)
+    ] = 4 * MIB
+    granule: Annotated[
+        int,
+        Meta(description="elements of a one-column tensor that stay together; a power of two", ge=1, le=256),
+    ] = 32
+    block: Annotated[
+        int,
+        Meta(
+            description="omnireduce: elements in a block, which travels whole or not at all; a power of two",
+            ge=1,
+            le=4096,
+        ),
+    ] = 256
+    fusion: Annotated[int, Meta(description="omnireduce: most blocks in a message", ge=1, le=65536)] = 256
+    bandwidth_mbit: Annotated[
+        int, Meta(description="auto: bandwidth of a host's link in each direction, in Mbit/s", ge=1, le=10**7)
+    ] = 10_000
+    latency_us: Annotated[int, Meta(description="auto: latency of a message, in µs", ge=0, le=10**7)] = 50
+    levels: Annotated[
+        int,
+        Meta(
+            description="2: hierarchical reduction: the workers of a host "
+            "[reduce there first](schemes.md#hierarchical-reduction), and one of them pushes the sum",
+            ge=1,
+            le=2,
+        ),
+    ] = 1
+    table_bytes: Annotated[
+        int,
+        Meta(description="memory limit of a worker's cached permutation tables; 0: no cache", ge=0, le=TIB),
+    ] = GIB
+    seed: Annotated[
+        int,
+        Meta(description="key of the permutation; the same on all nodes", ge=0, le=(1 << 63) - 1),
+    ] = 0x5A454E
+    trace: Annotated[
+        str,
+        Meta(
+            description="file for a [timeline](timeline.md) of all roles, such as trace.json; empty: none",
+            max_length=4096,
+        ),
+    ] = ""
+
+
+class CudaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How gradients on a GPU are compacted. Workers may differ in these."""
+
+    compaction: Annotated[
+        Literal["sort", "bitmap", "hash"],
+        Meta(description="sort: the same bits on every run; bitmap, hash: duplicates are added in any order"),
+    ] = "sort"
+    hash_functions: Annotated[
+        int, Meta(description="hash: slots that are tried in the parallel memory (Zen's k)", ge=1, le=8)
+    ] = 3
+    parallel_factor: Annotated[
+        float, Meta(description="hash: parallel memory (Zen's r1), in slots per row", ge=0.125, le=16)
+    ] = 2.0
+    serial_factor: Annotated[
+        float, Meta(description="hash: serial memory (Zen's r2), over parallel memory", ge=0.01, le=1)
+    ] = 0.1
+
+
+class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Authentication and encryption ([how to set up keys](security.md)); with no keys, any peer may join."""
+
+    keys: Annotated[
+        str,
+        Meta(description="file of all nodes' public keys, keys.toml; empty: no keys", max_length=4096),
+    ] = ""
+    secret: Annotated[
+        str,
+        Meta(
+            description="file of this node's secret key, or a directory with one file per node",
+            max_length=4096,
+        ),
+    ] = ""
+
+
+class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where this process serves its metrics to Prometheus."""
+
+    host: Annotated[str, Meta(description="address to serve /metrics on", min_length=1, max_length=255)] = (
+        "127.0.0.1"
+    )
+    port: Annotated[
+        int, Meta(description="port to serve /metrics on; 0: any free port; -1: off", ge=-1, le=65535)
+    ] = 0
+
+
+class StatusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the scheduler serves its [status page](operations.md#the-status-page)."""
+
+    host: Annotated[
+        str, Meta(description="address to serve the status page on", min_length=1, max_length=255)
+    ] = "127.0.0.1"
+    port: Annotated[
+        int,
+        Meta(description="port to serve the status page on; 0: any free port; -1: off", ge=-1, le=65535),
+    ] = 0
+
+
+class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What this process writes to stderr."""
+
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Meta(description="least severe level that is written"),
+    ] = "info"
+    format: Annotated[
+        Literal["text", "json"],
+        Meta(description="text: lines for people; json: one object per line, for programs"),
+    ] = "text"
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All settings of one process. Only :func:`zenps.config.sources.load` checks them."""
+
+    cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
+    sync: SyncConfig = msgspec.field(default_factory=SyncConfig)
+    cuda: CudaConfig = msgspec.field(default_factory=CudaConfig)
+    security: SecurityConfig = msgspec.field(default_factory=SecurityConfig)
+    metrics: MetricsConfig = msgspec.field(default_factory=MetricsConfig)
+    status: StatusConfig = msgspec.field(default_factory=StatusConfig)
+    log: LogConfig = msgspec.field(default_factory=LogConfig)
+
+    @property
+    def combination(self) -> Combination:
+        """The settings that the scheme may refuse."""
+        return Combination(
+            values=self.sync.values,
+            levels=self.sync.levels,
+            on_worker_loss=self.cluster.on_worker_loss,
+            keys=self.security.keys,
+        )
+
+
+class Field(NamedTuple):
+    """The type, bounds and description of one setting."""
+
+    annotated: Any
+    kind: Any
+    meta: Meta
+
+
+def _fields() -> dict[str, Field]:
+    table = {}
+    for section, struct in get_type_hints(Config).items():
+        for name, annotated in get_type_hints(struct, include_extras=True).items():
+            kind, meta = get_args(annotated)
+            table[f"{section}.{name}"] = Field(annotated, kind, meta)
+    return table
+
+
+FIELDS: Final = _fields()
+"""Every setting, by ``section.field``, in the order of declaration."""
+
+
+def shared_settings(config: Config) -> dict[str, str | int | float]:
+    """The settings that must be equal on all workers: those of sharding and of what ranks do together."""
+    return {
+        "cluster.max_message_bytes": config.cluster.max_message_bytes,
+        "cluster.on_worker_loss": config.cluster.on_worker_loss,
+        "sync.bandwidth_mbit": config.sync.bandwidth_mbit,
+        "sync.block": config.sync.block,
+        "sync.bucket_bytes": config.sync.bucket_bytes,
+        "sync.chunk_bytes": config.sync.chunk_bytes,
+        "sync.fusion": config.sync.fusion,
+        "sync.granule": config.sync.granule,
+        "sync.latency_us": config.sync.latency_us,
+        "sync.levels": config.sync.levels,
+        "sync.partition": config.sync.partition,
+        "sync.scheme": config.sync.scheme,
+        "sync.seed": config.sync.seed,
+        "sync.values": config.sync.values,
+    }

@@ -1,0 +1,161 @@
+"""Setting values: parses and checks one, and describes the allowed ones where it is refused.
+
+A setting whose name ends in ``_bytes`` also takes a string such as ``"8MiB"``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import ipaddress
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal, get_args, get_origin
+
+import msgspec
+
+from zenps.errors import ConfigError
+from zenps.schemes.registry import scheme_names, scheme_of
+
+from .settings import FIELDS, GIB, KIB, MIB, PARTITIONS, TIB
+
+_UNITS: Final = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
+
+
+def checked(name: str, raw: object, source: str) -> object:
+    """Parses and checks the value of setting ``name``. Text becomes a number if the setting is one.
+
+    Args:
+        name: ``section.field``.
+        raw: the value, as text or as TOML has it.
+        source: the variable, option or file that it comes from, for the error.
+
+    Raises:
+        ConfigError: the value has a wrong type or is out of bounds.
+    """
+    try:
+        value = _parse_bytes(raw) if name.endswith("_bytes") and isinstance(raw, str) else raw
+        value = msgspec.convert(value, FIELDS[name].annotated, strict=not isinstance(value, str))
+        return _RULES[name](value) if name in _RULES else value
+    except ValueError:  # msgspec.ValidationError is one
+        raise ConfigError(name, raw, f"{_allowed(name)} (set by {source})") from None
+
+
+def choices(name: str) -> Sequence[str]:
+    """The names that the setting ``name`` allows; empty if it takes other values."""
+    if name == "sync.scheme":
+        return scheme_names()
+    kind = FIELDS[name].kind
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Splits ``host:port``, ``tcp://host:port`` or ``[v6]:port``.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    match = re.fullmatch(
+        r"(?:tcp://)?(?:\[([0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|([^\s:/\[\]]+)):([0-9]{1,5})", text
+    )
+    if match is None or not 1 <= int(match[3]) <= 65535:
+        raise ValueError(f"{text!r}: expected 'host:port' with a port from 1 to 65535")
+    return match[1] or match[2], int(match[3])
+
+
+def is_loopback(host: str) -> bool:
+    """True if ``host``, an address or a name, can only mean this machine.
+
+    Of names only ``localhost`` can: another machine may resolve any other name to another address.
+    """
+    if not is_ip_address(host):
+        return host == "localhost" or host.endswith(".localhost")
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
+def is_ip_address(host: str) -> bool:
+    """True if ``host`` is an IPv4 or IPv6 address, not a name."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def format_bytes(count: float) -> str:
+    """Writes ``8388608`` as ``8MiB``; a count that is no multiple of 1024 stays in bytes."""
+    for unit, size in reversed(_UNITS.items()):
+        if count and count % size == 0:
+            return f"{count // size}{unit}"
+    return str(count)
+
+
+def _parse_bytes(text: str) -> object:
+    match = re.fullmatch(r"([0-9]+) *(KiB|MiB|GiB|TiB)", text)
+    return text if match is None else int(match[1]) * _UNITS[match[2]]
+
+
+def _plain_address(value: str) -> str:
+    if not value:
+        return value
+    host, port = parse_address(value)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _reachable_host(value: str) -> str:
+    if value in ("*", "0.0.0.0", "::"):
+        raise ValueError(value)
+    return value
+
+
+def _power_of_two(value: int) -> int:
+    if value & (value - 1):
+        raise ValueError(value)
+    return value
+
+
+def _partition_name(value: str) -> str:
+    if value not in PARTITIONS and not re.search(r"[.:]", value) and value not in _plugins():
+        raise ValueError(value)
+    return value
+
+
+def _scheme_name(value: str) -> str:
+    return scheme_of(value).name
+
+
+def _plugins() -> set[str]:
+    return set(importlib.metadata.entry_points(group="zenps.partition").names)
+
+
+_RULES: Final[dict[str, Callable[[Any], object]]] = {
+    "cluster.host": _reachable_host,
+    "cluster.scheduler": _plain_address,
+    "sync.block": _power_of_two,
+    "sync.granule": _power_of_two,
+    "sync.partition": _partition_name,
+    "sync.scheme": _scheme_name,
+}
+
+
+def _allowed(name: str) -> str:
+    kind, meta = FIELDS[name].kind, FIELDS[name].meta
+    if name == "cluster.host":
+        return "an address or name by which others reach this machine, or '' to find one"
+    if name == "cluster.scheduler":
+        return "'host:port' with a port from 1 to 65535, or '' for no cluster"
+    if name == "sync.partition":
+        names = [*PARTITIONS, *sorted(_plugins() - set(PARTITIONS))]
+        return f"one of {', '.join(names)}, or the dotted path of a strategy"
+    if choices(name):
+        return f"one of {', '.join(choices(name))}"
+    if kind is str:
+        return f"a string of {meta.min_length or 0} to {meta.max_length} characters"
+    show: Callable[[float], str] = format_bytes if name.endswith("_bytes") else str
+    noun = "a number" if kind is float else "an integer"
+    if _RULES.get(name) is _power_of_two:
+        noun = "a power of two"
+    assert meta.le is not None, name
+    lower = f"above {meta.gt} and up" if meta.ge is None else f"from {show(meta.ge)}"
+    return f"{noun} {lower} to {show(meta.le)}" + (
+        ", such as 8388608 or '8MiB'" if name.endswith("_bytes") else ""
+    )

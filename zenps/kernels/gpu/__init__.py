@@ -1,0 +1,1 @@
+"""CUDA kernels: one Python wrapper for each source in cuda/."""

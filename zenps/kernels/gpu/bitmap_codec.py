@@ -1,0 +1,154 @@
+"""Position codecs on the device: wraps ``cuda/bitmap_codec.cu``, bitmap and COO as in :mod:`zenps.codecs`.
+
+Encoded bytes come from the network. The device checks them and sets a flag there on an error; the host reads
+the flag when it needs the rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zenps.errors import ProtocolError, TensorError
+
+from .launcher import BLOCK, Launcher, check_on_device, grid_of, scan_state
+from .place import DeviceLayout
+from .sources import position_name
+
+BITMAP_TILE = 1 << 16
+"""Positions that a block reads or writes as bits; ``cuda/bitmap.cuh`` has the same."""
+
+BITMAP_ALIGNMENT = 16
+"""Bitmaps are read sixteen bytes at once."""
+
+INTEGERS = (torch.int32, torch.int64)
+
+
+def encode_bitmap(
+    launcher: Launcher, positions: Tensor, begin: int, end: int, start: int, span: int
+) -> Tensor:
+    """Encodes the positions of one chunk as a bitmap.
+
+    Args:
+        positions: int32 or int64 ``[n]`` on the device; those from ``begin`` up to ``end``, the chunk's,
+            ascend strictly within [``start``, ``start + span``). Not checked.
+        begin, end: in [0, n].
+        start, span: of the chunk.
+
+    Returns:
+        uint8 ``[⌈span / 8⌉]`` on the device, the bytes of :meth:`zenps.codecs.bitmap.Bitmap.encode`.
+
+    Raises:
+        TensorError: another dtype or shape.
+    """
+    check_on_device("positions", positions, INTEGERS, 1)
+    words = -(-span // 32)
+    bitmap = torch.empty(4 * words, dtype=torch.uint8, device=positions.device)
+    expression = f"encode_bitmap<{position_name(positions.dtype)}>"
+    args = (positions, begin, end, start, words, bitmap)
+    launcher.launch("bitmap_codec", expression, _bitmap_tiles(span), BLOCK, args)
+    return bitmap[: -(-span // 8)]
+
+
+def decode_bitmap(
+    launcher: Launcher, layout: DeviceLayout, data: Tensor, rows: int, start: int, span: int
+) -> tuple[Tensor, Tensor]:
+    """Decodes a bitmap to the table rows at its positions, in order of position.
+
+    Args:
+        layout: of the tensor.
+        data: uint8 ``[⌈span / 8⌉]`` on the device, at an address divisible by 16; not trusted.
+        rows: their number, as the sender states it.
+        start, span: of the chunk, within the layout.
+
+    Returns:
+        table rows int64 ``[rows]``, and a flag, int64 ``[1]``. It is 1 if the number of set bits is not
+        ``rows``, or if a bit is beyond ``span`` or is no row's position: then the rows mean nothing.
+
+    Raises:
+        TensorError: another dtype, shape or alignment.
+        ProtocolError: the number of bytes or rows does not fit ``span``.
+    """
+    check_on_device("bitmap", data, (torch.uint8,), 1)
+    _check_address("bitmap", data, BITMAP_ALIGNMENT)
+    if len(data) != -(-span // 8):
+        raise ProtocolError("payload", f"bitmap: {len(data)} bytes for a span of {span}")
+    table_rows, error = _decoded(layout, rows, start, span)
+    tiles = _bitmap_tiles(span)
+    state = scan_state(tiles, data.device)
+    args = (state, layout.words, data, rows, start, span, table_rows, error)
+    launcher.launch("bitmap_codec", "decode_bitmap", tiles, BLOCK, args)
+    return table_rows, error
+
+
+def encode_coo(
+    launcher: Launcher, positions: Tensor, count: Tensor, starts: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Encodes the positions of all chunks at once: each relative to the start of its chunk.
+
+    Args:
+        positions: int32 or int64 ``[capacity]`` on the device; the first ``count`` are valid.
+        count: int64 ``[1]``.
+        starts: int64 ``[chunks]``, ascending, the first not greater than any position.
+        dtype: int32, or int64 for chunks of more than 2**31 positions.
+
+    Returns:
+        ``[capacity]`` of ``dtype``; the first ``count`` are valid.
+
+    Raises:
+        TensorError: another dtype or shape.
+    """
+    check_on_device("positions", positions, INTEGERS, 1)
+    check_on_device("chunk starts", starts, (torch.int64,), 1)
+    assert dtype in INTEGERS, dtype
+    relative = torch.empty(len(positions), dtype=dtype, device=positions.device)
+    expression = f"encode_coo<{position_name(positions.dtype)}, {position_name(dtype)}>"
+    args = (positions, count, starts, len(starts), relative)
+    launcher.launch("bitmap_codec", expression, grid_of(len(positions)), BLOCK, args)
+    return relative
+
+
+def decode_coo(
+    launcher: Launcher, layout: DeviceLayout, relative: Tensor, start: int, span: int
+) -> tuple[Tensor, Tensor]:
+    """Decodes the relative positions of one chunk to table rows.
+
+    Args:
+        layout: of the tensor.
+        relative: int32 or int64 ``[rows]`` on the device, aligned as its dtype; not trusted.
+        start, span: of the chunk, within the layout.
+
+    Returns:
+        table rows int64 ``[rows]``, and a flag, int64 ``[1]``. It is 1 if the positions do not increase
+        within [0, ``span``) or one of them is no row's: then the rows mean nothing.
+
+    Raises:
+        TensorError: another dtype, shape or alignment.
+        ProtocolError: the number of rows does not fit ``span``.
+    """
+    check_on_device("relative positions", relative, INTEGERS, 1)
+    _check_address("relative positions", relative, relative.itemsize)
+    table_rows, error = _decoded(layout, len(relative), start, span)
+    expression = f"decode_coo<{position_name(relative.dtype)}>"
+    args = (layout.words, relative, len(relative), start, span, table_rows, error)
+    launcher.launch("bitmap_codec", expression, grid_of(len(relative)), BLOCK, args)
+    return table_rows, error
+
+
+def _check_address(name: str, tensor: Tensor, alignment: int) -> None:
+    if tensor.data_ptr() % alignment:
+        address = f"{tensor.data_ptr():#x}"
+        raise TensorError(f"{name} at address {address}: expected a multiple of {alignment}; copy them")
+
+
+def _bitmap_tiles(span: int) -> int:
+    return grid_of(-(-span // BITMAP_TILE) * BLOCK)
+
+
+def _decoded(layout: DeviceLayout, rows: int, start: int, span: int) -> tuple[Tensor, Tensor]:
+    """Allocates table rows and the flag. The sender states ``rows``, which must not exceed ``span``."""
+    assert 0 <= start <= start + span <= layout.size, (start, span, layout.size)
+    if not 0 <= rows <= span:
+        raise ProtocolError("payload", f"{rows} rows for a span of {span}")
+    table_rows = torch.empty(rows, dtype=torch.int64, device=layout.words.device)
+    return table_rows, torch.zeros(1, dtype=torch.int64, device=layout.words.device)

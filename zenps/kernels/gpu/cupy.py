@@ -1,0 +1,77 @@
+"""Kernel launches on a GPU, through CuPy's runtime compiler.
+
+CuPy keeps what it compiled in ``CUPY_CACHE_DIR`` (default ``~/.cupy/kernel_cache``), so only the first use on
+a machine pays for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zenps.errors import ConfigError
+
+from .launcher import Launcher
+from .sources import EXPRESSIONS, OPTIONS, digest, folder, source_text
+
+
+class CupyLauncher(Launcher):
+    """Runs kernels on CUDA tensors, on torch's current stream of their device.
+
+    Raises:
+        ConfigError: CuPy is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import cupy
+        except ImportError as error:
+            expected = f"CuPy; run `pip install 'zenps[cuda]'` ({error})"
+            raise ConfigError("device", "cuda", expected) from error
+        self._cupy: Any = cupy
+        self._modules: dict[str, Any] = {}
+        self._kernels: dict[tuple[str, str], Any] = {}
+        """Kept here, because CuPy looks a kernel up by its whole source each time."""
+
+    def launch(
+        self, source: str, expression: str, grid: int, block: int, args: Sequence[Tensor | int]
+    ) -> None:
+        if not grid:
+            return
+        device = next(arg.device for arg in args if isinstance(arg, Tensor))
+        # CuPy passes an int as int64, which is as wide as a pointer.
+        words = tuple(arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args)
+        # CuPy launches on its own current stream, which is not torch's.
+        stream = self._cupy.cuda.Stream.from_external(_TorchStream(torch.cuda.current_stream(device)))
+        with self._cupy.cuda.Device(device.index), stream:
+            self._kernel(source, expression)((grid,), (block,), words)
+
+    def _kernel(self, source: str, expression: str) -> Any:
+        """CuPy's kernel; it serves all devices."""
+        key = source, expression
+        if key not in self._kernels:
+            self._kernels[key] = self._module(source).get_function(expression)
+        return self._kernels[key]
+
+    def _module(self, source: str) -> Any:
+        if source not in self._modules:
+            # CuPy's cache ignores changes of headers: with their digest a changed header is a new program.
+            options = (*OPTIONS, f"-I{folder()}", f"-DSOURCES_{digest()}")
+            self._modules[source] = self._cupy.RawModule(
+                code=source_text(source), options=options, name_expressions=EXPRESSIONS[source]
+            )
+        return self._modules[source]
+
+
+class _TorchStream:
+    """A torch stream with the protocol that CuPy needs; torch's own streams have it only since 2.13."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Version of this protocol, and ``cudaStream_t``."""
+        return 0, self._stream.cuda_stream

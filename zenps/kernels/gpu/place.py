@@ -1,0 +1,102 @@
+"""Mapping between rows and positions on the device: wraps ``cuda/place.cu``."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .launcher import BLOCK, Launcher, check_on_device, grid_of
+from .sources import position_name
+
+INTEGERS = (torch.int32, torch.int64)
+
+
+class DeviceLayout(NamedTuple):
+    """A layout in device memory, as kernels read it.
+
+    Attributes:
+        words: int64 on the device, ``struct Placement`` of ``cuda/keyspace.cuh``.
+        kept: the tensors that ``words`` points to.
+        rows: the number of the tensor's rows.
+        size: the number of positions.
+        granule: the number of adjacent rows that stay together.
+    """
+
+    words: Tensor
+    kept: tuple[Tensor, ...]
+    rows: int
+    size: int
+    granule: int
+
+    @property
+    def position_dtype(self) -> torch.dtype:
+        """The smallest dtype of the kernels that holds every position."""
+        return position_dtype(self.size)
+
+
+def position_dtype(size: int) -> torch.dtype:
+    """int32 if [0, ``size``) fits, else int64."""
+    return torch.int32 if size <= 1 << 31 else torch.int64
+
+
+KINDS: dict[Literal["identity", "feistel", "table"], int] = {"identity": 0, "feistel": 1, "table": 2}
+"""``enum`` of ``cuda/keyspace.cuh``."""
+
+
+def place_rows(launcher: Launcher, layout: DeviceLayout, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The position of each row.
+
+    Args:
+        rows: int32 or int64 ``[n]`` on the device, in any order, with duplicates.
+
+    Returns:
+        positions ``[n]`` of ``layout.position_dtype``, and a flag, int64 ``[1]``: 1 if a row lies outside the
+        tensor; the position of such a row is 0.
+    """
+    check_on_device("row indices", rows, INTEGERS, 1)
+    positions = torch.empty(len(rows), dtype=layout.position_dtype, device=rows.device)
+    outside = torch.zeros(1, dtype=torch.int64, device=rows.device)
+    expression = f"place_rows<{position_name(rows.dtype)}, {position_name(positions.dtype)}>"
+    args = (layout.words, rows, len(rows), positions, outside)
+    launcher.launch("place", expression, grid_of(len(rows)), BLOCK, args)
+    return positions, outside
+
+
+def unplace_rows(launcher: Launcher, layout: DeviceLayout, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """The row at each position.
+
+    Args:
+        positions: int32 or int64 ``[n]`` on the device, in any order; not trusted.
+
+    Returns:
+        rows int64 ``[n]``, and a flag, int64 ``[1]``: 1 if a position is no row's; the row of such a position
+        is 0.
+    """
+    check_on_device("positions", positions, INTEGERS, 1)
+    rows = torch.empty(len(positions), dtype=torch.int64, device=positions.device)
+    outside = torch.zeros(1, dtype=torch.int64, device=positions.device)
+    expression = f"unplace_rows<{position_name(positions.dtype)}>"
+    args = (layout.words, positions, len(positions), rows, outside)
+    launcher.launch("place", expression, grid_of(len(positions)), BLOCK, args)
+    return rows, outside
+
+
+def find_cuts(launcher: Launcher, positions: Tensor, count: Tensor, cuts: Tensor) -> Tensor:
+    """Finds the offsets of shard bounds in sorted positions.
+
+    Args:
+        positions: int32 or int64 ``[capacity]``; the first ``count`` are sorted.
+        count: int64 ``[1]``.
+        cuts: int64 ``[c]``, the bounds.
+
+    Returns:
+        int64 ``[c]``: the number of positions below each bound.
+    """
+    check_on_device("positions", positions, INTEGERS, 1)
+    offsets = torch.empty_like(cuts)
+    expression = f"find_cuts<{position_name(positions.dtype)}>"
+    args = (positions, count, cuts, len(cuts), offsets)
+    launcher.launch("place", expression, grid_of(len(cuts)), BLOCK, args)
+    return offsets

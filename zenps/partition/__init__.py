@@ -1,0 +1,1 @@
+"""Partitioning: maps rows to positions, positions to slots, and slots to servers."""

@@ -1,0 +1,48 @@
+"""Device layout: copies a :class:`Layout` to device memory, in the form that CUDA kernels read."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zenps.errors import ConfigError
+from zenps.kernels.gpu.place import KINDS, DeviceLayout
+
+from .keyspace import Feistel, Identity
+from .layout import Layout
+
+
+def device_layout_on(layout: Layout, device: torch.device) -> DeviceLayout:
+    """Copies the parts of ``layout`` that kernels need to ``device``.
+
+    Kernels compute Feistel and identity, which is faster than a look-up in device memory; they look up any
+    other permutation in the layout's tables.
+
+    Raises:
+        ConfigError: the tables of another permutation do not fit in ``sync.table_bytes``.
+    """
+    permutation, granules = layout.permutation, layout.size // layout.granule
+    halves: tuple[int, ...] = (1, 1)
+    keys: tuple[int, ...] = (0, 0, 0, 0)
+    tables: tuple[Tensor, ...] = ()
+    # Exact types: the kernels know nothing of what a subclass changes.
+    if type(permutation) is Identity:
+        kind = KINDS["identity"]
+    elif type(permutation) is Feistel:
+        kind = KINDS["feistel"]
+        halves, keys = (permutation.left_size, permutation.right_size), permutation.keys
+    else:
+        kind = KINDS["table"]
+        built = layout.tables()
+        if built is None:
+            expected = f"at least {8 * granules} for {permutation!r}, which CUDA kernels must look up"
+            raise ConfigError("sync.table_bytes", layout.table_bytes, expected)
+        tables = tuple(built)
+    moves = (*layout.placing, *layout.unplacing)
+    kept = tuple(tensor.to(device) for tensor in (*moves, *tables))
+    pointers = [tensor.data_ptr() for tensor in kept] + [0] * (6 - len(kept))
+    granule_bits = layout.granule.bit_length() - 1
+    words = [layout.rows_total, granule_bits, granules, kind, *halves, *keys]
+    words += [len(layout.placing.starts), *pointers[:2], len(layout.unplacing.starts), *pointers[2:]]
+    words_there = torch.tensor(words, device=device)
+    return DeviceLayout(words_there, kept, layout.rows_total, layout.size, layout.granule)

@@ -1,0 +1,323 @@
+"""Server-major layout: a tensor's rows in an order in which each server's rows are one contiguous range.
+
+A strategy permutes the rows and divides them into slots; the ring assigns each slot to a server. Laying
+the slots out server after server gives each row i its *position* q. Messages, codecs and servers use
+positions only: a push that is sorted by q is one contiguous shard for each server.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from zenps.errors import ConfigError, ProtocolError, TensorError
+
+from .keyspace import Identity
+from .ring import SLOTS
+from .strategies.base import KeySpace, Partition, PartitionStrategy
+
+# A layout takes up to some 130 KB beside its tables.
+MOST_LAYOUTS = 1024
+
+_BLOCK = 1 << 18  # granules of a table built at once: bounds the memory beside the table
+
+
+class Layout:
+    """Rows ⇄ positions of one tensor shape in one epoch.
+
+    Row i is element i % granule of granule k = i // granule. The granule goes to the permuted
+    position p = π(k), in some slot s; then q = (p + shift[s])·granule + i % granule.
+
+    Where two int32 tables of one entry per granule fit in ``table_bytes``, they are built on first use
+    and every call is a look-up (measured 2 ns a row, against 100); otherwise each call computes.
+
+    Args:
+        rows: how many rows the tensor has, at least 1.
+        granule: the number of adjacent rows that stay together, a power of two: 1 if a row is wide, 32 to
+            256 if it is one element.
+        partition: of the ⌈rows / granule⌉ granules.
+        owners: uint16 ``[SLOTS]``, the rank of each slot's server (:func:`zenps.partition.ring.rebalance`).
+        servers: the ranks of all servers, ascending.
+        table_bytes: budget for the two tables.
+
+    Attributes:
+        rows_total: ``rows``, as given.
+        size: how many positions there are: ``rows`` rounded up to whole granules.
+        server_bounds: ``len(servers) + 1`` positions; ``servers[j]`` holds those from
+            ``server_bounds[j]`` up to ``server_bounds[j + 1]``, which may be none.
+        keeps_order: True if every row is its own position, so that nothing needs to be moved.
+        permutation: π of the granules.
+        placing, unplacing: the moves from π's order to server-major order, and back.
+        table_bytes: what the tables take, built or not; 0 where positions are computed.
+
+    Raises:
+        ConfigError: an argument is not as described.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        granule: int,
+        partition: Partition,
+        owners: NDArray[np.uint16],
+        servers: Sequence[int],
+        table_bytes: int,
+    ) -> None:
+        granules = _count_granules(rows, granule)
+        if partition.permutation.size != granules:
+            got = f"permutation of {partition.permutation.size}"
+            raise ConfigError("sync.partition", got, f"one of {granules} granules")
+        self.rows_total = rows
+        self.granule = granule
+        self.servers = tuple(servers)
+        self.size = granules * granule
+        self._granule_bits = granule.bit_length() - 1
+        self.permutation = partition.permutation
+        self.placing, self.unplacing, bounds = _place_slots(partition.bounds, owners, self.servers)
+        self.server_bounds: list[int] = [bound * granule for bound in bounds]
+        in_place = not bool(self.placing.distances.any())
+        self.keeps_order = in_place and isinstance(partition.permutation, Identity)
+        needed = 2 * 4 * granules
+        self.table_bytes = needed if needed <= table_bytes and granules <= 1 << 31 else 0
+        self._tables: Tables | None = None
+        self._tables_lock = threading.Lock()
+
+    def positions(self, rows: Tensor) -> Tensor:
+        """The position of each row: int64 ``[n]``, fresh memory.
+
+        Args:
+            rows: int64 ``[n]`` on the CPU, in any order, duplicates allowed.
+
+        Raises:
+            TensorError: another dtype, or a row outside [0, ``rows_total``).
+        """
+        check_rows(rows, self.rows_total)
+        return self._by_granule(rows, inverse=False)
+
+    def rows(self, positions: Tensor) -> Tensor:
+        """The row at each position, the inverse of :meth:`positions`: int64 ``[n]``, fresh memory.
+
+        Args:
+            positions: int64 ``[n]`` on the CPU, in any order; checked, as they come from the network.
+
+        Raises:
+            TensorError: another dtype.
+            ProtocolError: a position that no row has. The last granule may have some that are below
+                ``size``; to walk whole ranges use :meth:`granule_order`.
+        """
+        least, greatest = _range_of(positions)
+        if least < 0 or greatest >= self.size:
+            raise ProtocolError("payload", f"positions {least} to {greatest}, expected 0 to {self.size - 1}")
+        rows = self._by_granule(positions, inverse=True)
+        if self.size > self.rows_total and rows.numel() and int(rows.max()) >= self.rows_total:
+            raise ProtocolError("payload", f"a position of row {int(rows.max())} of {self.rows_total}")
+        return rows
+
+    def granule_order(self, start: int, stop: int) -> Tensor:
+        """The granules in order of position, from the ``start``-th up to the ``stop``-th: int64.
+
+        A dense tensor viewed as ``[granules, granule]`` and indexed with this is in position order.
+        The last granule may reach beyond the tensor's last row.
+        """
+        tables = self.tables()
+        if tables is not None:
+            return tables.granules[start:stop].long()
+        return self._compute(torch.arange(start, stop, device="cpu"), inverse=True)
+
+    def cuts(self, chunks: int) -> list[list[int]]:
+        """The bounds that divide each server's range into ``chunks`` nearly equal chunks of whole granules.
+
+        Returns:
+            for each server, in the order of ``servers``, ``chunks + 1`` ascending positions from its first
+            to its end. Some chunks are empty if a server has fewer granules than chunks.
+
+        Raises:
+            ConfigError: fewer than one chunk.
+        """
+        if chunks < 1:
+            raise ConfigError("chunks", chunks, "at least 1")
+        bounds = [bound // self.granule for bound in self.server_bounds]
+        return [
+            [(start + (stop - start) * chunk // chunks) * self.granule for chunk in range(chunks + 1)]
+            for start, stop in pairwise(bounds)
+        ]
+
+    def _by_granule(self, values: Tensor, *, inverse: bool) -> Tensor:
+        """Maps the values' granules and keeps each value's offset within its granule."""
+        if self.granule == 1:
+            return self._map_granules(values, inverse=inverse)
+        mapped = self._map_granules(values >> self._granule_bits, inverse=inverse)
+        return mapped.bitwise_left_shift_(self._granule_bits).bitwise_or_(values & (self.granule - 1))
+
+    def _map_granules(self, values: Tensor, *, inverse: bool) -> Tensor:
+        tables = self.tables()
+        if tables is None:
+            return self._compute(values, inverse=inverse)
+        # Measured for 40 000 to 100 000 look-ups in 700 000 entries: index_select then long() is
+        # as fast as NumPy's take and 4 times as fast as table[values].
+        return torch.index_select(tables.granules if inverse else tables.places, 0, values).long()
+
+    def _compute(self, values: Tensor, *, inverse: bool) -> Tensor:
+        if inverse:
+            return self.permutation.inverse(self.unplacing.apply(values))
+        return self.placing.apply(self.permutation.forward(values))
+
+    def tables(self) -> Tables | None:
+        """The tables of all granules, built on first use; None if they exceed the byte budget."""
+        if self.table_bytes and self._tables is None:
+            with self._tables_lock:
+                if self._tables is None:
+                    self._tables = self._build_tables()
+        return self._tables
+
+    def _build_tables(self) -> Tables:
+        count = self.size // self.granule
+        places = torch.full((count,), -1, dtype=torch.int32, device="cpu")
+        granules = torch.empty(count, dtype=torch.int32, device="cpu")
+        for start in range(0, count, _BLOCK):
+            block = torch.arange(start, min(start + _BLOCK, count), device="cpu")
+            found = self._compute(block, inverse=True)
+            granules[start : start + _BLOCK] = found
+            places.scatter_(0, found, block.int())
+        if int(places.min()) < 0:
+            raise ConfigError("sync.partition", self.permutation, "a bijection, but two keys collide")
+        return Tables(places, granules)
+
+
+class LayoutCache:
+    """The layouts of one epoch, made on first use, with one byte budget for all their tables. Thread-safe.
+
+    The layouts asked for first get tables, until the budget is spent, and keep them: building a table again
+    and again would cost more than it saves. More than :data:`MOST_LAYOUTS` layouts come of a tensor whose
+    size differs in each step; then the least recently used layout is dropped.
+
+    Args:
+        strategy, seed: they define the partition of each tensor.
+        owners, servers: the epoch's ring and servers, as for :class:`Layout`.
+        table_bytes: budget of all tables together.
+    """
+
+    def __init__(
+        self,
+        strategy: PartitionStrategy,
+        seed: int,
+        owners: NDArray[np.uint16],
+        servers: Sequence[int],
+        table_bytes: int,
+    ) -> None:
+        self._strategy = strategy
+        self._seed = seed
+        self._owners = owners
+        self._servers = tuple(servers)
+        self._unspent_bytes = table_bytes
+        self._layouts: OrderedDict[tuple[str, int, int], Layout] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, name: str, rows: int, granule: int) -> Layout:
+        """The layout of the tensor ``name`` of ``rows`` rows. Tensors of one shape share it, unless the
+        strategy is ``per_tensor``."""
+        space_name = name if self._strategy.per_tensor else ""
+        key = (space_name, rows, granule)
+        with self._lock:
+            layout = self._layouts.get(key)
+            if layout is None:
+                space = KeySpace(space_name, _count_granules(rows, granule), self._seed)
+                partition = self._strategy.partition(space)
+                layout = Layout(rows, granule, partition, self._owners, self._servers, self._unspent_bytes)
+                self._unspent_bytes -= layout.table_bytes
+                self._layouts[key] = layout
+                if len(self._layouts) > MOST_LAYOUTS:
+                    self._unspent_bytes += self._layouts.popitem(last=False)[1].table_bytes
+            self._layouts.move_to_end(key)
+            return layout
+
+
+class Tables(NamedTuple):
+    """int32 ``[granules]`` each: the place of every granule, and the granule in every place."""
+
+    places: Tensor
+    granules: Tensor
+
+
+class Shift(NamedTuple):
+    """A map of [0, n) that moves whole ranges: the one from ``starts[j]`` on moves by ``distances[j]``."""
+
+    starts: Tensor
+    distances: Tensor
+
+    def apply(self, values: Tensor) -> Tensor:
+        stretches = torch.searchsorted(self.starts, values, right=True).sub_(1)
+        return self.distances.index_select(0, stretches).add_(values)
+
+
+def _place_slots(
+    bounds: Tensor, owners: NDArray[np.uint16], servers: tuple[int, ...]
+) -> tuple[Shift, Shift, list[int]]:
+    """Lays the slots out server after server, each server's in ascending order.
+
+    Returns:
+        the shift from π's order to server-major order, its inverse, and the servers' bounds; in granules.
+    """
+    if owners.shape != (SLOTS,):
+        raise ConfigError("owners", f"array of shape {owners.shape}", f"shape ({SLOTS},)")
+    if list(servers) != sorted(set(servers)) or not set(owners.tolist()) <= set(servers):
+        raise ConfigError("servers", list(servers), "ascending ranks that include every slot's owner")
+    starts, lengths = bounds.numpy()[:-1], np.diff(bounds.numpy())
+    order = np.argsort(owners, kind="stable")
+    ends = np.cumsum(lengths[order])
+    placed_starts = ends - lengths[order]
+    distances = np.empty_like(starts)
+    distances[order] = placed_starts - starts[order]
+    server_ends = np.searchsorted(owners[order], np.asarray(servers), side="right")
+    return (
+        _shift(starts, distances, lengths),
+        _shift(placed_starts, -distances[order], lengths[order]),
+        [0, *np.append(0, ends)[server_ends].tolist()],
+    )
+
+
+def _shift(starts: NDArray[np.int64], distances: NDArray[np.int64], lengths: NDArray[np.int64]) -> Shift:
+    """The shift of these slots; empty slots are left out, and adjacent slots that move alike are joined."""
+    kept = np.flatnonzero(lengths)
+    kept = kept[np.diff(distances[kept], prepend=distances[kept[0]] - 1) != 0]
+    return Shift(torch.from_numpy(starts[kept]), torch.from_numpy(distances[kept]))
+
+
+def _count_granules(rows: int, granule: int) -> int:
+    if rows < 1:
+        raise ConfigError("rows", rows, "at least 1")
+    if granule < 1 or granule & (granule - 1):
+        raise ConfigError("granule", granule, "a power of two")
+    return -(-rows // granule)
+
+
+def check_rows(rows: Tensor, total: int) -> None:
+    """Checks that a table of ``total`` rows has all of ``rows``.
+
+    Raises:
+        TensorError: another dtype than int64, or a row outside [0, ``total``).
+    """
+    least, greatest = _range_of(rows)
+    if least < 0 or greatest >= total:
+        raise TensorError(
+            f"row indices run from {least} to {greatest}: expected 0 to {total - 1}; "
+            "check the indices against the tensor's first dimension"
+        )
+
+
+def _range_of(values: Tensor) -> tuple[int, int]:
+    """(least, greatest) of ``values``; (0, 0) if there are none, which is within any range."""
+    if values.dtype != torch.int64:
+        raise TensorError(f"indices of dtype {values.dtype}: expected torch.int64; convert with .long()")
+    if not values.numel():
+        return 0, 0
+    least, greatest = torch.aminmax(values)
+    return int(least), int(greatest)

@@ -1,1 +1,0 @@
-"""``zenps plan``: which scheme suits a training and a network."""

@@ -1,0 +1,1 @@
+"""Synchronisation schemes: declarations, a registry, and the cost model."""

@@ -1,0 +1,1 @@
+"""The schemes, one in each module: ``SCHEME``, its declaration, with its cost formula."""

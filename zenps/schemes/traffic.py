@@ -1,0 +1,262 @@
+"""Traffic model: the bytes of a tensor, the links of a cluster, and the cost of one synchronisation.
+
+:mod:`zenps.schemes.costs` predicts by it. ``Scheme.cost`` explains the letters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from msgspec import Struct, structs
+
+from zenps.codecs.registry import CODECS, choose
+from zenps.partition.ring import SLOTS
+
+BLOCK_ELEMENTS: Final = 256
+"""OmniReduce's blocks (SIGCOMM '21, §4)."""
+
+DELTA_OVER_ENTROPY: Final = 1.03
+"""Measured, over densities of 0.01 % to 50 %; ``most_bytes`` of that codec is an upper bound."""
+
+
+class Tensor(Struct, frozen=True, kw_only=True):
+    """A gradient as n workers have it.
+
+    Attributes:
+        rows, columns, item_bytes: of the whole table; an element-sparse tensor has one column.
+        density: d, the share of rows that one worker pushes, duplicates summed; the mean of all workers.
+        unions: the density of the union of 2, 4, 8, … workers, and last of all n, D: ⌈log₂ n⌉ numbers.
+        skew: how many times its even share of a worker's rows the fullest of the servers' contiguous ranges
+            has (Zen §2.2: skewness ratio).
+        union_skew: the same of the union's rows; None: as ``skew``.
+        imbalance: the same of a permuted partition, for both.
+        blocks, union_blocks: the share of blocks of 256 elements that are not all zero, for one worker and in
+            the union; None: as if rows were spread at random.
+        block_skew, union_block_skew: the skew of these; None: as of rows. Where rows lie close together, more
+            of them share a block.
+        is_sparse: if False, the tensor travels whole under every scheme. The blocks of zeros that omnireduce
+            leaves out are counted, too.
+    """
+
+    rows: int
+    columns: int = 1
+    item_bytes: int = 4
+    density: float = 1.0
+    unions: tuple[float, ...] = ()
+    skew: float = 1.0
+    union_skew: float | None = None
+    imbalance: float = 1.0
+    blocks: float | None = None
+    union_blocks: float | None = None
+    block_skew: float | None = None
+    union_block_skew: float | None = None
+    is_sparse: bool = True
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the values of one row."""
+        return self.columns * self.item_bytes
+
+    @property
+    def dense_bytes(self) -> int:
+        """M."""
+        return self.rows * self.row_bytes
+
+    @property
+    def union(self) -> float:
+        """D."""
+        return self.unions[-1] if self.unions else self.density
+
+    @property
+    def by_element(self) -> Tensor:
+        """The same tensor with its elements for rows."""
+        return structs.replace(self, rows=self.rows * self.columns, columns=1)
+
+    @property
+    def row_skews(self) -> tuple[float, float]:
+        """The skew of a worker's rows and of the union's, over contiguous ranges."""
+        return (
+            _skew_at(self.density, self.skew),
+            _skew_at(self.union, self.union_skew, self.skew),
+        )
+
+    @property
+    def block_shares(self) -> tuple[float, float]:
+        """The share of blocks that are not all zero, of one worker and in the union."""
+        return (
+            self.random_blocks(self.density) if self.blocks is None else self.blocks,
+            self.random_blocks(self.union) if self.union_blocks is None else self.union_blocks,
+        )
+
+    @property
+    def block_skews(self) -> tuple[float, float]:
+        """The skew of a worker's blocks and of the union's, over contiguous ranges."""
+        own, union = self.block_shares
+        return (
+            _skew_at(own, self.block_skew, self.skew),
+            _skew_at(union, self.union_block_skew, self.union_skew, self.skew),
+        )
+
+    def coo_bytes(self, density: float) -> float:
+        """Bytes of the share ``density`` of the rows, each with its index."""
+        return self.rows * density * (self.row_bytes + index_bytes(self.rows))
+
+    def best_bytes(self, density: float) -> float:
+        """The same with the codec that ``sync.codec = "auto"`` takes."""
+        rows = round(self.rows * density)
+        codec = choose("auto", rows, self.rows, self.row_bytes)
+        if codec.name == "delta":
+            positions = DELTA_OVER_ENTROPY * _entropy_bytes(rows, self.rows)
+        else:
+            positions = codec.most_bytes(rows, self.rows)
+        return rows * self.row_bytes + positions
+
+    def random_blocks(self, density: float) -> float:
+        """The share of blocks that contain a row, if rows are spread at random.
+
+        Blocks run over the flattened tensor, so that rows straddle them. A block of b elements begins in its
+        row of c at a multiple of g = gcd(b, c), each as often as any. With q and r, quotient and remainder of
+        (b - g) ÷ c, it lies on q + 1 rows, and in r of c cases on one more: the share is
+        1 - (1 - x)^(q + 1)·(1 - x·r ÷ c) at density x.
+        """
+        size = min(BLOCK_ELEMENTS, self.rows * self.columns)
+        whole, part = divmod(size - math.gcd(size, self.columns), self.columns)
+        return 1 - math.pow(1 - density, whole + 1) * (1 - density * part / self.columns)
+
+
+class Cost(Struct, frozen=True, kw_only=True):
+    """The cost of one synchronisation.
+
+    Attributes:
+        push_bytes: in one direction of the busiest link, before they are summed.
+        pull_bytes: the same, of sums.
+        busiest_bytes: of both, in the busier direction of the busiest link.
+        serial_bytes: those of both that travel one after another, because they share a direction or because
+            pulls begin when pushes have ended.
+        rounds: messages that wait for one another.
+        seconds: ``serial_bytes`` by bandwidth, and the latency of ``rounds``.
+        variant: the algorithm that the scheme takes, if it has several.
+    """
+
+    push_bytes: float
+    pull_bytes: float
+    busiest_bytes: float
+    serial_bytes: float
+    rounds: int
+    seconds: float
+    variant: str = ""
+
+
+class Links(Struct, frozen=True, kw_only=True):
+    """A cluster: hosts with one full-duplex link each, all alike, on a network that is never the bottleneck.
+
+    Attributes:
+        workers: n, one on each host.
+        servers: k hosts that run only a server; 0: one server on each worker's host.
+        bytes_per_second: of a link, in each direction.
+        latency_seconds: from the end of sending a message's last byte to its use.
+    """
+
+    workers: int
+    servers: int = 0
+    bytes_per_second: float
+    latency_seconds: float = 0.0
+
+    @property
+    def parts(self) -> int:
+        """The number of servers that share a tensor."""
+        return self.servers or self.workers
+
+    def cost(
+        self,
+        *,
+        push: float,
+        pull: float,
+        serial: float,
+        rounds: int,
+        busiest: float | None = None,
+        variant: str = "",
+    ) -> Cost:
+        """The cost of these bytes and rounds; ``busiest`` is ``serial`` unless it is given."""
+        return Cost(
+            push_bytes=push,
+            pull_bytes=pull,
+            busiest_bytes=serial if busiest is None else busiest,
+            serial_bytes=serial,
+            rounds=rounds,
+            seconds=serial / self.bytes_per_second + rounds * self.latency_seconds,
+            variant=variant,
+        )
+
+    def served(self, push: float, pull: float, push_skew: float, pull_skew: float, *, streams: bool) -> Cost:
+        """The cost over servers, of which the fullest has more than its even share.
+
+        On hosts of their own, k servers receive n·push ÷ k each, and send n·pull ÷ k. On a worker's host,
+        each direction of the link carries both pushes and pulls.
+
+        Args:
+            push, pull: bytes that one worker pushes and pulls.
+            push_skew, pull_skew: how many times its even share of them the fullest server has.
+            streams: True if pulls begin before pushes have ended, which uses both directions at once.
+        """
+        workers = self.workers
+        share = math.ceil(SLOTS / self.parts) / SLOTS  # a server owns whole slots
+        fullest_push, fullest_pull = (min(share * skew, 1.0) for skew in (push_skew, pull_skew))
+        if self.servers:
+            pushed = push * max(1.0, workers * fullest_push)
+            pulled = pull * max(1.0, workers * fullest_pull)
+            busiest = max(pushed, pulled)
+        else:
+            pushed, pulled = (workers - 1) * push * fullest_push, (workers - 1) * pull * fullest_pull
+            # The worker on the fullest server's host pushes the rest to other servers, and pulls it.
+            busiest = max(pushed + pull * (1 - fullest_pull), push * (1 - fullest_push) + pulled)
+        serial = busiest if streams else pushed + pulled
+        return self.cost(push=pushed, pull=pulled, busiest=busiest, serial=serial, rounds=2)
+
+    def doubling(self, sizes: Sequence[float], variant: str = "") -> Cost:
+        """The cost of recursive doubling: pairs of workers exchange their sums, then pairs of pairs.
+
+        If n is no power of two, the workers beyond one send their rows first and receive the sum last.
+
+        Args:
+            sizes: bytes of the sum of 1, 2, 4, … and n workers.
+            variant: the algorithm, as for :class:`Cost`.
+        """
+        stages = self.workers.bit_length() - 1
+        is_power = self.workers == 1 << stages
+        passed = sizes[:stages] if is_power else [sizes[0], *sizes[1 : stages + 1], sizes[-1]]
+        total = sum(passed)
+        return self.cost(push=total, pull=0.0, serial=total, rounds=len(passed), variant=variant)
+
+
+def expected_imbalance(parts: int, rows: float) -> float:
+    """How many times its even share the fullest of ``parts`` has, when ``rows`` are dealt at random.
+
+    1 + √(2·k·ln k ÷ rows): the fullest of k bins (Raab and Steger, "Balls into Bins", 1998), which is Zen's
+    theorem 2 with its constant.
+    """
+    if parts < 2 or rows <= 0:
+        return 1.0
+    return min(1 + math.sqrt(2 * parts * math.log(parts) / rows), float(parts))
+
+
+def index_bytes(span: int) -> int:
+    """Bytes of the index of one row, or element, of ``span``."""
+    return CODECS["coo"].most_bytes(1, span)
+
+
+def _skew_at(density: float, *skews: float | None) -> float:
+    """The first of ``skews`` that is not None, but no range is fuller than full."""
+    known = next(skew for skew in skews if skew is not None)
+    return min(known, 1 / density) if density else 1.0
+
+
+def _entropy_bytes(rows: int, span: int) -> float:
+    """The entropy of which ``rows`` of ``span`` are present, if all choices are equally likely."""
+    present = rows / span
+    if present in (0.0, 1.0):
+        return 0.0
+    bits = -present * math.log2(present) - (1 - present) * math.log2(1 - present)
+    return span * bits / 8

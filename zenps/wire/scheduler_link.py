@@ -1,0 +1,243 @@
+"""Connection of a node to the scheduler: registers, then renews the lease by heartbeats."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+
+import msgspec
+import zmq
+
+from zenps.config.settings import ClusterConfig
+from zenps.config.sources import restarts_from_environment
+from zenps.errors import DeadlineError, MismatchError, PeerLostError, ProtocolError, UsageError, ZenPSError
+from zenps.keys import Keys
+from zenps.observe import log
+from zenps.observe.clock import ClockFilter, now_ns
+
+from .addresses import why_unreachable
+from .curve import Handshakes
+from .frames import MAX_ENVELOPE_BYTES, Decoder, encode
+from .messages import (
+    FromScheduler,
+    Heartbeat,
+    HeartbeatReply,
+    Late,
+    Leave,
+    Load,
+    Refused,
+    Register,
+    Role,
+    ToScheduler,
+    View,
+    WhoAreYou,
+)
+from .registration import Registration
+from .sockets import Socket, connect, open_dealer
+
+logger = logging.getLogger("zenps.link")
+
+# A node is lost after one lease without a heartbeat. With four in that time, three may be late.
+BEATS_PER_LEASE = 4
+
+# A node waits longer than the scheduler, whose error names the missing nodes.
+PATIENCE_SECONDS = 5.0
+
+_REFUSALS: dict[str, type[ZenPSError]] = {
+    "mismatch": MismatchError,
+    "deadline": DeadlineError,
+    "usage": UsageError,
+    "lost": PeerLostError,
+}
+
+
+class SchedulerLink:
+    """The connection to the scheduler, over one DEALER. Used by one thread at a time.
+
+    Args:
+        ctx: where the socket is opened.
+        cluster: names the scheduler, the job, and the lease.
+        role: the node's role; it becomes part of the routing identity.
+        keys: the node's, or None.
+    """
+
+    def __init__(
+        self, ctx: zmq.Context[Socket], cluster: ClusterConfig, role: Role, keys: Keys | None = None
+    ) -> None:
+        self._cluster = cluster
+        self._scheduler = cluster.scheduler.removeprefix("tcp://")
+        identity = f"{role}-{uuid.uuid4().hex}".encode()
+        self.socket = open_dealer(ctx, identity, MAX_ENVELOPE_BYTES, keys)
+        self._handshakes = Handshakes(ctx, self.socket)
+        connect(self.socket, self._scheduler)
+        self._keys = keys
+        self.identity = identity
+        self._decoder: Decoder[FromScheduler] = Decoder(cluster.job, FromScheduler)
+        self._next_beat = 0.0
+        self._heard = time.monotonic()
+        self._is_missed = False
+        self.clock = ClockFilter()
+        """Estimates from heartbeats how far the scheduler's clock is ahead."""
+        self.registration: Registration
+        """Set by :meth:`join`."""
+
+    def join(self, register: Register) -> View:
+        """Registers and waits for the first view; sends heartbeats meanwhile.
+
+        Raises:
+            DeadlineError: some nodes did not come in time (the error names them), or the scheduler is silent.
+            MismatchError: a shared setting differs from the scheduler's.
+            UsageError: the rank is taken, or the cluster is already complete.
+            PeerLostError: a node was lost before all had the first view.
+            ConfigError: the scheduler does not list this node's key, or only one of the two has keys.
+        """
+        try:
+            return self._await_view(register)
+        except (KeyboardInterrupt, SystemExit):
+            # Another process may take the rank at once, and not only when this lease has run out.
+            self.leave()
+            self._handshakes.close()
+            self.socket.close()
+            raise
+        finally:
+            self._handshakes.close()
+
+    def _await_view(self, register: Register) -> View:
+        self.registration = Registration(register)
+        self.send(register)
+        began = time.monotonic()
+        until = began + self._cluster.rendezvous_seconds + PATIENCE_SECONDS
+        is_joining = is_silence_logged = False
+        while (now := time.monotonic()) < until:
+            if self.is_beat_due(now):
+                self.beat(now, epoch=0, load={})
+            is_silent = self._heard <= began and now > began + self._cluster.lease_seconds
+            if is_silent and not is_silence_logged:
+                is_silence_logged = True
+                logger.warning("%s", self._silence(self._cluster.lease_seconds))
+            self._handshakes.wait(min(until - now, self.seconds_to_beat(now)))
+            self._handshakes.raise_for(self._keys, self._scheduler)
+            for message in self.receive():
+                match message:
+                    case View():
+                        return message
+                    case Refused(kind=kind, reason=reason):
+                        raise _REFUSALS[kind](reason)
+                    case HeartbeatReply(joining=joining):
+                        is_joining = joining > 0
+        if is_joining:
+            self.leave()
+            raise DeadlineError(
+                f"the job has not admitted this worker within {self._cluster.rendezvous_seconds:g} s: its "
+                "workers have to call zenps.TrainingState.commit() after each step"
+            )
+        raise DeadlineError(self._silence(self._cluster.rendezvous_seconds))
+
+    def _silence(self, seconds: float) -> str:
+        reason = why_unreachable(self._scheduler)
+        advice = (
+            "check that it runs, that cluster.scheduler is right (there, too, no loopback address), and that "
+            "firewalls let its port through"
+            if reason
+            else f"check that a scheduler of job {self._cluster.job!r} listens there"
+        )
+        found = f"no answer from the scheduler at {self._scheduler} within {seconds:g} s"
+        return f"{found} ({reason or 'but connections are accepted'}): {advice}{self._handshakes.hint}"
+
+    def send(self, message: ToScheduler) -> None:
+        """Queues a message; ZeroMQ delivers it when the scheduler can be reached.
+
+        Raises:
+            PeerLostError: the scheduler has refused the connection.
+            ConfigError: the same while this node joins, with the reason.
+        """
+        try:
+            self.socket.send(encode(self._cluster.job, message))
+        except zmq.Again:
+            self._handshakes.raise_for(self._keys, self._scheduler)
+            raise PeerLostError(
+                f"the scheduler at {self._scheduler} no longer admits this node; see its log and keys"
+            ) from None
+
+    def receive(self) -> Iterator[FromScheduler]:
+        """The messages that have arrived. A message that the caller does not take stays for the next call.
+
+        A message that cannot be decoded is dropped and logged once. If the scheduler does not know this node,
+        the node registers again.
+        """
+        while self.socket.poll(0):
+            frames = self.socket.recv_multipart()
+            try:
+                message = self._decoder.decode(frames[0])
+            except ProtocolError as error:
+                log.once(logger, self._scheduler, "dropped a message of the scheduler: %s", error)
+                continue
+            self._heard = time.monotonic()
+            match message:
+                case WhoAreYou():
+                    self.clock.reset()
+                    self.send(self.registration.again())
+                    continue
+                case HeartbeatReply(heartbeat_ns=sent_ns, clock_ns=there_ns):
+                    self.clock.add(sent_ns, there_ns, now_ns())
+                case View():
+                    self.registration.follow(message)
+            yield message
+
+    def check(self, now: float) -> None:
+        """Checks that the scheduler still answers heartbeats.
+
+        The scheduler may end and be restarted while rounds go on. But without it no lost node is noticed.
+
+        Raises:
+            PeerLostError: it has been silent for ``cluster.rendezvous_seconds``, at least a lease.
+        """
+        silent, lease = now - self._heard, self._cluster.lease_seconds
+        most = max(lease, self._cluster.rendezvous_seconds)
+        who = f"the scheduler at {self._scheduler}"
+        if silent > most:
+            raise PeerLostError(
+                f"{who} is lost: silent for {silent:.1f} s, expected at most {most:g} s "
+                "(cluster.rendezvous_seconds); see its log"
+            )
+        if (is_missed := silent > lease) != self._is_missed:
+            self._is_missed = is_missed
+            if is_missed:
+                logger.warning("%s has been silent for a lease; it has %g s to return", who, most - silent)
+            else:
+                logger.warning("%s has returned", who)
+
+    def is_beat_due(self, now: float) -> bool:
+        """True if it is time for a heartbeat; ``now`` is :func:`time.monotonic`."""
+        return now >= self._next_beat
+
+    def beat(self, now: float, epoch: int, load: Load, late: Late | None = None, watermark: int = 0) -> None:
+        """Sends a heartbeat at once, for example after a new view."""
+        self._next_beat = now + self._cluster.lease_seconds / BEATS_PER_LEASE
+        self.send(Heartbeat(epoch, load, late or {}, watermark, now_ns()))
+
+    def seconds_to_beat(self, now: float) -> float:
+        """How long a poll may last until the next heartbeat is due."""
+        return max(self._next_beat - now, 0.0)
+
+    def leave(self) -> None:
+        """Tells the scheduler that this node leaves; the socket's linger lets the message arrive."""
+        with contextlib.suppress(PeerLostError):  # the scheduler has refused this node before
+            self.send(Leave())
+
+
+def new_register(
+    role: Role, rank: int | None, address: str, metrics: str, settings: dict[str, str | int | float]
+) -> Register:
+    """The registration of this process. A worker's also has torchrun's count of restarts."""
+    wanted = -1 if rank is None else rank
+    register = Register(role, wanted, socket.gethostname(), os.getpid(), address, metrics, settings)
+    if role == "server":
+        return register
+    generation, restarts = restarts_from_environment(os.environ)
+    return msgspec.structs.replace(register, generation=generation, restarts=restarts)

@@ -1,0 +1,201 @@
+"""Shared memory of processes on one host: each process writes its own arena, and others read it.
+
+An arena is an anonymous file (memfd). It leaves no name behind, however its processes end; the size of
+``/dev/shm`` does not bound it; and only processes that were given its descriptor can open it. The file is
+long and almost empty. Each side maps it once as a whole, so memory that is used again costs neither side
+another page fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from zenps.buffers import BufferPool
+from zenps.config.settings import ClusterConfig
+from zenps.errors import ProtocolError, TensorError
+
+logger = logging.getLogger("zenps.arena")
+
+# Address space, not memory: only pages that were written take memory.
+CAPACITY_BYTES = 1 << 38
+
+# linux/mman.h; Python has no name for it.
+MADV_POPULATE_READ = 22
+
+# If the file shrank, a reader of its end would be killed by SIGBUS.
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Arena:
+    """Memory of this process that others of its host can read. Every method may be called from any thread.
+
+    Memory is used again once nobody in this process refers to it any more: others must have read it by then.
+
+    Args:
+        keep_bytes: at most so much unused memory is kept.
+
+    Attributes:
+        fd: the descriptor to give to readers.
+        pool: buffers in this memory.
+    """
+
+    def __init__(self, keep_bytes: int) -> None:
+        self.fd = os.memfd_create("zenps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, CAPACITY_BYTES)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+        self._memory = mmap.mmap(self.fd, CAPACITY_BYTES)
+        self._bytes = np.frombuffer(self._memory, np.uint8)
+        self._base = self._bytes.ctypes.data
+        self._end = 0
+        self._freed: dict[int, deque[int]] = {}
+        """Offsets of blocks whose pages were given back to the system, by size of the block."""
+        self._growing = threading.Lock()
+        self._owner = os.getpid()
+        self.pool = BufferPool(keep_bytes, self._allocate)
+
+    def lease(self, size_bytes: int) -> tuple[int, Tensor]:
+        """Uninitialised memory: its offset in the file, and a uint8 tensor ``[size_bytes]``, at least 1.
+
+        Raises:
+            TensorError: the arena is full.
+        """
+        memory = self.pool.lease(size_bytes)
+        return memory.data_ptr() - self._base, memory
+
+    def copy(self, data: memoryview) -> memoryview:
+        """A copy of ``data``, at least 1 byte, in this arena."""
+        copy = self.pool.lease(data.nbytes).numpy()
+        copy[:] = np.frombuffer(data, np.uint8)
+        return copy.data
+
+    def find(self, data: memoryview) -> int | None:
+        """The offset of contiguous ``data`` in the file; None if it is not memory of this arena."""
+        address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
+        offset = address - self._base
+        return offset if 0 <= offset < CAPACITY_BYTES else None
+
+    def close(self) -> None:
+        """Closes the descriptor. Memory stays as it is while any process maps it. May be called again."""
+        if self._owner:
+            self._owner = 0
+            os.close(self.fd)
+
+    def _allocate(self, size: int) -> NDArray[np.uint8]:
+        with self._growing:
+            if self._freed.get(size):
+                begin = self._freed[size].pop()
+            else:
+                begin = self._end
+                self._end += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+            if self._end > CAPACITY_BYTES:
+                raise TensorError(
+                    f"{self._end} bytes of shared memory in flight, expected at most {CAPACITY_BYTES}; "
+                    "keep fewer tensors in flight"
+                )
+        block = self._bytes[begin : begin + size]
+        weakref.finalize(block, self._free, begin, size).atexit = False
+        return block
+
+    def _free(self, begin: int, size: int) -> None:
+        if self._owner == os.getpid():  # if this arena was closed or forked, others may still read the block
+            self._memory.madvise(mmap.MADV_REMOVE, begin, size)
+            self._freed.setdefault(size, deque()).append(begin)
+
+
+class Window:
+    """Reads the arena of another process.
+
+    Args:
+        fd: of the arena. It is duplicated, and may be closed.
+
+    Raises:
+        OSError: it is not the descriptor of an arena.
+    """
+
+    def __init__(self, fd: int) -> None:
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) != SEALS or os.fstat(fd).st_size != CAPACITY_BYTES:
+            raise OSError(
+                f"descriptor {fd} is not that of an arena; expected a memfd of {CAPACITY_BYTES} bytes, "
+                "sealed against every change of its size"
+            )
+        self._fd = os.dup(fd)
+        weakref.finalize(self, os.close, self._fd).atexit = False
+        # Not read-only, because torch copies read-only memory. Nobody writes here.
+        self._memory = memoryview(mmap.mmap(fd, CAPACITY_BYTES))
+
+    def read(self, offset: int, size_bytes: int) -> memoryview:
+        """The bytes at ``offset``, uncopied. They change when the other process changes them.
+
+        Raises:
+            ProtocolError: they lie outside the arena.
+        """
+        _check(offset, size_bytes)
+        return self._memory[offset : offset + size_bytes]
+
+    def map_private(
+        self, offset: int, size_bytes: int, on_end: Callable[..., object], *args: object
+    ) -> memoryview:
+        """The bytes at ``offset`` as a private copy-on-write mapping: writes go to this process's own pages.
+
+        Args:
+            on_end: called with ``args``, on any thread, when nobody refers to the memory any more. Until
+                then the other process must not change these bytes.
+
+        Raises:
+            ProtocolError: they lie outside the arena.
+            TensorError: this process cannot map them.
+        """
+        _check(offset, size_bytes)
+        before = offset % mmap.ALLOCATIONGRANULARITY
+        try:
+            length = max(before + size_bytes, 1)  # 0 would map the whole file
+            mapped = mmap.mmap(self._fd, length, mmap.MAP_PRIVATE, offset=offset - before)
+            # Faults all pages in at once: one fault for each page costs several times as much.
+            with contextlib.suppress(OSError):  # a kernel before Linux 5.14
+                mapped.madvise(MADV_POPULATE_READ)
+        except OSError as error:
+            raise TensorError(
+                f"{size_bytes} bytes of shared memory cannot be mapped ({error}); check ulimit -v and "
+                "vm.max_map_count, and keep fewer results"
+            ) from error
+        weakref.finalize(mapped, on_end, *args).atexit = False
+        return memoryview(mapped)[before : before + size_bytes]
+
+
+def open_arena(cluster: ClusterConfig, keep_bytes: int) -> Arena | None:
+    """An arena for the other nodes of this host; None if the settings or the system do not allow one."""
+    if cluster.same_host != "memory":
+        return None
+    try:
+        return Arena(keep_bytes)
+    except OSError as error:  # a limit of address space (ulimit -v), or a kernel without memfd
+        logger.warning("tensors will travel by TCP within this host, too: no memory to share (%s)", error)
+        return None
+
+
+def window_of(fd: int) -> Window:
+    """The :class:`Window` of a received descriptor, which is closed."""
+    try:
+        return Window(fd)
+    finally:
+        os.close(fd)
+
+
+def _check(offset: int, size_bytes: int) -> None:
+    if offset + size_bytes > CAPACITY_BYTES:
+        raise ProtocolError(
+            "payload",
+            f"{size_bytes} bytes at {offset} of shared memory, expected at most {CAPACITY_BYTES} in all",
+        )
