@@ -200,6 +200,22 @@ ONCE_FAILED = [
         faults=(Fault(at=0.0, kind="stall worker", target=0, seconds=11.0),),
         scenario="restart",
     ),
+    # A worker ends while the scheduler is away, and the other gives up before the restarted scheduler does.
+    Script(
+        seed=0,
+        workers=2,
+        servers=1,
+        steps=1,
+        settles=False,
+        slow_seconds=0.05,
+        duplicates=0.0,
+        budget_bytes=1048576,
+        faults=(
+            Fault(at=0.0, kind="crash scheduler", target=0, seconds=7.0),
+            Fault(at=0.0, kind="crash worker", target=0, seconds=1.0),
+        ),
+        scenario="fail",
+    ),
 ]
 
 
