@@ -139,8 +139,9 @@ class Statistics:
             self._count_imbalance(report.rows_by_server)
         if report.rows is not None:
             self._count_rows(report.rows)
-        for outcome, rows in zip(HASH_OUTCOMES, report.hashed_rows, strict=False):
-            self._metrics.hashed_rows.labels(outcome=outcome).inc(rows)
+        if report.hashed_rows:
+            for outcome, rows in zip(HASH_OUTCOMES, report.hashed_rows, strict=True):
+                self._metrics.hashed_rows.labels(outcome=outcome).inc(rows)
 
     def _count_round(self, report: Report, progress: Progress, waited: float) -> None:
         counters, stats = self._metrics, self.stats

@@ -42,20 +42,22 @@ class Steps:
             previous = self._latest.get(name)
             if previous is not None and not previous.ended:
                 raise in_flight(name)
-            taken = previous.names if previous else 0
-            if self._names + names - taken > MOST_NAMES:
+            taken = previous.names if previous is not None else 0
+            if names > taken and self._names + names - taken > MOST_NAMES:
                 raise UsageError(
                     f"tensor {name!r}: {self._names} different names were used before it, and "
                     f"{MOST_NAMES} may be; "
                     "use one name for a tensor in all steps, without the step's number in it"
                 )
-            progress = Progress(0, names=max(names, taken))
+            if names > taken:
+                self._names += names - taken
+            else:
+                names = taken
+            progress = self._latest[name] = Progress(0, names=names)
             if previous is not None:
                 previous.previous = None
                 progress.step, progress.previous = previous.step + 1, previous
                 progress.expected_rows = previous.pulled_rows
-            self._names += progress.names - taken
-            self._latest[name] = progress
             if progress.step > self._last_step:
                 self._last_step = log.here.step = progress.step
                 self._counter.inc()

@@ -72,8 +72,9 @@ class Planner:
 
     def transforms(self, tensor: Tensor) -> tuple[Transform, ...]:
         """Returns the transforms that the scheme applies to ``tensor`` before it is encoded."""
-        transform = TRANSFORMS[self._wire.keys] if tensor.is_sparse else None
-        return () if transform is None else (transform(tensor, self._kernels),)
+        if not tensor.is_sparse or (transform := TRANSFORMS[self._wire.keys]) is None:
+            return ()
+        return (transform(tensor, self._kernels),)
 
     def begin(self, request: Request, expected_rows: int) -> Transfer:
         """Constructs the transfer of a transformed tensor. A tensor on the CPU is compacted on this thread.

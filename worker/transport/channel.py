@@ -204,8 +204,9 @@ class Channel(Waiter):
 
     def _release(self) -> None:
         try:
-            for command in self._lock.release():
-                self._run(command)
+            while not self._lock.release():
+                for command in self._lock.commands():
+                    self._run(command)
         except BaseException:  # a thread that raises must not keep the lock
             self._release()
             raise

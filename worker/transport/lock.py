@@ -84,16 +84,15 @@ class CombiningLock(Generic[Command]):
         while self._commands:
             yield self._commands.popleft()
 
-    def release(self) -> Iterator[Command]:
-        """Yields the remaining commands; the lock is free once this iterator is exhausted."""
-        while True:
-            with self._guard:
-                if not self._commands:
-                    self._taken = False
-                    if self._sleepers:
-                        self._news.notify_all()
-                    return
-            yield from self.commands()
+    def release(self) -> bool:
+        """Frees the lock and returns True; returns False, and keeps it, if commands are left."""
+        with self._guard:
+            if self._commands:
+                return False
+            self._taken = False
+            if self._sleepers:
+                self._news.notify_all()
+            return True
 
     def on_wake(self) -> None:
         """Reads the wake-ups from :attr:`wake`."""

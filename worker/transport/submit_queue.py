@@ -54,7 +54,8 @@ class SubmitQueue(Waiter):
         elif not self._submit_if_prepared(staged := _Staged(pending, now_ns())):
             with self._lock:
                 self._staged.append(staged)
-        self.advance(until=0.0)
+        if self._staged:
+            self.advance(until=0.0)
 
     def advance(self, until: float) -> None:
         """Pushes prepared tensors; waits for the others, at most until the monotonic time ``until``."""

@@ -44,8 +44,9 @@ class Driver:
 
     def _release(self) -> None:
         try:
-            for command in self.lock.release():
-                command()
+            while not self.lock.release():
+                for command in self.lock.commands():
+                    command()
         except BaseException:
             self._release()
             raise
