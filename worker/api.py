@@ -33,6 +33,7 @@ def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
         MismatchError: a shared setting differs from the scheduler's.
         UsageError: called twice, or the rank is taken.
     """
+    PROCESS.require_no_world()
     loaded = sources.load(sets=sets, file=Path(config) if config is not None else None)
     sources.require_cluster(loaded)
     log.setup(loaded.config.log, "worker")

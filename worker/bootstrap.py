@@ -26,6 +26,7 @@ from .core.spans import Spans
 from .core.statistics import Statistics
 from .core.steps import Steps
 from .encode.sharder import Sharder
+from .recorder import open_recorder
 from .transport.channel import Channel
 from .transport.lease import Lease
 from .transport.membership import join
@@ -53,6 +54,7 @@ def join_cluster(config: Config) -> ClusterWorld:
         )
         scheme = other
     strategy(config.sync.partition)  # raises for a wrong one before this worker registers
+    rank, local_rank = sources.rank_from_environment(os.environ), _local_rank()
     raise_malloc_threshold()
     with ExitStack() as opened:  # also Ctrl-C during the wait for others: a later init() needs the port
         registry = CollectorRegistry()
@@ -61,7 +63,6 @@ def join_cluster(config: Config) -> ClusterWorld:
         opened.callback(exporter.close)
         spans = Spans(open_trace(config.sync.trace, "worker"))
         opened.callback(spans.trace.close)
-        rank = sources.rank_from_environment(os.environ)
         register = new_register("worker", rank, "", exporter.address, shared_settings(config))
         membership, link = join(config, register, spans)
         opened.callback(membership.ctx.destroy, linger=LINGER_MS)
@@ -76,8 +77,12 @@ def join_cluster(config: Config) -> ClusterWorld:
         opened.callback(lease.close, together=False)
         session = Session(config, lease, channel, statistics, worker_metrics, spans)
         servers = ServerBackend(session, served, sharder, steps)
+        recorder = open_recorder(membership.view.rank, len(membership.view.workers))
         backend = make_backend(session, scheme, servers)
-        return ClusterWorld(session, servers, backend, _local_rank(), opened.pop_all())
+        closed_with_world = ExitStack()
+        world = ClusterWorld(session, servers, backend, recorder, local_rank, closed_with_world)
+        closed_with_world.push(opened.pop_all())
+        return world
 
 
 def _local_rank() -> int | None:

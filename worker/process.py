@@ -48,6 +48,15 @@ class Process:
             raise UsageError("not initialised; call zenps.init() first")
         return self._world
 
+    def require_no_world(self) -> None:
+        """Checks that this process may join.
+
+        Raises:
+            UsageError: this process has joined already.
+        """
+        if self._world is not None:
+            raise UsageError("zenps.init() was called before; call zenps.shutdown() first")
+
     def join(self, config: Config) -> None:
         """Joins the cluster that ``config`` names; without ``cluster.scheduler``, the world has size 1.
 
@@ -58,8 +67,7 @@ class Process:
             UsageError: this process has joined already.
         """
         with self._changing:
-            if self._world is not None:
-                raise UsageError("zenps.init() was called before; call zenps.shutdown() first")
+            self.require_no_world()
             if not config.cluster.scheduler:
                 self._world = LocalWorld()
                 return

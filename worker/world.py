@@ -21,7 +21,7 @@ from .backends.servers import ServerBackend
 from .core.pending import Pending
 from .core.request import Request, check_request
 from .core.statistics import Statistics, Stats
-from .recorder import open_recorder
+from .recorder import Recorder
 
 
 class World(ABC):
@@ -134,6 +134,7 @@ class ClusterWorld(World):
         session: what this worker has of the cluster.
         servers: the backend whose tensors may wait for a GPU.
         backend: for all requests.
+        recorder: for ``zenps plan``, or None.
         local_rank: the rank on this host, or None to count by host name.
         opened: everything that was opened for this worker; closed last.
     """
@@ -145,6 +146,7 @@ class ClusterWorld(World):
         session: Session,
         servers: ServerBackend,
         backend: Backend,
+        recorder: Recorder | None,
         local_rank: int | None,
         opened: ExitStack,
     ) -> None:
@@ -155,7 +157,7 @@ class ClusterWorld(World):
         self.bucket_bytes = config.sync.bucket_bytes
         self.quantized_run = RUN if config.sync.values == "int8" else 1
         self._session, self._servers, self._backend = session, servers, backend
-        self._recorder = open_recorder(self.rank, self.size)
+        self._recorder = recorder
         self._opened = opened
         self.local_rank = self._ranks_here().index(self.rank) if local_rank is None else local_rank
 

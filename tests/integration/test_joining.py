@@ -70,6 +70,46 @@ def test_a_rank_can_be_taken_once() -> None:
         assert (first.result()[0], other.result()[0]) == (0, 1)
 
 
+@pytest.mark.parametrize("local_rank", ["first", "-1"])
+def test_a_wrong_local_rank_is_refused_before_the_worker_registers(local_rank: str) -> None:
+    with Cluster(workers=1, servers=1) as cluster:
+        refused = cluster.start(join, init=False, environ={"LOCAL_RANK": local_rank}).result()
+        assert refused.kind == "ConfigError"
+        assert cluster.start(identify).result() == (0, 1, 0, 1)
+
+
+def fail_to_record() -> tuple[Any, bool]:
+    return join(), zps.is_initialized()
+
+
+def test_a_worker_that_fails_once_it_has_joined_leaves(tmp_path: Path) -> None:
+    """A trace cannot be written; the others hear of the departure before the lease has expired."""
+    trace = {"ZENPS_PLAN_TRACE": str(tmp_path / "no" / "folder"), "ZENPS_PLAN_STEPS": "3"}
+    with Cluster(workers=2, servers=1, lease_seconds=60.0) as cluster:
+        failing = cluster.start(fail_to_record, init=False, environ=trace)
+        other = cluster.start(wait_for_the_other)
+        error, is_initialized = failing.result()
+        assert (error.kind, is_initialized) == ("FileNotFoundError", False)
+        begin = time.monotonic()
+        assert "worker" in other.result().text
+        assert time.monotonic() - begin < 30
+
+
+def wait_for_the_other() -> Any:
+    return attempt(zps.barrier)
+
+
+def test_a_second_init_is_refused_whatever_its_settings() -> None:
+    with Cluster(workers=1, servers=1) as cluster:
+        refused = cluster.start(join_again).result()
+        assert refused.kind == "UsageError"
+        assert "called before" in refused.text
+
+
+def join_again() -> Any:
+    return attempt(zps.init, sets=["sync.scheme=foo"])
+
+
 def test_settings_that_are_not_the_schedulers() -> None:
     with Cluster(workers=1, servers=1) as cluster:
         error = cluster.start(join, init=False, settings={"sync.granule": 64, "sync.seed": 7}).result()

@@ -29,6 +29,7 @@ from zenps.worker.core.statistics import Progress, Statistics
 from zenps.worker.core.steps import Steps
 from zenps.worker.core.transfer import SuppliedTransfer
 from zenps.worker.encode.sharder import Sharder
+from zenps.worker.recorder import open_recorder
 from zenps.worker.world import ClusterWorld, LocalWorld
 
 PURPOSES: tuple[Purpose, ...] = ("control", "broadcast", "value", "gradient")
@@ -65,7 +66,8 @@ def make_session(config: Config, view: View = VIEW) -> Session:
 
 def make_world(backend: Backend, view: View = VIEW, config: Config | None = None) -> ClusterWorld:
     session = make_session(config or Config(), view)
-    return ClusterWorld(session, cast(ServerBackend, None), backend, 0, ExitStack())
+    recorder = open_recorder(view.rank, len(view.workers))
+    return ClusterWorld(session, cast(ServerBackend, None), backend, recorder, 0, ExitStack())
 
 
 def rows() -> Tensor:

@@ -109,6 +109,8 @@ class Pending:
         self._answers: deque[Answer | EncodedTensor | ZenPSError] = deque()
         self._absorbed = 0
         self._worked_seconds = 0.0
+        self._pulled: Tensor | None = None
+        """What the transfer has finished, until its transforms are undone: Ctrl-C may come in between."""
         self._finishing = threading.Lock()
         self._result: Tensor | Exception | None = None
 
@@ -133,7 +135,7 @@ class Pending:
                 assert self._transfer is not None
                 self._result = self._finish(self._transfer)
                 if isinstance(self._result, Tensor):  # else answers may still come
-                    self._transfer = None
+                    self._transfer = self._pulled = None
         if isinstance(self._result, Exception):
             raise self._result
         return self._result
@@ -250,7 +252,9 @@ class Pending:
         waited += got - begin
         try:
             with spans("scatter", self.name, progress.step):
-                result = transfer.finish()
+                if self._pulled is None:
+                    self._pulled = transfer.finish()
+                result = self._pulled
                 for transform in reversed(self._transforms):
                     result = transform.undo(result)
         except Exception as error:  # noqa: BLE001

@@ -531,3 +531,38 @@ def test_rounds_that_fail_are_not_counted() -> None:
     with pytest.raises(ProtocolError):
         pending.wait()
     assert pending._waiting.statistics.stats.rounds == 0
+
+
+class InterruptedOnce(Transform):
+    """Whose ``undo`` is interrupted, as by Ctrl-C, the first time."""
+
+    def __init__(self) -> None:
+        self._is_first = True
+
+    def apply(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def undo(self, result: Tensor) -> Tensor:
+        if self._is_first:
+            self._is_first = False
+            raise KeyboardInterrupt
+        return result + 1
+
+
+class FinishedOnce(Count):
+    """Which lets go of its parts as it finishes."""
+
+    def finish(self) -> Tensor:
+        assert self.absorbed
+        result = super().finish()
+        self.absorbed.clear()
+        return result
+
+
+def test_an_interrupt_while_a_transform_is_undone_loses_no_result() -> None:
+    pending = begun(make_pending(FinishedOnce(), Signal(), transforms=[InterruptedOnce()]))
+    for chunk in range(CHUNKS):
+        pending.deliver(answer(chunk), last=chunk == CHUNKS - 1)
+    with pytest.raises(KeyboardInterrupt):
+        pending.wait()
+    assert pending.wait().tolist() == [1, 2, 3]
