@@ -17,6 +17,23 @@ PACKAGE: Final = "zenps"
 ROLES: Final = ("worker", "server", "scheduler")
 
 
+class Place(NamedTuple):
+    """A function, or a method, of a file of the tree; both are empty for what is in none, as the script."""
+
+    file: str
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.function}"
+
+
+class Pair(NamedTuple):
+    """A crossing from function to function."""
+
+    caller: Place
+    callee: Place
+
+
 class _Call(NamedTuple):
     """From one file into another."""
 

@@ -33,9 +33,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Literal, NamedTuple
+from typing import Any, BinaryIO, Final, Literal
 
-from call_profiler import PACKAGE, Profiler
+from call_profiler import PACKAGE, Pair, Place, Profiler
 from import_graph import Sources
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -49,23 +49,6 @@ TIMEOUT_SECONDS: Final = 120
 FLAG: Final = "server.flag"
 
 Side = Literal["worker", "server"]
-
-
-class Place(NamedTuple):
-    """A function, or a method, of a file of the tree; both are empty for what is in none, as the script."""
-
-    file: str
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.function}"
-
-
-class Pair(NamedTuple):
-    """A crossing from function to function."""
-
-    caller: Place
-    callee: Place
 
 
 # ── in a worker, and in the server ──────────────────────────────────────────────────────────────

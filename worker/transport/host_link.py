@@ -224,7 +224,7 @@ def _connect_once(address: bytes, own: int, fd: int, leader: int, until: float) 
         answer = _decode(data, leader)
         if not isinstance(answer, Hello) or answer.rank != leader:
             raise LinkError(f"rank {leader} answered {answer}, expected a hello of that rank")
-    except BaseException:
+    except BaseException:  # Ctrl-C, too, must leave no open socket
         socket.close()
         raise
     return Link(socket, leader, window)

@@ -47,7 +47,7 @@ class Driver:
             while not self.lock.release():
                 for command in self.lock.commands():
                     command()
-        except BaseException:
+        except BaseException:  # the lock must not stay with a thread that is about to leave
             self._release()
             raise
 

@@ -68,7 +68,7 @@ def connect(name: bytes, kind: net.SocketKind, hello: msgspec.Struct, fd: int) -
         socket.connect(name)
         check_user(socket)
         net.send_fds(socket, [msgspec.msgpack.encode(hello)], [fd])
-    except BaseException:
+    except BaseException:  # Ctrl-C, too, must leave no open socket
         socket.close()
         raise
     return socket
