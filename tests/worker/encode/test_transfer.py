@@ -30,7 +30,7 @@ from zenps.wire.tensors import dtype_name
 from zenps.worker.core.request import table_shape
 from zenps.worker.core.statistics import Progress
 from zenps.worker.core.transfer import Answer, EncodedChunk, EncodedTensor, Sharding, Transfer
-from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
+from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, RootLostError, WholeTransfer
 from zenps.worker.encode.gpu import StagedSparse
 from zenps.worker.encode.quantizer import Unchanged
 from zenps.worker.encode.sparse import SparseTransfer
@@ -436,3 +436,14 @@ def test_a_position_of_no_row_is_refused() -> None:
     transfer.on_answer(Answer(0, result, (memoryview((32).to_bytes(4, "little")), values)))
     with pytest.raises(ProtocolError, match="33"):
         transfer.on_answer(Answer(0, result, (memoryview((33).to_bytes(4, "little")), values)))
+
+
+@pytest.mark.parametrize("contributes", [False, True])
+def test_a_whole_tensor_that_nobody_pushed_is_zero_or_its_root_is_lost(contributes: bool) -> None:
+    transfer = WholeTransfer(torch.ones(3), Sharding(None, 1, 0), contributes, Unchanged(torch.float32))
+    transfer.on_answer(Answer(0, Result(1, "t", 0, 0, 0, "none", 0), (memoryview(b""), memoryview(b""))))
+    if contributes:
+        assert transfer.finish().tolist() == [0, 0, 0]
+        return
+    with pytest.raises(RootLostError, match="root was lost"):
+        transfer.finish()

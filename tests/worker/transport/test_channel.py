@@ -145,6 +145,7 @@ def test_views_that_come_in_a_heap_are_followed_one_after_the_other(
     channel.submit(pending_of(channel, transfer))
     round_ = channel._rounds._in_flight["t", 0]
     assert {server for server, _ in round_.unanswered} == set(FIRST_RANKS)
+    first_pushed_ns = round_.pushed_ns
 
     has_lock, go_on, reached = threading.Event(), threading.Event(), Future[None]()
 
@@ -163,6 +164,7 @@ def test_views_that_come_in_a_heap_are_followed_one_after_the_other(
     go_on.set()
     owner.join(DEADLINE_SECONDS)
     assert sharder.followed == [view, *views]
+    assert round_.pushed_ns > first_pushed_ns, "a timeline shows the latest push"
     assert [again.sharding.ring_epoch for again in transfer.restarted] == [2, 3]
     assert round_.unanswered.keys() == {(1, 0), (2, 0)}
     assert {out.push.ring_epoch for out in round_.unanswered.values()} == {3}
