@@ -18,6 +18,7 @@ from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, 
 from tests.integration.embedding_model import OPTIMIZERS, Model, assert_same, loss_of, make_model, state_of
 from tests.integration.progress import await_step, step_of
 from zenps.worker.process import PROCESS
+from zenps.worker.training import elastic
 
 STEP_SECONDS = 0.03
 """Training would otherwise be over before anything can happen to it."""
@@ -212,7 +213,7 @@ def test_a_joining_worker_that_dies_before_it_has_the_state_holds_nobody_up(tmp_
 def die_as_the_root(path: Path) -> None:
     """Rank 0, from which all should get the state, is gone when it has told them so."""
     if zps.rank() == 0:
-        zps.worker.state.broadcast_parameters = lambda *_: die()  # type: ignore[attr-defined]
+        elastic.broadcast_parameters = lambda *_: die()  # type: ignore[attr-defined]
     model = make_model()
     if zps.rank() == 1:
         torch.nn.init.ones_(model.out.weight)
