@@ -108,6 +108,8 @@ class Pending:
         """The number of rounds in flight."""
         self._answers: deque[Answer | EncodedTensor | ZenPSError] = deque()
         self._absorbed = 0
+        self._unabsorbed = 0
+        """Answers that the waiting thread has yet to absorb, whether they have come or not."""
         self._worked_seconds = 0.0
         self._pulled: Tensor | None = None
         """What the transfer has finished, until its transforms are undone: Ctrl-C may come in between."""
@@ -129,7 +131,11 @@ class Pending:
         return self.progress.ended
 
     def wait(self) -> Tensor:
-        """Waits for the result and returns it, or raises the error of the round. May be called repeatedly."""
+        """Waits for the result and returns it, or raises the error of the round. May be called repeatedly.
+
+        A wait that was interrupted, as by Ctrl-C, can be repeated. It raises UsageError if the interrupt came
+        while an answer was processed, for then the result is not complete.
+        """
         with self._finishing:
             if self._result is None:
                 assert self._transfer is not None
@@ -153,6 +159,7 @@ class Pending:
         self.progress.compacted_seconds = time.perf_counter() - self.progress.began
         rounds = self.transfer.begin()
         self._rounds = len(rounds)
+        self._unabsorbed = sum([len(encoded.chunks) for encoded in rounds])
         return rounds
 
     def deliver(self, answer: Answer, last: bool) -> Sequence[EncodedTensor]:
@@ -241,6 +248,7 @@ class Pending:
                         self._absorb(transfer, answer)
                     case EncodedTensor():
                         transfer.restart(answer)
+                        self._unabsorbed = len(answer.chunks)
                         until = time.monotonic() + timeout_seconds
                     case ZenPSError():
                         return answer
@@ -248,6 +256,9 @@ class Pending:
                 return error
             begin = time.perf_counter()
             self._worked_seconds += begin - got
+        if self._unabsorbed > 0 and transfer.absorbs_on == "caller":
+            reason = f"an interrupt has lost {self._unabsorbed} answer(s) to this rank; push it again"
+            return UsageError(f"tensor {self.name!r}: {reason}, on all ranks")
         got = time.perf_counter()
         waited += got - begin
         try:
@@ -267,6 +278,7 @@ class Pending:
     def _absorb(self, transfer: Transfer, answer: Answer) -> None:
         with self._waiting.spans("scatter", self.name, answer.result.step) as span:
             transfer.on_answer(answer)
+            self._unabsorbed -= 1
             if span:
                 span.note(tensor=self.name, **answer.details())
 

@@ -11,14 +11,22 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
-from zenps.errors import ConfigError, DeadlineError, ProtocolError, ZenPSError
+from zenps.errors import ConfigError, DeadlineError, ProtocolError, UsageError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
 from zenps.wire.messages import Result
 from zenps.worker.core.pending import Pending, Signal, Waiter, Waiting
 from zenps.worker.core.request import Options
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Counted, Progress, Report, Statistics
-from zenps.worker.core.transfer import Answer, EncodedTensor, Sharding, SuppliedTransfer, Transfer, Transform
+from zenps.worker.core.transfer import (
+    Answer,
+    EncodedChunk,
+    EncodedTensor,
+    Sharding,
+    SuppliedTransfer,
+    Transfer,
+    Transform,
+)
 
 CHUNKS = 3
 ENCODED = EncodedTensor("dense", torch.Size([CHUNKS]), torch.float32, 1, 0, Sharding(None, CHUNKS, 0), [])
@@ -566,3 +574,36 @@ def test_an_interrupt_while_a_transform_is_undone_loses_no_result() -> None:
     with pytest.raises(KeyboardInterrupt):
         pending.wait()
     assert pending.wait().tolist() == [1, 2, 3]
+
+
+class WithChunks(Count):
+    """Which has pushed chunks, and is interrupted, as by Ctrl-C, while it absorbs the answer to one."""
+
+    def begin(self) -> Sequence[EncodedTensor]:
+        chunk = EncodedChunk(0, 0, 1, 1, "none", FRAMES)
+        return (structs.replace(ENCODED, chunks=[chunk] * CHUNKS),)
+
+    def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
+        if answer.result.chunk == 1:
+            raise KeyboardInterrupt
+        return super().on_answer(answer)
+
+
+def test_an_interrupt_while_an_answer_is_absorbed_gives_no_incomplete_result() -> None:
+    pending = make_pending(WithChunks(), Signal())
+    pending.begin()
+    for chunk in range(CHUNKS):
+        pending.deliver(answer(chunk), last=chunk == CHUNKS - 1)
+    with pytest.raises(KeyboardInterrupt):
+        pending.wait()
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"tensor 'a': an interrupt has lost 1 answer\(s\)"):
+            pending.wait()
+
+
+def test_an_answer_that_an_interrupt_has_kept_from_coming_is_missed() -> None:
+    pending = make_pending(WithChunks(), Signal())
+    pending.begin()
+    pending.deliver(answer(2), last=True)
+    with pytest.raises(UsageError, match=r"an interrupt has lost 2 answer\(s\)"):
+        pending.wait()
