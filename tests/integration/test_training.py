@@ -385,7 +385,7 @@ MISUSE = {
     "zero_grad": ("UsageError", "in flight"),
     "backward": ("UsageError", "backward_passes_per_step"),
     "group": ("UsageError", "before wrapping"),
-    "clipped": ("UsageError", "changed since backward pushed it"),
+    "clipped": ("UsageError", "changed since backward computed it"),
     "passes": ("UsageError", "at least 1"),
     "unnamed": ("UsageError", "1 parameter(s)"),
     "one name": ("UsageError", "one name"),

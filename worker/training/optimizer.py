@@ -132,7 +132,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         :meth:`skip_synchronize`. Errors are those of :func:`zenps.push_pull`.
 
         Raises:
-            UsageError: a gradient was changed since backward pushed it, or its parameter was frozen or
+            UsageError: a gradient was changed since backward computed it, or its parameter was frozen or
                 absent when the optimizer was wrapped.
         """
         self._synchronizer.synchronize()

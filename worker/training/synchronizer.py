@@ -16,6 +16,7 @@ from ..core.request import Options, Request
 from ..process import PROCESS
 from .agreement import ParameterAgreement
 from .buckets import Bucket
+from .snapshot import Snapshot, first_changed
 
 
 class GradientSynchronizer:
@@ -49,8 +50,8 @@ class GradientSynchronizer:
         self._agreement = ParameterAgreement(self._prefix, own)
         self._passes = dict.fromkeys(self._agreement.names, 0)
         self._in_flight: dict[Parameter | Bucket, Pending] = {}
-        self._pushed: dict[Parameter, tuple[Tensor, int]] = {}
-        """For each parameter, the gradient that backward has pushed and its version at that time."""
+        self._computed: dict[Parameter, Snapshot] = {}
+        """The gradients that backward has computed since the last :meth:`synchronize`, pushed or not yet."""
         for parameter in self._agreement.names:
             parameter.register_post_accumulate_grad_hook(_weakly(self._on_gradient))  # type: ignore[no-untyped-call]
 
@@ -72,7 +73,7 @@ class GradientSynchronizer:
         """Pushes what backward has not pushed, and replaces every gradient by its average over all ranks.
 
         Raises:
-            UsageError: a gradient was changed since backward pushed it, or its parameter was frozen or
+            UsageError: a gradient was changed since backward computed it, or its parameter was frozen or
                 absent when the optimizer was wrapped.
         """
         if not PROCESS.world.is_distributed:
@@ -86,7 +87,7 @@ class GradientSynchronizer:
             if bucket not in self._in_flight:
                 self._push_bucket(bucket)
         in_flight, self._in_flight = self._in_flight, {}
-        self._pushed.clear()
+        self._computed.clear()
         errors = []
         for owner, handle in in_flight.items():
             try:
@@ -118,6 +119,8 @@ class GradientSynchronizer:
             )
         if self._passes[parameter] < self._passes_per_step:
             return
+        if parameter.grad is not None:
+            self._computed[parameter] = Snapshot(parameter.grad)
         if parameter in self._agreement.sparse:
             self._push_sparse(parameter)
         elif bucket := self._agreement.bucket_of.get(parameter):
@@ -133,7 +136,6 @@ class GradientSynchronizer:
             raise self._changed_kind(parameter, "sparse", "dense")
         name = f"{self._prefix}/{self._agreement.names[parameter]}"
         self._in_flight[parameter] = self._push(gradient, name, self._agreement.priorities[parameter])
-        self._pushed[parameter] = gradient, gradient._version
 
     def _push_bucket(self, bucket: Bucket) -> None:
         for parameter in bucket.parameters:
@@ -142,9 +144,6 @@ class GradientSynchronizer:
         priority = max(self._agreement.priorities[parameter] for parameter in bucket.parameters)
         self._in_flight[bucket] = self._push(bucket.fused(), bucket.name, priority)
         bucket.waiting_for = set(bucket.parameters)
-        for parameter in bucket.parameters:
-            if parameter.grad is not None:
-                self._pushed[parameter] = parameter.grad, parameter.grad._version
 
     def _push(self, gradient: Tensor, name: str, priority: int) -> Pending:
         options = Options(average=self._average, priority=priority, purpose="gradient")
@@ -158,13 +157,12 @@ class GradientSynchronizer:
                         f"a parameter of shape {tuple(parameter.shape)} has a gradient, but was frozen or "
                         "absent when its optimizer was wrapped; wrap it again with all trained parameters"
                     )
-        for parameter, (gradient, version) in self._pushed.items():
-            if parameter.grad is not gradient or gradient._version != version:
-                name = self._agreement.names[parameter]
-                raise UsageError(
-                    f"gradient of {name!r}: changed since backward pushed it; to clip or unscale, call "
-                    "synchronize() before, and step inside skip_synchronize()"
-                )
+        if (changed := first_changed(self._computed)) is not None:
+            name = self._agreement.names[changed]
+            raise UsageError(
+                f"gradient of {name!r}: changed since backward computed it; to clip or unscale, call "
+                "synchronize() before, and step inside skip_synchronize()"
+            )
 
     def _changed_kind(self, parameter: Parameter, agreed: str, now: str) -> MismatchError:
         name = self._agreement.names[parameter]

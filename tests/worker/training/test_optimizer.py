@@ -100,15 +100,21 @@ def model(world: FakeWorld) -> Model:
     return Model()
 
 
-@pytest.fixture
-def optimizer(model: Model) -> zps.DistributedOptimizer:
-    """After a step: ranks have agreed on everything."""
-    optimizer = zps.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
-    )
+def wrap(model: Model) -> zps.DistributedOptimizer:
+    return zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+
+
+def train_one_step(model: Model, optimizer: zps.DistributedOptimizer) -> None:
     model.loss().backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+@pytest.fixture
+def optimizer(model: Model) -> zps.DistributedOptimizer:
+    """After a step: ranks have agreed on everything."""
+    optimizer = wrap(model)
+    train_one_step(model, optimizer)
     return optimizer
 
 
@@ -195,6 +201,36 @@ def scale_rows_after_the_push(model: Model, optimizer: zps.DistributedOptimizer)
     optimizer.step()
 
 
+def edit_one_element_of_data(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    model.loss().backward()
+    assert model.last.weight.grad is not None
+    model.last.weight.grad.data[0, 2] += 1e-6
+    optimizer.step()
+
+
+def negate_data(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    """Its sum may stay what it was."""
+    model.loss().backward()
+    for parameter in model.first.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data.neg_()
+    optimizer.step()
+
+
+def edit_rows_of_data(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    model.loss().backward()
+    assert model.words.weight.grad is not None
+    model.words.weight.grad.data._values()[1] = 0
+    optimizer.step()
+
+
+def edit_by_numpy(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    model.loss().backward()
+    assert model.first.bias.grad is not None
+    model.first.bias.grad.numpy()[:] = 0
+    optimizer.step()
+
+
 def drop_after_the_push(model: Model, optimizer: zps.DistributedOptimizer) -> None:
     model.loss().backward()
     model.zero_grad()
@@ -212,20 +248,25 @@ MISUSE = {
     scale_and_step: "GradScaler",
     step_without_synchronize: "call synchronize",
     synchronize_twice: "inside skip_synchronize",
-    clip_after_the_push: "changed since backward pushed it",
+    clip_after_the_push: "changed since backward computed it",
     scale_rows_after_the_push: "'words.weight': changed since",
+    edit_one_element_of_data: "'last.weight': changed since",
+    negate_data: "'first.(weight|bias)': changed since",
+    edit_rows_of_data: "'words.weight': changed since",
+    edit_by_numpy: "'first.bias': changed since",
     drop_after_the_push: "changed since",
     add_to_the_wrapped: "frozen or absent",
 }
 
 
+@pytest.mark.parametrize("step", ["first step", "later step"])
 @pytest.mark.parametrize(("misuse", "message"), MISUSE.items(), ids=[misuse.__name__ for misuse in MISUSE])
-def test_misuse_that_would_train_wrongly_is_refused(
-    misuse: Callable[[Model, zps.DistributedOptimizer], None],
-    message: str,
-    model: Model,
-    optimizer: zps.DistributedOptimizer,
+def test_misuse_that_would_train_wrongly_is_refused_in_each_step(
+    misuse: Callable[[Model, zps.DistributedOptimizer], None], message: str, step: str, model: Model
 ) -> None:
+    optimizer = wrap(model)
+    if step == "later step":
+        train_one_step(model, optimizer)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with pytest.raises(UsageError, match=message):
         misuse(model, optimizer)
