@@ -156,6 +156,42 @@ def scale_in_one_process() -> dict[str, Tensor]:
     return state_of(model)
 
 
+class Table(nn.Module):
+    """One table of which single elements are taken: all of its gradient's dimensions are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.weight = nn.Parameter(torch.randn(6, 4, dtype=torch.float64))
+
+    def loss(self, step: int, rank: int) -> Tensor:
+        taken = torch.tensor([[rank, 2], [step % 4, 3]])
+        total: Tensor = torch.gather(self.weight, 1, taken, sparse_grad=True).square().sum()
+        return total
+
+
+def take_elements() -> dict[str, Tensor]:
+    """From step to step, another rank does not use the table."""
+    model = Table()
+    optimizer = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), average=False)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        if step % 2 == zps.rank():
+            model.loss(step, zps.rank()).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def take_elements_in_one_process() -> dict[str, Tensor]:
+    model = Table()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model.loss(step, step % 2).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
 def rewrap() -> bool:
     """Trains with one optimizer, then with another; whether nothing keeps the first one alive."""
     model = make_model()
@@ -279,6 +315,13 @@ def misuse() -> dict[str, Any]:
     optimizer = zps.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=1.0))
     layer(torch.tensor([1])).sum().backward()
     outcomes["other kinds"] = attempt(optimizer.step)
+    table = Table()
+    optimizer = zps.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0))
+    if zps.rank() == 0:
+        table.loss(0, 0).backward()
+    else:
+        nn.functional.embedding(torch.tensor([1]), table.weight, sparse=True).sum().backward()
+    outcomes["other sparse dimensions"] = attempt(optimizer.step)
     return outcomes
 
 
@@ -287,6 +330,7 @@ def run_all() -> dict[str, Any]:
     results["sum"] = sum_instead_of_average()
     results["accumulate"] = accumulate()
     results["clip"] = clip()
+    results["elements"] = take_elements()
     results["schedule"] = schedule()
     results["closure"] = use_a_closure()
     results["scale"] = scale()
@@ -340,6 +384,14 @@ def test_clipping_between_synchronize_and_step(results: list[dict[str, Any]]) ->
         assert_same(outcome["clip"], wanted)
 
 
+def test_table_whose_elements_are_sparse_and_that_one_rank_does_not_use(
+    results: list[dict[str, Any]],
+) -> None:
+    wanted = take_elements_in_one_process()
+    for outcome in results:
+        assert_same(outcome["elements"], wanted)
+
+
 def test_scaled_loss_of_which_one_overflows(results: list[dict[str, Any]]) -> None:
     wanted = scale_in_one_process()
     for outcome in results:
@@ -390,7 +442,8 @@ MISUSE = {
     "unnamed": ("UsageError", "1 parameter(s)"),
     "one name": ("UsageError", "one name"),
     "other names": ("MismatchError", "rank(s) 1 have other parameters than rank 0"),
-    "other kinds": ("MismatchError", "sparse"),
+    "other kinds": ("MismatchError", "dense on 1 rank(s), sparse by 1 dimension(s) on 1 rank(s)"),
+    "other sparse dimensions": ("MismatchError", "sparse by 1 dimension(s) on 1 rank(s), sparse by 2"),
 }
 
 

@@ -14,7 +14,7 @@ from zenps.errors import MismatchError, UsageError, ZenPSError
 from ..core.pending import Pending
 from ..core.request import Options, Request
 from ..process import PROCESS
-from .agreement import ParameterAgreement
+from .agreement import ParameterAgreement, name_of
 from .buckets import Bucket
 from .snapshot import Snapshot, first_changed
 
@@ -81,8 +81,9 @@ class GradientSynchronizer:
         self._check_gradients()
         self._passes = dict.fromkeys(self._passes, 0)
         self._agreement.agree_on_kinds()
-        for parameter in self._agreement.sparse - self._in_flight.keys():
-            self._push_sparse(parameter)
+        for parameter in self._agreement.sparse:
+            if parameter not in self._in_flight:
+                self._push_sparse(parameter)
         for bucket in self._agreement.buckets:
             if bucket not in self._in_flight:
                 self._push_bucket(bucket)
@@ -129,18 +130,17 @@ class GradientSynchronizer:
                 self._push_bucket(bucket)
 
     def _push_sparse(self, parameter: Parameter) -> None:
-        gradient = parameter.grad
+        gradient, sparse_dim = parameter.grad, self._agreement.sparse[parameter]
         if gradient is None:
-            gradient = _without_rows(parameter)
-        elif not gradient.is_sparse:
-            raise self._changed_kind(parameter, "sparse", "dense")
+            gradient = _without_rows(parameter, sparse_dim)
+        self._check_kind(parameter, gradient, sparse_dim)
         name = f"{self._prefix}/{self._agreement.names[parameter]}"
         self._in_flight[parameter] = self._push(gradient, name, self._agreement.priorities[parameter])
 
     def _push_bucket(self, bucket: Bucket) -> None:
         for parameter in bucket.parameters:
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                raise self._changed_kind(parameter, "dense", "sparse")
+            if parameter.grad is not None:
+                self._check_kind(parameter, parameter.grad, 0)
         priority = max(self._agreement.priorities[parameter] for parameter in bucket.parameters)
         self._in_flight[bucket] = self._push(bucket.fused(), bucket.name, priority)
         bucket.waiting_for = set(bucket.parameters)
@@ -164,11 +164,13 @@ class GradientSynchronizer:
                 "synchronize() before, and step inside skip_synchronize()"
             )
 
-    def _changed_kind(self, parameter: Parameter, agreed: str, now: str) -> MismatchError:
-        name = self._agreement.names[parameter]
-        return MismatchError(
-            f"gradient of {name!r} on rank {PROCESS.world.rank}: {now}, but ranks agreed that it is {agreed}"
-        )
+    def _check_kind(self, parameter: Parameter, gradient: Tensor, agreed: int) -> None:
+        now = gradient.sparse_dim() if gradient.is_sparse else 0
+        if now != agreed:
+            raise MismatchError(
+                f"gradient of {self._agreement.names[parameter]!r} on rank {PROCESS.world.rank}: "
+                f"{name_of(now)}, but ranks agreed that it is {name_of(agreed)}"
+            )
 
 
 def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
@@ -182,10 +184,10 @@ def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     return hook
 
 
-def _without_rows(parameter: Parameter) -> Tensor:
-    """Returns the gradient of an embedding that this rank did not use: sparse by rows, without any row."""
-    indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-    values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+def _without_rows(parameter: Parameter, sparse_dim: int) -> Tensor:
+    """Returns the gradient of a parameter that this rank did not use: without any row."""
+    indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device)
+    values = torch.empty((0, *parameter.shape[sparse_dim:]), dtype=parameter.dtype, device=parameter.device)
     return torch.sparse_coo_tensor(
         indices, values, parameter.shape, device=parameter.device, check_invariants=False
     )
