@@ -13,6 +13,7 @@ from zenps.errors import MismatchError, UsageError, ZenPSError
 
 from ..core.pending import Pending
 from ..core.request import Options, Request
+from ..core.residuals import Residuals
 from ..process import PROCESS
 from .agreement import ParameterAgreement, name_of
 from .buckets import Bucket
@@ -49,6 +50,7 @@ class GradientSynchronizer:
         self._prefix = PROCESS.new_prefix("optimizer")
         self._agreement = ParameterAgreement(self._prefix, own)
         self._passes = dict.fromkeys(self._agreement.names, 0)
+        self._residuals = Residuals()
         self._in_flight: dict[Parameter | Bucket, Pending] = {}
         self._computed: dict[Parameter, Snapshot] = {}
         """The gradients that backward has computed since the last :meth:`synchronize`, pushed or not yet."""
@@ -146,7 +148,9 @@ class GradientSynchronizer:
         bucket.waiting_for = set(bucket.parameters)
 
     def _push(self, gradient: Tensor, name: str, priority: int) -> Pending:
-        options = Options(average=self._average, priority=priority, purpose="gradient")
+        options = Options(
+            average=self._average, priority=priority, purpose="gradient", residuals=self._residuals
+        )
         return PROCESS.world.begin(Request(gradient, name, options))
 
     def _check_gradients(self) -> None:

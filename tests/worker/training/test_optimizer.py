@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
 
@@ -168,6 +170,20 @@ def test_only_gradients_are_pushed_as_such(world: FakeWorld, model: Model, avera
     assert {world.requests[name].options.average for name in gradients} == {average}
     assert {purposes[name] for name in purposes.keys() - gradients} == {"broadcast", "value"}
     assert not any(world.requests[name].options.average for name in purposes.keys() - gradients)
+
+
+def test_dropped_optimizer_frees_its_residuals(world: FakeWorld, model: Model) -> None:
+    """Each residual is as large as its tensor."""
+    optimizer = wrap(model)
+    for _ in range(2):
+        train_one_step(model, optimizer)
+    gradients = [request for request in world.requests.values() if request.options.purpose == "gradient"]
+    (residuals,) = {request.options.residuals for request in gradients}
+    gone = weakref.ref(residuals)
+    world.requests.clear()
+    del optimizer, gradients, residuals
+    gc.collect()
+    assert gone() is None
 
 
 def scale_and_step(model: Model, optimizer: zps.DistributedOptimizer) -> None:
