@@ -288,6 +288,16 @@ def _watch_pushes(patch: pytest.MonkeyPatch) -> list[list[str]]:
     return steps
 
 
+def go_on(model: Model, optimizer: torch.optim.Optimizer) -> tuple[bool, dict[str, Tensor]]:
+    """After a refused step: whether it left the weights alone, and the weights after the next one."""
+    before = state_of(model)
+    optimizer.zero_grad()
+    is_same = all(torch.equal(before[name], tensor) for name, tensor in state_of(model).items())
+    loss_of(model, 2, zps.rank()).backward()
+    optimizer.step()
+    return is_same, state_of(model)
+
+
 def misuse() -> dict[str, Any]:
     model = make_model()
     (optimizer,) = wrap(model, OPTIMIZERS["sgd"](model))
@@ -300,6 +310,7 @@ def misuse() -> dict[str, Any]:
             nn.utils.clip_grad_norm_(model.dense(), 1e-3)
             outcomes["clipped"] = attempt(optimizer.step)
             outcomes["backward"] = attempt(loss_of(model, step, 0).backward)
+            outcomes["refused"] = go_on(model, optimizer)
         else:
             optimizer.step()
     group = {"params": [nn.Parameter(torch.ones(1))]}
@@ -454,6 +465,19 @@ def test_misuse(results: list[dict[str, Any]], name: str) -> None:
         assert isinstance(error, Raised), error
         assert error.kind == MISUSE[name][0], error
         assert MISUSE[name][1] in error.text
+
+
+def test_training_goes_on_after_a_step_that_was_refused(results: list[dict[str, Any]]) -> None:
+    model = make_model()
+    (optimizer,) = OPTIMIZERS["sgd"](model)
+    for step, ranks in ((0, [0]), (2, range(RANKS))):
+        optimizer.zero_grad()
+        (sum(loss_of(model, step, rank) for rank in ranks) / len(ranks)).backward()
+        optimizer.step()
+    for outcome in results:
+        is_same, weights = outcome["misuse"]["refused"]
+        assert is_same
+        assert_same(weights, state_of(model))
 
 
 def test_other_names_are_listed(results: list[dict[str, Any]]) -> None:

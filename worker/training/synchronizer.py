@@ -51,6 +51,8 @@ class GradientSynchronizer:
         self._agreement = ParameterAgreement(self._prefix, own)
         self._passes = dict.fromkeys(self._agreement.names, 0)
         self._residuals = Residuals()
+        self._is_refused = False
+        """Whether an error of backward or of :meth:`synchronize` has ended this step before its averages."""
         self._in_flight: dict[Parameter | Bucket, Pending] = {}
         self._computed: dict[Parameter, Snapshot] = {}
         """The gradients that backward has computed since the last :meth:`synchronize`, pushed or not yet."""
@@ -61,11 +63,6 @@ class GradientSynchronizer:
     def has_run_backward(self) -> bool:
         """Whether backward has run since the last :meth:`synchronize`."""
         return any(self._passes.values())
-
-    @property
-    def has_in_flight(self) -> bool:
-        """Whether gradients were pushed and not collected yet."""
-        return bool(self._in_flight)
 
     def adopt_agreement(self, root_rank: int) -> None:
         """Calls :meth:`ParameterAgreement.adopt`."""
@@ -81,17 +78,39 @@ class GradientSynchronizer:
         if not PROCESS.world.is_distributed:
             return
         self._check_gradients()
+        self._average_gradients()
+        self.is_synchronized = True
+
+    def drop(self) -> None:
+        """Ends the step without its gradients, which the caller clears.
+
+        If this step was refused, still pushes what backward has not pushed: the other ranks wait for it.
+
+        Raises:
+            UsageError: gradients are in flight, and the step was not refused.
+        """
+        if self._is_refused:
+            self._average_gradients()
+        elif self._in_flight:
+            raise UsageError("zero_grad() while gradients are in flight; call step() or synchronize() first")
+        elif self.has_run_backward:
+            self._begin_step()
+            for bucket in self._agreement.buckets:
+                bucket.waiting_for = set(bucket.parameters)
+
+    def _begin_step(self) -> None:
+        self._is_refused = False
         self._passes = dict.fromkeys(self._passes, 0)
-        self._agreement.agree_on_kinds()
-        for parameter in self._agreement.sparse:
-            if parameter not in self._in_flight:
-                self._push_sparse(parameter)
-        for bucket in self._agreement.buckets:
-            if bucket not in self._in_flight:
-                self._push_bucket(bucket)
-        in_flight, self._in_flight = self._in_flight, {}
         self._computed.clear()
-        errors = []
+
+    def _average_gradients(self) -> None:
+        self._begin_step()
+        errors: list[ZenPSError] = []
+        try:
+            self._push_rest()
+        except ZenPSError as error:
+            errors.append(error)
+        in_flight, self._in_flight = self._in_flight, {}
         for owner, handle in in_flight.items():
             try:
                 result = handle.wait()
@@ -104,7 +123,16 @@ class GradientSynchronizer:
                 owner.grad = result if result._nnz() else None
         if errors:
             raise errors[0]
-        self.is_synchronized = True
+
+    def _push_rest(self) -> None:
+        """Pushes what backward has not pushed."""
+        self._agreement.agree_on_kinds()
+        for parameter in self._agreement.sparse:
+            if parameter not in self._in_flight:
+                self._push_sparse(parameter)
+        for bucket in self._agreement.buckets:
+            if bucket not in self._in_flight:
+                self._push_bucket(bucket)
 
     def _on_gradient(self, parameter: Tensor) -> None:
         """Runs inside backward, whenever a parameter's gradient was accumulated."""
@@ -112,10 +140,18 @@ class GradientSynchronizer:
         if not PROCESS.world.is_distributed:
             return
         self.is_synchronized = False
+        try:
+            self._count_pass(parameter)
+        except ZenPSError:
+            self._is_refused = True
+            raise
+
+    def _count_pass(self, parameter: Parameter) -> None:
+        """Pushes the gradient after its last pass, alone or with the last one of its bucket."""
         self._passes[parameter] += 1
         if self._passes[parameter] > self._passes_per_step:
             name, times = self._agreement.names[parameter], self._passes[parameter]
-            raise UsageError(
+            raise self._refuse(
                 f"gradient of {name!r}: computed {times} times since the last step(), expected "
                 f"{self._passes_per_step}; set backward_passes_per_step, and drop any older "
                 "DistributedOptimizer of this parameter"
@@ -157,16 +193,20 @@ class GradientSynchronizer:
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter not in self._agreement.names:
-                    raise UsageError(
+                    raise self._refuse(
                         f"a parameter of shape {tuple(parameter.shape)} has a gradient, but was frozen or "
                         "absent when its optimizer was wrapped; wrap it again with all trained parameters"
                     )
         if (changed := first_changed(self._computed)) is not None:
             name = self._agreement.names[changed]
-            raise UsageError(
+            raise self._refuse(
                 f"gradient of {name!r}: changed since backward computed it; to clip or unscale, call "
                 "synchronize() before, and step inside skip_synchronize()"
             )
+
+    def _refuse(self, reason: str) -> UsageError:
+        self._is_refused = True
+        return UsageError(f"{reason}; zero_grad() ends this step")
 
     def _check_kind(self, parameter: Parameter, gradient: Tensor, agreed: int) -> None:
         now = gradient.sparse_dim() if gradient.is_sparse else 0

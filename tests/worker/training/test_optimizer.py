@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import pytest
@@ -287,6 +289,85 @@ def test_misuse_that_would_train_wrongly_is_refused_in_each_step(
     with pytest.raises(UsageError, match=message):
         misuse(model, optimizer)
     assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_state_and_groups_are_those_of_the_wrapped_optimizer(
+    model: Model, optimizer: zps.DistributedOptimizer
+) -> None:
+    inner = optimizer._inner
+    for name, value in {
+        "state": defaultdict(dict, {model.last.bias: {"momentum_buffer": torch.ones(1)}}),
+        "param_groups": [{**inner.param_groups[0], "lr": 7.0}],
+        "defaults": {**inner.defaults, "lr": 7.0},
+    }.items():
+        assert getattr(optimizer, name) is getattr(inner, name)
+        setattr(optimizer, name, value)
+        assert getattr(optimizer, name) is getattr(inner, name) is value
+    before = model.last.bias.detach().clone()
+    model.loss().backward()
+    optimizer.step()
+    assert torch.allclose(before - model.last.bias, torch.tensor(14.0))  # a gradient of 2 rows
+
+
+@pytest.mark.parametrize("copy_of", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copy_is_refused_and_leaves_hooks_as_they_are(
+    copy_of: Callable[[object], object], model: Model, optimizer: zps.DistributedOptimizer
+) -> None:
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append("step"))
+    with pytest.raises(UsageError, match=r"copied.*wrap the copy.*state_dict"):
+        copy_of(optimizer)
+    model.loss().backward()
+    optimizer.step()
+    assert calls == ["step"]
+
+
+def refused_backward(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    model.loss().backward()
+    model.loss().backward()
+
+
+def refused_step(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    model.loss().backward()
+    nn.utils.clip_grad_norm_(model.first.parameters(), 1e-3)
+    optimizer.step()
+
+
+def refused_backward_of_a_part(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    """One bucket was pushed, another waits for a gradient."""
+    for _ in range(2):
+        model.first(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("step", ["first step", "later step"])
+@pytest.mark.parametrize("mistake", [refused_backward, refused_step, refused_backward_of_a_part])
+def test_zero_grad_ends_a_step_that_was_refused(
+    mistake: Callable[[Model, zps.DistributedOptimizer], None],
+    step: str,
+    world: FakeWorld,
+    model: Model,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(world, "bucket_bytes", 1)  # each gradient by itself
+    optimizer = wrap(model)
+    if step == "later step":
+        train_one_step(model, optimizer)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    pushed = world.pushed.copy()
+    with pytest.raises(UsageError):
+        mistake(model, optimizer)
+    with pytest.raises(UsageError):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(map(torch.equal, before, model.parameters()))
+    assert world.waited == world.pushed
+    if step == "later step":  # every rank pushes each tensor once in a step, or the others would wait for it
+        gradients = {name for name in pushed if world.requests[name].options.purpose == "gradient"}
+        assert world.pushed - pushed == dict.fromkeys(gradients, 1)
+
+    train_one_step(model, optimizer)
+    assert not any(map(torch.equal, before, model.parameters()))
 
 
 def test_parameter_that_is_unfrozen_later_is_refused(world: FakeWorld) -> None:
