@@ -14,10 +14,12 @@ from tests.tree import ROLES, Import, imports, modules, outside
 LAYERS: dict[str, tuple[str, ...]] = {
     "zenps": (
         "buffers errors transitions",
+        "plugins",
         "codecs kernels",
         "partition",
         "schemes",
         "config",
+        "sparsifiers",
         "keys observe",
         "wire",
         "worker server scheduler",

@@ -33,6 +33,7 @@ class World(ABC):
         bucket_bytes: the size of a bucket of fused dense gradients.
         quantized_run: elements of a dense gradient that are quantized by a common scale; 1 if values are not
             quantized by runs.
+        sparsifies: True if dense gradients are thinned out by ``sync.sparsifier``.
         is_elastic: True if training continues after the loss of workers, and new workers may join.
         is_joining: True if this worker has joined a running job and has not got its state yet.
     """
@@ -41,6 +42,7 @@ class World(ABC):
     local_rank: int
     bucket_bytes: int
     quantized_run: int
+    sparsifies: bool
     is_elastic: bool
     is_joining: bool
 
@@ -102,7 +104,7 @@ class LocalWorld(World):
     local_size = 1
     is_distributed = False
     bucket_bytes = quantized_run = 1
-    is_elastic = is_joining = False
+    sparsifies = is_elastic = is_joining = False
 
     def __init__(self) -> None:
         self._backend = LocalBackend(Statistics(WorkerMetrics(CollectorRegistry())))
@@ -156,6 +158,7 @@ class ClusterWorld(World):
         self.is_elastic = config.cluster.is_elastic
         self.bucket_bytes = config.sync.bucket_bytes
         self.quantized_run = RUN if config.sync.values == "int8" else 1
+        self.sparsifies = config.sync.sparsifier != "none"
         self._session, self._servers, self._backend = session, servers, backend
         self._recorder = recorder
         self._opened = opened

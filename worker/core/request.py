@@ -42,6 +42,11 @@ class Options(Struct, frozen=True):
     residuals: Residuals | None = None
     """Error feedback of the gradients of one optimizer. Without it, a gradient is not quantized."""
 
+    is_sparsifiable: bool = False
+    """True for a gradient that ``sync.sparsifier`` may thin out. It needs ``residuals``."""
+    exact: tuple[tuple[int, int], ...] = ()
+    """Ranges of elements that are pushed in any case."""
+
     @property
     def is_reduction(self) -> bool:
         """True for tensors of the training itself: every backend may reduce them in its own way.

@@ -83,7 +83,8 @@ class ParameterAgreement:
         self._unknown = unknown
         # Backward computes the last layers' gradients first, so buckets are filled from the end.
         prefix, world = f"{self._prefix}/bucket{len(self.bucket_of)}", PROCESS.world
-        for bucket in fuse(prefix, reversed(dense), world.bucket_bytes, world.quantized_run):
+        run, sparsifies = world.quantized_run, world.sparsifies
+        for bucket in fuse(prefix, reversed(dense), world.bucket_bytes, run, sparsifies):
             self.bucket_of |= dict.fromkeys(bucket.parameters, bucket)
 
     def adopt(self, root_rank: int) -> None:
@@ -111,7 +112,9 @@ class ParameterAgreement:
         self.sparse = {own[name]: sparse_dim for name, sparse_dim in agreed["sparse"].items()}
         self.bucket_of = {}
         for bucket_name, names in agreed["buckets"]:
-            bucket = Bucket(bucket_name, [own[name] for name in names], PROCESS.world.quantized_run)
+            parameters, world = [own[name] for name in names], PROCESS.world
+            is_sparsifiable = world.sparsifies and parameters[0].dim() > 1
+            bucket = Bucket(bucket_name, parameters, world.quantized_run, is_sparsifiable)
             self.bucket_of |= dict.fromkeys(bucket.parameters, bucket)
 
     def _set_order(self, names: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 
 import torch
+from msgspec import structs
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -173,21 +174,24 @@ class GradientSynchronizer:
             gradient = _without_rows(parameter, sparse_dim)
         self._check_kind(parameter, gradient, sparse_dim)
         name = f"{self._prefix}/{self._agreement.names[parameter]}"
-        self._in_flight[parameter] = self._push(gradient, name, self._agreement.priorities[parameter])
+        options = self._options(self._agreement.priorities[parameter])
+        self._in_flight[parameter] = PROCESS.world.begin(Request(gradient, name, options))
 
     def _push_bucket(self, bucket: Bucket) -> None:
         for parameter in bucket.parameters:
             if parameter.grad is not None:
                 self._check_kind(parameter, parameter.grad, 0)
         priority = max(self._agreement.priorities[parameter] for parameter in bucket.parameters)
-        self._in_flight[bucket] = self._push(bucket.fused(), bucket.name, priority)
+        options = structs.replace(
+            self._options(priority), is_sparsifiable=bucket.is_sparsifiable, exact=bucket.exact
+        )
+        self._in_flight[bucket] = PROCESS.world.begin(Request(bucket.fused(), bucket.name, options))
         bucket.waiting_for = set(bucket.parameters)
 
-    def _push(self, gradient: Tensor, name: str, priority: int) -> Pending:
-        options = Options(
+    def _options(self, priority: int) -> Options:
+        return Options(
             average=self._average, priority=priority, purpose="gradient", residuals=self._residuals
         )
-        return PROCESS.world.begin(Request(gradient, name, options))
 
     def _check_gradients(self) -> None:
         for group in self._optimizer.param_groups:

@@ -105,6 +105,12 @@ class WorkerMetrics(_RoleMetrics):
             "pulled as the union of all ranks, and rows of the whole tensor.",
             stage=("given", "pushed", "pulled", "whole"),
         )
+        self.elements = self._counter(
+            "zenps_elements_total",
+            "Elements of sparsified gradients by stage: of the whole gradient, selected by this worker, and "
+            "in the union of all ranks.",
+            stage=("whole", "selected", "union"),
+        )
         self.push_pull_duration = self._durations(
             "zenps_push_pull_duration_seconds", "Duration of a round, from the caller's call to its result."
         )
