@@ -66,7 +66,7 @@ def train(case: Case) -> Curve:
         loss.backward()
         optimizer.step()
         moved.append(_moved() - before)
-        losses.append(zps.push_pull(loss.detach(), "loss").item())
+        losses.append(round(zps.push_pull(loss.detach(), "loss").item(), 5))
         before += _moved() - before - moved[-1]  # without those of the loss
     stats = zps.stats()
     return Curve(losses, moved, stats.whole_elements, stats.selected_elements, stats.union_elements)
