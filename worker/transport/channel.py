@@ -32,7 +32,7 @@ from ..core.spans import Spans
 from ..core.steps import Steps
 from ..core.transfer import Answer, EncodedTensor
 from ..encode.sharder import Sharder
-from ..rounds.states import Action, Deliver, Fail, Outgoing, Reshard, Round, SendPush
+from ..rounds.states import Action, Deliver, Fail, Reshard, Round, SendPush
 from ..rounds.tracker import WorkerRounds
 from .lock import CombiningLock
 from .membership import Membership
@@ -125,9 +125,10 @@ class Channel(Waiter):
         self._servers = ServerSockets(membership, self._poller, AHEAD_MESSAGES if wire.prioritized else 0)
         self._writer = PushWriter(view.rank, wire.pull_codec, self._servers)
         self._sender = Sender(self._servers, wire.prioritized, metrics, spans)
-        self._pusher: threading.Thread | None = None
         self._closed = False
         self._post(view)
+        if wire.prioritized:
+            threading.Thread(target=self._poll_for_queue, name="zenps-pusher", daemon=True).start()
 
     def submit(self, pending: Pending) -> None:
         """Pushes a tensor whose transfer is prepared."""
@@ -184,7 +185,8 @@ class Channel(Waiter):
 
     def _new_round(self, pending: Pending, encoded: EncodedTensor) -> Round:
         name, step = encoded.round_of(pending.name, pending.progress.step)
-        encoded = self._share(encoded)
+        if encoded.sharding.layout is not None:
+            encoded = self._share(encoded)
         outgoing = self._writer.write(name, step, encoded, pending.options)
         return Round(name, step, encoded.sharding.ring_epoch, outgoing, encoded, pending.options, now_ns())
 
@@ -205,8 +207,8 @@ class Channel(Waiter):
     def _release(self) -> None:
         try:
             while not self._lock.release():
-                for command in self._lock.commands():
-                    self._run(command)
+                while self._lock.commands:
+                    self._run(self._lock.commands.popleft())
         except BaseException:  # a thread that raises must not keep the lock
             self._release()
             raise
@@ -233,8 +235,8 @@ class Channel(Waiter):
 
     def _poll(self, ready: Callable[[], bool], until: float) -> None:
         while True:
-            for command in self._lock.commands():
-                self._run(command)
+            while self._lock.commands:
+                self._run(self._lock.commands.popleft())
             now = time.monotonic()
             if ready() or self._closed or now >= until:
                 return
@@ -337,7 +339,10 @@ class Channel(Waiter):
                 case SendPush(outgoing=out, again=again):
                     if again:
                         self._metrics.refused_pushes.inc()
-                    if not self._send(out):
+                    try:
+                        self._sender.send(out)
+                    except zmq.Again:
+                        self._on_refused(out.server)
                         return
                 case Deliver():
                     self._deliver(action)
@@ -346,18 +351,6 @@ class Channel(Waiter):
                 case Fail(round=round_, error=error):
                     if id(round_) in self._pending:  # else another round of the tensor has failed before
                         self._fail(self._pending[id(round_)][1], error)
-
-    def _send(self, out: Outgoing) -> bool:
-        """Sends or queues a push. Returns False if the server has refused this worker: all rounds fail."""
-        try:
-            is_behind = self._sender.send(out)
-        except zmq.Again:
-            self._on_refused(out.server)
-            return False
-        if is_behind and self._pusher is None:
-            self._pusher = threading.Thread(target=self._poll_for_queue, name="zenps-pusher", daemon=True)
-            self._pusher.start()
-        return True
 
     def _poll_for_queue(self) -> None:
         """Polls while pushes wait in the send queue: all other threads may be computing."""

@@ -13,7 +13,7 @@ import socket as net
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 Command = TypeVar("Command")
@@ -24,7 +24,8 @@ class CombiningLock(Generic[Command]):
 
     Attributes:
         wake: is readable when other threads have left commands. The owner polls it, and then calls
-            :meth:`on_wake` and :meth:`commands`.
+            :meth:`on_wake`.
+        commands: what other threads have left. Only the owner takes from it.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,7 @@ class CombiningLock(Generic[Command]):
         """Wakes sleepers when a result is there or the lock is free."""
         self._sleepers = 0
         self._taken = False
-        self._commands: deque[Command] = deque()
+        self.commands: deque[Command] = deque()
 
     @property
     def is_taken(self) -> bool:
@@ -50,7 +51,7 @@ class CombiningLock(Generic[Command]):
             if not self._taken:
                 self._taken = True
                 return True
-            self._commands.append(command)
+            self.commands.append(command)
             # A full socket already holds wake-ups; if it is closed, its owner is about to release the lock.
             with contextlib.suppress(OSError):
                 self._waker.send(b"\0")
@@ -79,15 +80,10 @@ class CombiningLock(Generic[Command]):
 
     # ── for the owner ───────────────────────────────────────────────────────────────────────────
 
-    def commands(self) -> Iterator[Command]:
-        """Yields the commands that other threads have left."""
-        while self._commands:
-            yield self._commands.popleft()
-
     def release(self) -> bool:
         """Frees the lock and returns True; returns False, and keeps it, if commands are left."""
         with self._guard:
-            if self._commands:
+            if self.commands:
                 return False
             self._taken = False
             if self._sleepers:

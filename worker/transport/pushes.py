@@ -112,18 +112,17 @@ class Sender:
         """True if pushes wait in the send queue."""
         return bool(self._queue)
 
-    def send(self, out: Outgoing) -> bool:
-        """Sends a push or queues it. Returns whether pushes wait in the send queue.
+    def send(self, out: Outgoing) -> None:
+        """Sends a push or queues it.
 
         Raises:
             zmq.Again: the server has refused this worker.
         """
         if self._queue is None:
             self._send(out)
-            return False
-        self._queue.add(out)
-        self.send_waiting(out.server)
-        return self.has_waiting
+        else:
+            self._queue.add(out)
+            self.send_waiting(out.server)
 
     def send_waiting(self, server: int) -> None:
         """Sends queued pushes while the server's socket has room; the poller reports when it has again."""

@@ -69,7 +69,8 @@ class SubmitQueue(Waiter):
 
     def wait(self, ready: Callable[[], bool], until: float) -> None:
         # Push everything before waiting: other ranks wait for these tensors.
-        self.advance(until)
+        if self._staged:
+            self.advance(until)
         self._channel.wait(ready, until)
 
     def look(self, ready: Callable[[], bool]) -> None:
