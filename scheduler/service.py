@@ -43,7 +43,6 @@ from zenps.wire.sockets import Socket, bind_router, context, receive_routed
 from .authorization import authorize
 from .membership.actions import Send
 from .membership.tracker import Membership
-from .page import endpoint
 from .page.endpoint import Page
 
 logger = logging.getLogger("zenps.scheduler")
@@ -80,7 +79,7 @@ def serve(config: Config, on_ready: Callable[[str], None]) -> None:
     with (
         closing(exporter),
         closing(open_trace(config.sync.trace, "scheduler")) as trace,
-        closing(endpoint.serve(config.status)) as page,
+        closing(Page(config.status)) as page,
         context() as ctx,
     ):
         outputs = Outputs(SchedulerMetrics(registry), exporter.address, page, trace)

@@ -55,6 +55,7 @@ PURE = ("zenps.worker.rounds", "zenps.server.rounds", "zenps.server.reducers", "
 NOT_PURE = ("zenps.scheduler.service", "zenps.scheduler.page.endpoint")
 SOCKETS_CLOCKS_THREADS = {
     *("zmq", "socket", "socketserver", "selectors", "time", "threading"),
+    "zenps.observe.http_server",
     *("zenps.wire.sockets", "zenps.wire.connections", "zenps.wire.scheduler_link", "zenps.wire.admin_client"),
 }
 ONLY = {

@@ -51,6 +51,7 @@ from zenps.wire.messages import (
     WhoAreYou,
 )
 from zenps.worker.core.request import Options, Request
+from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.transfer import Answer, Sharding, Transfer
 from zenps.worker.encode.blocks import BlockTransfer
 from zenps.worker.encode.planner import Planner
@@ -124,7 +125,7 @@ class Worker:
         indices, values = torch.arange(3).unsqueeze(0), torch.ones(3, COLUMNS)
         table = torch.sparse_coo_tensor(indices, values, (SPAN, COLUMNS), check_invariants=True)
         tensors = {"table": table, "vector": torch.ones(20_000), "small": torch.ones(100)}
-        gradient = Options(purpose="gradient")
+        gradient = Options(purpose="gradient", residuals=Residuals())
         requests = [Request(tensor, name) for name, tensor in tensors.items()]
         requests += [Request(tensor, f"{name}16", gradient) for name, tensor in tensors.items()]
         self._begin: dict[str, Callable[[], Transfer]] = {

@@ -22,6 +22,8 @@ def every_dtype(rank: int) -> dict[str, Tensor]:
     state["0-dim"] = torch.tensor(rank + 1)
     state["empty"] = torch.empty(0, 3)
     state["transposed"] = torch.randn(6, 5).t()
+    state["expanded"] = torch.tensor([rank + 1.0]).expand(5)
+    state["expanded in the middle"] = torch.randn(3, 1, 2).expand(3, 4, 2)
     state["special"] = torch.tensor([float("nan"), -0.0, float("inf")]) * (1 - 2 * rank)
     state["large"] = torch.randn(100_003)
     state["large bool"] = torch.rand(200_001) < 0.5
@@ -70,6 +72,9 @@ def broadcast_state(name: str) -> list[dict[str, Any]]:
     else:
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = 123.0
+    if zps.rank() == 1:
+        for state in optimizers[0].state.values():
+            state["expanded"] = torch.ones(1, dtype=torch.float64).expand(3)
     for optimizer in optimizers:
         zps.broadcast_optimizer_state(optimizer, root_rank=1)
     return [optimizer.state_dict() for optimizer in optimizers]
@@ -80,6 +85,7 @@ def broadcast_what_differs() -> dict[str, Any]:
     cases = {
         "dtype": {"weight": torch.ones(3, dtype=torch.bfloat16 if here else torch.float16)},
         "shape": {"weight": torch.ones(4 if here else 3)},
+        "memory": {"weight": torch.ones(1).expand(3) if here else torch.arange(3.0)},
         "name": {"weight": torch.ones(3)} | ({"extra": torch.ones(1)} if here else {}),
     }
     return {case: attempt(zps.broadcast_parameters, tensors) for case, tensors in cases.items()}
@@ -114,6 +120,7 @@ def test_broadcast_parameters(results: list[dict[str, Any]], root: int) -> None:
     {
         "dtype": "'weight' is torch.float16 (3,) there and torch.bfloat16 (3,) here",
         "shape": "'weight' is torch.float32 (3,) there and torch.float32 (4,) here",
+        "memory": "is torch.float32 (3,) there and torch.float32 (3,) expanded in dimension(s) 0 here",
         "name": "'extra' is missing there and torch.float32 (1,) here",
     }.items(),
 )

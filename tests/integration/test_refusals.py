@@ -70,6 +70,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
         "0 to 1",
     ),
     "sparse broadcast": (lambda: zps.broadcast_parameters({"x": table(3)}), "TensorError", "strided"),
+    "broadcast without memory": (
+        lambda: zps.broadcast_parameters({"x": torch.ones(3, device="meta")}),
+        "TensorError",
+        "meta device",
+    ),
+    "broadcast of what cannot be written": (
+        lambda: zps.broadcast_parameters({"x": torch.inference_mode()(torch.ones)(3)}),
+        "TensorError",
+        "clone it",
+    ),
     "object not plain": (
         lambda: zps.broadcast_object({"x": object()}, zps.rank()),
         "UsageError",

@@ -255,14 +255,16 @@ def test_settings_are_ours(file: str, role: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_pods_reach_one_another_at_all_ports_and_others_their_metrics_alone(file: str) -> None:
+def test_pods_reach_one_another_at_all_ports_and_prometheus_their_metrics_alone(file: str) -> None:
     policy = next(document for document in documents(file) if document["kind"] == "NetworkPolicy")
     selector = policy["spec"]["podSelector"]
     for role in ("scheduler", "server", "worker"):
         assert selector["matchLabels"].items() <= pod(file, role)["metadata"]["labels"].items()
-    among_them, from_anywhere = policy["spec"]["ingress"]
+    among_them, metrics = policy["spec"]["ingress"]
     assert among_them == {"from": [{"podSelector": selector}]}
-    assert from_anywhere == {"ports": [{"port": 9101}]}
+    assert metrics["ports"] == [{"port": 9101}]
+    (prometheus,) = metrics["from"]  # one entry: of that namespace, and of these pods
+    assert all(prometheus[which]["matchLabels"] for which in ("namespaceSelector", "podSelector"))
 
 
 def test_the_scheduler_s_name() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from zenps.config.settings import Config
+from zenps.config.settings import Config, StatusConfig
 from zenps.observe import log
 from zenps.observe.metrics import SchedulerMetrics
 from zenps.observe.trace import open_trace
@@ -31,7 +31,9 @@ def registry() -> CollectorRegistry:
 def scheduler(registry: CollectorRegistry, tmp_path: Path) -> Iterator[_Service]:
     config = Config()
     with context() as ctx, closing(open_trace("", "scheduler")) as trace:
-        made = _Service(config, ctx, None, Outputs(SchedulerMetrics(registry), "", Page(), trace))
+        made = _Service(
+            config, ctx, None, Outputs(SchedulerMetrics(registry), "", Page(StatusConfig(port=-1)), trace)
+        )
         with closing(made):
             yield made
 

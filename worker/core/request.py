@@ -14,6 +14,8 @@ from zenps.errors import TensorError, UsageError
 from zenps.kernels.base import ACCUMULATE
 from zenps.wire.messages import MAX_COLUMNS
 
+from .residuals import Residuals
+
 # uint8 is for broadcasts, which carry any dtype as bytes.
 _SUPPORTED = tuple(dtype for dtype in ACCUMULATE if dtype != torch.uint8)
 
@@ -37,6 +39,8 @@ class Options(Struct, frozen=True):
     priority: int = 0
     """Pushes of the highest priority are sent first if the scheme has priorities, else in order."""
     purpose: Purpose = "value"
+    residuals: Residuals | None = None
+    """Error feedback of the gradients of one optimizer. Without it, a gradient is not quantized."""
 
     @property
     def is_reduction(self) -> bool:

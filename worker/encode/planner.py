@@ -26,7 +26,7 @@ from .accelerator import Accelerator, CudaAccelerator
 from .blocks import BlockTransfer
 from .dense import DenseTransfer, WholeTransfer
 from .gpu import StagedBlocks, StagedDense, StagedSparse
-from .quantizer import Quantizer, Residuals, Unchanged, ValueCoder
+from .quantizer import Quantizer, Unchanged, ValueCoder
 from .sharder import Sharder
 from .sparse import SparseTransfer
 from .streams import LONGEST_NAME, Plan, plan_streams
@@ -50,7 +50,6 @@ class Planner:
         self._sharder = sharder
         self._pool = BufferPool(POOL_BYTES)
         self._kernels = make_kernels(self._pool)
-        self._residuals = Residuals()
         self._accelerators: dict[torch.device, Accelerator] = {}
         # Each device layout lives as long as its layout, that is, as long as any tensor is sharded by it.
         self._gpu_layouts: WeakKeyDictionary[Layout, dict[torch.device, DeviceLayout]] = WeakKeyDictionary()
@@ -124,13 +123,13 @@ class Planner:
 
     def _coder(self, request: Request, rows: int, columns: int) -> ValueCoder:
         """Returns the coder of the tensor's values. Only float32 gradients are quantized."""
-        tensor = request.tensor
-        if request.options.purpose != "gradient" or tensor.dtype != torch.float32 or not rows * columns:
+        tensor, name, options = request
+        if options.purpose != "gradient" or tensor.dtype != torch.float32 or not rows * columns:
             return Unchanged(tensor.dtype)
         codec = value_codec(self._config.sync.values, columns, is_dense=not tensor.is_sparse)
-        if codec is None:
+        if codec is None or options.residuals is None:
             return Unchanged(tensor.dtype)
-        return Quantizer(codec, self._residuals.of(request.name, rows, columns), self._pool)
+        return Quantizer(codec, options.residuals.of(name, rows, columns), self._pool)
 
     def _accelerator(self, tensor: Tensor) -> Accelerator | None:
         """Returns the accelerator of the tensor's device; None for the CPU."""

@@ -59,7 +59,7 @@ def broadcast_parameters(parameters: Named, root_rank: int = 0) -> None:
         root_rank: the rank whose values all ranks get.
 
     Raises:
-        TensorError: a value is no strided tensor.
+        TensorError: a value is no strided tensor, or cannot be written.
         UsageError: there is no such rank.
         PeerLostError: the root was lost.
         MismatchError: names, shapes or dtypes differ between ranks.
@@ -72,7 +72,7 @@ def broadcast_parameters(parameters: Named, root_rank: int = 0) -> None:
 
 
 def _check_alike(named: Mapping[str, Tensor], root_rank: int) -> None:
-    own = {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in named.items()}
+    own = {name: _describe(tensor) for name, tensor in named.items()}
     roots: dict[str, str] = broadcast_object(own, root_rank, "parameters")
     differing = [name for name in own.keys() | roots.keys() if own.get(name) != roots.get(name)]
     if others := allgather_int(len(differing), "broadcast/parameters/differing"):
@@ -83,8 +83,24 @@ def _check_alike(named: Mapping[str, Tensor], root_rank: int) -> None:
         raise MismatchError(f"rank(s) {listing(others)} have other parameters than rank {root_rank}{here}")
 
 
+def _describe(tensor: Tensor) -> str:
+    """Returns what has to be alike on all ranks."""
+    expanded = _expanded_dimensions(tensor)
+    memory = f" expanded in dimension(s) {listing(expanded)}" if expanded else ""
+    return f"{tensor.dtype} {tuple(tensor.shape)}{memory}"
+
+
+def _expanded_dimensions(tensor: Tensor) -> list[int]:
+    """Returns the dimensions along which all elements are one in memory, as ``Tensor.expand`` makes them."""
+    return [dim for dim, size in enumerate(tensor.shape) if size > 1 and tensor.stride(dim) == 0]
+
+
 def _overwrite(named: Mapping[str, Tensor], root_rank: int) -> None:
-    pending = [(tensor, _begin(tensor, f"broadcast/{name}", root_rank)) for name, tensor in named.items()]
+    pending = []
+    for name, tensor in named.items():
+        for dim in _expanded_dimensions(tensor):
+            tensor = tensor.select(dim, 0).unsqueeze(dim)  # the memory itself, which can be written
+        pending.append((tensor, _begin(tensor, f"broadcast/{name}", root_rank)))
     lost: RootLostError | None = None
     with torch.no_grad():
         for tensor, handle in pending:
@@ -168,6 +184,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     skeleton, described = broadcast_object(
         [skeleton, [[str(t.dtype), list(t.shape)] for t in tensors]], root_rank, "optimizer"
     )
+    tensors = [tensor.contiguous() for tensor in tensors]  # as the others have them, not expanded
     if PROCESS.world.rank != root_rank:
         tensors = [torch.empty(shape, dtype=_DTYPES[dtype], device="cpu") for dtype, shape in described]
     _overwrite({f"optimizer/{i}": tensor for i, tensor in enumerate(tensors)}, root_rank)
@@ -192,6 +209,12 @@ def _check(tensor: object, name: str) -> None:
         raise TensorError(f"{name}: expected a tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided:
         raise TensorError(f"{name}: expected a strided tensor, got {tensor.layout}; use .to_dense()")
+    if tensor.is_meta:
+        raise TensorError(
+            f"{name}: expected a tensor with memory, got one on the meta device; use .to_empty()"
+        )
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise TensorError(f"{name}: made under torch.inference_mode(), so it cannot be written; clone it")
 
 
 def _wait_into(tensor: Tensor, name: str, root_rank: int) -> None:

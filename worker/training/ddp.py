@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core.pending import Pending
 from ..core.request import Options, Request
+from ..core.residuals import Residuals
 from ..process import PROCESS
 
 
@@ -37,6 +38,7 @@ class CommHookState:
     """The group whose allreduce averages the dense buckets; None sends them over ZenPS too."""
 
     _prefix: str = field(default_factory=lambda: PROCESS.new_prefix("ddp"))
+    _residuals: Residuals = field(default_factory=Residuals)
     _finisher: _Finisher = field(default_factory=lambda: _Finisher())
     _numbers: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     """Numbers parameters in the order in which they were first seen, which is the same on all ranks."""
@@ -99,7 +101,7 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
         return averaged
     name = f"{state._prefix}/{'sparse' if gradient.is_sparse else 'dense'}/{state._content(bucket)}"
     # DDP numbers its buckets in the order in which backward fills them: the last ones hold the first layers.
-    options = Options(average=True, priority=bucket.index(), purpose="gradient")
+    options = Options(average=True, priority=bucket.index(), purpose="gradient", residuals=state._residuals)
     handle = PROCESS.world.begin(Request(gradient, name, options))
     devices: list[int | str | torch.device] | None = [gradient.device] if gradient.is_cuda else None
     result: Future[Tensor] = Future(devices=devices)

@@ -8,16 +8,16 @@ only the latest ones are shown. A process has one metrics object, on a registry 
 from __future__ import annotations
 
 import importlib.metadata
-import threading
 from typing import Final, Literal, get_args
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Info, MetricsHandler, ProcessCollector
 
-from zenps.errors import ProtocolError, cannot_listen
+from zenps.errors import ProtocolError
 from zenps.schemes.registry import scheme_of
 
+from . import http_server
 from .collectors import Durations, Late, Outcomes, Tally, WithoutCreated
+from .http_server import Endpoint
 
 CUT_CONNECTIONS: Final = "Connections closed because the peer sent an endless message or did not read."
 
@@ -217,35 +217,15 @@ class SchedulerMetrics(_ListenerMetrics):
         self.cut_connections = self._counter("zenps_cut_connections_total", CUT_CONNECTIONS)
 
 
-class Exporter:
-    """A running ``/metrics`` endpoint; ``address`` is its ``host:port``, empty where it is off."""
-
-    def __init__(self, server: WSGIServer | None = None, thread: threading.Thread | None = None) -> None:
-        self._server = server
-        self._thread = thread
-        self.address = ""
-        if server is not None:
-            host, port = server.server_address[:2]
-            self.address = f"[{host!s}]:{port}" if ":" in str(host) else f"{host!s}:{port}"
-
-    def close(self) -> None:
-        """Stops serving and frees the port; a second call does nothing."""
-        if self._server is not None and self._thread is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._thread.join()
-            self._server = None
+class _MetricsHandler(http_server.Handler, MetricsHandler):
+    """Prometheus's own answer, on a bounded connection."""
 
 
-def serve(registry: CollectorRegistry, host: str, port: int) -> Exporter:
+def serve(registry: CollectorRegistry, host: str, port: int) -> Endpoint:
     """Serves ``registry`` over HTTP at ``host``. Port 0 takes any free one; port -1 serves nothing.
 
     Raises:
         ConfigError: the address cannot be listened on.
     """
-    if port == -1:
-        return Exporter()
-    try:
-        return Exporter(*start_http_server(port, addr=host, registry=WithoutCreated(registry)))
-    except OSError as error:
-        raise cannot_listen("metrics", host, port, error) from error
+    handler = _MetricsHandler.factory(WithoutCreated(registry))
+    return Endpoint(http_server.listen("metrics", host, port, handler))
