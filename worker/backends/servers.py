@@ -47,6 +47,8 @@ class ServerBackend(Backend):
             counted: what of the round goes into statistics.
         """
         name, options = request.name, request.options
+        if self._steps.is_in_flight(name):  # perhaps its answer has come, and no thread has received it
+            self._queue.look(lambda: not self._steps.is_in_flight(name))
         progress = self._steps.begin(name, self._planner.count_names(request))
         try:
             transforms = self._planner.transforms(request.tensor)

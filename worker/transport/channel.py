@@ -27,6 +27,7 @@ from zenps.wire.frames import CorruptedError, Decoder
 from zenps.wire.messages import FromServer, Result, View
 from zenps.wire.sockets import Socket, receive_frames
 
+from ..core.interrupts import MASK
 from ..core.pending import Pending, Waiter
 from ..core.spans import Spans
 from ..core.steps import Steps
@@ -162,11 +163,12 @@ class Channel(Waiter):
     def wait(self, ready: Callable[[], bool], until: float) -> None:
         """Polls, or sleeps while another thread does, until ``ready()`` or the monotonic time ``until``."""
         while not ready() and time.monotonic() < until:
-            if self._lock.take_or_sleep(ready, until):
-                try:
-                    self._poll(ready, until)
-                finally:
-                    self._release()
+            with MASK:
+                if self._lock.take_or_sleep(ready, until):
+                    try:
+                        self._poll(ready, until)
+                    finally:
+                        self._release()
 
     def look(self, ready: Callable[[], bool] = lambda: False) -> None:
         """Processes what has arrived in case no thread polls: another rank may need a round again."""
@@ -196,11 +198,12 @@ class Channel(Waiter):
     # ── with the lock ───────────────────────────────────────────────────────────────────────────
 
     def _post(self, command: _Command) -> None:
-        if self._lock.take_or_leave(command):
-            try:
-                self._run(command)
-            finally:
-                self._release()
+        with MASK:
+            if self._lock.take_or_leave(command):
+                try:
+                    self._run(command)
+                finally:
+                    self._release()
 
     def _release(self) -> None:
         try:
@@ -243,7 +246,9 @@ class Channel(Waiter):
                 self._check_connectivity(now)
                 self._next_tick = now + TICK_SECONDS
                 continue
-            for socket, event in self._poller.poll(int(1000 * (min(until, self._next_tick) - now)) + 1):
+            with MASK.lifted:
+                events = self._poller.poll(int(1000 * (min(until, self._next_tick) - now)) + 1)
+            for socket, event in events:
                 if isinstance(socket, int):
                     self._lock.on_wake()
                 elif (rank := self._servers.rank_of(socket)) is None:
