@@ -179,8 +179,14 @@ class Membership:
 
     def _on_register(self, peer: bytes, message: Register, now: float) -> list[Send]:
         job = self._job
-        if self.state in ("failed", "stopped"):
+        if self.state == "failed":
             return [Send(peer, Refused("lost", f"the job has failed: {self.failure}"))]
+        if self.state == "stopped":
+            return [
+                Send(
+                    peer, Refused("usage", "this job has ended, for all its workers have left; start another")
+                )
+            ]
         if message.role == "worker":
             if generations.is_stale(message, job):
                 return [Send(peer, Refused("lost", "torchrun has restarted the workers"))]

@@ -71,9 +71,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "sparse broadcast": (lambda: zps.broadcast_parameters({"x": table(3)}), "TensorError", "strided"),
     "object not plain": (
-        lambda: zps.broadcast_object({"x": object()}, zps.rank()),
+        lambda: zps.broadcast_object({"x": object()}),
         "UsageError",
-        "plain data",
+        "expected plain data",
     ),
 }
 

@@ -58,11 +58,11 @@ class ServerBackend(Backend):
                 transfer = self._planner.begin(request, progress.expected_rows)
                 if span:
                     span.note(rows=transfer.rows_given)
-        except BaseException:  # Ctrl-C too: a name that stays in flight could not be pushed again
+            pending = Pending(name, options, transfer, progress, self._waiting, transforms, counted)
+            self._queue.submit(pending)
+        except BaseException:  # nothing was sent; a name that stays in flight could not be pushed again
             self._steps.take_back(name)
             raise
-        pending = Pending(name, options, transfer, progress, self._waiting, transforms, counted)
-        self._queue.submit(pending)
         return pending
 
     def close(self) -> None:

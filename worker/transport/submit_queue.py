@@ -84,10 +84,9 @@ class SubmitQueue(Waiter):
         try:
             if not pending.transfer.prepared():
                 return False
+            self._spans.trace.since(begun_ns, "stage", tensor=pending.name, step=pending.progress.step)
+            self._channel.submit(pending)
         except ZenPSError as error:
             self._steps.take_back(pending.name)
             pending.fail(error)
-        else:
-            self._spans.trace.since(begun_ns, "stage", tensor=pending.name, step=pending.progress.step)
-            self._channel.submit(pending)
         return True
