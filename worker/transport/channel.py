@@ -30,6 +30,7 @@ from zenps.wire.sockets import Socket, receive_frames
 from ..core.interrupts import MASK
 from ..core.pending import Pending, Waiter
 from ..core.spans import Spans
+from ..core.statistics import Progress
 from ..core.steps import Steps
 from ..core.transfer import Answer, EncodedTensor
 from ..encode.sharder import Sharder
@@ -119,6 +120,8 @@ class Channel(Waiter):
         self._pending: dict[int, tuple[Round, Pending]] = {}
         """The rounds in flight, with the result that waits for each, by the round's id."""
         self._next_tick = 0.0
+        self.oldest: tuple[str, Progress] | None = None
+        """The tensor that was in flight for longest at the last tick."""
         self._ring_epoch, self._admitted = view.ring_epoch, view.admitted
         self._lock: CombiningLock[_Command] = CombiningLock()
         self._poller = zmq.Poller()
@@ -245,6 +248,8 @@ class Channel(Waiter):
                 self._execute(self._rounds.on_tick(now))
                 self._check_connectivity(now)
                 self._next_tick = now + TICK_SECONDS
+                oldest = next(iter(self._pending.values()), None)
+                self.oldest = None if oldest is None else (oldest[1].name, oldest[1].progress)
                 continue
             with MASK.lifted:
                 events = self._poller.poll(int(1000 * (min(until, self._next_tick) - now)) + 1)

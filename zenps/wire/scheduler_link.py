@@ -227,10 +227,21 @@ class SchedulerLink:
         """True if it is time for a heartbeat; ``now`` is :func:`time.monotonic`."""
         return now >= self._next_beat
 
-    def beat(self, now: float, epoch: int, load: Load, late: Late | None = None, watermark: int = 0) -> None:
-        """Sends a heartbeat at once, for example after a new view."""
+    def beat(
+        self,
+        now: float,
+        epoch: int,
+        load: Load,
+        late: Late | None = None,
+        watermark: int = 0,
+        wait: tuple[str, float] = ("", 0.0),
+    ) -> None:
+        """Sends a heartbeat at once, for example after a new view.
+
+        ``wait`` is what this node waits for, and for how long.
+        """
         self._next_beat = now + self._cluster.lease_seconds / BEATS_PER_LEASE
-        self.send(Heartbeat(epoch, load, late or {}, watermark, now_ns()))
+        self.send(Heartbeat(epoch, load, late or {}, watermark, now_ns(), *wait))
 
     def seconds_to_beat(self, now: float) -> float:
         """How long a poll may last until the next heartbeat is due."""
