@@ -173,6 +173,10 @@ class _Service:
         self._update_gauges()
         for straggler in self._membership.stragglers(now):
             logger.warning("%s", straggler)
+        if stall := self._membership.stall(now):
+            logger.warning(
+                "%s; ranks have to push the same tensors, and come to barriers, equally often", stall
+            )
 
     def _has_ended(self, now: float) -> bool:
         """True if no node will send a message. Raises :class:`PeerLostError` if the job has failed."""
@@ -299,6 +303,7 @@ class _Service:
             self._metrics.live_nodes.labels(role=role).set(self._membership.live(role))
         self._metrics.epoch.set(self._membership.epoch)
         self._metrics.late.seconds = self._membership.late_seconds()
+        self._metrics.stalled.waits = self._membership.stalled(time.monotonic())
 
 
 def _with_clock(send: Send, heartbeat: Heartbeat) -> Send:

@@ -18,6 +18,7 @@ from zenps.observe.metrics import WorkerMetrics
 from .backends.base import Backend, Session
 from .backends.local import LocalBackend
 from .backends.servers import ServerBackend
+from .core.interrupts import MASK
 from .core.pending import Pending
 from .core.request import Request, check_request
 from .core.statistics import Statistics, Stats
@@ -178,7 +179,8 @@ class ClusterWorld(World):
             raise self._too_early(f"tensor {request.name!r}")
         if self._recorder is not None and request.options.is_reduction:
             self._recorder.note(request.tensor, request.name)
-        return self._backend.begin(request)
+        with MASK:  # a name that is taken is either pushed or given back
+            return self._backend.begin(request)
 
     def barrier(self) -> None:
         """As :meth:`Lease.barrier`."""

@@ -82,6 +82,11 @@ class BufferPool:
         weakref.finalize(lease, self._give_back, block).atexit = False
         return torch.from_numpy(lease)[:wanted_bytes]
 
+    def close(self) -> None:
+        """Drops unused memory, and from now on also what is given back. May be called again."""
+        self.keep_bytes = 0
+        self._free.clear()
+
     def _give_back(self, block: NDArray[np.uint8]) -> None:
         # Runs wherever the last reference is dropped, also in a garbage collection. So it takes no lock;
         # operations on a deque are atomic.

@@ -28,6 +28,7 @@ from zenps.wire.messages import (
     WhoAreYou,
 )
 
+from ..observe.stalls import Stalls
 from . import departures, generations
 from .actions import Send
 from .changes import Changes
@@ -58,6 +59,7 @@ class Membership:
         self._job = Job(cluster, now)
         self._began = now
         self._changes = Changes()
+        self._stalls = Stalls(cluster.stall_seconds)
         self.step: int | None = None
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────
@@ -143,6 +145,14 @@ class Membership:
             if late.rank in workers
         ]
 
+    def stall(self, now: float) -> str:
+        """Returns a log message if a stall has to be named now, or else an empty string."""
+        return self._stalls.newly_named(self._working(), now)
+
+    def stalled(self, now: float) -> list[tuple[int, str, float]]:
+        """Returns the longest stalls: the rank, what it waits for, and how many seconds it has waited."""
+        return [(wait.rank, wait.waits_for, now - wait.since) for wait in self._stalls.longest]
+
     def live(self, role: Role) -> int:
         """Returns how many nodes of a role are present."""
         return len(self._job.members.present(role))
@@ -165,6 +175,7 @@ class Membership:
             uptime_seconds=round(now - self._began, 3),
             owners=owners.astype("<u2").tobytes(),
             changes=self._changes.newest_first(now),
+            stall=self._stalls.text(self._working(), now),
         )
 
     # ── registration ────────────────────────────────────────────────────────────────────────────
@@ -179,8 +190,14 @@ class Membership:
 
     def _on_register(self, peer: bytes, message: Register, now: float) -> list[Send]:
         job = self._job
-        if self.state in ("failed", "stopped"):
+        if self.state == "failed":
             return [Send(peer, Refused("lost", f"the job has failed: {self.failure}"))]
+        if self.state == "stopped":
+            return [
+                Send(
+                    peer, Refused("usage", "this job has ended, for all its workers have left; start another")
+                )
+            ]
         if message.role == "worker":
             if generations.is_stale(message, job):
                 return [Send(peer, Refused("lost", "torchrun has restarted the workers"))]
@@ -233,6 +250,8 @@ class Membership:
             job.stragglers.report(node.peer, message.late)
         elif 0 <= (step := message.load.get("step", -1.0)) < 1 << 62:  # a load may have NaN or infinity
             self.step = int(step)
+        if node.role == "worker":
+            self._stalls.report(node.rank, message.waits_for, message.waited_seconds, now)
         if self.state == "recovering":  # no watermark begins before all workers have returned
             job.members.report(node, message.watermark)
             return [Send(node.peer, HeartbeatReply())]
@@ -251,6 +270,11 @@ class Membership:
 
     def _on_lost(self, node: Node, now: float) -> list[Send]:
         return departures.on_lost(self._job, node, now)
+
+    def _working(self) -> list[int]:
+        """The ranks that may wait for one another."""
+        is_open = self.state in ("running", "confirming")
+        return [node.rank for node in self._job.members.present("worker")] if is_open else []
 
     def _is_at_work(self, node: Node) -> bool:
         is_member = (node.role, node.state) == ("worker", "present")

@@ -81,9 +81,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
         "clone it",
     ),
     "object not plain": (
-        lambda: zps.broadcast_object({"x": object()}, zps.rank()),
+        lambda: zps.broadcast_object({"x": object()}),
         "UsageError",
-        "plain data",
+        "expected plain data",
     ),
 }
 

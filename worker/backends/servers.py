@@ -47,6 +47,8 @@ class ServerBackend(Backend):
             counted: what of the round goes into statistics.
         """
         name, options = request.name, request.options
+        if self._steps.is_in_flight(name):  # perhaps its answer has come, and no thread has received it
+            self._queue.look(lambda: not self._steps.is_in_flight(name))
         progress = self._steps.begin(name, self._planner.count_names(request))
         try:
             transforms = self._planner.transforms(request.tensor)
@@ -56,11 +58,11 @@ class ServerBackend(Backend):
                 transfer = self._planner.begin(request, progress.expected_rows)
                 if span:
                     span.note(rows=transfer.rows_given)
-        except BaseException:  # Ctrl-C too: a name that stays in flight could not be pushed again
+            pending = Pending(name, options, transfer, progress, self._waiting, transforms, counted)
+            self._queue.submit(pending)
+        except BaseException:  # nothing was sent; a name that stays in flight could not be pushed again
             self._steps.take_back(name)
             raise
-        pending = Pending(name, options, transfer, progress, self._waiting, transforms, counted)
-        self._queue.submit(pending)
         return pending
 
     def close(self) -> None:

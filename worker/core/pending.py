@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zenps.errors import DeadlineError, UsageError, ZenPSError
 
+from .interrupts import MASK
 from .request import Options
 from .spans import Spans
 from .statistics import Counted, Progress, Report, Statistics
@@ -40,7 +41,7 @@ class Signal(Waiter):
         self._news = threading.Condition()
 
     def wait(self, ready: Callable[[], bool], until: float) -> None:
-        with self._news:
+        with MASK.lifted, self._news:
             self._news.wait_for(ready, min(until - time.monotonic(), threading.TIMEOUT_MAX))
 
     def look(self, ready: Callable[[], bool]) -> None:
@@ -133,10 +134,10 @@ class Pending:
     def wait(self) -> Tensor:
         """Waits for the result and returns it, or raises the error of the round. May be called repeatedly.
 
-        A wait that was interrupted, as by Ctrl-C, can be repeated. It raises UsageError if the interrupt came
-        while an answer was processed, for then the result is not complete.
+        A wait that Ctrl-C has interrupted can be repeated. After one in which the handler of another signal
+        has raised while an answer was processed, this raises UsageError: the result is not complete.
         """
-        with self._finishing:
+        with self._finishing, MASK:
             if self._result is None:
                 assert self._transfer is not None
                 self._result = self._finish(self._transfer)

@@ -27,8 +27,10 @@ from zenps.wire.frames import CorruptedError, Decoder
 from zenps.wire.messages import FromServer, Result, View
 from zenps.wire.sockets import Socket, receive_frames
 
+from ..core.interrupts import MASK
 from ..core.pending import Pending, Waiter
 from ..core.spans import Spans
+from ..core.statistics import Progress
 from ..core.steps import Steps
 from ..core.transfer import Answer, EncodedTensor
 from ..encode.sharder import Sharder
@@ -118,6 +120,8 @@ class Channel(Waiter):
         self._pending: dict[int, tuple[Round, Pending]] = {}
         """The rounds in flight, with the result that waits for each, by the round's id."""
         self._next_tick = 0.0
+        self.oldest: tuple[str, Progress] | None = None
+        """The tensor that was in flight for longest at the last tick."""
         self._ring_epoch, self._admitted = view.ring_epoch, view.admitted
         self._lock: CombiningLock[_Command] = CombiningLock()
         self._poller = zmq.Poller()
@@ -163,11 +167,12 @@ class Channel(Waiter):
     def wait(self, ready: Callable[[], bool], until: float) -> None:
         """Polls, or sleeps while another thread does, until ``ready()`` or the monotonic time ``until``."""
         while not ready() and time.monotonic() < until:
-            if self._lock.take_or_sleep(ready, until):
-                try:
-                    self._poll(ready, until)
-                finally:
-                    self._release()
+            with MASK:
+                if self._lock.take_or_sleep(ready, until):
+                    try:
+                        self._poll(ready, until)
+                    finally:
+                        self._release()
 
     def look(self, ready: Callable[[], bool] = lambda: False) -> None:
         """Processes what has arrived in case no thread polls: another rank may need a round again."""
@@ -198,11 +203,12 @@ class Channel(Waiter):
     # ── with the lock ───────────────────────────────────────────────────────────────────────────
 
     def _post(self, command: _Command) -> None:
-        if self._lock.take_or_leave(command):
-            try:
-                self._run(command)
-            finally:
-                self._release()
+        with MASK:
+            if self._lock.take_or_leave(command):
+                try:
+                    self._run(command)
+                finally:
+                    self._release()
 
     def _release(self) -> None:
         try:
@@ -244,8 +250,12 @@ class Channel(Waiter):
                 self._execute(self._rounds.on_tick(now))
                 self._check_connectivity(now)
                 self._next_tick = now + TICK_SECONDS
+                oldest = next(iter(self._pending.values()), None)
+                self.oldest = None if oldest is None else (oldest[1].name, oldest[1].progress)
                 continue
-            for socket, event in self._poller.poll(int(1000 * (min(until, self._next_tick) - now)) + 1):
+            with MASK.lifted:
+                events = self._poller.poll(int(1000 * (min(until, self._next_tick) - now)) + 1)
+            for socket, event in events:
                 if isinstance(socket, int):
                     self._lock.on_wake()
                 elif (rank := self._servers.rank_of(socket)) is None:

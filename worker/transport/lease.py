@@ -19,6 +19,7 @@ from zenps.errors import DeadlineError, PeerLostError, UsageError, ZenPSError, l
 from zenps.observe import log
 from zenps.wire.messages import (
     LAST_BARRIER,
+    MAX_WAIT,
     Admit,
     Barrier,
     BarrierReply,
@@ -100,6 +101,8 @@ class Lease:
         self._barriers: dict[int, Future[None]] = {}
         self._admission: _AwaitAdmission | None = None
         self._barrier_sequence = 0
+        self._arrived = 0.0
+        """When a caller came to the last barrier, or admission."""
         self._thread = threading.Thread(target=self._keep, name="zenps-lease", daemon=True)
         self._thread.start()
 
@@ -197,11 +200,26 @@ class Lease:
             self._fail_commands()
 
     def _beat(self, now: float) -> None:
-        self._link.beat(now, self.view.epoch, self._statistics.load(), watermark=self._channel.watermark)
+        load, watermark = self._statistics.load(), self._channel.watermark
+        self._link.beat(now, self.view.epoch, load, watermark=watermark, wait=self._longest_wait(now))
         for sequence in self._barriers:  # sent again: a broken connection or a restart may have lost it
             self._link.send(Barrier(sequence))
         if self._admission is not None:
             self._link.send(Admit(self._admission.since))
+
+    def _longest_wait(self, now: float) -> tuple[str, float]:
+        """Returns what this worker waits for, and for how long; an empty string if it does not wait."""
+        waits = []
+        if self._barriers or self._admission is not None:
+            waits.append(
+                (now - self._arrived, "barrier" if self._barriers else "admission of joining workers")
+            )
+        if (oldest := self._channel.oldest) is not None and not oldest[1].ended:
+            name, progress = oldest
+            what = f"tensor {name!r}, step {progress.step}"
+            waits.append((time.perf_counter() - progress.began, what[:MAX_WAIT]))
+        seconds, waits_for = max(waits, default=(0.0, ""))
+        return waits_for, seconds
 
     def _fail_commands(self) -> None:
         """Fails the commands that this thread will not process any more."""
@@ -228,10 +246,10 @@ class Lease:
                 case command if self.failure is not None:
                     command.reached.set_exception(self.failure)
                 case _AwaitBarrier(sequence=sequence, reached=reached):
-                    self._barriers[sequence] = reached
+                    self._barriers[sequence], self._arrived = reached, time.monotonic()
                     self._link.send(Barrier(sequence))
                 case _AwaitAdmission(since=since) as admission:
-                    self._admission = admission
+                    self._admission, self._arrived = admission, time.monotonic()
                     self._link.send(Admit(since))
         return False
 

@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from ..core.interrupts import MASK
+
 Command = TypeVar("Command")
 
 
@@ -67,7 +69,8 @@ class CombiningLock(Generic[Command]):
             try:
                 # Checks ready() with the guard held: there is no wake-up for what happened before.
                 seconds = min(until - time.monotonic(), threading.TIMEOUT_MAX)
-                self._news.wait_for(lambda: ready() or not self._taken, seconds)
+                with MASK.lifted:
+                    self._news.wait_for(lambda: ready() or not self._taken, seconds)
             finally:
                 self._sleepers -= 1
             return False

@@ -35,8 +35,12 @@ class Membership(NamedTuple):
     view: View
 
 
-def join(config: Config, register: Register, spans: Spans) -> tuple[Membership, SchedulerLink]:
+def join(
+    config: Config, register: Register, spans: Spans, *, has_left: bool = False
+) -> tuple[Membership, SchedulerLink]:
     """Joins the cluster and waits until it is complete. The link is for the lease.
+
+    ``has_left`` is that of :meth:`SchedulerLink.join`.
 
     Raises:
         DeadlineError, MismatchError, UsageError: as :meth:`SchedulerLink.join`.
@@ -48,7 +52,7 @@ def join(config: Config, register: Register, spans: Spans) -> tuple[Membership, 
     try:
         link = SchedulerLink(ctx, cluster, "worker", keys)
         spans.trace.follow(link.clock)
-        view = link.join(register)
+        view = link.join(register, has_left=has_left)
     except BaseException:  # also Ctrl-C during the wait for others: sockets would linger at exit
         ctx.destroy(linger=0)
         raise

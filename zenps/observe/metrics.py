@@ -16,7 +16,7 @@ from zenps.errors import ProtocolError
 from zenps.schemes.registry import scheme_of
 
 from . import http_server
-from .collectors import Durations, Late, Outcomes, Tally, WithoutCreated
+from .collectors import Durations, Late, Outcomes, Stalled, Tally, WithoutCreated
 from .http_server import Endpoint
 
 CUT_CONNECTIONS: Final = "Connections closed because the peer sent an endless message or did not read."
@@ -214,6 +214,7 @@ class SchedulerMetrics(_ListenerMetrics):
             "zenps_barriers_total", "Barriers ended, by outcome.", outcome=("completed", "failed")
         )
         self.late = Late("Seconds that barriers and servers have waited for a worker.", registry)
+        self.stalled = Stalled(registry)
         self.cut_connections = self._counter("zenps_cut_connections_total", CUT_CONNECTIONS)
 
 

@@ -30,6 +30,8 @@ MAX_COLUMNS = (1 << 28) - 1
 POSITION_BYTES = 8
 # Ranks of one host.
 MAX_STANDS_FOR = 1024
+# Characters of what a worker waits for.
+MAX_WAIT = 1200
 Load = Annotated[dict[Annotated[str, Meta(max_length=64)], float], Meta(max_length=32)]
 """Numbers that a node reports with each heartbeat, for ``zenps status``."""
 Late = Annotated[dict[Rank, float], Meta(max_length=MOST_RANKS)]
@@ -93,6 +95,10 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag="heartbeat"):
     """Of a worker: all rounds that were in flight when it received this watermark have ended."""
     clock_ns: Count = 0
     """The sender's clock. The answer repeats it."""
+    waits_for: Annotated[str, Meta(max_length=MAX_WAIT)] = ""
+    """Of a worker: its longest wait for others, such as ``barrier``; empty if it does not wait."""
+    waited_seconds: float = 0.0
+    """How long that wait has lasted."""
 
 
 LAST_BARRIER = (1 << 62) - 1
@@ -244,6 +250,8 @@ class Status(Struct, frozen=True, array_like=True, tag="status!"):
     """As in :class:`View`; empty before the first."""
     changes: tuple[Change, ...] = ()
     """The latest, newest first."""
+    stall: Text = ""
+    """What each worker waits for, if one has waited for longer than ``cluster.stall_seconds``; else empty."""
 
 
 # ── worker → server ─────────────────────────────────────────────────────────────────────────────

@@ -91,6 +91,8 @@ class Arena:
         if self._owner:
             self._owner = 0
             os.close(self.fd)
+            # Its unused blocks would keep the mapping, which has a descriptor of its own.
+            self.pool.close()
 
     def _allocate(self, size: int) -> NDArray[np.uint8]:
         with self._growing:
