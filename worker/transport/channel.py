@@ -297,7 +297,7 @@ class Channel(Waiter):
     def _deliver(self, action: Deliver) -> None:
         key = id(action.round)
         _, pending = self._pending.pop(key) if action.last else self._pending[key]
-        answer = Answer(action.server, action.result, action.frames)
+        answer = Answer(action.server, action.result, action.frames, action.others)
         if self._spans.trace.is_on:
             self._spans.trace.since(action.round.pushed_ns, "pull", tensor=pending.name, **answer.details())
         try:

@@ -47,7 +47,7 @@ class PushWriter:
     def write(
         self, name: str, step: int, encoded: EncodedTensor, options: Options, *, again: bool = False
     ) -> list[Outgoing]:
-        """Returns one push for each chunk.
+        """Returns one push for each chunk, or for each fragment of one.
 
         Args:
             name, step: of the round.
@@ -77,6 +77,8 @@ class PushWriter:
                     answer=self._pull_codec,
                     values=encoded.values,
                     stands_for=options.stands_for,
+                    fragment=chunk.fragment,
+                    fragments=chunk.fragments,
                 ),
                 chunk.frames,
                 options.priority,

@@ -27,6 +27,9 @@ from .strategies.base import KeySpace, Partition, PartitionStrategy
 # A layout takes up to some 130 KB beside its tables.
 MOST_LAYOUTS = 1024
 
+# Granules of a layout whose tables are built at once: that takes a tenth of a second.
+SMALL_TABLE = 1 << 20
+
 _BLOCK = 1 << 18  # granules of a table built at once: bounds the memory beside the table
 
 
@@ -36,8 +39,9 @@ class Layout:
     Row i is element i % granule of granule k = i // granule. The granule goes to the permuted
     position p = π(k), in some slot s; then q = (p + shift[s])·granule + i % granule.
 
-    Where two int32 tables of one entry per granule fit in ``table_bytes``, they are built on first use
-    and every call is a look-up (measured 2 ns a row, against 100); otherwise each call computes.
+    Where two int32 tables of one entry per granule fit in ``table_bytes``, calls look rows up there (measured
+    2 ns a row, against 100); otherwise each call computes. Large tables are built once as many rows have been
+    computed as they have entries: 10,000 rows of 100 million should not wait seconds for them.
 
     Args:
         rows: how many rows the tensor has, at least 1.
@@ -89,6 +93,8 @@ class Layout:
         self.table_bytes = needed if needed <= table_bytes and granules <= 1 << 31 else 0
         self._tables: Tables | None = None
         self._tables_lock = threading.Lock()
+        self._computed = SMALL_TABLE
+        """The granules that were computed so far, and a start for small tables."""
 
     def positions(self, rows: Tensor) -> Tensor:
         """The position of each row: int64 ``[n]``, fresh memory.
@@ -158,6 +164,9 @@ class Layout:
         return mapped.bitwise_left_shift_(self._granule_bits).bitwise_or_(values & (self.granule - 1))
 
     def _map_granules(self, values: Tensor, *, inverse: bool) -> Tensor:
+        if self._tables is None and self._computed < self.size // self.granule:
+            self._computed += values.numel()
+            return self._compute(values, inverse=inverse)
         tables = self.tables()
         if tables is None:
             return self._compute(values, inverse=inverse)
@@ -171,7 +180,7 @@ class Layout:
         return self.placing.apply(self.permutation.forward(values))
 
     def tables(self) -> Tables | None:
-        """The tables of all granules, built on first use; None if they exceed the byte budget."""
+        """The tables of all granules, built by the first call; None if they exceed the byte budget."""
         if self.table_bytes and self._tables is None:
             with self._tables_lock:
                 if self._tables is None:
