@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 from msgspec import structs
 
@@ -33,11 +34,11 @@ class PushWriter:
         self._pull_codec = pull_codec
         self._servers = servers
 
-    def share(self, encoded: EncodedTensor) -> EncodedTensor:
+    def share(self, encoded: EncodedTensor, options: Options) -> EncodedTensor:
         """Returns ``encoded`` with its values copied into shared memory for servers on this host."""
         if encoded.sharding.layout is None or not self._servers.has_shared_memory:
             return encoded
-        share = self._servers.share
+        share = partial(self._servers.share, is_pooled=options.purpose != "broadcast")
         chunks = [
             structs.replace(chunk, frames=(chunk.frames[0], share(chunk.server, chunk.frames[1])))
             for chunk in encoded.chunks

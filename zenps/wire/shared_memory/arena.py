@@ -64,6 +64,7 @@ class Arena:
         self._growing = threading.Lock()
         self._owner = os.getpid()
         self.pool = BufferPool(keep_bytes, self._allocate)
+        self._unpooled = BufferPool(0, self._allocate)
 
     def lease(self, size_bytes: int) -> tuple[int, Tensor]:
         """Uninitialised memory: its offset in the file, and a uint8 tensor ``[size_bytes]``, at least 1.
@@ -74,9 +75,9 @@ class Arena:
         memory = self.pool.lease(size_bytes)
         return memory.data_ptr() - self._base, memory
 
-    def copy(self, data: memoryview) -> memoryview:
-        """A copy of ``data``, at least 1 byte, in this arena."""
-        copy = self.pool.lease(data.nbytes).numpy()
+    def copy(self, data: memoryview, *, is_pooled: bool = True) -> memoryview:
+        """A copy of ``data``, at least 1 byte, in this arena; if ``is_pooled``, its memory is used again."""
+        copy = (self.pool if is_pooled else self._unpooled).lease(data.nbytes).numpy()
         copy[:] = np.frombuffer(data, np.uint8)
         return copy.data
 

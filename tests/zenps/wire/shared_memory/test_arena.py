@@ -143,3 +143,11 @@ def test_without_addresses_to_spare_nothing_is_shared(caplog: pytest.LogCaptureF
         resource.setrlimit(resource.RLIMIT_AS, limits)
     assert "will travel by TCP within this host, too: no memory to share" in caplog.text
     assert open_arena(ClusterConfig(same_host="tcp"), MIB) is None
+
+
+def test_memory_of_a_copy_that_is_not_pooled_goes_back_to_the_system(arena: Arena) -> None:
+    for is_pooled in (False, True):
+        copy = arena.copy(memoryview(bytes(1 << 20)), is_pooled=is_pooled)
+        assert arena.find(copy) is not None
+        del copy
+        assert (arena.pool.kept_bytes > 0) == is_pooled
