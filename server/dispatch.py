@@ -56,13 +56,12 @@ class Dispatcher:
         counters: ServerMetrics,
         trace: Trace,
     ) -> None:
-        self._max_message_bytes = cluster.max_message_bytes
         self._decoder: Decoder[ToServer] = Decoder(cluster.job, ToServer)
         self._authenticator = gate
         self._workers = workers
         self._rounds = rounds
         self._shared_memory = shared_memory
-        self._reducers = make_reducers(shared_memory)
+        self._reducers = make_reducers(shared_memory, cluster.max_message_bytes)
         self._replies = replies
         self._metrics = counters
         self._trace = trace
@@ -105,7 +104,7 @@ class Dispatcher:
         if peer in self._replies.dropped:
             raise ProtocolError("unexpected", f"push of rank {push.rank}, which was dropped")
         reducer = self._reducers[push.kind]
-        reducer.check_span(push, self._max_message_bytes)
+        reducer.check_size(push)
         if push.shared is not None:
             tensors = [*tensors, self._shared_memory.read(peer, push.shared)]
         payload = reducer.read(push, tensors)

@@ -115,7 +115,7 @@ class Admission:
                 raise ProtocolError("unexpected", reason)
             self._refusals[held.peer] += 1
         round_.advance("push over the budget")
-        round_.refused[held.peer] = held.size_bytes
+        round_.refused[held.peer] = held.whole_bytes
         self._refused[round_.key] = round_
 
     def admit(self, round_: ServerRound) -> Sequence[bytes]:

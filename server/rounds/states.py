@@ -10,7 +10,7 @@ from typing import Final, Literal, NamedTuple
 
 from msgspec import Struct
 
-from zenps.errors import listing
+from zenps.errors import ProtocolError, listing
 from zenps.transitions import Transitions
 from zenps.wire.messages import Failure, FromServer, Push
 
@@ -27,6 +27,7 @@ RoundEvent = Literal[
     "deadline",
     "rank gone",
     "given up",
+    "too large",
     "next step",
     "over the budget",
     "nobody left",
@@ -48,6 +49,7 @@ ROUND: Final[Transitions[RoundState, RoundEvent]] = {
         "deadline": "failed",
         "rank gone": "failed",
         "given up": "failed",
+        "too large": "failed",
         "nobody left": "forgotten",
         "ring changed": "forgotten",
     },
@@ -95,9 +97,17 @@ class HeldPush(Struct, frozen=True):
     payload: object
     size_bytes: int
 
+    @property
+    def whole_bytes(self) -> int:
+        """What all fragments of the push take together: they differ by a row at most."""
+        return self.size_bytes * self.push.fragments
+
 
 class Reduce(Struct, frozen=True):
-    """An action: reduce these pushes, in rank order, and give the outcome to ``ServerRounds.finish``."""
+    """An action: reduce these pushes, and give the outcome to ``ServerRounds.finish``.
+
+    They are in rank order, all fragments of one push one after the other.
+    """
 
     key: Key
     pushes: Sequence[HeldPush]
@@ -140,11 +150,13 @@ class ServerRound(Struct, eq=False):
     """By peer whose push was refused, the size of that push."""
     opened: float = 0.0
     held: dict[int, HeldPush] = {}
-    """By the rank that pushed."""
+    """By the rank that pushed; of a push in fragments, the one that came first."""
+    fragments: dict[int, dict[int, HeldPush]] = {}
+    """By the rank that pushed, the fragments that have come of a push that has several."""
     ranks: set[int] = set()
-    """The ranks whose values are in ``held``; one push may stand for several."""
+    """The ranks whose values are in ``held`` completely; one push may stand for several."""
     arrivals: list[float] = []
-    """When each of ``held`` arrived."""
+    """When each push was complete."""
     is_recovery: bool = False
     """Whether other ranks may have the result already: from an older ring, or from an outcome that this
     server has forgotten since."""
@@ -162,6 +174,41 @@ class ServerRound(Struct, eq=False):
         """Moves to the state that the table gives."""
         self.state = ROUND[self.state][event]
 
+    def lacks(self, push: Push) -> bool:
+        """True if other fragments of the same push have come, and this one has not."""
+        come = self.fragments.get(push.rank)
+        return come is not None and push.fragment not in come
+
+    def add_fragment(self, held: HeldPush) -> bool:
+        """Adds a fragment of a push; returns whether all have come.
+
+        Raises:
+            ProtocolError: it does not belong to those that have come.
+        """
+        push, come = held.push, self.fragments.setdefault(held.push.rank, {})
+        for other in come.values():
+            first = other.push
+            if first.fragments != push.fragments or abs(first.rows - push.rows) > 1:
+                got = f"{push.rows} rows in one of {push.fragments} fragments"
+                expected = f"expected {first.rows} in one of {first.fragments}, as in another"
+                raise ProtocolError("payload", f"{got}, {expected}")
+            break
+        come[push.fragment] = held
+        return len(come) == push.fragments
+
+    def pushes(self) -> list[HeldPush]:
+        """All pushes in rank order, with all their fragments."""
+        pushes: list[HeldPush] = []
+        for rank in sorted(self.held):
+            come = self.fragments.get(rank)
+            pushes += [self.held[rank]] if come is None else [come[number] for number in sorted(come)]
+        return pushes
+
+    def forget_push(self, rank: int) -> None:
+        """Drops what a rank has pushed."""
+        self.ranks.difference_update(self.held.pop(rank).push.ranks)
+        self.fragments.pop(rank, None)
+
 
 def replies_of(outcome: Outcome, pushes: Iterable[HeldPush]) -> list[Reply]:
     """The replies to ``pushes``. Ranks that get the same answer one after the other share an action."""
@@ -173,6 +220,7 @@ def replies_of(outcome: Outcome, pushes: Iterable[HeldPush]) -> list[Reply]:
         if answer is not last:
             last, peers = answer, []
             replies.append(Reply(peers, answer.message, answer.frames))
+            replies += [Reply(peers, other.message, other.frames) for other in answer.others]
         peers.append(held.peer)
     return replies
 

@@ -37,8 +37,12 @@ from .states import (
 # asks for what all have forgotten; a rank that does lack the reply pushes again.
 REOPENED_SECONDS = 15.0
 
+# A round opens whatever its size if no other is open. So a push in so many fragments is accepted then; one in
+# more must fit into the budget.
+FREE_FRAGMENTS = 64
+
 Actions = list[Action]
-FailEvent = Literal["ranks disagree", "deadline", "rank gone", "given up"]
+FailEvent = Literal["ranks disagree", "deadline", "rank gone", "given up", "too large"]
 
 
 class ServerRounds:
@@ -163,7 +167,7 @@ class ServerRounds:
         round_.is_recovery = round_.is_reopened = excluded is not None
         round_.excluded = excluded or frozenset()
         must = round_.is_reopened or held.push.again or not self._open
-        if not self._admission.make_room(held.size_bytes, len(self._peers), must=must):
+        if not self._admission.make_room(held.whole_bytes, len(self._peers), must=must):
             self._admission.refuse(round_, held)
             return [Reply([held.peer], Busy(self._epoch, *key))]
         return self._open_round(round_, "push", now) + self._hold(round_, held, now)
@@ -191,19 +195,36 @@ class ServerRounds:
         """Adds a push to an open round."""
         push, ranks = held.push, held.push.ranks
         round_.is_recovery |= push.again
-        if push.rank in round_.held:
+        if push.rank in round_.held and not round_.lacks(push):
             self.duplicates += 1
             return []
-        if twice := round_.ranks.intersection(ranks):
+        twice = round_.ranks.intersection(ranks)
+        if push.stands_for:
+            twice |= round_.held.keys() & set(push.stands_for)
+        if twice:
             reason = f"push of rank {push.rank} for rank(s) {listing(sorted(twice))}, whose push is there"
             raise ProtocolError("unexpected", reason)
         round_.advance("push")
+        is_whole = push.fragments == 1 or round_.add_fragment(held)
+        round_.held.setdefault(push.rank, held)
+        self._admission.reserve(round_, held.whole_bytes, len(self._peers))
+        if not is_whole:
+            return self._refuse_too_large(round_, held, now)
         self.late.wait((push.rank,), round_.arrivals, len(self._peers), now)
-        round_.held[push.rank] = held
         round_.ranks.update(ranks)
         round_.arrivals.append(now)
-        self._admission.reserve(round_, held.size_bytes, len(self._peers))
         return self._complete(round_, now)
+
+    def _refuse_too_large(self, round_: ServerRound, held: HeldPush, now: float) -> Actions:
+        """Fails a round of which one push has many fragments, and alone exceeds the budget."""
+        most_bytes = self._admission.budget_bytes
+        if held.push.fragments <= FREE_FRAGMENTS or held.whole_bytes <= most_bytes:
+            return []
+        reason = (
+            f"rank {held.push.rank} pushes {held.whole_bytes} bytes to one server, expected at most "
+            f"{most_bytes}; raise cluster.server_budget_bytes, add servers, or push fewer rows at first"
+        )
+        return self._fail(round_, "too large", "size", reason, now)
 
     def _complete(self, round_: ServerRound, now: float) -> Actions:
         """Reduces a round once all pushes are there, or fails it if one can never come.
@@ -219,11 +240,10 @@ class ServerRounds:
                 )
             return self._fail(round_, "rank gone", "lost", reason, now)
         if self._peers.keys() <= round_.ranks:
-            pushes = [round_.held[rank] for rank in sorted(round_.held)]
-            if reason := disagreement([held.push for held in pushes]):
+            if reason := disagreement([round_.held[rank].push for rank in sorted(round_.held)]):
                 return self._fail(round_, "ranks disagree", "mismatch", reason, now)
             round_.advance("last push")
-            return [Reduce(round_.key, pushes, now - round_.opened)]
+            return [Reduce(round_.key, round_.pushes(), now - round_.opened)]
         absent = self._departed.keys() - round_.ranks
         if absent:
             return self._fail(round_, "rank gone", "lost", self._departed[min(absent)], now)
@@ -269,7 +289,7 @@ class ServerRounds:
         for round_ in list(self._open.values()) if lost else ():
             if not round_.is_recovery:
                 for rank in lost & round_.held.keys():
-                    round_.ranks.difference_update(round_.held.pop(rank).push.ranks)
+                    round_.forget_push(rank)
             actions += self._complete(round_, now) if round_.held else self._cancel(round_, now)
         return actions
 
@@ -298,7 +318,7 @@ class ServerRounds:
         self._end(round_, event)
         if self._lost:
             round_.excluded = self._lost - round_.ranks
-        round_.held, round_.ranks = {}, set()
+        round_.held, round_.fragments, round_.ranks = {}, {}, set()
         round_.outcome = outcome
         self._admission.keep(round_)
         return self._readmit(now)

@@ -102,7 +102,7 @@ class Server:
         rest = [memoryview(bytearray(frame)) for frame in frames[1:]]
         push = self._decoder.decode(frames[0], rest)
         reducer = REDUCERS[push.kind]
-        reducer.check_span(push, MAX_MESSAGE_BYTES)
+        reducer.check_size(push)
         payload = reducer.read(push, rest)
         for rounds in self._rounds.values():
             for action in rounds.on_push(HeldPush(b"peer", push, payload, payload.size_bytes), 0.0):
@@ -158,7 +158,7 @@ class Worker:
             for action in actions:
                 if isinstance(action, Deliver):
                     transfer = self._transfers[message.tensor]
-                    transfer.on_answer(Answer(action.server, action.result, action.frames))
+                    transfer.on_answer(Answer(action.server, action.result, action.frames, action.others))
                     if action.last:
                         transfer.finish()
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import time
@@ -351,3 +352,25 @@ def join_apart() -> object:
 
     Listener.__init__ = make  # type: ignore[method-assign]
     return attempt(zps.init)
+
+
+# ── limits of a process ─────────────────────────────────────────────────────────────────────────
+
+
+def push_many_tensors(descriptors: int) -> list[float]:
+    """More results than there are descriptors, all of which are kept; every tenth is large."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
+    pending = [
+        zps.push_pull_async(table(number, 4000 if number % 10 else 1), f"table{number}", average=False)
+        for number in range(2 * descriptors)
+    ]
+    results = [zps.synchronize(each) for each in pending]
+    return [float(result.values().sum()) for result in results]
+
+
+def test_results_hold_no_descriptors() -> None:
+    with Cluster(2, 1, {"sync.levels": 2}) as cluster:
+        sums = cluster.run(push_many_tensors, 128)
+        cluster.drain()
+    expected_sums = [2.0 * COLUMNS * (4000 if number % 10 else 1) for number in range(256)]
+    assert sums == [expected_sums] * 2

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import structs
 
 from zenps.errors import ProtocolError
 from zenps.server.reducers.base import Answer, Outcome
 from zenps.server.rounds.admission import ROUND_BYTES
 from zenps.server.rounds.states import Action, HeldPush, Reduce, Reply
 from zenps.wire.messages import Leave, Push, Register, Result, Stop, View
+from zenps.wire.tensors import cut_fragments
 
 from .network import OVERWRITTEN, Frame, Frames
 from .nodes import SCHEDULER, TICK_SECONDS, Member, Violation
@@ -25,14 +27,22 @@ UNITS = 8
 
 
 class SimulatedOutcome(Outcome):
-    """The same frame for every rank."""
+    """The same units for every rank, in fragments of ``message_units``."""
 
-    def __init__(self, result: Result, frame: Any) -> None:
-        self._answer = Answer(result, [frame])
+    def __init__(self, result: Result, values: dict[int, Any], message_units: int) -> None:
+        self._size_bytes = Frame(values).nbytes
+        cuts = cut_fragments(0, len(values), message_units)
+        units = list(values)
+        answers = []
+        for fragment, (begin, end) in enumerate(cuts):
+            frame: Any = Frame({unit: values[unit] for unit in units[begin:end]})
+            message = structs.replace(result, rows=end - begin, fragment=fragment, fragments=len(cuts))
+            answers.append(Answer(message, [frame]))
+        self._answer = structs.replace(answers[0], others=answers[1:])
 
     @property
     def size_bytes(self) -> int:
-        return self._answer.frames[0].nbytes
+        return self._size_bytes
 
     def reply(self, rank: int) -> Answer:
         return self._answer
@@ -115,12 +125,19 @@ class Server(Member):
                         self.send(peer, message, frames)  # type: ignore[arg-type]
 
     def _reduce(self, round_: Reduce) -> Sequence[Action]:
-        payloads: list[Any] = [held.payload for held in round_.pushes]
-        key, units = round_.key, payloads[0].values.keys()
-        if any(payload.values.keys() != units for payload in payloads):
+        pushed: dict[int, dict[int, object]] = {}
+        for held in round_.pushes:
+            payload: Any = held.payload
+            own = pushed.setdefault(held.push.rank, {})
+            if own.keys() & payload.values.keys():
+                raise Violation(f"{self.name!r} sums a fragment of {held.push} twice")
+            own |= payload.values
+        parts = list(pushed.values())
+        key, units = round_.key, parts[0].keys()
+        if any(part.keys() != units for part in parts):
             raise Violation(f"{self.name!r} sums what is not of the same chunk of {key}")
         values: dict[int, tuple[object, ...]] = {
-            unit: tuple([payload.values[unit] for payload in payloads]) for unit in units
+            unit: tuple([part[unit] for part in parts]) for unit in units
         }
         if any(OVERWRITTEN in parts for parts in values.values()):
             self.network.counts["sums of what was overwritten"] += 1  # of which nobody may be given any
@@ -128,7 +145,8 @@ class Server(Member):
             self.simulation.promises.check_answer(key.tensor, key.step, values)
         push = round_.pushes[0].push
         result = Result(push.ring_epoch, key.tensor, key.step, key.chunk, len(values), "none")
-        return self.rounds.finish(key, SimulatedOutcome(result, Frame(dict(values))), self.now)
+        outcome = SimulatedOutcome(result, dict(values), self.simulation.script.message_units)
+        return self.rounds.finish(key, outcome, self.now)
 
 
 def owners_of_units(view: View) -> list[int]:

@@ -14,6 +14,7 @@ from .run import simulate
 from .script import (
     BUDGETS,
     KINDS,
+    MESSAGE_UNITS,
     MOST_SECONDS,
     RESHARD_SECONDS,
     WORKER_KINDS,
@@ -50,6 +51,7 @@ def scripts(scenario: Scenario) -> st.SearchStrategy[Script]:
         faults=st.lists(fault, max_size=8).map(lambda faults: tuple(sorted(faults))),
         scenario=st.just(scenario),
         reshard_seconds=st.sampled_from(RESHARD_SECONDS),
+        message_units=st.sampled_from(MESSAGE_UNITS),
     )
 
 

@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from zenps.wire.messages import (
@@ -19,6 +20,7 @@ from zenps.wire.messages import (
     Register,
     View,
 )
+from zenps.wire.tensors import cut_fragments
 from zenps.worker.rounds.states import Action, Deliver, Fail, Outgoing, Reshard, Round, SendPush
 
 from .network import OVERWRITTEN, Frame, Frames, Lent
@@ -220,25 +222,29 @@ class Worker(Member):
             own = [unit for unit in range(UNITS) if self._owners[unit] == server]
             for chunk in range(chunks):
                 units = own[len(own) * chunk // chunks : len(own) * (chunk + 1) // chunks]
-                push = Push(
-                    ring_epoch=self.view.ring_epoch,
-                    rank=self.rank,
-                    tensor=tensor,
-                    step=step,
-                    chunk=chunk,
-                    chunks=chunks,
-                    kind="sparse",
-                    dtype="float32",
-                    shape=(UNITS,),
-                    span=len(units),
-                    columns=1,
-                    rows=len(units),
-                    codec="coo",
-                    average=False,
-                    again=again,
-                )
-                frames: Any = [Frame({unit: values[unit] for unit in units})]
-                outgoing.append(Outgoing(server, push, frames))
+                cuts = cut_fragments(0, len(units), self.simulation.script.message_units)
+                for fragment, (begin, end) in enumerate(cuts):
+                    push = Push(
+                        ring_epoch=self.view.ring_epoch,
+                        rank=self.rank,
+                        tensor=tensor,
+                        step=step,
+                        chunk=chunk,
+                        chunks=chunks,
+                        kind="sparse",
+                        dtype="float32",
+                        shape=(UNITS,),
+                        span=len(units),
+                        columns=1,
+                        rows=end - begin,
+                        codec="coo",
+                        average=False,
+                        again=again,
+                        fragment=fragment,
+                        fragments=len(cuts),
+                    )
+                    frames: Any = [Frame({unit: values[unit] for unit in units[begin:end]})]
+                    outgoing.append(Outgoing(server, push, frames))
         return outgoing
 
     def execute(self, actions: Sequence[Action]) -> None:
@@ -254,8 +260,8 @@ class Worker(Member):
                     if (awaited := self._awaited.get((round_.tensor, round_.step))) is not None:
                         awaited.answer.clear()
                     self._resharding.begin(round_)
-                case Deliver(round=round_, frames=frames, last=last):
-                    self._on_answer(round_, frames, last)
+                case Deliver(round=round_, frames=frames, last=last, others=others):
+                    self._on_answer(round_, [*frames, *chain(*(rest for _, rest in others))], last)
                 case Fail(round=round_, error=error):
                     self.simulation.judge.on_failed_round(self, round_, str(error))
                     # A process that ends does so in the midst of things.

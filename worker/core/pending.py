@@ -160,7 +160,7 @@ class Pending:
         self.progress.compacted_seconds = time.perf_counter() - self.progress.began
         rounds = self.transfer.begin()
         self._rounds = len(rounds)
-        self._unabsorbed = sum([len(encoded.chunks) for encoded in rounds])
+        self._unabsorbed = sum([encoded.answers for encoded in rounds])
         return rounds
 
     def deliver(self, answer: Answer, last: bool) -> Sequence[EncodedTensor]:
@@ -176,7 +176,7 @@ class Pending:
         following: Sequence[EncodedTensor] = ()
         result, transfer = answer.result, self.transfer
         progress.pushed_rows += result.pushed
-        progress.pulled_rows += result.rows
+        progress.pulled_rows += answer.rows
         progress.pulled_bytes += answer.pulled_bytes
         if transfer.absorbs_on == "poller":
             begin = time.perf_counter()
@@ -249,7 +249,7 @@ class Pending:
                         self._absorb(transfer, answer)
                     case EncodedTensor():
                         transfer.restart(answer)
-                        self._unabsorbed = len(answer.chunks)
+                        self._unabsorbed = answer.answers
                         until = time.monotonic() + timeout_seconds
                     case ZenPSError():
                         return answer

@@ -49,6 +49,8 @@ class Planner:
         self._codec = scheme.wire.push_codec or config.sync.codec
         self._sharder = sharder
         self._pool = BufferPool(POOL_BYTES)
+        # Values are broadcast once. Their buffers would only take the room of those that each step uses.
+        self._unpooled = BufferPool(0)
         self._kernels = make_kernels(self._pool)
         self._accelerators: dict[torch.device, Accelerator] = {}
         # Each device layout lives as long as its layout, that is, as long as any tensor is sharded by it.
@@ -97,7 +99,8 @@ class Planner:
         sharding = self._sharder.shard_dense(name, tensor.numel(), tensor.dtype)
         coder = self._coder(request, sharding.layout.size if sharding.layout else tensor.numel(), 1)
         if gpu is None:
-            return _begin_dense(sharding, self._pool, options.contributes, coder, tensor)
+            pool = self._unpooled if options.purpose == "broadcast" else self._pool
+            return _begin_dense(sharding, pool, options.contributes, coder, tensor)
         begin = partial(_begin_dense, sharding, gpu.pinned, options.contributes, coder)
         return StagedDense(tensor, begin, gpu)
 

@@ -22,6 +22,7 @@ from zenps.errors import (
     MismatchError,
     PeerLostError,
     ProtocolError,
+    TensorError,
     UsageError,
     ZenPSError,
     listing,
@@ -35,6 +36,7 @@ from .states import (
     Action,
     Deliver,
     Fail,
+    Fragment,
     Frames,
     Outgoing,
     Reshard,
@@ -57,6 +59,7 @@ _FAILURES: dict[str, type[ZenPSError]] = {
     "mismatch": MismatchError,
     "deadline": DeadlineError,
     "lost": PeerLostError,
+    "size": TensorError,
 }
 
 
@@ -124,7 +127,7 @@ class WorkerRounds:
                 continue
             round_.again |= round_.state == "pushed"
             round_.state = ROUND[round_.state]["ring changed"]
-            round_.unanswered = {}
+            round_.unanswered, round_.fragments = {}, {}
             if round_.state in AWAITED:
                 self.resharded += 1
                 actions.append(Reshard(round_))
@@ -253,7 +256,7 @@ class WorkerRounds:
             elif now > round_.repeat_at:
                 round_.repeat_seconds *= 2
                 round_.repeat_at = now + round_.repeat_seconds
-                actions += [SendPush(outgoing) for outgoing in round_.unanswered.values()]
+                actions += [SendPush(out) for out in _pushes_of(round_, round_.unanswered.keys())]
         return actions
 
     # ── transitions ─────────────────────────────────────────────────────────────────────────────
@@ -289,13 +292,20 @@ class WorkerRounds:
         return actions if round_.ring_epoch != self._ring_epoch else self._push_wanted(round_, {chunk}, now)
 
     def _push_wanted(self, round_: Round, chunks: Set[tuple[int, int]], now: float) -> list[Action]:
-        wanted = [out for out in round_.outgoing if (out.server, out.push.chunk) in chunks]
+        wanted = _pushes_of(round_, chunks)
         if round_.state == "recalled":
             round_.unanswered.update(((out.server, out.push.chunk), out) for out in wanted)
             round_.repeat_at = now + round_.repeat_seconds
         return [SendPush(out) for out in wanted]
 
     def _on_result(self, round_: Round, server: int, result: Result, frames: Frames) -> list[Action]:
+        others: Sequence[Fragment] = ()
+        if result.fragments > 1:
+            come = round_.fragments.setdefault((server, result.chunk), {})
+            come[result.fragment] = result, frames
+            if len(come) < result.fragments:
+                return []
+            (result, frames), *others = [come[number] for number in sorted(come)]
         del round_.unanswered[server, result.chunk]
         while round_.previous >= 0:
             settled = self._settle((round_.tensor, round_.previous))
@@ -303,7 +313,7 @@ class WorkerRounds:
         is_awaited, last = round_.state in AWAITED, not round_.unanswered
         if last:
             self._end(round_, "answered")
-        return [Deliver(round_, server, result, frames, last)] if is_awaited else []
+        return [Deliver(round_, server, result, frames, last, others)] if is_awaited else []
 
     def _settle(self, key: tuple[str, int]) -> Round | None:
         """Forgets a round that all ranks have ended. Returns it, or None if it is not known any more."""
@@ -318,7 +328,7 @@ class WorkerRounds:
         if round_.state in AWAITED:
             round_.ended_after = self._begun_watermark
         round_.state = ROUND[round_.state][event]
-        round_.unanswered = {}
+        round_.unanswered, round_.fragments = {}, {}
         self._kept[key] = round_
         if key in self._before_watermark:
             self._before_watermark.discard(key)
@@ -335,12 +345,17 @@ class WorkerRounds:
                 f"{cause} again; expected once at most: test memory and network cards of both machines"
             )
             return self._fail(round_, ProtocolError("checksum", reason))
-        return [SendPush(round_.unanswered[key], again=again)]
+        return [SendPush(out, again=again) for out in _pushes_of(round_, {key})]
 
     def _fail(self, round_: Round, error: ZenPSError) -> list[Action]:
         is_awaited = round_.state in AWAITED
         self._end(round_, "failed")
         return [Fail(round_, error)] if is_awaited else []
+
+
+def _pushes_of(round_: Round, chunks: Set[tuple[int, int]]) -> list[Outgoing]:
+    """Returns the pushes of some chunks, given by server and chunk, with all their fragments."""
+    return [out for out in round_.outgoing if (out.server, out.push.chunk) in chunks]
 
 
 def _lost_with_a_server(round_: Round, workers: Set[int]) -> PeerLostError:

@@ -29,6 +29,7 @@ from zenps.wire.sockets import Socket, receive_frames
 
 from ..core.interrupts import MASK
 from ..core.pending import Pending, Waiter
+from ..core.request import Options
 from ..core.spans import Spans
 from ..core.statistics import Progress
 from ..core.steps import Steps
@@ -191,14 +192,14 @@ class Channel(Waiter):
     def _new_round(self, pending: Pending, encoded: EncodedTensor) -> Round:
         name, step = encoded.round_of(pending.name, pending.progress.step)
         if encoded.sharding.layout is not None:
-            encoded = self._share(encoded)
+            encoded = self._share(encoded, pending.options)
         outgoing = self._writer.write(name, step, encoded, pending.options)
         return Round(name, step, encoded.sharding.ring_epoch, outgoing, encoded, pending.options, now_ns())
 
-    def _share(self, encoded: EncodedTensor) -> EncodedTensor:
+    def _share(self, encoded: EncodedTensor, options: Options) -> EncodedTensor:
         # After a failure nothing new is put into shared memory: servers may still read, for other ranks, what
         # was pushed before.
-        return encoded if self._rounds.failure else self._writer.share(encoded)
+        return encoded if self._rounds.failure else self._writer.share(encoded, options)
 
     # ── with the lock ───────────────────────────────────────────────────────────────────────────
 
@@ -309,7 +310,7 @@ class Channel(Waiter):
     def _deliver(self, action: Deliver) -> None:
         key = id(action.round)
         _, pending = self._pending.pop(key) if action.last else self._pending[key]
-        answer = Answer(action.server, action.result, action.frames)
+        answer = Answer(action.server, action.result, action.frames, action.others)
         if self._spans.trace.is_on:
             self._spans.trace.since(action.round.pushed_ns, "pull", tensor=pending.name, **answer.details())
         try:
@@ -333,7 +334,7 @@ class Channel(Waiter):
 
     def _reshard(self, round_: Round) -> None:
         assert isinstance(round_.encoded, EncodedTensor)
-        encoded = self._share(self._sharder.reshard(round_.tensor, round_.encoded))
+        encoded = self._share(self._sharder.reshard(round_.tensor, round_.encoded), round_.options)
         outgoing = self._writer.write(round_.tensor, round_.step, encoded, round_.options, again=round_.again)
         awaited = self._pending.get(id(round_))
         if awaited is not None:  # else the round has ended here and is pushed again for other ranks

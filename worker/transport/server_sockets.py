@@ -78,11 +78,15 @@ class ServerSockets:
         """True if any server on this host may read this worker's memory. May be read from any thread."""
         return bool(self._shared_memory)
 
-    def share(self, rank: int, values: memoryview) -> memoryview:
-        """Copies values of a push into shared memory if the server is on this host. From any thread."""
+    def share(self, rank: int, values: memoryview, *, is_pooled: bool) -> memoryview:
+        """Copies values of a push into shared memory if the server is on this host. From any thread.
+
+        Args:
+            is_pooled: True if the memory is kept for other pushes.
+        """
         if self._arena is None or rank not in self._shared_memory or values.nbytes < COPY_BELOW_BYTES:
             return values
-        return self._arena.copy(values)
+        return self._arena.copy(values, is_pooled=is_pooled)
 
     def send(self, rank: int, push: Push, frames: Frames) -> tuple[int, int]:
         """Queues a push for a server.

@@ -16,7 +16,7 @@ from zenps.schemes.base import PullCodec
 
 Role = Literal["worker", "server"]
 Dtype = Literal["float16", "bfloat16", "float32", "float64", "int64", "uint8"]
-FailureKind = Literal["mismatch", "deadline", "lost"]
+FailureKind = Literal["mismatch", "deadline", "lost", "size"]
 Kind = Literal["dense", "sparse", "blocks"]
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
@@ -32,6 +32,10 @@ POSITION_BYTES = 8
 MAX_STANDS_FOR = 1024
 # Characters of what a worker waits for.
 MAX_WAIT = 1200
+# Messages in which one chunk travels, if its rows are too many for one.
+MAX_FRAGMENTS = 1 << 15
+Fragment = Annotated[int, Meta(ge=0, lt=MAX_FRAGMENTS)]
+Fragments = Annotated[int, Meta(ge=1, le=MAX_FRAGMENTS)]
 Load = Annotated[dict[Annotated[str, Meta(max_length=64)], float], Meta(max_length=32)]
 """Numbers that a node reports with each heartbeat, for ``zenps status``."""
 Late = Annotated[dict[Rank, float], Meta(max_length=MOST_RANKS)]
@@ -293,6 +297,10 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
     """Other ranks of the sender's host whose contributions are in this one. They push nothing."""
     shared: Shared | None = None
     """The location of the values, if they are no frame."""
+    fragment: Fragment = 0
+    """Which fragment of the chunk this is, in order of position."""
+    fragments: Fragments = 1
+    """The number of fragments in which this rank's rows of the chunk travel."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -326,9 +334,13 @@ class Result(ChunkReply, frozen=True, array_like=True, tag="result"):
     rows: Count
     codec: CodecName | Literal["none"]
     pushed: Count = 0
-    """The sum of ``rows`` over all ranks' pushes."""
+    """The sum of ``rows`` over all ranks' pushes; 0 except in fragment 0."""
     shared: Shared | None = None
     """The location of the values, if they are no frame."""
+    fragment: Fragment = 0
+    """Which fragment of the chunk this is, in order of position."""
+    fragments: Fragments = 1
+    """The number of fragments in which the chunk's sum travels."""
 
 
 class Failure(ChunkReply, frozen=True, array_like=True, tag="failure"):

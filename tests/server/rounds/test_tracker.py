@@ -727,3 +727,82 @@ def test_a_rank_that_no_push_stands_for_is_missing() -> None:
     assert rounds.on_departed(1, "worker 1 left the job", 0.0) == []
     (action,) = rounds.on_departed(3, "worker 3 left the job", 0.0)
     assert isinstance(action, Reply)
+
+
+# ── fragments ───────────────────────────────────────────────────────────────────────────────────
+
+
+def push_fragment(rounds: ServerRounds, rank: int, fragment: int, **fields: object) -> list[Action]:
+    held = make_held(rank, Key("a", 0, 0), fragment=fragment, **{"fragments": 3} | fields)
+    return rounds.on_push(held, 0.0)
+
+
+def test_a_round_is_reduced_once_all_fragments_of_all_ranks_are_there() -> None:
+    rounds = make_rounds(2)
+    assert push_fragment(rounds, 1, 2) == push_fragment(rounds, 1, 0) == []
+    assert rounds.on_push(make_held(0, Key("a", 0, 0)), 0.0) == []
+    assert push_fragment(rounds, 1, 2) == []
+    assert rounds.duplicates == 1
+    (action,) = push_fragment(rounds, 1, 1)
+    assert isinstance(action, Reduce)
+    assert [(held.push.rank, held.push.fragment) for held in action.pushes] == [
+        (0, 0),
+        (1, 0),
+        (1, 1),
+        (1, 2),
+    ]
+    outcome = FixedOutcome(action.key)
+    assert [len(reply.peers) for reply in rounds.finish(action.key, outcome, 0.0)] == [2]
+
+
+def test_a_rank_whose_push_has_come_in_part_is_the_one_that_is_missing() -> None:
+    rounds = make_rounds(2)
+    rounds.on_push(make_held(0, Key("a", 0, 0)), 0.0)
+    push_fragment(rounds, 1, 0)
+    (failure,) = rounds.on_tick(DEADLINE_SECONDS + 1)
+    assert "rank(s) 1" in failure.message.reason
+    assert rounds.held_bytes == ROUND_BYTES
+
+
+def test_an_open_round_counts_all_fragments_from_the_first_on() -> None:
+    rounds = make_rounds(2)
+    push_fragment(rounds, 1, 1)
+    held_bytes = rounds.held_bytes
+    assert held_bytes == ROUND_BYTES + 2 * 3 * 100
+    push_fragment(rounds, 1, 0)
+    assert rounds.held_bytes == held_bytes
+
+
+@pytest.mark.parametrize("fields", [{"fragments": 4}, {"rows": 4}])
+def test_a_fragment_of_another_push_is_refused(fields: dict[str, object]) -> None:
+    rounds = make_rounds(2)
+    push_fragment(rounds, 1, 0)
+    with pytest.raises(ProtocolError, match=r"payload: \d rows in one of \d fragments"):
+        push_fragment(rounds, 1, 1, **fields)
+    push_fragment(rounds, 1, 1)
+    rounds.on_push(make_held(0, Key("a", 0, 0)), 0.0)
+    (action,) = push_fragment(rounds, 1, 2, rows=3)
+    assert isinstance(action, Reduce)
+
+
+def test_a_push_larger_than_the_budget_fails_its_round() -> None:
+    rounds = make_rounds(2, budget_bytes=10_000)
+    (reply,) = push_fragment(rounds, 1, 0, fragments=101)
+    assert reply.message.kind == "size"
+    assert "raise cluster.server_budget_bytes" in reply.message.reason
+    assert not rounds.open_rounds
+    (again,) = push_fragment(rounds, 1, 1, fragments=101)
+    assert again.message == reply.message
+
+
+def test_a_refused_push_in_fragments_is_asked_for_once() -> None:
+    rounds = make_rounds(2, budget_bytes=4 * ROUND_BYTES)
+    rounds.on_push(make_held(0, Key("b", 0, 0), size_bytes=1000), 0.0)
+    for fragment in range(3):
+        (busy,) = rounds.on_push(
+            make_held(1, Key("a", 0, 0), fragment=fragment, fragments=3, size_bytes=1000), 0.0
+        )
+        assert isinstance(busy.message, Busy)
+    (reduce,) = rounds.on_push(make_held(1, Key("b", 0, 0), size_bytes=1000), 0.0)
+    actions = rounds.finish(reduce.key, FixedOutcome(reduce.key), 0.0)
+    assert [(reply.peers, type(reply.message)) for reply in actions[1:]] == [([peer_of(1)], Resume)]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec import structs
 
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, ProtocolError, UsageError, ZenPSError
 from zenps.wire.messages import Busy, Failure, FromServer, Member, Push, Resend, Result, Resume, Wanted
@@ -697,3 +698,47 @@ def test_what_is_wanted_while_it_is_resharded_comes_anyway() -> None:
     assert worker.want(round_) == []
     late = Wanted(2, "t", 0, 0)
     assert keys_of(worker.rounds.on_reply(1, late, (), ASKED_SECONDS)) == [(1, 0)]
+
+
+# ── fragments ───────────────────────────────────────────────────────────────────────────────────
+
+
+def make_fragmented() -> tuple[WorkerRounds, Round]:
+    """One chunk in two fragments, and another in one."""
+    rounds, round_ = make_rounds(1, math.inf), make_round(chunk_keys=((0, 0), (0, 0), (0, 1)))
+    round_.outgoing = [
+        Outgoing(0, structs.replace(out.push, fragment=number, fragments=count), FRAMES)
+        for out, (number, count) in zip(round_.outgoing, ((0, 2), (1, 2), (0, 1)), strict=True)
+    ]
+    rounds.submit(round_, 0.0)
+    return rounds, round_
+
+
+def test_a_push_in_fragments_is_repeated_whole() -> None:
+    rounds, round_ = make_fragmented()
+    pushes = [SendPush(out) for out in round_.outgoing]
+    assert rounds.on_tick(REPEAT_SECONDS + 1) == pushes
+    assert rounds.on_reply(0, Resend(1, "t", 0, 0), (), 0.0) == pushes[:2]
+    assert rounds.on_reply(0, Resume(1, "t", 0, 1), (), 0.0) == [SendPush(round_.outgoing[2], again=True)]
+
+
+def test_an_answer_in_fragments_is_delivered_whole_and_in_order() -> None:
+    rounds, round_ = make_fragmented()
+    rounds.on_reply(0, result(round_, 1), FRAMES, 0.0)
+    parts = [structs.replace(result(round_, 0), fragment=number, fragments=3) for number in range(3)]
+    for number in (2, 0, 2):
+        assert rounds.on_reply(0, parts[number], FRAMES, 0.0) == []
+    assert rounds.in_flight == 1
+    (deliver,) = rounds.on_reply(0, parts[1], FRAMES, 0.0)
+    others = [(parts[1], FRAMES), (parts[2], FRAMES)]
+    assert deliver == Deliver(round_, 0, parts[0], FRAMES, last=True, others=others)
+
+
+def test_fragments_of_an_answer_under_an_old_ring_are_forgotten() -> None:
+    rounds, round_ = make_fragmented()
+    parts = [structs.replace(result(round_, 0), fragment=number, fragments=2) for number in range(2)]
+    rounds.on_reply(0, parts[0], FRAMES, 0.0)
+    rounds.on_view(2, [Member("server", 0, "box", 50, "tcp://box:1", "")])
+    outgoing = [Outgoing(0, structs.replace(out.push, ring_epoch=2), FRAMES) for out in round_.outgoing]
+    rounds.on_resharded(round_, 2, None, outgoing, 0.0)
+    assert rounds.on_reply(0, structs.replace(parts[1], ring_epoch=2), FRAMES, 0.0) == []
