@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import zenps as zps
-from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, Process
+from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, Process, await_file
 from tests.integration.embedding_model import OPTIMIZERS, loss_of, make_model, state_of
 from tests.integration.progress import await_step, step_of
 from zenps.cli.status import drain
@@ -137,6 +137,35 @@ def test_survivors_take_a_lost_servers_slots(
     if code == 1:
         assert f"was silent for more than its lease of {LEASE_SECONDS:g} s; start it again" in victim.log
     assert f"server {lost} (host" in cluster.scheduler.log
+
+
+def push_much(path: Path, until: Path) -> float:
+    """Rank 0 has a gibibyte in flight, and waits for it once the file is there; rank 1 pushes it then."""
+    tensors = [torch.full((16 << 20,), float(number)) for number in range(16)]
+    handles = [zps.push_pull_async(tensors[0], "t0")]
+    if zps.rank() == 0:
+        handles += [zps.push_pull_async(tensor, f"t{n}") for n, tensor in enumerate(tensors) if n]
+    (path / f"pushed{zps.rank()}").touch()
+    await_file(until)
+    if zps.rank() == 1:
+        handles += [zps.push_pull_async(tensor, f"t{n}") for n, tensor in enumerate(tensors) if n]
+    results = [zps.synchronize(handle) for handle in handles]
+    return float(sum(result[::4096].sum() for result in results))
+
+
+@pytest.mark.long
+def test_a_gibibyte_in_flight_delays_no_heartbeat_when_a_server_is_lost(tmp_path: Path) -> None:
+    """Nobody waits for it: it is sharded, copied and pushed again by the worker's own threads."""
+    until = tmp_path / "until"
+    with Cluster(servers=2, lease_seconds=LEASE_SECONDS / 2) as cluster:
+        workers = [cluster.start(push_much, tmp_path, until, rank=rank) for rank in range(2)]
+        for rank in range(2):
+            await_file(tmp_path / f"pushed{rank}")
+        cluster.servers[0].kill()
+        cluster.await_epoch(2)
+        time.sleep(2 * LEASE_SECONDS)
+        until.touch()
+        assert [worker.result() for worker in workers] == [4096 * sum(range(16))] * 2
 
 
 @pytest.mark.long
