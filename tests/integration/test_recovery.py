@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 import zenps as zps
-from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, Process, await_file
+from tests.integration.cluster import (
+    DEADLINE_SECONDS,
+    LEASE_SECONDS,
+    Cluster,
+    Process,
+    Raised,
+    attempt,
+    await_file,
+)
 from tests.integration.embedding_model import OPTIMIZERS, loss_of, make_model, state_of
 from tests.integration.progress import await_step, step_of
 from zenps.cli.status import drain
@@ -242,3 +250,43 @@ def test_what_happened_while_the_scheduler_was_away_is_noticed(
     training.await_steps(5)
     for state in training.finish({"server0": -signal.SIGKILL}):
         _assert_equal(state, undisturbed)
+
+
+def sum_of_ranks() -> float:
+    return float(zps.push_pull(torch.tensor([zps.rank() + 1.0]), "sum", average=False))
+
+
+def test_a_server_of_a_dead_job_does_not_keep_the_next_from_beginning(tmp_path: Path) -> None:
+    """It waits for its scheduler, and knows the members of its own job."""
+    with Cluster(servers=2, lease_seconds=LEASE_SECONDS) as cluster:
+        training = Training(cluster, tmp_path)
+        left_over, other = cluster.servers
+        for process in (cluster.scheduler, *training.workers, other):
+            process.kill()
+        begin = time.monotonic()
+        cluster.restart_scheduler()
+        cluster.await_state("recovering")
+        servers = [cluster.add_server() for _ in range(2)]
+        workers = [cluster.start(sum_of_ranks, rank=rank) for rank in range(2)]
+        assert [worker.result() for worker in workers] == [3.0, 3.0]
+        assert [process.wait() for process in (*servers, cluster.scheduler)] == [0, 0, 0]
+        assert left_over.wait() == 1
+        assert "another job of this name has begun" in left_over.log
+        assert time.monotonic() - begin < DEADLINE_SECONDS / 2
+
+
+def test_workers_that_wait_are_told_when_the_scheduler_ends(tmp_path: Path) -> None:
+    with Cluster(servers=1, lease_seconds=LEASE_SECONDS) as cluster:
+        waiting = cluster.start(attempt_to_join, init=False)
+        until = time.monotonic() + DEADLINE_SECONDS
+        while not cluster.nodes("worker"):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        os.kill(cluster.scheduler.pid, signal.SIGINT)
+        assert waiting.result(LEASE_SECONDS).text == "the scheduler was told to end"
+
+
+def attempt_to_join() -> Raised:
+    raised = attempt(zps.init)
+    assert isinstance(raised, Raised)
+    return raised
