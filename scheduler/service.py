@@ -140,6 +140,9 @@ class _Service:
             # Unlike after a crash, no scheduler will return: nodes should not wait for one.
             self._send(self._membership.abort("the scheduler was told to end"))
             raise
+        except Exception as error:
+            self._send(self._membership.abort(f"the scheduler ended: {error!r}; see its log"))
+            raise
 
     def close(self) -> None:
         """Releases what must not outlive the sockets."""

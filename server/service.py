@@ -24,7 +24,7 @@ from zenps.observe.lateness import latest
 from zenps.observe.metrics import ServerMetrics
 from zenps.observe.trace import OFF, Trace, open_trace
 from zenps.wire.addresses import find_host
-from zenps.wire.connections import Connections
+from zenps.wire.connections import LOOK_SECONDS, Connections
 from zenps.wire.curve import Authenticator, warn_if_open
 from zenps.wire.frames import MAX_ENVELOPE_BYTES
 from zenps.wire.messages import Departed, Late, Load, Refused, Stop, View
@@ -42,8 +42,6 @@ from .workers import Workers
 logger = logging.getLogger("zenps.server")
 
 TICK_SECONDS = 0.5
-CHECK_PEERS_SECONDS = 0.1
-"""How often to look for endless messages: until then, what comes takes libzmq up to 20 times its bytes."""
 
 
 def serve(config: Config) -> None:
@@ -147,7 +145,7 @@ class _Service:
             now = time.monotonic()
             if now >= next_check:
                 self._check_peers(now)
-                next_check = now + CHECK_PEERS_SECONDS
+                next_check = now + LOOK_SECONDS
             if now >= next_tick:
                 if self._link.is_beat_due(now):
                     self._link.beat(now, self._epoch, self._load(), self._late())

@@ -69,7 +69,8 @@ def join_cluster(config: Config, *, has_left: bool = False) -> ClusterWorld:
         opened.callback(spans.trace.close)
         register = new_register("worker", rank, "", exporter.address, shared_settings(config))
         membership, link = join(config, register, spans, has_left=has_left)
-        opened.callback(membership.ctx.destroy, linger=LINGER_MS)
+        for ctx in (link.ctx, membership.ctx):
+            opened.callback(ctx.destroy, linger=LINGER_MS)
         worker_metrics.set_rank(membership.view.rank)
 
         served = served_scheme(scheme)

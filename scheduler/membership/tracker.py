@@ -34,7 +34,6 @@ from .actions import Send
 from .changes import Changes
 from .job import Job
 from .members import Node
-from .recovery import RECOVERY_GRACE_SECONDS
 from .registration import Settings, missing_from, refusal
 from .states import JOB, JobState
 
@@ -99,15 +98,18 @@ class Membership:
         for node in self._job.members.alive():
             if now - node.last_heard > self._cluster.lease_seconds:
                 sends += self._on_lost(node, now)
+        self._job.recovery.drop_silent(now - self._cluster.lease_seconds)
         if now > self._job.until:
             sends += self._job.on_deadline(now)
         sends += self._job.barriers.on_tick(now)
+        sends += self._register_waiting(now)
         self._changes.update(self._job.members, self.state, self.epoch, now)
         return sends
 
     def abort(self, reason: str) -> list[Send]:
         """The scheduler has to end before the job has: fails the job."""
-        return self._job.fail("told to end", "lost", reason) if "told to end" in JOB[self.state] else []
+        sends = self._job.fail("told to end", "lost", reason) if "told to end" in JOB[self.state] else []
+        return sends + self._register_waiting(math.inf)
 
     # ── questions ───────────────────────────────────────────────────────────────────────────────
 
@@ -203,7 +205,7 @@ class Membership:
                 return [Send(peer, Refused("lost", "torchrun has restarted the workers"))]
             if generations.is_restart(message, job) and self.state != "recovering":
                 job.restart_workers(max(message.generation, job.generation), now)
-        if self.state == "recovering" or (message.view and not self.epoch):
+        if self.state == "recovering" or (message.view and not self.epoch and not job.has_replaced):
             return self._on_recovery(peer, message, now)
         if message.view is not None:
             return [Send(peer, Refused("lost", "the scheduler counts this node as lost; start it again"))]
@@ -228,17 +230,21 @@ class Membership:
         """A node registers that has a view of an earlier scheduler, or any node while the job recovers."""
         job = self._job
         if self.state == "gathering":
-            job.advance("recovery started")
-            job.until = now + self._cluster.lease_seconds + RECOVERY_GRACE_SECONDS
-            # Nodes that came before have to register again, now that members are known. The generation of the
-            # members is not known yet.
-            for node in job.members:
-                job.members.forget(node)
-            job.recovery.generation, job.generation = job.generation, 0
-        if not job.recovery.readmit(peer, message, now):
+            job.start_recovery(now)
+        job.recovery.readmit(peer, message, now)
+        if job.members.get(peer):
+            job.generation = max(job.generation, message.generation)
+        return job.on_returned(now) + self._register_waiting(now)
+
+    def _register_waiting(self, now: float) -> list[Send]:
+        """Registers the nodes that waited for the end of a recovery: they join, or are told why not."""
+        waiting = self._job.recovery.waiting
+        if self.state == "recovering" or not waiting:
             return []
-        job.generation = max(job.generation, message.generation)
-        return [] if job.recovery.missing() else job.recover(now)
+        self._job.recovery.waiting = {}
+        return [
+            send for node in waiting.values() for send in self._on_register(node.peer, node.register, now)
+        ]
 
     # ── heartbeats and leases ───────────────────────────────────────────────────────────────────
 

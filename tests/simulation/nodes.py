@@ -125,12 +125,16 @@ class Scheduler(Node):
 class Member(Node):
     """A worker or server: it registers, sends heartbeats, and registers again when it is asked to."""
 
-    def __init__(self, simulation: Simulation, name: bytes, register: Register) -> None:
+    def __init__(
+        self, simulation: Simulation, name: bytes, register: Register, view: View | None = None
+    ) -> None:
         super().__init__(simulation, name)
         self.registration = simulation.parts.registration(register)
-        self.view: View | None = None
+        self.view = view
+        if view is not None:
+            self.registration.follow(view)
         self._heard = self.now
-        self.send(SCHEDULER, register)
+        self.send(SCHEDULER, self.registration.again())
         self.every(simulation.cluster.lease_seconds / 4, self.beat)
 
     @property

@@ -216,6 +216,22 @@ class BeginsAnew(Membership):
         return super()._on_register(peer, msgspec.structs.replace(message, view=None), now)
 
 
+class _LoyalJob(Job):
+    def _is_dead(self) -> bool:
+        return False
+
+    def on_returned(self, now: float) -> list[Send]:
+        return [] if self.recovery.missing() else self.recover(now)
+
+
+class WaitsForADeadJob(Membership):
+    """Takes a server that is left over for a member of this job, and waits for the others of its view."""
+
+    def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
+        super().__init__(job, cluster, settings, now)
+        self._job = _LoyalJob(cluster, now)
+
+
 class _HastyBarriers(Barriers):
     def on_barrier(self, node: Node, sequence: int, now: float) -> list[Send]:
         sends = super().on_barrier(node, sequence, now)
@@ -329,6 +345,7 @@ PLANTS: dict[Scenario, list[Parts]] = {
         *(Parts(rounds=part) for part in (ReducesAsTheyCome, KeepsTheOldRing, NeverAsks, ForgetsToForget)),
         Parts(rounds=RefusesWhatIsOlder),
         *(Parts(membership=part) for part in (TellsWorkersFirst, BeginsAnew, LetsOneThrough)),
+        Parts(membership=WaitsForADeadJob),
     ],
     "fail": [*(Parts(membership=part) for part in (NamesNobody, NeverMissesAWorker))],
     "continue": [

@@ -70,6 +70,8 @@ class Script(msgspec.Struct, frozen=True):
     budget_bytes: int = 1 << 20
     faults: tuple[Fault, ...] = ()
     scenario: Scenario = "steady"
+    left_over: bool = False
+    """True if a server of a dead job is still there, and knows that job's members."""
     reshard_seconds: float = 0.0
     """How long a round waits at most to be resharded, and then takes at most; 0: it is resharded at once."""
     message_units: int = 1 << 10
@@ -102,4 +104,5 @@ def random_script(seed: int, scenario: Scenario | None = None) -> Script:
         scenario=scenario,
         reshard_seconds=rng.choice(RESHARD_SECONDS),
         message_units=rng.choice(MESSAGE_UNITS),
+        left_over=rng.random() < 0.2,
     )

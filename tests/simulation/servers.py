@@ -13,17 +13,20 @@ from zenps.errors import ProtocolError
 from zenps.server.reducers.base import Answer, Outcome
 from zenps.server.rounds.admission import ROUND_BYTES
 from zenps.server.rounds.states import Action, HeldPush, Reduce, Reply
-from zenps.wire.messages import Leave, Push, Register, Result, Stop, View
+from zenps.wire.messages import Leave, Member, Push, Register, Result, Stop, View
 from zenps.wire.tensors import cut_fragments
 
 from .network import OVERWRITTEN, Frame, Frames
-from .nodes import SCHEDULER, TICK_SECONDS, Member, Violation
+from .nodes import SCHEDULER, TICK_SECONDS, Violation
+from .nodes import Member as MemberNode
 
 if TYPE_CHECKING:
     from .simulation import Simulation
 
 UNITS = 8
 """The rows of every tensor; a ring gives each to a server."""
+NUMBER_LEFT_OVER = 900
+"""That of no other server."""
 
 
 class SimulatedOutcome(Outcome):
@@ -48,10 +51,10 @@ class SimulatedOutcome(Outcome):
         return self._answer
 
 
-class Server(Member):
+class Server(MemberNode):
     """A process around :class:`ServerRounds`."""
 
-    def __init__(self, simulation: Simulation, number: int) -> None:
+    def __init__(self, simulation: Simulation, number: int, view: View | None = None) -> None:
         address = f"server-{number}"
         self.rounds = simulation.parts.rounds(simulation.script.budget_bytes, math.inf)
         self.is_drained = False
@@ -61,7 +64,7 @@ class Server(Member):
             ROUND_BYTES + simulation.script.workers * Frame(dict.fromkeys(range(UNITS))).nbytes
         )
         super().__init__(
-            simulation, address.encode(), Register("server", -1, "host", number, address, "", {})
+            simulation, address.encode(), Register("server", -1, "host", number, address, "", {}), view
         )
         self.every(TICK_SECONDS, self._tick)
 
@@ -147,6 +150,17 @@ class Server(Member):
         result = Result(push.ring_epoch, key.tensor, key.step, key.chunk, len(values), "none")
         outcome = SimulatedOutcome(result, dict(values), self.simulation.script.message_units)
         return self.rounds.finish(key, outcome, self.now)
+
+
+class LeftOver(Server):
+    """A server of a dead job of the same name, which waits for its scheduler. It is nobody's replacement."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        workers = (Member("worker", 0, "host", 1, "", "", b"worker-of-the-dead-job"),)
+        own = Member("server", 0, "host", NUMBER_LEFT_OVER, f"server-{NUMBER_LEFT_OVER}", "")
+        view = View(7, 0, workers, (own,), bytes(8192), ring_epoch=7)
+        super().__init__(simulation, NUMBER_LEFT_OVER, view)
+        self.is_drained = True
 
 
 def owners_of_units(view: View) -> list[int]:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from .nodes import Parts, Violation
-from .plants import PLANTS, OverwritesEarlierPushes
+from .plants import PLANTS, OverwritesEarlierPushes, WaitsForADeadJob
 from .promises import Promises
 from .run import simulate
 from .script import (
@@ -50,6 +50,7 @@ def scripts(scenario: Scenario) -> st.SearchStrategy[Script]:
         budget_bytes=st.sampled_from(BUDGETS),
         faults=st.lists(fault, max_size=8).map(lambda faults: tuple(sorted(faults))),
         scenario=st.just(scenario),
+        left_over=st.booleans(),
         reshard_seconds=st.sampled_from(RESHARD_SECONDS),
         message_units=st.sampled_from(MESSAGE_UNITS),
     )
@@ -279,6 +280,13 @@ def test_memory_of_pushes_under_an_earlier_ring_is_not_overwritten() -> None:
     with pytest.raises(Violation, match="overwritten"):
         Simulation(LOST_BUT_ALIVE, Parts(worker_rounds=OverwritesEarlierPushes)).run()
     Simulation(LOST_BUT_ALIVE).run()
+
+
+def test_a_server_of_a_dead_job_does_not_keep_the_next_from_beginning() -> None:
+    script = Script(left_over=True)
+    assert Simulation(script).run().rounds
+    with pytest.raises(Violation, match="did not return"):
+        Simulation(script, Parts(membership=WaitsForADeadJob)).run()
 
 
 def test_the_loss_of_a_worker_ends_all_others_with_an_error_that_names_it() -> None:

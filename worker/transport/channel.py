@@ -81,15 +81,11 @@ class _Fail(NamedTuple):
     error: ZenPSError
 
 
-class _Notify:
-    """Wakes all sleeping threads to check what they wait for."""
-
-
 class _Close:
     """The last command."""
 
 
-_Command = _Submit | View | _Watermark | _Departed | _Reached | _Fail | _Notify | _Close
+_Command = _Submit | View | _Watermark | _Departed | _Reached | _Fail | _Close
 
 
 class Channel(Waiter):
@@ -123,6 +119,7 @@ class Channel(Waiter):
         self._next_tick = 0.0
         self.oldest: tuple[str, Progress] | None = None
         """The tensor that was in flight for longest at the last tick."""
+        self._epoch = 0
         self._ring_epoch, self._admitted = view.ring_epoch, view.admitted
         self._lock: CombiningLock[_Command] = CombiningLock()
         self._poller = zmq.Poller()
@@ -157,13 +154,17 @@ class Channel(Waiter):
         self._post(_Departed(server))
 
     @property
-    def watermark(self) -> int:
-        """The newest watermark that has passed here."""
-        return self._rounds.watermark
+    def progress(self) -> tuple[int, int]:
+        """The epoch of the newest view that was applied, and the newest watermark that has passed here.
+
+        An admission resets the watermark before its epoch shows, and the epoch is read first: no watermark
+        from before an admission comes with an epoch after it.
+        """
+        return self._epoch, self._rounds.watermark
 
     def wake(self) -> None:
-        """Makes the threads in :meth:`wait` check ``ready()`` again."""
-        self._post(_Notify())
+        """Makes the threads in :meth:`wait` check ``ready()`` again. Never takes the lock."""
+        self._lock.wake_all()
 
     def wait(self, ready: Callable[[], bool], until: float) -> None:
         """Polls, or sleeps while another thread does, until ``ready()`` or the monotonic time ``until``."""
@@ -235,8 +236,6 @@ class Channel(Waiter):
                 future.set_result(None)
             case _Fail(error):
                 self._execute(self._rounds.on_lost(error))
-            case _Notify():
-                self._lock.notify()
             case _Close():
                 self._close_sockets()
 
@@ -284,6 +283,7 @@ class Channel(Waiter):
             self._servers.follow({server.rank: server for server in view.servers}, time.monotonic())
         workers = frozenset(worker.rank for worker in view.workers)
         self._execute(self._rounds.on_view(view.ring_epoch, view.servers, workers))
+        self._epoch = view.epoch
 
     def _receive(self, rank: int, socket: Socket) -> None:
         envelope, *frames = receive_frames(socket)

@@ -54,9 +54,7 @@ class CombiningLock(Generic[Command]):
                 self._taken = True
                 return True
             self.commands.append(command)
-            # A full socket already holds wake-ups; if it is closed, its owner is about to release the lock.
-            with contextlib.suppress(OSError):
-                self._waker.send(b"\0")
+            self._wake_owner()
             return False
 
     def take_or_sleep(self, ready: Callable[[], bool], until: float) -> bool:
@@ -80,6 +78,19 @@ class CombiningLock(Generic[Command]):
         with self._guard:
             if self._sleepers:
                 self._news.notify_all()
+
+    def wake_all(self) -> None:
+        """Wakes all sleepers, and the owner if it polls, without taking the lock."""
+        with self._guard:
+            if self._taken:
+                self._wake_owner()
+            if self._sleepers:
+                self._news.notify_all()
+
+    def _wake_owner(self) -> None:
+        # A full socket already holds wake-ups; if it is closed, its owner is about to release the lock.
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\0")
 
     # ── for the owner ───────────────────────────────────────────────────────────────────────────
 

@@ -22,7 +22,7 @@ class Membership(NamedTuple):
 
     Attributes:
         cluster: limits and deadlines.
-        ctx: for sockets; the caller of :func:`join` destroys it.
+        ctx: for sockets to servers; the caller of :func:`join` destroys it.
         keys: of this worker, or None.
         identity: routing identity of this worker.
         view: the first view.
@@ -40,6 +40,9 @@ def join(
 ) -> tuple[Membership, SchedulerLink]:
     """Joins the cluster and waits until it is complete. The link is for the lease.
 
+    The link has a context of its own, which the caller destroys. libzmq resolves names on the thread that
+    moves the bytes of all sockets of a context: a slow answer for a server would delay heartbeats.
+
     ``has_left`` is that of :meth:`SchedulerLink.join`.
 
     Raises:
@@ -48,15 +51,15 @@ def join(
     cluster = config.cluster
     keys = load_keys(config.security, "worker", register.rank if register.rank >= 0 else None)
     warn_if_open(keys, cluster.scheduler)
-    ctx: zmq.Context[Socket] = zmq.Context()
+    link_ctx: zmq.Context[Socket] = zmq.Context()
     try:
-        link = SchedulerLink(ctx, cluster, "worker", keys)
+        link = SchedulerLink(link_ctx, cluster, "worker", keys)
         spans.trace.follow(link.clock)
         view = link.join(register, has_left=has_left)
     except BaseException:  # also Ctrl-C during the wait for others: sockets would linger at exit
-        ctx.destroy(linger=0)
+        link_ctx.destroy(linger=0)
         raise
     log.here.rank, log.here.epoch = view.rank, view.epoch
     spans.trace.name(view.rank)
     spans.trace.epoch(view.epoch, len(view.workers), len(view.servers))
-    return Membership(cluster, ctx, keys, link.identity, view), link
+    return Membership(cluster, zmq.Context(), keys, link.identity, view), link

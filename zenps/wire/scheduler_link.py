@@ -69,6 +69,7 @@ class SchedulerLink:
     def __init__(
         self, ctx: zmq.Context[Socket], cluster: ClusterConfig, role: Role, keys: Keys | None = None
     ) -> None:
+        self.ctx = ctx
         self._cluster = cluster
         self._scheduler = cluster.scheduler.removeprefix("tcp://")
         identity = f"{role}-{uuid.uuid4().hex}".encode()
