@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import zenps as zps
-from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, Process
+from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, Process, await_file
 from tests.integration.embedding_model import OPTIMIZERS, loss_of, make_model, state_of
 from tests.integration.progress import await_step, step_of
 from zenps.cli.status import drain
@@ -213,3 +213,31 @@ def test_what_happened_while_the_scheduler_was_away_is_noticed(
     training.await_steps(5)
     for state in training.finish({"server0": -signal.SIGKILL}):
         _assert_equal(state, undisturbed)
+
+
+UNREAD = 400
+COMPUTE_SECONDS = 6.0
+"""Longer than two of libzmq's heartbeat intervals: the first finds the connection gone."""
+
+
+def push_and_compute(path: Path) -> list[float]:
+    """Leaves hundreds of results unread while a server dies; afterwards waits for them all."""
+    handles = [
+        zps.push_pull_async(torch.full((64,), float(number + zps.rank())), f"t{number}", average=False)
+        for number in range(UNREAD)
+    ]
+    (path / f"pushed{zps.rank()}").touch()
+    time.sleep(COMPUTE_SECONDS)
+    return [float(handle.wait().mean()) for handle in handles]
+
+
+@pytest.mark.long
+def test_a_server_is_killed_while_hundreds_of_results_are_unread(tmp_path: Path) -> None:
+    with Cluster(2, 2) as cluster:  # nodes are not lost before the end of that
+        workers = [cluster.start(push_and_compute, tmp_path, rank=rank) for rank in range(2)]
+        for rank in range(2):
+            await_file(tmp_path / f"pushed{rank}")
+        time.sleep(1)
+        cluster.servers[0].kill()
+        for worker in workers:
+            assert worker.result() == [2.0 * number + 1 for number in range(UNREAD)]
