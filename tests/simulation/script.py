@@ -71,6 +71,8 @@ class Script(msgspec.Struct, frozen=True):
     scenario: Scenario = "steady"
     reshard_seconds: float = 0.0
     """How long a round waits at most to be resharded, and then takes at most; 0: it is resharded at once."""
+    catches: bool = False
+    """True if ranks push some tensors that they shard differently, and catch the error."""
 
 
 def random_script(seed: int, scenario: Scenario | None = None) -> Script:
@@ -98,4 +100,5 @@ def random_script(seed: int, scenario: Scenario | None = None) -> Script:
         faults=tuple(sorted(faults)),
         scenario=scenario,
         reshard_seconds=rng.choice(RESHARD_SECONDS),
+        catches=rng.random() < 0.75,
     )

@@ -32,7 +32,7 @@ from ..core.spans import Spans
 from ..core.steps import Steps
 from ..core.transfer import Answer, EncodedTensor
 from ..encode.sharder import Sharder
-from ..rounds.states import Action, Deliver, Fail, Outgoing, Reshard, Round, SendPush
+from ..rounds.states import Action, Deliver, Fail, Outgoing, Reshard, Round, SendGiveUp, SendPush
 from ..rounds.tracker import WorkerRounds
 from .lock import CombiningLock
 from .membership import Membership
@@ -316,7 +316,7 @@ class Channel(Waiter):
         for key, (round_, its_pending) in list(self._pending.items()):
             if its_pending is pending:
                 del self._pending[key]
-                self._rounds.give_up(round_)
+                self._execute(self._rounds.give_up(round_))
         self._lock.notify()
 
     def _reshard(self, round_: Round) -> None:
@@ -339,6 +339,8 @@ class Channel(Waiter):
                         self._metrics.refused_pushes.inc()
                     if not self._send(out):
                         return
+                case SendGiveUp(server=server, message=message):
+                    self._servers.tell(server, message)
                 case Deliver():
                     self._deliver(action)
                 case Reshard(round=round_):
