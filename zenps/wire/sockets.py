@@ -42,7 +42,7 @@ MAX_FRAMES = 5
 # is told of some 5000 departures at once.
 MAX_QUEUED_MESSAGES = 8192
 
-# Unread messages of one peer at a ROUTER. Beyond it TCP slows the peer down (backpressure).
+# Unread messages of one peer at a ROUTER, unless their bytes call for fewer.
 MAX_UNREAD_MESSAGES = 64
 
 HEARTBEAT_SECONDS = 2
@@ -117,19 +117,25 @@ def connect(socket: Socket, address: str) -> None:
 
 
 def bind_router(
-    ctx: zmq.Context[Socket], host: str, port: int, max_message_bytes: int, keys: Keys | None = None
+    ctx: zmq.Context[Socket],
+    host: str,
+    port: int,
+    max_message_bytes: int,
+    keys: Keys | None = None,
+    max_unread: int = MAX_UNREAD_MESSAGES,
 ) -> tuple[Socket, str]:
     """A ROUTER on ``host``, or on all interfaces if others may resolve ``host`` to another address.
 
     With ``keys`` every peer needs a key that a :class:`~zenps.wire.curve.Authenticator` in ``ctx`` knows.
-    Returns the socket and its address, ``tcp://host:port`` with the real port.
+    At most ``max_unread`` messages of one peer wait here, and one more that is on its way; beyond, TCP slows
+    the peer down (backpressure). Returns the socket and its address, ``tcp://host:port`` with the real port.
 
     Raises:
         ConfigError: the port is taken, or ``host`` cannot be resolved.
     """
     socket = _socket(ctx, zmq.ROUTER, max_message_bytes)
     socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
-    socket.setsockopt(zmq.RCVHWM, MAX_UNREAD_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, max_unread)
     # Without it a message to a peer that is gone vanishes; with it, sending raises EHOSTUNREACH.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     # A peer that reconnects takes over its identity from the dead connection.
