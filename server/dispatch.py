@@ -18,7 +18,7 @@ from zenps.observe.metrics import ServerMetrics
 from zenps.observe.trace import Trace
 from zenps.wire.curve import Authenticator
 from zenps.wire.frames import CorruptedError, Decoder
-from zenps.wire.messages import Push, Resend, ToServer
+from zenps.wire.messages import GiveUp, Push, Resend, ToServer
 
 from .reducers.registry import make_reducers
 from .replies import ReplySender
@@ -95,6 +95,8 @@ class Dispatcher:
         match message:
             case Push():
                 return self._on_push(peer, message, envelope, tensors, begin_ns)
+            case GiveUp():
+                return self._on_give_up(peer, message, envelope)
 
     def _on_push(
         self, peer: bytes, push: Push, envelope: memoryview, tensors: list[memoryview], begin_ns: int
@@ -115,6 +117,13 @@ class Dispatcher:
         actions = self._rounds.on_push(HeldPush(peer, push, payload, payload.size_bytes), time.monotonic())
         self._metrics.received_bytes.inc(size)
         return actions
+
+    def _on_give_up(self, peer: bytes, message: GiveUp, envelope: memoryview) -> Actions:
+        rank = self._workers.rank_of(peer)
+        if rank is None:
+            raise ProtocolError("unexpected", "a round given up by a peer that has no rank")
+        self._authenticator.check(envelope, "worker", rank)
+        return self._rounds.on_give_up(rank, message, time.monotonic())
 
     def _ask_again(self, peer: bytes, error: CorruptedError) -> Actions:
         """Asks the peer of a rank to repeat a damaged message. Another peer gets no reply."""

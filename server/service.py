@@ -33,6 +33,7 @@ from zenps.wire.sockets import Socket, bind_router, context, receive_routed
 
 from .dispatch import Dispatcher
 from .memory import keep_freed_memory
+from .receive_queue import size_receive_queue
 from .replies import ReplySender
 from .rounds.tracker import ServerRounds
 from .send_queue import SendQueue
@@ -79,7 +80,10 @@ class _Service:
         keys = load_keys(config.security, "server", self._rank)
         self._authenticator = Authenticator(ctx, keys, counters.count_refusal)
         limit = cluster.max_message_bytes
-        self._socket, self._address = bind_router(ctx, host, cluster.server_port, limit, keys)
+        queue = size_receive_queue(config)
+        self._socket, self._address = bind_router(
+            ctx, host, cluster.server_port, limit, keys, queue.max_messages
+        )
         warn_if_open(keys, self._address)
         # Twice, for positions and values, and two envelopes' worth for the rest.
         self._connections = Connections(self._socket, 2 * (limit + MAX_ENVELOPE_BYTES))
@@ -90,7 +94,7 @@ class _Service:
         keep_freed_memory(keep_bytes)
         self._poller = zmq.Poller()
         self._shared_memory = SharedMemoryPeers(cluster, self._address, keep_bytes, self._poller)
-        self._rounds = ServerRounds(cluster.server_budget_bytes, cluster.patience_seconds)
+        self._rounds = ServerRounds(queue.rounds_bytes, cluster.patience_seconds)
         self._workers = Workers()
         # A worker that computes reads nothing, and what was sent to it may be all that the budget admits.
         send_queue = SendQueue(self._socket, max(cluster.server_budget_bytes, 4 * limit))

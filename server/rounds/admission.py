@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from typing import Literal
 
 from zenps.errors import ProtocolError
 
 from .history import History
-from .states import HeldPush, Key, ServerRound
+from .states import HeldPush, Key, RefusedPush, ServerRound
 
 # What a round costs beside its tensors; it bounds how many empty ones a budget allows.
 ROUND_BYTES = 1024
@@ -38,7 +39,7 @@ class Admission:
         self.open_bytes = 0
         self._history = history
         self._refused: OrderedDict[Key, ServerRound] = OrderedDict()
-        self._refusals: Counter[bytes] = Counter()
+        self._refusals: Counter[int] = Counter()
 
     @property
     def used_bytes(self) -> int:
@@ -99,9 +100,26 @@ class Admission:
         """The round, if pushes for it were refused."""
         return self._refused.get(key)
 
+    def refused_of(self, tensor: str, step: int) -> list[ServerRound]:
+        """The refused rounds of this tensor, up to this step."""
+        return [round_ for key, round_ in self._refused.items() if key.tensor == tensor and key.step <= step]
+
     def first_refused(self) -> ServerRound | None:
-        """The round that was refused before all others."""
-        return next(iter(self._refused.values()), None)
+        """The round that was refused before all others, of those that a rank still wants to push."""
+        while self._refused:
+            round_ = next(iter(self._refused.values()))
+            for rank in self._history.passed(round_.key, round_.refused):
+                del round_.refused[rank]
+                self._refusals[rank] -= 1
+            if round_.refused:
+                return round_
+            self.dismiss(round_, "nobody left")
+        return None
+
+    def dismiss(self, round_: ServerRound, event: Literal["nobody left", "given up"]) -> list[bytes]:
+        """A refused round will not open. Returns the peers whose pushes were refused."""
+        round_.advance(event)
+        return self._withdraw(round_)
 
     def refuse(self, round_: ServerRound, held: HeldPush) -> None:
         """Notes that a push was refused: its rank has to push again when there is room.
@@ -109,22 +127,25 @@ class Admission:
         Raises:
             ProtocolError: the rank has too many refused rounds already.
         """
-        if held.peer not in round_.refused:
-            if self._refusals[held.peer] == MOST_REFUSED:
-                reason = f"rank {held.push.rank} has {MOST_REFUSED} refused rounds and asks for another"
+        rank = held.push.rank
+        if rank not in round_.refused:
+            if self._refusals[rank] == MOST_REFUSED:
+                reason = f"rank {rank} has {MOST_REFUSED} refused rounds and asks for another"
                 raise ProtocolError("unexpected", reason)
-            self._refusals[held.peer] += 1
+            self._refusals[rank] += 1
         round_.advance("push over the budget")
-        round_.refused[held.peer] = held.whole_bytes
+        round_.refused[rank] = RefusedPush(held.peer, held.whole_bytes)
         self._refused[round_.key] = round_
 
     def admit(self, round_: ServerRound) -> Sequence[bytes]:
         """The round opens. Returns the peers whose pushes were refused before."""
-        if not round_.refused:
-            return ()
+        return self._withdraw(round_) if round_.refused else ()
+
+    def _withdraw(self, round_: ServerRound) -> list[bytes]:
         del self._refused[round_.key]
         self._refusals.subtract(round_.refused.keys())
-        peers, round_.refused = list(round_.refused), {}
+        peers = [push.peer for push in round_.refused.values()]
+        round_.refused = {}
         return peers
 
 

@@ -40,6 +40,8 @@ ROUND: Final[Transitions[RoundState, RoundEvent]] = {
         "push": "open",
         "push over the budget": "refused",
         "room": "open",
+        "given up": "failed",
+        "nobody left": "forgotten",
         "ring changed": "forgotten",
     },
     "open": {
@@ -103,6 +105,13 @@ class HeldPush(Struct, frozen=True):
         return self.size_bytes * self.push.fragments
 
 
+class RefusedPush(NamedTuple):
+    """A push that was refused as busy: its rank pushes again when it is told to."""
+
+    peer: bytes
+    size_bytes: int
+
+
 class Reduce(Struct, frozen=True):
     """An action: reduce these pushes, and give the outcome to ``ServerRounds.finish``.
 
@@ -146,8 +155,8 @@ class ServerRound(Struct, eq=False):
 
     key: Key
     state: RoundState = "none"
-    refused: dict[bytes, int] = {}
-    """By peer whose push was refused, the size of that push."""
+    refused: dict[int, RefusedPush] = {}
+    """By rank."""
     opened: float = 0.0
     held: dict[int, HeldPush] = {}
     """By the rank that pushed; of a push in fragments, the one that came first."""

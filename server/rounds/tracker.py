@@ -8,13 +8,13 @@ the new ring what they still need.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from itertools import chain
 from typing import Literal
 
 from zenps.errors import ProtocolError, listing
 from zenps.observe.lateness import Lateness
-from zenps.wire.messages import Busy, Failure, FailureKind, Resume, Wanted
+from zenps.wire.messages import Busy, Failure, FailureKind, GiveUp, Resume, Wanted
 
 from ..reducers.base import Outcome
 from .admission import Admission
@@ -40,6 +40,9 @@ REOPENED_SECONDS = 15.0
 # A round opens whatever its size if no other is open. So a push in so many fragments is accepted then; one in
 # more must fit into the budget.
 FREE_FRAGMENTS = 64
+# How long a round is open that nobody has pushed since there is room for it. Ranks that have given it up say
+# so when they are asked to push again; this is for what got lost. A rank that pushes later opens it again.
+RESUMED_SECONDS = 15.0
 
 Actions = list[Action]
 FailEvent = Literal["ranks disagree", "deadline", "rank gone", "given up", "too large"]
@@ -127,7 +130,7 @@ class ServerRounds:
         last = self._history.last(key)
         if last is not None and push.step <= last.key.step:
             return self._repeat(last, held)
-        self._history.note(push)
+        self._history.note(push.tensor, push.rank, push.step, push.chunks)
         if key in self._open:
             return self._hold(self._open[key], held, now)
         if self._history.has_passed(key, push.rank):
@@ -135,6 +138,27 @@ class ServerRounds:
             self.duplicates += 1
             return []
         return self._admit(key, held, now)
+
+    def on_give_up(self, rank: int, given_up: GiveUp, now: float) -> Actions:
+        """A round has failed on a rank, which pushes nothing more for it.
+
+        Raises:
+            ProtocolError: it is of one tensor too many.
+        """
+        if given_up.ring_epoch != self._epoch:
+            return []
+        self._history.note(given_up.tensor, rank, given_up.step, 0)
+        rounds = [
+            round_
+            for key, round_ in self._open.items()
+            if key.tensor == given_up.tensor and key.step <= given_up.step
+        ]
+        actions = [*chain.from_iterable([self._expire(round_, now) for round_ in rounds])]
+        for round_ in self._admission.refused_of(given_up.tensor, given_up.step):
+            if not round_.refused.keys() <= self._history.passed(round_.key, round_.refused):
+                failure = self._given_up(round_.key, {rank})
+                actions.append(Reply(self._admission.dismiss(round_, "given up"), failure))
+        return actions
 
     def finish(self, key: Key, outcome: Outcome, now: float) -> Actions:
         """A round has been reduced: replies to all ranks, and admits refused rounds."""
@@ -160,14 +184,18 @@ class ServerRounds:
         """Opens a round, or refuses it because there is no room.
 
         A round that others wait for must open: they cannot push what would follow it. Such are those pushed
-        again under a new ring, and those whose outcome is forgotten although this rank lacks its reply.
+        again under a new ring, and those whose outcome is forgotten although this rank lacks its reply. A
+        round must also open if no other is pushed: rounds that have room, and that nobody has pushed yet, may
+        have been given up.
         """
         excluded = self._history.forgotten(key)
         round_ = self._admission.refused(key) or ServerRound(key)
         round_.is_recovery = round_.is_reopened = excluded is not None
         round_.excluded = excluded or frozenset()
-        must = round_.is_reopened or held.push.again or not self._open
+        must = round_.is_reopened or held.push.again or not self._has_pushes()
         if not self._admission.make_room(held.whole_bytes, len(self._peers), must=must):
+            if given_up := self._history.passed(key, self._peers):
+                return [Reply([held.peer], self._given_up(key, given_up))]
             self._admission.refuse(round_, held)
             return [Reply([held.peer], Busy(self._epoch, *key))]
         return self._open_round(round_, "push", now) + self._hold(round_, held, now)
@@ -184,7 +212,7 @@ class ServerRounds:
         """Opens refused rounds that fit now, the oldest first."""
         actions: Actions = []
         while (round_ := self._admission.first_refused()) is not None:
-            push_bytes = max(round_.refused.values())
+            push_bytes = max([push.size_bytes for push in round_.refused.values()])
             if not self._admission.make_room(push_bytes, len(self._peers), must=not self._open):
                 break
             actions += self._open_round(round_, "room", now)
@@ -224,7 +252,7 @@ class ServerRounds:
             f"rank {held.push.rank} pushes {held.whole_bytes} bytes to one server, expected at most "
             f"{most_bytes}; raise cluster.server_budget_bytes, add servers, or push fewer rows at first"
         )
-        return self._fail(round_, "too large", "size", reason, now)
+        return self._fail(round_, "too large", self._failure(round_.key, "size", reason), now)
 
     def _complete(self, round_: ServerRound, now: float) -> Actions:
         """Reduces a round once all pushes are there, or fails it if one can never come.
@@ -238,36 +266,39 @@ class ServerRounds:
                 reason = (
                     f"rank {min(lost)} was lost, and the result that contains its push had to be forgotten"
                 )
-            return self._fail(round_, "rank gone", "lost", reason, now)
+            return self._fail(round_, "rank gone", self._failure(round_.key, "lost", reason), now)
         if self._peers.keys() <= round_.ranks:
             if reason := disagreement([round_.held[rank].push for rank in sorted(round_.held)]):
-                return self._fail(round_, "ranks disagree", "mismatch", reason, now)
+                failure = self._failure(round_.key, "mismatch", reason)
+                return self._fail(round_, "ranks disagree", failure, now)
             round_.advance("last push")
             return [Reduce(round_.key, round_.pushes(), now - round_.opened)]
         absent = self._departed.keys() - round_.ranks
         if absent:
-            return self._fail(round_, "rank gone", "lost", self._departed[min(absent)], now)
+            failure = self._failure(round_.key, "lost", self._departed[min(absent)])
+            return self._fail(round_, "rank gone", failure, now)
         return []
 
     def _expire(self, round_: ServerRound, now: float) -> Actions:
         """Ends a round that has waited long enough, or that can never be complete.
 
-        A rank that pushes a later step has ended this one. If its push is missing, it got no reply, and the
-        round fails. In a recovery round it may have had its reply before: it is asked for its push instead,
-        as long as any rank needs the reply.
+        A rank may have ended this step (:meth:`History.has_passed`). If its push is missing, it got no reply,
+        and the round fails. In a recovery round it may have had its reply before: it is asked
+        for its push instead, as long as any rank needs the reply.
         """
         key, age_seconds = round_.key, now - round_.opened
         passed = self._history.passed(key, self._peers)
-        if round_.is_recovery and round_.held.keys() <= passed:
+        if not round_.held:
+            is_wanted = self._peers.keys() - passed and age_seconds <= RESUMED_SECONDS
+            return [] if is_wanted else self._cancel(round_, now)
+        if round_.held.keys() <= passed:
             return self._cancel(round_, now)
         if not round_.is_recovery and (given_up := passed - round_.ranks):
-            ranks = f"rank(s) {listing(sorted(given_up))}"
-            reason = f"ranks disagree: {ranks} pushed a later step without this chunk; see what failed there"
-            return self._fail(round_, "given up", "mismatch", reason, now)
+            return self._fail(round_, "given up", self._given_up(key, given_up), now)
         if age_seconds > self._deadline_seconds:
             missing = sorted(self._peers.keys() - round_.ranks)
             reason = f"no push within {self._deadline_seconds:g} s from rank(s) {listing(missing)}"
-            return self._fail(round_, "deadline", "deadline", reason, now)
+            return self._fail(round_, "deadline", self._failure(key, "deadline", reason), now)
         return self._cancel(round_, now) if round_.is_reopened and age_seconds > REOPENED_SECONDS else []
 
     def _fail_without(self, departed: Mapping[int, str], now: float) -> Actions:
@@ -276,7 +307,8 @@ class ServerRounds:
         for round_ in list(self._open.values()):
             absent = departed.keys() - round_.ranks
             if absent and round_.held:
-                actions += self._fail(round_, "rank gone", "lost", departed[min(absent)], now)
+                failure = self._failure(round_.key, "lost", departed[min(absent)])
+                actions += self._fail(round_, "rank gone", failure, now)
         return actions
 
     def _continue_without(self, lost: Set[int], now: float) -> Actions:
@@ -293,6 +325,10 @@ class ServerRounds:
             actions += self._complete(round_, now) if round_.held else self._cancel(round_, now)
         return actions
 
+    def _has_pushes(self) -> bool:
+        """True if an open round has been pushed, so that what ends it makes room for others."""
+        return any(round_.held for round_ in self._open.values())
+
     # ── ends ────────────────────────────────────────────────────────────────────────────────────
 
     def _cancel(self, round_: ServerRound, now: float) -> Actions:
@@ -305,11 +341,16 @@ class ServerRounds:
         self._admission.release(round_)
         round_.advance(event)
 
-    def _fail(
-        self, round_: ServerRound, event: FailEvent, kind: FailureKind, reason: str, now: float
-    ) -> Actions:
-        key, peers = round_.key, [held.peer for held in round_.held.values()]
-        failure = Failure(self._epoch, *key, kind, f"tensor {key.tensor!r}, step {key.step}: {reason}")
+    def _failure(self, key: Key, kind: FailureKind, reason: str) -> Failure:
+        return Failure(self._epoch, *key, kind, f"tensor {key.tensor!r}, step {key.step}: {reason}")
+
+    def _given_up(self, key: Key, ranks: Iterable[int]) -> Failure:
+        """The answer where some ranks push this chunk no more, or never: others wait for it in vain."""
+        given_up = f"rank(s) {listing(sorted(ranks))} ended this step without this chunk"
+        return self._failure(key, "mismatch", f"ranks disagree: {given_up}; see what failed there")
+
+    def _fail(self, round_: ServerRound, event: FailEvent, failure: Failure, now: float) -> Actions:
+        peers = [held.peer for held in round_.held.values()]
         # Without peers, too: whoever carries it out counts and logs the failure.
         return [Reply(peers, failure), *self._close(round_, event, FailedRound(failure), now)]
 

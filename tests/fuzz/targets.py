@@ -32,6 +32,7 @@ from zenps.wire.messages import (
     Failure,
     FromScheduler,
     FromServer,
+    GiveUp,
     Heartbeat,
     Leave,
     Member,
@@ -46,6 +47,7 @@ from zenps.wire.messages import (
     StatusRequest,
     Stop,
     ToScheduler,
+    ToServer,
     View,
     Wanted,
     WhoAreYou,
@@ -93,7 +95,7 @@ class Server:
     """A server with one worker, whose pushes complete their rounds, and one that they wait for."""
 
     def __init__(self) -> None:
-        self._decoder: Decoder[Push] = Decoder(JOB, Push)
+        self._decoder: Decoder[ToServer] = Decoder(JOB, ToServer)
         self._rounds = {ranks: ServerRounds(1 << 20, 30.0) for ranks in (1, 2)}
         for ranks, rounds in self._rounds.items():
             rounds.on_view(1, dict.fromkeys(range(ranks), b"peer"), {}, 0.0)
@@ -101,6 +103,10 @@ class Server:
     def __call__(self, frames: Frames) -> None:
         rest = [memoryview(bytearray(frame)) for frame in frames[1:]]
         push = self._decoder.decode(frames[0], rest)
+        if isinstance(push, GiveUp):
+            for rounds in self._rounds.values():
+                rounds.on_give_up(0, push, 0.0)
+            return
         reducer = REDUCERS[push.kind]
         reducer.check_size(push)
         payload = reducer.read(push, rest)

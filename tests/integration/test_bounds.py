@@ -42,7 +42,7 @@ JOB = "default"
 def flipped(frames: Sequence[memoryview], least: int) -> list[memoryview]:
     """Copies, with one bit of the last frame the other way if it has more than ``least`` bytes."""
     copies = [bytearray(frame) for frame in frames]
-    if len(copies[-1]) > least:
+    if copies and len(copies[-1]) > least:
         copies[-1][len(copies[-1]) // 2] ^= 4
     return [memoryview(copy) for copy in copies]
 

@@ -290,3 +290,31 @@ def attempt_to_join() -> Raised:
     raised = attempt(zps.init)
     assert isinstance(raised, Raised)
     return raised
+
+
+UNREAD = 400
+COMPUTE_SECONDS = 6.0
+"""Longer than two of libzmq's heartbeat intervals: the first finds the connection gone."""
+
+
+def push_and_compute(path: Path) -> list[float]:
+    """Leaves hundreds of results unread while a server dies; afterwards waits for them all."""
+    handles = [
+        zps.push_pull_async(torch.full((64,), float(number + zps.rank())), f"t{number}", average=False)
+        for number in range(UNREAD)
+    ]
+    (path / f"pushed{zps.rank()}").touch()
+    time.sleep(COMPUTE_SECONDS)
+    return [float(handle.wait().mean()) for handle in handles]
+
+
+@pytest.mark.long
+def test_a_server_is_killed_while_hundreds_of_results_are_unread(tmp_path: Path) -> None:
+    with Cluster(2, 2) as cluster:  # nodes are not lost before the end of that
+        workers = [cluster.start(push_and_compute, tmp_path, rank=rank) for rank in range(2)]
+        for rank in range(2):
+            await_file(tmp_path / f"pushed{rank}")
+        time.sleep(1)
+        cluster.servers[0].kill()
+        for worker in workers:
+            assert worker.result() == [2.0 * number + 1 for number in range(UNREAD)]

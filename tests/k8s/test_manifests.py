@@ -24,6 +24,7 @@ from zenps.cli.arguments import make_parser, split_command
 from zenps.config.settings import Config
 from zenps.config.sources import load
 from zenps.config.values import parse_address
+from zenps.server.receive_queue import size_receive_queue
 
 MANIFESTS = Path(__file__).parents[2] / "docker" / "k8s"
 FILES = ("jobset.yaml", "plain.yaml")
@@ -250,6 +251,9 @@ def test_settings_are_ours(file: str, role: str, tmp_path: Path) -> None:
         expected["data"] = config.cluster.server_port
         assert own["resources"]["limits"]["memory"] == "2Gi"
         assert config.cluster.server_budget_bytes <= 1 << 30, "half of it"
+        many = msgspec.structs.replace(config.cluster, workers=32)
+        queue = size_receive_queue(msgspec.structs.replace(config, cluster=many))
+        assert queue.unread_bytes + queue.rounds_bytes <= config.cluster.server_budget_bytes
     assert ports == expected
     assert pod(file, role)["metadata"]["annotations"]["prometheus.io/port"] == str(config.metrics.port)
 

@@ -19,7 +19,7 @@ from zenps.scheduler.membership.registration import Settings
 from zenps.scheduler.membership.tracker import Membership
 from zenps.server.rounds.states import HeldPush, Reduce, ServerRound
 from zenps.server.rounds.tracker import Actions, ServerRounds
-from zenps.wire.messages import FromServer, Member, Register
+from zenps.wire.messages import FromServer, GiveUp, Member, Register
 from zenps.worker.rounds.states import Action, Frames, Outgoing, Round, SendPush
 from zenps.worker.rounds.tracker import WorkerRounds
 
@@ -178,6 +178,32 @@ class RefusesWhatIsOlder(ServerRounds):
     def on_push(self, held: HeldPush, now: float) -> Actions:
         push = msgspec.structs.replace(held.push, again=False)
         return super().on_push(msgspec.structs.replace(held, push=push), now)
+
+
+class KeepsRoomForWhatNobodyPushes(ServerRounds):
+    """Keeps a round that has room open, and nothing else may open beside it."""
+
+    def _expire(self, round_: ServerRound, now: float) -> Actions:
+        return super()._expire(round_, now) if round_.held else []
+
+    def _has_pushes(self) -> bool:
+        return bool(self._open)
+
+
+class WaitsForWhatIsGivenUp(ServerRounds):
+    """Does not listen to a rank that will push nothing more for a round."""
+
+    def on_give_up(self, rank: int, given_up: GiveUp, now: float) -> Actions:
+        return []
+
+
+class NeverSaysWhatItGivesUp(WorkerRounds):
+    """Ends a failed round without a word to the servers that wait for it."""
+
+    def _give_up(self, round_: Round) -> list[Action]:
+        super()._give_up(round_)
+        self._given_up.clear()
+        return []
 
 
 class ContinuesWithoutAnybody(ServerRounds):
@@ -343,7 +369,9 @@ PLANTS: dict[Scenario, list[Parts]] = {
         ),
         *(Parts(worker_rounds=part) for part in (SaysItIsTheFirstTime, NeverRepeats, TakesWhatIsOfAnyRing)),
         *(Parts(rounds=part) for part in (ReducesAsTheyCome, KeepsTheOldRing, NeverAsks, ForgetsToForget)),
-        Parts(rounds=RefusesWhatIsOlder),
+        *(Parts(rounds=part) for part in (RefusesWhatIsOlder, WaitsForWhatIsGivenUp)),
+        Parts(rounds=KeepsRoomForWhatNobodyPushes),
+        Parts(worker_rounds=NeverSaysWhatItGivesUp),
         *(Parts(membership=part) for part in (TellsWorkersFirst, BeginsAnew, LetsOneThrough)),
         Parts(membership=WaitsForADeadJob),
     ],

@@ -76,6 +76,8 @@ class Script(msgspec.Struct, frozen=True):
     """How long a round waits at most to be resharded, and then takes at most; 0: it is resharded at once."""
     message_units: int = 1 << 10
     """How many units a message takes: a chunk with more travels in fragments."""
+    catches: bool = False
+    """True if ranks push some tensors that they shard differently, and catch the error."""
 
 
 def random_script(seed: int, scenario: Scenario | None = None) -> Script:
@@ -105,4 +107,5 @@ def random_script(seed: int, scenario: Scenario | None = None) -> Script:
         reshard_seconds=rng.choice(RESHARD_SECONDS),
         message_units=rng.choice(MESSAGE_UNITS),
         left_over=rng.random() < 0.2,
+        catches=rng.random() < 0.75,
     )

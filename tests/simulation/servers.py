@@ -13,7 +13,7 @@ from zenps.errors import ProtocolError
 from zenps.server.reducers.base import Answer, Outcome
 from zenps.server.rounds.admission import ROUND_BYTES
 from zenps.server.rounds.states import Action, HeldPush, Reduce, Reply
-from zenps.wire.messages import Leave, Member, Push, Register, Result, Stop, View
+from zenps.wire.messages import GiveUp, Leave, Member, Push, Register, Result, Stop, View
 from zenps.wire.tensors import cut_fragments
 
 from .network import OVERWRITTEN, Frame, Frames
@@ -84,6 +84,8 @@ class Server(MemberNode):
         match message:
             case Push():
                 self._on_push(sender, message, frames)
+            case GiveUp():
+                self._on_give_up(sender, message)
             case Stop():
                 self.end("stopped")
             case _:
@@ -103,6 +105,11 @@ class Server(MemberNode):
             return
         self._execute(actions)
 
+    def _on_give_up(self, sender: bytes, message: GiveUp) -> None:
+        for rank, peer in self._peers.items():
+            if peer == sender:
+                self._execute(self.rounds.on_give_up(rank, message, self.now))
+
     def _tick(self) -> None:
         self._execute(self.rounds.on_tick(self.now))
         self.check()
@@ -113,7 +120,8 @@ class Server(MemberNode):
         size = sum(round_.size_bytes for round_ in held)
         if size != self.rounds.held_bytes:
             raise Violation(f"{self.name!r} holds {size} bytes, and counts {self.rounds.held_bytes}")
-        most = max(self.simulation.script.budget_bytes, self._largest_round_bytes)
+        # One round opens beside those that have room and that nobody has pushed yet.
+        most = max(self.simulation.script.budget_bytes, self._largest_round_bytes) + self._largest_round_bytes
         if size > most + sum(round_.size_bytes for round_ in held if round_.is_recovery):
             raise Violation(f"{self.name!r} holds {size} bytes; expected at most {most}")
 

@@ -25,7 +25,7 @@ from .script import (
 )
 from .simulation import Simulation
 
-MOST_RUNS = 100
+MOST_RUNS = 300
 """The number of scripts within which a mistake is found; most are found in the first few."""
 
 
@@ -53,6 +53,7 @@ def scripts(scenario: Scenario) -> st.SearchStrategy[Script]:
         left_over=st.booleans(),
         reshard_seconds=st.sampled_from(RESHARD_SECONDS),
         message_units=st.sampled_from(MESSAGE_UNITS),
+        catches=st.booleans(),
     )
 
 
@@ -189,6 +190,60 @@ ONCE_FAILED = [
             Fault(at=27.8, kind="crash worker in an admission", target=33, seconds=18.247),
         ),
         scenario="continue",
+    ),
+    # A chunk that only one rank has takes the only room, and the ranks never learn that they disagree.
+    Script(
+        seed=9,
+        workers=2,
+        servers=2,
+        steps=35,
+        slow_seconds=0.05,
+        duplicates=0.0,
+        budget_bytes=1,
+        faults=(
+            Fault(at=0.241, kind="crash scheduler", target=95, seconds=22.182),
+            Fault(at=2.521, kind="drain server", target=92, seconds=19.825),
+            Fault(at=6.868, kind="stall scheduler", target=77, seconds=2.02),
+            Fault(at=12.259, kind="crash scheduler", target=20, seconds=4.211),
+            Fault(at=12.259, kind="stop server", target=64, seconds=21.793),
+            Fault(at=22.562, kind="start server", target=17, seconds=4.654),
+            Fault(at=22.815, kind="crash server", target=93, seconds=9.475),
+        ),
+        catches=True,
+    ),
+    # A failed round is pushed again for another rank, and fails again.
+    Script(
+        seed=62,
+        workers=4,
+        servers=2,
+        steps=17,
+        runs_ahead=True,
+        duplicates=0.2,
+        faults=(
+            Fault(at=0.255, kind="drain server", target=59, seconds=7.747),
+            Fault(at=1.756, kind="stop server", target=20, seconds=0.194),
+        ),
+        catches=True,
+    ),
+    # A rank waits for room for a round that the others have given up.
+    Script(
+        seed=64,
+        workers=2,
+        servers=2,
+        steps=45,
+        slow_seconds=2.0,
+        budget_bytes=1,
+        faults=(
+            Fault(at=0.935, kind="lose", target=51, seconds=13.404),
+            Fault(at=2.485, kind="start server", target=90, seconds=22.817),
+            Fault(at=31.215, kind="crash server", target=98, seconds=11.459),
+            Fault(at=31.215, kind="lose", target=33, seconds=5.481),
+            Fault(at=31.215, kind="stall server", target=22, seconds=2.635),
+            Fault(at=31.215, kind="stall server", target=51, seconds=16.987),
+            Fault(at=35.07, kind="stop server", target=10, seconds=21.533),
+        ),
+        reshard_seconds=2.0,
+        catches=True,
     ),
     # A worker that was silent while it registered registers again, twice.
     Script(

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from zenps.errors import ZenPSError
 from zenps.transitions import Transitions
-from zenps.wire.messages import Push, Result
+from zenps.wire.messages import GiveUp, Push, Result
 
 from ..core.request import Options
 
@@ -103,6 +103,13 @@ class SendPush(Struct, frozen=True):
     again: bool = False
 
 
+class SendGiveUp(Struct, frozen=True):
+    """An action: tell a server that this worker has given a round up."""
+
+    server: int
+    message: GiveUp
+
+
 class Reshard(Struct, frozen=True):
     """An action: reshard the round for the present ring, then call :meth:`WorkerRounds.on_resharded`.
 
@@ -131,4 +138,4 @@ class Fail(Struct, frozen=True):
     error: ZenPSError
 
 
-Action = SendPush | Reshard | Deliver | Fail
+Action = SendPush | SendGiveUp | Reshard | Deliver | Fail

@@ -27,8 +27,9 @@ from zenps.errors import (
     ZenPSError,
     listing,
 )
-from zenps.wire.messages import Busy, Failure, FromServer, Member, Resend, Result, Resume, Wanted
+from zenps.wire.messages import Busy, Failure, FromServer, GiveUp, Member, Resend, Result, Resume, Wanted
 
+from .given_up import GivenUpRounds
 from .states import (
     AWAITED,
     REPEAT_SECONDS,
@@ -41,6 +42,7 @@ from .states import (
     Outgoing,
     Reshard,
     Round,
+    SendGiveUp,
     SendPush,
 )
 
@@ -79,6 +81,7 @@ class WorkerRounds:
         self._kept: dict[tuple[str, int], Round] = {}
         self._newest: dict[str, int] = {}
         """The step of each tensor's last round. The steps of a stream are not consecutive."""
+        self._given_up = GivenUpRounds()
         self.failure: ZenPSError | None = None
         """Why no round can succeed any more."""
         self.watermark = 0
@@ -120,6 +123,7 @@ class WorkerRounds:
         if ring_epoch == self._ring_epoch:
             return []
         self._ring_epoch = ring_epoch
+        self._given_up.clear()
         actions: list[Action] = []
         for key, round_ in list(self._in_flight.items()):
             if round_.state in AWAITED and round_.workers != workers:
@@ -165,6 +169,7 @@ class WorkerRounds:
         for key in [*self._in_flight, *self._kept]:
             self._settle(key)  # one that is resharded for another rank must not be pushed any more
         self._newest.clear()
+        self._given_up.clear()
         self.watermark = self._begun_watermark = 0
         return actions
 
@@ -183,10 +188,9 @@ class WorkerRounds:
             return [Reshard(round_)]
         return self._push(round_, now)
 
-    def give_up(self, round_: Round) -> None:
+    def give_up(self, round_: Round) -> list[Action]:
         """Ends a round whose answers no caller waits for any more."""
-        if round_.state in AWAITED:
-            self._end(round_, "failed")
+        return self._give_up(round_) if round_.state in AWAITED else []
 
     def on_reply(self, server: int, message: FromServer, frames: Frames, now: float) -> list[Action]:
         """Processes a server's message. Answers to rounds that are not in flight are late and ignored."""
@@ -195,6 +199,8 @@ class WorkerRounds:
         if isinstance(message, Wanted):
             return self._on_wanted(server, message, now)
         round_ = self._in_flight.get((message.tensor, message.step))
+        if round_ is None and isinstance(message, Resume) and self._has_begun(message):
+            return [SendGiveUp(server, GiveUp(self._ring_epoch, message.tensor, message.step))]
         if round_ is None or (server, message.chunk) not in round_.unanswered:
             return []
         match message:
@@ -205,13 +211,13 @@ class WorkerRounds:
                 round_.repeat_at = now + REPEAT_SECONDS
                 return self._on_result(round_, server, message, frames)
             case Failure(kind=kind, reason=reason):
-                return self._fail(round_, _FAILURES[kind](reason))
+                return self._fail_and_tell(round_, _FAILURES[kind](reason))
             case Busy():
                 return []
             case Resume():
                 return self._repeat(round_, server, message.chunk, "refused as busy", again=True)
             case Resend():
-                return self._repeat(round_, server, message.chunk, "damaged on its way", again=False)
+                return self._repeat(round_, server, message.chunk, "damaged on its way")
 
     def on_corrupted(self, server: int, message: object) -> list[Action]:
         """Repeats the push whose answer has a wrong checksum, so that the server answers again."""
@@ -220,7 +226,7 @@ class WorkerRounds:
         round_ = self._in_flight.get((message.tensor, message.step))
         if round_ is None or (server, message.chunk) not in round_.unanswered:
             return []
-        return self._repeat(round_, server, message.chunk, "answered with damaged bytes", again=False)
+        return self._repeat(round_, server, message.chunk, "answered with damaged bytes")
 
     def on_lost(self, error: ZenPSError) -> list[Action]:
         """Fails all rounds, also those that begin later."""
@@ -245,14 +251,14 @@ class WorkerRounds:
 
     def on_tick(self, now: float) -> list[Action]:
         """Fails rounds whose deadline has expired; repeats pushes that were not answered for long."""
-        actions: list[Action] = []
+        actions: list[Action] = [*self._given_up.on_tick(now)]
         for round_ in list(self._in_flight.values()):
             if now > round_.deadline:
                 silent = sorted({rank for rank, _ in round_.unanswered})
                 names = listing(self._servers[rank] for rank in silent) or "the servers of the former ring"
                 reason = f"no answer within {self._deadline_seconds:g} s from {names}"
                 error = DeadlineError(f"tensor {round_.tensor!r}, step {round_.step}: {reason}")
-                actions += self._fail(round_, error)
+                actions += self._fail_and_tell(round_, error)
             elif now > round_.repeat_at:
                 round_.repeat_seconds *= 2
                 round_.repeat_at = now + round_.repeat_seconds
@@ -335,7 +341,9 @@ class WorkerRounds:
             if not self._before_watermark:
                 self.watermark = self._begun_watermark
 
-    def _repeat(self, round_: Round, server: int, chunk: int, cause: str, *, again: bool) -> list[Action]:
+    def _repeat(
+        self, round_: Round, server: int, chunk: int, cause: str, *, again: bool = False
+    ) -> list[Action]:
         key = (server, chunk)
         count = round_.repetitions[key] = round_.repetitions.get(key, 0) + 1
         if count > MOST_REPETITIONS:
@@ -344,13 +352,28 @@ class WorkerRounds:
                 f"{where}: the push to {self._servers[server]} was repeated {MOST_REPETITIONS} times and "
                 f"{cause} again; expected once at most: test memory and network cards of both machines"
             )
-            return self._fail(round_, ProtocolError("checksum", reason))
+            return self._fail_and_tell(round_, ProtocolError("checksum", reason))
         return [SendPush(out, again=again) for out in _pushes_of(round_, {key})]
 
     def _fail(self, round_: Round, error: ZenPSError) -> list[Action]:
         is_awaited = round_.state in AWAITED
         self._end(round_, "failed")
         return [Fail(round_, error)] if is_awaited else []
+
+    def _fail_and_tell(self, round_: Round, error: ZenPSError) -> list[Action]:
+        """Fails a round of this ring. Servers that may wait for its pushes are told."""
+        is_awaited = round_.state in AWAITED
+        told = self._give_up(round_)
+        return [Fail(round_, error), *told] if is_awaited else told
+
+    def _has_begun(self, message: Resume) -> bool:
+        return message.step <= self._newest.get(message.tensor, -1)
+
+    def _give_up(self, round_: Round) -> list[Action]:
+        servers = {server for server, _ in round_.unanswered}
+        self._end(round_, "failed")
+        message = GiveUp(self._ring_epoch, round_.tensor, round_.step)
+        return [*self._given_up.add(message, servers)]
 
 
 def _pushes_of(round_: Round, chunks: Set[tuple[int, int]]) -> list[Outgoing]:

@@ -35,7 +35,7 @@ from ..core.statistics import Progress
 from ..core.steps import Steps
 from ..core.transfer import Answer, EncodedTensor
 from ..encode.sharder import Sharder
-from ..rounds.states import Action, Deliver, Fail, Reshard, Round, SendPush
+from ..rounds.states import Action, Deliver, Fail, Reshard, Round, SendGiveUp, SendPush
 from ..rounds.tracker import WorkerRounds
 from .lock import CombiningLock
 from .membership import Membership
@@ -329,7 +329,7 @@ class Channel(Waiter):
         for key, (round_, its_pending) in list(self._pending.items()):
             if its_pending is pending:
                 del self._pending[key]
-                self._rounds.give_up(round_)
+                self._execute(self._rounds.give_up(round_))
         self._lock.notify()
 
     def _reshard(self, round_: Round) -> None:
@@ -355,6 +355,8 @@ class Channel(Waiter):
                     except zmq.Again:
                         self._on_refused(out.server)
                         return
+                case SendGiveUp(server=server, message=message):
+                    self._servers.tell(server, message)
                 case Deliver():
                     self._deliver(action)
                 case Reshard(round=round_):

@@ -308,6 +308,14 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
         return self.rank, *self.stands_for
 
 
+class GiveUp(Struct, frozen=True, array_like=True, tag="give-up"):
+    """The sender's rank pushes nothing more for this round of this tensor: it has failed there."""
+
+    ring_epoch: Count
+    tensor: Name
+    step: Count
+
+
 class Hello(Struct, frozen=True, array_like=True):
     """To a server of the same host by a Unix socket, with the descriptor of the worker's arena."""
 
@@ -370,5 +378,5 @@ ToScheduler = Register | Heartbeat | Barrier | Admit | Leave | StatusRequest | D
 FromScheduler = (
     View | WhoAreYou | Refused | HeartbeatReply | BarrierReply | Departed | Stop | Status | DrainReply
 )
-ToServer = Push
+ToServer = Push | GiveUp
 FromServer = Result | Failure | Busy | Resume | Resend | Wanted

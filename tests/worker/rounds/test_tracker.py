@@ -10,7 +10,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec import structs
 
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, ProtocolError, UsageError, ZenPSError
-from zenps.wire.messages import Busy, Failure, FromServer, Member, Push, Resend, Result, Resume, Wanted
+from zenps.wire.messages import (
+    Busy,
+    Failure,
+    FromServer,
+    GiveUp,
+    Member,
+    Push,
+    Resend,
+    Result,
+    Resume,
+    Wanted,
+)
 from zenps.worker.rounds.states import (
     REPEAT_SECONDS,
     Action,
@@ -19,6 +30,7 @@ from zenps.worker.rounds.states import (
     Outgoing,
     Reshard,
     Round,
+    SendGiveUp,
     SendPush,
 )
 from zenps.worker.rounds.tracker import (
@@ -93,6 +105,30 @@ def test_late_and_unexpected_replies_are_ignored(kind: type[FromServer], chunk_k
     assert set(round_.unanswered) == {(0, 1), (1, 0)}
 
 
+def test_servers_that_have_not_answered_are_told_of_a_failed_round() -> None:
+    rounds, round_ = make_rounds(), make_round()
+    rounds.submit(round_, 0.0)
+    rounds.on_reply(1, result(round_, 0), FRAMES, 0.0)
+    _, *told = rounds.on_reply(0, Failure(1, "t", 0, 1, "mismatch", "why"), (), 0.0)
+    give_up = SendGiveUp(0, GiveUp(1, "t", 0))
+    assert told == [give_up]
+    # It may be lost, or a server may have room at last.
+    assert rounds.on_reply(0, Resume(1, "t", 0, 0), (), 0.0) == [give_up]
+    assert rounds.on_reply(0, Resume(1, "t", 1, 0), (), 0.0) == [], "that has not begun yet"
+    told_at = [second for second in range(1000) if rounds.on_tick(float(second))]
+    assert told_at == [6, 17, 38, 79, 160]
+
+
+def test_a_round_that_nobody_waits_for_is_given_up_once_and_not_under_a_new_ring() -> None:
+    rounds, round_ = make_rounds(), make_round()
+    rounds.submit(round_, 0.0)
+    assert rounds.give_up(round_) == [SendGiveUp(server, GiveUp(1, "t", 0)) for server in (0, 1)]
+    assert rounds.give_up(round_) == []
+    rounds.on_tick(0.0)
+    rounds.on_view(2, ())
+    assert rounds.on_tick(6.0) == []
+
+
 def test_a_busy_server_gets_the_same_push_again_when_it_asks() -> None:
     rounds, round_ = make_rounds(), make_round()
     rounds.submit(round_, 0.0)
@@ -111,7 +147,7 @@ def test_one_failure_ends_the_whole_round(kind: str, error: type[ZenPSError]) ->
     rounds.submit(other, 0.0)
     rounds.on_reply(0, result(round_, 0), FRAMES, 0.0)
     failure = Failure(1, "t", 0, 1, kind, "the reason")
-    (fail,) = rounds.on_reply(0, failure, (), 0.0)
+    fail, *_ = rounds.on_reply(0, failure, (), 0.0)
     assert isinstance(fail, Fail)
     assert fail.round is round_
     assert type(fail.error) is error
@@ -132,7 +168,7 @@ def test_a_deadline_names_the_silent_servers() -> None:
     rounds.on_reply(1, result(round_, 0), FRAMES, 0.0)
     rounds.on_reply(2, result(round_, 0), FRAMES, 0.0)
     assert rounds.on_tick(PATIENT_SECONDS) == []
-    (fail,) = rounds.on_tick(PATIENT_SECONDS + 0.5)
+    fail, *_ = rounds.on_tick(PATIENT_SECONDS + 0.5)
     assert isinstance(fail, Fail)
     assert fail.round is round_
     assert isinstance(fail.error, DeadlineError)
@@ -220,6 +256,9 @@ class Traffic(RuleBasedStateMachine):
             and step == round_.step
             and chunk_key in {(out.server, out.push.chunk) for out in round_.outgoing} - self.answered[tensor]
         )
+        if kind == "resume" and step < self.steps[tensor]:
+            assert actions == [SendGiveUp(server, GiveUp(1, tensor, step))]
+            return
         if not waited_for or kind == "busy":
             assert actions == []
             return
@@ -233,7 +272,8 @@ class Traffic(RuleBasedStateMachine):
             last = len(self.answered[tensor]) == len(round_.outgoing)
             assert actions == [Deliver(round_, server, message, FRAMES, last)]
         else:
-            assert [type(action) for action in actions] == [Fail]
+            assert [type(action) for action in actions[:1]] == [Fail]
+            assert {type(action) for action in actions[1:]} == {SendGiveUp}
         self.execute(actions)
 
     @rule(seconds=st.sampled_from([0.5, 20.0, PATIENT_SECONDS + 1]))
@@ -324,7 +364,7 @@ def test_one_push_is_not_repeated_for_ever(kind: type[Resume] | type[Resend]) ->
         for chunk in (0, 1):
             (action,) = rounds.on_reply(0, kind(1, "t", 0, chunk), (), 0.0)
             assert isinstance(action, SendPush)
-    (fail,) = rounds.on_reply(0, kind(1, "t", 0, 1), (), 0.0)
+    fail, *_ = rounds.on_reply(0, kind(1, "t", 0, 1), (), 0.0)
     assert isinstance(fail, Fail)
     assert isinstance(fail.error, ProtocolError)
     assert "tensor 't', step 0, chunk 1: the push to server 0 (host box, pid 50) was repeated 16" in str(
@@ -467,11 +507,12 @@ def test_what_has_not_begun_or_is_of_another_ring_is_not_recalled() -> None:
 def test_a_failed_round_is_kept_for_ranks_that_have_not_heard_of_it() -> None:
     worker = Recovering()
     round_ = worker.submit()
-    (fail,) = worker.rounds.on_reply(0, Failure(1, "t", 0, 0, "mismatch", "why"), (), 0.0)
+    fail, *_ = worker.rounds.on_reply(0, Failure(1, "t", 0, 0, "mismatch", "why"), (), 0.0)
     assert isinstance(fail, Fail)
     worker.view(2)
     assert keys_of(worker.want(round_)) == RESHARDED
-    assert worker.rounds.on_reply(0, Failure(2, "t", 0, 0, "mismatch", "why"), (), 0.0) == []
+    told = worker.rounds.on_reply(0, Failure(2, "t", 0, 0, "mismatch", "why"), (), 0.0)
+    assert {type(action) for action in told} == {SendGiveUp}
     assert round_.state == "kept"
 
 
