@@ -214,6 +214,8 @@ class Traffic(RuleBasedStateMachine):
         self.answered: dict[str, set[ChunkKey]] = {}
         self.ended: list[Round] = []
         self.lost = False
+        self.begun = dict.fromkeys("abc", -1)
+        """The last step of each tensor that was in flight: what follows a loss never is."""
 
     @rule(data=st.data(), tensor=st.sampled_from("abc"))
     def submit(self, data: st.DataObject, tensor: str) -> None:
@@ -228,6 +230,7 @@ class Traffic(RuleBasedStateMachine):
             assert [type(action) for action in actions] == [Fail]
             self.execute(actions)
         else:
+            self.begun[tensor] = round_.step
             assert actions == [SendPush(outgoing) for outgoing in round_.outgoing]
 
     @rule(
@@ -256,7 +259,7 @@ class Traffic(RuleBasedStateMachine):
             and step == round_.step
             and chunk_key in {(out.server, out.push.chunk) for out in round_.outgoing} - self.answered[tensor]
         )
-        if kind == "resume" and step < self.steps[tensor]:
+        if kind == "resume" and step < self.steps[tensor] and step <= self.begun[tensor]:
             assert actions == [SendGiveUp(server, GiveUp(1, tensor, step))]
             return
         if not waited_for or kind == "busy":
