@@ -19,7 +19,7 @@ from .backends.base import Backend, Session
 from .backends.local import LocalBackend
 from .backends.servers import ServerBackend
 from .core.pending import Pending
-from .core.request import Request, check_request
+from .core.request import Request, check_request, wire_name
 from .core.statistics import Statistics, Stats
 from .recorder import Recorder
 
@@ -178,7 +178,7 @@ class ClusterWorld(World):
             raise self._too_early(f"tensor {request.name!r}")
         if self._recorder is not None and request.options.is_reduction:
             self._recorder.note(request.tensor, request.name)
-        return self._backend.begin(request)
+        return self._backend.begin(request._replace(name=wire_name(request.name)))
 
     def barrier(self) -> None:
         """As :meth:`Lease.barrier`."""
