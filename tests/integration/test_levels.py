@@ -374,3 +374,36 @@ def test_results_hold_no_descriptors() -> None:
         cluster.drain()
     expected_sums = [2.0 * COLUMNS * (4000 if number % 10 else 1) for number in range(256)]
     assert sums == [expected_sums] * 2
+
+
+# ── names ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def push_names(names: Sequence[str]) -> dict[str, Tensor]:
+    """Large and small tensors by turns, all in flight at once, in three steps."""
+    results: dict[str, Tensor] = {}
+    for step in range(3):
+        pending = {
+            name: zps.push_pull_async(
+                torch.full((70_000 if number % 2 == 0 else 3,), float(number + step)), name, average=False
+            )
+            for number, name in enumerate(names)
+        }
+        results |= {f"{name} {step}": each.wait() for name, each in pending.items()}
+    broadcast = torch.full((3,), float(zps.rank()))
+    zps.broadcast_parameters({"x#0": broadcast}, root_rank=3)
+    return results | {"broadcast": broadcast}
+
+
+NAMES = ("x", "x@hosts", "x@hosts@hosts", "x#0", "broadcast/x", "x@@hosts", "x@", "@hosts/addresses")
+
+
+@pytest.mark.parametrize("settings", [{"sync.levels": 2}, {"sync.scheme": "omnireduce"}], ids=str)
+def test_no_name_of_a_tensor_is_one_of_ours(settings: dict[str, object]) -> None:
+    with Cluster(4, 1, settings, server_settings=REACHED) as cluster:
+        outcomes = [worker.result(20) for worker in start_on_two_hosts(cluster, 4, push_names, NAMES)]
+    for results in outcomes:
+        assert results["broadcast"].tolist() == [3.0] * 3
+        for step in range(3):
+            for number, name in enumerate(NAMES):
+                assert set(results[f"{name} {step}"].tolist()) == {4.0 * (number + step)}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zenps.errors import TensorError, UsageError
 from zenps.kernels.base import ACCUMULATE
-from zenps.wire.messages import MAX_COLUMNS
+from zenps.wire.messages import MAX_COLUMNS, MAX_NAME
 
 from .residuals import Residuals
 
@@ -81,11 +81,29 @@ def check_request(request: Request) -> None:
         raise UsageError(f"tensor {name!r}: priority {priority!r:.60}: expected an integer")
 
 
+def wire_name(name: str) -> str:
+    """Returns the name of a caller's tensor on the wire, with each ``@`` and ``#`` doubled.
+
+    A single one begins what ZenPS adds: ``@hosts`` for a host's sum, ``#`` and a number for a stream. So no
+    caller's name can be one of these.
+
+    Raises:
+        UsageError: the name becomes too long.
+    """
+    if "@" not in name and "#" not in name:
+        return name
+    doubled = name.replace("@", "@@").replace("#", "##")
+    if len(doubled) > MAX_NAME:
+        reason = f"expected at most {MAX_NAME} characters, of which each @ and # counts twice"
+        raise UsageError(f"tensor name {name!r:.60}: {reason}")
+    return doubled
+
+
 # These parameters are annotated as object because callers need not be type-checked.
 
 
 def _check_name(name: object) -> None:
-    if not isinstance(name, str) or not 1 <= len(name) <= 1024 or _SURROGATE.search(name):
+    if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or _SURROGATE.search(name):
         raise UsageError(f"tensor name {name!r:.60}: expected a string of 1 to 1024 characters")
 
 

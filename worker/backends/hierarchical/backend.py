@@ -84,7 +84,7 @@ class HierarchicalBackend(Backend):
             if listener is not None:
                 own = torch.frombuffer(bytearray(listener.address), dtype=torch.uint8)
                 table[rank, : len(own)] = own
-            addresses = self._servers.negotiate(table, "hosts/addresses").wait()
+            addresses = self._servers.negotiate(table, "@hosts/addresses").wait()
             address = bytes(addresses[leader].tolist())
             if listener is not None:
                 return listener.accept(rank, self._arena.fd, others)

@@ -90,7 +90,7 @@ class PeerBackend(Backend):
             table = torch.zeros((size, 512 + 16 * size), dtype=torch.uint8, device="cpu")
             entry = len(own).to_bytes(2) + own
             table[rank, : len(entry)] = torch.frombuffer(bytearray(entry), dtype=torch.uint8)
-            rows = self._servers.negotiate(table, f"peers/addresses/{next(calls)}").wait().numpy()
+            rows = self._servers.negotiate(table, f"@peers/addresses/{next(calls)}").wait().numpy()
             return [row[2:].tobytes()[: int.from_bytes(row[:2].tobytes())] for row in rows]
 
         host = config.cluster.host or find_host(config.cluster.scheduler)
