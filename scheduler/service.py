@@ -28,6 +28,7 @@ from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.messages import (
     BarrierReply,
     Departed,
+    FromScheduler,
     Heartbeat,
     HeartbeatReply,
     NodeStatus,
@@ -39,6 +40,7 @@ from zenps.wire.messages import (
     View,
 )
 from zenps.wire.sockets import Socket, bind_router, context, receive_routed
+from zenps.wire.views import ViewEncoder
 
 from .authorization import authorize
 from .membership.actions import Send
@@ -127,6 +129,8 @@ class _Service:
         self._unread: dict[bytes, zmq.MessageTracker] = {}
         """The last status sent to each peer, until the peer has read it."""
         self._decoder: Decoder[ToScheduler] = Decoder(config.cluster.job, ToScheduler)
+        self._views = ViewEncoder(config.cluster.job)
+        self._last_encoded: tuple[FromScheduler | None, bytes] = None, b""
         shared = shared_settings(config)
         self._membership = Membership(config.cluster.job, config.cluster, shared, time.monotonic())
         self._ended_at: float | None = None
@@ -249,9 +253,8 @@ class _Service:
             if isinstance(message, Status):
                 message = self._complete(message)
                 self._update_gauges()  # the metrics never show less than a status
-            envelope = encode(self._config.cluster.job, message)
             try:
-                self._send_envelope(peer, envelope, is_status=isinstance(message, Status))
+                self._send_frames(peer, self._encode(message), is_status=isinstance(message, Status))
             except zmq.ZMQError as error:
                 if error.errno == zmq.EAGAIN:
                     log.once(logger, (peer, "full"), "peer %s does not read what it is sent", peer.hex())
@@ -259,10 +262,22 @@ class _Service:
                     raise
                 logger.debug("peer %s cannot be reached", peer.hex())
 
-    def _send_envelope(self, peer: bytes, envelope: bytes, *, is_status: bool) -> None:
-        self._socket.send(peer, zmq.SNDMORE | zmq.DONTWAIT)
-        tracker = self._socket.send(envelope, zmq.DONTWAIT, copy=not is_status, track=is_status)
-        if tracker is not None:
+    def _encode(self, message: FromScheduler) -> Sequence[bytes]:
+        """Encodes a message, once if it goes to many."""
+        if isinstance(message, View):
+            return self._views.encode(message)
+        if message is not self._last_encoded[0]:
+            self._last_encoded = message, encode(self._config.cluster.job, message)
+        return [self._last_encoded[1]]
+
+    def _send_frames(self, peer: bytes, frames: Sequence[bytes], *, is_status: bool) -> None:
+        *first, last = (peer, *frames)
+        for frame in first:
+            self._socket.send(frame, zmq.SNDMORE | zmq.DONTWAIT)
+        # A view's frame, by reference: it waits for many nodes at once.
+        is_large = is_status or len(frames) > 1
+        tracker = self._socket.send(last, zmq.DONTWAIT, copy=not is_large, track=is_status)
+        if is_status:
             self._unread[peer] = tracker
 
     def _record(self, sends: Sequence[Send]) -> None:

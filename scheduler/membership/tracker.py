@@ -34,7 +34,7 @@ from .actions import Send
 from .changes import Changes
 from .job import Job
 from .members import Node
-from .registration import Settings, missing_from, refusal
+from .registration import Settings, is_complete, refusal
 from .states import JOB, JobState
 
 
@@ -220,7 +220,7 @@ class Membership:
         if self.state != "gathering":
             job.members.assign_ranks(message.role)
             return job.begin_epoch("members changed", now)
-        if missing_from(job.members, self._cluster, self.state, self.epoch):
+        if not is_complete(job.members, self._cluster, self.epoch):
             return []
         for role in ("worker", "server"):
             job.members.assign_ranks(role)

@@ -43,6 +43,7 @@ from zenps.wire.messages import (
     Resend,
     Result,
     Resume,
+    SharedView,
     Status,
     StatusRequest,
     Stop,
@@ -52,6 +53,7 @@ from zenps.wire.messages import (
     Wanted,
     WhoAreYou,
 )
+from zenps.wire.views import ViewEncoder, decode_view
 from zenps.worker.core.request import Options, Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.transfer import Answer, Sharding, Transfer
@@ -200,7 +202,10 @@ def _values(form: str, frames: Frames) -> None:
 
 
 def _from_scheduler(frames: Frames) -> None:
-    _NODE_DECODER.decode(frames[0])
+    envelope, *others = map(memoryview, frames)
+    message = _NODE_DECODER.decode(envelope, others)
+    if isinstance(message, SharedView):
+        decode_view(message, others)
 
 
 TARGETS: dict[str, Callable[[], Callable[[Frames], None]]] = {
@@ -276,6 +281,7 @@ SEEDS: dict[str, list[Frames]] = {
     ],
     "node": [
         *map(_sealed, (VIEW, Refused("lost", "gone"), WhoAreYou())),
+        [*ViewEncoder(JOB).encode(VIEW)],
         *map(_sealed, (BarrierReply(1, ""), Departed(MEMBER, True, "gone"), Stop(), _STATUS)),
     ],
     "server": [

@@ -158,6 +158,13 @@ class View(Struct, frozen=True, array_like=True, tag="view"):
     """The epoch in which joining workers were last admitted. Workers count steps from 0 since then."""
 
 
+class SharedView(Struct, frozen=True, array_like=True, tag="shared view"):
+    """A view. It follows in a frame of its own, which is the same for all nodes of a role."""
+
+    rank: Rank
+    """Of the receiver. The view in the frame has rank 0."""
+
+
 class WhoAreYou(Struct, frozen=True, array_like=True, tag="register?"):
     """The scheduler does not know the receiver, which has to register (again)."""
 
@@ -377,7 +384,16 @@ class Wanted(ChunkReply, frozen=True, array_like=True, tag="wanted"):
 
 ToScheduler = Register | Heartbeat | Barrier | Admit | Leave | StatusRequest | Drain
 FromScheduler = (
-    View | WhoAreYou | Refused | HeartbeatReply | BarrierReply | Departed | Stop | Status | DrainReply
+    View
+    | SharedView
+    | WhoAreYou
+    | Refused
+    | HeartbeatReply
+    | BarrierReply
+    | Departed
+    | Stop
+    | Status
+    | DrainReply
 )
 ToServer = Push | GiveUp
 FromServer = Result | Failure | Busy | Resume | Resend | Wanted

@@ -33,12 +33,14 @@ from .messages import (
     Refused,
     Register,
     Role,
+    SharedView,
     ToScheduler,
     View,
     WhoAreYou,
 )
 from .registration import Registration
 from .sockets import Socket, connect, open_dealer
+from .views import decode_view
 
 logger = logging.getLogger("zenps.link")
 
@@ -183,9 +185,11 @@ class SchedulerLink:
         the node registers again.
         """
         while self.socket.poll(0):
-            frames = self.socket.recv_multipart()
+            envelope, *frames = map(memoryview, self.socket.recv_multipart())
             try:
-                message = self._decoder.decode(frames[0])
+                message = self._decoder.decode(envelope, frames)
+                if isinstance(message, SharedView):
+                    message = decode_view(message, frames)
             except ProtocolError as error:
                 log.once(logger, self._scheduler, "dropped a message of the scheduler: %s", error)
                 continue
