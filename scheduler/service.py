@@ -43,6 +43,7 @@ from zenps.wire.sockets import Socket, bind_router, context, receive_routed
 from zenps.wire.views import ViewEncoder
 
 from .authorization import authorize
+from .ends import Ends
 from .membership.actions import Send
 from .membership.tracker import Membership
 from .page.endpoint import Page
@@ -133,6 +134,7 @@ class _Service:
         self._last_encoded: tuple[FromScheduler | None, bytes] = None, b""
         shared = shared_settings(config)
         self._membership = Membership(config.cluster.job, config.cluster, shared, time.monotonic())
+        self._ends = Ends(self._connections, self._membership.server_address)
         self._ended_at: float | None = None
         self._traced_epoch = 0
 
@@ -150,6 +152,7 @@ class _Service:
 
     def close(self) -> None:
         """Releases what must not outlive the sockets."""
+        self._ends.close()
         self._authenticator.close()
 
     # ── the loop ────────────────────────────────────────────────────────────────────────────────
@@ -157,13 +160,16 @@ class _Service:
     def _run(self) -> None:
         next_tick = 0.0
         poller = zmq.Poller()
-        for waiting in (self._socket, *self._authenticator.sockets):
+        for waiting in (self._socket, self._connections.monitor, *self._authenticator.sockets):
             poller.register(waiting, zmq.POLLIN)
         while True:
-            poller.poll(int(1000 * max(next_tick - time.monotonic(), 0.0)) + 1)
+            until = min(next_tick, self._ends.due)
+            poller.poll(int(1000 * max(until - time.monotonic(), 0.0)) + 1)
             self._authenticator.attend()
             self._receive()
             now = time.monotonic()
+            for ended in self._ends.look(now):
+                self._send(self._membership.on_ended(ended, now))
             if now >= next_tick:  # a tick looks at every node and connection: too much for each message
                 self._on_tick(now)
                 if self._has_ended(now):
@@ -207,6 +213,7 @@ class _Service:
             descriptor, frames = receive_routed(self._socket)
             peer = bytes(frames[0])
             self._connections.on_message(descriptor)
+            self._ends.on_message(descriptor, peer)
             try:
                 if len(frames) != 2:
                     raise ProtocolError("envelope", f"{len(frames)} frames, expected 2")

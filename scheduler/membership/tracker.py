@@ -15,6 +15,7 @@ from zenps.wire.messages import (
     Admit,
     Barrier,
     Drain,
+    Ended,
     Heartbeat,
     HeartbeatReply,
     Leave,
@@ -71,6 +72,9 @@ class Membership:
             case Drain(rank=rank):
                 sends, is_change = self._job.drains.request(peer, rank, self.state)
                 return self._job.begin_epoch("members changed", now) if is_change else sends
+            case Ended():
+                sends = self._on_ended(message, now)
+                return [*sends, Send(peer, self.status(now))]
         node = self._job.members.get(peer)
         if node is None:
             return self._on_unknown_peer(peer, message, now)
@@ -105,6 +109,13 @@ class Membership:
         sends += self._register_waiting(now)
         self._changes.update(self._job.members, self.state, self.epoch, now)
         return sends
+
+    def on_ended(self, peer: bytes, now: float) -> list[Send]:
+        """The connection of a server has ended, and its port refuses another."""
+        node = self._job.members.get(peer)
+        assert node is not None
+        why = f"its connection has ended, and nothing listens at {node.register.address} any more"
+        return departures.on_lost(self._job, node, now, why)
 
     def abort(self, reason: str) -> list[Send]:
         """The scheduler has to end before the job has: fails the job."""
@@ -158,6 +169,12 @@ class Membership:
     def live(self, role: Role) -> int:
         """Returns how many nodes of a role are present."""
         return len(self._job.members.present(role))
+
+    def server_address(self, peer: bytes) -> str:
+        """Returns the address of the data socket of a server that is a member; empty for any other peer."""
+        node = self._job.members.get(peer)
+        is_member = node is not None and node.role == "server" and node.state in ("present", "leaving")
+        return node.register.address if node is not None and is_member else ""
 
     def name_of(self, peer: bytes) -> str:
         """Returns the name of a registered peer, such as ``worker-3``; empty for any other peer."""
@@ -273,6 +290,12 @@ class Membership:
         if node.epoch < self.epoch and self.state == ("confirming" if node.role == "server" else "running"):
             return [*sends, job.send_view(node)]
         return sends + job.confirm()
+
+    def _on_ended(self, message: Ended, now: float) -> list[Send]:
+        for node in self._job.members.alive():
+            if (node.role, node.rank, node.register.host) == (message.role, message.rank, message.host):
+                return departures.on_lost(self._job, node, now, "its process has ended")
+        return []
 
     def _on_lost(self, node: Node, now: float) -> list[Send]:
         return departures.on_lost(self._job, node, now)

@@ -18,6 +18,7 @@ import struct
 import sys
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -45,6 +46,8 @@ times its bytes."""
 
 MOST_TIME: Final = 0.01
 """The share of the owner's time that looks may take. With 2000 connections and more they come less often."""
+# A server asks for none of them.
+MOST_GONE = 8192
 
 
 Address = tuple[Any, ...]
@@ -88,6 +91,7 @@ class Connections:
         self._messages = 0
         self._next_look = 0.0
         self._failed: list[Event] = []
+        self._gone: deque[tuple[int, Address]] = deque(maxlen=MOST_GONE)
         address = f"inproc://connections-{uuid.uuid4().hex}"
         socket.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES)
         self.monitor: Socket = socket.context.socket(zmq.PAIR)
@@ -131,6 +135,13 @@ class Connections:
         failed, self._failed = self._failed, []
         return failed
 
+    def gone(self) -> list[tuple[int, Address]]:
+        """The connections that have ended since the last call: descriptor, and address of the peer."""
+        self._read_events()
+        gone = list(self._gone)
+        self._gone.clear()
+        return gone
+
     def close(self) -> None:
         """Stops watching. Call it before the context ends, or libzmq may wait for ever to report."""
         self._socket.disable_monitor()
@@ -167,7 +178,8 @@ class Connections:
         while self.monitor.poll(0):
             event = parse_monitor_message(self.monitor.recv_multipart())
             if event["event"] == zmq.EVENT_DISCONNECTED:
-                self._known.pop(event["value"], None)
+                if (known := self._known.pop(event["value"], None)) is not None:
+                    self._gone.append((event["value"], known.remote))
             elif event["event"] == zmq.EVENT_ACCEPTED:
                 self._watch(event["value"])
             else:

@@ -133,6 +133,14 @@ class Drain(Struct, frozen=True, array_like=True, tag="drain"):
     rank: Rank
 
 
+class Ended(Struct, frozen=True, array_like=True, tag="ended"):
+    """From ``zenps launch``: a node's process has ended. Needs no registration; the answer is ``Status``."""
+
+    role: Role
+    rank: Rank
+    host: Host
+
+
 class StatusRequest(Struct, frozen=True, array_like=True, tag="status?"):
     """From ``zenps status``; needs no registration."""
 
@@ -382,7 +390,7 @@ class Wanted(ChunkReply, frozen=True, array_like=True, tag="wanted"):
     """The receiver's push is missing in a round. If the receiver has ended that round, it pushes it again."""
 
 
-ToScheduler = Register | Heartbeat | Barrier | Admit | Leave | StatusRequest | Drain
+ToScheduler = Register | Heartbeat | Barrier | Admit | Leave | StatusRequest | Drain | Ended
 FromScheduler = (
     View
     | SharedView
