@@ -65,6 +65,10 @@ class Supervisor:
 
     def run(self) -> int:
         """Starts all processes, waits for their ends, and returns the exit code of the job."""
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            self._say(
+                "SIGHUP is ignored, as under nohup: the job goes on; SIGTERM or SIGINT to launch ends it"
+            )
         self._start_scheduler()
         while not self._address.endswith(b"\n") and self._code is None:
             self._turn()
