@@ -376,6 +376,33 @@ def test_results_hold_no_descriptors() -> None:
     assert sums == [expected_sums] * 2
 
 
+def push_under_limit(limited: int) -> tuple[list[Tensor], int]:
+    """Joins with a limit of address space on one rank; the sum, and how many rounds its ranks exchanged."""
+    if int(os.environ["RANK"]) == limited:
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 38, resource.RLIM_INFINITY))
+    zps.init()
+    try:
+        total = zps.push_pull(table(10_000 * zps.rank()), "table", average=False)
+        return total, zps.stats().pushed_bytes
+    finally:
+        zps.shutdown()
+
+
+@pytest.mark.parametrize("limited", [0, 1])
+def test_a_limit_of_address_space_leaves_one_level(limited: int) -> None:
+    with Cluster(2, 1, {"sync.levels": 2}) as cluster:
+        workers = [cluster.start(push_under_limit, limited, rank=rank, init=False) for rank in range(2)]
+        outcomes = [worker.result() for worker in workers]
+        logs = [worker.log for worker in workers]
+        cluster.drain()
+    for total, pushed_bytes in outcomes:
+        assert pushed_bytes > 10_000 * COLUMNS * 4
+        assert total.coalesce().indices().numel() == 20_000
+    assert all("sync.levels = 1 instead of 2, on all ranks: 1 of them" in log for log in logs)
+    assert "raise ulimit -v, or set sync.levels = 1" in logs[limited]
+    assert "ulimit" not in logs[1 - limited]
+
+
 # ── names ───────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -217,6 +217,17 @@ def _unmap(address: int, length: int, on_end: Callable[..., object], *args: obje
     on_end(*args)
 
 
+def check_address_space(mappings: int) -> None:
+    """Checks that this process could map so many further arenas.
+
+    Raises:
+        OSError: it could not; the usual reason is a limit of address space (``ulimit -v``).
+    """
+    # Read-only memory needs no promise of pages, however the system accounts for them.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    mmap.mmap(-1, mappings * CAPACITY_BYTES, flags, mmap.PROT_READ).close()
+
+
 def open_arena(cluster: ClusterConfig, keep_bytes: int) -> Arena | None:
     """An arena for the other nodes of this host; None if the settings or the system do not allow one."""
     if cluster.same_host != "memory":
