@@ -21,6 +21,7 @@ import yaml
 from msgspec import Meta
 
 from zenps.cli.arguments import make_parser, split_command
+from zenps.cli.exit_codes import FAILED, REFUSED
 from zenps.config.settings import Config
 from zenps.config.sources import load
 from zenps.config.values import parse_address
@@ -225,14 +226,31 @@ def commands(file: str, role: str) -> Iterator[list[str]]:
 @pytest.mark.parametrize("file", FILES)
 def test_commands_are_ours(file: str, role: str) -> None:
     first, *probes = commands(file, role)
-    for program, *arguments in (first, *probes):
-        assert program == "zenps"
-        options, command = split_command(arguments)
-        parsed = make_parser().parse_args(options)
-        assert bool(command) == parsed.takes_command
+    program, *arguments = first
+    assert program == "zenps"
+    options, command = split_command(arguments)
+    parsed = make_parser().parse_args(options)
+    assert bool(command) == parsed.takes_command
     assert first[1] == role
     for probe in probes:
-        assert probe == ["zenps", "health", "--role", role]
+        assert probe == ["probe", role]
+    assert 'zenps health --role "$1"' in (MANIFESTS.parent / "probe").read_text("utf-8")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_scheduler_of_a_failed_job_is_not_tried_again(file: str) -> None:
+    """Each try waits for nodes that do not come, and holds its pod as long."""
+    spec = jobs(file)["scheduler"]["spec"]
+    assert pod(file, "scheduler")["spec"]["restartPolicy"] == "Never"  # or Kubernetes knows no such policy
+    fails, ignored = spec["podFailurePolicy"]["rules"]
+    assert fails["action"] == "FailJob"
+    assert fails["onExitCodes"] == {
+        "containerName": container(file, "scheduler")["name"],
+        "operator": "In",
+        "values": [FAILED, REFUSED],
+    }
+    assert ignored["action"] == "Ignore"
+    assert spec["backoffLimit"] == 10  # killed, it is replaced
 
 
 @pytest.mark.parametrize("role", ROLES)
