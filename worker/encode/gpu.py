@@ -212,8 +212,9 @@ class StagedSparse(_Staged, OneRound):
     def _runs(self, ends: Sequence[int]) -> list[_Run]:
         """Returns the rows of each chunk, given the number of rows up to its end."""
         begins, row_bytes = (0, *ends[:-1]), self.encoded.row_bytes
+        codec = self._codec if row_bytes else "coo"
         return [
-            _Run(each, begin, end, choose(self._codec, end - begin, each.span, row_bytes))
+            _Run(each, begin, end, choose(codec, end - begin, each.span, row_bytes))
             for each, begin, end in zip(self._ranges.values(), begins, ends, strict=True)
         ]
 
