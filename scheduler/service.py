@@ -285,6 +285,7 @@ class _Service:
         is_large = is_status or len(frames) > 1
         tracker = self._socket.send(last, zmq.DONTWAIT, copy=not is_large, track=is_status)
         if is_status:
+            assert tracker is not None, "it was asked to track"
             self._unread[peer] = tracker
 
     def _record(self, sends: Sequence[Send]) -> None:

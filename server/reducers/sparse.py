@@ -49,6 +49,9 @@ class SparseReducer(Reducer[SparsePayload]):
         encoded, values = check_frames(push, frames)
         if push.codec == "none":
             raise ProtocolError("payload", "a sparse chunk needs a codec for its positions")
+        if push.codec == "dense" and push.rows and not push.columns:
+            # The positions would take memory for which nothing was sent.
+            raise ProtocolError("payload", "rows without values as dense, expected coo")
         positions = CODECS[push.codec].decode(encoded, push.rows, push.span)
         size_bytes = positions.nbytes + values.nbytes + RECEIVE_BUFFER_BYTES
         return SparsePayload(push, size_bytes, positions, values)

@@ -178,6 +178,13 @@ class ServerRound(Struct, eq=False):
     size_bytes: int = 0
     """What counts against the byte budget: what is reserved while the round is open, then its outcome."""
     outcome: Outcome | None = None
+    beyond: int | None = None
+    """The rank whose only round beyond budget and allowance this is."""
+
+    @property
+    def most_refused_bytes(self) -> int:
+        """The size of the largest push that was refused."""
+        return max([push.size_bytes for push in self.refused.values()])
 
     def advance(self, event: RoundEvent) -> None:
         """Moves to the state that the table gives."""

@@ -155,7 +155,8 @@ class ServerRounds:
         ]
         actions = [*chain.from_iterable([self._expire(round_, now) for round_ in rounds])]
         for round_ in self._admission.refused_of(given_up.tensor, given_up.step):
-            if not round_.refused.keys() <= self._history.passed(round_.key, round_.refused):
+            passed = self._history.passed(round_.key, round_.refused)
+            if not round_.is_recovery and round_.refused.keys() > passed:
                 failure = self._given_up(round_.key, {rank})
                 actions.append(Reply(self._admission.dismiss(round_, "given up"), failure))
         return actions
@@ -183,18 +184,24 @@ class ServerRounds:
     def _admit(self, key: Key, held: HeldPush, now: float) -> Actions:
         """Opens a round, or refuses it because there is no room.
 
-        A round that others wait for must open: they cannot push what would follow it. Such are those pushed
-        again under a new ring, and those whose outcome is forgotten although this rank lacks its reply. A
-        round must also open if no other is pushed: rounds that have room, and that nobody has pushed yet, may
-        have been given up.
+        Others wait for recovery rounds, and cannot push what would follow them: those pushed again under a
+        new ring, and those whose outcome is forgotten although this rank lacks its reply. They have an
+        allowance. A round must also open if no other is pushed: rounds that have room, and that nobody has
+        pushed yet, may have been given up.
         """
         excluded = self._history.forgotten(key)
         round_ = self._admission.refused(key) or ServerRound(key)
-        round_.is_recovery = round_.is_reopened = excluded is not None
+        round_.is_reopened = excluded is not None
+        round_.is_recovery |= round_.is_reopened or held.push.again
         round_.excluded = excluded or frozenset()
-        must = round_.is_reopened or held.push.again or not self._has_pushes()
-        if not self._admission.make_room(held.whole_bytes, len(self._peers), must=must):
-            if given_up := self._history.passed(key, self._peers):
+        ranks = len(self._peers)
+        if round_.is_recovery:
+            fits = self._admission.make_room_again(round_, held.push.rank, held.whole_bytes, ranks)
+        else:
+            fits = self._admission.make_room(held.whole_bytes, ranks, must=not self._has_pushes())
+        if not fits:
+            given_up = set() if round_.is_recovery else self._history.passed(key, self._peers)
+            if given_up:
                 return [Reply([held.peer], self._given_up(key, given_up))]
             self._admission.refuse(round_, held)
             return [Reply([held.peer], Busy(self._epoch, *key))]
@@ -209,14 +216,22 @@ class ServerRounds:
         return [Reply(peers, Resume(self._epoch, *round_.key))] if peers else []
 
     def _readmit(self, now: float) -> Actions:
-        """Opens refused rounds that fit now, the oldest first."""
+        """Opens refused rounds that fit now: recovery rounds before others, and then the oldest first."""
         actions: Actions = []
+        while (round_ := self._admission.first_refused_again(len(self._peers))) is not None:
+            actions += self._offer(round_, now)
         while (round_ := self._admission.first_refused()) is not None:
-            push_bytes = max([push.size_bytes for push in round_.refused.values()])
-            if not self._admission.make_room(push_bytes, len(self._peers), must=not self._open):
+            must = not self._open
+            if not self._admission.make_room(round_.most_refused_bytes, len(self._peers), must=must):
                 break
-            actions += self._open_round(round_, "room", now)
-            self._admission.reserve(round_, push_bytes, len(self._peers))
+            actions += self._offer(round_, now)
+        return actions
+
+    def _offer(self, round_: ServerRound, now: float) -> Actions:
+        """Opens a refused round, and keeps its room until it is pushed."""
+        push_bytes = round_.most_refused_bytes
+        actions = self._open_round(round_, "room", now)
+        self._admission.reserve(round_, push_bytes, len(self._peers))
         return actions
 
     def _hold(self, round_: ServerRound, held: HeldPush, now: float) -> Actions:

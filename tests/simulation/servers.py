@@ -124,6 +124,11 @@ class Server(MemberNode):
         most = max(self.simulation.script.budget_bytes, self._largest_round_bytes) + self._largest_round_bytes
         if size > most + sum(round_.size_bytes for round_ in held if round_.is_recovery):
             raise Violation(f"{self.name!r} holds {size} bytes; expected at most {most}")
+        # Recovery rounds have as much again, and beyond that one for each rank.
+        most += self.simulation.script.budget_bytes
+        most += self.simulation.script.workers * self._largest_round_bytes
+        if size > most:
+            raise Violation(f"{self.name!r} holds {size} bytes; expected at most {most} in recovery")
 
     def _execute(self, actions: Sequence[Action]) -> None:
         todo = list(actions)

@@ -213,12 +213,13 @@ class StagedSparse(_Staged, OneRound):
     def _runs(self, ends: Sequence[int]) -> list[_Run]:
         """Returns the rows of each fragment of each chunk, given the number of rows up to a chunk's end."""
         begins, row_bytes = (0, *ends[:-1]), self.encoded.row_bytes
+        codec = self._codec if row_bytes else "coo"
         runs = []
         for each, begin, end in zip(self._ranges.values(), begins, ends, strict=True):
             cuts = cut_fragments(begin, end, self.encoded.sharding.message_rows)
             for fragment, (first, stop) in enumerate(cuts):
-                codec = choose(self._codec, stop - first, each.span, row_bytes)
-                runs.append(_Run(each, first, stop, codec, fragment, len(cuts)))
+                chosen = choose(codec, stop - first, each.span, row_bytes)
+                runs.append(_Run(each, first, stop, chosen, fragment, len(cuts)))
         return runs
 
     def _encode_bitmap(self, rows: DeviceRows, run: _Run) -> Tensor:

@@ -111,8 +111,10 @@ def encode_rows(
         ranges, message_rows: of the tensor's sharding.
         positions: ``[n]``, strictly increasing.
         values: the rows at these positions, ``row_bytes`` each. Frames are slices of this memory.
-        codec: the setting ``sync.codec``.
+        codec: the setting ``sync.codec``. Rows without values travel as ``coo``: servers take memory for
+            positions only if bytes came for them.
     """
+    codec = codec if row_bytes else "coo"
     ends = np.searchsorted(positions, [each.stop for each in ranges.values()]).tolist()
     chunks, begin = [], 0
     for each, end in zip(ranges.values(), ends, strict=True):

@@ -91,6 +91,7 @@ def test_sparse_sums_are_those_of_a_loop_over_ranks(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     average = average and dtype.is_floating_point
+    codec = codec if columns else "coo"
     pushes, sums = [], dict[int, Tensor]()
     for rank in range(ranks):
         present = torch.rand(span, generator=generator) < torch.rand(1, generator=generator)
@@ -230,6 +231,11 @@ EMPTY = memoryview(b"")
         (msgspec.structs.replace(SPARSE, span=5), SPARSE_FRAMES, "increase within"),
         (msgspec.structs.replace(SPARSE, codec="bitmap"), SPARSE_FRAMES, "bitmap: 8 bytes"),
         (msgspec.structs.replace(SPARSE, codec="none"), SPARSE_FRAMES, "needs a codec"),
+        (
+            msgspec.structs.replace(SPARSE, rows=8, columns=0, codec="dense"),
+            (EMPTY, EMPTY),
+            "rows without values as dense, expected coo",
+        ),
         (msgspec.structs.replace(SPARSE, rows=2**61, columns=0, span=2**61), (EMPTY, EMPTY), "coo: 0 bytes"),
         (msgspec.structs.replace(SPARSE, kind="dense"), SPARSE_FRAMES, "dense chunk"),
         (msgspec.structs.replace(SPARSE, dtype="int64", average=True), SPARSE_FRAMES, "average of int64"),

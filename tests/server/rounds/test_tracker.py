@@ -138,6 +138,11 @@ class Cluster(RuleBasedStateMachine):
         if data.draw(st.booleans()):
             self.newest[rank, tensor] = max(step + 1, self.newest.get((rank, tensor), -1))
             expected = {key for key in self.expected_failures() if key.tensor == tensor and key.step <= step}
+            expected |= {
+                key
+                for other, key in self.in_state("busy")
+                if other != rank and key.tensor == tensor and key.step <= step and key not in self.held
+            }
             actions = self.rounds.on_give_up(rank, GiveUp(1, tensor, step), self.now)
             assert self.failed(actions) == expected
             self.execute(actions)
@@ -200,6 +205,9 @@ class Cluster(RuleBasedStateMachine):
             self.states[rank, key] = "busy"
             assert actions == [Reply([held.peer], Busy(1, *key))]
             return
+        if key not in self.held and any("ended this step" in reason for reason in self.reasons(actions)):
+            self.end(rank, key)  # no room, and nobody to wait for
+            return
         self.opened.setdefault(key, self.now)
         self.held.setdefault(key, {})[rank] = held
         self.reopened |= {key for key, round_ in self.rounds._open.items() if round_.is_reopened}
@@ -255,6 +263,11 @@ class Cluster(RuleBasedStateMachine):
         message = reply.message
         assert isinstance(message, Result | Failure)
         key = Key(message.tensor, message.step, message.chunk)
+        if key not in self.held:  # refused, and given up meanwhile
+            for rank in self.ranks:
+                if peer_of(rank) in reply.peers:
+                    self.end(rank, key)
+            return
         held = self.held.pop(key)
         self.ended[key.series] = max(key.step, self.ended.get(key.series, -1))
         assert list(reply.peers) == [peer_of(rank) for rank in held]
@@ -290,6 +303,11 @@ class Cluster(RuleBasedStateMachine):
 
     def has_passed(self, rank: int, key: Key) -> bool:
         return self.newest.get((rank, key.tensor), -1) > key.step
+
+    @staticmethod
+    def reasons(actions: Sequence[Action]) -> list[str]:
+        replies = [action.message for action in actions if isinstance(action, Reply)]
+        return [message.reason for message in replies if isinstance(message, Failure)]
 
     @staticmethod
     def failed(actions: Sequence[Action]) -> set[Key]:
@@ -538,6 +556,47 @@ def test_room_is_kept_for_a_round_that_was_admitted() -> None:
     assert resume == Reply([peer_of(0)], Resume(1, *second))
     assert rounds.on_push(make_held(0, second, BUSY_SIZE), 0.0) == []
     assert rounds.on_push(make_held(0, third, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *third))]
+
+
+def test_rounds_that_are_pushed_again_have_an_allowance_and_one_round_of_each_rank() -> None:
+    rounds, budget_bytes = make_rounds(2, 10_000), 10_000
+    round_bytes = ROUND_BYTES + 2 * BUSY_SIZE
+    keys = [Key(f"t{number}", 0, 0) for number in range(6)]
+    fitting = 2 * budget_bytes // round_bytes
+    for key in keys[:fitting]:
+        assert rounds.on_push(make_held(0, key, BUSY_SIZE, again=True), 0.0) == []
+    # Beyond that, the first round that each rank waits for.
+    assert rounds.on_push(make_held(0, keys[fitting], BUSY_SIZE, again=True), 0.0) == []
+    own, refused = Key("own", 0, 0), keys[fitting + 1]
+    busy = [Reply([peer_of(0)], Busy(1, *refused))]
+    assert rounds.on_push(make_held(0, refused, BUSY_SIZE, again=True), 0.0) == busy
+    assert rounds.on_push(make_held(1, own, BUSY_SIZE, again=True), 0.0) == []
+    assert rounds.held_bytes == (fitting + 2) * round_bytes
+    # When it has ended, the next.
+    (reduce,) = rounds.on_push(make_held(1, keys[fitting], BUSY_SIZE, again=True), 0.0)
+    assert isinstance(reduce, Reduce)
+    _, resume = rounds.finish(reduce.key, FixedOutcome(reduce.key), 0.0)
+    assert resume == Reply([peer_of(0)], Resume(1, *refused))
+
+
+def test_a_rank_cannot_fill_a_server_by_pushing_again() -> None:
+    rounds = make_rounds(2, 10_000)
+    for number in range(1000):
+        rounds.on_push(make_held(0, Key(f"t{number}", 0, 0), BUSY_SIZE, again=True), 0.0)
+    assert rounds.held_bytes <= 20_000 + ROUND_BYTES + 2 * BUSY_SIZE
+
+
+def test_a_recovery_round_does_not_wait_behind_others_for_room() -> None:
+    rounds = make_rounds(2, 5000)
+    first, plain, last = (Key(name, 0, 0) for name in ("first", "plain", "last"))
+    for key in (first, KEY):
+        rounds.on_push(make_held(0, key, BUSY_SIZE, again=True), 0.0)
+    assert rounds.on_push(make_held(0, plain, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *plain))]
+    busy = [Reply([peer_of(0)], Busy(1, *last))]
+    assert rounds.on_push(make_held(0, last, BUSY_SIZE, again=True), 0.0) == busy
+    rounds.on_push(make_held(1, KEY, BUSY_SIZE, again=True), 0.0)
+    _, resume = rounds.finish(KEY, FixedOutcome(KEY), 0.0)
+    assert resume == Reply([peer_of(0)], Resume(1, *last))
 
 
 def offer_a_round(rounds: ServerRounds, key: Key) -> None:
