@@ -78,7 +78,7 @@ class _Service:
         host = cluster.host or find_host(cluster.scheduler, cluster.rendezvous_seconds)
         self._rank = rank_from_environment(os.environ)
         keys = load_keys(config.security, "server", self._rank)
-        self._authenticator = Authenticator(ctx, keys, counters.count_refusal)
+        self._authenticator = Authenticator(ctx, keys, counters.count_refusal, "worker")
         limit = cluster.max_message_bytes
         queue = size_receive_queue(config)
         self._socket, self._address = bind_router(

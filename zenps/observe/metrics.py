@@ -27,7 +27,7 @@ HASH_OUTCOMES: Final = ("first_try", "rehashed", "serial", "overflowed")
 STATES: Final = ("gathering", "recovering", "confirming", "running", "draining", "stopped", "failed")
 """The job's states, as in ``scheduler/membership/states.py``: this layer must not import a role."""
 
-Refusal = Literal["unknown_key", "handshake"]
+Refusal = Literal["unknown_key", "wrong_role", "handshake"]
 """Why a connection was refused. libzmq cannot tell a peer without a key from one that hung up."""
 
 
@@ -154,8 +154,9 @@ class _ListenerMetrics(_RoleMetrics):
         super().__init__(registry, role)
         self._refused_connections = self._counter(
             "zenps_refused_connections_total",
-            "Connections refused: the peer's key is not listed (unknown_key); or the peer has no key, "
-            "expects another node's key, or hung up (handshake).",
+            "Connections refused: the peer's key is not listed (unknown_key), or of a role that has no "
+            "business here (wrong_role); or the peer has no key, expects another node's key, or hung up "
+            "(handshake).",
             reason=get_args(Refusal),
         )
 

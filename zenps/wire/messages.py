@@ -57,7 +57,7 @@ class Member(Struct, frozen=True, array_like=True):
     metrics: Address
     """``host:port`` of its Prometheus endpoint; empty if it has none."""
     identity: Annotated[bytes, Meta(max_length=255)] = b""
-    """Its ZeroMQ routing identity. A server accepts a rank's pushes only from this identity."""
+    """A worker's ZeroMQ routing identity at servers. They accept a rank's pushes only from this identity."""
 
     def __str__(self) -> str:
         return f"{self.role} {self.rank} (host {self.host}, pid {self.pid})"
@@ -337,7 +337,7 @@ class Hello(Struct, frozen=True, array_like=True):
 
     job: Text
     identity: Annotated[bytes, Meta(max_length=255)]
-    """The worker's ZeroMQ routing identity."""
+    """The worker's ZeroMQ routing identity at servers."""
 
 
 # ── server → worker ─────────────────────────────────────────────────────────────────────────────

@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import time
-import uuid
 from collections.abc import Iterator
 
 import msgspec
@@ -23,6 +22,7 @@ from zenps.observe.clock import ClockFilter, now_ns
 from .addresses import why_unreachable
 from .curve import Handshakes
 from .frames import MAX_ENVELOPE_BYTES, Decoder, encode
+from .identity import new_identity
 from .messages import (
     FromScheduler,
     Heartbeat,
@@ -74,7 +74,7 @@ class SchedulerLink:
         self.ctx = ctx
         self._cluster = cluster
         self._scheduler = cluster.scheduler.removeprefix("tcp://")
-        identity = f"{role}-{uuid.uuid4().hex}".encode()
+        identity = new_identity(role)
         self.socket = open_dealer(ctx, identity, MAX_ENVELOPE_BYTES, keys)
         self._handshakes = Handshakes(ctx, self.socket)
         connect(self.socket, self._scheduler)
