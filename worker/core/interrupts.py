@@ -9,6 +9,7 @@ ends, and wherever the thread blocks (:meth:`InterruptMask.lifted`).
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 
 # The functions that `signal` wraps: its wrappers take ten times as long.
@@ -19,6 +20,18 @@ from threading import get_ident
 from types import FrameType
 
 Handler = Callable[[int, FrameType | None], object]
+
+
+_main_thread = threading.main_thread().ident
+
+
+def _after_fork() -> None:
+    global _main_thread
+    _main_thread = threading.main_thread().ident
+
+
+# Looking it up each time takes as long as the rest of a mask.
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class InterruptMask:
@@ -40,7 +53,7 @@ class InterruptMask:
         half done. A signal that was held back is handled at its begin."""
 
     def __enter__(self) -> None:
-        if get_ident() != threading.main_thread().ident:
+        if get_ident() != _main_thread:
             return
         if not self._depth:
             handler = getsignal(SIGINT)
@@ -52,7 +65,7 @@ class InterruptMask:
         self._depth += 1
 
     def __exit__(self, *exception: object) -> None:
-        if get_ident() != threading.main_thread().ident:
+        if get_ident() != _main_thread:
             return
         self._depth -= 1
         if not self._depth and self._is_replaced:
@@ -73,7 +86,7 @@ class InterruptMask:
     @property
     def is_active(self) -> bool:
         """True on the main thread within a mask."""
-        return self._is_replaced and get_ident() == threading.main_thread().ident
+        return self._is_replaced and get_ident() == _main_thread
 
     def _hold(self, _number: int, _frame: FrameType | None) -> None:
         self._is_held = True
