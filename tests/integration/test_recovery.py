@@ -300,7 +300,7 @@ COMPUTE_SECONDS = 6.0
 def push_and_compute(path: Path) -> list[float]:
     """Leaves hundreds of results unread while a server dies; afterwards waits for them all."""
     handles = [
-        zps.push_pull_async(torch.full((64,), float(number + zps.rank())), f"t{number}", average=False)
+        zps.push_pull_async(torch.full((4096,), float(number + zps.rank())), f"t{number}", average=False)
         for number in range(UNREAD)
     ]
     (path / f"pushed{zps.rank()}").touch()
@@ -309,8 +309,10 @@ def push_and_compute(path: Path) -> list[float]:
 
 
 @pytest.mark.long
-def test_a_server_is_killed_while_hundreds_of_results_are_unread(tmp_path: Path) -> None:
-    with Cluster(2, 2) as cluster:  # nodes are not lost before the end of that
+@pytest.mark.parametrize("budget_bytes", [1 << 30, 1 << 20], ids=["room", "little room"])
+def test_a_server_is_killed_while_hundreds_of_results_are_unread(tmp_path: Path, budget_bytes: int) -> None:
+    # The default lease: nodes are not lost before the workers have computed for a while.
+    with Cluster(2, 2, {"cluster.server_budget_bytes": budget_bytes}) as cluster:
         workers = [cluster.start(push_and_compute, tmp_path, rank=rank) for rank in range(2)]
         for rank in range(2):
             await_file(tmp_path / f"pushed{rank}")
