@@ -174,7 +174,7 @@ class SchedulerLink:
         the node registers again.
         """
         while self.socket.poll(0):
-            envelope, *frames = map(memoryview, self.socket.recv_multipart())
+            envelope, *frames = [memoryview(frame) for frame in self.socket.recv_multipart()]
             try:
                 message = self._decoder.decode(envelope, frames)
                 if isinstance(message, SharedView):
