@@ -133,7 +133,8 @@ class _Service:
         self._views = ViewEncoder(config.cluster.job)
         self._last_encoded: tuple[FromScheduler | None, bytes] = None, b""
         shared = shared_settings(config)
-        self._membership = Membership(config.cluster.job, config.cluster, shared, time.monotonic())
+        secret = keys.secret if keys is not None else b""
+        self._membership = Membership(config.cluster.job, config.cluster, shared, time.monotonic(), secret)
         self._ends = Ends(self._connections, self._membership.server_address)
         self._ended_at: float | None = None
         self._traced_epoch = 0
@@ -284,8 +285,7 @@ class _Service:
         # A view's frame, by reference: it waits for many nodes at once.
         is_large = is_status or len(frames) > 1
         tracker = self._socket.send(last, zmq.DONTWAIT, copy=not is_large, track=is_status)
-        if is_status:
-            assert tracker is not None, "it was asked to track"
+        if tracker is not None:
             self._unread[peer] = tracker
 
     def _record(self, sends: Sequence[Send]) -> None:

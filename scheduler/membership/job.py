@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Literal
+from typing import Final, Literal
 
 from zenps.config.settings import ClusterConfig
+from zenps.errors import listing
 from zenps.wire.messages import Refused, Stop
 
 from ..observe.stragglers import Stragglers
@@ -20,9 +21,19 @@ from .registration import missing_from
 from .states import JOB, JobEvent, JobState
 from .views import Views
 
+NO_QUORUM: Final = (
+    "did not return after the scheduler was restarted: too many for the others to continue, because another "
+    "scheduler may have these; start the job again"
+)
+
 
 class Job:
     """The state of a job, by the table :data:`~scheduler.states.JOB`, and everything that belongs to it.
+
+    Args:
+        cluster: its settings.
+        now: the time.
+        secret: with which views are sealed; empty without keys.
 
     Attributes:
         cluster: its settings.
@@ -33,8 +44,9 @@ class Job:
         has_replaced: True if it has begun while nodes of a dead job of its name were left over.
     """
 
-    def __init__(self, cluster: ClusterConfig, now: float) -> None:
+    def __init__(self, cluster: ClusterConfig, now: float, secret: bytes = b"") -> None:
         self.cluster = cluster
+        self._secret = secret
         self.state: JobState = "gathering"
         self.failure = ""
         self.has_replaced = False
@@ -45,7 +57,7 @@ class Job:
         cluster = self.cluster
         self.until = now + cluster.rendezvous_seconds
         self.members = Members()
-        self.views = Views(self.members, cluster.is_elastic)
+        self.views = Views(self.members, cluster.is_elastic, self._secret)
         self.recovery = Recovery(self.members)
         self.drains = Drains(self.members)
         self.joining = JoiningWorkers(self.members)
@@ -188,6 +200,8 @@ class Job:
             if worker.epoch < self.views.admitted:  # its watermarks count from an older admission
                 self.members.report(worker, 0)
         lost = [member for member in self.recovery.missing() if member.role == "worker"]
+        if lost and self.can_shrink() and not self.recovery.has_quorum():
+            return self.fail("a worker lost", "lost", f"{listing(lost)} {NO_QUORUM}")
         if lost and (self.may_restart() or not self.can_shrink()):
             reason = f"{lost[0]} is lost: it did not return after the scheduler was restarted"
             return self.lose_worker(reason, now)

@@ -6,6 +6,8 @@ with their view, and the newest of these views is the job as it was.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from zenps.wire.messages import Member, Register, Role, View
 
 from .members import Members, Node
@@ -69,6 +71,18 @@ class Recovery:
         nodes = [*self._members.present(), *self._members.with_state("worker", "left")]
         here = {(node.role, node.rank) for node in nodes}
         return [member for member in self._before() if (member.role, member.rank) not in here]
+
+    def has_quorum(self) -> bool:
+        """Returns whether most members of the newest view have returned to this scheduler.
+
+        The scheduler before may still be there, cut off from this one, and have the others. If both
+        continued, two halves of the job would train on apart. More than half of the workers are a quorum, and
+        so is half of them with more than half of the servers: two schedulers never have one of the same view.
+        """
+        gone = Counter(member.role for member in self.missing())
+        here = Counter(node.role for node in self._members.present())
+        workers, servers = (here[role] - gone[role] for role in ("worker", "server"))
+        return workers > 0 or (workers == 0 and servers > 0)
 
     def passed_barriers(self) -> int:
         """Returns how many barriers workers have passed since the newest admission."""

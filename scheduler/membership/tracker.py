@@ -47,16 +47,19 @@ class Membership:
         cluster: how many nodes to expect and how long to wait.
         settings: the scheduler's own :func:`~zenps.config.settings.shared_settings`.
         now: the time of creation; all other times are on the same clock.
+        secret: known to the job's schedulers alone, for seals of views; empty without keys.
 
     Attributes:
         step: the latest step that a worker has reported; None before the first.
     """
 
-    def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
+    def __init__(
+        self, job: str, cluster: ClusterConfig, settings: Settings, now: float, secret: bytes = b""
+    ) -> None:
         self._name = job
         self._cluster = cluster
         self._settings = settings
-        self._job = Job(cluster, now)
+        self._job = Job(cluster, now, secret)
         self._began = now
         self._changes = Changes()
         self._stalls = Stalls(cluster.stall_seconds)
@@ -212,11 +215,11 @@ class Membership:
         if self.state == "failed":
             return [Send(peer, Refused("lost", f"the job has failed: {self.failure}"))]
         if self.state == "stopped":
-            return [
-                Send(
-                    peer, Refused("usage", "this job has ended, for all its workers have left; start another")
-                )
-            ]
+            reason = "this job has ended, for all its workers have left; start another"
+            return [Send(peer, Refused("usage", reason))]
+        if message.view is not None and not job.views.is_genuine(message.view):
+            reason = "no scheduler of this job has made the view that it registers with; start it again"
+            return [Send(peer, Refused("lost", reason))]
         if message.role == "worker":
             if generations.is_stale(message, job):
                 return [Send(peer, Refused("lost", "torchrun has restarted the workers"))]

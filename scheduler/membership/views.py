@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+
 import msgspec
 import numpy as np
 
 from zenps.partition.ring import rebalance
-from zenps.wire.messages import Role, View
+from zenps.wire.messages import SEAL_BYTES, Role, View
 
 from .members import Members, Node
 
@@ -17,6 +20,7 @@ class Views:
     Args:
         members: the table of nodes.
         is_elastic: True if views do not name workers that have left.
+        secret: of the job's schedulers; they seal views with it. Empty: views have no seal.
 
     Attributes:
         epoch: of the newest view; 0 before the first.
@@ -25,9 +29,10 @@ class Views:
         owners: ``[4096]`` uint16, the rank of each slot's server; empty before the first view.
     """
 
-    def __init__(self, members: Members, is_elastic: bool) -> None:
+    def __init__(self, members: Members, is_elastic: bool, secret: bytes) -> None:
         self._members = members
         self._is_elastic = is_elastic
+        self._secret = secret
         self.epoch = 0
         self.ring_epoch = 0
         self.admitted = 0
@@ -65,7 +70,7 @@ class Views:
             # A routing identity is enough to take over the connection of a node, and workers need none.
             workers = tuple(msgspec.structs.replace(worker, identity=b"") for worker in workers)
         servers = (node.member for node in self._members.present("server"))
-        return View(
+        view = View(
             epoch=self.epoch,
             rank=0,
             workers=workers,
@@ -75,3 +80,14 @@ class Views:
             left=tuple(node.rank for node in nodes if node.state == "left"),
             admitted=self.admitted,
         )
+        return msgspec.structs.replace(view, seal=self._seal_of(view))
+
+    def is_genuine(self, view: View) -> bool:
+        """Returns whether a scheduler of this job has made ``view``. Without keys it takes any for one."""
+        return hmac.compare_digest(view.seal, self._seal_of(view))
+
+    def _seal_of(self, view: View) -> bytes:
+        if not self._secret:
+            return view.seal
+        content = msgspec.msgpack.encode(msgspec.structs.replace(view, rank=0, seal=b""))
+        return hashlib.blake2b(content, key=self._secret, digest_size=SEAL_BYTES).digest()

@@ -90,7 +90,7 @@ def without_memory() -> Any:
     tensor = torch.ones(200_000)
     zps.push_pull(tensor, "x")
 
-    def full(arena: Arena, data: memoryview) -> memoryview:
+    def full(arena: Arena, data: memoryview, *, is_pooled: bool = True) -> memoryview:
         raise TensorError("no memory")
 
     copy, Arena.copy = Arena.copy, full  # type: ignore[method-assign]

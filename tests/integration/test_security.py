@@ -101,6 +101,24 @@ def test_secured_cluster_trains(keys: Path) -> None:
         assert "refused" not in cluster.scheduler.log + "".join(server.log for server in cluster.servers)
 
 
+def test_a_restarted_scheduler_knows_its_views_again(keys: Path, tmp_path: Path) -> None:
+    """They come back from nodes, which could have changed them."""
+    with Cluster(keys=keys) as cluster:
+        workers = [cluster.start(add_until, tmp_path / "until", rank=rank) for rank in range(2)]
+        cluster.await_state("running")
+        cluster.scheduler.kill()
+        cluster.restart_scheduler()
+        cluster.await_state("running")
+        (tmp_path / "until").touch()
+        assert [worker.result() for worker in workers] == [3.0, 3.0]
+        cluster.drain()
+
+
+def add_until(file: Path) -> float:
+    await_file(file)
+    return float(zps.push_pull(torch.tensor([zps.rank() + 1.0]), "t", average=False))
+
+
 def test_rank_is_that_of_the_key(keys: Path) -> None:
     """Neither servers nor workers ask for a rank here."""
     with Cluster(keys=keys) as cluster:

@@ -15,6 +15,7 @@ from zenps.scheduler.membership.admission import JoiningWorkers
 from zenps.scheduler.membership.barriers import Barriers
 from zenps.scheduler.membership.job import Job
 from zenps.scheduler.membership.members import Node
+from zenps.scheduler.membership.recovery import Recovery
 from zenps.scheduler.membership.registration import Settings
 from zenps.scheduler.membership.tracker import Membership
 from zenps.server.rounds.states import HeldPush, Reduce, ServerRound
@@ -258,6 +259,19 @@ class WaitsForADeadJob(Membership):
         self._job = _LoyalJob(cluster, now)
 
 
+class _AnyQuorum(Recovery):
+    def has_quorum(self) -> bool:
+        return True
+
+
+class ContinuesWithAnyHalf(Membership):
+    """Continues after a restart with however few workers; those that are missing may do so elsewhere."""
+
+    def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
+        super().__init__(job, cluster, settings, now)
+        self._job.recovery = _AnyQuorum(self._job.members)
+
+
 class _HastyBarriers(Barriers):
     def on_barrier(self, node: Node, sequence: int, now: float) -> list[Send]:
         sends = super().on_barrier(node, sequence, now)
@@ -380,7 +394,7 @@ PLANTS: dict[Scenario, list[Parts]] = {
         *(Parts(worker_rounds=part) for part in (GoesOnWithOthers, CountsOn, OverwritesWhatHasEnded)),
         Parts(worker_rounds=PushesWhatHasFailed),
         *(Parts(rounds=part) for part in (ContinuesWithoutAnybody, NeverContinuesWithout)),
-        *(Parts(membership=part) for part in (LetsInTooEarly, CountsBarriersOn)),
+        *(Parts(membership=part) for part in (LetsInTooEarly, CountsBarriersOn, ContinuesWithAnyHalf)),
     ],
     "restart": [
         *(Parts(membership=part) for part in (TakesGenerationsForOne, MixesGenerations)),

@@ -29,6 +29,7 @@ Address = Annotated[str, Meta(max_length=300)]
 MAX_COLUMNS = (1 << 28) - 1
 # Bytes that a row of a sparse tensor counts beside its values, when chunks are formed and bounded.
 POSITION_BYTES = 8
+SEAL_BYTES = 32
 # Ranks of one host.
 MAX_STANDS_FOR = 1024
 # Characters of what a worker waits for.
@@ -164,6 +165,8 @@ class View(Struct, frozen=True, array_like=True, tag="view"):
     """Those of ``workers`` that have left. Rounds that they have not pushed cannot end."""
     admitted: Count = 0
     """The epoch in which joining workers were last admitted. Workers count steps from 0 since then."""
+    seal: Annotated[bytes, Meta(max_length=SEAL_BYTES)] = b""
+    """Of the scheduler, by which its successor knows the view again; empty without keys."""
 
 
 class SharedView(Struct, frozen=True, array_like=True, tag="shared view"):
