@@ -252,7 +252,8 @@ def disagreement(pushes: Sequence[Push]) -> str:
 
 
 def _signature(push: Push) -> tuple[object, ...]:
-    return push.kind, push.dtype, push.shape, push.average, push.chunks, push.span, push.columns, push.values
+    what = push.kind, push.given, push.dtype, push.shape, push.average, push.values
+    return *what, push.chunks, push.span, push.columns
 
 
 def _describe(alike: Sequence[Push]) -> str:
@@ -260,4 +261,5 @@ def _describe(alike: Sequence[Push]) -> str:
     average = "averaged" if push.average else "summed"
     chunk = f"in {push.chunks} chunk(s), this one {push.span} × {push.columns}"
     form = "" if push.values == "same" else f" as {push.values}"
-    return f"rank(s) {ranks} pushed {push.kind} {push.dtype}{form} {push.shape}, {average}, {chunk}"
+    what = push.given or f"{push.kind} {push.dtype}{form} {push.shape}"
+    return f"rank(s) {ranks} pushed {what}, {average}, {chunk}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from msgspec import structs
 from torch import Tensor
 
 from zenps.schemes.base import Scheme
 
 from ..core.pending import Pending, Waiting
-from ..core.request import Options, Request
+from ..core.request import Options, Request, describe
 from ..core.statistics import Counted
 from ..core.steps import Steps
 from ..encode.planner import Planner
@@ -52,6 +53,9 @@ class ServerBackend(Backend):
         progress = self._steps.begin(name, self._planner.count_names(request))
         try:
             transforms = self._planner.transforms(request.tensor)
+            if transforms:
+                options = structs.replace(options, given=describe(request.tensor))
+                request = request._replace(options=options)
             for transform in transforms:
                 request = request._replace(tensor=transform.apply(request.tensor))
             with self._session.spans("compact", name, progress.step) as span:

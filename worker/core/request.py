@@ -41,6 +41,8 @@ class Options(Struct, frozen=True):
     purpose: Purpose = "value"
     residuals: Residuals | None = None
     """Error feedback of the gradients of one optimizer. Without it, a gradient is not quantized."""
+    given: str = ""
+    """The caller's tensor, by :func:`describe`, if a scheme has transformed it; ranks must agree about it."""
 
     @property
     def is_reduction(self) -> bool:
@@ -121,6 +123,14 @@ def _check_tensor(tensor: object, average: bool) -> None:
         raise TensorError(f"dtype {tensor.dtype}: expected one of {names}")
     if average and not tensor.dtype.is_floating_point:
         raise TensorError(f"dtype {tensor.dtype} cannot be averaged exactly; pass average=False")
+
+
+def describe(tensor: Tensor) -> str:
+    """Returns the kind, dtype and shape of a tensor, in words. Ranks that agree have the same."""
+    shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    if tensor.is_sparse:
+        return f"sparse {dtype} {shape} by {tensor.sparse_dim()} dimension(s)"
+    return f"dense {dtype} {shape}"
 
 
 def table_shape(tensor: Tensor) -> tuple[int, int]:

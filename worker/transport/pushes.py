@@ -80,6 +80,7 @@ class PushWriter:
                     stands_for=options.stands_for,
                     fragment=chunk.fragment,
                     fragments=chunk.fragments,
+                    given=options.given,
                 ),
                 chunk.frames,
                 options.priority,

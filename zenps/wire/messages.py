@@ -320,6 +320,8 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
     """Which fragment of the chunk this is, in order of position."""
     fragments: Fragments = 1
     """The number of fragments in which this rank's rows of the chunk travel."""
+    given: Annotated[str, Meta(max_length=2048)] = ""
+    """The caller's tensor, in words, if it travels in another form: the same on all ranks."""
 
     @property
     def ranks(self) -> tuple[int, ...]:

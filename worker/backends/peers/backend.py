@@ -6,6 +6,7 @@ import itertools
 import time
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from zenps.buffers import BufferPool
@@ -16,7 +17,7 @@ from zenps.wire.addresses import find_host
 
 from ...core.memory import POOL_BYTES
 from ...core.pending import Pending
-from ...core.request import Request
+from ...core.request import Request, describe
 from ...core.statistics import Progress
 from ...core.transfer import Transform
 from ...encode.transforms import TRANSFORMS, ToHost
@@ -57,6 +58,9 @@ class PeerBackend(Backend):
         if not request.options.is_reduction:
             return self._servers.begin(request)
         transforms = self._transforms(request.tensor)
+        if transforms:
+            options = structs.replace(request.options, given=describe(request.tensor))
+            request = request._replace(options=options)
         for transform in transforms:
             request = request._replace(tensor=transform.apply(request.tensor))
         progress = Progress(0)
