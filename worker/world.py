@@ -179,7 +179,8 @@ class ClusterWorld(World):
             raise self._too_early(f"tensor {request.name!r}")
         if self._recorder is not None and request.options.is_reduction:
             self._recorder.note(request.tensor, request.name)
-        request = request._replace(name=wire_name(request.name))
+        if (name := wire_name(request.name)) is not request.name:
+            request = request._replace(name=name)
         with MASK:  # a name that is taken is either pushed or given back
             return self._backend.begin(request)
 
