@@ -18,8 +18,9 @@ from zenps.observe.metrics import WorkerMetrics
 from .backends.base import Backend, Session
 from .backends.local import LocalBackend
 from .backends.servers import ServerBackend
+from .core.interrupts import MASK
 from .core.pending import Pending
-from .core.request import Request, check_request
+from .core.request import Request, check_request, wire_name
 from .core.statistics import Statistics, Stats
 from .recorder import Recorder
 
@@ -181,7 +182,10 @@ class ClusterWorld(World):
             raise self._too_early(f"tensor {request.name!r}")
         if self._recorder is not None and request.options.is_reduction:
             self._recorder.note(request.tensor, request.name)
-        return self._backend.begin(request)
+        if (name := wire_name(request.name)) is not request.name:
+            request = request._replace(name=name)
+        with MASK:  # a name that is taken is either pushed or given back
+            return self._backend.begin(request)
 
     def barrier(self) -> None:
         """As :meth:`Lease.barrier`."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from msgspec import structs
 from torch import Tensor
 
 from zenps.schemes.base import Scheme
 
 from ..core.pending import Pending, Waiting
-from ..core.request import Options, Request
+from ..core.request import Options, Request, describe
 from ..core.statistics import Counted
 from ..core.steps import Steps
 from ..core.transfer import Transform
@@ -53,18 +54,24 @@ class ServerBackend(Backend):
             counted: what of the round goes into statistics.
         """
         name, options = request.name, request.options
+        if self._steps.is_in_flight(name):  # perhaps its answer has come, and no thread has received it
+            self._queue.look(lambda: not self._steps.is_in_flight(name))
         progress = self._steps.begin(name, self._planner.count_names(request))
         try:
+            given = request.tensor
             request, transforms = self._transformed(request, progress.step)
+            if transforms:
+                options = structs.replace(options, given=describe(given))
+                request = request._replace(options=options)
             with self._session.spans("compact", name, progress.step) as span:
                 transfer = self._planner.begin(request, progress.expected_rows)
                 if span:
                     span.note(rows=transfer.rows_given)
-        except BaseException:  # Ctrl-C too: a name that stays in flight could not be pushed again
+            pending = Pending(name, options, transfer, progress, self._waiting, transforms, counted)
+            self._queue.submit(pending)
+        except BaseException:  # nothing was sent; a name that stays in flight could not be pushed again
             self._steps.take_back(name)
             raise
-        pending = Pending(name, options, transfer, progress, self._waiting, transforms, counted)
-        self._queue.submit(pending)
         return pending
 
     def _transformed(self, request: Request, step: int) -> tuple[Request, list[Transform]]:

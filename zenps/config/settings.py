@@ -73,6 +73,15 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             le=WEEK_SECONDS,
         ),
     ] = 0.0
+    stall_seconds: Annotated[
+        float,
+        Meta(
+            description="after a wait of this long, the log, the status and a metric say what each worker "
+            "[waits for](operations.md#stalls); 0: never",
+            ge=0,
+            le=WEEK_SECONDS,
+        ),
+    ] = 60.0
     on_worker_loss: Annotated[
         Literal["fail", "continue"],
         Meta(

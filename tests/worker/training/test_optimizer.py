@@ -171,7 +171,7 @@ def test_only_gradients_are_pushed_as_such(world: FakeWorld, model: Model, avera
     gradients = {name for name, purpose in purposes.items() if purpose == "gradient"}
     assert {name.rpartition("/")[2] for name in gradients} == {"words.weight", "0"}
     assert {world.requests[name].options.average for name in gradients} == {average}
-    assert {purposes[name] for name in purposes.keys() - gradients} == {"broadcast", "value"}
+    assert {purposes[name] for name in purposes.keys() - gradients} == {"broadcast", "control", "value"}
     assert not any(world.requests[name].options.average for name in purposes.keys() - gradients)
 
 

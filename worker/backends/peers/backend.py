@@ -6,6 +6,7 @@ import itertools
 import time
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from zenps.buffers import BufferPool
@@ -16,7 +17,7 @@ from zenps.wire.addresses import find_host
 
 from ...core.memory import POOL_BYTES
 from ...core.pending import Pending
-from ...core.request import Request
+from ...core.request import Request, describe
 from ...core.statistics import Progress
 from ...core.transfer import Transform
 from ...encode.sparsifying import make_sparsification
@@ -62,7 +63,11 @@ class PeerBackend(Backend):
         """Compacts or copies on this thread; another one exchanges. A tensor on a GPU is copied first."""
         if not request.options.is_reduction:
             return self._servers.begin(request)
+        given = request.tensor
         request, transforms = self._transformed(request)
+        if transforms:
+            options = structs.replace(request.options, given=describe(given))
+            request = request._replace(options=options)
         progress = Progress(0)
         with self._session.spans("compact", request.name):
             transfer = self._transfer(request.tensor, request.options.average)
@@ -102,7 +107,7 @@ class PeerBackend(Backend):
             table = torch.zeros((size, 512 + 16 * size), dtype=torch.uint8, device="cpu")
             entry = len(own).to_bytes(2) + own
             table[rank, : len(entry)] = torch.frombuffer(bytearray(entry), dtype=torch.uint8)
-            rows = self._servers.negotiate(table, f"peers/addresses/{next(calls)}").wait().numpy()
+            rows = self._servers.negotiate(table, f"@peers/addresses/{next(calls)}").wait().numpy()
             return [row[2:].tobytes()[: int.from_bytes(row[:2].tobytes())] for row in rows]
 
         host = config.cluster.host or find_host(config.cluster.scheduler)
