@@ -37,9 +37,6 @@ from .states import (
 # asks for what all have forgotten; a rank that does lack the reply pushes again.
 REOPENED_SECONDS = 15.0
 
-# A round opens whatever its size if no other is open. So a push in so many fragments is accepted then; one in
-# more must fit into the budget.
-FREE_FRAGMENTS = 64
 # How long a round is open that nobody has pushed since there is room for it. Ranks that have given it up say
 # so when they are asked to push again; this is for what got lost. A rank that pushes later opens it again.
 RESUMED_SECONDS = 15.0
@@ -252,22 +249,13 @@ class ServerRounds:
         round_.held.setdefault(push.rank, held)
         self._admission.reserve(round_, held.whole_bytes, len(self._peers))
         if not is_whole:
-            return self._refuse_too_large(round_, held, now)
+            reason = self._admission.why_too_large(held)
+            failure = self._failure(round_.key, "size", reason)
+            return self._fail(round_, "too large", failure, now) if reason else []
         self.late.wait((push.rank,), round_.arrivals, len(self._peers), now)
         round_.ranks.update(ranks)
         round_.arrivals.append(now)
         return self._complete(round_, now)
-
-    def _refuse_too_large(self, round_: ServerRound, held: HeldPush, now: float) -> Actions:
-        """Fails a round of which one push has many fragments, and alone exceeds the budget."""
-        most_bytes = self._admission.budget_bytes
-        if held.push.fragments <= FREE_FRAGMENTS or held.whole_bytes <= most_bytes:
-            return []
-        reason = (
-            f"rank {held.push.rank} pushes {held.whole_bytes} bytes to one server, expected at most "
-            f"{most_bytes}; raise cluster.server_budget_bytes, add servers, or push fewer rows at first"
-        )
-        return self._fail(round_, "too large", self._failure(round_.key, "size", reason), now)
 
     def _complete(self, round_: ServerRound, now: float) -> Actions:
         """Reduces a round once all pushes are there, or fails it if one can never come.
