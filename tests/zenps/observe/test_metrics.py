@@ -40,6 +40,7 @@ NAMES: dict[Role, set[str]] = {
         "zenps_dense_bytes_total",
         "zenps_steps_total",
         "zenps_rounds_total",
+        "zenps_elements_total",
         "zenps_rows_total",
         "zenps_push_pull_duration_seconds",
         "zenps_wait_duration_seconds",
