@@ -3,7 +3,7 @@
 Python raises KeyboardInterrupt between any two instructions of the main thread. Between the receipt of an
 answer and its delivery, or within a message of several frames, it would lose the answer, or the message's
 end. Within a mask the handler of SIGINT only notes the signal. The script's own handler runs when the mask
-ends, and wherever the thread blocks (:meth:`InterruptMask.lifted`).
+ends, and wherever the thread blocks for long (:attr:`InterruptMask.lifted`).
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class InterruptMask:
         self._handler: Handler = default_int_handler
         """The script's own, while it is replaced."""
         self._is_replaced = False
-        self._is_held = False
-        """True if a signal has come since the handler was replaced."""
+        self.is_held = False
+        """True if a signal has come since the handler was replaced. A thread that must not wait for long with
+        a mask looks at it now and then, and lifts the mask."""
         self._hold_method = self._hold
         self.lifted = _Lifted(self)
         """Within this ``with`` block the script's handler is back: for calls that block, where nothing is
@@ -58,7 +59,7 @@ class InterruptMask:
         if not self._depth:
             handler = getsignal(SIGINT)
             if callable(handler):  # SIG_DFL and SIG_IGN interrupt no Python code
-                self._handler, self._is_held = handler, False
+                self._handler, self.is_held = handler, False
                 # From its return on, no signal raises: a handler is looked up when it is called.
                 signal(SIGINT, self._hold_method)
                 self._is_replaced = True
@@ -75,8 +76,8 @@ class InterruptMask:
     def restore(self) -> None:
         """Sets the script's handler again, and calls it if a signal was held back. It may raise."""
         signal(SIGINT, self._handler)
-        if self._is_held:
-            self._is_held = False
+        if self.is_held:
+            self.is_held = False
             raise_signal(SIGINT)
 
     def replace(self) -> None:
@@ -89,7 +90,7 @@ class InterruptMask:
         return self._is_replaced and get_ident() == _main_thread
 
     def _hold(self, _number: int, _frame: FrameType | None) -> None:
-        self._is_held = True
+        self.is_held = True
 
 
 class _Lifted(contextlib.AbstractContextManager[None]):

@@ -253,8 +253,10 @@ class Channel(Waiter):
                 oldest = next(iter(self._pending.values()), None)
                 self.oldest = None if oldest is None else (oldest[1].name, oldest[1].progress)
                 continue
-            with MASK.lifted:
-                events = self._poller.poll(int(1000 * (min(until, self._next_tick) - now)) + 1)
+            events = self._poller.poll(int(1000 * (min(until, self._next_tick) - now)) + 1)
+            if MASK.is_held:  # not lifted while it polls, for that would cost each round more than the poll
+                with MASK.lifted:
+                    pass
             for socket, event in events:
                 if isinstance(socket, int):
                     self._lock.on_wake()
