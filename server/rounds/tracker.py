@@ -240,10 +240,11 @@ class ServerRounds:
                 )
             return self._fail(round_, "rank gone", "lost", reason, now)
         if self._peers.keys() <= round_.ranks:
-            if reason := disagreement([round_.held[rank].push for rank in sorted(round_.held)]):
+            pushes = round_.pushes()
+            if reason := disagreement([held.push for held in pushes]):
                 return self._fail(round_, "ranks disagree", "mismatch", reason, now)
             round_.advance("last push")
-            return [Reduce(round_.key, round_.pushes(), now - round_.opened)]
+            return [Reduce(round_.key, pushes, now - round_.opened)]
         absent = self._departed.keys() - round_.ranks
         if absent:
             return self._fail(round_, "rank gone", "lost", self._departed[min(absent)], now)
