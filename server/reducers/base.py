@@ -85,11 +85,13 @@ class AllreduceOutcome(Outcome):
     def __init__(
         self, result: Result, positions: memoryview, values: memoryview, others: Sequence[Part] = ()
     ) -> None:
-        further = [Answer(other, frames) for other, *frames in others]
+        further = tuple([Answer(other, frames) for other, *frames in others]) if others else ()
         self._answer = Answer(result, (positions, values), further)
-        self._rows = result.rows + sum([other.rows for other, *_ in others])
-        answers = (self._answer, *further)
-        self._size_bytes = sum([frame.nbytes for answer in answers for frame in answer.frames])
+        self._rows = result.rows
+        self._size_bytes = positions.nbytes + values.nbytes
+        for other, *frames in others:
+            self._rows += other.rows
+            self._size_bytes += sum([frame.nbytes for frame in frames])
 
     @property
     def size_bytes(self) -> int:
@@ -154,15 +156,12 @@ class Reducer(ABC, Generic[P]):
         Raises:
             ProtocolError: no worker with the same ``cluster.max_message_bytes`` makes such chunks.
         """
-        self._check_rows("a span of", push.span, push)
+        row_bytes = push.columns * DTYPES[push.dtype].itemsize + self.position_bytes
+        if push.span * row_bytes > self._max_message_bytes:
+            most = f"expected {self._max_message_bytes} bytes at most"
+            raise ProtocolError("payload", f"a span of {push.span} rows of {row_bytes} bytes, {most}")
         if push.fragments > 1:
             raise ProtocolError("payload", f"{push.kind} in {push.fragments} fragments, expected 1")
-
-    def _check_rows(self, what: str, rows: int, push: Push) -> None:
-        row_bytes = push.columns * DTYPES[push.dtype].itemsize + self.position_bytes
-        if rows * row_bytes > self._max_message_bytes:
-            most = f"expected {self._max_message_bytes} bytes at most"
-            raise ProtocolError("payload", f"{what} {rows} rows of {row_bytes} bytes, {most}")
 
     @abstractmethod
     def read(self, push: Push, frames: Sequence[memoryview]) -> P:

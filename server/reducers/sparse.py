@@ -10,7 +10,7 @@ from zenps.codecs.base import Positions
 from zenps.codecs.registry import BY_SPAN, CODECS, choose
 from zenps.errors import ProtocolError
 from zenps.wire.messages import POSITION_BYTES, Push, Result
-from zenps.wire.tensors import RECEIVE_BUFFER_BYTES, cut_fragments
+from zenps.wire.tensors import DTYPES, RECEIVE_BUFFER_BYTES, cut_fragments
 
 from .base import AllreduceOutcome, Part, Payload, Reducer
 from .values import check_frames, dequantize, divisor_of, pushed_rows, quantize
@@ -34,7 +34,10 @@ class SparseReducer(Reducer[SparsePayload]):
         Raises:
             ProtocolError: no worker with the same ``cluster.max_message_bytes`` makes such a push.
         """
-        self._check_rows("a push of", push.rows, push)
+        row_bytes = push.columns * DTYPES[push.dtype].itemsize + self.position_bytes
+        if push.rows * row_bytes > self._max_message_bytes:
+            most = f"expected {self._max_message_bytes} bytes at most"
+            raise ProtocolError("payload", f"a push of {push.rows} rows of {row_bytes} bytes, {most}")
         most_span = self._max_message_bytes // POSITION_BYTES
         if push.answer in BY_SPAN and push.span > most_span:
             reason = f"an answer by {push.answer} in a span of {push.span}, expected {most_span} at most"

@@ -214,6 +214,8 @@ class ServerRound(Struct, eq=False):
 
     def pushes(self) -> list[HeldPush]:
         """All pushes in rank order, with all their fragments."""
+        if not self.fragments:
+            return [self.held[rank] for rank in sorted(self.held)]
         pushes: list[HeldPush] = []
         for rank in sorted(self.held):
             come = self.fragments.get(rank)
@@ -236,7 +238,8 @@ def replies_of(outcome: Outcome, pushes: Iterable[HeldPush]) -> list[Reply]:
         if answer is not last:
             last, peers = answer, []
             replies.append(Reply(peers, answer.message, answer.frames))
-            replies += [Reply(peers, other.message, other.frames) for other in answer.others]
+            if answer.others:
+                replies += [Reply(peers, other.message, other.frames) for other in answer.others]
         peers.append(held.peer)
     return replies
 
@@ -252,12 +255,12 @@ def disagreement(pushes: Sequence[Push]) -> str:
 
 
 def _signature(push: Push) -> tuple[object, ...]:
-    what = push.kind, push.given, push.dtype, push.shape, push.average, push.values
-    return *what, push.chunks, push.span, push.columns
+    chunk = push.chunks, push.span, push.columns
+    return push.kind, push.dtype, push.shape, push.average, push.values, push.given, chunk
 
 
 def _describe(alike: Sequence[Push]) -> str:
-    push, ranks = alike[0], listing(rank for push in alike for rank in push.ranks)
+    push, ranks = alike[0], listing(dict.fromkeys(rank for push in alike for rank in push.ranks))
     average = "averaged" if push.average else "summed"
     chunk = f"in {push.chunks} chunk(s), this one {push.span} × {push.columns}"
     form = "" if push.values == "same" else f" as {push.values}"

@@ -271,11 +271,12 @@ class ServerRounds:
                 )
             return self._fail(round_, "rank gone", self._failure(round_.key, "lost", reason), now)
         if self._peers.keys() <= round_.ranks:
-            if reason := disagreement([round_.held[rank].push for rank in sorted(round_.held)]):
+            pushes = round_.pushes()
+            if reason := disagreement([held.push for held in pushes]):
                 failure = self._failure(round_.key, "mismatch", reason)
                 return self._fail(round_, "ranks disagree", failure, now)
             round_.advance("last push")
-            return [Reduce(round_.key, round_.pushes(), now - round_.opened)]
+            return [Reduce(round_.key, pushes, now - round_.opened)]
         absent = self._departed.keys() - round_.ranks
         if absent:
             failure = self._failure(round_.key, "lost", self._departed[min(absent)])

@@ -896,6 +896,16 @@ def test_a_round_is_reduced_once_all_fragments_of_all_ranks_are_there() -> None:
     assert [len(reply.peers) for reply in rounds.finish(action.key, outcome, 0.0)] == [2]
 
 
+def test_ranks_that_disagree_are_named_once_each() -> None:
+    rounds = make_rounds(2)
+    rounds.on_push(make_held(0, Key("a", 0, 0), columns=5), 0.0)
+    push_fragment(rounds, 1, 0, fragments=2)
+    (reply,) = push_fragment(rounds, 1, 1, fragments=2)
+    assert isinstance(reply.message, Failure)
+    assert "rank(s) 0 pushed" in reply.message.reason
+    assert "rank(s) 1 pushed" in reply.message.reason
+
+
 def test_a_rank_whose_push_has_come_in_part_is_the_one_that_is_missing() -> None:
     rounds = make_rounds(2)
     rounds.on_push(make_held(0, Key("a", 0, 0)), 0.0)
