@@ -23,7 +23,7 @@ from tests.dealer import connect_dealer
 from tests.integration.cluster import Cluster, Raised, attempt, await_file
 from tests.integration.scraping import Samples, await_samples, parse, scrape
 from zenps.cli.status import fetch
-from zenps.config.settings import ClusterConfig
+from zenps.config.settings import ClusterConfig, Config, shared_settings
 from zenps.errors import ConfigError
 from zenps.keys import LIST_NAME, Keys, generate
 from zenps.wire import scheduler_link
@@ -44,22 +44,7 @@ from zenps.wire.sockets import Socket
 
 ERRORS = "zenps_protocol_errors_total"
 REFUSED = "zenps_refused_connections_total"
-SETTINGS = {
-    "cluster.max_message_bytes": 256 << 20,
-    "cluster.on_worker_loss": "fail",
-    "sync.bandwidth_mbit": 10_000,
-    "sync.block": 256,
-    "sync.bucket_bytes": 4 << 20,
-    "sync.chunk_bytes": 8 << 20,
-    "sync.fusion": 256,
-    "sync.granule": 32,
-    "sync.latency_us": 50,
-    "sync.levels": 1,
-    "sync.partition": "balanced",
-    "sync.scheme": "zenps",
-    "sync.seed": 0x5A454E,
-    "sync.values": "same",
-}
+SETTINGS = shared_settings(Config())
 
 
 def add_up(rounds: int) -> list[float]:
