@@ -3,7 +3,7 @@ PARTITION ?= balanced
 BIN       ?= .venv/bin
 
 .PHONY: demo test check bench test-long test-monitoring test-browser test-hosts test-docker fuzz soak simulate chaos \
-        test-gpu bench-gpu bench-net
+        test-gpu bench-gpu bench-net bench-convergence
 
 demo: .venv/installed
 	$(BIN)/zenps launch --workers 2 --servers 2 --set sync.partition=$(PARTITION) -- $(BIN)/python examples/lstm_lm.py
@@ -30,6 +30,9 @@ check: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/bench_sync.py --quick
+
+bench-convergence: .venv/installed
+	$(BIN)/python benchmarks/bench_convergence.py
 
 # Needs root and iproute2. QUICK=1: under 3 minutes. What a run that was cut lacks: RESUME=1.
 bench-net: .venv/installed

@@ -23,6 +23,7 @@ from workloads import WORKLOADS, Workload
 import zenps as zps
 from zenps.worker.backends.choice import ROUNDS
 from zenps.worker.core.request import Options, Request
+from zenps.worker.core.residuals import Residuals
 from zenps.worker.process import PROCESS
 
 GLOO: Final = "gloo dense"
@@ -180,7 +181,7 @@ def count_steps(seconds: float, most: int) -> int:
 
 
 def _push_pull(name: str) -> Callable[[Tensor], Callable[[], Tensor]]:
-    options = Options(purpose="gradient")
+    options = Options(purpose="gradient", residuals=Residuals())
     return lambda gradient: lambda: PROCESS.world.begin(Request(gradient, name, options)).wait()
 
 

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 import zenps as zps
-from zenps.worker.encode.quantizer import Residuals
+from zenps.worker.core.residuals import Residuals
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import lstm_lm

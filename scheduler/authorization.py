@@ -6,7 +6,7 @@ import msgspec
 
 from zenps.errors import ProtocolError
 from zenps.keys import node_name
-from zenps.wire.messages import Drain, Register, StatusRequest, ToScheduler
+from zenps.wire.messages import Drain, Ended, Register, StatusRequest, ToScheduler
 
 
 def authorize(message: ToScheduler, owner: str, registered: str) -> ToScheduler:
@@ -22,9 +22,12 @@ def authorize(message: ToScheduler, owner: str, registered: str) -> ToScheduler:
     """
     if not owner or isinstance(message, StatusRequest):
         return message
-    if isinstance(message, Drain):
+    if isinstance(message, Drain | Ended):
         if owner != "operator":
-            raise ProtocolError("key", f"drain of server {message.rank} by {owner}; expected operator")
+            what = f"drain of server {message.rank}"
+            if isinstance(message, Ended):
+                what = f"end of {message.role} {message.rank}"
+            raise ProtocolError("key", f"{what} by {owner}; expected operator")
         return message
     if not isinstance(message, Register):
         if registered not in ("", owner):

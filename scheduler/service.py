@@ -28,6 +28,7 @@ from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.messages import (
     BarrierReply,
     Departed,
+    FromScheduler,
     Heartbeat,
     HeartbeatReply,
     NodeStatus,
@@ -39,11 +40,12 @@ from zenps.wire.messages import (
     View,
 )
 from zenps.wire.sockets import Socket, bind_router, context, receive_routed
+from zenps.wire.views import ViewEncoder
 
 from .authorization import authorize
+from .ends import Ends
 from .membership.actions import Send
 from .membership.tracker import Membership
-from .page import endpoint
 from .page.endpoint import Page
 
 logger = logging.getLogger("zenps.scheduler")
@@ -80,7 +82,7 @@ def serve(config: Config, on_ready: Callable[[str], None]) -> None:
     with (
         closing(exporter),
         closing(open_trace(config.sync.trace, "scheduler")) as trace,
-        closing(endpoint.serve(config.status)) as page,
+        closing(Page(config.status)) as page,
         context() as ctx,
     ):
         outputs = Outputs(SchedulerMetrics(registry), exporter.address, page, trace)
@@ -128,8 +130,12 @@ class _Service:
         self._unread: dict[bytes, zmq.MessageTracker] = {}
         """The last status sent to each peer, until the peer has read it."""
         self._decoder: Decoder[ToScheduler] = Decoder(config.cluster.job, ToScheduler)
+        self._views = ViewEncoder(config.cluster.job)
+        self._last_encoded: tuple[FromScheduler | None, bytes] = None, b""
         shared = shared_settings(config)
-        self._membership = Membership(config.cluster.job, config.cluster, shared, time.monotonic())
+        secret = keys.secret if keys is not None else b""
+        self._membership = Membership(config.cluster.job, config.cluster, shared, time.monotonic(), secret)
+        self._ends = Ends(self._connections, self._membership.server_address)
         self._ended_at: float | None = None
         self._traced_epoch = 0
 
@@ -141,9 +147,13 @@ class _Service:
             # Unlike after a crash, no scheduler will return: nodes should not wait for one.
             self._send(self._membership.abort("the scheduler was told to end"))
             raise
+        except Exception as error:
+            self._send(self._membership.abort(f"the scheduler ended: {error!r}; see its log"))
+            raise
 
     def close(self) -> None:
         """Releases what must not outlive the sockets."""
+        self._ends.close()
         self._authenticator.close()
 
     # ── the loop ────────────────────────────────────────────────────────────────────────────────
@@ -151,13 +161,16 @@ class _Service:
     def _run(self) -> None:
         next_tick = 0.0
         poller = zmq.Poller()
-        for waiting in (self._socket, *self._authenticator.sockets):
+        for waiting in (self._socket, self._connections.monitor, *self._authenticator.sockets):
             poller.register(waiting, zmq.POLLIN)
         while True:
-            poller.poll(int(1000 * max(next_tick - time.monotonic(), 0.0)) + 1)
+            until = min(next_tick, self._ends.due)
+            poller.poll(int(1000 * max(until - time.monotonic(), 0.0)) + 1)
             self._authenticator.attend()
             self._receive()
             now = time.monotonic()
+            for ended in self._ends.look(now):
+                self._send(self._membership.on_ended(ended, now))
             if now >= next_tick:  # a tick looks at every node and connection: too much for each message
                 self._on_tick(now)
                 if self._has_ended(now):
@@ -174,6 +187,10 @@ class _Service:
         self._update_gauges()
         for straggler in self._membership.stragglers(now):
             logger.warning("%s", straggler)
+        if stall := self._membership.stall(now):
+            logger.warning(
+                "%s; ranks have to push the same tensors, and come to barriers, equally often", stall
+            )
 
     def _has_ended(self, now: float) -> bool:
         """True if no node will send a message. Raises :class:`PeerLostError` if the job has failed."""
@@ -197,6 +214,7 @@ class _Service:
             descriptor, frames = receive_routed(self._socket)
             peer = bytes(frames[0])
             self._connections.on_message(descriptor)
+            self._ends.on_message(descriptor, peer)
             try:
                 if len(frames) != 2:
                     raise ProtocolError("envelope", f"{len(frames)} frames, expected 2")
@@ -243,9 +261,8 @@ class _Service:
             if isinstance(message, Status):
                 message = self._complete(message)
                 self._update_gauges()  # the metrics never show less than a status
-            envelope = encode(self._config.cluster.job, message)
             try:
-                self._send_envelope(peer, envelope, is_status=isinstance(message, Status))
+                self._send_frames(peer, self._encode(message), is_status=isinstance(message, Status))
             except zmq.ZMQError as error:
                 if error.errno == zmq.EAGAIN:
                     log.once(logger, (peer, "full"), "peer %s does not read what it is sent", peer.hex())
@@ -253,9 +270,21 @@ class _Service:
                     raise
                 logger.debug("peer %s cannot be reached", peer.hex())
 
-    def _send_envelope(self, peer: bytes, envelope: bytes, *, is_status: bool) -> None:
-        self._socket.send(peer, zmq.SNDMORE | zmq.DONTWAIT)
-        tracker = self._socket.send(envelope, zmq.DONTWAIT, copy=not is_status, track=is_status)
+    def _encode(self, message: FromScheduler) -> Sequence[bytes]:
+        """Encodes a message, once if it goes to many."""
+        if isinstance(message, View):
+            return self._views.encode(message)
+        if message is not self._last_encoded[0]:
+            self._last_encoded = message, encode(self._config.cluster.job, message)
+        return [self._last_encoded[1]]
+
+    def _send_frames(self, peer: bytes, frames: Sequence[bytes], *, is_status: bool) -> None:
+        *first, last = (peer, *frames)
+        for frame in first:
+            self._socket.send(frame, zmq.SNDMORE | zmq.DONTWAIT)
+        # A view's frame, by reference: it waits for many nodes at once.
+        is_large = is_status or len(frames) > 1
+        tracker = self._socket.send(last, zmq.DONTWAIT, copy=not is_large, track=is_status)
         if tracker is not None:
             self._unread[peer] = tracker
 
@@ -300,6 +329,7 @@ class _Service:
             self._metrics.live_nodes.labels(role=role).set(self._membership.live(role))
         self._metrics.epoch.set(self._membership.epoch)
         self._metrics.late.seconds = self._membership.late_seconds()
+        self._metrics.stalled.waits = self._membership.stalled(time.monotonic())
 
 
 def _with_clock(send: Send, heartbeat: Heartbeat) -> Send:

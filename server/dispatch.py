@@ -18,7 +18,7 @@ from zenps.observe.metrics import ServerMetrics
 from zenps.observe.trace import Trace
 from zenps.wire.curve import Authenticator
 from zenps.wire.frames import CorruptedError, Decoder
-from zenps.wire.messages import Push, Resend, ToServer
+from zenps.wire.messages import GiveUp, Push, Resend, ToServer
 
 from .reducers.registry import make_reducers
 from .replies import ReplySender
@@ -56,13 +56,12 @@ class Dispatcher:
         counters: ServerMetrics,
         trace: Trace,
     ) -> None:
-        self._max_message_bytes = cluster.max_message_bytes
         self._decoder: Decoder[ToServer] = Decoder(cluster.job, ToServer)
         self._authenticator = gate
         self._workers = workers
         self._rounds = rounds
         self._shared_memory = shared_memory
-        self._reducers = make_reducers(shared_memory)
+        self._reducers = make_reducers(shared_memory, cluster.max_message_bytes)
         self._replies = replies
         self._metrics = counters
         self._trace = trace
@@ -96,6 +95,8 @@ class Dispatcher:
         match message:
             case Push():
                 return self._on_push(peer, message, envelope, tensors, begin_ns)
+            case GiveUp():
+                return self._on_give_up(peer, message, envelope)
 
     def _on_push(
         self, peer: bytes, push: Push, envelope: memoryview, tensors: list[memoryview], begin_ns: int
@@ -105,7 +106,7 @@ class Dispatcher:
         if peer in self._replies.dropped:
             raise ProtocolError("unexpected", f"push of rank {push.rank}, which was dropped")
         reducer = self._reducers[push.kind]
-        reducer.check_span(push, self._max_message_bytes)
+        reducer.check_size(push)
         if push.shared is not None:
             tensors = [*tensors, self._shared_memory.read(peer, push.shared)]
         payload = reducer.read(push, tensors)
@@ -116,6 +117,13 @@ class Dispatcher:
         actions = self._rounds.on_push(HeldPush(peer, push, payload, payload.size_bytes), time.monotonic())
         self._metrics.received_bytes.inc(size)
         return actions
+
+    def _on_give_up(self, peer: bytes, message: GiveUp, envelope: memoryview) -> Actions:
+        rank = self._workers.rank_of(peer)
+        if rank is None:
+            raise ProtocolError("unexpected", "a round given up by a peer that has no rank")
+        self._authenticator.check(envelope, "worker", rank)
+        return self._rounds.on_give_up(rank, message, time.monotonic())
 
     def _ask_again(self, peer: bytes, error: CorruptedError) -> Actions:
         """Asks the peer of a rank to repeat a damaged message. Another peer gets no reply."""

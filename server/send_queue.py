@@ -68,8 +68,14 @@ class SendQueue:
         last = parts.pop()
         try:
             for part in parts:
-                self._send(part, MORE, queue)
-            self._send(last, LAST, queue)
+                if len(part) < COPY_BELOW_BYTES:
+                    send_frame(self._socket, part, MORE, True)
+                else:
+                    self._send_large(part, MORE, queue)
+            if len(last) < COPY_BELOW_BYTES:
+                send_frame(self._socket, last, LAST, True)
+            else:
+                self._send_large(last, LAST, queue)
         except zmq.Again:
             raise StalledError(f"it has not taken {MAX_QUEUED_MESSAGES} messages that it was sent") from None
         except zmq.ZMQError as error:
@@ -77,10 +83,7 @@ class SendQueue:
                 del self._queues[peer]
             raise
 
-    def _send(self, part: bytes | memoryview, flags: int, queue: _Queue) -> None:
-        if len(part) < COPY_BELOW_BYTES:
-            send_frame(self._socket, part, flags, True)
-            return
+    def _send_large(self, part: bytes | memoryview, flags: int, queue: _Queue) -> None:
         tracker = self._socket.send(part, flags, copy=False, track=True)
         queue.frames.append((tracker, len(part)))
         queue.size_bytes += len(part)

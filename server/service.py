@@ -24,7 +24,7 @@ from zenps.observe.lateness import latest
 from zenps.observe.metrics import ServerMetrics
 from zenps.observe.trace import OFF, Trace, open_trace
 from zenps.wire.addresses import find_host
-from zenps.wire.connections import Connections
+from zenps.wire.connections import LOOK_SECONDS, Connections
 from zenps.wire.curve import Authenticator, warn_if_open
 from zenps.wire.frames import MAX_ENVELOPE_BYTES
 from zenps.wire.messages import Departed, Late, Load, Refused, Stop, View
@@ -33,6 +33,7 @@ from zenps.wire.sockets import Socket, bind_router, context, receive_routed
 
 from .dispatch import Dispatcher
 from .memory import keep_freed_memory
+from .receive_queue import size_receive_queue
 from .replies import ReplySender
 from .rounds.tracker import ServerRounds
 from .send_queue import SendQueue
@@ -42,8 +43,6 @@ from .workers import Workers
 logger = logging.getLogger("zenps.server")
 
 TICK_SECONDS = 0.5
-CHECK_PEERS_SECONDS = 0.1
-"""How often to look for endless messages: until then, what comes takes libzmq up to 20 times its bytes."""
 
 
 def serve(config: Config) -> None:
@@ -79,9 +78,12 @@ class _Service:
         host = cluster.host or find_host(cluster.scheduler, cluster.rendezvous_seconds)
         self._rank = rank_from_environment(os.environ)
         keys = load_keys(config.security, "server", self._rank)
-        self._authenticator = Authenticator(ctx, keys, counters.count_refusal)
+        self._authenticator = Authenticator(ctx, keys, counters.count_refusal, "worker")
         limit = cluster.max_message_bytes
-        self._socket, self._address = bind_router(ctx, host, cluster.server_port, limit, keys)
+        queue = size_receive_queue(config)
+        self._socket, self._address = bind_router(
+            ctx, host, cluster.server_port, limit, keys, queue.max_messages
+        )
         warn_if_open(keys, self._address)
         # Twice, for positions and values, and two envelopes' worth for the rest.
         self._connections = Connections(self._socket, 2 * (limit + MAX_ENVELOPE_BYTES))
@@ -92,7 +94,7 @@ class _Service:
         keep_freed_memory(keep_bytes)
         self._poller = zmq.Poller()
         self._shared_memory = SharedMemoryPeers(cluster, self._address, keep_bytes, self._poller)
-        self._rounds = ServerRounds(cluster.server_budget_bytes, cluster.patience_seconds)
+        self._rounds = ServerRounds(queue.rounds_bytes, cluster.patience_seconds)
         self._workers = Workers()
         # A worker that computes reads nothing, and what was sent to it may be all that the budget admits.
         send_queue = SendQueue(self._socket, max(cluster.server_budget_bytes, 4 * limit))
@@ -147,7 +149,7 @@ class _Service:
             now = time.monotonic()
             if now >= next_check:
                 self._check_peers(now)
-                next_check = now + CHECK_PEERS_SECONDS
+                next_check = now + LOOK_SECONDS
             if now >= next_tick:
                 if self._link.is_beat_due(now):
                     self._link.beat(now, self._epoch, self._load(), self._late())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket as net
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import zmq
 
@@ -40,7 +40,7 @@ class _Peer:
         self._unread = b""
 
     def collect(self) -> bool:
-        """Takes back what the worker has dropped. Returns False once its socket is closed."""
+        """Takes back what the worker has dropped. Returns False if its socket is found closed."""
         for _ in range(MAX_READS):
             try:
                 data = self.socket.recv(READ_BYTES)
@@ -95,11 +95,14 @@ class SharedMemoryPeers:
         if self._listener is not None:
             for caller in self._listener.poll():
                 self._greet(self._listener, caller)
-        self.collect()
+        self._collect(self._peers)
 
     def collect(self) -> None:
-        """Takes back what workers have dropped, and all from workers that have closed their socket."""
-        for identity in [identity for identity, peer in self._peers.items() if not peer.collect()]:
+        """Takes back what workers have dropped. Asks only those that were lent anything."""
+        self._collect([identity for identity, peer in self._peers.items() if peer.loans.lent_bytes])
+
+    def _collect(self, identities: Iterable[bytes]) -> None:
+        for identity in [identity for identity in identities if not self._peers[identity].collect()]:
             self.forget(identity)
 
     def forget(self, identity: bytes) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,6 +15,20 @@ pytest_plugins = ["tests.stolen"]
 
 # torch reads it on import: test processes share few cores, and more threads would fight for them.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _children_have_default_dispositions() -> Iterator[None]:
+    """Under ``nohup`` or ``make test &``, tests inherit signals as ignored; their children must not.
+
+    A new program inherits an ignored signal so, but a handled one with its default action. Tests go on.
+    """
+    ignored = [n for n in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, lambda *_: None)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.fixture(scope="session")

@@ -14,10 +14,12 @@ from tests.tree import ROLES, Import, imports, modules, outside
 LAYERS: dict[str, tuple[str, ...]] = {
     "zenps": (
         "buffers errors transitions",
+        "plugins",
         "codecs kernels",
         "partition",
         "schemes",
         "config",
+        "sparsifiers",
         "keys observe",
         "wire",
         "worker server scheduler",
@@ -52,9 +54,10 @@ FORBIDDEN = {"server": {"cupy"}, "scheduler": {"cupy", "torch"}}
 
 # The protocol's modules, events in and actions out, have no socket, clock or thread.
 PURE = ("zenps.worker.rounds", "zenps.server.rounds", "zenps.server.reducers", "zenps.scheduler")
-NOT_PURE = ("zenps.scheduler.service", "zenps.scheduler.page.endpoint")
+NOT_PURE = ("zenps.scheduler.service", "zenps.scheduler.ends", "zenps.scheduler.page.endpoint")
 SOCKETS_CLOCKS_THREADS = {
     *("zmq", "socket", "socketserver", "selectors", "time", "threading"),
+    "zenps.observe.http_server",
     *("zenps.wire.sockets", "zenps.wire.connections", "zenps.wire.scheduler_link", "zenps.wire.admin_client"),
 }
 ONLY = {

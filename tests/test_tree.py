@@ -20,6 +20,7 @@ PUBLIC = {
     *("zenps", "zenps.worker", "zenps.errors"),
     *("zenps.partition.strategies", "zenps.partition.strategies.base"),
     *("zenps.codecs.base", "zenps.kernels.base"),
+    *("zenps.sparsifiers", "zenps.sparsifiers.base"),
 }
 
 

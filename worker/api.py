@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zenps.config import sources
 from zenps.observe import log
+from zenps.sparsifiers.registry import sparsifier_class
 
 from .core.pending import Pending
 from .core.request import Options, Request
@@ -37,8 +38,9 @@ def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
     loaded = sources.load(sets=sets, file=Path(config) if config is not None else None)
     sources.require_cluster(loaded)
     log.setup(loaded.config.log, "worker")
+    sources.check_partition(loaded.config)
+    sparsifier_class(loaded.config.sync.sparsifier)
     if not loaded.config.cluster.scheduler:
-        sources.check_partition(loaded.config)
         logger.info("cluster.scheduler is not set: this worker trains alone")
     PROCESS.join(loaded.config)
 

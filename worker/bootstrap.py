@@ -35,8 +35,12 @@ from .world import ClusterWorld
 logger = logging.getLogger("zenps.worker")
 
 
-def join_cluster(config: Config) -> ClusterWorld:
+def join_cluster(config: Config, *, has_left: bool = False) -> ClusterWorld:
     """Joins the cluster that ``config`` names, and waits until it is complete.
+
+    Args:
+        config: all settings.
+        has_left: True if this process has left a cluster of the same scheduler before.
 
     Raises:
         ConfigError: the partition strategy cannot be constructed.
@@ -64,8 +68,9 @@ def join_cluster(config: Config) -> ClusterWorld:
         spans = Spans(open_trace(config.sync.trace, "worker"))
         opened.callback(spans.trace.close)
         register = new_register("worker", rank, "", exporter.address, shared_settings(config))
-        membership, link = join(config, register, spans)
-        opened.callback(membership.ctx.destroy, linger=LINGER_MS)
+        membership, link = join(config, register, spans, has_left=has_left)
+        for ctx in (link.ctx, membership.ctx):
+            opened.callback(ctx.destroy, linger=LINGER_MS)
         worker_metrics.set_rank(membership.view.rank)
 
         served = served_scheme(scheme)

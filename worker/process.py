@@ -21,6 +21,11 @@ from .world import LocalWorld, World
 
 _SIGNALLED = 128
 
+_FORKED = (
+    "this process is a fork of a worker, such as a DataLoader's, and has none of its connections; call zenps "
+    "in the training process only, or start this process by spawn, not fork, to join a cluster of its own"
+)
+
 
 class Process:
     """Singleton; the instance is :data:`PROCESS`. Every method may be called from any thread."""
@@ -30,6 +35,11 @@ class Process:
         self._changing = threading.Lock()
         self._owner = -1
         """The process that joined. A fork, such as a DataLoader's, inherits this state but is no worker."""
+        self._joined_by_parent: World | None = None
+        """In a fork: the cluster of its parent, whose threads a fork does not have. It is kept, so that
+        nothing of it is closed here."""
+        self._scheduler = ""
+        """That of the last cluster that this process has joined."""
         self._prefixes: Counter[str] = Counter()
 
     @property
@@ -45,7 +55,9 @@ class Process:
             UsageError: this process has not joined.
         """
         if self._world is None:
-            raise UsageError("not initialised; call zenps.init() first")
+            raise UsageError(
+                _FORKED if self._joined_by_parent else "not initialised; call zenps.init() first"
+            )
         return self._world
 
     def require_no_world(self) -> None:
@@ -54,6 +66,8 @@ class Process:
         Raises:
             UsageError: this process has joined already.
         """
+        if self._joined_by_parent:
+            raise UsageError(_FORKED)
         if self._world is not None:
             raise UsageError("zenps.init() was called before; call zenps.shutdown() first")
 
@@ -72,13 +86,15 @@ class Process:
                 self._world = LocalWorld()
                 return
             self._owner = os.getpid()
+            has_left = self._scheduler == config.cluster.scheduler
             if _is_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
                 signal.signal(signal.SIGTERM, self._exit)
             try:
-                self._world = join_cluster(config)
+                self._world = join_cluster(config, has_left=has_left)
             except BaseException:  # also the SystemExit of SIGTERM
                 self._restore_sigterm()
                 raise
+            self._scheduler = config.cluster.scheduler
 
     def leave(self, *, together: bool = False) -> None:
         """Leaves the world; ``together`` first waits a moment for the others. A second call does nothing."""
@@ -92,6 +108,12 @@ class Process:
         """Leaves when the interpreter ends: by an exception, ``sys.exit``, Ctrl-C or SIGTERM."""
         if os.getpid() == self._owner:
             self.leave()
+
+    def after_fork(self) -> None:
+        """In a new fork: it is no worker of its parent's cluster."""
+        if self._world is not None and self._world.is_distributed:
+            self._joined_by_parent, self._world = self._world, None
+        self._changing = threading.Lock()  # another thread of the parent may hold it
 
     def new_prefix(self, kind: str) -> str:
         """Returns a new prefix of tensor names. All ranks must request prefixes of a kind in one order."""
@@ -118,3 +140,4 @@ def _is_main_thread() -> bool:
 
 PROCESS = Process()
 atexit.register(PROCESS.leave_at_exit)
+os.register_at_fork(after_in_child=PROCESS.after_fork)

@@ -18,8 +18,9 @@ from zenps.observe.metrics import WorkerMetrics
 from .backends.base import Backend, Session
 from .backends.local import LocalBackend
 from .backends.servers import ServerBackend
+from .core.interrupts import MASK
 from .core.pending import Pending
-from .core.request import Request, check_request
+from .core.request import Request, check_request, wire_name
 from .core.statistics import Statistics, Stats
 from .recorder import Recorder
 
@@ -33,6 +34,7 @@ class World(ABC):
         bucket_bytes: the size of a bucket of fused dense gradients.
         quantized_run: elements of a dense gradient that are quantized by a common scale; 1 if values are not
             quantized by runs.
+        sparsifies: True if dense gradients are thinned out by ``sync.sparsifier``.
         is_elastic: True if training continues after the loss of workers, and new workers may join.
         is_joining: True if this worker has joined a running job and has not got its state yet.
     """
@@ -41,6 +43,7 @@ class World(ABC):
     local_rank: int
     bucket_bytes: int
     quantized_run: int
+    sparsifies: bool
     is_elastic: bool
     is_joining: bool
 
@@ -102,7 +105,7 @@ class LocalWorld(World):
     local_size = 1
     is_distributed = False
     bucket_bytes = quantized_run = 1
-    is_elastic = is_joining = False
+    sparsifies = is_elastic = is_joining = False
 
     def __init__(self) -> None:
         self._backend = LocalBackend(Statistics(WorkerMetrics(CollectorRegistry())))
@@ -156,6 +159,7 @@ class ClusterWorld(World):
         self.is_elastic = config.cluster.is_elastic
         self.bucket_bytes = config.sync.bucket_bytes
         self.quantized_run = RUN if config.sync.values == "int8" else 1
+        self.sparsifies = config.sync.sparsifier != "none"
         self._session, self._servers, self._backend = session, servers, backend
         self._recorder = recorder
         self._opened = opened
@@ -178,7 +182,10 @@ class ClusterWorld(World):
             raise self._too_early(f"tensor {request.name!r}")
         if self._recorder is not None and request.options.is_reduction:
             self._recorder.note(request.tensor, request.name)
-        return self._backend.begin(request)
+        if (name := wire_name(request.name)) is not request.name:
+            request = request._replace(name=name)
+        with MASK:  # a name that is taken is either pushed or given back
+            return self._backend.begin(request)
 
     def barrier(self) -> None:
         """As :meth:`Lease.barrier`."""

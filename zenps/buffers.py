@@ -8,10 +8,12 @@ free.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections import deque
 from collections.abc import Callable
+from itertools import count
 from typing import TypeVar
 
 import numpy as np
@@ -30,7 +32,8 @@ class BufferPool:
     """Leases CPU memory that returns to the pool by itself. May be used from any thread.
 
     Args:
-        keep_bytes: at most so much unused memory is kept.
+        keep_bytes: at most so much unused memory is kept. Blocks of the sizes that were leased least recently
+            make room for others: a model's shapes may change, and some are only used once.
         allocate: makes a block of the given number of bytes; by default from ordinary memory.
         smallest_bytes: smaller requests are served from ordinary memory, not from the pool.
     """
@@ -45,6 +48,9 @@ class BufferPool:
         self._smallest_bytes = smallest_bytes
         self._allocate = allocate or _ordinary_block
         self._free: dict[int, deque[NDArray[np.uint8]]] = {}
+        self._leases = count()
+        self._last_lease: dict[int, int] = {}
+        """By size of a block, the number of the last lease."""
 
     def __repr__(self) -> str:
         return f"BufferPool(kept_bytes={self.kept_bytes}, keep_bytes={self.keep_bytes})"
@@ -71,6 +77,7 @@ class BufferPool:
     def lease(self, wanted_bytes: int) -> torch.Tensor:
         """An uninitialised uint8 tensor ``[wanted_bytes]``, at least 1, in memory of the pool."""
         size = _size_class(wanted_bytes)
+        self._last_lease[size] = next(self._leases)
         try:
             block = self._free[size].pop()
         except (KeyError, IndexError):
@@ -82,11 +89,30 @@ class BufferPool:
         weakref.finalize(lease, self._give_back, block).atexit = False
         return torch.from_numpy(lease)[:wanted_bytes]
 
+    def close(self) -> None:
+        """Drops unused memory, and from now on also what is given back. May be called again."""
+        self.keep_bytes = 0
+        self._free.clear()
+
     def _give_back(self, block: NDArray[np.uint8]) -> None:
         # Runs wherever the last reference is dropped, also in a garbage collection. So it takes no lock;
         # operations on a deque are atomic.
-        if self.kept_bytes + block.size <= self.keep_bytes:
-            self._free.setdefault(block.size, deque()).append(block)
+        if block.size > self.keep_bytes:
+            return
+        while self.kept_bytes + block.size > self.keep_bytes:
+            if not self._drop_older_than(block.size):
+                return
+        self._free.setdefault(block.size, deque()).append(block)
+
+    def _drop_older_than(self, size: int) -> bool:
+        """Drops a block of the size that was leased least recently; returns False if that is ``size``."""
+        sizes = [each for each, blocks in list(self._free.items()) if blocks]
+        oldest = min([*sizes, size], key=self._last_lease.__getitem__)
+        if oldest == size:
+            return False
+        with contextlib.suppress(IndexError):  # another thread has just leased it
+            self._free[oldest].pop()
+        return True
 
 
 def _ordinary_block(size: int) -> NDArray[np.uint8]:

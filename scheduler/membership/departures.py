@@ -33,8 +33,8 @@ def on_leave(job: Job, node: Node, now: float) -> list[Send]:
     return sends + job.begin_epoch("a worker left", now)
 
 
-def on_lost(job: Job, node: Node, now: float) -> list[Send]:
-    """A node has been silent for longer than its lease."""
+def on_lost(job: Job, node: Node, now: float, why: str = "") -> list[Send]:
+    """A node has been silent for longer than its lease, or has ended for another reason ``why``."""
     if job.state == "gathering" or node.state == "waiting":
         job.members.forget(node)
         return []
@@ -43,7 +43,7 @@ def on_lost(job: Job, node: Node, now: float) -> list[Send]:
     if job.state == "draining":
         return job.end_if_drained()
     silent, lease = now - node.last_heard, job.cluster.lease_seconds
-    reason = f"{node.member} is lost: silent for {silent:.1f} s, its lease is {lease:g} s"
+    reason = f"{node.member} is lost: {why or f'silent for {silent:.1f} s, its lease is {lease:g} s'}"
     if node.role == "worker":
         reason += f"; its last step was {node.load.get('step', 0):.0f}"
     sends = to_all(job.members.alive(), Departed(node.member, True, reason))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections import Counter
+from typing import Final, Literal
 
 from zenps.config.settings import ClusterConfig
+from zenps.errors import listing
 from zenps.wire.messages import Refused, Stop
 
 from ..observe.stragglers import Stragglers
@@ -14,14 +16,24 @@ from .admission import JoiningWorkers
 from .barriers import Barriers
 from .drains import Drains
 from .members import Members, Node, names
-from .recovery import Recovery
+from .recovery import RECOVERY_GRACE_SECONDS, Recovery
 from .registration import missing_from
 from .states import JOB, JobEvent, JobState
 from .views import Views
 
+NO_QUORUM: Final = (
+    "did not return after the scheduler was restarted: too many for the others to continue, because another "
+    "scheduler may have these; start the job again"
+)
+
 
 class Job:
     """The state of a job, by the table :data:`~scheduler.states.JOB`, and everything that belongs to it.
+
+    Args:
+        cluster: its settings.
+        now: the time.
+        secret: with which views are sealed; empty without keys.
 
     Attributes:
         cluster: its settings.
@@ -29,15 +41,23 @@ class Job:
         failure: why the state is ``failed``; empty in all other states.
         until: when :meth:`on_deadline` is due; infinite if the state may last.
         generation: how often torchrun has restarted the workers.
+        has_replaced: True if it has begun while nodes of a dead job of its name were left over.
     """
 
-    def __init__(self, cluster: ClusterConfig, now: float) -> None:
+    def __init__(self, cluster: ClusterConfig, now: float, secret: bytes = b"") -> None:
         self.cluster = cluster
+        self._secret = secret
         self.state: JobState = "gathering"
         self.failure = ""
+        self.has_replaced = False
+        self._begin(now)
+
+    def _begin(self, now: float) -> None:
+        """Begins without any node."""
+        cluster = self.cluster
         self.until = now + cluster.rendezvous_seconds
         self.members = Members()
-        self.views = Views(self.members, cluster.is_elastic)
+        self.views = Views(self.members, cluster.is_elastic, self._secret)
         self.recovery = Recovery(self.members)
         self.drains = Drains(self.members)
         self.joining = JoiningWorkers(self.members)
@@ -144,9 +164,34 @@ class Job:
 
     # ── recovery ────────────────────────────────────────────────────────────────────────────────
 
+    def start_recovery(self, now: float) -> None:
+        """A node has returned that knows an earlier scheduler.
+
+        Nodes that came before have to register again, now that members are known. The generation of the
+        members is not known yet.
+        """
+        self.advance("recovery started")
+        self.until = now + self.cluster.lease_seconds + RECOVERY_GRACE_SECONDS
+        for node in self.members:
+            self.members.forget(node)
+            self.recovery.waiting[node.peer] = node
+        self.recovery.generation, self.generation = self.generation, 0
+
+    def on_returned(self, now: float) -> list[Send]:
+        """A node has registered during the recovery, which may be all that it waited for."""
+        new = Counter(node.role for node in self.recovery.new_nodes())
+        is_whole_set = new["worker"] >= self.cluster.workers and new["server"] >= self.cluster.servers
+        if is_whole_set and not self.recovery.has_returned("worker"):
+            return self._begin_anew(now)
+        # If all workers had left before, the job is over. But another may begin: its nodes get time for it.
+        has_workers = any(node.role == "worker" for node in self.members)
+        return self.recover(now) if has_workers and not self.recovery.missing() else []
+
     def recover(self, now: float) -> list[Send]:
         """All members have returned to a restarted scheduler, or the time for that is over."""
         assert self.recovery.newest is not None
+        if self._is_dead() and any(node.role == "worker" for node in self.recovery.new_nodes()):
+            return self._begin_anew(now)
         self.views.restore(self.recovery.newest)
         self.barriers.passed = self.recovery.passed_barriers()
         self.recovery.restore_left(now)
@@ -155,6 +200,8 @@ class Job:
             if worker.epoch < self.views.admitted:  # its watermarks count from an older admission
                 self.members.report(worker, 0)
         lost = [member for member in self.recovery.missing() if member.role == "worker"]
+        if lost and self.can_shrink() and not self.recovery.has_quorum():
+            return self.fail("a worker lost", "lost", f"{listing(lost)} {NO_QUORUM}")
         if lost and (self.may_restart() or not self.can_shrink()):
             reason = f"{lost[0]} is lost: it did not return after the scheduler was restarted"
             return self.lose_worker(reason, now)
@@ -165,6 +212,27 @@ class Job:
             return self.begin_epoch("a worker removed" if keeps_ring else "members changed", now)
         self.advance("recovery finished")
         return []
+
+    def _is_dead(self) -> bool:
+        """True if the members that have returned cannot continue the job."""
+        if self.may_restart() or self.can_shrink():
+            return False
+        has_lost = any(member.role == "worker" for member in self.recovery.missing())
+        return has_lost or not self.members.present("worker")
+
+    def _begin_anew(self, now: float) -> list[Send]:
+        """Begins another job with the nodes that wait. Those that returned are left over from a dead one."""
+        left_over = [node for node in self.members.alive() if node.register.view is not None]
+        waiting = {node.peer: node for node in self.recovery.new_nodes()}
+        lost = [member for member in self.recovery.missing() if member.role == "worker"]
+        self.advance("another job begins")
+        self.has_replaced = True
+        self._begin(now)
+        self.recovery.waiting = waiting
+        reason = "another job of this name has begun, and this node is left over from the one before"
+        if lost:
+            reason += f", of which {lost[0]} is lost: it did not return after the scheduler was restarted"
+        return to_all(left_over, Refused("lost", reason))
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────
 

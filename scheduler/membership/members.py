@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from zenps.config.values import is_loopback, parse_address
 from zenps.errors import listing
+from zenps.wire.identity import identity_at_servers
 from zenps.wire.messages import Load, Member, NodeStatus, Register, Role
 
 from ..observe.rates import Rates
@@ -18,6 +21,10 @@ from ..observe.rates import Rates
 NodeState = Literal["waiting", "present", "leaving", "left", "lost"]
 """``waiting``: a worker that waits for its admission to a running job. ``present``: a member. ``leaving``: a
 server that is being drained, and owns no slots in the newest ring. ``left``, ``lost``: gone."""
+
+
+ALIVE: Final = frozenset[NodeState](("waiting", "present", "leaving"))
+"""The states of nodes that still receive messages."""
 
 
 class Node(msgspec.Struct, eq=False):
@@ -54,18 +61,29 @@ class Node(msgspec.Struct, eq=False):
     def member(self) -> Member:
         """The node as other nodes know it."""
         r = self.register
-        return Member(r.role, max(self.rank, 0), r.host, r.pid, r.address, r.metrics, self.peer)
+        identity = identity_at_servers(self.peer)
+        return Member(r.role, max(self.rank, 0), r.host, r.pid, r.address, r.metrics, identity)
 
 
 class Members:
     """All registered nodes of a job, by their routing identity.
 
     Each heartbeat asks for the nodes in a state and for the least watermark. There may be thousands of
-    nodes, so both answers are cached until something changes.
+    nodes, so both answers are cached until something changes. Each registration asks who has a rank, and how
+    many nodes there are: it must not look at all others.
+
+    Attributes:
+        version: rises with every change of the table, or of a node's state.
     """
 
     def __init__(self) -> None:
+        self.version = 0
         self._nodes: dict[bytes, Node] = {}
+        self._counts: Counter[tuple[Role, NodeState]] = Counter()
+        self._holders: dict[tuple[Role, int], dict[bytes, Node]] = {}
+        """The nodes that have, or had, a rank."""
+        self._on_loopback: dict[bytes, Node] = {}
+        """The servers whose address other hosts cannot reach."""
         self._by_state: dict[tuple[Role | None, tuple[NodeState, ...]], Sequence[Node]] = {}
         self._next_watermark = 0
         self._counted: Sequence[Node] = ()
@@ -82,19 +100,41 @@ class Members:
 
     def add(self, node: Node) -> None:
         """Adds a registered node. It replaces a node of its rank that has left or is lost."""
+        self.forget(node)
         self._nodes[node.peer] = node
-        self._by_state.clear()
-        self._replace(node)
+        self._counts[node.role, node.state] += 1
+        if node.role == "server" and is_on_loopback(node.register.address):
+            self._on_loopback[node.peer] = node
+        self._on_change(node.role)
+        self._take_rank(node)
 
     def forget(self, node: Node) -> None:
         """Removes the node as if it had never registered."""
-        self._nodes.pop(node.peer, None)
-        self._by_state.clear()
+        if (known := self._nodes.pop(node.peer, None)) is not None:
+            self._counts[known.role, known.state] -= 1
+            self._holders.get((known.role, known.rank), {}).pop(known.peer, None)
+            self._on_loopback.pop(known.peer, None)
+            self._on_change(known.role)
 
     def set_state(self, node: Node, state: NodeState) -> None:
         """Changes the state of a node in the table."""
+        self._counts[node.role, node.state] -= 1
+        self._counts[node.role, state] += 1
         node.state = state
-        self._by_state.clear()
+        self._on_change(node.role)
+
+    def count(self, role: Role, *states: NodeState) -> int:
+        """Returns how many nodes of a role are in one of ``states``."""
+        return sum(self._counts[role, state] for state in states)
+
+    def holder(self, role: Role, rank: int) -> Node | None:
+        """Returns the living node that has this rank; None if there is none."""
+        nodes = self._holders.get((role, rank), {}).values()
+        return next((node for node in nodes if node.state in ALIVE), None)
+
+    def on_loopback(self) -> list[Node]:
+        """Returns the living servers that other hosts cannot reach."""
+        return [node for node in self._on_loopback.values() if node.state in ALIVE]
 
     def present(self, role: Role | None = None) -> Sequence[Node]:
         """Returns the members of a role, or of both with servers first, in order of rank."""
@@ -109,7 +149,7 @@ class Members:
 
     def alive(self) -> list[Node]:
         """Returns the nodes that still receive messages, in order of registration."""
-        return [node for node in self if node.state in ("waiting", "present", "leaving")]
+        return [node for node in self if node.state in ALIVE]
 
     def report(self, node: Node, watermark: int) -> None:
         """A worker has ended all rounds that were in flight when it heard of ``watermark``."""
@@ -130,16 +170,16 @@ class Members:
 
     def assign_ranks(self, role: Role) -> None:
         """Gives each node without a rank the lowest free one, in order of registration."""
+        ranks = itertools.count()
         for node in self.alive():
             if node.role == role and node.rank < 0:
-                node.rank = self.free_rank(role)
-                self._by_state.clear()
-                self._replace(node)
+                node.rank = next(rank for rank in ranks if self.holder(role, rank) is None)
+                self._on_change(role)
+                self._take_rank(node)
 
     def free_rank(self, role: Role) -> int:
         """Returns the lowest rank that no living node has."""
-        taken = {node.rank for node in self.alive() if node.role == role}
-        return next(rank for rank in itertools.count() if rank not in taken)
+        return next(rank for rank in itertools.count() if self.holder(role, rank) is None)
 
     def status(
         self, owners: NDArray[np.uint16], late_seconds: dict[int, float], now: float
@@ -170,15 +210,29 @@ class Members:
             for node in sorted(self, key=_role_and_rank)
         )
 
-    def _replace(self, node: Node) -> None:
-        for other in self:
-            is_gone = other is not node and other.state in ("lost", "left")
-            if is_gone and (other.role, other.rank) == (node.role, node.rank):
+    def _on_change(self, role: Role) -> None:
+        self.version += 1
+        for key in [key for key in self._by_state if key[0] in (role, None)]:
+            del self._by_state[key]
+
+    def _take_rank(self, node: Node) -> None:
+        holders = self._holders.setdefault((node.role, node.rank), {})
+        for other in list(holders.values()) if node.rank >= 0 else []:
+            if other.state not in ALIVE:
                 self.forget(other)
+        holders[node.peer] = node
 
 
 def _role_and_rank(node: Node) -> tuple[Role, int]:
     return node.role, node.rank
+
+
+def is_on_loopback(address: str) -> bool:
+    """Returns whether other hosts cannot reach ``address``."""
+    try:
+        return is_loopback(parse_address(address)[0])
+    except ValueError:  # workers report a malformed address when they connect to it
+        return False
 
 
 def names(nodes: Iterable[Node]) -> str:

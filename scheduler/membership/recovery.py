@@ -6,7 +6,10 @@ with their view, and the newest of these views is the job as it was.
 
 from __future__ import annotations
 
-from zenps.wire.messages import Member, Register, View
+from collections import Counter
+
+from zenps.wire.identity import identity_at_servers
+from zenps.wire.messages import Member, Register, Role, View
 
 from .members import Members, Node
 
@@ -22,35 +25,65 @@ class Recovery:
         newest: the newest view of any member that has returned; None before the first.
         generation: the newest generation of workers that registered and were no members: torchrun has
             started them.
+        waiting: nodes without a view that were no members, by routing identity. They register once the
+            recovery is over.
     """
 
     def __init__(self, members: Members) -> None:
         self._members = members
         self.newest: View | None = None
         self.generation = 0
+        self.waiting: dict[bytes, Node] = {}
 
-    def readmit(self, peer: bytes, message: Register, now: float) -> bool:
-        """Adds a node that was a member. False for any other node, which may register later."""
+    def readmit(self, peer: bytes, message: Register, now: float) -> None:
+        """Adds a node that was a member. Any other node waits if it has no view."""
         view = message.view
         if view is not None and (self.newest is None or view.epoch > self.newest.epoch):
             self.newest = view
             for node in self._members:  # nodes that returned with an older view may be members no more
-                if self._rank_before(node.register) != node.rank:
+                if self._rank_before(node.peer, node.register) != node.rank:
                     self._members.forget(node)
-        rank = self._rank_before(message)
+        rank = self._rank_before(peer, message)
         if rank is None:
             self.generation = max(self.generation, message.generation)
-            return False
-        if any((node.role, node.rank) == (message.role, rank) for node in self._members):
-            return False
-        self._members.add(Node(peer, message, rank, last_heard=now, epoch=view.epoch if view else 0))
-        return True
+        elif not any((node.role, node.rank) == (message.role, rank) for node in self._members):
+            epoch = view.epoch if view else 0
+            self._members.add(Node(peer, message, rank, last_heard=now, epoch=epoch))
+            self.waiting.pop(peer, None)
+            return
+        if view is None:
+            self.waiting[peer] = Node(peer, message, message.rank, last_heard=now)
+
+    def drop_silent(self, since: float) -> None:
+        """Drops the waiting nodes that have not registered since then; heartbeats let each register again."""
+        self.waiting = {peer: node for peer, node in self.waiting.items() if node.last_heard >= since}
+
+    def has_returned(self, role: Role) -> bool:
+        """True if a node of this role has returned with a view."""
+        return any(node.register.view is not None for node in self._members.present(role))
+
+    def new_nodes(self) -> list[Node]:
+        """Returns the nodes without a view. They may be another job's, also those taken for members."""
+        taken = [node for node in self._members.alive() if node.register.view is None]
+        return [*taken, *self.waiting.values()]
 
     def missing(self) -> list[Member]:
         """Returns the members of the newest view that have not returned."""
         nodes = [*self._members.present(), *self._members.with_state("worker", "left")]
         here = {(node.role, node.rank) for node in nodes}
         return [member for member in self._before() if (member.role, member.rank) not in here]
+
+    def has_quorum(self) -> bool:
+        """Returns whether most members of the newest view have returned to this scheduler.
+
+        The scheduler before may still be there, cut off from this one, and have the others. If both
+        continued, two halves of the job would train on apart. More than half of the workers are a quorum, and
+        so is half of them with more than half of the servers: two schedulers never have one of the same view.
+        """
+        gone = Counter(member.role for member in self.missing())
+        here = Counter(node.role for node in self._members.present())
+        workers, servers = (here[role] - gone[role] for role in ("worker", "server"))
+        return workers > 0 or (workers == 0 and servers > 0)
 
     def passed_barriers(self) -> int:
         """Returns how many barriers workers have passed since the newest admission."""
@@ -90,9 +123,13 @@ class Recovery:
         workers = [member for member in self._view.workers if member.rank not in self._view.left]
         return [*workers, *self._view.servers]
 
-    def _rank_before(self, message: Register) -> int | None:
-        """Returns the node's rank in the newest view, by host and process: its own view may be older."""
+    def _rank_before(self, peer: bytes, message: Register) -> int | None:
+        """Returns the node's rank in the newest view, by host and process: its own view may be older.
+
+        Only views of servers have the identities of workers. Where there is one, it has to be the same.
+        """
         process = (message.role, message.host, message.pid, message.address)
-        ranks = [m.rank for m in self._before() if (m.role, m.host, m.pid, m.address) == process]
+        alike = [m for m in self._before() if (m.role, m.host, m.pid, m.address) == process]
+        ranks = [m.rank for m in alike if m.identity in (b"", identity_at_servers(peer))]
         # Containers on one machine's network have its name, and each has a process 1.
         return message.rank if message.rank in ranks else next(iter(ranks), None)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from zenps.config.settings import ClusterConfig
-from zenps.config.values import is_loopback, parse_address
 from zenps.errors import listing
 from zenps.wire.messages import Refused, Register, Role
 
-from .members import Members, names
+from .members import ALIVE, Members, is_on_loopback, names
 from .states import JobState
 
 Settings = dict[str, str | int | float]
@@ -23,10 +22,9 @@ def refusal(
     """
     role, rank = message.role, message.rank
     expected = cluster.workers if role == "worker" else cluster.servers
-    alive = [node for node in members.alive() if node.role == role]
     may_join = role == "server" or cluster.is_elastic
     is_open = state == "gathering" or (may_join and state in ("confirming", "running"))
-    if not is_open or (role == "worker" and len(alive) >= expected):
+    if not is_open or (role == "worker" and members.count(role, *ALIVE) >= expected):
         return Refused(
             "usage",
             f"the cluster is complete with {expected} {role}(s) and {state}; "
@@ -34,9 +32,8 @@ def refusal(
         )
     if role == "worker" and rank >= expected:
         return Refused("usage", f"{role} rank {rank}: expected 0 to {expected - 1} (cluster.{role}s)")
-    for node in alive:
-        if rank == node.rank >= 0:
-            return Refused("usage", f"rank {rank} is taken by {node.member}; give each {role} its own")
+    if rank >= 0 and (node := members.holder(role, rank)) is not None:
+        return Refused("usage", f"rank {rank} is taken by {node.member}; give each {role} its own")
     if reason := _unreachable(message, members):
         return Refused("usage", reason)
     if role == "worker" and message.settings != settings:
@@ -52,12 +49,12 @@ def refusal(
 
 def _unreachable(message: Register, members: Members) -> str:
     """Names a server on loopback and a worker on another host; "" if there is no such pair."""
-    others = [node.register for node in members.alive()]
-    servers = [message] if message.role == "server" else [r for r in others if r.role == "server"]
-    workers = [message] if message.role == "worker" else [r for r in others if r.role == "worker"]
+    if message.role == "server":
+        servers = [message] if is_on_loopback(message.address) else []
+        workers = [node.register for node in members.alive() if node.role == "worker"] if servers else []
+    else:
+        servers, workers = [node.register for node in members.on_loopback()], [message]
     for server in servers:
-        if not _is_on_loopback(server.address):
-            continue
         for worker in workers:
             if worker.host != server.host:
                 return (
@@ -68,11 +65,10 @@ def _unreachable(message: Register, members: Members) -> str:
     return ""
 
 
-def _is_on_loopback(address: str) -> bool:
-    try:
-        return is_loopback(parse_address(address)[0])
-    except ValueError:  # workers report a malformed address when they connect to it
-        return False
+def is_complete(members: Members, cluster: ClusterConfig, epoch: int) -> bool:
+    """Returns whether all nodes are there that the rendezvous waits for."""
+    expected = _expectations(cluster, epoch)
+    return all(members.count(role, "present") >= count for role, count in expected.items())
 
 
 def missing_from(members: Members, cluster: ClusterConfig, state: JobState, epoch: int) -> str:
@@ -82,9 +78,7 @@ def missing_from(members: Members, cluster: ClusterConfig, state: JobState, epoc
         unconfirmed = [node for node in servers if node.epoch < epoch]
         return f"the confirmation of {names(unconfirmed)}" if servers else "another server"
     missing = []
-    # A job whose workers torchrun has restarted continues with the servers that it has.
-    expectations: dict[Role, int] = {"worker": cluster.workers, "server": 1 if epoch else cluster.servers}
-    for role, expected in expectations.items():
+    for role, expected in _expectations(cluster, epoch).items():
         nodes = members.present(role)
         if len(nodes) >= expected:
             continue
@@ -95,3 +89,8 @@ def missing_from(members: Members, cluster: ClusterConfig, state: JobState, epoc
             line += f" (rank {listing(absent)})"
         missing.append(line)
     return " and ".join(missing)
+
+
+def _expectations(cluster: ClusterConfig, epoch: int) -> dict[Role, int]:
+    # A job whose workers torchrun has restarted continues with the servers that it has.
+    return {"worker": cluster.workers, "server": 1 if epoch else cluster.servers}

@@ -11,6 +11,7 @@ JobEvent = Literal[
     "all registered",
     "recovery started",
     "recovery finished",
+    "another job begins",
     "servers confirmed",
     "members changed",
     "workers restart",
@@ -33,6 +34,7 @@ JOB: Final[Transitions[JobState, JobEvent]] = {
     },
     "recovering": {
         "recovery finished": "running",
+        "another job begins": "gathering",
         "members changed": "confirming",
         "a worker removed": "confirming",
         "workers restart": "gathering",
@@ -68,7 +70,8 @@ JOB: Final[Transitions[JobState, JobEvent]] = {
 }
 """``table[state][event]`` is the next state.
 
-``confirming``: servers learn of a new view, which workers get once all servers have it. ``a worker left``:
-the view still names it, so that rounds that wait for it fail. ``a worker removed``: an elastic job continues
-without it, and the view does not name it.
+``another job begins``: the nodes that return are left over from a dead job, and others wait. ``confirming``:
+servers learn of a new view, which workers get once all servers have it. ``a worker left``: the view still
+names it, so that rounds that wait for it fail. ``a worker removed``: an elastic job continues without it, and
+the view does not name it.
 """

@@ -15,6 +15,7 @@ from zenps.wire.messages import (
     Admit,
     Barrier,
     Drain,
+    Ended,
     Heartbeat,
     HeartbeatReply,
     Leave,
@@ -28,13 +29,13 @@ from zenps.wire.messages import (
     WhoAreYou,
 )
 
+from ..observe.stalls import Stalls
 from . import departures, generations
 from .actions import Send
 from .changes import Changes
 from .job import Job
 from .members import Node
-from .recovery import RECOVERY_GRACE_SECONDS
-from .registration import Settings, missing_from, refusal
+from .registration import Settings, is_complete, refusal
 from .states import JOB, JobState
 
 
@@ -46,18 +47,22 @@ class Membership:
         cluster: how many nodes to expect and how long to wait.
         settings: the scheduler's own :func:`~zenps.config.settings.shared_settings`.
         now: the time of creation; all other times are on the same clock.
+        secret: known to the job's schedulers alone, for seals of views; empty without keys.
 
     Attributes:
         step: the latest step that a worker has reported; None before the first.
     """
 
-    def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
+    def __init__(
+        self, job: str, cluster: ClusterConfig, settings: Settings, now: float, secret: bytes = b""
+    ) -> None:
         self._name = job
         self._cluster = cluster
         self._settings = settings
-        self._job = Job(cluster, now)
+        self._job = Job(cluster, now, secret)
         self._began = now
         self._changes = Changes()
+        self._stalls = Stalls(cluster.stall_seconds)
         self.step: int | None = None
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────
@@ -70,6 +75,9 @@ class Membership:
             case Drain(rank=rank):
                 sends, is_change = self._job.drains.request(peer, rank, self.state)
                 return self._job.begin_epoch("members changed", now) if is_change else sends
+            case Ended():
+                sends = self._on_ended(message, now)
+                return [*sends, Send(peer, self.status(now))]
         node = self._job.members.get(peer)
         if node is None:
             return self._on_unknown_peer(peer, message, now)
@@ -97,15 +105,25 @@ class Membership:
         for node in self._job.members.alive():
             if now - node.last_heard > self._cluster.lease_seconds:
                 sends += self._on_lost(node, now)
+        self._job.recovery.drop_silent(now - self._cluster.lease_seconds)
         if now > self._job.until:
             sends += self._job.on_deadline(now)
         sends += self._job.barriers.on_tick(now)
+        sends += self._register_waiting(now)
         self._changes.update(self._job.members, self.state, self.epoch, now)
         return sends
 
+    def on_ended(self, peer: bytes, now: float) -> list[Send]:
+        """The connection of a server has ended, and its port refuses another."""
+        node = self._job.members.get(peer)
+        assert node is not None
+        why = f"its connection has ended, and nothing listens at {node.register.address} any more"
+        return departures.on_lost(self._job, node, now, why)
+
     def abort(self, reason: str) -> list[Send]:
         """The scheduler has to end before the job has: fails the job."""
-        return self._job.fail("told to end", "lost", reason) if "told to end" in JOB[self.state] else []
+        sends = self._job.fail("told to end", "lost", reason) if "told to end" in JOB[self.state] else []
+        return sends + self._register_waiting(math.inf)
 
     # ── questions ───────────────────────────────────────────────────────────────────────────────
 
@@ -143,9 +161,23 @@ class Membership:
             if late.rank in workers
         ]
 
+    def stall(self, now: float) -> str:
+        """Returns a log message if a stall has to be named now, or else an empty string."""
+        return self._stalls.newly_named(self._working(), now)
+
+    def stalled(self, now: float) -> list[tuple[int, str, float]]:
+        """Returns the longest stalls: the rank, what it waits for, and how many seconds it has waited."""
+        return [(wait.rank, wait.waits_for, now - wait.since) for wait in self._stalls.longest]
+
     def live(self, role: Role) -> int:
         """Returns how many nodes of a role are present."""
         return len(self._job.members.present(role))
+
+    def server_address(self, peer: bytes) -> str:
+        """Returns the address of the data socket of a server that is a member; empty for any other peer."""
+        node = self._job.members.get(peer)
+        is_member = node is not None and node.role == "server" and node.state in ("present", "leaving")
+        return node.register.address if node is not None and is_member else ""
 
     def name_of(self, peer: bytes) -> str:
         """Returns the name of a registered peer, such as ``worker-3``; empty for any other peer."""
@@ -165,6 +197,7 @@ class Membership:
             uptime_seconds=round(now - self._began, 3),
             owners=owners.astype("<u2").tobytes(),
             changes=self._changes.newest_first(now),
+            stall=self._stalls.text(self._working(), now),
         )
 
     # ── registration ────────────────────────────────────────────────────────────────────────────
@@ -179,14 +212,20 @@ class Membership:
 
     def _on_register(self, peer: bytes, message: Register, now: float) -> list[Send]:
         job = self._job
-        if self.state in ("failed", "stopped"):
+        if self.state == "failed":
             return [Send(peer, Refused("lost", f"the job has failed: {self.failure}"))]
+        if self.state == "stopped":
+            reason = "this job has ended, for all its workers have left; start another"
+            return [Send(peer, Refused("usage", reason))]
+        if message.view is not None and not job.views.is_genuine(message.view):
+            reason = "no scheduler of this job has made the view that it registers with; start it again"
+            return [Send(peer, Refused("lost", reason))]
         if message.role == "worker":
             if generations.is_stale(message, job):
                 return [Send(peer, Refused("lost", "torchrun has restarted the workers"))]
             if generations.is_restart(message, job) and self.state != "recovering":
                 job.restart_workers(max(message.generation, job.generation), now)
-        if self.state == "recovering" or (message.view and not self.epoch):
+        if self.state == "recovering" or (message.view and not self.epoch and not job.has_replaced):
             return self._on_recovery(peer, message, now)
         if message.view is not None:
             return [Send(peer, Refused("lost", "the scheduler counts this node as lost; start it again"))]
@@ -201,7 +240,7 @@ class Membership:
         if self.state != "gathering":
             job.members.assign_ranks(message.role)
             return job.begin_epoch("members changed", now)
-        if missing_from(job.members, self._cluster, self.state, self.epoch):
+        if not is_complete(job.members, self._cluster, self.epoch):
             return []
         for role in ("worker", "server"):
             job.members.assign_ranks(role)
@@ -211,17 +250,21 @@ class Membership:
         """A node registers that has a view of an earlier scheduler, or any node while the job recovers."""
         job = self._job
         if self.state == "gathering":
-            job.advance("recovery started")
-            job.until = now + self._cluster.lease_seconds + RECOVERY_GRACE_SECONDS
-            # Nodes that came before have to register again, now that members are known. The generation of the
-            # members is not known yet.
-            for node in job.members:
-                job.members.forget(node)
-            job.recovery.generation, job.generation = job.generation, 0
-        if not job.recovery.readmit(peer, message, now):
+            job.start_recovery(now)
+        job.recovery.readmit(peer, message, now)
+        if job.members.get(peer):
+            job.generation = max(job.generation, message.generation)
+        return job.on_returned(now) + self._register_waiting(now)
+
+    def _register_waiting(self, now: float) -> list[Send]:
+        """Registers the nodes that waited for the end of a recovery: they join, or are told why not."""
+        waiting = self._job.recovery.waiting
+        if self.state == "recovering" or not waiting:
             return []
-        job.generation = max(job.generation, message.generation)
-        return [] if job.recovery.missing() else job.recover(now)
+        self._job.recovery.waiting = {}
+        return [
+            send for node in waiting.values() for send in self._on_register(node.peer, node.register, now)
+        ]
 
     # ── heartbeats and leases ───────────────────────────────────────────────────────────────────
 
@@ -233,6 +276,8 @@ class Membership:
             job.stragglers.report(node.peer, message.late)
         elif 0 <= (step := message.load.get("step", -1.0)) < 1 << 62:  # a load may have NaN or infinity
             self.step = int(step)
+        if node.role == "worker":
+            self._stalls.report(node.rank, message.waits_for, message.waited_seconds, now)
         if self.state == "recovering":  # no watermark begins before all workers have returned
             job.members.report(node, message.watermark)
             return [Send(node.peer, HeartbeatReply())]
@@ -249,8 +294,19 @@ class Membership:
             return [*sends, job.send_view(node)]
         return sends + job.confirm()
 
+    def _on_ended(self, message: Ended, now: float) -> list[Send]:
+        for node in self._job.members.alive():
+            if (node.role, node.rank, node.register.host) == (message.role, message.rank, message.host):
+                return departures.on_lost(self._job, node, now, "its process has ended")
+        return []
+
     def _on_lost(self, node: Node, now: float) -> list[Send]:
         return departures.on_lost(self._job, node, now)
+
+    def _working(self) -> list[int]:
+        """The ranks that may wait for one another."""
+        is_open = self.state in ("running", "confirming")
+        return [node.rank for node in self._job.members.present("worker")] if is_open else []
 
     def _is_at_work(self, node: Node) -> bool:
         is_member = (node.role, node.state) == ("worker", "present")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+
 import msgspec
 import numpy as np
 
 from zenps.partition.ring import rebalance
-from zenps.wire.messages import View
+from zenps.wire.messages import SEAL_BYTES, Role, View
 
 from .members import Members, Node
 
@@ -17,6 +20,7 @@ class Views:
     Args:
         members: the table of nodes.
         is_elastic: True if views do not name workers that have left.
+        secret: of the job's schedulers; they seal views with it. Empty: views have no seal.
 
     Attributes:
         epoch: of the newest view; 0 before the first.
@@ -25,13 +29,16 @@ class Views:
         owners: ``[4096]`` uint16, the rank of each slot's server; empty before the first view.
     """
 
-    def __init__(self, members: Members, is_elastic: bool) -> None:
+    def __init__(self, members: Members, is_elastic: bool, secret: bytes) -> None:
         self._members = members
         self._is_elastic = is_elastic
+        self._secret = secret
         self.epoch = 0
         self.ring_epoch = 0
         self.admitted = 0
         self.owners = np.zeros(0, dtype=np.uint16)
+        self._made: dict[Role, tuple[tuple[int, int], View]] = {}
+        """The newest view as nodes of a role get it, but for their ranks; and what it was made of."""
 
     def begin_epoch(self, *, keeps_ring: bool) -> None:
         """Members have changed. Without a server the ring stays, too."""
@@ -48,20 +55,24 @@ class Views:
         self.owners = np.frombuffer(view.owners, dtype="<u2").astype(np.uint16)
 
     def view_for(self, receiver: Node) -> View:
-        """Returns the newest view as ``receiver`` gets it.
+        """Returns the newest view as ``receiver`` gets it. Nodes of a role share all but their own rank."""
+        made_of = self.epoch, self._members.version
+        if self._made.get(receiver.role, ((), None))[0] != made_of:
+            self._made[receiver.role] = made_of, self._view_of(receiver.role)
+        return msgspec.structs.replace(self._made[receiver.role][1], rank=receiver.rank)
 
-        Rounds wait for all of its workers. So it names those that have left, unless the job is elastic.
-        """
+    def _view_of(self, role: Role) -> View:
+        """Rounds wait for all workers of a view: it names those that have left, unless the job is elastic."""
         states = ("present",) if self._is_elastic else ("present", "left")
         nodes = self._members.with_state("worker", *states)
         workers = tuple(node.member for node in nodes)
-        if receiver.role == "worker":
+        if role == "worker":
             # A routing identity is enough to take over the connection of a node, and workers need none.
             workers = tuple(msgspec.structs.replace(worker, identity=b"") for worker in workers)
         servers = (node.member for node in self._members.present("server"))
-        return View(
+        view = View(
             epoch=self.epoch,
-            rank=receiver.rank,
+            rank=0,
             workers=workers,
             servers=tuple(msgspec.structs.replace(server, identity=b"") for server in servers),
             owners=self.owners.astype("<u2").tobytes(),
@@ -69,3 +80,14 @@ class Views:
             left=tuple(node.rank for node in nodes if node.state == "left"),
             admitted=self.admitted,
         )
+        return msgspec.structs.replace(view, seal=self._seal_of(view))
+
+    def is_genuine(self, view: View) -> bool:
+        """Returns whether a scheduler of this job has made ``view``. Without keys it takes any for one."""
+        return hmac.compare_digest(view.seal, self._seal_of(view))
+
+    def _seal_of(self, view: View) -> bytes:
+        if not self._secret:
+            return view.seal
+        content = msgspec.msgpack.encode(msgspec.structs.replace(view, rank=0, seal=b""))
+        return hashlib.blake2b(content, key=self._secret, digest_size=SEAL_BYTES).digest()

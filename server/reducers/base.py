@@ -39,6 +39,8 @@ class Answer(Struct, frozen=True):
 
     message: Result | Failure
     frames: Sequence[memoryview] = ()
+    others: Sequence[Answer] = ()
+    """Further messages of the reply, if it travels in several fragments."""
 
 
 class Outcome(ABC):
@@ -66,19 +68,34 @@ class Outcome(ABC):
         """
 
 
+Part = tuple[Result, memoryview, memoryview]
+"""One message of a result, with its positions and values."""
+
+
 class AllreduceOutcome(Outcome):
-    """The same result for every rank."""
+    """The same result for every rank.
 
-    __slots__ = ("_answer", "_rows")
+    Args:
+        result, positions, values: of the first message.
+        others: result, positions and values of each further message, if the sum travels in fragments.
+    """
 
-    def __init__(self, result: Result, positions: memoryview, values: memoryview) -> None:
-        self._answer = Answer(result, (positions, values))
+    __slots__ = ("_answer", "_rows", "_size_bytes")
+
+    def __init__(
+        self, result: Result, positions: memoryview, values: memoryview, others: Sequence[Part] = ()
+    ) -> None:
+        further = tuple([Answer(other, frames) for other, *frames in others]) if others else ()
+        self._answer = Answer(result, (positions, values), further)
         self._rows = result.rows
+        self._size_bytes = positions.nbytes + values.nbytes
+        for other, *frames in others:
+            self._rows += other.rows
+            self._size_bytes += sum([frame.nbytes for frame in frames])
 
     @property
     def size_bytes(self) -> int:
-        positions, values = self._answer.frames
-        return positions.nbytes + values.nbytes
+        return self._size_bytes
 
     @property
     def rows(self) -> int:
@@ -119,17 +136,19 @@ class Reducer(ABC, Generic[P]):
     Args:
         kernels: sums rows.
         memory: for results, and for buffers on the way to them.
+        max_message_bytes: the setting ``cluster.max_message_bytes``.
     """
 
     position_bytes: ClassVar[int] = POSITION_BYTES
     """What the position of one row takes in a message, at most."""
 
-    def __init__(self, kernels: Kernels, memory: ResultMemory) -> None:
+    def __init__(self, kernels: Kernels, memory: ResultMemory, max_message_bytes: int) -> None:
+        self._max_message_bytes = max_message_bytes
         self._kernels = kernels
         self._memory = memory
         self._pool = memory.pool
 
-    def check_span(self, push: Push, max_message_bytes: int) -> None:
+    def check_size(self, push: Push) -> None:
         """Refuses a chunk whose result might not fit into a message.
 
         All memory that a round takes is in proportion to its span. So this bounds it before anything is read.
@@ -138,11 +157,11 @@ class Reducer(ABC, Generic[P]):
             ProtocolError: no worker with the same ``cluster.max_message_bytes`` makes such chunks.
         """
         row_bytes = push.columns * DTYPES[push.dtype].itemsize + self.position_bytes
-        if push.span * row_bytes > max_message_bytes:
-            reason = (
-                f"a span of {push.span} rows of {row_bytes} bytes, expected {max_message_bytes} bytes at most"
-            )
-            raise ProtocolError("payload", reason)
+        if push.span * row_bytes > self._max_message_bytes:
+            most = f"expected {self._max_message_bytes} bytes at most"
+            raise ProtocolError("payload", f"a span of {push.span} rows of {row_bytes} bytes, {most}")
+        if push.fragments > 1:
+            raise ProtocolError("payload", f"{push.kind} in {push.fragments} fragments, expected 1")
 
     @abstractmethod
     def read(self, push: Push, frames: Sequence[memoryview]) -> P:
@@ -158,7 +177,8 @@ class Reducer(ABC, Generic[P]):
         """The outcome of a round whose ranks have all pushed.
 
         Args:
-            payloads: in rank order. Their pushes agree in everything but rank, rows and codec.
+            payloads: in rank order, those of one push in order of its fragments. Their pushes agree in
+                everything but rank, rows, codec and fragments.
         """
 
     def step(self, push: Push) -> int:

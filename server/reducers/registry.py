@@ -21,10 +21,10 @@ REDUCERS: Final[Mapping[Kind, type[Reducer[Any]]]] = {
 assert tuple(REDUCERS) == get_args(Kind)
 
 
-def make_reducers(memory: ResultMemory) -> Mapping[Kind, Reducer[Any]]:
+def make_reducers(memory: ResultMemory, max_message_bytes: int) -> Mapping[Kind, Reducer[Any]]:
     """One reducer of each kind, all of which take their buffers from ``memory``.
 
     ``Any``: a round's payloads come from the reducer that they are given to, for its pushes agree in kind.
     """
     kernels = make_kernels(memory.pool)
-    return {kind: reducer(kernels, memory) for kind, reducer in REDUCERS.items()}
+    return {kind: reducer(kernels, memory, max_message_bytes) for kind, reducer in REDUCERS.items()}

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from zenps.codecs.base import Positions
-from zenps.codecs.registry import CODECS, choose
+from zenps.codecs.registry import BY_SPAN, CODECS, choose
 from zenps.errors import ProtocolError
-from zenps.wire.messages import Push, Result
-from zenps.wire.tensors import RECEIVE_BUFFER_BYTES
+from zenps.wire.messages import POSITION_BYTES, Push, Result
+from zenps.wire.tensors import DTYPES, RECEIVE_BUFFER_BYTES, cut_fragments
 
-from .base import AllreduceOutcome, Payload, Reducer
+from .base import AllreduceOutcome, Part, Payload, Reducer
 from .values import check_frames, dequantize, divisor_of, pushed_rows, quantize
 
 
@@ -26,24 +26,59 @@ class SparsePayload(Payload, frozen=True):
 class SparseReducer(Reducer[SparsePayload]):
     """``[rows, columns]`` values of each rank, at sorted positions of the chunk."""
 
+    def check_size(self, push: Push) -> None:
+        """Refuses a push with more rows than a message takes, and a codec that would take memory for more.
+
+        The span may be any: all memory is in proportion to the rows that ranks push.
+
+        Raises:
+            ProtocolError: no worker with the same ``cluster.max_message_bytes`` makes such a push.
+        """
+        row_bytes = push.columns * DTYPES[push.dtype].itemsize + self.position_bytes
+        if push.rows * row_bytes > self._max_message_bytes:
+            most = f"expected {self._max_message_bytes} bytes at most"
+            raise ProtocolError("payload", f"a push of {push.rows} rows of {row_bytes} bytes, {most}")
+        most_span = self._max_message_bytes // POSITION_BYTES
+        if push.answer in BY_SPAN and push.span > most_span:
+            reason = f"an answer by {push.answer} in a span of {push.span}, expected {most_span} at most"
+            raise ProtocolError("payload", reason)
+        if push.codec in BY_SPAN and push.span > max(most_span, 32 * push.rows):
+            reason = f"{push.rows} rows by {push.codec} in a span of {push.span}"
+            raise ProtocolError("payload", f"{reason}, expected {most_span} at most")
+        if push.fragment >= push.fragments:
+            raise ProtocolError("payload", f"fragment {push.fragment} of {push.fragments}")
+
     def read(self, push: Push, frames: Sequence[memoryview]) -> SparsePayload:
         encoded, values = check_frames(push, frames)
         if push.codec == "none":
             raise ProtocolError("payload", "a sparse chunk needs a codec for its positions")
+        if push.codec == "dense" and push.rows and not push.columns:
+            # The positions would take memory for which nothing was sent.
+            raise ProtocolError("payload", "rows without values as dense, expected coo")
         positions = CODECS[push.codec].decode(encoded, push.rows, push.span)
         size_bytes = positions.nbytes + values.nbytes + RECEIVE_BUFFER_BYTES
         return SparsePayload(push, size_bytes, positions, values)
 
     def reduce(self, payloads: Sequence[SparsePayload]) -> AllreduceOutcome:
         push = payloads[0].push
-        parts = [
+        pushed = [
             (torch.from_numpy(payload.positions), dequantize(payload.values, payload.push, self._pool))
             for payload in payloads
         ]
-        union, sums = self._kernels.aggregate(parts, divisor_of(payloads))
-        rows, positions, values = len(union), union.numpy(), quantize(sums, push, self._pool)
-        codec = choose(push.answer, rows, push.span, values.nbytes // max(rows, 1), positions)
-        encoded = codec.encode(positions, push.span)
-        pushed = pushed_rows(payloads)
-        result = Result(push.ring_epoch, push.tensor, push.step, push.chunk, rows, codec.name, pushed)
-        return AllreduceOutcome(result, encoded.data, self._memory.share(values))
+        union, sums = self._kernels.aggregate(pushed, divisor_of(payloads))
+        positions, values = union.numpy(), self._memory.share(quantize(sums, push, self._pool))
+        row_bytes = values.nbytes // max(len(union), 1)
+        # Half a message, as for pushes: the rest is for bitmaps and the envelope.
+        most_rows = max(self._max_message_bytes // 2 // (row_bytes + POSITION_BYTES), 1)
+        cuts = cut_fragments(0, len(union), most_rows)
+        about = push.ring_epoch, push.tensor, push.step, push.chunk
+        parts: list[Part] = []
+        for fragment, (begin, end) in enumerate(cuts):
+            inside = positions[begin:end]
+            codec = choose(push.answer, end - begin, push.span, row_bytes, inside)
+            count = 0 if fragment else pushed_rows(payloads)
+            result = Result(*about, end - begin, codec.name, count, fragment=fragment, fragments=len(cuts))
+            encoded = codec.encode(inside, push.span)
+            part = values if len(cuts) == 1 else values[begin * row_bytes : end * row_bytes]
+            parts.append((result, encoded.data, part))
+        return AllreduceOutcome(*parts[0], parts[1:])

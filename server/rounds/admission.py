@@ -3,23 +3,35 @@
 Held pushes, kept outcomes and the history count against the budget. When it is used up, a push that would
 open a round is refused, and the oldest outcomes are forgotten. Pushes for rounds that are open are always
 admitted, so that what is open can finish.
+
+Recovery rounds have as much again (the allowance): when a server has died, all that is in flight comes at
+once, and others cannot go on before it has ended. Beyond that, each rank has one round open. So the round
+that each waits for first is open, and one after the other all end.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Sequence
+from typing import Literal
 
 from zenps.errors import ProtocolError
 
 from .history import History
-from .states import HeldPush, Key, ServerRound
+from .states import HeldPush, Key, RefusedPush, ServerRound
 
 # What a round costs beside its tensors; it bounds how many empty ones a budget allows.
 ROUND_BYTES = 1024
 
+# The byte budget and the allowance of recovery rounds together, in budgets.
+WITH_ALLOWANCE = 2
+
 # How many rounds of one rank may be refused and waiting at a time; its pushes beyond that are dropped.
 MOST_REFUSED = 65536
+
+# A round opens whatever its size if no other is open. So a push in so many fragments is accepted then; one in
+# more must fit into the budget.
+FREE_FRAGMENTS = 64
 
 
 class Admission:
@@ -38,7 +50,11 @@ class Admission:
         self.open_bytes = 0
         self._history = history
         self._refused: OrderedDict[Key, ServerRound] = OrderedDict()
-        self._refusals: Counter[bytes] = Counter()
+        self._refusals: Counter[int] = Counter()
+        self._refused_again: defaultdict[int, OrderedDict[Key, ServerRound]] = defaultdict(OrderedDict)
+        """The recovery rounds among them, by rank."""
+        self._beyond: set[int] = set()
+        """The ranks that have a round open beyond the allowance."""
 
     @property
     def used_bytes(self) -> int:
@@ -51,6 +67,8 @@ class Admission:
             round_.advance("ring changed")
         self._refused.clear()
         self._refusals.clear()
+        self._refused_again.clear()
+        self._beyond.clear()
         self.open_bytes = 0
 
     # ── the byte budget ─────────────────────────────────────────────────────────────────────────
@@ -74,6 +92,30 @@ class Admission:
             self._history.forget_oldest()
         return True
 
+    def make_room_again(self, round_: ServerRound, rank: int, push_bytes: int, ranks: int) -> bool:
+        """True if a recovery round that ``rank`` pushes may open; it forgets old outcomes for that."""
+        size_bytes = _estimate_bytes(push_bytes, ranks)
+        least_bytes = self.used_bytes - self._history.evictable_bytes
+        is_beyond = least_bytes > WITH_ALLOWANCE * self.budget_bytes - size_bytes
+        if is_beyond and rank in self._beyond:
+            return False
+        while self.used_bytes > self.budget_bytes - size_bytes and self._history.evictable:
+            self._history.forget_oldest()
+        if is_beyond:
+            self._beyond.add(rank)
+            round_.beyond = rank
+        return True
+
+    def why_too_large(self, held: HeldPush) -> str:
+        """Returns why a push in many fragments is refused: it alone exceeds the budget. Empty if it fits."""
+        if held.push.fragments <= FREE_FRAGMENTS or held.whole_bytes <= self.budget_bytes:
+            return ""
+        return (
+            f"rank {held.push.rank} pushes {held.whole_bytes} bytes to one server, expected at most "
+            f"{self.budget_bytes}; raise cluster.server_budget_bytes, add servers, or push fewer rows at "
+            "first"
+        )
+
     def reserve(self, round_: ServerRound, push_bytes: int, ranks: int) -> None:
         """Counts a round by its largest push: others may be smaller, none is larger."""
         size_bytes = _estimate_bytes(push_bytes, ranks)
@@ -84,6 +126,9 @@ class Admission:
     def release(self, round_: ServerRound) -> None:
         """A round is not open any more."""
         self.open_bytes -= round_.size_bytes
+        if round_.beyond is not None:
+            self._beyond.discard(round_.beyond)
+            round_.beyond = None
 
     def keep(self, round_: ServerRound) -> None:
         """Keeps the outcome of a round that has ended, and forgets older ones if there is no room for all."""
@@ -99,9 +144,35 @@ class Admission:
         """The round, if pushes for it were refused."""
         return self._refused.get(key)
 
+    def refused_of(self, tensor: str, step: int) -> list[ServerRound]:
+        """The refused rounds of this tensor, up to this step."""
+        return [round_ for key, round_ in self._refused.items() if key.tensor == tensor and key.step <= step]
+
     def first_refused(self) -> ServerRound | None:
-        """The round that was refused before all others."""
-        return next(iter(self._refused.values()), None)
+        """The round that was refused before all others, of those that a rank still wants to push."""
+        while self._refused:
+            round_ = next(iter(self._refused.values()))
+            for rank in self._history.passed(round_.key, round_.refused):
+                del round_.refused[rank]
+                self._refusals[rank] -= 1
+            if round_.refused:
+                return round_
+            self.dismiss(round_, "nobody left")
+        return None
+
+    def first_refused_again(self, ranks: int) -> ServerRound | None:
+        """A recovery round that may open now: the first of a rank that has room for it."""
+        for rank, rounds in self._refused_again.items():
+            for round_ in rounds.values():
+                if self.make_room_again(round_, rank, round_.most_refused_bytes, ranks):
+                    return round_
+                break
+        return None
+
+    def dismiss(self, round_: ServerRound, event: Literal["nobody left", "given up"]) -> list[bytes]:
+        """A refused round will not open. Returns the peers whose pushes were refused."""
+        round_.advance(event)
+        return self._withdraw(round_)
 
     def refuse(self, round_: ServerRound, held: HeldPush) -> None:
         """Notes that a push was refused: its rank has to push again when there is room.
@@ -109,22 +180,29 @@ class Admission:
         Raises:
             ProtocolError: the rank has too many refused rounds already.
         """
-        if held.peer not in round_.refused:
-            if self._refusals[held.peer] == MOST_REFUSED:
-                reason = f"rank {held.push.rank} has {MOST_REFUSED} refused rounds and asks for another"
+        rank = held.push.rank
+        if rank not in round_.refused:
+            if self._refusals[rank] == MOST_REFUSED:
+                reason = f"rank {rank} has {MOST_REFUSED} refused rounds and asks for another"
                 raise ProtocolError("unexpected", reason)
-            self._refusals[held.peer] += 1
+            self._refusals[rank] += 1
         round_.advance("push over the budget")
-        round_.refused[held.peer] = held.size_bytes
+        round_.refused[rank] = RefusedPush(held.peer, held.whole_bytes)
         self._refused[round_.key] = round_
+        if round_.is_recovery:
+            self._refused_again[rank][round_.key] = round_
 
     def admit(self, round_: ServerRound) -> Sequence[bytes]:
         """The round opens. Returns the peers whose pushes were refused before."""
-        if not round_.refused:
-            return ()
+        return self._withdraw(round_) if round_.refused else ()
+
+    def _withdraw(self, round_: ServerRound) -> list[bytes]:
         del self._refused[round_.key]
         self._refusals.subtract(round_.refused.keys())
-        peers, round_.refused = list(round_.refused), {}
+        for rounds in self._refused_again.values():
+            rounds.pop(round_.key, None)
+        peers = [push.peer for push in round_.refused.values()]
+        round_.refused = {}
         return peers
 
 

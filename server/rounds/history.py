@@ -14,18 +14,19 @@ from typing import Literal
 
 from zenps.config.settings import MOST_NAMES
 from zenps.errors import ProtocolError
-from zenps.wire.messages import Push
 
 from .states import Key, ServerRound
 
 # What CPython takes for a tensor beside its name, for each rank that pushes it, and for an outcome that was
 # forgotten; rounded up.
 NAME_BYTES = 512
-RANK_BYTES = 64
+RANK_BYTES = 192
 FORGOTTEN_BYTES = 256
 
 # No job has as many chunks; a rank that makes up chunks, and waits until they fail, could.
 MOST_FORGOTTEN = 1 << 20
+
+_NEVER = (-1, 0)
 
 Series = tuple[str, int]
 """Tensor and chunk, see :attr:`Key.series`."""
@@ -43,8 +44,9 @@ class History:
         self.size_bytes = 0
         self.kept_bytes = 0
         self._pinned_bytes = 0
-        self._newest: dict[str, dict[int, int]] = {}
-        """By tensor and rank, the last step pushed: the rank has ended those before."""
+        self._newest: dict[str, dict[int, tuple[int, int]]] = {}
+        """By tensor and rank, the last step pushed, and in how many chunks: the rank has ended the steps
+        before, and has no further chunk of this one."""
         self._evictable: OrderedDict[Series, ServerRound] = OrderedDict()
         """The last ended round of each series whose outcome is kept ``while there is room``; oldest first."""
         self._pinned: dict[Series, ServerRound] = {}
@@ -79,29 +81,34 @@ class History:
 
     # ── steps ───────────────────────────────────────────────────────────────────────────────────
 
-    def note(self, push: Push) -> None:
-        """Notes which step a rank has pushed.
+    def note(self, tensor: str, rank: int, step: int, chunks: int) -> None:
+        """Notes which step a rank has pushed, in how many chunks; 0 if it has given the step up.
 
         Raises:
             ProtocolError: there are too many tensors already.
         """
-        newest = self._newest.get(push.tensor)
+        newest = self._newest.get(tensor)
         if newest is None:
             if len(self._newest) >= MOST_NAMES:
                 raise ProtocolError("unexpected", f"another tensor name, expected {MOST_NAMES} at most")
-            newest = self._newest[push.tensor] = {}
-            self.size_bytes += NAME_BYTES + sys.getsizeof(push.tensor)
-        last = newest.get(push.rank)
+            newest = self._newest[tensor] = {}
+            self.size_bytes += NAME_BYTES + sys.getsizeof(tensor)
+        last = newest.get(rank)
         if last is None:
             self.size_bytes += RANK_BYTES
-        newest[push.rank] = push.step if last is None else max(last, push.step)
+        if last is None or (step, -chunks) > (last[0], -last[1]):
+            newest[rank] = step, chunks
 
     def has_passed(self, key: Key, rank: int) -> bool:
-        """True if the rank has pushed a later step of this tensor: for it, this step has ended."""
-        return self._newest[key.tensor].get(rank, -1) > key.step
+        """True if the rank has ended this step: it has pushed a later one, or given this one up.
+
+        Or it pushes this one in fewer chunks than others, and so not this chunk.
+        """
+        step, chunks = self._newest[key.tensor].get(rank, _NEVER)
+        return step > key.step or (step == key.step and chunks <= key.chunk)
 
     def passed(self, key: Key, ranks: Iterable[int]) -> set[int]:
-        """Those of ``ranks`` that have pushed a later step of this tensor."""
+        """Those of ``ranks`` that have ended this step."""
         return {rank for rank in ranks if self.has_passed(key, rank)}
 
     # ── outcomes ────────────────────────────────────────────────────────────────────────────────

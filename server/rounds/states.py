@@ -10,7 +10,7 @@ from typing import Final, Literal, NamedTuple
 
 from msgspec import Struct
 
-from zenps.errors import listing
+from zenps.errors import ProtocolError, listing
 from zenps.transitions import Transitions
 from zenps.wire.messages import Failure, FromServer, Push
 
@@ -27,6 +27,7 @@ RoundEvent = Literal[
     "deadline",
     "rank gone",
     "given up",
+    "too large",
     "next step",
     "over the budget",
     "nobody left",
@@ -39,6 +40,8 @@ ROUND: Final[Transitions[RoundState, RoundEvent]] = {
         "push": "open",
         "push over the budget": "refused",
         "room": "open",
+        "given up": "failed",
+        "nobody left": "forgotten",
         "ring changed": "forgotten",
     },
     "open": {
@@ -48,6 +51,7 @@ ROUND: Final[Transitions[RoundState, RoundEvent]] = {
         "deadline": "failed",
         "rank gone": "failed",
         "given up": "failed",
+        "too large": "failed",
         "nobody left": "forgotten",
         "ring changed": "forgotten",
     },
@@ -95,9 +99,24 @@ class HeldPush(Struct, frozen=True):
     payload: object
     size_bytes: int
 
+    @property
+    def whole_bytes(self) -> int:
+        """What all fragments of the push take together: they differ by a row at most."""
+        return self.size_bytes * self.push.fragments
+
+
+class RefusedPush(NamedTuple):
+    """A push that was refused as busy: its rank pushes again when it is told to."""
+
+    peer: bytes
+    size_bytes: int
+
 
 class Reduce(Struct, frozen=True):
-    """An action: reduce these pushes, in rank order, and give the outcome to ``ServerRounds.finish``."""
+    """An action: reduce these pushes, and give the outcome to ``ServerRounds.finish``.
+
+    They are in rank order, all fragments of one push one after the other.
+    """
 
     key: Key
     pushes: Sequence[HeldPush]
@@ -136,15 +155,17 @@ class ServerRound(Struct, eq=False):
 
     key: Key
     state: RoundState = "none"
-    refused: dict[bytes, int] = {}
-    """By peer whose push was refused, the size of that push."""
+    refused: dict[int, RefusedPush] = {}
+    """By rank."""
     opened: float = 0.0
     held: dict[int, HeldPush] = {}
-    """By the rank that pushed."""
+    """By the rank that pushed; of a push in fragments, the one that came first."""
+    fragments: dict[int, dict[int, HeldPush]] = {}
+    """By the rank that pushed, the fragments that have come of a push that has several."""
     ranks: set[int] = set()
-    """The ranks whose values are in ``held``; one push may stand for several."""
+    """The ranks whose values are in ``held`` completely; one push may stand for several."""
     arrivals: list[float] = []
-    """When each of ``held`` arrived."""
+    """When each push was complete."""
     is_recovery: bool = False
     """Whether other ranks may have the result already: from an older ring, or from an outcome that this
     server has forgotten since."""
@@ -157,10 +178,54 @@ class ServerRound(Struct, eq=False):
     size_bytes: int = 0
     """What counts against the byte budget: what is reserved while the round is open, then its outcome."""
     outcome: Outcome | None = None
+    beyond: int | None = None
+    """The rank whose only round beyond budget and allowance this is."""
+
+    @property
+    def most_refused_bytes(self) -> int:
+        """The size of the largest push that was refused."""
+        return max([push.size_bytes for push in self.refused.values()])
 
     def advance(self, event: RoundEvent) -> None:
         """Moves to the state that the table gives."""
         self.state = ROUND[self.state][event]
+
+    def lacks(self, push: Push) -> bool:
+        """True if other fragments of the same push have come, and this one has not."""
+        come = self.fragments.get(push.rank)
+        return come is not None and push.fragment not in come
+
+    def add_fragment(self, held: HeldPush) -> bool:
+        """Adds a fragment of a push; returns whether all have come.
+
+        Raises:
+            ProtocolError: it does not belong to those that have come.
+        """
+        push, come = held.push, self.fragments.setdefault(held.push.rank, {})
+        for other in come.values():
+            first = other.push
+            if first.fragments != push.fragments or abs(first.rows - push.rows) > 1:
+                got = f"{push.rows} rows in one of {push.fragments} fragments"
+                expected = f"expected {first.rows} in one of {first.fragments}, as in another"
+                raise ProtocolError("payload", f"{got}, {expected}")
+            break
+        come[push.fragment] = held
+        return len(come) == push.fragments
+
+    def pushes(self) -> list[HeldPush]:
+        """All pushes in rank order, with all their fragments."""
+        if not self.fragments:
+            return [self.held[rank] for rank in sorted(self.held)]
+        pushes: list[HeldPush] = []
+        for rank in sorted(self.held):
+            come = self.fragments.get(rank)
+            pushes += [self.held[rank]] if come is None else [come[number] for number in sorted(come)]
+        return pushes
+
+    def forget_push(self, rank: int) -> None:
+        """Drops what a rank has pushed."""
+        self.ranks.difference_update(self.held.pop(rank).push.ranks)
+        self.fragments.pop(rank, None)
 
 
 def replies_of(outcome: Outcome, pushes: Iterable[HeldPush]) -> list[Reply]:
@@ -173,6 +238,8 @@ def replies_of(outcome: Outcome, pushes: Iterable[HeldPush]) -> list[Reply]:
         if answer is not last:
             last, peers = answer, []
             replies.append(Reply(peers, answer.message, answer.frames))
+            if answer.others:
+                replies += [Reply(peers, other.message, other.frames) for other in answer.others]
         peers.append(held.peer)
     return replies
 
@@ -188,12 +255,14 @@ def disagreement(pushes: Sequence[Push]) -> str:
 
 
 def _signature(push: Push) -> tuple[object, ...]:
-    return push.kind, push.dtype, push.shape, push.average, push.chunks, push.span, push.columns, push.values
+    chunk = push.chunks, push.span, push.columns
+    return push.kind, push.dtype, push.shape, push.average, push.values, push.given, chunk
 
 
 def _describe(alike: Sequence[Push]) -> str:
-    push, ranks = alike[0], listing(rank for push in alike for rank in push.ranks)
+    push, ranks = alike[0], listing(dict.fromkeys(rank for push in alike for rank in push.ranks))
     average = "averaged" if push.average else "summed"
     chunk = f"in {push.chunks} chunk(s), this one {push.span} × {push.columns}"
     form = "" if push.values == "same" else f" as {push.values}"
-    return f"rank(s) {ranks} pushed {push.kind} {push.dtype}{form} {push.shape}, {average}, {chunk}"
+    what = push.given or f"{push.kind} {push.dtype}{form} {push.shape}"
+    return f"rank(s) {ranks} pushed {what}, {average}, {chunk}"

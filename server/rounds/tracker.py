@@ -8,13 +8,13 @@ the new ring what they still need.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from itertools import chain
 from typing import Literal
 
 from zenps.errors import ProtocolError, listing
 from zenps.observe.lateness import Lateness
-from zenps.wire.messages import Busy, Failure, FailureKind, Resume, Wanted
+from zenps.wire.messages import Busy, Failure, FailureKind, GiveUp, Resume, Wanted
 
 from ..reducers.base import Outcome
 from .admission import Admission
@@ -37,8 +37,12 @@ from .states import (
 # asks for what all have forgotten; a rank that does lack the reply pushes again.
 REOPENED_SECONDS = 15.0
 
+# How long a round is open that nobody has pushed since there is room for it. Ranks that have given it up say
+# so when they are asked to push again; this is for what got lost. A rank that pushes later opens it again.
+RESUMED_SECONDS = 15.0
+
 Actions = list[Action]
-FailEvent = Literal["ranks disagree", "deadline", "rank gone", "given up"]
+FailEvent = Literal["ranks disagree", "deadline", "rank gone", "given up", "too large"]
 
 
 class ServerRounds:
@@ -123,7 +127,7 @@ class ServerRounds:
         last = self._history.last(key)
         if last is not None and push.step <= last.key.step:
             return self._repeat(last, held)
-        self._history.note(push)
+        self._history.note(push.tensor, push.rank, push.step, push.chunks)
         if key in self._open:
             return self._hold(self._open[key], held, now)
         if self._history.has_passed(key, push.rank):
@@ -131,6 +135,28 @@ class ServerRounds:
             self.duplicates += 1
             return []
         return self._admit(key, held, now)
+
+    def on_give_up(self, rank: int, given_up: GiveUp, now: float) -> Actions:
+        """A round has failed on a rank, which pushes nothing more for it.
+
+        Raises:
+            ProtocolError: it is of one tensor too many.
+        """
+        if given_up.ring_epoch != self._epoch:
+            return []
+        self._history.note(given_up.tensor, rank, given_up.step, 0)
+        rounds = [
+            round_
+            for key, round_ in self._open.items()
+            if key.tensor == given_up.tensor and key.step <= given_up.step
+        ]
+        actions = [*chain.from_iterable([self._expire(round_, now) for round_ in rounds])]
+        for round_ in self._admission.refused_of(given_up.tensor, given_up.step):
+            passed = self._history.passed(round_.key, round_.refused)
+            if not round_.is_recovery and round_.refused.keys() > passed:
+                failure = self._given_up(round_.key, {rank})
+                actions.append(Reply(self._admission.dismiss(round_, "given up"), failure))
+        return actions
 
     def finish(self, key: Key, outcome: Outcome, now: float) -> Actions:
         """A round has been reduced: replies to all ranks, and admits refused rounds."""
@@ -155,15 +181,25 @@ class ServerRounds:
     def _admit(self, key: Key, held: HeldPush, now: float) -> Actions:
         """Opens a round, or refuses it because there is no room.
 
-        A round that others wait for must open: they cannot push what would follow it. Such are those pushed
-        again under a new ring, and those whose outcome is forgotten although this rank lacks its reply.
+        Others wait for recovery rounds, and cannot push what would follow them: those pushed again under a
+        new ring, and those whose outcome is forgotten although this rank lacks its reply. They have an
+        allowance. A round must also open if no other is pushed: rounds that have room, and that nobody has
+        pushed yet, may have been given up.
         """
         excluded = self._history.forgotten(key)
         round_ = self._admission.refused(key) or ServerRound(key)
-        round_.is_recovery = round_.is_reopened = excluded is not None
+        round_.is_reopened = excluded is not None
+        round_.is_recovery |= round_.is_reopened or held.push.again
         round_.excluded = excluded or frozenset()
-        must = round_.is_reopened or held.push.again or not self._open
-        if not self._admission.make_room(held.size_bytes, len(self._peers), must=must):
+        ranks = len(self._peers)
+        if round_.is_recovery:
+            fits = self._admission.make_room_again(round_, held.push.rank, held.whole_bytes, ranks)
+        else:
+            fits = self._admission.make_room(held.whole_bytes, ranks, must=not self._has_pushes())
+        if not fits:
+            given_up = set() if round_.is_recovery else self._history.passed(key, self._peers)
+            if given_up:
+                return [Reply([held.peer], self._given_up(key, given_up))]
             self._admission.refuse(round_, held)
             return [Reply([held.peer], Busy(self._epoch, *key))]
         return self._open_round(round_, "push", now) + self._hold(round_, held, now)
@@ -177,32 +213,48 @@ class ServerRounds:
         return [Reply(peers, Resume(self._epoch, *round_.key))] if peers else []
 
     def _readmit(self, now: float) -> Actions:
-        """Opens refused rounds that fit now, the oldest first."""
+        """Opens refused rounds that fit now: recovery rounds before others, and then the oldest first."""
         actions: Actions = []
+        while (round_ := self._admission.first_refused_again(len(self._peers))) is not None:
+            actions += self._offer(round_, now)
         while (round_ := self._admission.first_refused()) is not None:
-            push_bytes = max(round_.refused.values())
-            if not self._admission.make_room(push_bytes, len(self._peers), must=not self._open):
+            must = not self._open
+            if not self._admission.make_room(round_.most_refused_bytes, len(self._peers), must=must):
                 break
-            actions += self._open_round(round_, "room", now)
-            self._admission.reserve(round_, push_bytes, len(self._peers))
+            actions += self._offer(round_, now)
+        return actions
+
+    def _offer(self, round_: ServerRound, now: float) -> Actions:
+        """Opens a refused round, and keeps its room until it is pushed."""
+        push_bytes = round_.most_refused_bytes
+        actions = self._open_round(round_, "room", now)
+        self._admission.reserve(round_, push_bytes, len(self._peers))
         return actions
 
     def _hold(self, round_: ServerRound, held: HeldPush, now: float) -> Actions:
         """Adds a push to an open round."""
         push, ranks = held.push, held.push.ranks
         round_.is_recovery |= push.again
-        if push.rank in round_.held:
+        if push.rank in round_.held and not round_.lacks(push):
             self.duplicates += 1
             return []
-        if twice := round_.ranks.intersection(ranks):
+        twice = round_.ranks.intersection(ranks)
+        if push.stands_for:
+            twice |= round_.held.keys() & set(push.stands_for)
+        if twice:
             reason = f"push of rank {push.rank} for rank(s) {listing(sorted(twice))}, whose push is there"
             raise ProtocolError("unexpected", reason)
         round_.advance("push")
+        is_whole = push.fragments == 1 or round_.add_fragment(held)
+        round_.held.setdefault(push.rank, held)
+        self._admission.reserve(round_, held.whole_bytes, len(self._peers))
+        if not is_whole:
+            reason = self._admission.why_too_large(held)
+            failure = self._failure(round_.key, "size", reason)
+            return self._fail(round_, "too large", failure, now) if reason else []
         self.late.wait((push.rank,), round_.arrivals, len(self._peers), now)
-        round_.held[push.rank] = held
         round_.ranks.update(ranks)
         round_.arrivals.append(now)
-        self._admission.reserve(round_, held.size_bytes, len(self._peers))
         return self._complete(round_, now)
 
     def _complete(self, round_: ServerRound, now: float) -> Actions:
@@ -217,37 +269,40 @@ class ServerRounds:
                 reason = (
                     f"rank {min(lost)} was lost, and the result that contains its push had to be forgotten"
                 )
-            return self._fail(round_, "rank gone", "lost", reason, now)
+            return self._fail(round_, "rank gone", self._failure(round_.key, "lost", reason), now)
         if self._peers.keys() <= round_.ranks:
-            pushes = [round_.held[rank] for rank in sorted(round_.held)]
+            pushes = round_.pushes()
             if reason := disagreement([held.push for held in pushes]):
-                return self._fail(round_, "ranks disagree", "mismatch", reason, now)
+                failure = self._failure(round_.key, "mismatch", reason)
+                return self._fail(round_, "ranks disagree", failure, now)
             round_.advance("last push")
             return [Reduce(round_.key, pushes, now - round_.opened)]
         absent = self._departed.keys() - round_.ranks
         if absent:
-            return self._fail(round_, "rank gone", "lost", self._departed[min(absent)], now)
+            failure = self._failure(round_.key, "lost", self._departed[min(absent)])
+            return self._fail(round_, "rank gone", failure, now)
         return []
 
     def _expire(self, round_: ServerRound, now: float) -> Actions:
         """Ends a round that has waited long enough, or that can never be complete.
 
-        A rank that pushes a later step has ended this one. If its push is missing, it got no reply, and the
-        round fails. In a recovery round it may have had its reply before: it is asked for its push instead,
-        as long as any rank needs the reply.
+        A rank may have ended this step (:meth:`History.has_passed`). If its push is missing, it got no reply,
+        and the round fails. In a recovery round it may have had its reply before: it is asked
+        for its push instead, as long as any rank needs the reply.
         """
         key, age_seconds = round_.key, now - round_.opened
         passed = self._history.passed(key, self._peers)
-        if round_.is_recovery and round_.held.keys() <= passed:
+        if not round_.held:
+            is_wanted = self._peers.keys() - passed and age_seconds <= RESUMED_SECONDS
+            return [] if is_wanted else self._cancel(round_, now)
+        if round_.held.keys() <= passed:
             return self._cancel(round_, now)
         if not round_.is_recovery and (given_up := passed - round_.ranks):
-            ranks = f"rank(s) {listing(sorted(given_up))}"
-            reason = f"ranks disagree: {ranks} pushed a later step without this chunk; see what failed there"
-            return self._fail(round_, "given up", "mismatch", reason, now)
+            return self._fail(round_, "given up", self._given_up(key, given_up), now)
         if age_seconds > self._deadline_seconds:
             missing = sorted(self._peers.keys() - round_.ranks)
             reason = f"no push within {self._deadline_seconds:g} s from rank(s) {listing(missing)}"
-            return self._fail(round_, "deadline", "deadline", reason, now)
+            return self._fail(round_, "deadline", self._failure(key, "deadline", reason), now)
         return self._cancel(round_, now) if round_.is_reopened and age_seconds > REOPENED_SECONDS else []
 
     def _fail_without(self, departed: Mapping[int, str], now: float) -> Actions:
@@ -256,7 +311,8 @@ class ServerRounds:
         for round_ in list(self._open.values()):
             absent = departed.keys() - round_.ranks
             if absent and round_.held:
-                actions += self._fail(round_, "rank gone", "lost", departed[min(absent)], now)
+                failure = self._failure(round_.key, "lost", departed[min(absent)])
+                actions += self._fail(round_, "rank gone", failure, now)
         return actions
 
     def _continue_without(self, lost: Set[int], now: float) -> Actions:
@@ -269,9 +325,13 @@ class ServerRounds:
         for round_ in list(self._open.values()) if lost else ():
             if not round_.is_recovery:
                 for rank in lost & round_.held.keys():
-                    round_.ranks.difference_update(round_.held.pop(rank).push.ranks)
+                    round_.forget_push(rank)
             actions += self._complete(round_, now) if round_.held else self._cancel(round_, now)
         return actions
+
+    def _has_pushes(self) -> bool:
+        """True if an open round has been pushed, so that what ends it makes room for others."""
+        return any(round_.held for round_ in self._open.values())
 
     # ── ends ────────────────────────────────────────────────────────────────────────────────────
 
@@ -285,11 +345,16 @@ class ServerRounds:
         self._admission.release(round_)
         round_.advance(event)
 
-    def _fail(
-        self, round_: ServerRound, event: FailEvent, kind: FailureKind, reason: str, now: float
-    ) -> Actions:
-        key, peers = round_.key, [held.peer for held in round_.held.values()]
-        failure = Failure(self._epoch, *key, kind, f"tensor {key.tensor!r}, step {key.step}: {reason}")
+    def _failure(self, key: Key, kind: FailureKind, reason: str) -> Failure:
+        return Failure(self._epoch, *key, kind, f"tensor {key.tensor!r}, step {key.step}: {reason}")
+
+    def _given_up(self, key: Key, ranks: Iterable[int]) -> Failure:
+        """The answer where some ranks push this chunk no more, or never: others wait for it in vain."""
+        given_up = f"rank(s) {listing(sorted(ranks))} ended this step without this chunk"
+        return self._failure(key, "mismatch", f"ranks disagree: {given_up}; see what failed there")
+
+    def _fail(self, round_: ServerRound, event: FailEvent, failure: Failure, now: float) -> Actions:
+        peers = [held.peer for held in round_.held.values()]
         # Without peers, too: whoever carries it out counts and logs the failure.
         return [Reply(peers, failure), *self._close(round_, event, FailedRound(failure), now)]
 
@@ -298,7 +363,7 @@ class ServerRounds:
         self._end(round_, event)
         if self._lost:
             round_.excluded = self._lost - round_.ranks
-        round_.held, round_.ranks = {}, set()
+        round_.held, round_.fragments, round_.ranks = {}, {}, set()
         round_.outcome = outcome
         self._admission.keep(round_)
         return self._readmit(now)

@@ -163,7 +163,7 @@ def hostile(nodes: int) -> Status:
 @contextmanager
 def served(status: Status) -> Iterator[str]:
     """Serves a page that always shows the same status; yields its URL."""
-    shown, end = page.serve(StatusConfig()), threading.Event()
+    shown, end = page.Page(StatusConfig()), threading.Event()
 
     def answer() -> None:
         while not end.wait(0.02):

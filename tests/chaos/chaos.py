@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from tests.chaos.extremes import GIB, Extreme, Sizes, extremes
 from tests.chaos.job import steps_of
 from tests.chaos.nodes import SERVERS, WORKERS
 from tests.chaos.run import Run
@@ -65,11 +66,13 @@ class Report(msgspec.Struct):
     faults: list[str] = []
     losses: list[Loss] = []
     """The effect on the other workers when one is killed."""
+    extremes: list[Extreme] = []
+    """What training did under extreme conditions while a server was killed."""
     seconds: float = 0.0
 
     @property
     def good(self) -> bool:
-        return not (self.failed_runs or self.mismatching_runs)
+        return not (self.failed_runs or self.mismatching_runs or any(one.fault for one in self.extremes))
 
 
 def chaos(runs: int, counts: Counts, steps: int, lease_seconds: float, seed: int) -> Report:
@@ -167,6 +170,8 @@ def _lines(report: Report) -> Iterator[str]:
         )
     for loss in report.losses:
         yield from loss.lines
+    for one in report.extremes:
+        yield one.line
     yield from report.faults
 
 
@@ -179,6 +184,9 @@ def main() -> int:
     parser.add_argument("--joins", type=int, default=2, help="in each run")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--lease-seconds", type=float, default=1.0)
+    parser.add_argument(
+        "--in-flight-bytes", type=int, default=GIB, help="of each worker, when a server is killed"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -189,6 +197,7 @@ def main() -> int:
     _write(options.json, report)  # ten minutes of runs are kept, whatever becomes of what follows
     for number in (signal.SIGKILL, signal.SIGSTOP):
         report.losses += [lose_with_zenps(number, options.lease_seconds), lose_with_gloo(number)]
+    report.extremes = list(extremes(Sizes(in_flight_bytes=options.in_flight_bytes)))
     print("\n".join(_lines(report)))
     _write(options.json, report)
     return 0 if report.good else 1

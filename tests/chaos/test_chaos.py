@@ -11,6 +11,7 @@ import torch
 
 from tests.chaos import chaos as harness
 from tests.chaos.chaos import chaos
+from tests.chaos.extremes import Sizes, extremes
 from tests.chaos.job import Model, digest, loss_of, optimizers_of
 from tests.chaos.schedule import KILLS, Counts, Done, draw
 from tests.chaos.workers import lose_with_gloo
@@ -27,6 +28,13 @@ def test_weights_keep_their_bits_while_servers_and_the_scheduler_are_killed(
     assert report.good
     assert sum(report.kills.values()) == 4
     assert (report.scheduler_kills, report.drains, report.joins) == (1, 1, 1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_training_goes_on_under_extreme_conditions() -> None:
+    ends = list(extremes(Sizes(in_flight_bytes=128 << 20, idle=100)))
+    assert [one.fault for one in ends] == [""] * 4
 
 
 def test_gloo_does_not_say_who_is_lost() -> None:

@@ -32,7 +32,7 @@ from zenps.wire.messages import (
 DIRECTIONS = {
     "Node to scheduler": get_args(ToScheduler),
     "Scheduler to node": get_args(FromScheduler),
-    "Worker to server": (ToServer,),
+    "Worker to server": get_args(ToServer),
     "Server to worker": get_args(FromServer),
 }
 PARTS = {

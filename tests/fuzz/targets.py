@@ -32,6 +32,7 @@ from zenps.wire.messages import (
     Failure,
     FromScheduler,
     FromServer,
+    GiveUp,
     Heartbeat,
     Leave,
     Member,
@@ -42,15 +43,19 @@ from zenps.wire.messages import (
     Resend,
     Result,
     Resume,
+    SharedView,
     Status,
     StatusRequest,
     Stop,
     ToScheduler,
+    ToServer,
     View,
     Wanted,
     WhoAreYou,
 )
+from zenps.wire.views import ViewEncoder, decode_view
 from zenps.worker.core.request import Options, Request
+from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.transfer import Answer, Sharding, Transfer
 from zenps.worker.encode.blocks import BlockTransfer
 from zenps.worker.encode.planner import Planner
@@ -92,7 +97,7 @@ class Server:
     """A server with one worker, whose pushes complete their rounds, and one that they wait for."""
 
     def __init__(self) -> None:
-        self._decoder: Decoder[Push] = Decoder(JOB, Push)
+        self._decoder: Decoder[ToServer] = Decoder(JOB, ToServer)
         self._rounds = {ranks: ServerRounds(1 << 20, 30.0) for ranks in (1, 2)}
         for ranks, rounds in self._rounds.items():
             rounds.on_view(1, dict.fromkeys(range(ranks), b"peer"), {}, 0.0)
@@ -100,8 +105,12 @@ class Server:
     def __call__(self, frames: Frames) -> None:
         rest = [memoryview(bytearray(frame)) for frame in frames[1:]]
         push = self._decoder.decode(frames[0], rest)
+        if isinstance(push, GiveUp):
+            for rounds in self._rounds.values():
+                rounds.on_give_up(0, push, 0.0)
+            return
         reducer = REDUCERS[push.kind]
-        reducer.check_span(push, MAX_MESSAGE_BYTES)
+        reducer.check_size(push)
         payload = reducer.read(push, rest)
         for rounds in self._rounds.values():
             for action in rounds.on_push(HeldPush(b"peer", push, payload, payload.size_bytes), 0.0):
@@ -124,7 +133,7 @@ class Worker:
         indices, values = torch.arange(3).unsqueeze(0), torch.ones(3, COLUMNS)
         table = torch.sparse_coo_tensor(indices, values, (SPAN, COLUMNS), check_invariants=True)
         tensors = {"table": table, "vector": torch.ones(20_000), "small": torch.ones(100)}
-        gradient = Options(purpose="gradient")
+        gradient = Options(purpose="gradient", residuals=Residuals())
         requests = [Request(tensor, name) for name, tensor in tensors.items()]
         requests += [Request(tensor, f"{name}16", gradient) for name, tensor in tensors.items()]
         self._begin: dict[str, Callable[[], Transfer]] = {
@@ -157,7 +166,7 @@ class Worker:
             for action in actions:
                 if isinstance(action, Deliver):
                     transfer = self._transfers[message.tensor]
-                    transfer.on_answer(Answer(action.server, action.result, action.frames))
+                    transfer.on_answer(Answer(action.server, action.result, action.frames, action.others))
                     if action.last:
                         transfer.finish()
         finally:
@@ -193,7 +202,10 @@ def _values(form: str, frames: Frames) -> None:
 
 
 def _from_scheduler(frames: Frames) -> None:
-    _NODE_DECODER.decode(frames[0])
+    envelope, *others = map(memoryview, frames)
+    message = _NODE_DECODER.decode(envelope, others)
+    if isinstance(message, SharedView):
+        decode_view(message, others)
 
 
 TARGETS: dict[str, Callable[[], Callable[[Frames], None]]] = {
@@ -269,6 +281,7 @@ SEEDS: dict[str, list[Frames]] = {
     ],
     "node": [
         *map(_sealed, (VIEW, Refused("lost", "gone"), WhoAreYou())),
+        [*ViewEncoder(JOB).encode(VIEW)],
         *map(_sealed, (BarrierReply(1, ""), Departed(MEMBER, True, "gone"), Stop(), _STATUS)),
     ],
     "server": [

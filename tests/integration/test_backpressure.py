@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ import zenps as zps
 from tests.integration.cluster import Cluster, await_file
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
 from tests.integration.scraping import Samples, await_samples, parse, scrape
+from zenps.errors import MismatchError
 
 MIB = 1 << 20
 TENSORS = 24
@@ -69,3 +72,25 @@ def test_a_budget_of_one_mebibyte(tmp_path: Path) -> None:
         # One round may exceed the budget, or what is larger could never finish.
         assert samples["zenps_held_bytes", ""] <= 4 * MIB
         assert samples["zenps_server_rounds_total", "failed"] == 0
+
+
+def disagree_and_continue(elements: int) -> float:
+    """Catches the error of a tensor that the ranks push in different shapes; goes on with another."""
+    handles = [zps.push_pull_async(torch.ones(elements // (1 + zps.rank())), f"x{number}") for number in "ab"]
+    for handle in handles:
+        with pytest.raises(MismatchError):
+            handle.wait()
+    begin = time.monotonic()
+    for _ in range(3):
+        zps.push_pull(torch.ones(elements), "y")
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize(
+    ("elements", "budget_bytes"),
+    [(2_000_000, MIB), pytest.param(50_000_000, 64 * MIB, marks=pytest.mark.long)],
+)
+def test_a_script_that_catches_an_error_goes_on_with_a_full_budget(elements: int, budget_bytes: int) -> None:
+    settings = {"cluster.server_budget_bytes": budget_bytes, "sync.chunk_bytes": budget_bytes // 8}
+    with Cluster(settings=settings) as cluster:
+        assert max(cluster.run(disagree_and_continue, elements)) < 10

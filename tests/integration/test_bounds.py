@@ -26,6 +26,7 @@ from tests.integration.zmtp import MORE, connected, frame, knock
 from zenps.config import sources as config
 from zenps.config.settings import shared_settings
 from zenps.wire.frames import encode
+from zenps.wire.identity import identity_at_servers
 from zenps.wire.messages import Push, StatusRequest
 from zenps.wire.scheduler_link import SchedulerLink, new_register
 from zenps.wire.sockets import context
@@ -42,7 +43,7 @@ JOB = "default"
 def flipped(frames: Sequence[memoryview], least: int) -> list[memoryview]:
     """Copies, with one bit of the last frame the other way if it has more than ``least`` bytes."""
     copies = [bytearray(frame) for frame in frames]
-    if len(copies[-1]) > least:
+    if copies and len(copies[-1]) > least:
         copies[-1][len(copies[-1]) // 2] ^= 4
     return [memoryview(copy) for copy in copies]
 
@@ -251,7 +252,7 @@ def stall(address: str, settings: Sequence[str], stop: threading.Event) -> None:
         link = SchedulerLink(ctx, cluster.cluster, "worker")
         view = link.join(new_register("worker", 1, "", "", shared_settings(cluster)))
         socket = ctx.socket(zmq.DEALER)
-        socket.setsockopt(zmq.ROUTING_ID, link.identity)
+        socket.setsockopt(zmq.ROUTING_ID, identity_at_servers(link.identity))
         socket.setsockopt(zmq.RCVHWM, 1)
         socket.setsockopt(zmq.RCVBUF, 8192)
         socket.setsockopt(zmq.SNDTIMEO, 200)

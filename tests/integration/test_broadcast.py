@@ -22,6 +22,8 @@ def every_dtype(rank: int) -> dict[str, Tensor]:
     state["0-dim"] = torch.tensor(rank + 1)
     state["empty"] = torch.empty(0, 3)
     state["transposed"] = torch.randn(6, 5).t()
+    state["expanded"] = torch.tensor([rank + 1.0]).expand(5)
+    state["expanded in the middle"] = torch.randn(3, 1, 2).expand(3, 4, 2)
     state["special"] = torch.tensor([float("nan"), -0.0, float("inf")]) * (1 - 2 * rank)
     state["large"] = torch.randn(100_003)
     state["large bool"] = torch.rand(200_001) < 0.5
@@ -70,6 +72,9 @@ def broadcast_state(name: str) -> list[dict[str, Any]]:
     else:
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = 123.0
+    if zps.rank() == 1:
+        for state in optimizers[0].state.values():
+            state["expanded"] = torch.ones(1, dtype=torch.float64).expand(3)
     for optimizer in optimizers:
         zps.broadcast_optimizer_state(optimizer, root_rank=1)
     return [optimizer.state_dict() for optimizer in optimizers]
@@ -80,14 +85,38 @@ def broadcast_what_differs() -> dict[str, Any]:
     cases = {
         "dtype": {"weight": torch.ones(3, dtype=torch.bfloat16 if here else torch.float16)},
         "shape": {"weight": torch.ones(4 if here else 3)},
+        "memory": {"weight": torch.ones(1).expand(3) if here else torch.arange(3.0)},
         "name": {"weight": torch.ones(3)} | ({"extra": torch.ones(1)} if here else {}),
     }
     return {case: attempt(zps.broadcast_parameters, tensors) for case, tensors in cases.items()}
 
 
+def broadcast_what_one_rank_cannot() -> dict[str, Any]:
+    """Rank 0 is the root, unless ranks disagree about that. Each line fails on one rank alone."""
+    is_root = zps.rank() == 0
+    model = torch.nn.Linear(2, 2)
+    unpacked, broken = (torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2))
+    if is_root:
+        unpacked.param_groups[0]["what"] = object()
+        broken.state_dict = lambda: 1 / 0  # type: ignore[method-assign]
+    no_tensor: Any = {"weight": torch.ones(3) if is_root else 7}
+    return {
+        "no plain data": attempt(zps.broadcast_optimizer_state, unpacked),
+        "no state": attempt(zps.broadcast_optimizer_state, broken),
+        "no object": attempt(zps.broadcast_object, object()),
+        "no tensor": attempt(zps.broadcast_parameters, no_tensor),
+        "two roots": attempt(zps.broadcast_object, "x", zps.rank()),
+        "no root": attempt(zps.broadcast_object, "x", 1 - zps.rank()),
+        "no rank": attempt(zps.broadcast_object, "x", 0 if is_root else 7),
+        "parameters": attempt(zps.broadcast_parameters, {"weight": torch.ones(3)}, zps.rank()),
+        "afterwards": zps.broadcast_object("well", 1),
+    }
+
+
 def run_all() -> dict[str, Any]:
     results: dict[str, Any] = {f"state {name}": broadcast_state(name) for name in OPTIMIZERS}
     results["differs"] = broadcast_what_differs()
+    results["one"] = broadcast_what_one_rank_cannot()
     return results | {"broadcast": broadcast(), "objects": broadcast_objects()}
 
 
@@ -114,6 +143,7 @@ def test_broadcast_parameters(results: list[dict[str, Any]], root: int) -> None:
     {
         "dtype": "'weight' is torch.float16 (3,) there and torch.bfloat16 (3,) here",
         "shape": "'weight' is torch.float32 (3,) there and torch.float32 (4,) here",
+        "memory": "is torch.float32 (3,) there and torch.float32 (3,) expanded in dimension(s) 0 here",
         "name": "'extra' is missing there and torch.float32 (1,) here",
     }.items(),
 )
@@ -140,3 +170,34 @@ def test_broadcast_optimizer_state(results: list[dict[str, Any]], name: str) -> 
         assert got["state"].keys() == wanted["state"].keys()
         for key, values in wanted["state"].items():
             torch.testing.assert_close(got["state"][key], values, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("case", "on_root", "elsewhere"),
+    [
+        ("no plain data", "UsageError: cannot broadcast list", "UsageError: rank 0 had nothing to broadcast"),
+        ("no state", "ZeroDivisionError: division by zero", "UsageError: rank 0 had nothing to broadcast"),
+        ("no object", "UsageError: cannot broadcast object", "UsageError: rank 0 had nothing to broadcast"),
+        (
+            "no tensor",
+            "MismatchError: rank(s) 1 have other parameters",
+            "TensorError: broadcast/weight: expected",
+        ),
+        ("two roots", "MismatchError: broadcast of 'object'", "MismatchError: broadcast of 'object'"),
+        ("no root", "MismatchError: broadcast of 'object'", "MismatchError: broadcast of 'object'"),
+        ("no rank", "MismatchError: broadcast of 'object'", "MismatchError: broadcast of 'object'"),
+        (
+            "parameters",
+            "MismatchError: broadcast of 'parameters'",
+            "MismatchError: broadcast of 'parameters'",
+        ),
+    ],
+)
+def test_what_one_rank_cannot_broadcast_is_an_error_on_all(
+    results: list[dict[str, Any]], case: str, on_root: str, elsewhere: str
+) -> None:
+    for outcome, wanted in zip(results, (on_root, elsewhere), strict=True):
+        error = outcome["one"][case]
+        assert isinstance(error, Raised)
+        assert f"{error.kind}: {error.text}".startswith(wanted)
+        assert outcome["one"]["afterwards"] == "well"

@@ -133,6 +133,32 @@ def test_what_backward_computes_last_is_the_most_important(results: list[dict[st
             assert priorities == list(range(len(priorities)))
 
 
+def look_up_on_rank_0_alone(store: Path) -> tuple[list[bool], dict[str, Tensor]]:
+    """As docs/usage.md has it; no rank does so in the last step. By step, whether there are rows."""
+    join_group(store)
+    parallel = DistributedDataParallel(make_model().words)
+    parallel.register_comm_hook(zps.CommHookState(), zps.comm_hook)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    rows = []
+    for step in range(3):
+        optimizer.zero_grad()
+        ids = torch.arange(3 if zps.rank() == 0 and step < 2 else 0)
+        parallel(ids).square().sum().backward()
+        (parameter,) = parallel.parameters()
+        assert parameter.grad is not None
+        rows.append(bool(parameter.grad._nnz()))
+        optimizer.step()
+    dist.destroy_process_group()
+    return rows, state_of(parallel)
+
+
+def test_rank_that_looks_up_no_rows_gets_those_of_the_others(tmp_path: Path) -> None:
+    with Cluster() as cluster:
+        (rows, weights), (rows_too, weights_too) = cluster.run(look_up_on_rank_0_alone, tmp_path / "store")
+    assert rows == rows_too == [True, True, False]
+    assert all(torch.equal(weights[name], weights_too[name]) for name in weights)
+
+
 def leave_before_backward(store: Path) -> Any:
     join_group(store)
     model = DistributedDataParallel(make_model())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import time
@@ -351,3 +352,85 @@ def join_apart() -> object:
 
     Listener.__init__ = make  # type: ignore[method-assign]
     return attempt(zps.init)
+
+
+# ── limits of a process ─────────────────────────────────────────────────────────────────────────
+
+
+def push_many_tensors(descriptors: int) -> list[float]:
+    """More results than there are descriptors, all of which are kept; every tenth is large."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
+    pending = [
+        zps.push_pull_async(table(number, 4000 if number % 10 else 1), f"table{number}", average=False)
+        for number in range(2 * descriptors)
+    ]
+    results = [zps.synchronize(each) for each in pending]
+    return [float(result.values().sum()) for result in results]
+
+
+def test_results_hold_no_descriptors() -> None:
+    with Cluster(2, 1, {"sync.levels": 2}) as cluster:
+        sums = cluster.run(push_many_tensors, 128)
+        cluster.drain()
+    expected_sums = [2.0 * COLUMNS * (4000 if number % 10 else 1) for number in range(256)]
+    assert sums == [expected_sums] * 2
+
+
+def push_under_limit(limited: int) -> tuple[list[Tensor], int]:
+    """Joins with a limit of address space on one rank; the sum, and how many rounds its ranks exchanged."""
+    if int(os.environ["RANK"]) == limited:
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 38, resource.RLIM_INFINITY))
+    zps.init()
+    try:
+        total = zps.push_pull(table(10_000 * zps.rank()), "table", average=False)
+        return total, zps.stats().pushed_bytes
+    finally:
+        zps.shutdown()
+
+
+@pytest.mark.parametrize("limited", [0, 1])
+def test_a_limit_of_address_space_leaves_one_level(limited: int) -> None:
+    with Cluster(2, 1, {"sync.levels": 2}) as cluster:
+        workers = [cluster.start(push_under_limit, limited, rank=rank, init=False) for rank in range(2)]
+        outcomes = [worker.result() for worker in workers]
+        logs = [worker.log for worker in workers]
+        cluster.drain()
+    for total, pushed_bytes in outcomes:
+        assert pushed_bytes > 10_000 * COLUMNS * 4
+        assert total.coalesce().indices().numel() == 20_000
+    assert all("sync.levels = 1 instead of 2, on all ranks: 1 of them" in log for log in logs)
+    assert "raise ulimit -v, or set sync.levels = 1" in logs[limited]
+    assert "ulimit" not in logs[1 - limited]
+
+
+# ── names ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def push_names(names: Sequence[str]) -> dict[str, Tensor]:
+    """Large and small tensors by turns, all in flight at once, in three steps."""
+    results: dict[str, Tensor] = {}
+    for step in range(3):
+        pending = {
+            name: zps.push_pull_async(
+                torch.full((70_000 if number % 2 == 0 else 3,), float(number + step)), name, average=False
+            )
+            for number, name in enumerate(names)
+        }
+        results |= {f"{name} {step}": each.wait() for name, each in pending.items()}
+    broadcast = torch.full((3,), float(zps.rank()))
+    zps.broadcast_parameters({"x#0": broadcast}, root_rank=3)
+    return results | {"broadcast": broadcast}
+
+
+NAMES = ("x", "x@hosts", "x@hosts@hosts", "x#0", "broadcast/x", "x@@hosts", "x@", "@hosts/addresses")
+
+
+@pytest.mark.parametrize("settings", [{"sync.levels": 2}, {"sync.scheme": "omnireduce"}], ids=str)
+def test_no_name_of_a_tensor_is_one_of_ours(settings: dict[str, object]) -> None:
+    with Cluster(4, 1, settings, server_settings=REACHED) as cluster:
+        outcomes = [worker.result(20) for worker in start_on_two_hosts(cluster, 4, push_names, NAMES)]
+    for results in outcomes:
+        assert results["broadcast"].tolist() == [3.0] * 3
+        for step in range(3):
+            for number, name in enumerate(NAMES):
+                assert set(results[f"{name} {step}"].tolist()) == {4.0 * (number + step)}

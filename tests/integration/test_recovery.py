@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 import zenps as zps
-from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, Process
+from tests.integration.cluster import (
+    DEADLINE_SECONDS,
+    LEASE_SECONDS,
+    Cluster,
+    Process,
+    Raised,
+    attempt,
+    await_file,
+)
 from tests.integration.embedding_model import OPTIMIZERS, loss_of, make_model, state_of
 from tests.integration.progress import await_step, step_of
 from zenps.cli.status import drain
@@ -139,6 +147,35 @@ def test_survivors_take_a_lost_servers_slots(
     assert f"server {lost} (host" in cluster.scheduler.log
 
 
+def push_much(path: Path, until: Path) -> float:
+    """Rank 0 has a gibibyte in flight, and waits for it once the file is there; rank 1 pushes it then."""
+    tensors = [torch.full((16 << 20,), float(number)) for number in range(16)]
+    handles = [zps.push_pull_async(tensors[0], "t0")]
+    if zps.rank() == 0:
+        handles += [zps.push_pull_async(tensor, f"t{n}") for n, tensor in enumerate(tensors) if n]
+    (path / f"pushed{zps.rank()}").touch()
+    await_file(until)
+    if zps.rank() == 1:
+        handles += [zps.push_pull_async(tensor, f"t{n}") for n, tensor in enumerate(tensors) if n]
+    results = [zps.synchronize(handle) for handle in handles]
+    return float(sum(result[::4096].sum() for result in results))
+
+
+@pytest.mark.long
+def test_a_gibibyte_in_flight_delays_no_heartbeat_when_a_server_is_lost(tmp_path: Path) -> None:
+    """Nobody waits for it: it is sharded, copied and pushed again by the worker's own threads."""
+    until = tmp_path / "until"
+    with Cluster(servers=2, lease_seconds=LEASE_SECONDS / 2) as cluster:
+        workers = [cluster.start(push_much, tmp_path, until, rank=rank) for rank in range(2)]
+        for rank in range(2):
+            await_file(tmp_path / f"pushed{rank}")
+        cluster.servers[0].kill()
+        cluster.await_epoch(2)
+        time.sleep(2 * LEASE_SECONDS)
+        until.touch()
+        assert [worker.result() for worker in workers] == [4096 * sum(range(16))] * 2
+
+
 @pytest.mark.long
 def test_the_last_servers_successor_is_waited_for(tmp_path: Path, undisturbed: State) -> None:
     with Cluster(servers=1, lease_seconds=LEASE_SECONDS) as cluster:
@@ -213,3 +250,73 @@ def test_what_happened_while_the_scheduler_was_away_is_noticed(
     training.await_steps(5)
     for state in training.finish({"server0": -signal.SIGKILL}):
         _assert_equal(state, undisturbed)
+
+
+def sum_of_ranks() -> float:
+    return float(zps.push_pull(torch.tensor([zps.rank() + 1.0]), "sum", average=False))
+
+
+def test_a_server_of_a_dead_job_does_not_keep_the_next_from_beginning(tmp_path: Path) -> None:
+    """It waits for its scheduler, and knows the members of its own job."""
+    with Cluster(servers=2, lease_seconds=LEASE_SECONDS) as cluster:
+        training = Training(cluster, tmp_path)
+        left_over, other = cluster.servers
+        for process in (cluster.scheduler, *training.workers, other):
+            process.kill()
+        begin = time.monotonic()
+        cluster.restart_scheduler()
+        cluster.await_state("recovering")
+        servers = [cluster.add_server() for _ in range(2)]
+        workers = [cluster.start(sum_of_ranks, rank=rank) for rank in range(2)]
+        assert [worker.result() for worker in workers] == [3.0, 3.0]
+        assert [process.wait() for process in (*servers, cluster.scheduler)] == [0, 0, 0]
+        assert left_over.wait() == 1
+        assert "another job of this name has begun" in left_over.log
+        assert time.monotonic() - begin < DEADLINE_SECONDS / 2
+
+
+def test_workers_that_wait_are_told_when_the_scheduler_ends(tmp_path: Path) -> None:
+    with Cluster(servers=1, lease_seconds=LEASE_SECONDS) as cluster:
+        waiting = cluster.start(attempt_to_join, init=False)
+        until = time.monotonic() + DEADLINE_SECONDS
+        while not cluster.nodes("worker"):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        os.kill(cluster.scheduler.pid, signal.SIGINT)
+        assert waiting.result(LEASE_SECONDS).text == "the scheduler was told to end"
+
+
+def attempt_to_join() -> Raised:
+    raised = attempt(zps.init)
+    assert isinstance(raised, Raised)
+    return raised
+
+
+UNREAD = 400
+COMPUTE_SECONDS = 6.0
+"""Longer than two of libzmq's heartbeat intervals: the first finds the connection gone."""
+
+
+def push_and_compute(path: Path) -> list[float]:
+    """Leaves hundreds of results unread while a server dies; afterwards waits for them all."""
+    handles = [
+        zps.push_pull_async(torch.full((4096,), float(number + zps.rank())), f"t{number}", average=False)
+        for number in range(UNREAD)
+    ]
+    (path / f"pushed{zps.rank()}").touch()
+    time.sleep(COMPUTE_SECONDS)
+    return [float(handle.wait().mean()) for handle in handles]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("budget_bytes", [1 << 30, 1 << 20], ids=["room", "little room"])
+def test_a_server_is_killed_while_hundreds_of_results_are_unread(tmp_path: Path, budget_bytes: int) -> None:
+    # The default lease: nodes are not lost before the workers have computed for a while.
+    with Cluster(2, 2, {"cluster.server_budget_bytes": budget_bytes}) as cluster:
+        workers = [cluster.start(push_and_compute, tmp_path, rank=rank) for rank in range(2)]
+        for rank in range(2):
+            await_file(tmp_path / f"pushed{rank}")
+        time.sleep(1)
+        cluster.servers[0].kill()
+        for worker in workers:
+            assert worker.result() == [2.0 * number + 1 for number in range(UNREAD)]

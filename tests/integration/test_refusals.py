@@ -70,10 +70,20 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
         "0 to 1",
     ),
     "sparse broadcast": (lambda: zps.broadcast_parameters({"x": table(3)}), "TensorError", "strided"),
+    "broadcast without memory": (
+        lambda: zps.broadcast_parameters({"x": torch.ones(3, device="meta")}),
+        "TensorError",
+        "meta device",
+    ),
+    "broadcast of what cannot be written": (
+        lambda: zps.broadcast_parameters({"x": torch.inference_mode()(torch.ones)(3)}),
+        "TensorError",
+        "clone it",
+    ),
     "object not plain": (
-        lambda: zps.broadcast_object({"x": object()}, zps.rank()),
+        lambda: zps.broadcast_object({"x": object()}),
         "UsageError",
-        "plain data",
+        "expected plain data",
     ),
 }
 
@@ -197,3 +207,51 @@ def test_call_before_init(name: str) -> None:
     error = attempt(CALLS[name])
     assert error.kind == "UsageError"
     assert "zenps.init()" in error.text
+
+
+# ── kinds ───────────────────────────────────────────────────────────────────────────────────────
+
+SPARSE = torch.ones(6, 4).to_sparse(1)
+KINDS: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
+    "dense and sparse": (torch.ones(6, 4), SPARSE),
+    "rows and elements": (SPARSE, torch.ones(6, 4).to_sparse(2)),
+    "large": (torch.ones(600, 40), torch.ones(600, 40).to_sparse(1)),
+}
+"""Tensors of equal shape and dtype, of rank 0 and of rank 1."""
+
+
+def push_kinds() -> dict[str, Any]:
+    outcomes: dict[str, Any] = {}
+    for name, tensors in KINDS.items():
+        outcomes[name] = attempt(zps.push_pull, tensors[zps.rank()], name)
+        outcomes[f"after {name}"] = zps.push_pull(tensors[1], name).to_dense()
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sync.scheme": "allreduce"},
+        {"sync.scheme": "byteps"},
+        {"sync.scheme": "omnireduce"},
+        pytest.param({"sync.scheme": "byteps", "sync.levels": 2}, marks=pytest.mark.long),
+        *(
+            pytest.param({"sync.scheme": name}, marks=pytest.mark.long)
+            for name in ("zenps", "zen", "sparse-ps", "auto", "agsparse", "sparcml")
+        ),
+    ],
+    ids=lambda settings: " ".join(map(str, settings.values())),
+)
+def test_ranks_that_differ_in_kind_are_refused_by_every_scheme(settings: dict[str, object]) -> None:
+    with Cluster(settings=settings) as cluster:
+        outcomes = cluster.run(push_kinds)
+        cluster.drain()
+    for outcome in outcomes:
+        for name, (first, second) in KINDS.items():
+            refused = outcome[name]
+            assert isinstance(refused, Raised), (name, refused)
+            assert refused.kind == "MismatchError"
+            assert "ranks disagree" in refused.text
+            assert "sparse" in refused.text
+            assert torch.equal(outcome[f"after {name}"], second.to_dense())
+            assert torch.equal(first.to_dense(), second.to_dense())

@@ -23,10 +23,12 @@ from tests.dealer import connect_dealer
 from tests.integration.cluster import Cluster, Raised, attempt, await_file
 from tests.integration.scraping import Samples, await_samples, parse, scrape
 from zenps.cli.status import fetch
-from zenps.config.settings import ClusterConfig
+from zenps.config.settings import ClusterConfig, Config, shared_settings
 from zenps.errors import ConfigError
 from zenps.keys import LIST_NAME, Keys, generate
+from zenps.wire import scheduler_link
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
+from zenps.wire.identity import identity_at_servers
 from zenps.wire.messages import (
     Barrier,
     FromScheduler,
@@ -42,22 +44,7 @@ from zenps.wire.sockets import Socket
 
 ERRORS = "zenps_protocol_errors_total"
 REFUSED = "zenps_refused_connections_total"
-SETTINGS = {
-    "cluster.max_message_bytes": 256 << 20,
-    "cluster.on_worker_loss": "fail",
-    "sync.bandwidth_mbit": 10_000,
-    "sync.block": 256,
-    "sync.bucket_bytes": 4 << 20,
-    "sync.chunk_bytes": 8 << 20,
-    "sync.fusion": 256,
-    "sync.granule": 32,
-    "sync.latency_us": 50,
-    "sync.levels": 1,
-    "sync.partition": "balanced",
-    "sync.scheme": "zenps",
-    "sync.seed": 0x5A454E,
-    "sync.values": "same",
-}
+SETTINGS = shared_settings(Config())
 
 
 def add_up(rounds: int) -> list[float]:
@@ -97,6 +84,24 @@ def test_secured_cluster_trains(keys: Path) -> None:
     with Cluster(keys=keys) as cluster:
         assert cluster.run(add_up, 3) == [[3.0, 6.0], [3.0, 6.0]]
         assert "refused" not in cluster.scheduler.log + "".join(server.log for server in cluster.servers)
+
+
+def test_a_restarted_scheduler_knows_its_views_again(keys: Path, tmp_path: Path) -> None:
+    """They come back from nodes, which could have changed them."""
+    with Cluster(keys=keys) as cluster:
+        workers = [cluster.start(add_until, tmp_path / "until", rank=rank) for rank in range(2)]
+        cluster.await_state("running")
+        cluster.scheduler.kill()
+        cluster.restart_scheduler()
+        cluster.await_state("running")
+        (tmp_path / "until").touch()
+        assert [worker.result() for worker in workers] == [3.0, 3.0]
+        cluster.drain()
+
+
+def add_until(file: Path) -> float:
+    await_file(file)
+    return float(zps.push_pull(torch.tensor([zps.rank() + 1.0]), "t", average=False))
 
 
 def test_rank_is_that_of_the_key(keys: Path) -> None:
@@ -257,12 +262,17 @@ def test_connection_for_another_server_s_key_is_refused(siege: Siege) -> None:
         siege.intruder(siege.cluster.keys("worker", 0)).send(siege.server, "scheduler", push_as(0))
 
 
-@pytest.mark.parametrize("node", ["worker-1", "server-0", "operator", "scheduler"])
-def test_key_of_another_node_cannot_push(siege: Siege, node: str) -> None:
+def test_key_of_another_worker_cannot_push(siege: Siege) -> None:
+    with siege.counts("server", ERRORS, "key", times=2):
+        siege.intruder(siege.cluster.keys("worker", 1)).send(siege.server, "server-0", push_as(0), push_as(0))
+
+
+@pytest.mark.parametrize("node", ["server-0", "operator", "scheduler"])
+def test_a_server_admits_the_keys_of_workers_alone(siege: Siege, node: str) -> None:
     role, _, rank = node.partition("-")
     keys: Any = siege.cluster.keys(role, int(rank) if rank else None)  # type: ignore[arg-type]
-    with siege.counts("server", ERRORS, "key", times=2):
-        siege.intruder(keys).send(siege.server, "server-0", push_as(0), push_as(0))
+    with siege.counts("server", REFUSED, "wrong_role"):
+        siege.intruder(keys).send(siege.server, "server-0", push_as(0))
 
 
 def test_a_worker_s_second_connection_cannot_push_either(siege: Siege) -> None:
@@ -341,6 +351,47 @@ def test_taking_over_an_identity_gains_nothing(keys: Path) -> None:
         await_samples(metrics, lambda samples: samples[ERRORS, "key"] == 2)
         assert [(worker.rank, worker.state) for worker in cluster.nodes("worker")] == [(0, "present")]
         assert "a message of worker-0 by worker-1" in cluster.scheduler.log
+        ctx.destroy(linger=0)
+
+
+KNOWN = b"worker-known"
+
+
+def train_as_known(directory: Path) -> float:
+    """Trains under a known identity; returns how long the slowest round took."""
+    if os.environ["RANK"] == "0":
+        scheduler_link.new_identity = lambda role: KNOWN
+    zps.init()
+    slowest, until = 0.0, time.monotonic() + 100
+    while not (directory / "stop").exists() or time.monotonic() > until:
+        begin = time.monotonic()
+        more = zps.push_pull(torch.tensor([int((directory / "stop").exists())]), "stop", average=False)
+        slowest = max(slowest, time.monotonic() - begin)
+        (directory / "trains").touch()
+        if more.sum():
+            break
+        time.sleep(0.01)
+    zps.shutdown()
+    return slowest
+
+
+def test_a_server_that_replays_a_worker_s_identity_changes_nothing(keys: Path, tmp_path: Path) -> None:
+    """It knows the identity that the worker has at servers."""
+    with Cluster(servers=1, keys=keys) as cluster, zmq.Context() as ctx:
+        workers = [cluster.start(train_as_known, tmp_path, rank=rank, init=False) for rank in range(2)]
+        await_file(tmp_path / "trains")
+        (server,) = cluster.nodes("server")
+        thief = Intruder(ctx, cluster.keys("server", 0))
+        identity = identity_at_servers(KNOWN)
+        for address, peer in ((server.address, "server-0"), (f"tcp://{cluster.address}", "scheduler")):
+            socket = thief.open(address, peer, identity)
+            time.sleep(1)
+            socket.close(linger=0)
+        await_samples(server.metrics, lambda samples: samples[REFUSED, "wrong_role"] >= 1)
+        (tmp_path / "stop").touch()
+        assert max(worker.result() for worker in workers) < 10
+        cluster.drain()
+        assert "it has the key of server-0, expected one of a worker" in cluster.servers[0].log
         ctx.destroy(linger=0)
 
 

@@ -156,6 +156,42 @@ def scale_in_one_process() -> dict[str, Tensor]:
     return state_of(model)
 
 
+class Table(nn.Module):
+    """One table of which single elements are taken: all of its gradient's dimensions are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.weight = nn.Parameter(torch.randn(6, 4, dtype=torch.float64))
+
+    def loss(self, step: int, rank: int) -> Tensor:
+        taken = torch.tensor([[rank, 2], [step % 4, 3]])
+        total: Tensor = torch.gather(self.weight, 1, taken, sparse_grad=True).square().sum()
+        return total
+
+
+def take_elements() -> dict[str, Tensor]:
+    """From step to step, another rank does not use the table."""
+    model = Table()
+    optimizer = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), average=False)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        if step % 2 == zps.rank():
+            model.loss(step, zps.rank()).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def take_elements_in_one_process() -> dict[str, Tensor]:
+    model = Table()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model.loss(step, step % 2).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
 def rewrap() -> bool:
     """Trains with one optimizer, then with another; whether nothing keeps the first one alive."""
     model = make_model()
@@ -252,6 +288,16 @@ def _watch_pushes(patch: pytest.MonkeyPatch) -> list[list[str]]:
     return steps
 
 
+def go_on(model: Model, optimizer: torch.optim.Optimizer) -> tuple[bool, dict[str, Tensor]]:
+    """After a refused step: whether it left the weights alone, and the weights after the next one."""
+    before = state_of(model)
+    optimizer.zero_grad()
+    is_same = all(torch.equal(before[name], tensor) for name, tensor in state_of(model).items())
+    loss_of(model, 2, zps.rank()).backward()
+    optimizer.step()
+    return is_same, state_of(model)
+
+
 def misuse() -> dict[str, Any]:
     model = make_model()
     (optimizer,) = wrap(model, OPTIMIZERS["sgd"](model))
@@ -264,6 +310,7 @@ def misuse() -> dict[str, Any]:
             nn.utils.clip_grad_norm_(model.dense(), 1e-3)
             outcomes["clipped"] = attempt(optimizer.step)
             outcomes["backward"] = attempt(loss_of(model, step, 0).backward)
+            outcomes["refused"] = go_on(model, optimizer)
         else:
             optimizer.step()
     group = {"params": [nn.Parameter(torch.ones(1))]}
@@ -279,6 +326,13 @@ def misuse() -> dict[str, Any]:
     optimizer = zps.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=1.0))
     layer(torch.tensor([1])).sum().backward()
     outcomes["other kinds"] = attempt(optimizer.step)
+    table = Table()
+    optimizer = zps.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0))
+    if zps.rank() == 0:
+        table.loss(0, 0).backward()
+    else:
+        nn.functional.embedding(torch.tensor([1]), table.weight, sparse=True).sum().backward()
+    outcomes["other sparse dimensions"] = attempt(optimizer.step)
     return outcomes
 
 
@@ -287,6 +341,7 @@ def run_all() -> dict[str, Any]:
     results["sum"] = sum_instead_of_average()
     results["accumulate"] = accumulate()
     results["clip"] = clip()
+    results["elements"] = take_elements()
     results["schedule"] = schedule()
     results["closure"] = use_a_closure()
     results["scale"] = scale()
@@ -340,6 +395,14 @@ def test_clipping_between_synchronize_and_step(results: list[dict[str, Any]]) ->
         assert_same(outcome["clip"], wanted)
 
 
+def test_table_whose_elements_are_sparse_and_that_one_rank_does_not_use(
+    results: list[dict[str, Any]],
+) -> None:
+    wanted = take_elements_in_one_process()
+    for outcome in results:
+        assert_same(outcome["elements"], wanted)
+
+
 def test_scaled_loss_of_which_one_overflows(results: list[dict[str, Any]]) -> None:
     wanted = scale_in_one_process()
     for outcome in results:
@@ -385,12 +448,13 @@ MISUSE = {
     "zero_grad": ("UsageError", "in flight"),
     "backward": ("UsageError", "backward_passes_per_step"),
     "group": ("UsageError", "before wrapping"),
-    "clipped": ("UsageError", "changed since backward pushed it"),
+    "clipped": ("UsageError", "changed since backward computed it"),
     "passes": ("UsageError", "at least 1"),
     "unnamed": ("UsageError", "1 parameter(s)"),
     "one name": ("UsageError", "one name"),
     "other names": ("MismatchError", "rank(s) 1 have other parameters than rank 0"),
-    "other kinds": ("MismatchError", "sparse"),
+    "other kinds": ("MismatchError", "dense on 1 rank(s), sparse by 1 dimension(s) on 1 rank(s)"),
+    "other sparse dimensions": ("MismatchError", "sparse by 1 dimension(s) on 1 rank(s), sparse by 2"),
 }
 
 
@@ -401,6 +465,19 @@ def test_misuse(results: list[dict[str, Any]], name: str) -> None:
         assert isinstance(error, Raised), error
         assert error.kind == MISUSE[name][0], error
         assert MISUSE[name][1] in error.text
+
+
+def test_training_goes_on_after_a_step_that_was_refused(results: list[dict[str, Any]]) -> None:
+    model = make_model()
+    (optimizer,) = OPTIMIZERS["sgd"](model)
+    for step, ranks in ((0, [0]), (2, range(RANKS))):
+        optimizer.zero_grad()
+        (sum(loss_of(model, step, rank) for rank in ranks) / len(ranks)).backward()
+        optimizer.step()
+    for outcome in results:
+        is_same, weights = outcome["misuse"]["refused"]
+        assert is_same
+        assert_same(weights, state_of(model))
 
 
 def test_other_names_are_listed(results: list[dict[str, Any]]) -> None:

@@ -20,6 +20,11 @@ def frame(data: bytes, flags: int = 0) -> bytes:
     return bytes([flags | _LONG]) + len(data).to_bytes(8, "big") + data
 
 
+def heartbeat(ttl_seconds: float) -> bytes:
+    """A PING (RFC 37): the connection may be closed if nothing follows for so long."""
+    return frame(b"\x04PING" + round(10 * ttl_seconds).to_bytes(2, "big"), _COMMAND)
+
+
 @contextlib.contextmanager
 def connected(address: str, seconds: float = 20.0) -> Iterator[net.socket]:
     """A connection to a ROUTER at ``tcp://host:port`` that has shaken hands as a DEALER."""

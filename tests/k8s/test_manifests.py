@@ -21,9 +21,11 @@ import yaml
 from msgspec import Meta
 
 from zenps.cli.arguments import make_parser, split_command
+from zenps.cli.exit_codes import FAILED, REFUSED
 from zenps.config.settings import Config
 from zenps.config.sources import load
 from zenps.config.values import parse_address
+from zenps.server.receive_queue import size_receive_queue
 
 MANIFESTS = Path(__file__).parents[2] / "docker" / "k8s"
 FILES = ("jobset.yaml", "plain.yaml")
@@ -224,14 +226,31 @@ def commands(file: str, role: str) -> Iterator[list[str]]:
 @pytest.mark.parametrize("file", FILES)
 def test_commands_are_ours(file: str, role: str) -> None:
     first, *probes = commands(file, role)
-    for program, *arguments in (first, *probes):
-        assert program == "zenps"
-        options, command = split_command(arguments)
-        parsed = make_parser().parse_args(options)
-        assert bool(command) == parsed.takes_command
+    program, *arguments = first
+    assert program == "zenps"
+    options, command = split_command(arguments)
+    parsed = make_parser().parse_args(options)
+    assert bool(command) == parsed.takes_command
     assert first[1] == role
     for probe in probes:
-        assert probe == ["zenps", "health", "--role", role]
+        assert probe == ["probe", role]
+    assert 'zenps health --role "$1"' in (MANIFESTS.parent / "probe").read_text("utf-8")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_scheduler_of_a_failed_job_is_not_tried_again(file: str) -> None:
+    """Each try waits for nodes that do not come, and holds its pod as long."""
+    spec = jobs(file)["scheduler"]["spec"]
+    assert pod(file, "scheduler")["spec"]["restartPolicy"] == "Never"  # or Kubernetes knows no such policy
+    fails, ignored = spec["podFailurePolicy"]["rules"]
+    assert fails["action"] == "FailJob"
+    assert fails["onExitCodes"] == {
+        "containerName": container(file, "scheduler")["name"],
+        "operator": "In",
+        "values": [FAILED, REFUSED],
+    }
+    assert ignored["action"] == "Ignore"
+    assert spec["backoffLimit"] == 10  # killed, it is replaced
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -250,19 +269,24 @@ def test_settings_are_ours(file: str, role: str, tmp_path: Path) -> None:
         expected["data"] = config.cluster.server_port
         assert own["resources"]["limits"]["memory"] == "2Gi"
         assert config.cluster.server_budget_bytes <= 1 << 30, "half of it"
+        many = msgspec.structs.replace(config.cluster, workers=32)
+        queue = size_receive_queue(msgspec.structs.replace(config, cluster=many))
+        assert queue.unread_bytes + queue.rounds_bytes <= config.cluster.server_budget_bytes
     assert ports == expected
     assert pod(file, role)["metadata"]["annotations"]["prometheus.io/port"] == str(config.metrics.port)
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_pods_reach_one_another_at_all_ports_and_others_their_metrics_alone(file: str) -> None:
+def test_pods_reach_one_another_at_all_ports_and_prometheus_their_metrics_alone(file: str) -> None:
     policy = next(document for document in documents(file) if document["kind"] == "NetworkPolicy")
     selector = policy["spec"]["podSelector"]
     for role in ("scheduler", "server", "worker"):
         assert selector["matchLabels"].items() <= pod(file, role)["metadata"]["labels"].items()
-    among_them, from_anywhere = policy["spec"]["ingress"]
+    among_them, metrics = policy["spec"]["ingress"]
     assert among_them == {"from": [{"podSelector": selector}]}
-    assert from_anywhere == {"ports": [{"port": 9101}]}
+    assert metrics["ports"] == [{"port": 9101}]
+    (prometheus,) = metrics["from"]  # one entry: of that namespace, and of these pods
+    assert all(prometheus[which]["matchLabels"] for which in ("namespaceSelector", "podSelector"))
 
 
 def test_the_scheduler_s_name() -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests.scheduler.nodes import register
 from zenps.errors import ProtocolError
 from zenps.scheduler.authorization import authorize
-from zenps.wire.messages import Drain, Leave, Register, StatusRequest, ToScheduler
+from zenps.wire.messages import Drain, Ended, Leave, Register, StatusRequest, ToScheduler
 
 OWN = register("worker", 3)
 
@@ -19,6 +19,7 @@ OWN = register("worker", 3)
         (Drain(0), "", ""),
         (StatusRequest(), "server-0", ""),
         (Drain(0), "operator", ""),
+        (Ended("worker", 1, "box"), "operator", ""),
         (OWN, "worker-3", ""),
         (Leave(), "worker-3", "worker-3"),
         (Leave(), "worker-3", ""),
@@ -37,6 +38,7 @@ def test_a_registration_for_any_rank_gets_that_of_the_key() -> None:
 @pytest.mark.parametrize(
     ("message", "owner", "registered", "reason"),
     [
+        (Ended("worker", 1, "box"), "worker-3", "", "end of worker 1 by worker-3; expected operator"),
         (Drain(0), "worker-3", "", "drain of server 0 by worker-3; expected operator"),
         (Leave(), "worker-3", "worker-2", "a message of worker-2 by worker-3"),
         (OWN, "worker-2", "", "registers as worker-3, but its key is that of worker-2"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from zenps.config.settings import Config
+from zenps.config.settings import Config, StatusConfig
 from zenps.observe import log
 from zenps.observe.metrics import SchedulerMetrics
 from zenps.observe.trace import open_trace
@@ -17,8 +17,8 @@ from zenps.scheduler import service
 from zenps.scheduler.membership.actions import Send
 from zenps.scheduler.page.endpoint import Page
 from zenps.scheduler.service import Outputs, _Service
-from zenps.wire.frames import MAX_ENVELOPE_BYTES, encode
-from zenps.wire.messages import Departed, Heartbeat, Member
+from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
+from zenps.wire.messages import Departed, Heartbeat, Member, Refused, Register
 from zenps.wire.sockets import context, open_dealer
 
 
@@ -31,7 +31,9 @@ def registry() -> CollectorRegistry:
 def scheduler(registry: CollectorRegistry, tmp_path: Path) -> Iterator[_Service]:
     config = Config()
     with context() as ctx, closing(open_trace("", "scheduler")) as trace:
-        made = _Service(config, ctx, None, Outputs(SchedulerMetrics(registry), "", Page(), trace))
+        made = _Service(
+            config, ctx, None, Outputs(SchedulerMetrics(registry), "", Page(StatusConfig(port=-1)), trace)
+        )
         with closing(made):
             yield made
 
@@ -118,3 +120,22 @@ def test_the_metrics_agree_with_a_status(scheduler: _Service, registry: Collecto
     stragglers.report(b"server", {1: 4.0})
     scheduler._send([Send(b"admin client", scheduler._membership.status(0.0))])
     assert registry.get_sample_value("zenps_late_seconds_total", {"rank": "1"}) == 4.0
+
+
+def test_nodes_are_told_when_the_scheduler_ends_by_an_error_of_its_own(
+    scheduler: _Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tick(_: float) -> None:
+        if scheduler._membership.live("server"):
+            raise RuntimeError("planted")
+
+    monkeypatch.setattr(scheduler, "_on_tick", tick)
+    with context() as ctx:
+        dealer = open_dealer(ctx, b"server", MAX_ENVELOPE_BYTES)
+        dealer.connect(f"tcp://{scheduler.address}")
+        dealer.send(encode("default", Register("server", -1, "box", 7, "tcp://box:1", "", {})))
+        with pytest.raises(RuntimeError, match="planted"):
+            scheduler.run()
+        assert dealer.poll(30_000)
+        refused = Decoder("default", Refused).decode(dealer.recv())
+    assert refused == Refused("lost", "the scheduler ended: RuntimeError('planted'); see its log")

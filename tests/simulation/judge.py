@@ -46,9 +46,19 @@ class Judge:
         if simulation.script.scenario == "continue":
             # No worker was left to continue, and none had to.
             has_ended = any(worker.ended == "done" for worker in simulation.workers)
-            is_right = has_ended or not any(self._is_heard(worker) for worker in simulation.workers)
+            is_right = (
+                has_ended
+                or self._is_without_quorum(reason)
+                or not any(self._is_heard(worker) for worker in simulation.workers)
+            )
         if not is_right:
             raise Violation(f"the job has failed: {reason}")
+
+    def _is_without_quorum(self, reason: str) -> bool:
+        """True if a restarted scheduler has failed the job, and misses no fewer workers than it has."""
+        missing = len(re.findall(r"worker \d+ \(host", reason))
+        live = self._simulation.scheduler.membership.live("worker")
+        return "did not return after the scheduler was restarted" in reason and live <= missing
 
     def on_failed_round(self, worker: Worker, round_: Round, reason: str) -> None:
         """A round fails. That is right only if a rank was lost after it began, whose push may be missing."""
@@ -100,6 +110,8 @@ class Judge:
             return "was not admitted"
         if self._may_be_silenced and ("its lease" in reason or "as lost" in reason):
             return "was silent itself"
+        if self._is_without_quorum(reason):
+            return "the quorum was lost"
         if "of both" in reason or "servers have changed" in reason:
             return "a round was lost with a worker and a server"
         if "had to be forgotten" in reason:

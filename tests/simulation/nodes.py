@@ -94,7 +94,9 @@ class Scheduler(Node):
         self.every(TICK_SECONDS, self._tick)
 
     def receive(self, sender: bytes, message: Any, frames: Frames) -> None:
+        before = self.membership.state
         self._execute(self.membership.on_message(sender, message, self.now))
+        self._check_quorum(before)
         if self.membership.name_of(sender):
             self.heard[sender] = self.now
 
@@ -108,11 +110,23 @@ class Scheduler(Node):
         return any(node.peer == name for node in self.membership._job.members.present("worker"))
 
     def _tick(self) -> None:
+        before = self.membership.state
         self._execute(self.membership.on_tick(self.now))
+        self._check_quorum(before)
         # After a failure, nodes that register in the meantime are told why.
         ends_at = self._failed_at + self.simulation.cluster.lease_seconds
         if self.membership.state == "stopped" or self.now > ends_at:
             self.is_alive = False
+
+    def _check_quorum(self, before: str) -> None:
+        """It continues a job only with most of its workers: another scheduler may have the others."""
+        newest = self.membership._job.recovery.newest
+        if before != "recovering" or self.membership.state not in ("confirming", "running") or not newest:
+            return
+        expected = {worker.rank for worker in newest.workers} - {*newest.left}
+        here = {node.rank for node in self.membership._job.members.present("worker")} & expected
+        if self.simulation.script.scenario == "continue" and 2 * len(here) < len(expected):
+            raise Violation(f"a scheduler continues with workers {here} of {expected}")
 
     def _execute(self, sends: Sequence[Send]) -> None:
         if self.membership.state == "failed" and self._failed_at == math.inf:
@@ -125,12 +139,16 @@ class Scheduler(Node):
 class Member(Node):
     """A worker or server: it registers, sends heartbeats, and registers again when it is asked to."""
 
-    def __init__(self, simulation: Simulation, name: bytes, register: Register) -> None:
+    def __init__(
+        self, simulation: Simulation, name: bytes, register: Register, view: View | None = None
+    ) -> None:
         super().__init__(simulation, name)
         self.registration = simulation.parts.registration(register)
-        self.view: View | None = None
+        self.view = view
+        if view is not None:
+            self.registration.follow(view)
         self._heard = self.now
-        self.send(SCHEDULER, register)
+        self.send(SCHEDULER, self.registration.again())
         self.every(simulation.cluster.lease_seconds / 4, self.beat)
 
     @property

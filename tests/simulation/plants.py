@@ -15,11 +15,12 @@ from zenps.scheduler.membership.admission import JoiningWorkers
 from zenps.scheduler.membership.barriers import Barriers
 from zenps.scheduler.membership.job import Job
 from zenps.scheduler.membership.members import Node
+from zenps.scheduler.membership.recovery import Recovery
 from zenps.scheduler.membership.registration import Settings
 from zenps.scheduler.membership.tracker import Membership
 from zenps.server.rounds.states import HeldPush, Reduce, ServerRound
 from zenps.server.rounds.tracker import Actions, ServerRounds
-from zenps.wire.messages import FromServer, Member, Register
+from zenps.wire.messages import FromServer, GiveUp, Member, Register
 from zenps.worker.rounds.states import Action, Frames, Outgoing, Round, SendPush
 from zenps.worker.rounds.tracker import WorkerRounds
 
@@ -180,6 +181,32 @@ class RefusesWhatIsOlder(ServerRounds):
         return super().on_push(msgspec.structs.replace(held, push=push), now)
 
 
+class KeepsRoomForWhatNobodyPushes(ServerRounds):
+    """Keeps a round that has room open, and nothing else may open beside it."""
+
+    def _expire(self, round_: ServerRound, now: float) -> Actions:
+        return super()._expire(round_, now) if round_.held else []
+
+    def _has_pushes(self) -> bool:
+        return bool(self._open)
+
+
+class WaitsForWhatIsGivenUp(ServerRounds):
+    """Does not listen to a rank that will push nothing more for a round."""
+
+    def on_give_up(self, rank: int, given_up: GiveUp, now: float) -> Actions:
+        return []
+
+
+class NeverSaysWhatItGivesUp(WorkerRounds):
+    """Ends a failed round without a word to the servers that wait for it."""
+
+    def _give_up(self, round_: Round) -> list[Action]:
+        super()._give_up(round_)
+        self._given_up.clear()
+        return []
+
+
 class ContinuesWithoutAnybody(ServerRounds):
     """Reduces without a lost rank what others may have ended with it."""
 
@@ -214,6 +241,35 @@ class BeginsAnew(Membership):
 
     def _on_register(self, peer: bytes, message: Register, now: float) -> list[Send]:
         return super()._on_register(peer, msgspec.structs.replace(message, view=None), now)
+
+
+class _LoyalJob(Job):
+    def _is_dead(self) -> bool:
+        return False
+
+    def on_returned(self, now: float) -> list[Send]:
+        return [] if self.recovery.missing() else self.recover(now)
+
+
+class WaitsForADeadJob(Membership):
+    """Takes a server that is left over for a member of this job, and waits for the others of its view."""
+
+    def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
+        super().__init__(job, cluster, settings, now)
+        self._job = _LoyalJob(cluster, now)
+
+
+class _AnyQuorum(Recovery):
+    def has_quorum(self) -> bool:
+        return True
+
+
+class ContinuesWithAnyHalf(Membership):
+    """Continues after a restart with however few workers; those that are missing may do so elsewhere."""
+
+    def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
+        super().__init__(job, cluster, settings, now)
+        self._job.recovery = _AnyQuorum(self._job.members)
 
 
 class _HastyBarriers(Barriers):
@@ -327,15 +383,18 @@ PLANTS: dict[Scenario, list[Parts]] = {
         ),
         *(Parts(worker_rounds=part) for part in (SaysItIsTheFirstTime, NeverRepeats, TakesWhatIsOfAnyRing)),
         *(Parts(rounds=part) for part in (ReducesAsTheyCome, KeepsTheOldRing, NeverAsks, ForgetsToForget)),
-        Parts(rounds=RefusesWhatIsOlder),
+        *(Parts(rounds=part) for part in (RefusesWhatIsOlder, WaitsForWhatIsGivenUp)),
+        Parts(rounds=KeepsRoomForWhatNobodyPushes),
+        Parts(worker_rounds=NeverSaysWhatItGivesUp),
         *(Parts(membership=part) for part in (TellsWorkersFirst, BeginsAnew, LetsOneThrough)),
+        Parts(membership=WaitsForADeadJob),
     ],
     "fail": [*(Parts(membership=part) for part in (NamesNobody, NeverMissesAWorker))],
     "continue": [
         *(Parts(worker_rounds=part) for part in (GoesOnWithOthers, CountsOn, OverwritesWhatHasEnded)),
         Parts(worker_rounds=PushesWhatHasFailed),
         *(Parts(rounds=part) for part in (ContinuesWithoutAnybody, NeverContinuesWithout)),
-        *(Parts(membership=part) for part in (LetsInTooEarly, CountsBarriersOn)),
+        *(Parts(membership=part) for part in (LetsInTooEarly, CountsBarriersOn, ContinuesWithAnyHalf)),
     ],
     "restart": [
         *(Parts(membership=part) for part in (TakesGenerationsForOne, MixesGenerations)),

@@ -42,6 +42,7 @@ BUDGETS = (1 << 20, 8 << 10, 1)
 """The small budgets admit few rounds: the pushes of a rank before it waits do not fit at once."""
 RESHARD_SECONDS = (0.0, 2.0, 15.0)
 """Within the longest, a worker may hear of more views, and of the loss of another worker."""
+MESSAGE_UNITS = (1 << 10, 4, 1)
 
 
 class Fault(NamedTuple):
@@ -69,8 +70,14 @@ class Script(msgspec.Struct, frozen=True):
     budget_bytes: int = 1 << 20
     faults: tuple[Fault, ...] = ()
     scenario: Scenario = "steady"
+    left_over: bool = False
+    """True if a server of a dead job is still there, and knows that job's members."""
     reshard_seconds: float = 0.0
     """How long a round waits at most to be resharded, and then takes at most; 0: it is resharded at once."""
+    message_units: int = 1 << 10
+    """How many units a message takes: a chunk with more travels in fragments."""
+    catches: bool = False
+    """True if ranks push some tensors that they shard differently, and catch the error."""
 
 
 def random_script(seed: int, scenario: Scenario | None = None) -> Script:
@@ -98,4 +105,7 @@ def random_script(seed: int, scenario: Scenario | None = None) -> Script:
         faults=tuple(sorted(faults)),
         scenario=scenario,
         reshard_seconds=rng.choice(RESHARD_SECONDS),
+        message_units=rng.choice(MESSAGE_UNITS),
+        left_over=rng.random() < 0.2,
+        catches=rng.random() < 0.75,
     )

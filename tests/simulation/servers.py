@@ -7,41 +7,55 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import structs
 
 from zenps.errors import ProtocolError
 from zenps.server.reducers.base import Answer, Outcome
 from zenps.server.rounds.admission import ROUND_BYTES
 from zenps.server.rounds.states import Action, HeldPush, Reduce, Reply
-from zenps.wire.messages import Leave, Push, Register, Result, Stop, View
+from zenps.wire.identity import identity_at_servers
+from zenps.wire.messages import GiveUp, Leave, Member, Push, Register, Result, Stop, View
+from zenps.wire.tensors import cut_fragments
 
 from .network import OVERWRITTEN, Frame, Frames
-from .nodes import SCHEDULER, TICK_SECONDS, Member, Violation
+from .nodes import SCHEDULER, TICK_SECONDS, Violation
+from .nodes import Member as MemberNode
 
 if TYPE_CHECKING:
     from .simulation import Simulation
 
 UNITS = 8
 """The rows of every tensor; a ring gives each to a server."""
+NUMBER_LEFT_OVER = 900
+"""That of no other server."""
 
 
 class SimulatedOutcome(Outcome):
-    """The same frame for every rank."""
+    """The same units for every rank, in fragments of ``message_units``."""
 
-    def __init__(self, result: Result, frame: Any) -> None:
-        self._answer = Answer(result, [frame])
+    def __init__(self, result: Result, values: dict[int, Any], message_units: int) -> None:
+        self._size_bytes = Frame(values).nbytes
+        cuts = cut_fragments(0, len(values), message_units)
+        units = list(values)
+        answers = []
+        for fragment, (begin, end) in enumerate(cuts):
+            frame: Any = Frame({unit: values[unit] for unit in units[begin:end]})
+            message = structs.replace(result, rows=end - begin, fragment=fragment, fragments=len(cuts))
+            answers.append(Answer(message, [frame]))
+        self._answer = structs.replace(answers[0], others=answers[1:])
 
     @property
     def size_bytes(self) -> int:
-        return self._answer.frames[0].nbytes
+        return self._size_bytes
 
     def reply(self, rank: int) -> Answer:
         return self._answer
 
 
-class Server(Member):
+class Server(MemberNode):
     """A process around :class:`ServerRounds`."""
 
-    def __init__(self, simulation: Simulation, number: int) -> None:
+    def __init__(self, simulation: Simulation, number: int, view: View | None = None) -> None:
         address = f"server-{number}"
         self.rounds = simulation.parts.rounds(simulation.script.budget_bytes, math.inf)
         self.is_drained = False
@@ -51,7 +65,7 @@ class Server(Member):
             ROUND_BYTES + simulation.script.workers * Frame(dict.fromkeys(range(UNITS))).nbytes
         )
         super().__init__(
-            simulation, address.encode(), Register("server", -1, "host", number, address, "", {})
+            simulation, address.encode(), Register("server", -1, "host", number, address, "", {}), view
         )
         self.every(TICK_SECONDS, self._tick)
 
@@ -61,7 +75,8 @@ class Server(Member):
         self.is_alive = False
 
     def on_view(self, view: View) -> None:
-        self._peers = {worker.rank: worker.identity for worker in view.workers}
+        names = {identity_at_servers(worker.name): worker.name for worker in self.simulation.workers}
+        self._peers = {worker.rank: names[worker.identity] for worker in view.workers}
         departed = {
             worker.rank: f"{worker} left the job" for worker in view.workers if worker.rank in view.left
         }
@@ -71,6 +86,8 @@ class Server(Member):
         match message:
             case Push():
                 self._on_push(sender, message, frames)
+            case GiveUp():
+                self._on_give_up(sender, message)
             case Stop():
                 self.end("stopped")
             case _:
@@ -90,6 +107,11 @@ class Server(Member):
             return
         self._execute(actions)
 
+    def _on_give_up(self, sender: bytes, message: GiveUp) -> None:
+        for rank, peer in self._peers.items():
+            if peer == sender:
+                self._execute(self.rounds.on_give_up(rank, message, self.now))
+
     def _tick(self) -> None:
         self._execute(self.rounds.on_tick(self.now))
         self.check()
@@ -100,9 +122,15 @@ class Server(Member):
         size = sum(round_.size_bytes for round_ in held)
         if size != self.rounds.held_bytes:
             raise Violation(f"{self.name!r} holds {size} bytes, and counts {self.rounds.held_bytes}")
-        most = max(self.simulation.script.budget_bytes, self._largest_round_bytes)
+        # One round opens beside those that have room and that nobody has pushed yet.
+        most = max(self.simulation.script.budget_bytes, self._largest_round_bytes) + self._largest_round_bytes
         if size > most + sum(round_.size_bytes for round_ in held if round_.is_recovery):
             raise Violation(f"{self.name!r} holds {size} bytes; expected at most {most}")
+        # Recovery rounds have as much again, and beyond that one for each rank.
+        most += self.simulation.script.budget_bytes
+        most += self.simulation.script.workers * self._largest_round_bytes
+        if size > most:
+            raise Violation(f"{self.name!r} holds {size} bytes; expected at most {most} in recovery")
 
     def _execute(self, actions: Sequence[Action]) -> None:
         todo = list(actions)
@@ -115,12 +143,19 @@ class Server(Member):
                         self.send(peer, message, frames)  # type: ignore[arg-type]
 
     def _reduce(self, round_: Reduce) -> Sequence[Action]:
-        payloads: list[Any] = [held.payload for held in round_.pushes]
-        key, units = round_.key, payloads[0].values.keys()
-        if any(payload.values.keys() != units for payload in payloads):
+        pushed: dict[int, dict[int, object]] = {}
+        for held in round_.pushes:
+            payload: Any = held.payload
+            own = pushed.setdefault(held.push.rank, {})
+            if own.keys() & payload.values.keys():
+                raise Violation(f"{self.name!r} sums a fragment of {held.push} twice")
+            own |= payload.values
+        parts = list(pushed.values())
+        key, units = round_.key, parts[0].keys()
+        if any(part.keys() != units for part in parts):
             raise Violation(f"{self.name!r} sums what is not of the same chunk of {key}")
         values: dict[int, tuple[object, ...]] = {
-            unit: tuple([payload.values[unit] for payload in payloads]) for unit in units
+            unit: tuple([part[unit] for part in parts]) for unit in units
         }
         if any(OVERWRITTEN in parts for parts in values.values()):
             self.network.counts["sums of what was overwritten"] += 1  # of which nobody may be given any
@@ -128,7 +163,19 @@ class Server(Member):
             self.simulation.promises.check_answer(key.tensor, key.step, values)
         push = round_.pushes[0].push
         result = Result(push.ring_epoch, key.tensor, key.step, key.chunk, len(values), "none")
-        return self.rounds.finish(key, SimulatedOutcome(result, Frame(dict(values))), self.now)
+        outcome = SimulatedOutcome(result, dict(values), self.simulation.script.message_units)
+        return self.rounds.finish(key, outcome, self.now)
+
+
+class LeftOver(Server):
+    """A server of a dead job of the same name, which waits for its scheduler. It is nobody's replacement."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        workers = (Member("worker", 0, "host", 1, "", "", b"worker-of-the-dead-job"),)
+        own = Member("server", 0, "host", NUMBER_LEFT_OVER, f"server-{NUMBER_LEFT_OVER}", "")
+        view = View(7, 0, workers, (own,), bytes(8192), ring_epoch=7)
+        super().__init__(simulation, NUMBER_LEFT_OVER, view)
+        self.is_drained = True
 
 
 def owners_of_units(view: View) -> list[int]:

@@ -16,7 +16,7 @@ from .network import Network
 from .nodes import SCHEDULER, Operator, Parts, Scheduler, Violation
 from .promises import Promises
 from .script import Script
-from .servers import Server
+from .servers import LeftOver, Server
 from .supervisor import Supervisor
 from .workers import Worker
 
@@ -68,6 +68,8 @@ class Simulation:
         self._counts: Counter[str] = Counter()
         self.servers: list[Server] = []
         self.scheduler = Scheduler(self)
+        if script.left_over:
+            self.servers.append(LeftOver(self))
         for _ in range(script.servers):
             self.start_server()
         self.workers: list[Worker] = []

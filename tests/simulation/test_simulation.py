@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from .nodes import Parts, Violation
-from .plants import PLANTS, OverwritesEarlierPushes
+from .plants import PLANTS, OverwritesEarlierPushes, WaitsForADeadJob
 from .promises import Promises
 from .run import simulate
 from .script import (
     BUDGETS,
     KINDS,
+    MESSAGE_UNITS,
     MOST_SECONDS,
     RESHARD_SECONDS,
     WORKER_KINDS,
@@ -24,7 +25,7 @@ from .script import (
 )
 from .simulation import Simulation
 
-MOST_RUNS = 100
+MOST_RUNS = 300
 """The number of scripts within which a mistake is found; most are found in the first few."""
 
 
@@ -49,7 +50,10 @@ def scripts(scenario: Scenario) -> st.SearchStrategy[Script]:
         budget_bytes=st.sampled_from(BUDGETS),
         faults=st.lists(fault, max_size=8).map(lambda faults: tuple(sorted(faults))),
         scenario=st.just(scenario),
+        left_over=st.booleans(),
         reshard_seconds=st.sampled_from(RESHARD_SECONDS),
+        message_units=st.sampled_from(MESSAGE_UNITS),
+        catches=st.booleans(),
     )
 
 
@@ -187,6 +191,60 @@ ONCE_FAILED = [
         ),
         scenario="continue",
     ),
+    # A chunk that only one rank has takes the only room, and the ranks never learn that they disagree.
+    Script(
+        seed=9,
+        workers=2,
+        servers=2,
+        steps=35,
+        slow_seconds=0.05,
+        duplicates=0.0,
+        budget_bytes=1,
+        faults=(
+            Fault(at=0.241, kind="crash scheduler", target=95, seconds=22.182),
+            Fault(at=2.521, kind="drain server", target=92, seconds=19.825),
+            Fault(at=6.868, kind="stall scheduler", target=77, seconds=2.02),
+            Fault(at=12.259, kind="crash scheduler", target=20, seconds=4.211),
+            Fault(at=12.259, kind="stop server", target=64, seconds=21.793),
+            Fault(at=22.562, kind="start server", target=17, seconds=4.654),
+            Fault(at=22.815, kind="crash server", target=93, seconds=9.475),
+        ),
+        catches=True,
+    ),
+    # A failed round is pushed again for another rank, and fails again.
+    Script(
+        seed=62,
+        workers=4,
+        servers=2,
+        steps=17,
+        runs_ahead=True,
+        duplicates=0.2,
+        faults=(
+            Fault(at=0.255, kind="drain server", target=59, seconds=7.747),
+            Fault(at=1.756, kind="stop server", target=20, seconds=0.194),
+        ),
+        catches=True,
+    ),
+    # A rank waits for room for a round that the others have given up.
+    Script(
+        seed=64,
+        workers=2,
+        servers=2,
+        steps=45,
+        slow_seconds=2.0,
+        budget_bytes=1,
+        faults=(
+            Fault(at=0.935, kind="lose", target=51, seconds=13.404),
+            Fault(at=2.485, kind="start server", target=90, seconds=22.817),
+            Fault(at=31.215, kind="crash server", target=98, seconds=11.459),
+            Fault(at=31.215, kind="lose", target=33, seconds=5.481),
+            Fault(at=31.215, kind="stall server", target=22, seconds=2.635),
+            Fault(at=31.215, kind="stall server", target=51, seconds=16.987),
+            Fault(at=35.07, kind="stop server", target=10, seconds=21.533),
+        ),
+        reshard_seconds=2.0,
+        catches=True,
+    ),
     # A worker that was silent while it registered registers again, twice.
     Script(
         seed=0,
@@ -277,6 +335,13 @@ def test_memory_of_pushes_under_an_earlier_ring_is_not_overwritten() -> None:
     with pytest.raises(Violation, match="overwritten"):
         Simulation(LOST_BUT_ALIVE, Parts(worker_rounds=OverwritesEarlierPushes)).run()
     Simulation(LOST_BUT_ALIVE).run()
+
+
+def test_a_server_of_a_dead_job_does_not_keep_the_next_from_beginning() -> None:
+    script = Script(left_over=True)
+    assert Simulation(script).run().rounds
+    with pytest.raises(Violation, match="did not return"):
+        Simulation(script, Parts(membership=WaitsForADeadJob)).run()
 
 
 def test_the_loss_of_a_worker_ends_all_others_with_an_error_that_names_it() -> None:

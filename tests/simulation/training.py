@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from .workers import Worker
 
 TENSORS = 3
+ODD = "odd"
+"""The names of tensors that the ranks shard differently begin so. Each is pushed once."""
+ODD_EVERY = 3
 BARRIER_EVERY = 5
 COMMIT_EVERY = 3
 """For a script that runs ahead: no round may be in flight at a commit."""
@@ -54,6 +57,10 @@ class Training:
             self._rng.shuffle(numbers)
             for number in numbers:
                 yield from worker.push(f"t{number}", None, self._learn)
+            if script.catches and self.step % ODD_EVERY == 0:
+                # Two, for an error in one must not hold up the other.
+                for number in range(2):
+                    yield from worker.push(f"{ODD}{self.step}-{number}", None, lambda *_: None)
             if not script.runs_ahead:
                 yield worker.is_idle
             if self.step % BARRIER_EVERY == BARRIER_EVERY - 1:

@@ -6,8 +6,10 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from zenps.errors import MismatchError
 from zenps.wire.messages import (
     LAST_BARRIER,
     Admit,
@@ -19,14 +21,24 @@ from zenps.wire.messages import (
     Register,
     View,
 )
-from zenps.worker.rounds.states import Action, Deliver, Fail, Outgoing, Reshard, Round, SendPush
+from zenps.wire.tensors import cut_fragments
+from zenps.worker.rounds.states import (
+    Action,
+    Deliver,
+    Fail,
+    Outgoing,
+    Reshard,
+    Round,
+    SendGiveUp,
+    SendPush,
+)
 
 from .network import OVERWRITTEN, Frame, Frames, Lent
 from .nodes import SCHEDULER, TICK_SECONDS, Member, Violation
 from .promises import Answer, Contribution, Era, Values
 from .resharding import Resharding
 from .servers import UNITS, owners_of_units
-from .training import TENSORS, Program, Training
+from .training import ODD, TENSORS, Program, Training
 
 if TYPE_CHECKING:
     from .simulation import Simulation
@@ -214,31 +226,36 @@ class Worker(Member):
     def shard(self, tensor: str, step: int, values: Values, *, again: bool) -> list[Outgoing]:
         """As many chunks for each server as the step makes it, and each chunk's units."""
         assert self.view is not None
-        chunks = _chunks(tensor, step)
+        odd = self.rank % 2 if tensor.startswith(ODD) else 0
+        chunks = _chunks(tensor, step) + odd
         outgoing = []
         for server in self._servers:
             own = [unit for unit in range(UNITS) if self._owners[unit] == server]
             for chunk in range(chunks):
                 units = own[len(own) * chunk // chunks : len(own) * (chunk + 1) // chunks]
-                push = Push(
-                    ring_epoch=self.view.ring_epoch,
-                    rank=self.rank,
-                    tensor=tensor,
-                    step=step,
-                    chunk=chunk,
-                    chunks=chunks,
-                    kind="sparse",
-                    dtype="float32",
-                    shape=(UNITS,),
-                    span=len(units),
-                    columns=1,
-                    rows=len(units),
-                    codec="coo",
-                    average=False,
-                    again=again,
-                )
-                frames: Any = [Frame({unit: values[unit] for unit in units})]
-                outgoing.append(Outgoing(server, push, frames))
+                cuts = cut_fragments(0, len(units), self.simulation.script.message_units)
+                for fragment, (begin, end) in enumerate(cuts):
+                    push = Push(
+                        ring_epoch=self.view.ring_epoch,
+                        rank=self.rank,
+                        tensor=tensor,
+                        step=step,
+                        chunk=chunk,
+                        chunks=chunks,
+                        kind="sparse",
+                        dtype="float32",
+                        shape=(UNITS + odd,),
+                        span=len(units),
+                        columns=1,
+                        rows=end - begin,
+                        codec="coo",
+                        average=False,
+                        again=again,
+                        fragment=fragment,
+                        fragments=len(cuts),
+                    )
+                    frames: Any = [Frame({unit: values[unit] for unit in units[begin:end]})]
+                    outgoing.append(Outgoing(server, push, frames))
         return outgoing
 
     def execute(self, actions: Sequence[Action]) -> None:
@@ -249,13 +266,17 @@ class Worker(Member):
             match action:
                 case SendPush(outgoing=out):
                     self._push(out)
+                case SendGiveUp(server=server, message=message):
+                    self.send(self._servers[server], message)
                 case Reshard(round=round_):
                     # Until that is done, it is given no answer.
                     if (awaited := self._awaited.get((round_.tensor, round_.step))) is not None:
                         awaited.answer.clear()
                     self._resharding.begin(round_)
-                case Deliver(round=round_, frames=frames, last=last):
-                    self._on_answer(round_, frames, last)
+                case Deliver(round=round_, frames=frames, last=last, others=others):
+                    self._on_answer(round_, [*frames, *chain(*(rest for _, rest in others))], last)
+                case Fail(round=round_, error=MismatchError()) if round_.tensor.startswith(ODD):
+                    del self._awaited[round_.tensor, round_.step]  # its script catches the error
                 case Fail(round=round_, error=error):
                     self.simulation.judge.on_failed_round(self, round_, str(error))
                     # A process that ends does so in the midst of things.

@@ -58,8 +58,8 @@ def make_session(config: Config, view: View = VIEW) -> Session:
     """Without a cluster: nothing can be sent."""
     metrics = WorkerMetrics(CollectorRegistry())
     fake = SimpleNamespace(
-        config=config, lease=SimpleNamespace(view=view), channel=None, statistics=Statistics(metrics),
-        metrics=metrics, spans=Spans(), timeout_seconds=20.0,
+        config=config, lease=SimpleNamespace(view=view), rank=0, size=1, channel=None,
+        statistics=Statistics(metrics), metrics=metrics, spans=Spans(), timeout_seconds=20.0,
     )  # fmt: skip
     return cast(Session, fake)
 

@@ -3,10 +3,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from zenps.buffers import SMALLEST_POOLED_BYTES, BufferPool
@@ -17,6 +19,7 @@ torch.set_num_threads(1)
 DTYPES = [torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.int64]
 LARGE = (50_000,)
 PLENTY = 1 << 30
+MIB = 1 << 20
 
 
 @settings(deadline=None, max_examples=60)
@@ -90,6 +93,40 @@ def test_no_more_than_the_limit_is_kept() -> None:
     del tensors
     assert pool.kept_bytes == 3 * SMALLEST_POOLED_BYTES
     assert "kept_bytes=196608" in repr(pool)
+
+
+def test_blocks_of_sizes_that_are_not_used_again_make_room() -> None:
+    allocated: list[int] = []
+
+    def allocate(size: int) -> NDArray[np.uint8]:
+        allocated.append(size)
+        return np.empty(size, np.uint8)
+
+    pool = BufferPool(33 * MIB, allocate)
+    for size in range(3, 9):  # each once; together they fill the pool
+        pool.empty((size * MIB,), torch.uint8)
+    assert pool.kept_bytes == 33 * MIB
+    for _ in range(3):
+        step = [pool.empty((count,), torch.float32) for count in (5 << 17, 5 << 16, 7 << 16) * 2]
+        del step
+    assert len(allocated) == 6 + 6
+    assert pool.kept_bytes <= 33 * MIB
+
+
+def test_a_block_makes_no_room_for_one_of_an_older_size() -> None:
+    pool = BufferPool(keep_bytes=8 * MIB)
+    older = pool.empty((6 * MIB,), torch.uint8)
+    newer = pool.empty((4 * MIB,), torch.uint8)
+    del newer
+    del older
+    assert pool.kept_bytes == 4 * MIB
+
+
+def test_a_block_beyond_the_limit_makes_no_room_for_itself() -> None:
+    pool = BufferPool(keep_bytes=8 * MIB)
+    pool.empty((4 * MIB,), torch.uint8)
+    pool.empty((9 * MIB,), torch.uint8)
+    assert pool.kept_bytes == 4 * MIB
 
 
 def test_the_pool_may_go_before_its_tensors() -> None:

@@ -6,7 +6,7 @@ from zenps.schemes.base import Scheme
 
 from .auto import AutoBackend
 from .base import Backend, Session
-from .hierarchical.backend import HierarchicalBackend, has_shared_hosts
+from .hierarchical.backend import has_shared_hosts, make_hierarchical
 from .peers.backend import PeerBackend
 from .servers import ServerBackend
 
@@ -29,7 +29,7 @@ def make_backend(session: Session, scheme: Scheme, servers: ServerBackend) -> Ba
                 raise
         case "servers" | "blocks":
             is_hierarchical = session.config.sync.levels > 1 and has_shared_hosts(session.lease.view)
-            return HierarchicalBackend(session, servers) if is_hierarchical else servers
+            return make_hierarchical(session, servers) if is_hierarchical else servers
 
 
 def served_scheme(scheme: Scheme) -> Scheme:

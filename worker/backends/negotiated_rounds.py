@@ -142,7 +142,7 @@ class NegotiatedRounds(ABC, Generic[R]):
             return round_.pending
         try:
             self._publish(round_)
-            entry = entry_of(tensor, round_.number, rows, options.average)
+            entry = entry_of(tensor, round_.number, rows, options)
             round_.negotiation = self._servers.negotiate(table_of(entry, self._rank, self._size), name)
         except BaseException:  # Ctrl-C too: a name that stays in flight could not be pushed again
             with self._news:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from zenps.errors import listing
 
+from ..core.request import Options, describe
+
 ENTRY_BYTES = 128
 _HEAD = struct.Struct("<qq")
 
@@ -35,13 +37,10 @@ class Entry(NamedTuple):
     what: str
 
 
-def entry_of(tensor: Tensor, number: int, rows: int, average: bool) -> Entry:
+def entry_of(tensor: Tensor, number: int, rows: int, options: Options) -> Entry:
     """Returns this rank's entry."""
-    shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-    how = "averaged" if average else "summed"
-    if tensor.is_sparse:
-        return Entry(number, rows, f"sparse {dtype} {shape} by {tensor.sparse_dim()} dimension(s), {how}")
-    return Entry(number, rows, f"dense {dtype} {shape}, {how}")
+    how = "averaged" if options.average else "summed"
+    return Entry(number, rows, f"{options.given or describe(tensor)}, {how}")
 
 
 def table_of(entry: Entry, rank: int, size: int) -> Tensor:

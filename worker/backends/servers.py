@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from msgspec import structs
 from torch import Tensor
 
 from zenps.schemes.base import Scheme
 
 from ..core.pending import Pending, Waiting
-from ..core.request import Options, Request
+from ..core.request import Options, Request, describe
 from ..core.statistics import Counted
 from ..core.steps import Steps
+from ..core.transfer import Transform
 from ..encode.planner import Planner
 from ..encode.sharder import Sharder
+from ..encode.sparsifying import make_sparsification
+from ..encode.transforms import ToHost
 from ..transport.submit_queue import SubmitQueue
 from .base import Backend, Session
 
@@ -37,6 +41,9 @@ class ServerBackend(Backend):
         self._session = session
         self._steps = steps
         self._planner = Planner(session.config, scheme, sharder)
+        self._sparsification = make_sparsification(
+            session.config, session.rank, session.size, session.statistics
+        )
         self._queue = SubmitQueue(session.channel, steps, session.spans)
         self._waiting = Waiting(self._queue, session.timeout_seconds, session.statistics, session.spans)
 
@@ -47,21 +54,40 @@ class ServerBackend(Backend):
             counted: what of the round goes into statistics.
         """
         name, options = request.name, request.options
+        if self._steps.is_in_flight(name):  # perhaps its answer has come, and no thread has received it
+            self._queue.look(lambda: not self._steps.is_in_flight(name))
         progress = self._steps.begin(name, self._planner.count_names(request))
         try:
-            transforms = self._planner.transforms(request.tensor)
-            for transform in transforms:
-                request = request._replace(tensor=transform.apply(request.tensor))
+            given = request.tensor
+            request, transforms = self._transformed(request, progress.step)
+            if transforms:
+                options = structs.replace(options, given=describe(given))
+                request = request._replace(options=options)
             with self._session.spans("compact", name, progress.step) as span:
                 transfer = self._planner.begin(request, progress.expected_rows)
                 if span:
                     span.note(rows=transfer.rows_given)
-        except BaseException:  # Ctrl-C too: a name that stays in flight could not be pushed again
+            pending = Pending(name, options, transfer, progress, self._waiting, transforms, counted)
+            self._queue.submit(pending)
+        except BaseException:  # nothing was sent; a name that stays in flight could not be pushed again
             self._steps.take_back(name)
             raise
-        pending = Pending(name, options, transfer, progress, self._waiting, transforms, counted)
-        self._queue.submit(pending)
         return pending
+
+    def _transformed(self, request: Request, step: int) -> tuple[Request, list[Transform]]:
+        """Applies all transforms of a tensor, in order."""
+        transforms: list[Transform] = []
+        sparsification = self._sparsification
+        if sparsification is not None and (sparsified := sparsification.transform(request, step)) is not None:
+            if not request.tensor.is_cpu:
+                transforms.append(ToHost(request.tensor.device))
+            transforms.append(sparsified)
+            for transform in transforms:
+                request = request._replace(tensor=transform.apply(request.tensor))
+        for transform in self._planner.transforms(request.tensor):
+            request = request._replace(tensor=transform.apply(request.tensor))
+            transforms.append(transform)
+        return request, transforms
 
     def close(self) -> None:
         """Does nothing: the lease closes the session's channel."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zenps.errors import DeadlineError, UsageError, ZenPSError
 
+from .interrupts import MASK
 from .request import Options
 from .spans import Spans
 from .statistics import Counted, Progress, Report, Statistics
@@ -40,7 +41,7 @@ class Signal(Waiter):
         self._news = threading.Condition()
 
     def wait(self, ready: Callable[[], bool], until: float) -> None:
-        with self._news:
+        with MASK.lifted, self._news:
             self._news.wait_for(ready, min(until - time.monotonic(), threading.TIMEOUT_MAX))
 
     def look(self, ready: Callable[[], bool]) -> None:
@@ -133,10 +134,10 @@ class Pending:
     def wait(self) -> Tensor:
         """Waits for the result and returns it, or raises the error of the round. May be called repeatedly.
 
-        A wait that was interrupted, as by Ctrl-C, can be repeated. It raises UsageError if the interrupt came
-        while an answer was processed, for then the result is not complete.
+        A wait that Ctrl-C has interrupted can be repeated. After one in which the handler of another signal
+        has raised while an answer was processed, this raises UsageError: the result is not complete.
         """
-        with self._finishing:
+        with self._finishing, MASK:
             if self._result is None:
                 assert self._transfer is not None
                 self._result = self._finish(self._transfer)
@@ -159,7 +160,7 @@ class Pending:
         self.progress.compacted_seconds = time.perf_counter() - self.progress.began
         rounds = self.transfer.begin()
         self._rounds = len(rounds)
-        self._unabsorbed = sum([len(encoded.chunks) for encoded in rounds])
+        self._unabsorbed = sum([encoded.answers for encoded in rounds])
         return rounds
 
     def deliver(self, answer: Answer, last: bool) -> Sequence[EncodedTensor]:
@@ -175,7 +176,7 @@ class Pending:
         following: Sequence[EncodedTensor] = ()
         result, transfer = answer.result, self.transfer
         progress.pushed_rows += result.pushed
-        progress.pulled_rows += result.rows
+        progress.pulled_rows += answer.rows
         progress.pulled_bytes += answer.pulled_bytes
         if transfer.absorbs_on == "poller":
             begin = time.perf_counter()
@@ -248,7 +249,7 @@ class Pending:
                         self._absorb(transfer, answer)
                     case EncodedTensor():
                         transfer.restart(answer)
-                        self._unabsorbed = len(answer.chunks)
+                        self._unabsorbed = answer.answers
                         until = time.monotonic() + timeout_seconds
                     case ZenPSError():
                         return answer

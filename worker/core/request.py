@@ -12,7 +12,9 @@ from torch import Tensor
 
 from zenps.errors import TensorError, UsageError
 from zenps.kernels.base import ACCUMULATE
-from zenps.wire.messages import MAX_COLUMNS
+from zenps.wire.messages import MAX_COLUMNS, MAX_NAME
+
+from .residuals import Residuals
 
 # uint8 is for broadcasts, which carry any dtype as bytes.
 _SUPPORTED = tuple(dtype for dtype in ACCUMULATE if dtype != torch.uint8)
@@ -37,6 +39,15 @@ class Options(Struct, frozen=True):
     priority: int = 0
     """Pushes of the highest priority are sent first if the scheme has priorities, else in order."""
     purpose: Purpose = "value"
+    residuals: Residuals | None = None
+    """Error feedback of the gradients of one optimizer. Without it, a gradient is not quantized."""
+    given: str = ""
+    """The caller's tensor, by :func:`describe`, if a scheme has transformed it; ranks must agree about it."""
+
+    is_sparsifiable: bool = False
+    """True for a gradient that ``sync.sparsifier`` may thin out. It needs ``residuals``."""
+    exact: tuple[tuple[int, int], ...] = ()
+    """Ranges of elements that are pushed in any case."""
 
     @property
     def is_reduction(self) -> bool:
@@ -77,11 +88,29 @@ def check_request(request: Request) -> None:
         raise UsageError(f"tensor {name!r}: priority {priority!r:.60}: expected an integer")
 
 
+def wire_name(name: str) -> str:
+    """Returns the name of a caller's tensor on the wire, with each ``@`` and ``#`` doubled.
+
+    A single one begins what ZenPS adds: ``@hosts`` for a host's sum, ``#`` and a number for a stream. So no
+    caller's name can be one of these.
+
+    Raises:
+        UsageError: the name becomes too long.
+    """
+    if "@" not in name and "#" not in name:
+        return name
+    doubled = name.replace("@", "@@").replace("#", "##")
+    if len(doubled) > MAX_NAME:
+        reason = f"expected at most {MAX_NAME} characters, of which each @ and # counts twice"
+        raise UsageError(f"tensor name {name!r:.60}: {reason}")
+    return doubled
+
+
 # These parameters are annotated as object because callers need not be type-checked.
 
 
 def _check_name(name: object) -> None:
-    if not isinstance(name, str) or not 1 <= len(name) <= 1024 or _SURROGATE.search(name):
+    if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or _SURROGATE.search(name):
         raise UsageError(f"tensor name {name!r:.60}: expected a string of 1 to 1024 characters")
 
 
@@ -99,6 +128,14 @@ def _check_tensor(tensor: object, average: bool) -> None:
         raise TensorError(f"dtype {tensor.dtype}: expected one of {names}")
     if average and not tensor.dtype.is_floating_point:
         raise TensorError(f"dtype {tensor.dtype} cannot be averaged exactly; pass average=False")
+
+
+def describe(tensor: Tensor) -> str:
+    """Returns the kind, dtype and shape of a tensor, in words. Ranks that agree have the same."""
+    shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    if tensor.is_sparse:
+        return f"sparse {dtype} {shape} by {tensor.sparse_dim()} dimension(s)"
+    return f"dense {dtype} {shape}"
 
 
 def table_shape(tensor: Tensor) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct, field
@@ -32,6 +32,12 @@ class Stats(msgspec.Struct, kw_only=True):
     """Spent waiting for results, on the threads that asked for them."""
     work_seconds: float = 0.0
     """Spent on compaction before, and on scatter after."""
+    whole_elements: int = 0
+    """Elements of sparsified gradients, before sparsification."""
+    selected_elements: int = 0
+    """Elements of them that this worker has pushed."""
+    union_elements: int = 0
+    """Elements of them that any worker has pushed."""
     busiest_rows: int = 0
     """Sparse rows pushed to the busiest server, summed over rounds."""
     mean_rows: float = 0.0
@@ -70,6 +76,14 @@ class RowCounts(Struct, frozen=True):
     pushed: int
     pulled: int
     whole: int
+
+
+class Elements(NamedTuple):
+    """Elements of a sparsified gradient: of the whole, pushed by this worker, and pushed by any worker."""
+
+    whole: int
+    selected: int
+    union: int
 
 
 class Report(Struct, frozen=True):
@@ -142,6 +156,15 @@ class Statistics:
         if report.hashed_rows:
             for outcome, rows in zip(HASH_OUTCOMES, report.hashed_rows, strict=True):
                 self._metrics.hashed_rows.labels(outcome=outcome).inc(rows)
+
+    def count_elements(self, elements: Elements) -> None:
+        """Counts a sparsified gradient."""
+        with self._lock:
+            self.stats.whole_elements += elements.whole
+            self.stats.selected_elements += elements.selected
+            self.stats.union_elements += elements.union
+        for stage, count in elements._asdict().items():
+            self._metrics.elements.labels(stage=stage).inc(count)
 
     def _count_round(self, report: Report, progress: Progress, waited: float) -> None:
         counters, stats = self._metrics, self.stats

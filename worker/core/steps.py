@@ -32,6 +32,11 @@ class Steps:
         self._last_step = -1
         self._lock = threading.Lock()
 
+    def is_in_flight(self, name: str) -> bool:
+        """Returns whether the tensor's latest round has not ended, by the answers processed so far."""
+        latest = self._latest.get(name)
+        return latest is not None and not latest.ended
+
     def begin(self, name: str, names: int) -> Progress:
         """Begins a tensor's next round, which takes ``names`` names; returns its progress.
 

@@ -43,6 +43,8 @@ class Sharding(NamedTuple):
             even if ranks push to different servers because of it.
         ring_epoch: of the ring. A push names it, so that servers do not mix shardings.
         slot: the slot of a stream, which stays the same under any ring.
+        message_rows: the most rows of a sparse tensor that one message takes. A chunk with more travels in
+            several fragments.
     """
 
     layout: Layout | None
@@ -50,6 +52,7 @@ class Sharding(NamedTuple):
     home: int
     ring_epoch: int = 0
     slot: int = 0
+    message_rows: int = 1 << 62
 
     def ranges(self) -> dict[tuple[int, int], ChunkRange]:
         """Returns the chunk ranges to push, by server and chunk. In order they cover all positions."""
@@ -63,7 +66,7 @@ class Sharding(NamedTuple):
 
 
 class EncodedChunk(Struct, frozen=True):
-    """One chunk for one server: the variable fields of a push, and its frames."""
+    """One chunk for one server, or a fragment of it: the variable fields of a push, and its frames."""
 
     server: int
     chunk: int
@@ -72,6 +75,8 @@ class EncodedChunk(Struct, frozen=True):
     codec: CodecName | Literal["none"]
     frames: tuple[memoryview, memoryview]
     """Positions and values."""
+    fragment: int = 0
+    fragments: int = 1
 
 
 class EncodedTensor(Struct, frozen=True):
@@ -98,6 +103,11 @@ class EncodedTensor(Struct, frozen=True):
     """The phase of a stream."""
 
     @property
+    def answers(self) -> int:
+        """How many chunks are answered; each in one answer, in however many fragments it is pushed."""
+        return sum([not chunk.fragment for chunk in self.chunks])
+
+    @property
     def stream(self) -> int:
         """The number of the stream; 0 if the tensor is not in streams."""
         return self.chunks[0].chunk if self.kind == "blocks" else 0
@@ -110,16 +120,34 @@ class EncodedTensor(Struct, frozen=True):
 
 
 class Answer(NamedTuple):
-    """A server's answer to one push, and its frames."""
+    """A server's answer for one chunk.
+
+    Attributes:
+        server: its rank.
+        result, frames: of the first message.
+        others: of further messages, if the chunk's sum travels in several fragments.
+    """
 
     server: int
     result: Result
     frames: Sequence[memoryview]
+    others: Sequence[tuple[Result, Sequence[memoryview]]] = ()
 
     @property
     def pulled_bytes(self) -> int:
         """Bytes of positions and values."""
-        return sum([frame.nbytes for frame in self.frames])
+        total = sum([frame.nbytes for frame in self.frames])
+        for _, frames in self.others:
+            total += sum([frame.nbytes for frame in frames])
+        return total
+
+    @property
+    def rows(self) -> int:
+        """Rows of all fragments."""
+        total = self.result.rows
+        for result, _ in self.others:
+            total += result.rows
+        return total
 
     def details(self) -> dict[str, object]:
         """Returns what a timeline shows."""
@@ -129,7 +157,7 @@ class Answer(NamedTuple):
             "chunk": result.chunk,
             "epoch": result.ring_epoch,
             "server": self.server,
-            "rows": result.rows,
+            "rows": self.rows,
             "bytes": self.pulled_bytes,
         }
 

@@ -62,7 +62,7 @@ class BlockTransfer(Transfer):
 
     def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
         """Absorbs the answer to a stream's phase; returns the next phase, unless the stream has ended."""
-        (_, result, frames), stream = answer, self._streams[answer.result.chunk]
+        result, frames, stream = answer.result, answer.frames, self._streams[answer.result.chunk]
         item = self._sums.dtype
         if len(frames) != 2 or result.codec != "bitmap":
             raise ProtocolError("payload", f"blocks with codec {result.codec!r}, expected bitmap")

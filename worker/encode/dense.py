@@ -48,11 +48,14 @@ class WholeTransfer(OneRound):
         values = coder.encode_copy(tensor) if contributes else _NOTHING
         rows = count if contributes else 0
         chunk = EncodedChunk(sharding.home, 0, count, rows, "none", (_NOTHING, values))
-        self.restart(EncodedTensor("dense", tensor.shape, tensor.dtype, 1, 0, sharding, (chunk,), coder.form))
+        self.encoded = EncodedTensor(
+            "dense", tensor.shape, tensor.dtype, 1, 0, sharding, (chunk,), coder.form
+        )
+        self._pulled: Tensor | None = None
 
     def restart(self, encoded: EncodedTensor) -> None:
         self.encoded = encoded
-        self._pulled: Tensor | None = None
+        self._pulled = None
 
     def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
         _check_dense(answer.result, answer.frames, self.rows_given)

@@ -29,7 +29,8 @@ from zenps.kernels.gpu.rows import DeviceRows
 from zenps.kernels.gpu.scatter import merge
 from zenps.kernels.gpu.sort_compact import sort_compact
 from zenps.partition.layout import Layout
-from zenps.wire.tensors import tensor_bytes
+from zenps.wire.messages import Result
+from zenps.wire.tensors import cut_fragments, tensor_bytes
 
 from ..core.request import table_shape
 from ..core.statistics import Progress, Report
@@ -210,12 +211,16 @@ class StagedSparse(_Staged, OneRound):
         return encode_coo(self._accelerator.launcher, rows.positions, rows.count, starts, dtype)
 
     def _runs(self, ends: Sequence[int]) -> list[_Run]:
-        """Returns the rows of each chunk, given the number of rows up to its end."""
+        """Returns the rows of each fragment of each chunk, given the number of rows up to a chunk's end."""
         begins, row_bytes = (0, *ends[:-1]), self.encoded.row_bytes
-        return [
-            _Run(each, begin, end, choose(self._codec, end - begin, each.span, row_bytes))
-            for each, begin, end in zip(self._ranges.values(), begins, ends, strict=True)
-        ]
+        codec = self._codec if row_bytes else "coo"
+        runs = []
+        for each, begin, end in zip(self._ranges.values(), begins, ends, strict=True):
+            cuts = cut_fragments(begin, end, self.encoded.sharding.message_rows)
+            for fragment, (first, stop) in enumerate(cuts):
+                chosen = choose(codec, stop - first, each.span, row_bytes)
+                runs.append(_Run(each, first, stop, chosen, fragment, len(cuts)))
+        return runs
 
     def _encode_bitmap(self, rows: DeviceRows, run: _Run) -> Tensor:
         launcher, where = self._accelerator.launcher, run.where
@@ -234,9 +239,9 @@ class StagedSparse(_Staged, OneRound):
         else:
             encoded = tensor_bytes(bitmap)
         frames = (encoded, values[run.begin * row_bytes : run.end * row_bytes])
-        return EncodedChunk(
-            where.server, where.chunk, where.span, run.end - run.begin, run.codec.name, frames
-        )
+        chunk = where.server, where.chunk, where.span
+        rows, codec = run.end - run.begin, run.codec.name
+        return EncodedChunk(*chunk, rows, codec, frames, run.fragment, run.fragments)
 
     def report(self, progress: Progress) -> Report:
         hashed = self._hashed_rows.tolist() if self._hashed_rows.any() else ()
@@ -245,8 +250,12 @@ class StagedSparse(_Staged, OneRound):
     # ── pull ────────────────────────────────────────────────────────────────────────────────────
 
     def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
-        result, frames = answer.result, answer.frames
-        where = self._ranges[answer.server, result.chunk]
+        where = self._ranges[answer.server, answer.result.chunk]
+        for result, frames in ((answer.result, answer.frames), *answer.others):
+            self._absorb(result, frames, where)
+        return ()
+
+    def _absorb(self, result: Result, frames: Sequence[memoryview], where: ChunkRange) -> None:
         check_sparse(result, frames, where)
         start, span, count = where.start, where.span, result.rows
         codec, positions = CODECS[result.codec], frames[0]
@@ -269,7 +278,6 @@ class StagedSparse(_Staged, OneRound):
                 rows, fault = decode_coo(gpu.launcher, self._device_layout, encoded.view(item), start, span)
         self._pulled.append((rows, values.view(self.encoded.dtype).view(count, self._columns)))
         self._faults.append(fault)
-        return ()
 
     def finish(self) -> Tensor:
         """Returns sparse COO, coalesced, on the device, with every row that any rank pushed."""
@@ -301,12 +309,14 @@ class StagedSparse(_Staged, OneRound):
 
 
 class _Run(NamedTuple):
-    """The compacted rows from ``begin`` up to ``end``, which lie in the chunk ``where``."""
+    """The compacted rows from ``begin`` up to ``end``: a fragment of the chunk ``where``."""
 
     where: ChunkRange
     begin: int
     end: int
     codec: Codec
+    fragment: int
+    fragments: int
 
 
 class StagedDense(_Staged):

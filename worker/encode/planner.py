@@ -20,13 +20,13 @@ from zenps.partition.layout import Layout
 from zenps.schemes.base import Scheme
 
 from ..core.memory import POOL_BYTES
-from ..core.request import Options, Request, table_shape
+from ..core.request import Request, table_shape
 from ..core.transfer import Sharding, Transfer, Transform
 from .accelerator import Accelerator, CudaAccelerator
 from .blocks import BlockTransfer
 from .dense import DenseTransfer, WholeTransfer
 from .gpu import StagedBlocks, StagedDense, StagedSparse
-from .quantizer import Quantizer, Residuals, Unchanged, ValueCoder
+from .quantizer import Quantizer, Unchanged, ValueCoder
 from .sharder import Sharder
 from .sparse import SparseTransfer
 from .streams import LONGEST_NAME, Plan, plan_streams
@@ -49,8 +49,9 @@ class Planner:
         self._codec = scheme.wire.push_codec or config.sync.codec
         self._sharder = sharder
         self._pool = BufferPool(POOL_BYTES)
+        # Values are broadcast once. Their buffers would only take the room of those that each step uses.
+        self._unpooled = BufferPool(0)
         self._kernels = make_kernels(self._pool)
-        self._residuals = Residuals()
         self._accelerators: dict[torch.device, Accelerator] = {}
         # Each device layout lives as long as its layout, that is, as long as any tensor is sharded by it.
         self._gpu_layouts: WeakKeyDictionary[Layout, dict[torch.device, DeviceLayout]] = WeakKeyDictionary()
@@ -62,8 +63,7 @@ class Planner:
         Raises:
             UsageError: the name is too long for a tensor in streams.
         """
-        plan = self._plan(request.tensor, request.options)
-        if plan is None:
+        if not self._in_blocks or (plan := self._plan(request)) is None:
             return 1
         if len(request.name) > LONGEST_NAME:
             reason = f"expected at most {LONGEST_NAME} characters, because its streams have longer names"
@@ -91,8 +91,7 @@ class Planner:
         gpu = self._accelerator(tensor)
         if tensor.is_sparse:
             return self._begin_sparse(request, expected_rows, gpu)
-        plan = self._plan(tensor, options)
-        if plan is not None:
+        if self._in_blocks and (plan := self._plan(request)) is not None:
             shardings = self._sharder.shard_streams(name, plan.streams)
             if gpu is None:
                 return BlockTransfer(tensor, plan, shardings, self._pool)
@@ -100,7 +99,8 @@ class Planner:
         sharding = self._sharder.shard_dense(name, tensor.numel(), tensor.dtype)
         coder = self._coder(request, sharding.layout.size if sharding.layout else tensor.numel(), 1)
         if gpu is None:
-            return _begin_dense(sharding, self._pool, options.contributes, coder, tensor)
+            pool = self._unpooled if options.purpose == "broadcast" else self._pool
+            return _begin_dense(sharding, pool, options.contributes, coder, tensor)
         begin = partial(_begin_dense, sharding, gpu.pinned, options.contributes, coder)
         return StagedDense(tensor, begin, gpu)
 
@@ -116,22 +116,23 @@ class Planner:
             tensor, sharding, self._codec, self._config.cuda, layout, gpu, coder, expected_rows
         )
 
-    def _plan(self, tensor: Tensor, options: Options) -> Plan | None:
-        """Returns how ``tensor`` is divided into streams; None if it goes in chunks."""
-        if not (self._in_blocks and options.is_reduction):
+    def _plan(self, request: Request) -> Plan | None:
+        """Returns how a tensor is divided into blocks and streams; None if it goes in chunks."""
+        if not request.options.is_reduction:
             return None
+        tensor = request.tensor
         sync, most_bytes = self._config.sync, self._config.cluster.max_message_bytes
         return plan_streams(tensor.shape.numel(), tensor.dtype.itemsize, sync.block, sync.fusion, most_bytes)
 
     def _coder(self, request: Request, rows: int, columns: int) -> ValueCoder:
         """Returns the coder of the tensor's values. Only float32 gradients are quantized."""
-        tensor = request.tensor
-        if request.options.purpose != "gradient" or tensor.dtype != torch.float32 or not rows * columns:
+        tensor, name, options = request
+        if options.purpose != "gradient" or tensor.dtype != torch.float32 or not rows * columns:
             return Unchanged(tensor.dtype)
         codec = value_codec(self._config.sync.values, columns, is_dense=not tensor.is_sparse)
-        if codec is None:
+        if codec is None or options.residuals is None:
             return Unchanged(tensor.dtype)
-        return Quantizer(codec, self._residuals.of(request.name, rows, columns), self._pool)
+        return Quantizer(codec, options.residuals.of(name, rows, columns), self._pool)
 
     def _accelerator(self, tensor: Tensor) -> Accelerator | None:
         """Returns the accelerator of the tensor's device; None for the CPU."""

@@ -8,17 +8,14 @@ not affect them, and a repeated push has the same bytes. A joining worker begins
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from zenps.buffers import BufferPool
 from zenps.codecs.base import ValueCodec, ValueForm
-from zenps.errors import TensorError
 from zenps.kernels.cpu import put_rows
 from zenps.partition.layout import Layout
 from zenps.wire.tensors import copied_bytes, tensor_bytes, tensor_from_bytes
@@ -156,35 +153,3 @@ class Quantizer(ValueCoder):
 
     def decode_into(self, data: memoryview, out: Tensor) -> None:
         self._codec.decode(data, out if out.dim() == 2 else out[:, None])
-
-
-class Residuals:
-    """The residuals of all tensors. Thread-safe; only the one round in flight of a tensor uses its residual.
-
-    A residual is as large as the tensor, in float32. Keeping only the rows that were ever pushed would soon
-    save little memory, and would need a search in each step.
-    """
-
-    def __init__(self) -> None:
-        self._tables: dict[str, Tensor] = {}
-        self._lock = threading.Lock()
-
-    def of(self, name: str, rows: int, columns: int) -> Tensor:
-        """Returns the residual of a tensor, float32 ``[rows, columns]``; zeros if it is new or changed shape.
-
-        Raises:
-            TensorError: there is no memory for the residual.
-        """
-        with self._lock:
-            table = self._tables.get(name)
-            if table is None or table.shape != (rows, columns):
-                try:
-                    # NumPy's zeros come from calloc, untouched; torch would write each page.
-                    zeros = np.zeros((rows, columns), np.float32)
-                except MemoryError:
-                    raise TensorError(
-                        f"tensor {name!r}: no memory for the residuals of {rows} × {columns} values; "
-                        "set sync.values to same, on all workers"
-                    ) from None
-                table = self._tables[name] = torch.from_numpy(zeros)
-            return table

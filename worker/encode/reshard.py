@@ -56,7 +56,14 @@ def _reshard_rows(
     positions = new.positions(old.rows(torch.from_numpy(before))).numpy()
     order = np.argsort(positions)
     values = _joined(encoded).reshape(len(order), encoded.row_bytes).take(order, axis=0)
-    return encode_rows(sharding.ranges(), positions[order], values.reshape(-1).data, encoded.row_bytes, codec)
+    return encode_rows(
+        sharding.ranges(),
+        sharding.message_rows,
+        positions[order],
+        values.reshape(-1).data,
+        encoded.row_bytes,
+        codec,
+    )
 
 
 def _reshard_values(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from zenps.codecs.registry import BY_SPAN
 from zenps.config.settings import Config
 from zenps.errors import TensorError
 from zenps.partition.layout import Layout, LayoutCache
@@ -91,6 +92,7 @@ class _Ring:
         self.epoch = view.ring_epoch
         self._config = config
         self._wire = wire
+        self._is_by_span = not BY_SPAN.isdisjoint({wire.push_codec or config.sync.codec, wire.pull_codec})
         owners = np.frombuffer(view.owners, dtype="<u2").astype(np.uint16)
         # Sorting makes each server's slots contiguous, and keeps their number.
         self._owners = owners = np.sort(owners) if wire.contiguous else owners
@@ -111,6 +113,7 @@ class _Ring:
         is_wide = columns > 1 or self._wire.keys == "elements"
         layout = self._sparse.get(name, rows, 1 if is_wide else self._config.sync.granule)
         row_bytes = columns * dtype.itemsize + POSITION_BYTES
+        # Half a message for rows leaves room for bitmaps and envelopes.
         most_bytes = self._config.cluster.max_message_bytes // 2
         if layout.granule * row_bytes > most_bytes:
             raise TensorError(
@@ -118,15 +121,22 @@ class _Ring:
                 f"need {layout.granule * row_bytes} bytes; expected at most {most_bytes}, half of "
                 f"cluster.max_message_bytes: raise it on all nodes"
             )
-        chunks = self._count_chunks(layout, row_bytes, expected_rows * row_bytes)
-        return Sharding(layout, chunks, self._home(name), self.epoch)
+        # Cut by the rows that are expected, not by those that the table has: a push into a large table costs
+        # as much as into a small one. A chunk with more rows than a message takes travels in fragments.
+        chunks = self._count_chunks(layout, expected_rows * row_bytes)
+        if self._is_by_span:
+            chunks = max(chunks, -(-_widest(layout) * POSITION_BYTES // most_bytes))
+        home, message_rows = self._home(name), max(most_bytes // row_bytes, 1)
+        return Sharding(layout, chunks, home, self.epoch, message_rows=message_rows)
 
     def shard_dense(self, name: str, count: int, dtype: torch.dtype) -> Sharding:
         size_bytes = count * dtype.itemsize
         if size_bytes < SPLIT_FROM_BYTES:
             return Sharding(None, 1, self._home(name), self.epoch)
         layout = self._dense.get(name, count, DENSE_GRANULE)
-        chunks = self._count_chunks(layout, dtype.itemsize, size_bytes)
+        most_bytes = self._config.cluster.max_message_bytes // 2
+        at_least = -(-_widest(layout) * dtype.itemsize // most_bytes)
+        chunks = max(at_least, self._count_chunks(layout, size_bytes))
         return Sharding(layout, chunks, self._home(name), self.epoch)
 
     def _home(self, name: str) -> int:
@@ -135,14 +145,14 @@ class _Ring:
             home = self._homes[name] = int(self._owners[home_slot(name, self._config.sync.seed)])
         return home
 
-    def _count_chunks(self, layout: Layout, row_bytes: int, expected_bytes: int) -> int:
-        """Returns chunks per server: each has at most ``sync.chunk_bytes`` if the tensor has the expected
-        rows, and at most a message if it has all of them.
-        """
-        widest = max(np.diff(layout.server_bounds).tolist())
-        # Half a message for the values leaves room for positions, bitmaps and envelopes.
-        at_least = -(-widest * row_bytes // (self._config.cluster.max_message_bytes // 2))
+    def _count_chunks(self, layout: Layout, expected_bytes: int) -> int:
+        """Returns chunks per server: each is expected to have at most ``sync.chunk_bytes``."""
         if not self._wire.chunked:
-            return max(1, at_least)
-        per_server = expected_bytes * widest // layout.size
-        return max(1, at_least, -(-per_server // self._config.sync.chunk_bytes))
+            return 1
+        per_server = expected_bytes * _widest(layout) // layout.size
+        return max(1, -(-per_server // self._config.sync.chunk_bytes))
+
+
+def _widest(layout: Layout) -> int:
+    """Returns the number of positions of the server that has the most."""
+    return max(np.diff(layout.server_bounds).tolist())

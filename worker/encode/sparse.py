@@ -14,11 +14,19 @@ from zenps.codecs.registry import CODECS, choose
 from zenps.errors import ProtocolError, TensorError
 from zenps.kernels.base import Kernels, Rows
 from zenps.wire.messages import Result
-from zenps.wire.tensors import tensor_bytes
+from zenps.wire.tensors import cut_fragments, tensor_bytes
 
 from ..core.request import table_shape
 from ..core.statistics import Progress, Report
-from ..core.transfer import Answer, ChunkRange, EncodedChunk, EncodedTensor, OneRound, Sharding, sparse_report
+from ..core.transfer import (
+    Answer,
+    ChunkRange,
+    EncodedChunk,
+    EncodedTensor,
+    OneRound,
+    Sharding,
+    sparse_report,
+)
 from .quantizer import ValueCoder
 
 
@@ -90,24 +98,34 @@ Ranges = Mapping[tuple[int, int], ChunkRange]
 
 
 def encode_rows(
-    ranges: Ranges, positions: NDArray[np.int64], values: memoryview, row_bytes: int, codec: str
+    ranges: Ranges,
+    message_rows: int,
+    positions: NDArray[np.int64],
+    values: memoryview,
+    row_bytes: int,
+    codec: str,
 ) -> list[EncodedChunk]:
-    """Returns the chunks of a sparse tensor.
+    """Returns the chunks of a sparse tensor, in fragments where they have more rows than a message takes.
 
     Args:
-        ranges: of the tensor's sharding.
+        ranges, message_rows: of the tensor's sharding.
         positions: ``[n]``, strictly increasing.
         values: the rows at these positions, ``row_bytes`` each. Frames are slices of this memory.
-        codec: the setting ``sync.codec``.
+        codec: the setting ``sync.codec``. Rows without values travel as ``coo``: servers take memory for
+            positions only if bytes came for them.
     """
+    codec = codec if row_bytes else "coo"
     ends = np.searchsorted(positions, [each.stop for each in ranges.values()]).tolist()
     chunks, begin = [], 0
     for each, end in zip(ranges.values(), ends, strict=True):
-        inside = positions[begin:end] - each.start
-        chosen = choose(codec, end - begin, each.span, row_bytes, inside)
-        encoded = chosen.encode(inside, each.span)
-        frames = (encoded.data, values[begin * row_bytes : end * row_bytes])
-        chunks.append(EncodedChunk(each.server, each.chunk, each.span, end - begin, chosen.name, frames))
+        cuts = cut_fragments(begin, end, message_rows)
+        for fragment, (first, stop) in enumerate(cuts):
+            inside = positions[first:stop] - each.start
+            chosen = choose(codec, stop - first, each.span, row_bytes, inside)
+            encoded = chosen.encode(inside, each.span)
+            frames = (encoded.data, values[first * row_bytes : stop * row_bytes])
+            where = each.server, each.chunk, each.span
+            chunks.append(EncodedChunk(*where, stop - first, chosen.name, frames, fragment, len(cuts)))
         begin = end
     return chunks
 
@@ -168,7 +186,9 @@ class SparseTransfer(OneRound):
             columns=columns,
             expected_rows=expected_rows,
             sharding=sharding,
-            chunks=encode_rows(self._ranges, positions.numpy(), tensor_bytes(data), row_bytes, codec),
+            chunks=encode_rows(
+                self._ranges, sharding.message_rows, positions.numpy(), tensor_bytes(data), row_bytes, codec
+            ),
             values=coder.form,
             row_bytes=row_bytes,
         )
@@ -180,12 +200,12 @@ class SparseTransfer(OneRound):
         self._pulled.clear()
 
     def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
-        result, frames = answer.result, answer.frames
-        chunk = self._ranges[answer.server, result.chunk]
-        check_sparse(result, frames, chunk)
-        positions = torch.from_numpy(CODECS[result.codec].decode(frames[0], result.rows, chunk.span))
-        values = self._coder.decode(frames[1], (result.rows, self.encoded.columns))
-        self._pulled.append((self._layout.rows(positions.add_(chunk.start)), values))
+        chunk = self._ranges[answer.server, answer.result.chunk]
+        for result, frames in ((answer.result, answer.frames), *answer.others):
+            check_sparse(result, frames, chunk)
+            positions = torch.from_numpy(CODECS[result.codec].decode(frames[0], result.rows, chunk.span))
+            values = self._coder.decode(frames[1], (result.rows, self.encoded.columns))
+            self._pulled.append((self._layout.rows(positions.add_(chunk.start)), values))
         return ()
 
     def finish(self) -> Tensor:

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from zenps.errors import ZenPSError
 from zenps.transitions import Transitions
-from zenps.wire.messages import Push, Result
+from zenps.wire.messages import GiveUp, Push, Result
 
 from ..core.request import Options
 
@@ -45,6 +45,7 @@ AWAITED: Final[tuple[RoundState, ...]] = ("pushed", "resharding")
 REPEAT_SECONDS = 60.0
 
 Frames = Sequence[memoryview]
+Fragment = tuple[Result, Frames]
 
 
 class Outgoing(NamedTuple):
@@ -81,7 +82,9 @@ class Round(Struct, eq=False):
     round. A server that was declared lost but still runs may read them, and answer ranks that do not know of
     its loss yet."""
     unanswered: dict[tuple[int, int], Outgoing] = {}
-    """Unanswered pushes by server and chunk. They are kept whole, because a server may ask for them again."""
+    """By server and chunk, pushes that are not answered; of one in fragments, the last."""
+    fragments: dict[tuple[int, int], dict[int, Fragment]] = {}
+    """By server and chunk, the fragments of an answer of which others are still to come."""
     repetitions: dict[tuple[int, int], int] = {}
     """How often each push was sent again; pushes that were sent once are left out."""
     deadline: float = math.inf
@@ -98,6 +101,13 @@ class SendPush(Struct, frozen=True):
 
     outgoing: Outgoing
     again: bool = False
+
+
+class SendGiveUp(Struct, frozen=True):
+    """An action: tell a server that this worker has given a round up."""
+
+    server: int
+    message: GiveUp
 
 
 class Reshard(Struct, frozen=True):
@@ -117,6 +127,8 @@ class Deliver(Struct, frozen=True):
     result: Result
     frames: Frames
     last: bool
+    others: Sequence[Fragment] = ()
+    """Further fragments of the answer."""
 
 
 class Fail(Struct, frozen=True):
@@ -126,4 +138,4 @@ class Fail(Struct, frozen=True):
     error: ZenPSError
 
 
-Action = SendPush | Reshard | Deliver | Fail
+Action = SendPush | SendGiveUp | Reshard | Deliver | Fail

@@ -22,12 +22,14 @@ from zenps.errors import (
     MismatchError,
     PeerLostError,
     ProtocolError,
+    TensorError,
     UsageError,
     ZenPSError,
     listing,
 )
-from zenps.wire.messages import Busy, Failure, FromServer, Member, Resend, Result, Resume, Wanted
+from zenps.wire.messages import Busy, Failure, FromServer, GiveUp, Member, Resend, Result, Resume, Wanted
 
+from .given_up import GivenUpRounds
 from .states import (
     AWAITED,
     REPEAT_SECONDS,
@@ -35,10 +37,12 @@ from .states import (
     Action,
     Deliver,
     Fail,
+    Fragment,
     Frames,
     Outgoing,
     Reshard,
     Round,
+    SendGiveUp,
     SendPush,
 )
 
@@ -57,6 +61,7 @@ _FAILURES: dict[str, type[ZenPSError]] = {
     "mismatch": MismatchError,
     "deadline": DeadlineError,
     "lost": PeerLostError,
+    "size": TensorError,
 }
 
 
@@ -76,6 +81,7 @@ class WorkerRounds:
         self._kept: dict[tuple[str, int], Round] = {}
         self._newest: dict[str, int] = {}
         """The step of each tensor's last round. The steps of a stream are not consecutive."""
+        self._given_up = GivenUpRounds()
         self.failure: ZenPSError | None = None
         """Why no round can succeed any more."""
         self.watermark = 0
@@ -117,6 +123,7 @@ class WorkerRounds:
         if ring_epoch == self._ring_epoch:
             return []
         self._ring_epoch = ring_epoch
+        self._given_up.clear()
         actions: list[Action] = []
         for key, round_ in list(self._in_flight.items()):
             if round_.state in AWAITED and round_.workers != workers:
@@ -124,7 +131,7 @@ class WorkerRounds:
                 continue
             round_.again |= round_.state == "pushed"
             round_.state = ROUND[round_.state]["ring changed"]
-            round_.unanswered = {}
+            round_.unanswered, round_.fragments = {}, {}
             if round_.state in AWAITED:
                 self.resharded += 1
                 actions.append(Reshard(round_))
@@ -162,6 +169,7 @@ class WorkerRounds:
         for key in [*self._in_flight, *self._kept]:
             self._settle(key)  # one that is resharded for another rank must not be pushed any more
         self._newest.clear()
+        self._given_up.clear()
         self.watermark = self._begun_watermark = 0
         return actions
 
@@ -180,10 +188,9 @@ class WorkerRounds:
             return [Reshard(round_)]
         return self._push(round_, now)
 
-    def give_up(self, round_: Round) -> None:
+    def give_up(self, round_: Round) -> list[Action]:
         """Ends a round whose answers no caller waits for any more."""
-        if round_.state in AWAITED:
-            self._end(round_, "failed")
+        return self._give_up(round_) if round_.state in AWAITED else []
 
     def on_reply(self, server: int, message: FromServer, frames: Frames, now: float) -> list[Action]:
         """Processes a server's message. Answers to rounds that are not in flight are late and ignored."""
@@ -192,6 +199,8 @@ class WorkerRounds:
         if isinstance(message, Wanted):
             return self._on_wanted(server, message, now)
         round_ = self._in_flight.get((message.tensor, message.step))
+        if round_ is None and isinstance(message, Resume) and self._has_begun(message):
+            return [SendGiveUp(server, GiveUp(self._ring_epoch, message.tensor, message.step))]
         if round_ is None or (server, message.chunk) not in round_.unanswered:
             return []
         match message:
@@ -202,13 +211,13 @@ class WorkerRounds:
                 round_.repeat_at = now + REPEAT_SECONDS
                 return self._on_result(round_, server, message, frames)
             case Failure(kind=kind, reason=reason):
-                return self._fail(round_, _FAILURES[kind](reason))
+                return self._fail_and_tell(round_, _FAILURES[kind](reason))
             case Busy():
                 return []
             case Resume():
                 return self._repeat(round_, server, message.chunk, "refused as busy", again=True)
             case Resend():
-                return self._repeat(round_, server, message.chunk, "damaged on its way", again=False)
+                return self._repeat(round_, server, message.chunk, "damaged on its way")
 
     def on_corrupted(self, server: int, message: object) -> list[Action]:
         """Repeats the push whose answer has a wrong checksum, so that the server answers again."""
@@ -217,7 +226,7 @@ class WorkerRounds:
         round_ = self._in_flight.get((message.tensor, message.step))
         if round_ is None or (server, message.chunk) not in round_.unanswered:
             return []
-        return self._repeat(round_, server, message.chunk, "answered with damaged bytes", again=False)
+        return self._repeat(round_, server, message.chunk, "answered with damaged bytes")
 
     def on_lost(self, error: ZenPSError) -> list[Action]:
         """Fails all rounds, also those that begin later."""
@@ -242,18 +251,18 @@ class WorkerRounds:
 
     def on_tick(self, now: float) -> list[Action]:
         """Fails rounds whose deadline has expired; repeats pushes that were not answered for long."""
-        actions: list[Action] = []
+        actions: list[Action] = [*self._given_up.on_tick(now)]
         for round_ in list(self._in_flight.values()):
             if now > round_.deadline:
                 silent = sorted({rank for rank, _ in round_.unanswered})
                 names = listing(self._servers[rank] for rank in silent) or "the servers of the former ring"
                 reason = f"no answer within {self._deadline_seconds:g} s from {names}"
                 error = DeadlineError(f"tensor {round_.tensor!r}, step {round_.step}: {reason}")
-                actions += self._fail(round_, error)
+                actions += self._fail_and_tell(round_, error)
             elif now > round_.repeat_at:
                 round_.repeat_seconds *= 2
                 round_.repeat_at = now + round_.repeat_seconds
-                actions += [SendPush(outgoing) for outgoing in round_.unanswered.values()]
+                actions += [SendPush(out) for out in _pushes_of(round_, round_.unanswered.keys())]
         return actions
 
     # ── transitions ─────────────────────────────────────────────────────────────────────────────
@@ -289,13 +298,20 @@ class WorkerRounds:
         return actions if round_.ring_epoch != self._ring_epoch else self._push_wanted(round_, {chunk}, now)
 
     def _push_wanted(self, round_: Round, chunks: Set[tuple[int, int]], now: float) -> list[Action]:
-        wanted = [out for out in round_.outgoing if (out.server, out.push.chunk) in chunks]
+        wanted = _pushes_of(round_, chunks)
         if round_.state == "recalled":
             round_.unanswered.update(((out.server, out.push.chunk), out) for out in wanted)
             round_.repeat_at = now + round_.repeat_seconds
         return [SendPush(out) for out in wanted]
 
     def _on_result(self, round_: Round, server: int, result: Result, frames: Frames) -> list[Action]:
+        others: Sequence[Fragment] = ()
+        if result.fragments > 1:
+            come = round_.fragments.setdefault((server, result.chunk), {})
+            come[result.fragment] = result, frames
+            if len(come) < result.fragments:
+                return []
+            (result, frames), *others = [come[number] for number in sorted(come)]
         del round_.unanswered[server, result.chunk]
         while round_.previous >= 0:
             settled = self._settle((round_.tensor, round_.previous))
@@ -303,7 +319,7 @@ class WorkerRounds:
         is_awaited, last = round_.state in AWAITED, not round_.unanswered
         if last:
             self._end(round_, "answered")
-        return [Deliver(round_, server, result, frames, last)] if is_awaited else []
+        return [Deliver(round_, server, result, frames, last, others)] if is_awaited else []
 
     def _settle(self, key: tuple[str, int]) -> Round | None:
         """Forgets a round that all ranks have ended. Returns it, or None if it is not known any more."""
@@ -318,14 +334,16 @@ class WorkerRounds:
         if round_.state in AWAITED:
             round_.ended_after = self._begun_watermark
         round_.state = ROUND[round_.state][event]
-        round_.unanswered = {}
+        round_.unanswered, round_.fragments = {}, {}
         self._kept[key] = round_
         if key in self._before_watermark:
             self._before_watermark.discard(key)
             if not self._before_watermark:
                 self.watermark = self._begun_watermark
 
-    def _repeat(self, round_: Round, server: int, chunk: int, cause: str, *, again: bool) -> list[Action]:
+    def _repeat(
+        self, round_: Round, server: int, chunk: int, cause: str, *, again: bool = False
+    ) -> list[Action]:
         key = (server, chunk)
         count = round_.repetitions[key] = round_.repetitions.get(key, 0) + 1
         if count > MOST_REPETITIONS:
@@ -334,13 +352,33 @@ class WorkerRounds:
                 f"{where}: the push to {self._servers[server]} was repeated {MOST_REPETITIONS} times and "
                 f"{cause} again; expected once at most: test memory and network cards of both machines"
             )
-            return self._fail(round_, ProtocolError("checksum", reason))
-        return [SendPush(round_.unanswered[key], again=again)]
+            return self._fail_and_tell(round_, ProtocolError("checksum", reason))
+        return [SendPush(out, again=again) for out in _pushes_of(round_, {key})]
 
     def _fail(self, round_: Round, error: ZenPSError) -> list[Action]:
         is_awaited = round_.state in AWAITED
         self._end(round_, "failed")
         return [Fail(round_, error)] if is_awaited else []
+
+    def _fail_and_tell(self, round_: Round, error: ZenPSError) -> list[Action]:
+        """Fails a round of this ring. Servers that may wait for its pushes are told."""
+        is_awaited = round_.state in AWAITED
+        told = self._give_up(round_)
+        return [Fail(round_, error), *told] if is_awaited else told
+
+    def _has_begun(self, message: Resume) -> bool:
+        return message.step <= self._newest.get(message.tensor, -1)
+
+    def _give_up(self, round_: Round) -> list[Action]:
+        servers = {server for server, _ in round_.unanswered}
+        self._end(round_, "failed")
+        message = GiveUp(self._ring_epoch, round_.tensor, round_.step)
+        return [*self._given_up.add(message, servers)]
+
+
+def _pushes_of(round_: Round, chunks: Set[tuple[int, int]]) -> list[Outgoing]:
+    """Returns the pushes of some chunks, given by server and chunk, with all their fragments."""
+    return [out for out in round_.outgoing if (out.server, out.push.chunk) in chunks]
 
 
 def _lost_with_a_server(round_: Round, workers: Set[int]) -> PeerLostError:

@@ -28,7 +28,7 @@ class ParameterAgreement:
     Attributes:
         names: the name of each parameter, in an order that is the same on all ranks.
         priorities: of each gradient. Forward needs the first layers first, so theirs are the highest.
-        sparse: the parameters whose gradient is sparse.
+        sparse: the parameters whose gradient is sparse, with the number of its sparse dimensions.
         bucket_of: the bucket of each parameter that is known to have a dense gradient.
 
     Raises:
@@ -40,7 +40,7 @@ class ParameterAgreement:
         self._own = own
         names = list(own) if PROCESS.world.is_joining else self._agree_on_names()
         self._set_order(names)
-        self.sparse: set[Parameter] = set()
+        self.sparse: dict[Parameter, int] = {}
         self.bucket_of: dict[Parameter, Bucket] = {}
         self._unknown = list(self.names)
 
@@ -53,32 +53,38 @@ class ParameterAgreement:
         """Finds out which gradients of unknown kind are sparse on any rank; fuses the dense ones.
 
         Raises:
-            MismatchError: a gradient is dense on one rank and sparse on another.
+            MismatchError: a gradient is dense on one rank and sparse on another, or sparse by another number
+                of dimensions.
         """
         if not self._unknown:
             return
-        seen = torch.zeros((len(self._unknown), 2), dtype=torch.int64, device="cpu")
+        # Column 0 counts the ranks where a gradient is dense, column n those where n dimensions are sparse.
+        columns = 1 + max(1, *(parameter.dim() for parameter in self.names))
+        seen = torch.zeros((len(self._unknown), columns), dtype=torch.int64, device="cpu")
         for index, parameter in enumerate(self._unknown):
-            if parameter.grad is not None:
-                seen[index, int(parameter.grad.is_sparse)] = 1
+            if (gradient := parameter.grad) is not None:
+                seen[index, gradient.sparse_dim() if gradient.is_sparse else 0] = 1
         counts = PROCESS.world.begin(Request(seen, f"{self._prefix}/kinds")).wait().tolist()
         unknown, dense = [], []
-        for parameter, (as_dense, as_sparse) in zip(self._unknown, counts, strict=True):
-            if as_dense and as_sparse:
-                raise MismatchError(
-                    f"gradient of {self.names[parameter]!r}: dense on {as_dense} rank(s), "
-                    f"sparse on {as_sparse}; use the same sparse=… everywhere"
-                )
-            if as_sparse:
-                self.sparse.add(parameter)
-            elif as_dense:
-                dense.append(parameter)
-            else:
-                unknown.append(parameter)
+        for parameter, ranks_by_kind in zip(self._unknown, counts, strict=True):
+            match [kind for kind, ranks in enumerate(ranks_by_kind) if ranks]:
+                case []:
+                    unknown.append(parameter)
+                case [0]:
+                    dense.append(parameter)
+                case [sparse_dim]:
+                    self.sparse[parameter] = sparse_dim
+                case kinds:
+                    found = [f"{name_of(kind)} on {ranks_by_kind[kind]} rank(s)" for kind in kinds]
+                    raise MismatchError(
+                        f"gradient of {self.names[parameter]!r}: {listing(found)}; "
+                        "use the same sparse=… everywhere"
+                    )
         self._unknown = unknown
         # Backward computes the last layers' gradients first, so buckets are filled from the end.
         prefix, world = f"{self._prefix}/bucket{len(self.bucket_of)}", PROCESS.world
-        for bucket in fuse(prefix, reversed(dense), world.bucket_bytes, world.quantized_run):
+        run, sparsifies = world.quantized_run, world.sparsifies
+        for bucket in fuse(prefix, reversed(dense), world.bucket_bytes, run, sparsifies):
             self.bucket_of |= dict.fromkeys(bucket.parameters, bucket)
 
     def adopt(self, root_rank: int) -> None:
@@ -91,7 +97,7 @@ class ParameterAgreement:
         agreed: dict[str, Any] = {
             "names": list(self.names.values()),
             "unknown": [self.names[parameter] for parameter in self._unknown],
-            "sparse": [name for parameter, name in self.names.items() if parameter in self.sparse],
+            "sparse": {self.names[parameter]: sparse_dim for parameter, sparse_dim in self.sparse.items()},
             "buckets": [
                 [bucket.name, [self.names[parameter] for parameter in bucket.parameters]]
                 for bucket in self.buckets
@@ -103,10 +109,12 @@ class ParameterAgreement:
             raise MismatchError(f"rank {root_rank} and this one differ in {listing(sorted(differing))}")
         self._set_order(agreed["names"])
         self._unknown = [own[name] for name in agreed["unknown"]]
-        self.sparse = {own[name] for name in agreed["sparse"]}
+        self.sparse = {own[name]: sparse_dim for name, sparse_dim in agreed["sparse"].items()}
         self.bucket_of = {}
         for bucket_name, names in agreed["buckets"]:
-            bucket = Bucket(bucket_name, [own[name] for name in names], PROCESS.world.quantized_run)
+            parameters, world = [own[name] for name in names], PROCESS.world
+            is_sparsifiable = world.sparsifies and parameters[0].dim() > 1
+            bucket = Bucket(bucket_name, parameters, world.quantized_run, is_sparsifiable)
             self.bucket_of |= dict.fromkeys(bucket.parameters, bucket)
 
     def _set_order(self, names: Sequence[str]) -> None:
@@ -121,6 +129,11 @@ class ParameterAgreement:
             here = f"; rank {root} and this one differ in {listing(sorted(differing))}" if differing else ""
             raise MismatchError(f"rank(s) {listing(others)} have other parameters than rank {root}{here}")
         return names
+
+
+def name_of(sparse_dim: int) -> str:
+    """Returns the name of a kind of gradients; one that is dense has no sparse dimension."""
+    return f"sparse by {sparse_dim} dimension(s)" if sparse_dim else "dense"
 
 
 def parameters_by_name(

@@ -6,7 +6,7 @@ whatever their dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgpack
@@ -24,6 +24,9 @@ from .allgather import allgather_int
 
 # The length of a packed object comes over the network and decides how much memory is allocated.
 MOST_OBJECT_BYTES = 1 << 31
+
+# Characters of the reason why the root could not broadcast.
+MOST_REASON = 4096
 
 Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
@@ -59,23 +62,30 @@ def broadcast_parameters(parameters: Named, root_rank: int = 0) -> None:
         root_rank: the rank whose values all ranks get.
 
     Raises:
-        TensorError: a value is no strided tensor.
+        TensorError: a value is no strided tensor, or cannot be written.
         UsageError: there is no such rank.
         PeerLostError: the root was lost.
-        MismatchError: names, shapes or dtypes differ between ranks.
+        MismatchError: names, shapes or dtypes differ between ranks, or ranks name different roots.
     """
     named = dict(parameters.items() if isinstance(parameters, Mapping) else parameters)
-    for name, tensor in named.items():
-        _check(tensor, f"broadcast/{name}")
     _check_alike(named, root_rank)
     _overwrite(named, root_rank)
 
 
 def _check_alike(named: Mapping[str, Tensor], root_rank: int) -> None:
-    own = {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in named.items()}
+    own, refused = {}, None
+    for name, tensor in named.items():
+        try:
+            _check(tensor, f"broadcast/{name}")
+            own[name] = _describe(tensor)
+        except TensorError as error:  # raised below, once the other ranks know
+            own[name], refused = "not a tensor that can be broadcast", refused or error
     roots: dict[str, str] = broadcast_object(own, root_rank, "parameters")
     differing = [name for name in own.keys() | roots.keys() if own.get(name) != roots.get(name)]
-    if others := allgather_int(len(differing), "broadcast/parameters/differing"):
+    others = allgather_int(len(differing) + (refused is not None), "broadcast/parameters/differing")
+    if refused is not None:
+        raise refused
+    if others:
         here = ""
         if differing:
             name = min(differing)
@@ -83,8 +93,24 @@ def _check_alike(named: Mapping[str, Tensor], root_rank: int) -> None:
         raise MismatchError(f"rank(s) {listing(others)} have other parameters than rank {root_rank}{here}")
 
 
+def _describe(tensor: Tensor) -> str:
+    """Returns what has to be alike on all ranks."""
+    expanded = _expanded_dimensions(tensor)
+    memory = f" expanded in dimension(s) {listing(expanded)}" if expanded else ""
+    return f"{tensor.dtype} {tuple(tensor.shape)}{memory}"
+
+
+def _expanded_dimensions(tensor: Tensor) -> list[int]:
+    """Returns the dimensions along which all elements are one in memory, as ``Tensor.expand`` makes them."""
+    return [dim for dim, size in enumerate(tensor.shape) if size > 1 and tensor.stride(dim) == 0]
+
+
 def _overwrite(named: Mapping[str, Tensor], root_rank: int) -> None:
-    pending = [(tensor, _begin(tensor, f"broadcast/{name}", root_rank)) for name, tensor in named.items()]
+    pending = []
+    for name, tensor in named.items():
+        for dim in _expanded_dimensions(tensor):
+            tensor = tensor.select(dim, 0).unsqueeze(dim)  # the memory itself, which can be written
+        pending.append((tensor, _begin(tensor, f"broadcast/{name}", root_rank)))
     lost: RootLostError | None = None
     with torch.no_grad():
         for tensor, handle in pending:
@@ -108,34 +134,74 @@ def broadcast_object(value: Any, root_rank: int = 0, name: str = "object") -> An
         name: distinguishes broadcasts that run at the same time.
 
     Raises:
-        UsageError: there is no such rank, or the value is not plain data (nothing is pickled), or it takes
-            more than 2 GiB.
+        UsageError: there is no such rank, or the root's value is not plain data (nothing is pickled), or it
+            takes more than 2 GiB.
+        MismatchError: ranks name different roots.
         PeerLostError: the root was lost.
         ProtocolError: the received bytes are no packed object.
     """
-    data = b""
+    return _broadcast_made(lambda: value, root_rank, name)
+
+
+def _broadcast_made(make: Callable[[], Any], root_rank: int, name: str) -> Any:
+    """Returns on every rank what ``make`` returns on the root. If it raises there, all ranks raise."""
+    data, failed = b"", None
     if PROCESS.world.rank == root_rank:
         try:
-            data = msgpack.packb(value)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise UsageError(
-                f"cannot broadcast {type(value).__name__}: {error}; expected plain data"
-            ) from None
-        if len(data) > MOST_OBJECT_BYTES:
-            raise UsageError(
-                f"an object of {len(data)} bytes: expected at most {MOST_OBJECT_BYTES}; use tensors"
-            )
-    length = torch.tensor([len(data)], device="cpu")
-    _wait_into(length, f"broadcast/{name}/length", root_rank)
-    if not 0 <= int(length) <= MOST_OBJECT_BYTES:
-        raise ProtocolError(
-            "payload", f"an object of {int(length)} bytes, at most {MOST_OBJECT_BYTES} are allowed"
-        )
-    packed = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
+            data = _pack(make())
+        except Exception as error:  # noqa: BLE001 - raised below, once the other ranks know
+            failed, data = error, f"{type(error).__name__}: {error}"[:MOST_REASON].encode()
+    size = _agree(root_rank, -len(data) if failed else len(data), name)
+    if not abs(size) <= MOST_OBJECT_BYTES:
+        raise ProtocolError("payload", f"an object of {size} bytes, at most {MOST_OBJECT_BYTES} are allowed")
+    packed = torch.zeros(abs(size), dtype=torch.uint8, device="cpu")
     if data:
         packed = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     _wait_into(packed, f"broadcast/{name}/data", root_rank)
-    return unpack_object(packed.numpy().tobytes())
+    received = packed.numpy().tobytes()
+    if size < 0:
+        raise failed or UsageError(
+            f"rank {root_rank} had nothing to broadcast: {received.decode(errors='replace')}"
+        )
+    return unpack_object(received)
+
+
+def _agree(root_rank: int, size: int, name: str) -> int:
+    """Returns the root's ``size``, once all ranks have named the same root.
+
+    Raises:
+        MismatchError: they have not.
+        UsageError: there is no such rank.
+        RootLostError: the root was lost.
+    """
+    world = PROCESS.world
+    is_root = world.rank == root_rank
+    # In an elastic job a lost root is reported by the round: ranks may learn of the loss at different times.
+    most = MOST_WORKERS if world.is_elastic else world.size
+    named = root_rank if 0 <= root_rank < most else -1
+    said = torch.tensor([1, is_root, named, named**2, size if is_root else 0], device="cpu")
+    summed = world.begin(Request(said, f"broadcast/{name}/root", Options(purpose="control"))).wait()
+    ranks, roots, sum_named, sum_squares, size = summed.tolist()
+    if ranks * sum_squares != sum_named**2:  # only equal numbers have no variance
+        raise MismatchError(
+            f"broadcast of {name!r}: ranks name different roots, expected the same root_rank on all; "
+            f"it is {root_rank} on rank {world.rank}"
+        )
+    if named < 0:
+        raise UsageError(f"root_rank {root_rank}: expected 0 to {most - 1}")
+    if not roots:
+        raise RootLostError
+    return int(size)
+
+
+def _pack(value: Any) -> bytes:
+    try:
+        data: bytes = msgpack.packb(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UsageError(f"cannot broadcast {type(value).__name__}: {error}; expected plain data") from None
+    if len(data) > MOST_OBJECT_BYTES:
+        raise UsageError(f"an object of {len(data)} bytes: expected at most {MOST_OBJECT_BYTES}; use tensors")
+    return data
 
 
 def unpack_object(data: bytes) -> Any:
@@ -159,15 +225,23 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         root_rank: the rank whose state all ranks get.
 
     Raises:
-        UsageError: there is no such rank, or the state holds something that is neither tensor nor plain data.
+        UsageError: there is no such rank, or the root's state holds what is neither tensor nor plain data.
+        MismatchError: ranks name different roots.
     """
     tensors: list[Tensor] = []
-    skeleton = None
-    if PROCESS.world.rank == root_rank:
+
+    def take_apart() -> Any:
         skeleton = _take_apart(optimizer.state_dict(), tensors)
-    skeleton, described = broadcast_object(
-        [skeleton, [[str(t.dtype), list(t.shape)] for t in tensors]], root_rank, "optimizer"
-    )
+        for tensor in tensors:
+            if str(tensor.dtype) not in _DTYPES:
+                raise UsageError(
+                    f"an optimizer state of {tensor.dtype}: expected one of {', '.join(_DTYPES)}"
+                )
+        # As the others have them, not expanded.
+        tensors[:] = [tensor.contiguous() for tensor in tensors]
+        return [skeleton, [[str(tensor.dtype), list(tensor.shape)] for tensor in tensors]]
+
+    skeleton, described = _broadcast_made(take_apart, root_rank, "optimizer")
     if PROCESS.world.rank != root_rank:
         tensors = [torch.empty(shape, dtype=_DTYPES[dtype], device="cpu") for dtype, shape in described]
     _overwrite({f"optimizer/{i}": tensor for i, tensor in enumerate(tensors)}, root_rank)
@@ -177,10 +251,6 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
 
 def _begin(tensor: Tensor, name: str, root_rank: int) -> Pending:
     world = PROCESS.world
-    # In an elastic job a lost root is reported by the round: ranks may learn of the loss at different times.
-    most = MOST_WORKERS if world.is_elastic else world.size
-    if not 0 <= root_rank < most:
-        raise UsageError(f"root_rank {root_rank}: expected 0 to {most - 1}")
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     raw = flat.view(*tensor.shape, tensor.element_size())
     options = Options(contributes=world.rank == root_rank, purpose="broadcast")
@@ -192,6 +262,12 @@ def _check(tensor: object, name: str) -> None:
         raise TensorError(f"{name}: expected a tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided:
         raise TensorError(f"{name}: expected a strided tensor, got {tensor.layout}; use .to_dense()")
+    if tensor.is_meta:
+        raise TensorError(
+            f"{name}: expected a tensor with memory, got one on the meta device; use .to_empty()"
+        )
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise TensorError(f"{name}: made under torch.inference_mode(), so it cannot be written; clone it")
 
 
 def _wait_into(tensor: Tensor, name: str, root_rank: int) -> None:

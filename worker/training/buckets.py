@@ -20,15 +20,26 @@ class Bucket:
         parameters: of one dtype, on one device.
         run: elements that are quantized by a common scale. Each presence element begins a run, because
             beside larger values it could be rounded to 0.
+        is_sparsifiable: True if the gradients may be thinned out. Then a parameter is present from its first
+            gradient on, because its residual may be pushed in any later step.
     """
 
-    def __init__(self, name: str, parameters: Sequence[Parameter], run: int = 1) -> None:
+    def __init__(
+        self, name: str, parameters: Sequence[Parameter], run: int = 1, is_sparsifiable: bool = False
+    ) -> None:
         self.name = name
         self.parameters = parameters
+        self.is_sparsifiable = is_sparsifiable
         self._run = run
+        self._has_residual: set[Parameter] = set()
         self._present_from = -(-sum(parameter.numel() for parameter in parameters) // run) * run
         self.waiting_for = set(parameters)
         """Parameters whose gradient backward has not computed since the last push."""
+
+    @property
+    def exact(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of the tensor that are never thinned out: the presence elements."""
+        return ((self._present_from, self._present_from + len(self.parameters) * self._run),)
 
     def fused(self) -> Tensor:
         """Returns the gradients padded to whole runs, then the presence elements; all else is 0."""
@@ -39,6 +50,8 @@ class Bucket:
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
                 flat[begin : begin + parameter.numel()].view(parameter.shape).copy_(parameter.grad)
+                self._has_residual.add(parameter)
+            if parameter.grad is not None or (self.is_sparsifiable and parameter in self._has_residual):
                 flat[self._present_from + index * self._run] = 1
             begin += parameter.numel()
         return flat
@@ -53,23 +66,29 @@ class Bucket:
             begin += parameter.numel()
 
 
-def fuse(prefix: str, parameters: Iterable[Parameter], limit_bytes: int, run: int) -> list[Bucket]:
+def fuse(
+    prefix: str, parameters: Iterable[Parameter], limit_bytes: int, run: int, sparsifies: bool = False
+) -> list[Bucket]:
     """Fills buckets of one dtype and device in the order given.
 
     Args:
         prefix: of the buckets' names.
         limit_bytes: of a bucket; a larger parameter gets a bucket of its own.
         run: as for :class:`Bucket`.
+        sparsifies: parameters of one dimension, which are never thinned out, get buckets of their own.
     """
     groups: list[list[Parameter]] = []
-    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[Parameter], int]] = {}
+    open_groups: dict[tuple[torch.dtype, torch.device, bool], tuple[list[Parameter], int]] = {}
     for parameter in parameters:
         size = parameter.numel() * parameter.dtype.itemsize
-        kind = (parameter.dtype, parameter.device)
+        kind = (parameter.dtype, parameter.device, sparsifies and parameter.dim() > 1)
         group, used = open_groups.get(kind, ([], limit_bytes))
         if used + size > limit_bytes:
             group, used = [], 0
             groups.append(group)
         group.append(parameter)
         open_groups[kind] = (group, used + size)
-    return [Bucket(f"{prefix}/{index}", group, run) for index, group in enumerate(groups)]
+    return [
+        Bucket(f"{prefix}/{index}", group, run, sparsifies and group[0].dim() > 1)
+        for index, group in enumerate(groups)
+    ]

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core.pending import Pending
 from ..core.request import Options, Request
+from ..core.residuals import Residuals
 from ..process import PROCESS
 
 
@@ -37,6 +38,9 @@ class CommHookState:
     """The group whose allreduce averages the dense buckets; None sends them over ZenPS too."""
 
     _prefix: str = field(default_factory=lambda: PROCESS.new_prefix("ddp"))
+    _residuals: Residuals = field(default_factory=Residuals)
+    _pushed: set[str] = field(default_factory=set)
+    """The names of all buckets so far."""
     _finisher: _Finisher = field(default_factory=lambda: _Finisher())
     _numbers: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     """Numbers parameters in the order in which they were first seen, which is the same on all ranks."""
@@ -50,6 +54,24 @@ class CommHookState:
                 self._numbers[parameter] = next(self._next_number)
         numbers = [self._numbers[parameter] for parameter in parameters]
         return xxhash.xxh3_64_hexdigest(repr(numbers).encode())
+
+    def _is_repeated(self, name: str) -> bool:
+        """Returns whether the bucket was pushed before. DDP may never use the first layout again, so that its
+        residuals would be lost.
+        """
+        is_repeated = name in self._pushed
+        self._pushed.add(name)
+        return is_repeated
+
+
+def _vectors(bucket: GradBucket) -> tuple[tuple[int, int], ...]:
+    """Returns the ranges of the parameters of one dimension, which are never thinned out."""
+    ranges, begin = [], 0
+    for parameter in bucket.parameters():
+        if parameter.dim() <= 1:
+            ranges.append((begin, begin + parameter.numel()))
+        begin += parameter.numel()
+    return tuple(ranges)
 
 
 class _Finisher:
@@ -99,7 +121,14 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
         return averaged
     name = f"{state._prefix}/{'sparse' if gradient.is_sparse else 'dense'}/{state._content(bucket)}"
     # DDP numbers its buckets in the order in which backward fills them: the last ones hold the first layers.
-    options = Options(average=True, priority=bucket.index(), purpose="gradient")
+    options = Options(
+        average=True,
+        priority=bucket.index(),
+        purpose="gradient",
+        residuals=state._residuals,
+        is_sparsifiable=state._is_repeated(name),
+        exact=() if gradient.is_sparse else _vectors(bucket),
+    )
     handle = PROCESS.world.begin(Request(gradient, name, options))
     devices: list[int | str | torch.device] | None = [gradient.device] if gradient.is_cuda else None
     result: Future[Tensor] = Future(devices=devices)

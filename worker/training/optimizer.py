@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch.nn import Parameter
@@ -61,6 +61,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self._inner, name)
 
+    def __reduce_ex__(self, _: SupportsIndex) -> NoReturn:
+        """Raises UsageError. A copy would have this optimizer's state, but its pushes would be nobody's."""
+        raise UsageError(
+            "a DistributedOptimizer cannot be copied or pickled; copy its optimizer before wrapping it, and "
+            "wrap the copy, too, on all ranks; or save its state_dict()"
+        )
+
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self._inner!r})"
 
@@ -104,12 +111,43 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients as the wrapped optimizer does.
 
+        After an error of backward or ``step()``, this ends the step: it waits for what the ranks have pushed,
+        and drops it. If the error was not on all ranks, the others step, and weights differ from then on.
+
         Raises:
             UsageError: called between backward and ``step()``, where it would drop pushed gradients.
         """
-        if self._synchronizer.has_in_flight:
-            raise UsageError("zero_grad() while gradients are in flight; call step() or synchronize() first")
+        self._synchronizer.drop()
         self._inner.zero_grad(set_to_none)
+
+    # Training code also assigns to these. Without setters, the wrapped optimizer would keep its own.
+
+    @property
+    def state(self) -> Any:
+        """The state of the wrapped optimizer, by parameter."""
+        return self._inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._inner.state = state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of the wrapped optimizer. They keep the parameters that ranks agreed on."""
+        return self._inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._inner.param_groups = groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The hyperparameters of new parameter groups of the wrapped optimizer."""
+        return self._inner.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self._inner.defaults = defaults
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the wrapped optimizer."""
@@ -132,7 +170,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         :meth:`skip_synchronize`. Errors are those of :func:`zenps.push_pull`.
 
         Raises:
-            UsageError: a gradient was changed since backward pushed it, or its parameter was frozen or
+            UsageError: a gradient was changed since backward computed it, or its parameter was frozen or
                 absent when the optimizer was wrapped.
         """
         self._synchronizer.synchronize()

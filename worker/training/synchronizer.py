@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 
 import torch
+from msgspec import structs
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -13,9 +14,11 @@ from zenps.errors import MismatchError, UsageError, ZenPSError
 
 from ..core.pending import Pending
 from ..core.request import Options, Request
+from ..core.residuals import Residuals
 from ..process import PROCESS
-from .agreement import ParameterAgreement
+from .agreement import ParameterAgreement, name_of
 from .buckets import Bucket
+from .snapshot import Snapshot, first_changed
 
 
 class GradientSynchronizer:
@@ -48,9 +51,12 @@ class GradientSynchronizer:
         self._prefix = PROCESS.new_prefix("optimizer")
         self._agreement = ParameterAgreement(self._prefix, own)
         self._passes = dict.fromkeys(self._agreement.names, 0)
+        self._residuals = Residuals()
+        self._is_refused = False
+        """Whether an error of backward or of :meth:`synchronize` has ended this step before its averages."""
         self._in_flight: dict[Parameter | Bucket, Pending] = {}
-        self._pushed: dict[Parameter, tuple[Tensor, int]] = {}
-        """For each parameter, the gradient that backward has pushed and its version at that time."""
+        self._computed: dict[Parameter, Snapshot] = {}
+        """The gradients that backward has computed since the last :meth:`synchronize`, pushed or not yet."""
         for parameter in self._agreement.names:
             parameter.register_post_accumulate_grad_hook(_weakly(self._on_gradient))  # type: ignore[no-untyped-call]
 
@@ -58,11 +64,6 @@ class GradientSynchronizer:
     def has_run_backward(self) -> bool:
         """Whether backward has run since the last :meth:`synchronize`."""
         return any(self._passes.values())
-
-    @property
-    def has_in_flight(self) -> bool:
-        """Whether gradients were pushed and not collected yet."""
-        return bool(self._in_flight)
 
     def adopt_agreement(self, root_rank: int) -> None:
         """Calls :meth:`ParameterAgreement.adopt`."""
@@ -72,22 +73,45 @@ class GradientSynchronizer:
         """Pushes what backward has not pushed, and replaces every gradient by its average over all ranks.
 
         Raises:
-            UsageError: a gradient was changed since backward pushed it, or its parameter was frozen or
+            UsageError: a gradient was changed since backward computed it, or its parameter was frozen or
                 absent when the optimizer was wrapped.
         """
         if not PROCESS.world.is_distributed:
             return
         self._check_gradients()
+        self._average_gradients()
+        self.is_synchronized = True
+
+    def drop(self) -> None:
+        """Ends the step without its gradients, which the caller clears.
+
+        If this step was refused, still pushes what backward has not pushed: the other ranks wait for it.
+
+        Raises:
+            UsageError: gradients are in flight, and the step was not refused.
+        """
+        if self._is_refused:
+            self._average_gradients()
+        elif self._in_flight:
+            raise UsageError("zero_grad() while gradients are in flight; call step() or synchronize() first")
+        elif self.has_run_backward:
+            self._begin_step()
+            for bucket in self._agreement.buckets:
+                bucket.waiting_for = set(bucket.parameters)
+
+    def _begin_step(self) -> None:
+        self._is_refused = False
         self._passes = dict.fromkeys(self._passes, 0)
-        self._agreement.agree_on_kinds()
-        for parameter in self._agreement.sparse - self._in_flight.keys():
-            self._push_sparse(parameter)
-        for bucket in self._agreement.buckets:
-            if bucket not in self._in_flight:
-                self._push_bucket(bucket)
+        self._computed.clear()
+
+    def _average_gradients(self) -> None:
+        self._begin_step()
+        errors: list[ZenPSError] = []
+        try:
+            self._push_rest()
+        except ZenPSError as error:
+            errors.append(error)
         in_flight, self._in_flight = self._in_flight, {}
-        self._pushed.clear()
-        errors = []
         for owner, handle in in_flight.items():
             try:
                 result = handle.wait()
@@ -100,7 +124,16 @@ class GradientSynchronizer:
                 owner.grad = result if result._nnz() else None
         if errors:
             raise errors[0]
-        self.is_synchronized = True
+
+    def _push_rest(self) -> None:
+        """Pushes what backward has not pushed."""
+        self._agreement.agree_on_kinds()
+        for parameter in self._agreement.sparse:
+            if parameter not in self._in_flight:
+                self._push_sparse(parameter)
+        for bucket in self._agreement.buckets:
+            if bucket not in self._in_flight:
+                self._push_bucket(bucket)
 
     def _on_gradient(self, parameter: Tensor) -> None:
         """Runs inside backward, whenever a parameter's gradient was accumulated."""
@@ -108,16 +141,26 @@ class GradientSynchronizer:
         if not PROCESS.world.is_distributed:
             return
         self.is_synchronized = False
+        try:
+            self._count_pass(parameter)
+        except ZenPSError:
+            self._is_refused = True
+            raise
+
+    def _count_pass(self, parameter: Parameter) -> None:
+        """Pushes the gradient after its last pass, alone or with the last one of its bucket."""
         self._passes[parameter] += 1
         if self._passes[parameter] > self._passes_per_step:
             name, times = self._agreement.names[parameter], self._passes[parameter]
-            raise UsageError(
+            raise self._refuse(
                 f"gradient of {name!r}: computed {times} times since the last step(), expected "
                 f"{self._passes_per_step}; set backward_passes_per_step, and drop any older "
                 "DistributedOptimizer of this parameter"
             )
         if self._passes[parameter] < self._passes_per_step:
             return
+        if parameter.grad is not None:
+            self._computed[parameter] = Snapshot(parameter.grad)
         if parameter in self._agreement.sparse:
             self._push_sparse(parameter)
         elif bucket := self._agreement.bucket_of.get(parameter):
@@ -126,51 +169,56 @@ class GradientSynchronizer:
                 self._push_bucket(bucket)
 
     def _push_sparse(self, parameter: Parameter) -> None:
-        gradient = parameter.grad
+        gradient, sparse_dim = parameter.grad, self._agreement.sparse[parameter]
         if gradient is None:
-            gradient = _without_rows(parameter)
-        elif not gradient.is_sparse:
-            raise self._changed_kind(parameter, "sparse", "dense")
+            gradient = _without_rows(parameter, sparse_dim)
+        self._check_kind(parameter, gradient, sparse_dim)
         name = f"{self._prefix}/{self._agreement.names[parameter]}"
-        self._in_flight[parameter] = self._push(gradient, name, self._agreement.priorities[parameter])
-        self._pushed[parameter] = gradient, gradient._version
+        options = self._options(self._agreement.priorities[parameter])
+        self._in_flight[parameter] = PROCESS.world.begin(Request(gradient, name, options))
 
     def _push_bucket(self, bucket: Bucket) -> None:
         for parameter in bucket.parameters:
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                raise self._changed_kind(parameter, "dense", "sparse")
-        priority = max(self._agreement.priorities[parameter] for parameter in bucket.parameters)
-        self._in_flight[bucket] = self._push(bucket.fused(), bucket.name, priority)
-        bucket.waiting_for = set(bucket.parameters)
-        for parameter in bucket.parameters:
             if parameter.grad is not None:
-                self._pushed[parameter] = parameter.grad, parameter.grad._version
+                self._check_kind(parameter, parameter.grad, 0)
+        priority = max(self._agreement.priorities[parameter] for parameter in bucket.parameters)
+        options = structs.replace(
+            self._options(priority), is_sparsifiable=bucket.is_sparsifiable, exact=bucket.exact
+        )
+        self._in_flight[bucket] = PROCESS.world.begin(Request(bucket.fused(), bucket.name, options))
+        bucket.waiting_for = set(bucket.parameters)
 
-    def _push(self, gradient: Tensor, name: str, priority: int) -> Pending:
-        options = Options(average=self._average, priority=priority, purpose="gradient")
-        return PROCESS.world.begin(Request(gradient, name, options))
+    def _options(self, priority: int) -> Options:
+        return Options(
+            average=self._average, priority=priority, purpose="gradient", residuals=self._residuals
+        )
 
     def _check_gradients(self) -> None:
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter not in self._agreement.names:
-                    raise UsageError(
+                    raise self._refuse(
                         f"a parameter of shape {tuple(parameter.shape)} has a gradient, but was frozen or "
                         "absent when its optimizer was wrapped; wrap it again with all trained parameters"
                     )
-        for parameter, (gradient, version) in self._pushed.items():
-            if parameter.grad is not gradient or gradient._version != version:
-                name = self._agreement.names[parameter]
-                raise UsageError(
-                    f"gradient of {name!r}: changed since backward pushed it; to clip or unscale, call "
-                    "synchronize() before, and step inside skip_synchronize()"
-                )
+        if (changed := first_changed(self._computed)) is not None:
+            name = self._agreement.names[changed]
+            raise self._refuse(
+                f"gradient of {name!r}: changed since backward computed it; to clip or unscale, call "
+                "synchronize() before, and step inside skip_synchronize()"
+            )
 
-    def _changed_kind(self, parameter: Parameter, agreed: str, now: str) -> MismatchError:
-        name = self._agreement.names[parameter]
-        return MismatchError(
-            f"gradient of {name!r} on rank {PROCESS.world.rank}: {now}, but ranks agreed that it is {agreed}"
-        )
+    def _refuse(self, reason: str) -> UsageError:
+        self._is_refused = True
+        return UsageError(f"{reason}; zero_grad() ends this step")
+
+    def _check_kind(self, parameter: Parameter, gradient: Tensor, agreed: int) -> None:
+        now = gradient.sparse_dim() if gradient.is_sparse else 0
+        if now != agreed:
+            raise MismatchError(
+                f"gradient of {self._agreement.names[parameter]!r} on rank {PROCESS.world.rank}: "
+                f"{name_of(now)}, but ranks agreed that it is {name_of(agreed)}"
+            )
 
 
 def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
@@ -184,10 +232,10 @@ def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     return hook
 
 
-def _without_rows(parameter: Parameter) -> Tensor:
-    """Returns the gradient of an embedding that this rank did not use: sparse by rows, without any row."""
-    indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-    values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+def _without_rows(parameter: Parameter, sparse_dim: int) -> Tensor:
+    """Returns the gradient of a parameter that this rank did not use: without any row."""
+    indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device)
+    values = torch.empty((0, *parameter.shape[sparse_dim:]), dtype=parameter.dtype, device=parameter.device)
     return torch.sparse_coo_tensor(
         indices, values, parameter.shape, device=parameter.device, check_invariants=False
     )

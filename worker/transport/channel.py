@@ -27,12 +27,15 @@ from zenps.wire.frames import CorruptedError, Decoder
 from zenps.wire.messages import FromServer, Result, View
 from zenps.wire.sockets import Socket, receive_frames
 
+from ..core.interrupts import MASK
 from ..core.pending import Pending, Waiter
+from ..core.request import Options
 from ..core.spans import Spans
+from ..core.statistics import Progress
 from ..core.steps import Steps
 from ..core.transfer import Answer, EncodedTensor
 from ..encode.sharder import Sharder
-from ..rounds.states import Action, Deliver, Fail, Outgoing, Reshard, Round, SendPush
+from ..rounds.states import Action, Deliver, Fail, Reshard, Round, SendGiveUp, SendPush
 from ..rounds.tracker import WorkerRounds
 from .lock import CombiningLock
 from .membership import Membership
@@ -78,15 +81,11 @@ class _Fail(NamedTuple):
     error: ZenPSError
 
 
-class _Notify:
-    """Wakes all sleeping threads to check what they wait for."""
-
-
 class _Close:
     """The last command."""
 
 
-_Command = _Submit | View | _Watermark | _Departed | _Reached | _Fail | _Notify | _Close
+_Command = _Submit | View | _Watermark | _Departed | _Reached | _Fail | _Close
 
 
 class Channel(Waiter):
@@ -118,6 +117,9 @@ class Channel(Waiter):
         self._pending: dict[int, tuple[Round, Pending]] = {}
         """The rounds in flight, with the result that waits for each, by the round's id."""
         self._next_tick = 0.0
+        self.oldest: tuple[str, Progress] | None = None
+        """The tensor that was in flight for longest at the last tick."""
+        self._epoch = 0
         self._ring_epoch, self._admitted = view.ring_epoch, view.admitted
         self._lock: CombiningLock[_Command] = CombiningLock()
         self._poller = zmq.Poller()
@@ -125,9 +127,10 @@ class Channel(Waiter):
         self._servers = ServerSockets(membership, self._poller, AHEAD_MESSAGES if wire.prioritized else 0)
         self._writer = PushWriter(view.rank, wire.pull_codec, self._servers)
         self._sender = Sender(self._servers, wire.prioritized, metrics, spans)
-        self._pusher: threading.Thread | None = None
         self._closed = False
         self._post(view)
+        if wire.prioritized:
+            threading.Thread(target=self._poll_for_queue, name="zenps-pusher", daemon=True).start()
 
     def submit(self, pending: Pending) -> None:
         """Pushes a tensor whose transfer is prepared."""
@@ -151,22 +154,27 @@ class Channel(Waiter):
         self._post(_Departed(server))
 
     @property
-    def watermark(self) -> int:
-        """The newest watermark that has passed here."""
-        return self._rounds.watermark
+    def progress(self) -> tuple[int, int]:
+        """The epoch of the newest view that was applied, and the newest watermark that has passed here.
+
+        An admission resets the watermark before its epoch shows, and the epoch is read first: no watermark
+        from before an admission comes with an epoch after it.
+        """
+        return self._epoch, self._rounds.watermark
 
     def wake(self) -> None:
-        """Makes the threads in :meth:`wait` check ``ready()`` again."""
-        self._post(_Notify())
+        """Makes the threads in :meth:`wait` check ``ready()`` again. Never takes the lock."""
+        self._lock.wake_all()
 
     def wait(self, ready: Callable[[], bool], until: float) -> None:
         """Polls, or sleeps while another thread does, until ``ready()`` or the monotonic time ``until``."""
         while not ready() and time.monotonic() < until:
-            if self._lock.take_or_sleep(ready, until):
-                try:
-                    self._poll(ready, until)
-                finally:
-                    self._release()
+            with MASK:
+                if self._lock.take_or_sleep(ready, until):
+                    try:
+                        self._poll(ready, until)
+                    finally:
+                        self._release()
 
     def look(self, ready: Callable[[], bool] = lambda: False) -> None:
         """Processes what has arrived in case no thread polls: another rank may need a round again."""
@@ -184,29 +192,31 @@ class Channel(Waiter):
 
     def _new_round(self, pending: Pending, encoded: EncodedTensor) -> Round:
         name, step = encoded.round_of(pending.name, pending.progress.step)
-        encoded = self._share(encoded)
+        if encoded.sharding.layout is not None:
+            encoded = self._share(encoded, pending.options)
         outgoing = self._writer.write(name, step, encoded, pending.options)
         return Round(name, step, encoded.sharding.ring_epoch, outgoing, encoded, pending.options, now_ns())
 
-    def _share(self, encoded: EncodedTensor) -> EncodedTensor:
+    def _share(self, encoded: EncodedTensor, options: Options) -> EncodedTensor:
         # After a failure nothing new is put into shared memory: servers may still read, for other ranks, what
         # was pushed before.
-        return encoded if self._rounds.failure else self._writer.share(encoded)
+        return encoded if self._rounds.failure else self._writer.share(encoded, options)
 
     # ── with the lock ───────────────────────────────────────────────────────────────────────────
 
     def _post(self, command: _Command) -> None:
-        if self._lock.take_or_leave(command):
-            try:
-                self._run(command)
-            finally:
-                self._release()
+        with MASK:
+            if self._lock.take_or_leave(command):
+                try:
+                    self._run(command)
+                finally:
+                    self._release()
 
     def _release(self) -> None:
         try:
             while not self._lock.release():
-                for command in self._lock.commands():
-                    self._run(command)
+                while self._lock.commands:
+                    self._run(self._lock.commands.popleft())
         except BaseException:  # a thread that raises must not keep the lock
             self._release()
             raise
@@ -226,15 +236,13 @@ class Channel(Waiter):
                 future.set_result(None)
             case _Fail(error):
                 self._execute(self._rounds.on_lost(error))
-            case _Notify():
-                self._lock.notify()
             case _Close():
                 self._close_sockets()
 
     def _poll(self, ready: Callable[[], bool], until: float) -> None:
         while True:
-            for command in self._lock.commands():
-                self._run(command)
+            while self._lock.commands:
+                self._run(self._lock.commands.popleft())
             now = time.monotonic()
             if ready() or self._closed or now >= until:
                 return
@@ -242,8 +250,14 @@ class Channel(Waiter):
                 self._execute(self._rounds.on_tick(now))
                 self._check_connectivity(now)
                 self._next_tick = now + TICK_SECONDS
+                oldest = next(iter(self._pending.values()), None)
+                self.oldest = None if oldest is None else (oldest[1].name, oldest[1].progress)
                 continue
-            for socket, event in self._poller.poll(int(1000 * (min(until, self._next_tick) - now)) + 1):
+            events = self._poller.poll(int(1000 * (min(until, self._next_tick) - now)) + 1)
+            if MASK.is_held:  # not lifted while it polls, for that would cost each round more than the poll
+                with MASK.lifted:
+                    pass
+            for socket, event in events:
                 if isinstance(socket, int):
                     self._lock.on_wake()
                 elif (rank := self._servers.rank_of(socket)) is None:
@@ -271,6 +285,7 @@ class Channel(Waiter):
             self._servers.follow({server.rank: server for server in view.servers}, time.monotonic())
         workers = frozenset(worker.rank for worker in view.workers)
         self._execute(self._rounds.on_view(view.ring_epoch, view.servers, workers))
+        self._epoch = view.epoch
 
     def _receive(self, rank: int, socket: Socket) -> None:
         envelope, *frames = receive_frames(socket)
@@ -297,7 +312,7 @@ class Channel(Waiter):
     def _deliver(self, action: Deliver) -> None:
         key = id(action.round)
         _, pending = self._pending.pop(key) if action.last else self._pending[key]
-        answer = Answer(action.server, action.result, action.frames)
+        answer = Answer(action.server, action.result, action.frames, action.others)
         if self._spans.trace.is_on:
             self._spans.trace.since(action.round.pushed_ns, "pull", tensor=pending.name, **answer.details())
         try:
@@ -316,12 +331,12 @@ class Channel(Waiter):
         for key, (round_, its_pending) in list(self._pending.items()):
             if its_pending is pending:
                 del self._pending[key]
-                self._rounds.give_up(round_)
+                self._execute(self._rounds.give_up(round_))
         self._lock.notify()
 
     def _reshard(self, round_: Round) -> None:
         assert isinstance(round_.encoded, EncodedTensor)
-        encoded = self._share(self._sharder.reshard(round_.tensor, round_.encoded))
+        encoded = self._share(self._sharder.reshard(round_.tensor, round_.encoded), round_.options)
         outgoing = self._writer.write(round_.tensor, round_.step, encoded, round_.options, again=round_.again)
         awaited = self._pending.get(id(round_))
         if awaited is not None:  # else the round has ended here and is pushed again for other ranks
@@ -337,8 +352,13 @@ class Channel(Waiter):
                 case SendPush(outgoing=out, again=again):
                     if again:
                         self._metrics.refused_pushes.inc()
-                    if not self._send(out):
+                    try:
+                        self._sender.send(out)
+                    except zmq.Again:
+                        self._on_refused(out.server)
                         return
+                case SendGiveUp(server=server, message=message):
+                    self._servers.tell(server, message)
                 case Deliver():
                     self._deliver(action)
                 case Reshard(round=round_):
@@ -346,18 +366,6 @@ class Channel(Waiter):
                 case Fail(round=round_, error=error):
                     if id(round_) in self._pending:  # else another round of the tensor has failed before
                         self._fail(self._pending[id(round_)][1], error)
-
-    def _send(self, out: Outgoing) -> bool:
-        """Sends or queues a push. Returns False if the server has refused this worker: all rounds fail."""
-        try:
-            is_behind = self._sender.send(out)
-        except zmq.Again:
-            self._on_refused(out.server)
-            return False
-        if is_behind and self._pusher is None:
-            self._pusher = threading.Thread(target=self._poll_for_queue, name="zenps-pusher", daemon=True)
-            self._pusher.start()
-        return True
 
     def _poll_for_queue(self) -> None:
         """Polls while pushes wait in the send queue: all other threads may be computing."""

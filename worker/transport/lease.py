@@ -1,4 +1,8 @@
-"""Lease of a worker: one thread sends heartbeats, receives views, and handles barriers and admission."""
+"""Lease of a worker: one thread sends heartbeats, receives views, and handles barriers and admission.
+
+The thread never takes the channel's lock, so nothing on the data path delays a heartbeat. It leaves events
+for the channel to a second thread (:mod:`.events`).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 
 import zmq
@@ -19,6 +24,7 @@ from zenps.errors import DeadlineError, PeerLostError, UsageError, ZenPSError, l
 from zenps.observe import log
 from zenps.wire.messages import (
     LAST_BARRIER,
+    MAX_WAIT,
     Admit,
     Barrier,
     BarrierReply,
@@ -27,12 +33,13 @@ from zenps.wire.messages import (
     Refused,
     View,
 )
-from zenps.wire.scheduler_link import SchedulerLink
+from zenps.wire.scheduler_link import BEATS_PER_LEASE, SchedulerLink
 
 from ..core.spans import Spans
 from ..core.statistics import Statistics
 from ..rounds.tracker import PATIENCE_SECONDS
 from .channel import Channel
+from .events import EventThread
 from .membership import Membership
 
 logger = logging.getLogger("zenps.worker")
@@ -57,8 +64,15 @@ class _AwaitAdmission:
     reached: Future[None]
 
 
+class _Beat:
+    """The channel has applied a view: the scheduler should hear it soon."""
+
+
 class _Leave:
     """The last command."""
+
+
+_Command = _AwaitBarrier | _AwaitAdmission | _Beat | _Leave
 
 
 class Lease:
@@ -95,11 +109,14 @@ class Lease:
         self._channel = channel
         self._statistics = statistics
         self._spans = spans
-        self._commands: SimpleQueue[_AwaitBarrier | _AwaitAdmission | _Leave] = SimpleQueue()
+        self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._wake_reader, self._wake_writer = net.socketpair()
         self._barriers: dict[int, Future[None]] = {}
         self._admission: _AwaitAdmission | None = None
         self._barrier_sequence = 0
+        self._arrived = 0.0
+        """When a caller came to the last barrier, or admission."""
+        self._events = EventThread(channel, self._cluster.lease_seconds / BEATS_PER_LEASE)
         self._thread = threading.Thread(target=self._keep, name="zenps-lease", daemon=True)
         self._thread.start()
 
@@ -147,6 +164,7 @@ class Lease:
         self._channel.close()
         self._post(_Leave())
         self._thread.join(CLOSE_SECONDS)
+        self._events.close()
 
     def await_loss(self, is_over: Callable[[], bool] = lambda: False) -> ZenPSError | None:
         """Waits for the scheduler to report the loss of a worker that cannot be reached.
@@ -165,7 +183,7 @@ class Lease:
         self._channel.wait(reached.done, time.monotonic() + seconds)
         return reached.done()
 
-    def _post(self, command: _AwaitBarrier | _AwaitAdmission | _Leave) -> None:
+    def _post(self, command: _Command) -> None:
         self._commands.put(command)
         try:
             self._wake_writer.send(b"\0")
@@ -180,7 +198,6 @@ class Lease:
                 now = time.monotonic()
                 if self._link.is_beat_due(now):
                     self._beat(now)
-                    self._channel.look()
                 self._sleep(self._link.seconds_to_beat(now))
                 self._on_scheduler()
                 self._check_scheduler()
@@ -197,11 +214,26 @@ class Lease:
             self._fail_commands()
 
     def _beat(self, now: float) -> None:
-        self._link.beat(now, self.view.epoch, self._statistics.load(), watermark=self._channel.watermark)
+        (epoch, watermark), load = self._channel.progress, self._statistics.load()
+        self._link.beat(now, epoch, load, watermark=watermark, wait=self._longest_wait(now))
         for sequence in self._barriers:  # sent again: a broken connection or a restart may have lost it
             self._link.send(Barrier(sequence))
         if self._admission is not None:
             self._link.send(Admit(self._admission.since))
+
+    def _longest_wait(self, now: float) -> tuple[str, float]:
+        """Returns what this worker waits for, and for how long; an empty string if it does not wait."""
+        waits = []
+        if self._barriers or self._admission is not None:
+            waits.append(
+                (now - self._arrived, "barrier" if self._barriers else "admission of joining workers")
+            )
+        if (oldest := self._channel.oldest) is not None and not oldest[1].ended:
+            name, progress = oldest
+            what = f"tensor {name!r}, step {progress.step}"
+            waits.append((time.perf_counter() - progress.began, what[:MAX_WAIT]))
+        seconds, waits_for = max(waits, default=(0.0, ""))
+        return waits_for, seconds
 
     def _fail_commands(self) -> None:
         """Fails the commands that this thread will not process any more."""
@@ -209,7 +241,7 @@ class Lease:
         with contextlib.suppress(Empty):
             while True:
                 command = self._commands.get_nowait()
-                if not isinstance(command, _Leave):
+                if isinstance(command, _AwaitBarrier | _AwaitAdmission):
                     command.reached.set_exception(self.failure)
 
     def _sleep(self, seconds: float) -> None:
@@ -225,13 +257,15 @@ class Lease:
             match self._commands.get():
                 case _Leave():
                     return True
+                case _Beat():
+                    self._beat(time.monotonic())
                 case command if self.failure is not None:
                     command.reached.set_exception(self.failure)
                 case _AwaitBarrier(sequence=sequence, reached=reached):
-                    self._barriers[sequence] = reached
+                    self._barriers[sequence], self._arrived = reached, time.monotonic()
                     self._link.send(Barrier(sequence))
                 case _AwaitAdmission(since=since) as admission:
-                    self._admission = admission
+                    self._admission, self._arrived = admission, time.monotonic()
                     self._link.send(Admit(since))
         return False
 
@@ -248,13 +282,13 @@ class Lease:
                         reached.set_result(None)
                 case HeartbeatReply(watermark=watermark, joining=joining):
                     self.joining = joining
-                    self._channel.on_watermark(watermark)
+                    self._events.post(partial(self._channel.on_watermark, watermark))
                 case View():
                     self._on_view(message)
                 case Departed(member=member, lost=lost, reason=reason):
                     logger.warning("%s", reason) if lost else logger.debug("%s", reason)
                     if member.role == "server":
-                        self._channel.on_departed(member.rank)
+                        self._events.post(partial(self._channel.on_departed, member.rank))
                 case Refused(reason=reason):
                     self._fail(PeerLostError(reason))
 
@@ -269,11 +303,11 @@ class Lease:
             self._barrier_sequence = self._link.registration.barriers = 0
             self.joining = 0
         self.view = view
-        self._channel.on_view(view)
+        self._events.post(partial(self._channel.on_view, view))
         if is_admission and self._admission is not None:
             admission, self._admission = self._admission, None
-            self._channel.then(admission.reached)
-        self._beat(time.monotonic())
+            self._events.post(partial(self._channel.then, admission.reached))
+        self._events.post(partial(self._post, _Beat()))
 
     def _check_scheduler(self) -> None:
         if self.failure is None:
@@ -286,7 +320,7 @@ class Lease:
         if self.failure is None:
             self.failure = error
             self.ended.set_exception(error)
-        self._channel.fail(error)
+        self._events.post(partial(self._channel.fail, error))
         for reached in self._barriers.values():
             reached.set_exception(error)
         self._barriers.clear()

@@ -13,8 +13,10 @@ import socket as net
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Generic, TypeVar
+
+from ..core.interrupts import MASK
 
 Command = TypeVar("Command")
 
@@ -24,7 +26,8 @@ class CombiningLock(Generic[Command]):
 
     Attributes:
         wake: is readable when other threads have left commands. The owner polls it, and then calls
-            :meth:`on_wake` and :meth:`commands`.
+            :meth:`on_wake`.
+        commands: what other threads have left. Only the owner takes from it.
     """
 
     def __init__(self) -> None:
@@ -37,7 +40,7 @@ class CombiningLock(Generic[Command]):
         """Wakes sleepers when a result is there or the lock is free."""
         self._sleepers = 0
         self._taken = False
-        self._commands: deque[Command] = deque()
+        self.commands: deque[Command] = deque()
 
     @property
     def is_taken(self) -> bool:
@@ -50,10 +53,8 @@ class CombiningLock(Generic[Command]):
             if not self._taken:
                 self._taken = True
                 return True
-            self._commands.append(command)
-            # A full socket already holds wake-ups; if it is closed, its owner is about to release the lock.
-            with contextlib.suppress(OSError):
-                self._waker.send(b"\0")
+            self.commands.append(command)
+            self._wake_owner()
             return False
 
     def take_or_sleep(self, ready: Callable[[], bool], until: float) -> bool:
@@ -66,7 +67,8 @@ class CombiningLock(Generic[Command]):
             try:
                 # Checks ready() with the guard held: there is no wake-up for what happened before.
                 seconds = min(until - time.monotonic(), threading.TIMEOUT_MAX)
-                self._news.wait_for(lambda: ready() or not self._taken, seconds)
+                with MASK.lifted:
+                    self._news.wait_for(lambda: ready() or not self._taken, seconds)
             finally:
                 self._sleepers -= 1
             return False
@@ -77,17 +79,25 @@ class CombiningLock(Generic[Command]):
             if self._sleepers:
                 self._news.notify_all()
 
-    # ── for the owner ───────────────────────────────────────────────────────────────────────────
+    def wake_all(self) -> None:
+        """Wakes all sleepers, and the owner if it polls, without taking the lock."""
+        with self._guard:
+            if self._taken:
+                self._wake_owner()
+            if self._sleepers:
+                self._news.notify_all()
 
-    def commands(self) -> Iterator[Command]:
-        """Yields the commands that other threads have left."""
-        while self._commands:
-            yield self._commands.popleft()
+    def _wake_owner(self) -> None:
+        # A full socket already holds wake-ups; if it is closed, its owner is about to release the lock.
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\0")
+
+    # ── for the owner ───────────────────────────────────────────────────────────────────────────
 
     def release(self) -> bool:
         """Frees the lock and returns True; returns False, and keeps it, if commands are left."""
         with self._guard:
-            if self._commands:
+            if self.commands:
                 return False
             self._taken = False
             if self._sleepers:

@@ -10,6 +10,7 @@ from zenps.config.settings import ClusterConfig, Config
 from zenps.keys import Keys, load_keys
 from zenps.observe import log
 from zenps.wire.curve import warn_if_open
+from zenps.wire.identity import identity_at_servers
 from zenps.wire.messages import Register, View
 from zenps.wire.scheduler_link import SchedulerLink
 from zenps.wire.sockets import Socket
@@ -22,9 +23,9 @@ class Membership(NamedTuple):
 
     Attributes:
         cluster: limits and deadlines.
-        ctx: for sockets; the caller of :func:`join` destroys it.
+        ctx: for sockets to servers; the caller of :func:`join` destroys it.
         keys: of this worker, or None.
-        identity: routing identity of this worker.
+        identity: routing identity of this worker at servers.
         view: the first view.
     """
 
@@ -35,8 +36,15 @@ class Membership(NamedTuple):
     view: View
 
 
-def join(config: Config, register: Register, spans: Spans) -> tuple[Membership, SchedulerLink]:
+def join(
+    config: Config, register: Register, spans: Spans, *, has_left: bool = False
+) -> tuple[Membership, SchedulerLink]:
     """Joins the cluster and waits until it is complete. The link is for the lease.
+
+    The link has a context of its own, which the caller destroys. libzmq resolves names on the thread that
+    moves the bytes of all sockets of a context: a slow answer for a server would delay heartbeats.
+
+    ``has_left`` is that of :meth:`SchedulerLink.join`.
 
     Raises:
         DeadlineError, MismatchError, UsageError: as :meth:`SchedulerLink.join`.
@@ -44,15 +52,16 @@ def join(config: Config, register: Register, spans: Spans) -> tuple[Membership, 
     cluster = config.cluster
     keys = load_keys(config.security, "worker", register.rank if register.rank >= 0 else None)
     warn_if_open(keys, cluster.scheduler)
-    ctx: zmq.Context[Socket] = zmq.Context()
+    link_ctx: zmq.Context[Socket] = zmq.Context()
     try:
-        link = SchedulerLink(ctx, cluster, "worker", keys)
+        link = SchedulerLink(link_ctx, cluster, "worker", keys)
         spans.trace.follow(link.clock)
-        view = link.join(register)
+        view = link.join(register, has_left=has_left)
     except BaseException:  # also Ctrl-C during the wait for others: sockets would linger at exit
-        ctx.destroy(linger=0)
+        link_ctx.destroy(linger=0)
         raise
     log.here.rank, log.here.epoch = view.rank, view.epoch
     spans.trace.name(view.rank)
     spans.trace.epoch(view.epoch, len(view.workers), len(view.servers))
-    return Membership(cluster, ctx, keys, link.identity, view), link
+    identity = identity_at_servers(link.identity)
+    return Membership(cluster, zmq.Context(), keys, identity, view), link

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 from msgspec import structs
 
@@ -33,11 +34,11 @@ class PushWriter:
         self._pull_codec = pull_codec
         self._servers = servers
 
-    def share(self, encoded: EncodedTensor) -> EncodedTensor:
+    def share(self, encoded: EncodedTensor, options: Options) -> EncodedTensor:
         """Returns ``encoded`` with its values copied into shared memory for servers on this host."""
         if encoded.sharding.layout is None or not self._servers.has_shared_memory:
             return encoded
-        share = self._servers.share
+        share = partial(self._servers.share, is_pooled=options.purpose != "broadcast")
         chunks = [
             structs.replace(chunk, frames=(chunk.frames[0], share(chunk.server, chunk.frames[1])))
             for chunk in encoded.chunks
@@ -47,7 +48,7 @@ class PushWriter:
     def write(
         self, name: str, step: int, encoded: EncodedTensor, options: Options, *, again: bool = False
     ) -> list[Outgoing]:
-        """Returns one push for each chunk.
+        """Returns one push for each chunk, or for each fragment of one.
 
         Args:
             name, step: of the round.
@@ -77,6 +78,9 @@ class PushWriter:
                     answer=self._pull_codec,
                     values=encoded.values,
                     stands_for=options.stands_for,
+                    fragment=chunk.fragment,
+                    fragments=chunk.fragments,
+                    given=options.given,
                 ),
                 chunk.frames,
                 options.priority,
@@ -112,18 +116,17 @@ class Sender:
         """True if pushes wait in the send queue."""
         return bool(self._queue)
 
-    def send(self, out: Outgoing) -> bool:
-        """Sends a push or queues it. Returns whether pushes wait in the send queue.
+    def send(self, out: Outgoing) -> None:
+        """Sends a push or queues it.
 
         Raises:
             zmq.Again: the server has refused this worker.
         """
         if self._queue is None:
             self._send(out)
-            return False
-        self._queue.add(out)
-        self.send_waiting(out.server)
-        return self.has_waiting
+        else:
+            self._queue.add(out)
+            self.send_waiting(out.server)
 
     def send_waiting(self, server: int) -> None:
         """Sends queued pushes while the server's socket has room; the poller reports when it has again."""

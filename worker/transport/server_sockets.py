@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from functools import partial
 
@@ -12,7 +13,7 @@ from zenps.errors import ProtocolError
 from zenps.keys import node_name
 from zenps.wire.curve import Handshakes
 from zenps.wire.frames import encode
-from zenps.wire.messages import Hello, Member, Push, Shared
+from zenps.wire.messages import GiveUp, Hello, Member, Push, Shared
 from zenps.wire.shared_memory.arena import open_arena
 from zenps.wire.sockets import COPY_BELOW_BYTES, Socket, connect, open_dealer, send_frames
 
@@ -78,11 +79,15 @@ class ServerSockets:
         """True if any server on this host may read this worker's memory. May be read from any thread."""
         return bool(self._shared_memory)
 
-    def share(self, rank: int, values: memoryview) -> memoryview:
-        """Copies values of a push into shared memory if the server is on this host. From any thread."""
+    def share(self, rank: int, values: memoryview, *, is_pooled: bool) -> memoryview:
+        """Copies values of a push into shared memory if the server is on this host. From any thread.
+
+        Args:
+            is_pooled: True if the memory is kept for other pushes.
+        """
         if self._arena is None or rank not in self._shared_memory or values.nbytes < COPY_BELOW_BYTES:
             return values
-        return self._arena.copy(values)
+        return self._arena.copy(values, is_pooled=is_pooled)
 
     def send(self, rank: int, push: Push, frames: Frames) -> tuple[int, int]:
         """Queues a push for a server.
@@ -104,6 +109,11 @@ class ServerSockets:
         send_frames(self._sockets[rank][1], [envelope], frames)
         shared_bytes = 0 if shared is None else shared[1]
         return len(envelope) + sum([frame.nbytes for frame in frames]) + shared_bytes, shared_bytes
+
+    def tell(self, rank: int, message: GiveUp) -> None:
+        """Queues a message without tensors for a server; drops it if the server takes none now."""
+        with contextlib.suppress(zmq.Again):
+            send_frames(self._sockets[rank][1], [encode(self._job, message)], ())
 
     def values(self, rank: int, shared: Shared) -> memoryview:
         """Returns the values that a server's answer refers to, in the server's memory.

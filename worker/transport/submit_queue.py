@@ -11,6 +11,7 @@ from typing import NamedTuple
 from zenps.errors import ZenPSError
 from zenps.observe.clock import now_ns
 
+from ..core.interrupts import MASK
 from ..core.pending import Pending, Waiter
 from ..core.spans import Spans
 from ..core.steps import Steps
@@ -60,16 +61,18 @@ class SubmitQueue(Waiter):
     def advance(self, until: float) -> None:
         """Pushes prepared tensors; waits for the others, at most until the monotonic time ``until``."""
         while self._staged:
-            with self._lock:
+            with self._lock, MASK:
                 while self._staged and self._submit_if_prepared(self._staged[0]):
                     self._staged.popleft()
             if not self._staged or time.monotonic() >= until:
                 return
-            time.sleep(LOOK_SECONDS)
+            with MASK.lifted:
+                time.sleep(LOOK_SECONDS)
 
     def wait(self, ready: Callable[[], bool], until: float) -> None:
         # Push everything before waiting: other ranks wait for these tensors.
-        self.advance(until)
+        if self._staged:
+            self.advance(until)
         self._channel.wait(ready, until)
 
     def look(self, ready: Callable[[], bool]) -> None:
@@ -82,10 +85,9 @@ class SubmitQueue(Waiter):
         try:
             if not pending.transfer.prepared():
                 return False
+            self._spans.trace.since(begun_ns, "stage", tensor=pending.name, step=pending.progress.step)
+            self._channel.submit(pending)
         except ZenPSError as error:
             self._steps.take_back(pending.name)
             pending.fail(error)
-        else:
-            self._spans.trace.since(begun_ns, "stage", tensor=pending.name, step=pending.progress.step)
-            self._channel.submit(pending)
         return True

@@ -129,6 +129,8 @@ def _status_parts(status: Status) -> list[Table | Text]:
         Text(f"worker {n.rank} is a straggler: others have waited {n.late_seconds:.1f} s for it", "yellow")
         for n in late_workers(status)
     ]
+    if status.stall:
+        late.insert(0, Text(f"workers wait for one another: {printable(status.stall)}", "yellow"))
     changes = make_table("ago", "epoch", "who", "became")
     for change in status.changes[:SHOWN_CHANGES]:
         ago, who = f"{change.seconds_ago:.0f} s", Text(printable(change.who))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 from zenps.config.settings import ClusterConfig
 from zenps.errors import UsageError
 from zenps.keys import Keys
 from zenps.wire.admin_client import ask
-from zenps.wire.messages import Drain, DrainReply, Status, StatusRequest
+from zenps.wire.messages import Drain, DrainReply, Ended, Role, Status, StatusRequest
 
 
 def fetch(cluster: ClusterConfig, timeout_seconds: float, keys: Keys | None = None) -> Status:
@@ -15,6 +17,17 @@ def fetch(cluster: ClusterConfig, timeout_seconds: float, keys: Keys | None = No
     Errors are those of :func:`~zenps.wire.admin_client.ask`.
     """
     return ask(cluster, StatusRequest(), Status, timeout_seconds, keys)
+
+
+def report_end(
+    role: Role, rank: int, cluster: ClusterConfig, timeout_seconds: float, keys: Keys | None = None
+) -> Status:
+    """Tells the scheduler that the process of a node of this host has ended: nobody waits for its lease.
+
+    Returns the status afterwards. With keys, this needs the operator's. Errors are those of
+    :func:`~zenps.wire.admin_client.ask`.
+    """
+    return ask(cluster, Ended(role, rank, socket.gethostname()), Status, timeout_seconds, keys)
 
 
 def drain(cluster: ClusterConfig, rank: int, timeout_seconds: float, keys: Keys | None = None) -> None:

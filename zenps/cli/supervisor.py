@@ -6,20 +6,21 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import msgspec
 
-from zenps.config.settings import Config
+from zenps.config.settings import ClusterConfig, Config
 from zenps.errors import DeadlineError
-from zenps.keys import load_keys
+from zenps.keys import Keys, load_keys
 from zenps.wire.messages import Status
 
 from .exit_codes import CANNOT_START, FAILED, SIGNALLED
 from .output import Lines, Output
 from .processes import Guard, Pipe, Process, Program
-from .status import fetch
+from .status import fetch, report_end
 
 GRACE_SECONDS: Final = 4.0
 """From what ends the job to SIGKILL; and how long scheduler and servers have to end after the last worker.
@@ -64,6 +65,10 @@ class Supervisor:
 
     def run(self) -> int:
         """Starts all processes, waits for their ends, and returns the exit code of the job."""
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            self._say(
+                "SIGHUP is ignored, as under nohup: the job goes on; SIGTERM or SIGINT to launch ends it"
+            )
         self._start_scheduler()
         while not self._address.endswith(b"\n") and self._code is None:
             self._turn()
@@ -213,7 +218,7 @@ class Supervisor:
             if not (self._config.cluster.is_elastic and self._running("worker")):
                 return False
             # Without an answer the job continues: if not all have joined, the rendezvous will fail.
-            status = self._status()
+            status = self._report_end(failed)
             if status is not None and status.state in ("gathering", "failed"):
                 return False
             self._say(f"{failed.name} ended: {how}; the others continue without it")
@@ -227,7 +232,7 @@ class Supervisor:
             self._say(f"scheduler ended: {how}; starting it again")
             self._start("scheduler")
             return True
-        status = self._status()
+        status = self._report_end(failed)
         if status is None or status.state == "gathering":
             return False
         others = self._running("server")
@@ -256,11 +261,22 @@ class Supervisor:
 
     def _status(self) -> Status | None:
         """Asks the scheduler for the status. None if the scheduler has ended or does not answer."""
+        return self._ask(fetch)
+
+    def _report_end(self, ended: Process) -> Status | None:
+        """Reports the end of a server or worker, so that nobody waits for its lease.
+
+        Returns what :meth:`_status` does, afterwards.
+        """
+        role, _, rank = ended.name.partition(" ")
+        return self._ask(partial(report_end, "server" if role == "server" else "worker", int(rank)))
+
+    def _ask(self, question: Callable[[ClusterConfig, float, Keys | None], Status]) -> Status | None:
         if not self._address:
             return None
         cluster = msgspec.structs.replace(self._config.cluster, scheduler=self._scheduler_address())
         try:
-            return fetch(cluster, STATUS_SECONDS, load_keys(self._config.security, "operator"))
+            return question(cluster, STATUS_SECONDS, load_keys(self._config.security, "operator"))
         except DeadlineError:
             return None
 

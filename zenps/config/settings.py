@@ -73,6 +73,15 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             le=WEEK_SECONDS,
         ),
     ] = 0.0
+    stall_seconds: Annotated[
+        float,
+        Meta(
+            description="after a wait of this long, the log, the status and a metric say what each worker "
+            "[waits for](operations.md#stalls); 0: never",
+            ge=0,
+            le=WEEK_SECONDS,
+        ),
+    ] = 60.0
     on_worker_loss: Annotated[
         Literal["fail", "continue"],
         Meta(
@@ -158,6 +167,18 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         int, Meta(description="auto: bandwidth of a host's link in each direction, in Mbit/s", ge=1, le=10**7)
     ] = 10_000
     latency_us: Annotated[int, Meta(description="auto: latency of a message, in µs", ge=0, le=10**7)] = 50
+    sparsifier: Annotated[
+        str,
+        Meta(
+            description="[elements of a dense gradient that are pushed](sparsifiers.md): none (all of them), "
+            "randomk, threshold, topk, an entry point of zenps.sparsifier, or a dotted path to a "
+            "sparsifier"
+        ),
+    ] = "none"
+    density: Annotated[
+        float,
+        Meta(description="part of the elements that each rank pushes of a dense gradient", gt=0, le=1),
+    ] = 0.01
     levels: Annotated[
         int,
         Meta(
@@ -182,6 +203,15 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             max_length=4096,
         ),
     ] = ""
+
+
+class SparsifierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How dense gradients are thinned out, with ``sync.sparsifier``."""
+
+    least_bytes: Annotated[int, Meta(description="smaller tensors are pushed whole", ge=0, le=TIB)] = 64 * KIB
+    threshold: Annotated[
+        float, Meta(description="threshold: least magnitude that is pushed", ge=0, le=1e30)
+    ] = 0.001
 
 
 class CudaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -259,6 +289,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
     sync: SyncConfig = msgspec.field(default_factory=SyncConfig)
+    sparsifier: SparsifierConfig = msgspec.field(default_factory=SparsifierConfig)
     cuda: CudaConfig = msgspec.field(default_factory=CudaConfig)
     security: SecurityConfig = msgspec.field(default_factory=SecurityConfig)
     metrics: MetricsConfig = msgspec.field(default_factory=MetricsConfig)
@@ -270,6 +301,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """The settings that the scheme may refuse."""
         return Combination(
             values=self.sync.values,
+            sparsifier=self.sync.sparsifier,
             levels=self.sync.levels,
             on_worker_loss=self.cluster.on_worker_loss,
             keys=self.security.keys,
@@ -299,13 +331,18 @@ FIELDS: Final = _fields()
 
 def shared_settings(config: Config) -> dict[str, str | int | float]:
     """The settings that must be equal on all workers: those of sharding and of what ranks do together."""
+    thinning = {
+        f"sparsifier.{name}": value for name, value in msgspec.structs.asdict(config.sparsifier).items()
+    }
     return {
+        **thinning,
         "cluster.max_message_bytes": config.cluster.max_message_bytes,
         "cluster.on_worker_loss": config.cluster.on_worker_loss,
         "sync.bandwidth_mbit": config.sync.bandwidth_mbit,
         "sync.block": config.sync.block,
         "sync.bucket_bytes": config.sync.bucket_bytes,
         "sync.chunk_bytes": config.sync.chunk_bytes,
+        "sync.density": config.sync.density,
         "sync.fusion": config.sync.fusion,
         "sync.granule": config.sync.granule,
         "sync.latency_us": config.sync.latency_us,
@@ -313,5 +350,6 @@ def shared_settings(config: Config) -> dict[str, str | int | float]:
         "sync.partition": config.sync.partition,
         "sync.scheme": config.sync.scheme,
         "sync.seed": config.sync.seed,
+        "sync.sparsifier": config.sync.sparsifier,
         "sync.values": config.sync.values,
     }

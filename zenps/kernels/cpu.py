@@ -146,14 +146,15 @@ def _sum_in_bags(values: Tensor, groups: _Groups) -> Tensor:
 
 def _sort(keys: Indices) -> tuple[Indices, Indices]:
     """Sorts stably: the sorted keys, and the index at which each was."""
-    if len(keys) and len(keys) < 1 << 31 and keys.min() >= 0 and keys.max() < 1 << 31:
+    bits = len(keys).bit_length()
+    if len(keys) and keys.min() >= 0 and keys.max() < 1 << 63 - bits:
         # Key and index in one word: NumPy sorts plain int64 with SIMD, five times faster than it
-        # argsorts, and the index as the low half makes the order stable.
-        packed = keys << 32
+        # argsorts, and the index as the low bits makes the order stable.
+        packed = keys << bits
         packed |= np.arange(len(keys))
         packed.sort()
-        order = packed & 0xFFFFFFFF
-        packed >>= 32
+        order = packed & (1 << bits) - 1
+        packed >>= bits
         return packed, order
     order = np.argsort(keys, kind="stable")
     return keys[order], order

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -118,6 +123,26 @@ class Late(Collector):
         family = CounterMetricFamily("zenps_late_seconds_total", self._documentation, labels=["rank"])
         for rank, seconds in latest(self.seconds):
             family.add_metric([str(rank)], seconds)
+        yield family
+
+    describe = collect
+
+
+class Stalled(Collector):
+    """A gauge of the longest stalls; it has no series while there is none."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.waits: Sequence[tuple[int, str, float]] = ()
+        """The rank that waits, for what, and for how many seconds; the scheduler replaces it."""
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        documentation = (
+            "How long a worker has waited for others, and for what: from cluster.stall_seconds on."
+        )
+        family = GaugeMetricFamily("zenps_stalled_seconds", documentation, labels=["rank", "waits_for"])
+        for rank, waits_for, seconds in self.waits:
+            family.add_metric([str(rank), waits_for], seconds)
         yield family
 
     describe = collect

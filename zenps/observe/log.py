@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import sys
 import threading
 from collections.abc import Hashable
@@ -42,7 +43,8 @@ here: Final = Here()
 def setup(config: LogConfig, role: str, *, owns_process: bool = False) -> logging.Logger:
     """Sends the logger ``zenps`` to stderr as ``config`` says, and returns it.
 
-    From now on an exception that ends a thread of ZenPS is logged, too.
+    From now on an exception that ends a thread of ZenPS is logged, too. The first line says what ends this
+    process, if SIGHUP does not.
 
     Args:
         owns_process: True in a process of ZenPS alone: then all loggers, warnings and threads are logged the
@@ -59,6 +61,9 @@ def setup(config: LogConfig, role: str, *, owns_process: bool = False) -> loggin
         logging.root.handlers[:] = [handler]
         logging.captureWarnings(True)
     _log_threads(everyone=owns_process)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        others = "SIGTERM" if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else "SIGTERM or SIGINT"
+        logger.info("SIGHUP is ignored, as under nohup: this process ends with its job, or by %s", others)
     return logger
 
 

@@ -8,16 +8,16 @@ only the latest ones are shown. A process has one metrics object, on a registry 
 from __future__ import annotations
 
 import importlib.metadata
-import threading
 from typing import Final, Literal, get_args
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Info, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Info, MetricsHandler, ProcessCollector
 
-from zenps.errors import ProtocolError, cannot_listen
+from zenps.errors import ProtocolError
 from zenps.schemes.registry import scheme_of
 
-from .collectors import Durations, Late, Outcomes, Tally, WithoutCreated
+from . import http_server
+from .collectors import Durations, Late, Outcomes, Stalled, Tally, WithoutCreated
+from .http_server import Endpoint
 
 CUT_CONNECTIONS: Final = "Connections closed because the peer sent an endless message or did not read."
 
@@ -27,7 +27,7 @@ HASH_OUTCOMES: Final = ("first_try", "rehashed", "serial", "overflowed")
 STATES: Final = ("gathering", "recovering", "confirming", "running", "draining", "stopped", "failed")
 """The job's states, as in ``scheduler/membership/states.py``: this layer must not import a role."""
 
-Refusal = Literal["unknown_key", "handshake"]
+Refusal = Literal["unknown_key", "wrong_role", "handshake"]
 """Why a connection was refused. libzmq cannot tell a peer without a key from one that hung up."""
 
 
@@ -105,6 +105,12 @@ class WorkerMetrics(_RoleMetrics):
             "pulled as the union of all ranks, and rows of the whole tensor.",
             stage=("given", "pushed", "pulled", "whole"),
         )
+        self.elements = self._counter(
+            "zenps_elements_total",
+            "Elements of sparsified gradients by stage: of the whole gradient, selected by this worker, and "
+            "in the union of all ranks.",
+            stage=("whole", "selected", "union"),
+        )
         self.push_pull_duration = self._durations(
             "zenps_push_pull_duration_seconds", "Duration of a round, from the caller's call to its result."
         )
@@ -154,8 +160,9 @@ class _ListenerMetrics(_RoleMetrics):
         super().__init__(registry, role)
         self._refused_connections = self._counter(
             "zenps_refused_connections_total",
-            "Connections refused: the peer's key is not listed (unknown_key); or the peer has no key, "
-            "expects another node's key, or hung up (handshake).",
+            "Connections refused: the peer's key is not listed (unknown_key), or of a role that has no "
+            "business here (wrong_role); or the peer has no key, expects another node's key, or hung up "
+            "(handshake).",
             reason=get_args(Refusal),
         )
 
@@ -214,38 +221,19 @@ class SchedulerMetrics(_ListenerMetrics):
             "zenps_barriers_total", "Barriers ended, by outcome.", outcome=("completed", "failed")
         )
         self.late = Late("Seconds that barriers and servers have waited for a worker.", registry)
+        self.stalled = Stalled(registry)
         self.cut_connections = self._counter("zenps_cut_connections_total", CUT_CONNECTIONS)
 
 
-class Exporter:
-    """A running ``/metrics`` endpoint; ``address`` is its ``host:port``, empty where it is off."""
-
-    def __init__(self, server: WSGIServer | None = None, thread: threading.Thread | None = None) -> None:
-        self._server = server
-        self._thread = thread
-        self.address = ""
-        if server is not None:
-            host, port = server.server_address[:2]
-            self.address = f"[{host!s}]:{port}" if ":" in str(host) else f"{host!s}:{port}"
-
-    def close(self) -> None:
-        """Stops serving and frees the port; a second call does nothing."""
-        if self._server is not None and self._thread is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._thread.join()
-            self._server = None
+class _MetricsHandler(http_server.Handler, MetricsHandler):
+    """Prometheus's own answer, on a bounded connection."""
 
 
-def serve(registry: CollectorRegistry, host: str, port: int) -> Exporter:
+def serve(registry: CollectorRegistry, host: str, port: int) -> Endpoint:
     """Serves ``registry`` over HTTP at ``host``. Port 0 takes any free one; port -1 serves nothing.
 
     Raises:
         ConfigError: the address cannot be listened on.
     """
-    if port == -1:
-        return Exporter()
-    try:
-        return Exporter(*start_http_server(port, addr=host, registry=WithoutCreated(registry)))
-    except OSError as error:
-        raise cannot_listen("metrics", host, port, error) from error
+    handler = _MetricsHandler.factory(WithoutCreated(registry))
+    return Endpoint(http_server.listen("metrics", host, port, handler))

@@ -38,7 +38,8 @@ def device_layout_on(layout: Layout, device: torch.device) -> DeviceLayout:
             expected = f"at least {8 * granules} for {permutation!r}, which CUDA kernels must look up"
             raise ConfigError("sync.table_bytes", layout.table_bytes, expected)
         tables = tuple(built)
-    moves = (*layout.placing, *layout.unplacing)
+    shifts = (layout.placing, layout.unplacing)
+    moves = [tensor for shift in shifts for tensor in (shift.starts, shift.distances)]
     kept = tuple(tensor.to(device) for tensor in (*moves, *tables))
     pointers = [tensor.data_ptr() for tensor in kept] + [0] * (6 - len(kept))
     granule_bits = layout.granule.bit_length() - 1

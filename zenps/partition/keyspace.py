@@ -12,27 +12,33 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from zenps.errors import ConfigError
 
 MAX_SIZE = 1 << 62
-"""The largest index space: its two halves, and all products of the rounds, fit in int64."""
+"""The largest index space: sums of two halves fit in uint32, all products of the rounds in uint64."""
 
 ROUNDS = 4
 """The fewest that Luby and Rackoff prove strong ("How to Construct Pseudorandom Permutations from
 Pseudorandom Functions", SIAM J. Comput. 17(2), 1988). Measured: more do not balance better."""
 
-_BLOCK = 1 << 15  # indices worked on at once: four int64 buffers of this length stay in a core's L2
-_MASK32 = 0xFFFFFFFF
+_BLOCK = 1 << 14  # indices worked on at once: a few buffers of this length stay in a core's L2
 _MASK64 = 0xFFFFFFFFFFFFFFFF
+
+
+Wide = NDArray[np.uint64]
+Half = NDArray[np.uint32]
+"""Half of an index. Its arithmetic wraps around, as the hash has it, and eight of them fit in a register."""
 
 
 class Permutation(Protocol):
     """A bijection on [0, ``size``), equal on every node.
 
-    Both methods take and return int64 tensors of any shape, on any device. Values must lie in
+    Both methods take and return int64 tensors of any shape, on the CPU. Values must lie in
     [0, ``size``): the caller has checked them, as :class:`zenps.partition.layout.Layout` does.
     """
 
@@ -109,49 +115,54 @@ class Feistel:
         return f"Feistel(size={self.size}, keys={[hex(key) for key in self.keys]})"
 
     def forward(self, index: Tensor) -> Tensor:
-        """π: the position of each index. int64 of any shape and device, fresh memory."""
+        """π: the position of each index. int64 of any shape, on the CPU, fresh memory."""
         return self._walk(index, self._encipher)
 
     def inverse(self, position: Tensor) -> Tensor:
-        """π⁻¹: the index at each position. int64 of any shape and device, fresh memory."""
+        """π⁻¹: the index at each position. int64 of any shape, on the CPU, fresh memory."""
         return self._walk(position, self._decipher)
 
-    def _walk(self, values: Tensor, cipher: Callable[[Tensor], Tensor]) -> Tensor:
+    def _walk(self, values: Tensor, cipher: Callable[[Wide], Wide]) -> Tensor:
         """``cipher`` of each value, block by block, applied again to the few that fall outside."""
-        flat = values.reshape(-1)
-        result = torch.empty_like(flat)
-        for source, target in zip(torch.split(flat, _BLOCK), torch.split(result, _BLOCK), strict=True):
-            target.copy_(cipher(source))
-        outside = (result >= self.size).nonzero().squeeze(1)
-        while outside.numel():
+        flat = values.reshape(-1).numpy().view(np.uint64)
+        result = np.empty_like(flat)
+        for begin in range(0, len(flat), _BLOCK):
+            result[begin : begin + _BLOCK] = cipher(flat[begin : begin + _BLOCK])
+        outside = np.flatnonzero(result >= self.size)
+        while outside.size:
             walked = cipher(result[outside])
             result[outside] = walked
             outside = outside[walked >= self.size]
-        return result.view(values.shape)
+        return torch.from_numpy(result.view(np.int64)).view(values.shape)
 
-    def _encipher(self, values: Tensor) -> Tensor:
-        right, left, scratch, hashed = self._halves(values)
+    def _encipher(self, values: Wide) -> Wide:
+        right, left = self._halves(values)
         for number, key in enumerate(self.keys):
             if number % 2 == 0:
-                _add_hash(left, right, key, self.left_size, hashed, scratch)
+                _add(left, _hash(right, key, self.left_size), self.left_size)
             else:
-                _add_hash(right, left, key, self.right_size, hashed, scratch)
-        return right.mul_(self.left_size).add_(left)
+                _add(right, _hash(left, key, self.right_size), self.right_size)
+        return self._joined(right, left)
 
-    def _decipher(self, values: Tensor) -> Tensor:
-        right, left, scratch, hashed = self._halves(values)
+    def _decipher(self, values: Wide) -> Wide:
+        right, left = self._halves(values)
         for number, key in reversed(tuple(enumerate(self.keys))):
             if number % 2 == 0:
-                _subtract_hash(left, right, key, self.left_size, hashed, scratch)
+                _subtract(left, _hash(right, key, self.left_size), self.left_size)
             else:
-                _subtract_hash(right, left, key, self.right_size, hashed, scratch)
-        return right.mul_(self.left_size).add_(left)
+                _subtract(right, _hash(left, key, self.right_size), self.right_size)
+        return self._joined(right, left)
 
-    def _halves(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(right, left, two buffers of the same shape)."""
-        right = torch.div(values, self.left_size, rounding_mode="floor")
-        left = torch.sub(values, right, alpha=self.left_size)
-        return right, left, torch.empty_like(right), torch.empty_like(right)
+    def _halves(self, values: Wide) -> tuple[Half, Half]:
+        right = values // np.uint64(self.left_size)
+        left = values - right * np.uint64(self.left_size)
+        return right.astype(np.uint32), left.astype(np.uint32)
+
+    def _joined(self, right: Half, left: Half) -> Wide:
+        joined = right.astype(np.uint64)
+        joined *= np.uint64(self.left_size)
+        joined += left
+        return joined
 
 
 def _splitmix64(number: int) -> int:
@@ -162,35 +173,34 @@ def _splitmix64(number: int) -> int:
     return mixed ^ mixed >> 31
 
 
-def _hash(half: Tensor, key: int, size: int, hashed: Tensor, scratch: Tensor) -> None:
-    """Writes a hash of ``half`` in [0, ``size``) into ``hashed``: uint32 arithmetic, kept in int64.
+def _hash(half: Half, key: int, size: int) -> Half:
+    """A hash of ``half`` in [0, ``size``).
 
     The steps of murmur3's fmix32 between its first and its last shift; those two are idle here,
     for the key is mixed in first and the range reduction reads the high bits. That reduction is
     Lemire's multiply and shift (https://arxiv.org/abs/1805.10941), with no division.
     """
-    torch.bitwise_xor(half, key, out=hashed)
-    hashed.mul_(0x85EBCA6B).bitwise_and_(_MASK32)
-    torch.bitwise_right_shift(hashed, 13, out=scratch)
-    hashed.bitwise_xor_(scratch).mul_(0xC2B2AE35).bitwise_and_(_MASK32)
-    hashed.mul_(size).bitwise_right_shift_(32)
+    hashed = half ^ np.uint32(key)
+    hashed *= np.uint32(0x85EBCA6B)
+    hashed ^= hashed >> np.uint32(13)
+    hashed *= np.uint32(0xC2B2AE35)
+    wide = hashed.astype(np.uint64)
+    wide *= np.uint64(size)
+    wide >>= np.uint64(32)
+    return wide.astype(np.uint32)
 
 
-def _add_hash(half: Tensor, other: Tensor, key: int, size: int, hashed: Tensor, scratch: Tensor) -> None:
-    """half = (half + hash(other)) mod size, in place."""
-    _hash(other, key, size, hashed, scratch)
-    half.add_(hashed).sub_(size)
-    _add_where_negative(half, size, scratch)
+# Halves are at most 2**31, so that a number beyond ``size`` or below 0 is brought back by the smaller of two
+# numbers: the other one has wrapped around. That takes less than a comparison and a choice.
 
 
-def _subtract_hash(half: Tensor, other: Tensor, key: int, size: int, hashed: Tensor, scratch: Tensor) -> None:
-    """half = (half - hash(other)) mod size, in place."""
-    _hash(other, key, size, hashed, scratch)
-    half.sub_(hashed)
-    _add_where_negative(half, size, scratch)
+def _add(half: Half, hashed: Half, size: int) -> None:
+    """half = (half + hashed) mod size, in place."""
+    half += hashed
+    np.minimum(half, half - np.uint32(size), out=half)
 
 
-def _add_where_negative(half: Tensor, size: int, scratch: Tensor) -> None:
-    """Brings values of [-size, size) into [0, size); by the sign bit, 1.5 times as fast as ``where``."""
-    torch.bitwise_right_shift(half, 63, out=scratch)
-    half.add_(scratch.bitwise_and_(size))
+def _subtract(half: Half, hashed: Half, size: int) -> None:
+    """half = (half - hashed) mod size, in place."""
+    half -= hashed
+    np.minimum(half, half + np.uint32(size), out=half)

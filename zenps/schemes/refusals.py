@@ -15,6 +15,7 @@ class Combination(Struct, frozen=True, kw_only=True):
     """The settings that a scheme may refuse."""
 
     values: ValueForm
+    sparsifier: str
     levels: int
     on_worker_loss: str
     keys: str
@@ -26,6 +27,14 @@ def values_unchanged(name: str, settings: Combination) -> ConfigError | None:
         return None
     allowed = f"same, because sync.scheme = {name} sends values unchanged"
     return ConfigError("sync.values", settings.values, allowed)
+
+
+def all_elements(name: str, settings: Combination) -> ConfigError | None:
+    """The scheme sends dense gradients whole."""
+    if settings.sparsifier == "none":
+        return None
+    allowed = f"none, because sync.scheme = {name} sends every element"
+    return ConfigError("sync.sparsifier", settings.sparsifier, allowed)
 
 
 def one_level(name: str, settings: Combination) -> ConfigError | None:

@@ -16,7 +16,7 @@ from zenps.keys import Keys
 
 from .curve import Handshakes
 from .frames import MAX_ENVELOPE_BYTES, MAX_STATUS_BYTES, Decoder, encode
-from .messages import Drain, Status, StatusRequest
+from .messages import Drain, Ended, Status, StatusRequest
 from .sockets import Socket, connect, open_dealer
 
 Answer = TypeVar("Answer", bound=msgspec.Struct)
@@ -24,7 +24,7 @@ Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 def ask(
     cluster: ClusterConfig,
-    question: StatusRequest | Drain,
+    question: StatusRequest | Drain | Ended,
     answer: type[Answer],
     timeout_seconds: float,
     keys: Keys | None = None,

@@ -106,13 +106,17 @@ class Authenticator:
         ctx: the context of the ROUTER.
         keys: of this node, or None. The list of public keys is read again whenever its file has changed.
         count: called for every connection that is refused.
+        role: the only one whose nodes have business there; empty: any.
 
     Attributes:
         sockets: to poll; when one is readable, call :meth:`attend`.
     """
 
-    def __init__(self, ctx: zmq.Context[Socket], keys: Keys | None, count: Callable[[Refusal], None]) -> None:
+    def __init__(
+        self, ctx: zmq.Context[Socket], keys: Keys | None, count: Callable[[Refusal], None], role: str = ""
+    ) -> None:
         self._ctx = ctx
+        self._role = role
         self._keys = keys
         self._count = count
         self._connections: Connections | None = None
@@ -188,14 +192,26 @@ class Authenticator:
         # Requests come only from our own ROUTER, with its domain: anything else is a bug here.
         assert (version, domain, mechanism) == (_ZAP_VERSION, ZAP_DOMAIN, b"CURVE")
         public = z85.encode(credentials[0])
-        if public in self._owners:
-            status, user = (b"200", b"OK"), public
-        else:
+        name = self._owners.get(public)
+        where, key = address.decode(errors="replace").removeprefix("::ffff:"), public.decode()
+        status, user = (b"200", b"OK"), public
+        if name is None:
             status, user = (b"400", b"unknown key"), b""
             self._count("unknown_key")
-            where, key = address.decode(errors="replace").removeprefix("::ffff:"), public.decode()
             log.once(
                 _logger, (where, key), "refused a connection from %s: %s is not in %s", where, key, keys.file
+            )
+        elif self._role and name.partition("-")[0] != self._role:
+            # Under the identity of another node it would take over that node's connection.
+            status, user = (b"400", b"wrong role"), b""
+            self._count("wrong_role")
+            log.once(
+                _logger,
+                (where, key),
+                "refused a connection from %s: it has the key of %s, expected one of a %s",
+                where,
+                name,
+                self._role,
             )
         self._zap.send_multipart([_ZAP_VERSION, request, *status, user, b""])
 

@@ -16,11 +16,12 @@ from zenps.schemes.base import PullCodec
 
 Role = Literal["worker", "server"]
 Dtype = Literal["float16", "bfloat16", "float32", "float64", "int64", "uint8"]
-FailureKind = Literal["mismatch", "deadline", "lost"]
+FailureKind = Literal["mismatch", "deadline", "lost", "size"]
 Kind = Literal["dense", "sparse", "blocks"]
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
-Name = Annotated[str, Meta(min_length=1, max_length=1024)]
+MAX_NAME = 1024
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
 Text = Annotated[str, Meta(max_length=16384)]
 Host = Annotated[str, Meta(max_length=255)]
 Address = Annotated[str, Meta(max_length=300)]
@@ -28,8 +29,15 @@ Address = Annotated[str, Meta(max_length=300)]
 MAX_COLUMNS = (1 << 28) - 1
 # Bytes that a row of a sparse tensor counts beside its values, when chunks are formed and bounded.
 POSITION_BYTES = 8
+SEAL_BYTES = 32
 # Ranks of one host.
 MAX_STANDS_FOR = 1024
+# Characters of what a worker waits for.
+MAX_WAIT = 1200
+# Messages in which one chunk travels, if its rows are too many for one.
+MAX_FRAGMENTS = 1 << 15
+Fragment = Annotated[int, Meta(ge=0, lt=MAX_FRAGMENTS)]
+Fragments = Annotated[int, Meta(ge=1, le=MAX_FRAGMENTS)]
 Load = Annotated[dict[Annotated[str, Meta(max_length=64)], float], Meta(max_length=32)]
 """Numbers that a node reports with each heartbeat, for ``zenps status``."""
 Late = Annotated[dict[Rank, float], Meta(max_length=MOST_RANKS)]
@@ -50,7 +58,7 @@ class Member(Struct, frozen=True, array_like=True):
     metrics: Address
     """``host:port`` of its Prometheus endpoint; empty if it has none."""
     identity: Annotated[bytes, Meta(max_length=255)] = b""
-    """Its ZeroMQ routing identity. A server accepts a rank's pushes only from this identity."""
+    """A worker's ZeroMQ routing identity at servers. They accept a rank's pushes only from this identity."""
 
     def __str__(self) -> str:
         return f"{self.role} {self.rank} (host {self.host}, pid {self.pid})"
@@ -93,6 +101,10 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag="heartbeat"):
     """Of a worker: all rounds that were in flight when it received this watermark have ended."""
     clock_ns: Count = 0
     """The sender's clock. The answer repeats it."""
+    waits_for: Annotated[str, Meta(max_length=MAX_WAIT)] = ""
+    """Of a worker: its longest wait for others, such as ``barrier``; empty if it does not wait."""
+    waited_seconds: float = 0.0
+    """How long that wait has lasted."""
 
 
 LAST_BARRIER = (1 << 62) - 1
@@ -122,6 +134,14 @@ class Drain(Struct, frozen=True, array_like=True, tag="drain"):
     rank: Rank
 
 
+class Ended(Struct, frozen=True, array_like=True, tag="ended"):
+    """From ``zenps launch``: a node's process has ended. Needs no registration; the answer is ``Status``."""
+
+    role: Role
+    rank: Rank
+    host: Host
+
+
 class StatusRequest(Struct, frozen=True, array_like=True, tag="status?"):
     """From ``zenps status``; needs no registration."""
 
@@ -145,6 +165,15 @@ class View(Struct, frozen=True, array_like=True, tag="view"):
     """Those of ``workers`` that have left. Rounds that they have not pushed cannot end."""
     admitted: Count = 0
     """The epoch in which joining workers were last admitted. Workers count steps from 0 since then."""
+    seal: Annotated[bytes, Meta(max_length=SEAL_BYTES)] = b""
+    """Of the scheduler, by which its successor knows the view again; empty without keys."""
+
+
+class SharedView(Struct, frozen=True, array_like=True, tag="shared view"):
+    """A view. It follows in a frame of its own, which is the same for all nodes of a role."""
+
+    rank: Rank
+    """Of the receiver. The view in the frame has rank 0."""
 
 
 class WhoAreYou(Struct, frozen=True, array_like=True, tag="register?"):
@@ -244,6 +273,8 @@ class Status(Struct, frozen=True, array_like=True, tag="status!"):
     """As in :class:`View`; empty before the first."""
     changes: tuple[Change, ...] = ()
     """The latest, newest first."""
+    stall: Text = ""
+    """What each worker waits for, if one has waited for longer than ``cluster.stall_seconds``; else empty."""
 
 
 # ── worker → server ─────────────────────────────────────────────────────────────────────────────
@@ -285,6 +316,12 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
     """Other ranks of the sender's host whose contributions are in this one. They push nothing."""
     shared: Shared | None = None
     """The location of the values, if they are no frame."""
+    fragment: Fragment = 0
+    """Which fragment of the chunk this is, in order of position."""
+    fragments: Fragments = 1
+    """The number of fragments in which this rank's rows of the chunk travel."""
+    given: Annotated[str, Meta(max_length=2048)] = ""
+    """The caller's tensor, in words, if it travels in another form: the same on all ranks."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -292,12 +329,20 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
         return self.rank, *self.stands_for
 
 
+class GiveUp(Struct, frozen=True, array_like=True, tag="give-up"):
+    """The sender's rank pushes nothing more for this round of this tensor: it has failed there."""
+
+    ring_epoch: Count
+    tensor: Name
+    step: Count
+
+
 class Hello(Struct, frozen=True, array_like=True):
     """To a server of the same host by a Unix socket, with the descriptor of the worker's arena."""
 
     job: Text
     identity: Annotated[bytes, Meta(max_length=255)]
-    """The worker's ZeroMQ routing identity."""
+    """The worker's ZeroMQ routing identity at servers."""
 
 
 # ── server → worker ─────────────────────────────────────────────────────────────────────────────
@@ -318,9 +363,13 @@ class Result(ChunkReply, frozen=True, array_like=True, tag="result"):
     rows: Count
     codec: CodecName | Literal["none"]
     pushed: Count = 0
-    """The sum of ``rows`` over all ranks' pushes."""
+    """The sum of ``rows`` over all ranks' pushes; 0 except in fragment 0."""
     shared: Shared | None = None
     """The location of the values, if they are no frame."""
+    fragment: Fragment = 0
+    """Which fragment of the chunk this is, in order of position."""
+    fragments: Fragments = 1
+    """The number of fragments in which the chunk's sum travels."""
 
 
 class Failure(ChunkReply, frozen=True, array_like=True, tag="failure"):
@@ -346,9 +395,18 @@ class Wanted(ChunkReply, frozen=True, array_like=True, tag="wanted"):
     """The receiver's push is missing in a round. If the receiver has ended that round, it pushes it again."""
 
 
-ToScheduler = Register | Heartbeat | Barrier | Admit | Leave | StatusRequest | Drain
+ToScheduler = Register | Heartbeat | Barrier | Admit | Leave | StatusRequest | Drain | Ended
 FromScheduler = (
-    View | WhoAreYou | Refused | HeartbeatReply | BarrierReply | Departed | Stop | Status | DrainReply
+    View
+    | SharedView
+    | WhoAreYou
+    | Refused
+    | HeartbeatReply
+    | BarrierReply
+    | Departed
+    | Stop
+    | Status
+    | DrainReply
 )
-ToServer = Push
+ToServer = Push | GiveUp
 FromServer = Result | Failure | Busy | Resume | Resend | Wanted

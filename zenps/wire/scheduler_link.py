@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import time
-import uuid
 from collections.abc import Iterator
 
 import msgspec
@@ -23,6 +22,7 @@ from zenps.observe.clock import ClockFilter, now_ns
 from .addresses import why_unreachable
 from .curve import Handshakes
 from .frames import MAX_ENVELOPE_BYTES, Decoder, encode
+from .identity import new_identity
 from .messages import (
     FromScheduler,
     Heartbeat,
@@ -33,12 +33,14 @@ from .messages import (
     Refused,
     Register,
     Role,
+    SharedView,
     ToScheduler,
     View,
     WhoAreYou,
 )
 from .registration import Registration
 from .sockets import Socket, connect, open_dealer
+from .views import decode_view
 
 logger = logging.getLogger("zenps.link")
 
@@ -69,9 +71,10 @@ class SchedulerLink:
     def __init__(
         self, ctx: zmq.Context[Socket], cluster: ClusterConfig, role: Role, keys: Keys | None = None
     ) -> None:
+        self.ctx = ctx
         self._cluster = cluster
         self._scheduler = cluster.scheduler.removeprefix("tcp://")
-        identity = f"{role}-{uuid.uuid4().hex}".encode()
+        identity = new_identity(role)
         self.socket = open_dealer(ctx, identity, MAX_ENVELOPE_BYTES, keys)
         self._handshakes = Handshakes(ctx, self.socket)
         connect(self.socket, self._scheduler)
@@ -86,18 +89,23 @@ class SchedulerLink:
         self.registration: Registration
         """Set by :meth:`join`."""
 
-    def join(self, register: Register) -> View:
+    def join(self, register: Register, *, has_left: bool = False) -> View:
         """Registers and waits for the first view; sends heartbeats meanwhile.
+
+        Args:
+            register: of this node.
+            has_left: True if this process has left a job of this scheduler before. Then the scheduler is
+                awaited for a lease only: it has most likely ended with that job.
 
         Raises:
             DeadlineError: some nodes did not come in time (the error names them), or the scheduler is silent.
             MismatchError: a shared setting differs from the scheduler's.
-            UsageError: the rank is taken, or the cluster is already complete.
+            UsageError: the rank is taken, the cluster is already complete, or its job has ended.
             PeerLostError: a node was lost before all had the first view.
             ConfigError: the scheduler does not list this node's key, or only one of the two has keys.
         """
         try:
-            return self._await_view(register)
+            return self._await_view(register, has_left)
         except (KeyboardInterrupt, SystemExit):
             # Another process may take the rank at once, and not only when this lease has run out.
             self.leave()
@@ -107,7 +115,7 @@ class SchedulerLink:
         finally:
             self._handshakes.close()
 
-    def _await_view(self, register: Register) -> View:
+    def _await_view(self, register: Register, has_left: bool) -> View:
         self.registration = Registration(register)
         self.send(register)
         began = time.monotonic()
@@ -117,6 +125,12 @@ class SchedulerLink:
             if self.is_beat_due(now):
                 self.beat(now, epoch=0, load={})
             is_silent = self._heard <= began and now > began + self._cluster.lease_seconds
+            if is_silent and has_left:
+                raise UsageError(
+                    f"no answer of the scheduler at {self._scheduler} in {self._cluster.lease_seconds:g} s: "
+                    "this process has left its job before, and a job ends when all its workers have left; "
+                    "start another cluster before zenps.init(), or call zenps.shutdown() only at the end"
+                )
             if is_silent and not is_silence_logged:
                 is_silence_logged = True
                 logger.warning("%s", self._silence(self._cluster.lease_seconds))
@@ -171,9 +185,11 @@ class SchedulerLink:
         the node registers again.
         """
         while self.socket.poll(0):
-            frames = self.socket.recv_multipart()
+            envelope, *frames = [memoryview(frame) for frame in self.socket.recv_multipart()]
             try:
-                message = self._decoder.decode(frames[0])
+                message = self._decoder.decode(envelope, frames)
+                if isinstance(message, SharedView):
+                    message = decode_view(message, frames)
             except ProtocolError as error:
                 log.once(logger, self._scheduler, "dropped a message of the scheduler: %s", error)
                 continue
@@ -216,10 +232,21 @@ class SchedulerLink:
         """True if it is time for a heartbeat; ``now`` is :func:`time.monotonic`."""
         return now >= self._next_beat
 
-    def beat(self, now: float, epoch: int, load: Load, late: Late | None = None, watermark: int = 0) -> None:
-        """Sends a heartbeat at once, for example after a new view."""
+    def beat(
+        self,
+        now: float,
+        epoch: int,
+        load: Load,
+        late: Late | None = None,
+        watermark: int = 0,
+        wait: tuple[str, float] = ("", 0.0),
+    ) -> None:
+        """Sends a heartbeat at once, for example after a new view.
+
+        ``wait`` is what this node waits for, and for how long.
+        """
         self._next_beat = now + self._cluster.lease_seconds / BEATS_PER_LEASE
-        self.send(Heartbeat(epoch, load, late or {}, watermark, now_ns()))
+        self.send(Heartbeat(epoch, load, late or {}, watermark, now_ns(), *wait))
 
     def seconds_to_beat(self, now: float) -> float:
         """How long a poll may last until the next heartbeat is due."""

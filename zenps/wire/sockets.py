@@ -42,9 +42,20 @@ MAX_FRAMES = 5
 # is told of some 5000 departures at once.
 MAX_QUEUED_MESSAGES = 8192
 
+# Unread messages of one peer at a ROUTER, unless their bytes call for fewer.
+MAX_UNREAD_MESSAGES = 64
+
+HEARTBEAT_SECONDS = 2
+"""How often a DEALER sends libzmq's heartbeat, which finds connections whose other end vanished without FIN.
+
+A ROUTER sends none. When a connection has ended while its reading was paused, libzmq 4.3.5 aborts the process
+as soon as it wants to send a heartbeat (``stream_engine_base.cpp``; libzmq issues 3937, 4229 and 4767). A
+ROUTER pauses reading, so it relies on the heartbeats of its peers, which tell it when to give them up. A
+DEALER never pauses: what its caller has in flight bounds what comes."""
+
 SILENT_SECONDS = 10
-"""A connection is closed as dead when it has brought nothing for so long, not even an answer to libzmq's
-heartbeat."""
+"""A connection is closed as dead when it has brought nothing for so long, neither a heartbeat nor an answer
+to one."""
 
 BUSY_SECONDS = 60
 """The same where tensors travel. A heartbeat waits behind some megabytes that TCP has buffered on each side;
@@ -75,7 +86,14 @@ def open_dealer(
     messages wait behind those that TCP has taken; 0: any number.
     """
     socket = _socket(ctx, zmq.DEALER, max_message_bytes)
+    # By default a worker's send queue is bounded by what is in flight, not by a count of messages: a full
+    # queue would block the one thread that also has to read.
     socket.setsockopt(zmq.SNDHWM, max_queued)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    silent_ms = 1000 * (BUSY_SECONDS if max_message_bytes > MAX_ENVELOPE_BYTES else SILENT_SECONDS)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 1000 * HEARTBEAT_SECONDS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silent_ms)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, silent_ms)  # the same for the ROUTER at the other end
     if keys is not None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public_of(peer))
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
@@ -99,18 +117,25 @@ def connect(socket: Socket, address: str) -> None:
 
 
 def bind_router(
-    ctx: zmq.Context[Socket], host: str, port: int, max_message_bytes: int, keys: Keys | None = None
+    ctx: zmq.Context[Socket],
+    host: str,
+    port: int,
+    max_message_bytes: int,
+    keys: Keys | None = None,
+    max_unread: int = MAX_UNREAD_MESSAGES,
 ) -> tuple[Socket, str]:
     """A ROUTER on ``host``, or on all interfaces if others may resolve ``host`` to another address.
 
     With ``keys`` every peer needs a key that a :class:`~zenps.wire.curve.Authenticator` in ``ctx`` knows.
-    Returns the socket and its address, ``tcp://host:port`` with the real port.
+    At most ``max_unread`` messages of one peer wait here, and one more that is on its way; beyond, TCP slows
+    the peer down (backpressure). Returns the socket and its address, ``tcp://host:port`` with the real port.
 
     Raises:
         ConfigError: the port is taken, or ``host`` cannot be resolved.
     """
     socket = _socket(ctx, zmq.ROUTER, max_message_bytes)
     socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, max_unread)
     # Without it a message to a peer that is gone vanishes; with it, sending raises EHOSTUNREACH.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     # A peer that reconnects takes over its identity from the dead connection.
@@ -176,22 +201,13 @@ def send_frames(socket: Socket, prefix: Sequence[bytes], frames: Sequence[memory
 
 def _socket(ctx: zmq.Context[Socket], kind: int, max_message_bytes: int) -> Socket:
     socket: Socket = ctx.socket(kind)
-    silent_seconds = BUSY_SECONDS if max_message_bytes > MAX_ENVELOPE_BYTES else SILENT_SECONDS
     options: dict[int, Any] = {
         zmq.LINGER: LINGER_MS,
         zmq.IPV6: 1,
-        # A worker's send queue is bounded by what is in flight, not by a count of messages: a full queue
-        # would block the one thread that also has to read. A ROUTER's is set when it is bound.
-        zmq.SNDHWM: 0,
-        # Unread messages of one peer. Beyond it TCP slows the peer down (backpressure).
-        zmq.RCVHWM: 64,
         # A larger message costs its sender the connection.
         zmq.MAXMSGSIZE: max_message_bytes,
         zmq.RECONNECT_IVL: 50,
         zmq.RECONNECT_IVL_MAX: 2000,
-        # Finds connections whose other end vanished without a FIN.
-        zmq.HEARTBEAT_IVL: 2000,
-        zmq.HEARTBEAT_TIMEOUT: 1000 * silent_seconds,
     }
     for option, value in options.items():
         socket.setsockopt(option, value)

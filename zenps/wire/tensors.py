@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -45,6 +46,17 @@ def copied_bytes(tensor: Tensor) -> bytes:
         tensor = tensor.detach().resolve_neg().contiguous()
     # Not by way of NumPy, which would take most of the time for a small tensor.
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def cut_fragments(begin: int, end: int, most_rows: int) -> list[tuple[int, int]]:
+    """Divides the rows from ``begin`` up to ``end`` into the fewest fragments of at most ``most_rows``.
+
+    Their sizes differ by a row at most. There is one fragment if there are no rows.
+    """
+    count = max(1, -(-(end - begin) // most_rows))
+    if count == 1:
+        return [(begin, end)]
+    return list(pairwise([begin + (end - begin) * number // count for number in range(count + 1)]))
 
 
 def check_size(data: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> None:

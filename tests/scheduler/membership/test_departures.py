@@ -24,7 +24,8 @@ from tests.scheduler.nodes import (
     worker,
 )
 from zenps.scheduler.membership.actions import Send
-from zenps.wire.messages import Departed, Heartbeat, Leave, Refused, Stop, View
+from zenps.wire.identity import identity_at_servers
+from zenps.wire.messages import Departed, Ended, Heartbeat, Leave, Refused, Status, Stop, View
 
 # ── workers ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -242,3 +243,35 @@ def test_a_rank_that_a_server_wants_must_be_free() -> None:
     )
     view = sent(membership.on_message(server(9), register("server", 5), 1.0), View)[server(9)]
     assert [member.rank for member in view.servers] == [0, 1, 5]
+
+
+@pytest.mark.parametrize(
+    ("ended", "message"),
+    [(worker(1), Ended("worker", 1, "box")), (server(0), Ended("server", 0, "box"))],
+)
+def test_a_node_whose_end_is_reported_is_lost_at_once(ended: bytes, message: Ended) -> None:
+    membership = running()
+    sends = membership.on_message(b"operator", message, 1.0)
+    departed = sent(sends, Departed)[worker(0)]
+    assert departed.lost
+    assert departed.member.identity == identity_at_servers(ended)
+    assert departed.reason.startswith(f"{departed.member} is lost: its process has ended")
+    assert b"operator" in sent(sends, Status)
+    again = membership.on_message(b"operator", message, 2.0)
+    assert [send.peer for send in again] == [b"operator"], "it is known already"
+
+
+@pytest.mark.parametrize("message", [Ended("worker", 7, "box"), Ended("worker", 1, "another box")])
+def test_the_end_of_a_node_that_is_none_changes_nothing(message: Ended) -> None:
+    membership = running()
+    assert [send.peer for send in membership.on_message(b"operator", message, 1.0)] == [b"operator"]
+    assert membership.state == "running"
+
+
+def test_a_server_whose_connection_and_port_are_gone_is_lost_at_once() -> None:
+    membership = running()
+    assert membership.server_address(server(1)) == "tcp://box:51"
+    assert membership.server_address(worker(1)) == membership.server_address(b"stranger") == ""
+    sends = membership.on_ended(server(1), 1.0)
+    assert "nothing listens at tcp://box:51 any more" in sent(sends, Departed)[worker(0)].reason
+    assert membership.server_address(server(1)) == ""

@@ -18,6 +18,7 @@ import pytest
 from tests.scheduler.nodes import running
 from zenps.config.settings import StatusConfig
 from zenps.errors import ConfigError
+from zenps.observe import http_server
 from zenps.scheduler.page import endpoint as page
 from zenps.wire.messages import NodeStatus, Status
 
@@ -32,7 +33,7 @@ class Loop(contextlib.AbstractContextManager["Loop"]):
     """A page, and a thread instead of the scheduler's loop. While ``stopped``, it does not answer."""
 
     def __init__(self, config: StatusConfig) -> None:
-        self.page = page.serve(config)
+        self.page = page.Page(config)
         self.asked = 0
         self.stopped = False
         self._end = threading.Event()
@@ -163,7 +164,7 @@ def test_an_oversized_request_is_refused(loop: Loop) -> None:
 
 @pytest.mark.parametrize("start", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\n"])
 def test_a_slow_reader_is_disconnected(loop: Loop, monkeypatch: pytest.MonkeyPatch, start: bytes) -> None:
-    monkeypatch.setattr(page, "LIMIT_SECONDS", 0.5)
+    monkeypatch.setattr(http_server, "LIMIT_SECONDS", 0.5)
     begin = time.monotonic()
     with loop.connect() as connection:
         connection.sendall(start)
@@ -182,12 +183,12 @@ def test_a_slow_reader_is_disconnected(loop: Loop, monkeypatch: pytest.MonkeyPat
 
 def test_idle_connections_do_not_block_others(loop: Loop) -> None:
     before = threading.active_count()
-    idle = [loop.connect() for _ in range(3 * page.MOST_CONNECTIONS)]
+    idle = [loop.connect() for _ in range(3 * http_server.MOST_CONNECTIONS)]
     try:
         begin = time.monotonic()
         assert ask(loop, "/status.json").status == 200
-        assert time.monotonic() - begin < page.LIMIT_SECONDS
-        assert threading.active_count() <= before + page.MOST_CONNECTIONS + 1
+        assert time.monotonic() - begin < http_server.LIMIT_SECONDS
+        assert threading.active_count() <= before + http_server.MOST_CONNECTIONS + 1
     finally:
         for connection in idle:
             connection.close()
@@ -234,7 +235,7 @@ def test_closing_ends_connections_and_frees_the_port() -> None:
         loop.page.close()
         assert connection.recv(1) == b""
         assert time.monotonic() - begin < 3
-    again = page.serve(StatusConfig(port=port))
+    again = page.Page(StatusConfig(port=port))
     assert again.address == f"127.0.0.1:{port}"
     again.close()
 
@@ -248,7 +249,7 @@ def test_a_large_cluster_is_served(loop: Loop, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_off() -> None:
-    off = page.serve(StatusConfig(port=-1))
+    off = page.Page(StatusConfig(port=-1))
     assert off.address == ""
     assert not off.has_questions
     off.close()
@@ -268,8 +269,8 @@ def test_ipv6() -> None:
 def test_a_taken_port_and_a_strange_address_are_refused(loop: Loop) -> None:
     port = int(loop.page.address.rpartition(":")[2])
     with pytest.raises(ConfigError, match=rf"^status\.port = {port}: expected a free port"):
-        page.serve(StatusConfig(port=port))
+        page.Page(StatusConfig(port=port))
     with pytest.raises(
         ConfigError, match=r"^status\.host = '192\.0\.2\.1': expected an address of this machine"
     ):
-        page.serve(StatusConfig(host="192.0.2.1"))
+        page.Page(StatusConfig(host="192.0.2.1"))

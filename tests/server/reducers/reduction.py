@@ -29,7 +29,7 @@ class OrdinaryMemory:
         return values
 
 
-REDUCERS = make_reducers(OrdinaryMemory(BufferPool(keep_bytes=1 << 26)))
+REDUCERS = make_reducers(OrdinaryMemory(BufferPool(keep_bytes=1 << 26)), 1 << 30)
 
 
 def read(push: Push, frames: Sequence[memoryview]) -> Payload:

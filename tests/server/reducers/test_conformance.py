@@ -106,7 +106,7 @@ def test_results_lie_where_workers_of_this_host_can_read_them(pushes: Pushes) ->
             return placed[-1]
 
     placed: list[memoryview] = []
-    reducer = make_reducers(Copies(BufferPool(1 << 20)))[pushes[0][0].kind]
+    reducer = make_reducers(Copies(BufferPool(1 << 20)), 1 << 30)[pushes[0][0].kind]
     outcome = reducer.reduce([reducer.read(push, frames) for push, frames in pushes])
     (values,) = placed
     assert all(outcome.reply(rank).frames[-1] is values for rank in range(3))
@@ -114,6 +114,6 @@ def test_results_lie_where_workers_of_this_host_can_read_them(pushes: Pushes) ->
 
 @every_kind
 def test_a_chunk_that_is_too_large_is_refused_before_it_is_read(pushes: Pushes) -> None:
-    push = msgspec.structs.replace(pushes[0][0], span=1 << 40)
-    with pytest.raises(ProtocolError, match="a span of 1099511627776 rows"):
-        REDUCERS[push.kind].check_span(push, 1 << 30)
+    push = msgspec.structs.replace(pushes[0][0], span=1 << 40, rows=1 << 40)
+    with pytest.raises(ProtocolError, match=r"a (span|push) of 1099511627776 rows"):
+        REDUCERS[push.kind].check_size(push)

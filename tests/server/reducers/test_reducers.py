@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,22 +12,30 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.server.reducers.reduction import (
-    REDUCERS,
     Frames,
+    OrdinaryMemory,
     blocks_push,
     dense_push,
     read,
     reduce,
     sparse_push,
 )
+from zenps.buffers import BufferPool
 from zenps.codecs.base import ValueForm
 from zenps.codecs.registry import CODECS
 from zenps.codecs.values import VALUE_CODECS
 from zenps.errors import ProtocolError
 from zenps.kernels.base import ACCUMULATE
+from zenps.server.reducers.registry import make_reducers
 from zenps.wire.blocks import NONE_LEFT, decode_blocks
 from zenps.wire.messages import Push, Result
-from zenps.wire.tensors import DTYPES, RECEIVE_BUFFER_BYTES, tensor_from_bytes
+from zenps.wire.tensors import (
+    DTYPES,
+    RECEIVE_BUFFER_BYTES,
+    cut_fragments,
+    tensor_bytes,
+    tensor_from_bytes,
+)
 
 torch.set_num_threads(1)
 
@@ -81,6 +91,7 @@ def test_sparse_sums_are_those_of_a_loop_over_ranks(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     average = average and dtype.is_floating_point
+    codec = codec if columns else "coo"
     pushes, sums = [], dict[int, Tensor]()
     for rank in range(ranks):
         present = torch.rand(span, generator=generator) < torch.rand(1, generator=generator)
@@ -220,6 +231,11 @@ EMPTY = memoryview(b"")
         (msgspec.structs.replace(SPARSE, span=5), SPARSE_FRAMES, "increase within"),
         (msgspec.structs.replace(SPARSE, codec="bitmap"), SPARSE_FRAMES, "bitmap: 8 bytes"),
         (msgspec.structs.replace(SPARSE, codec="none"), SPARSE_FRAMES, "needs a codec"),
+        (
+            msgspec.structs.replace(SPARSE, rows=8, columns=0, codec="dense"),
+            (EMPTY, EMPTY),
+            "rows without values as dense, expected coo",
+        ),
         (msgspec.structs.replace(SPARSE, rows=2**61, columns=0, span=2**61), (EMPTY, EMPTY), "coo: 0 bytes"),
         (msgspec.structs.replace(SPARSE, kind="dense"), SPARSE_FRAMES, "dense chunk"),
         (msgspec.structs.replace(SPARSE, dtype="int64", average=True), SPARSE_FRAMES, "average of int64"),
@@ -306,27 +322,72 @@ def test_a_payload_counts_its_decoded_positions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "span", "columns", "fits"),
+    ("changes", "fits"),
     [
-        ("sparse", 100, 3, True),
-        ("sparse", 101, 3, False),
-        ("sparse", 250, 0, True),
-        ("sparse", 251, 0, False),
-        ("dense", 500, 1, True),
-        ("dense", 501, 1, False),
-        ("sparse", 2**61, 0, False),
-        ("sparse", 0, 2**28 - 1, True),
+        ({"kind": "dense", "span": 500}, True),
+        ({"kind": "dense", "span": 501}, False),
+        ({"kind": "dense", "span": 3, "fragments": 2}, False),
+        ({"rows": 100, "columns": 3, "span": 2**61}, True),
+        ({"rows": 101, "columns": 3, "span": 2**61}, False),
+        ({"rows": 250, "columns": 0, "span": 250}, True),
+        ({"rows": 251, "columns": 0, "span": 251}, False),
+        ({"span": 0, "columns": 2**28 - 1}, True),
+        ({"answer": "bitmap", "span": 250}, True),
+        ({"answer": "bitmap", "span": 251}, False),
+        ({"answer": "dense", "span": 251}, False),
+        ({"answer": "delta", "span": 251}, True),
+        ({"codec": "bitmap", "rows": 10, "span": 320}, True),
+        ({"codec": "bitmap", "rows": 10, "span": 321}, False),
+        ({"codec": "dense", "rows": 10, "span": 321}, False),
+        ({"fragment": 1, "fragments": 2, "span": 10}, True),
+        ({"fragment": 2, "fragments": 2, "span": 10}, False),
     ],
 )
-def test_a_chunk_whose_union_fits_into_no_message_is_refused(
-    kind: str, span: int, columns: int, fits: bool
-) -> None:
-    push = Push(1, 0, "t", 0, 0, 1, kind, "float32", (span, columns), span, columns, 0, "none", False)
+def test_a_push_that_takes_more_memory_than_a_message_is_refused(changes: dict[str, Any], fits: bool) -> None:
+    push = Push(1, 0, "t", 0, 0, 1, "sparse", "float32", (9, 1), 9, 1, 0, "coo", False)
+    push = msgspec.structs.replace(push, **changes)
+    reducer = make_reducers(OrdinaryMemory(BufferPool(1 << 20)), 2000)[push.kind]
     if fits:
-        REDUCERS[push.kind].check_span(push, 2000)
+        reducer.check_size(push)
     else:
-        with pytest.raises(ProtocolError, match=f"payload: a span of {span} rows"):
-            REDUCERS[push.kind].check_span(push, 2000)
+        with pytest.raises(ProtocolError, match="payload: "):
+            reducer.check_size(push)
+
+
+def test_a_sum_too_large_for_a_message_comes_in_fragments_with_the_same_bits() -> None:
+    """Three ranks push in 1, 2 and 3 fragments."""
+    generator = torch.Generator().manual_seed(1)
+    whole, cut = [], []
+    for rank, count in enumerate((1, 2, 3)):
+        rows = torch.randperm(3000, generator=generator)[:900].sort().values.numpy()
+        values = torch.randn(900, 4, generator=generator)
+        for fragments, parts in ((1, whole), (count, cut)):
+            for fragment, (begin, end) in enumerate(cut_fragments(0, 900, 900 // fragments)):
+                push = Push(
+                    *(1, rank, "t", 0, 0, 1, "sparse", "float32", (3000, 4), 3000, 4, end - begin, "coo"),
+                    *(True,),
+                    fragment=fragment,
+                    fragments=fragments,
+                )
+                frames = CODECS["coo"].encode(rows[begin:end], 3000).data, tensor_bytes(values[begin:end])
+                parts.append(read(push, frames))
+    expected, (positions, sums) = reduce(whole)
+    reducer = make_reducers(OrdinaryMemory(BufferPool(1 << 20)), 2 * 1000 * (16 + 8))["sparse"]
+    outcome = reducer.reduce(cut)
+    answer = outcome.reply(0)
+    answers = [answer, *answer.others]
+    results: list[Any] = [each.message for each in answers]
+    assert [(result.fragment, result.fragments) for result in results] == [(0, 2), (1, 2)]
+    assert [result.pushed for result in results] == [2700, 0]
+    assert sum(result.rows for result in results) == outcome.rows == expected.rows
+    assert b"".join(each.frames[1] for each in answers) == bytes(sums)
+    decoded = [
+        CODECS[result.codec].decode(each.frames[0], result.rows, 3000)
+        for result, each in zip(results, answers, strict=True)
+    ]
+    union = CODECS[expected.codec].decode(positions, expected.rows, 3000)
+    assert np.array_equal(np.concatenate(decoded), union)
+    assert outcome.size_bytes == sum(frame.nbytes for each in answers for frame in each.frames)
 
 
 # ── blocks ──────────────────────────────────────────────────────────────────────────────────────
@@ -379,6 +440,7 @@ def test_malformed_blocks_are_refused(changes: dict[str, object], says: str) -> 
 
 def test_blocks_that_might_not_fit_into_an_answer_are_refused() -> None:
     push, _ = blocks_push(0, {}, [NONE_LEFT] * 3, columns=4)
-    REDUCERS[push.kind].check_span(push, 3 * (4 * 4 + 8))
+    memory, most_bytes = OrdinaryMemory(BufferPool(1 << 20)), 3 * (4 * 4 + 8)
+    make_reducers(memory, most_bytes)[push.kind].check_size(push)
     with pytest.raises(ProtocolError, match="a span of 3 rows"):
-        REDUCERS[push.kind].check_span(push, 3 * (4 * 4 + 8) - 1)
+        make_reducers(memory, most_bytes - 1)[push.kind].check_size(push)

@@ -25,7 +25,7 @@ def test_its_memory_is_counted() -> None:
     past, before = History(), tracemalloc.get_traced_memory()[0]
     for number in range(5000):
         for rank in range(RANKS):
-            past.note(make_held(rank, Key(f"loss-{number}", 1 << 40, 0)).push)
+            past.note(f"loss-{number}", rank, (1 << 40) + rank, 3000 + rank)
         past.keep(ended(Key(f"loss-{number}", 1 << 40, 0)))
         past.forget_oldest()
     taken = tracemalloc.get_traced_memory()[0] - before
@@ -37,14 +37,14 @@ def test_its_memory_is_counted() -> None:
 
 def test_a_name_counts_once_and_what_is_known_again_does_not() -> None:
     past, key = History(), Key("a", 3, 0)
-    past.note(make_held(0, key).push)
+    past.note(key.tensor, 0, key.step, 1)
     size = past.size_bytes
     assert size > NAME_BYTES + RANK_BYTES
-    past.note(make_held(0, key).push)
+    past.note(key.tensor, 0, key.step, 1)
     assert past.passed(key, [0, 1]) == set()
     assert not past.has_passed(key, 0)
-    past.note(make_held(0, Key("a", 4, 1)).push)
-    past.note(make_held(0, key).push)
+    past.note("a", 0, 4, 2)
+    past.note(key.tensor, 0, key.step, 1)
     assert past.passed(key, [0, 1]) == {0}
     assert past.has_passed(key, 0)
     assert not past.has_passed(key, 1)

@@ -54,7 +54,7 @@ class TableReducer(Reducer[Gradients]):
 
     def __init__(self) -> None:
         memory = OrdinaryMemory(BufferPool(1 << 20))
-        super().__init__(make_kernels(memory.pool), memory)
+        super().__init__(make_kernels(memory.pool), memory, 1 << 20)
         self.table = np.zeros(ROWS, np.float32)
 
     def read(self, push: Push, frames: Sequence[memoryview]) -> Gradients:

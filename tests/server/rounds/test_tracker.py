@@ -15,7 +15,7 @@ from zenps.server.reducers.base import Answer, Outcome
 from zenps.server.rounds.admission import ROUND_BYTES
 from zenps.server.rounds.states import Action, HeldPush, Key, Reduce, Reply
 from zenps.server.rounds.tracker import ServerRounds
-from zenps.wire.messages import Busy, Failure, Push, Result, Resume, Wanted
+from zenps.wire.messages import Busy, Failure, GiveUp, Push, Result, Resume, Wanted
 
 DEADLINE_SECONDS = 30.0
 TENSORS, CHUNKS = ["a", "b", "c"], 2
@@ -135,6 +135,18 @@ class Cluster(RuleBasedStateMachine):
         for chunk in range(CHUNKS):
             if self.steps[rank, tensor, chunk] == step:
                 self.end(rank, Key(tensor, step, chunk))
+        if data.draw(st.booleans()):
+            self.newest[rank, tensor] = max(step + 1, self.newest.get((rank, tensor), -1))
+            expected = {key for key in self.expected_failures() if key.tensor == tensor and key.step <= step}
+            expected |= {
+                key
+                for other, key in self.in_state("busy")
+                if other != rank and key.tensor == tensor and key.step <= step and key not in self.held
+            }
+            actions = self.rounds.on_give_up(rank, GiveUp(1, tensor, step), self.now)
+            assert self.failed(actions) == expected
+            self.execute(actions)
+            return
         later = Key(tensor, step + 1, data.draw(st.integers(0, CHUNKS - 1)))
         if rank not in self.departed and (rank, later) not in self.states:
             self.send(make_held(rank, later, data.draw(st.sampled_from(self.sizes))))
@@ -142,17 +154,25 @@ class Cluster(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.1, 10.0, DEADLINE_SECONDS + 1]))
     def tick(self, seconds: float) -> None:
         self.now += seconds
-        expected = set()
-        for key, held in self.held.items():
-            is_late = self.now - self.opened[key] > DEADLINE_SECONDS
-            if self.rounds._open[key].is_reopened:
-                if is_late and not all(self.has_passed(rank, key) for rank in held):
-                    expected.add(key)
-            elif is_late or any(self.has_passed(rank, key) for rank in self.ranks if rank not in held):
-                expected.add(key)
+        expected = self.expected_failures()
         actions = self.rounds.on_tick(self.now)
         assert self.failed(actions) == expected
         self.execute(actions)
+
+    def expected_failures(self) -> set[Key]:
+        """The rounds that somebody waits for although they can never be complete, or are late."""
+        expected = set()
+        for key, held in self.held.items():
+            if not self.is_waited_for(key):
+                continue
+            is_late = self.now - self.opened[key] > DEADLINE_SECONDS
+            is_given_up = any(self.has_passed(rank, key) for rank in self.ranks if rank not in held)
+            if is_late or (is_given_up and not self.rounds._open[key].is_reopened):
+                expected.add(key)
+        return expected
+
+    def is_waited_for(self, key: Key) -> bool:
+        return not all(self.has_passed(rank, key) for rank in self.held[key])
 
     @precondition(lambda self: len(self.live()) > 1)
     @rule(data=st.data())
@@ -185,6 +205,9 @@ class Cluster(RuleBasedStateMachine):
             self.states[rank, key] = "busy"
             assert actions == [Reply([held.peer], Busy(1, *key))]
             return
+        if key not in self.held and any("ended this step" in reason for reason in self.reasons(actions)):
+            self.end(rank, key)  # no room, and nobody to wait for
+            return
         self.opened.setdefault(key, self.now)
         self.held.setdefault(key, {})[rank] = held
         self.reopened |= {key for key, round_ in self.rounds._open.items() if round_.is_reopened}
@@ -206,11 +229,15 @@ class Cluster(RuleBasedStateMachine):
             self.on_cancel(key)
 
     def on_cancel(self, key: Key) -> None:
-        """Nobody could say what became of it: who asked ends by its own deadline."""
-        assert key in self.reopened
+        """Nobody pushes it, or all that have pushed it have ended it.
+
+        Or nobody could say what became of it: who asked ends by its own deadline.
+        """
+        assert key in self.reopened or not self.is_waited_for(key)
         del self.opened[key]
         for rank in self.held.pop(key):
-            self.end(rank, key)
+            if self.states[rank, key] == "waiting":
+                self.end(rank, key)
 
     def reduce(self, action: Reduce) -> list[Action]:
         assert action.key not in self.reduced
@@ -236,6 +263,11 @@ class Cluster(RuleBasedStateMachine):
         message = reply.message
         assert isinstance(message, Result | Failure)
         key = Key(message.tensor, message.step, message.chunk)
+        if key not in self.held:  # refused, and given up meanwhile
+            for rank in self.ranks:
+                if peer_of(rank) in reply.peers:
+                    self.end(rank, key)
+            return
         held = self.held.pop(key)
         self.ended[key.series] = max(key.step, self.ended.get(key.series, -1))
         assert list(reply.peers) == [peer_of(rank) for rank in held]
@@ -260,7 +292,7 @@ class Cluster(RuleBasedStateMachine):
             case "mismatch" if missing:
                 key = Key(failure.tensor, failure.step, failure.chunk)
                 given_up = [rank for rank in missing if self.has_passed(rank, key)]
-                assert f"rank(s) {', '.join(map(str, given_up))} pushed a later step" in failure.reason
+                assert f"rank(s) {', '.join(map(str, given_up))} ended this step" in failure.reason
             case "mismatch":
                 assert len({each.push.shape for each in held.values()}) > 1
             case "deadline":
@@ -271,6 +303,11 @@ class Cluster(RuleBasedStateMachine):
 
     def has_passed(self, rank: int, key: Key) -> bool:
         return self.newest.get((rank, key.tensor), -1) > key.step
+
+    @staticmethod
+    def reasons(actions: Sequence[Action]) -> list[str]:
+        replies = [action.message for action in actions if isinstance(action, Reply)]
+        return [message.reason for message in replies if isinstance(message, Failure)]
 
     @staticmethod
     def failed(actions: Sequence[Action]) -> set[Key]:
@@ -296,7 +333,8 @@ class Cluster(RuleBasedStateMachine):
         # One that is reduced again after its outcome was forgotten needs no room; nor does its outcome.
         reopened = sum(round_.size_bytes for round_ in rounds._open.values() if round_.is_reopened)
         least = max(rounds._admission.budget_bytes, one_round)
-        assert rounds.held_bytes <= least + growth + reopened + one_round
+        # One more opens beside rounds that have room, but that nobody has pushed yet.
+        assert rounds.held_bytes <= least + growth + reopened + 2 * one_round
 
     @invariant()
     def what_is_kept_is_the_last_outcome(self) -> None:
@@ -516,7 +554,113 @@ def test_room_is_kept_for_a_round_that_was_admitted() -> None:
     assert rounds.on_push(make_held(0, second, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *second))]
     _, resume = rounds.finish(first, FixedOutcome(first), 0.0)
     assert resume == Reply([peer_of(0)], Resume(1, *second))
+    assert rounds.on_push(make_held(0, second, BUSY_SIZE), 0.0) == []
     assert rounds.on_push(make_held(0, third, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *third))]
+
+
+def test_rounds_that_are_pushed_again_have_an_allowance_and_one_round_of_each_rank() -> None:
+    rounds, budget_bytes = make_rounds(2, 10_000), 10_000
+    round_bytes = ROUND_BYTES + 2 * BUSY_SIZE
+    keys = [Key(f"t{number}", 0, 0) for number in range(6)]
+    fitting = 2 * budget_bytes // round_bytes
+    for key in keys[:fitting]:
+        assert rounds.on_push(make_held(0, key, BUSY_SIZE, again=True), 0.0) == []
+    # Beyond that, the first round that each rank waits for.
+    assert rounds.on_push(make_held(0, keys[fitting], BUSY_SIZE, again=True), 0.0) == []
+    own, refused = Key("own", 0, 0), keys[fitting + 1]
+    busy = [Reply([peer_of(0)], Busy(1, *refused))]
+    assert rounds.on_push(make_held(0, refused, BUSY_SIZE, again=True), 0.0) == busy
+    assert rounds.on_push(make_held(1, own, BUSY_SIZE, again=True), 0.0) == []
+    assert rounds.held_bytes == (fitting + 2) * round_bytes
+    # When it has ended, the next.
+    (reduce,) = rounds.on_push(make_held(1, keys[fitting], BUSY_SIZE, again=True), 0.0)
+    assert isinstance(reduce, Reduce)
+    _, resume = rounds.finish(reduce.key, FixedOutcome(reduce.key), 0.0)
+    assert resume == Reply([peer_of(0)], Resume(1, *refused))
+
+
+def test_a_rank_cannot_fill_a_server_by_pushing_again() -> None:
+    rounds = make_rounds(2, 10_000)
+    for number in range(1000):
+        rounds.on_push(make_held(0, Key(f"t{number}", 0, 0), BUSY_SIZE, again=True), 0.0)
+    assert rounds.held_bytes <= 20_000 + ROUND_BYTES + 2 * BUSY_SIZE
+
+
+def test_a_recovery_round_does_not_wait_behind_others_for_room() -> None:
+    rounds = make_rounds(2, 5000)
+    first, plain, last = (Key(name, 0, 0) for name in ("first", "plain", "last"))
+    for key in (first, KEY):
+        rounds.on_push(make_held(0, key, BUSY_SIZE, again=True), 0.0)
+    assert rounds.on_push(make_held(0, plain, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *plain))]
+    busy = [Reply([peer_of(0)], Busy(1, *last))]
+    assert rounds.on_push(make_held(0, last, BUSY_SIZE, again=True), 0.0) == busy
+    rounds.on_push(make_held(1, KEY, BUSY_SIZE, again=True), 0.0)
+    _, resume = rounds.finish(KEY, FixedOutcome(KEY), 0.0)
+    assert resume == Reply([peer_of(0)], Resume(1, *last))
+
+
+def offer_a_round(rounds: ServerRounds, key: Key) -> None:
+    """Makes room for a round whose only push was refused."""
+    first = Key("first", 0, 0)
+    for rank in range(2):
+        rounds.on_push(make_held(rank, first, BUSY_SIZE), 0.0)
+    assert rounds.on_push(make_held(0, key, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *key))]
+    _, resume = rounds.finish(first, FixedOutcome(first), 0.0)
+    assert resume == Reply([peer_of(0)], Resume(1, *key))
+
+
+def test_a_round_opens_beside_one_that_has_room_and_that_nobody_pushes() -> None:
+    rounds = make_rounds(2, 10_000)
+    offer_a_round(rounds, KEY)
+    other, third = Key("b", 0, 0), Key("c", 0, 0)
+    assert rounds.on_push(make_held(0, other, BUSY_SIZE), 0.0) == []
+    assert rounds.on_push(make_held(0, third, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *third))]
+    assert isinstance(rounds.on_push(make_held(1, other, BUSY_SIZE), 0.0)[-1], Reduce)
+
+
+def test_a_round_that_has_room_and_that_nobody_pushes_expires() -> None:
+    rounds = make_rounds(2, 10_000)
+    offer_a_round(rounds, KEY)
+    assert rounds.on_tick(14.0) == []
+    assert rounds.open_rounds == 1
+    assert rounds.on_tick(16.0) == []
+    assert (rounds.open_rounds, rounds._admission.open_bytes) == (0, 0)
+    assert rounds.on_push(make_held(0, KEY, BUSY_SIZE), 20.0) == [], "a rank that was computing pushes late"
+    assert isinstance(rounds.on_push(make_held(1, KEY, BUSY_SIZE), 20.0)[-1], Reduce)
+
+
+def test_a_round_that_is_given_up_is_offered_to_nobody() -> None:
+    rounds = make_rounds(2, 10_000)
+    first = Key("first", 0, 0)
+    for rank in range(2):
+        rounds.on_push(make_held(rank, first, BUSY_SIZE), 0.0)
+    for key in (KEY, Key("b", 0, 0)):
+        assert rounds.on_push(make_held(0, key, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *key))]
+    assert rounds.on_give_up(0, GiveUp(1, *KEY[:2]), 0.0) == []
+    _, resume = rounds.finish(first, FixedOutcome(first), 0.0)
+    assert resume == Reply([peer_of(0)], Resume(1, "b", 0, 0))
+    assert rounds.on_give_up(0, GiveUp(1, "b", 0), 0.0) == []
+    assert rounds.open_rounds == 1, "rank 1 may still push it"
+
+
+def test_a_rank_that_gives_a_round_up_ends_it_for_all_at_once() -> None:
+    rounds = make_rounds(2)
+    rounds.on_push(make_held(0, KEY), 0.0)
+    assert rounds.on_give_up(1, GiveUp(7, *KEY[:2]), 0.0) == [], "of another ring"
+    reason = f"tensor 'a', step 0: {GIVEN_UP}"
+    failure = Reply([peer_of(0)], Failure(1, *KEY, "mismatch", reason))
+    assert rounds.on_give_up(1, GiveUp(1, *KEY[:2]), 0.0) == [failure]
+    later = KEY._replace(step=1)
+    assert isinstance(push_all(rounds, later, [0, 1])[-1], Reduce)
+
+
+def test_a_round_that_all_who_have_pushed_it_give_up_makes_room() -> None:
+    rounds = make_rounds(2)
+    rounds.on_push(make_held(0, KEY), 0.0)
+    assert rounds.on_give_up(0, GiveUp(1, *KEY[:2]), 0.0) == []
+    assert (rounds.open_rounds, rounds._admission.open_bytes) == (0, 0)
+    assert rounds.on_push(make_held(0, KEY), 0.0) == [], "a push that comes late"
+    assert rounds.open_rounds == 0
 
 
 def test_a_round_that_opens_takes_along_the_ranks_refused_for_it() -> None:
@@ -572,7 +716,7 @@ def test_refusals_are_counted_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("zenps.server.rounds.admission.MOST_REFUSED", 3)
     rounds = make_rounds(2, budget_bytes=0)
     rounds.on_push(make_held(0, Key("open", 0, 0)), 0.0)
-    refused = [Key("waits", 0, chunk) for chunk in range(3)]
+    refused = [Key(name, 0, 0) for name in ("first", "second", "third")]
     for key in refused:
         for _ in range(2):  # again is not more
             assert rounds.on_push(make_held(0, key), 0.0) == [Reply([peer_of(0)], Busy(1, *key))]
@@ -583,7 +727,7 @@ def test_refusals_are_counted_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> 
     (reduce,) = rounds.on_push(make_held(1, Key("open", 0, 0)), 0.0)
     assert isinstance(reduce, Reduce)
     rounds.finish(reduce.key, FixedOutcome(reduce.key), 0.0)
-    assert rounds.on_push(make_held(0, Key("one more", 0, 1)), 0.0) != []
+    assert rounds.on_push(make_held(0, Key("one more", 0, 1)), 0.0) == []
 
 
 def test_a_late_push_of_a_forgotten_round_keeps_no_room_for_ever() -> None:
@@ -601,7 +745,7 @@ def test_a_late_push_of_a_forgotten_round_keeps_no_room_for_ever() -> None:
     assert isinstance(rounds.on_push(make_held(1, KEY, 100), 60.0)[-1], Reduce)
 
 
-GIVEN_UP = "ranks disagree: rank(s) 1 pushed a later step without this chunk; see what failed there"
+GIVEN_UP = "ranks disagree: rank(s) 1 ended this step without this chunk; see what failed there"
 
 
 def test_a_round_that_a_rank_has_given_up_fails_and_makes_room() -> None:
@@ -615,13 +759,11 @@ def test_a_round_that_a_rank_has_given_up_fails_and_makes_room() -> None:
     assert isinstance(mismatch, Reply)
     assert isinstance(mismatch.message, Failure)
     assert rounds.on_push(make_held(0, other, BUSY_SIZE), 1.0) == [Reply([peer_of(0)], Busy(1, *other))]
-    assert rounds.on_tick(1e3) == [], "rank 1 may be late"
-    rounds.on_push(make_held(1, KEY._replace(step=1)), 1e3)
-    failure, resume = rounds.on_tick(1e3 + 0.5)
+    failure, resume = rounds.on_tick(1.5)
     reason = f"tensor 'a', step 0: {GIVEN_UP}"
     assert failure == Reply([peer_of(0)], Failure(1, *left, "mismatch", reason))
     assert resume == Reply([peer_of(0)], Resume(1, *other))
-    complete(rounds, KEY._replace(step=1), [0])
+    complete(rounds, KEY._replace(step=1), [0, 1])
     late = dict(rounds.late.seconds)
     rounds.on_tick(2e3)
     assert rounds.late.seconds == late, "nobody is waited for in what was given up"
@@ -644,10 +786,9 @@ def test_no_room_is_kept_for_a_refused_rank_that_has_passed_the_step() -> None:
     assert rounds.on_push(make_held(0, KEY, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *KEY))]
     complete(rounds, later, [0, 1])
     rounds.on_push(make_held(1, other, BUSY_SIZE), 0.0)
-    _, resume = rounds.finish(other, FixedOutcome(other), 0.0)
-    assert resume == Reply([peer_of(0)], Resume(1, *KEY))
-    assert rounds.open_rounds == 1
-    rounds.on_tick(0.5)
+    (replies,) = rounds.finish(other, FixedOutcome(other), 0.0)
+    assert isinstance(replies, Reply)
+    assert replies.peers == [peer_of(0), peer_of(1)]
     assert rounds.open_rounds == 0
 
 
@@ -727,3 +868,92 @@ def test_a_rank_that_no_push_stands_for_is_missing() -> None:
     assert rounds.on_departed(1, "worker 1 left the job", 0.0) == []
     (action,) = rounds.on_departed(3, "worker 3 left the job", 0.0)
     assert isinstance(action, Reply)
+
+
+# ── fragments ───────────────────────────────────────────────────────────────────────────────────
+
+
+def push_fragment(rounds: ServerRounds, rank: int, fragment: int, **fields: object) -> list[Action]:
+    held = make_held(rank, Key("a", 0, 0), fragment=fragment, **{"fragments": 3} | fields)
+    return rounds.on_push(held, 0.0)
+
+
+def test_a_round_is_reduced_once_all_fragments_of_all_ranks_are_there() -> None:
+    rounds = make_rounds(2)
+    assert push_fragment(rounds, 1, 2) == push_fragment(rounds, 1, 0) == []
+    assert rounds.on_push(make_held(0, Key("a", 0, 0)), 0.0) == []
+    assert push_fragment(rounds, 1, 2) == []
+    assert rounds.duplicates == 1
+    (action,) = push_fragment(rounds, 1, 1)
+    assert isinstance(action, Reduce)
+    assert [(held.push.rank, held.push.fragment) for held in action.pushes] == [
+        (0, 0),
+        (1, 0),
+        (1, 1),
+        (1, 2),
+    ]
+    outcome = FixedOutcome(action.key)
+    assert [len(reply.peers) for reply in rounds.finish(action.key, outcome, 0.0)] == [2]
+
+
+def test_ranks_that_disagree_are_named_once_each() -> None:
+    rounds = make_rounds(2)
+    rounds.on_push(make_held(0, Key("a", 0, 0), columns=5), 0.0)
+    push_fragment(rounds, 1, 0, fragments=2)
+    (reply,) = push_fragment(rounds, 1, 1, fragments=2)
+    assert isinstance(reply.message, Failure)
+    assert "rank(s) 0 pushed" in reply.message.reason
+    assert "rank(s) 1 pushed" in reply.message.reason
+
+
+def test_a_rank_whose_push_has_come_in_part_is_the_one_that_is_missing() -> None:
+    rounds = make_rounds(2)
+    rounds.on_push(make_held(0, Key("a", 0, 0)), 0.0)
+    push_fragment(rounds, 1, 0)
+    (failure,) = rounds.on_tick(DEADLINE_SECONDS + 1)
+    assert "rank(s) 1" in failure.message.reason
+    assert rounds.held_bytes == ROUND_BYTES
+
+
+def test_an_open_round_counts_all_fragments_from_the_first_on() -> None:
+    rounds = make_rounds(2)
+    push_fragment(rounds, 1, 1)
+    held_bytes = rounds.held_bytes
+    assert held_bytes == ROUND_BYTES + 2 * 3 * 100
+    push_fragment(rounds, 1, 0)
+    assert rounds.held_bytes == held_bytes
+
+
+@pytest.mark.parametrize("fields", [{"fragments": 4}, {"rows": 4}])
+def test_a_fragment_of_another_push_is_refused(fields: dict[str, object]) -> None:
+    rounds = make_rounds(2)
+    push_fragment(rounds, 1, 0)
+    with pytest.raises(ProtocolError, match=r"payload: \d rows in one of \d fragments"):
+        push_fragment(rounds, 1, 1, **fields)
+    push_fragment(rounds, 1, 1)
+    rounds.on_push(make_held(0, Key("a", 0, 0)), 0.0)
+    (action,) = push_fragment(rounds, 1, 2, rows=3)
+    assert isinstance(action, Reduce)
+
+
+def test_a_push_larger_than_the_budget_fails_its_round() -> None:
+    rounds = make_rounds(2, budget_bytes=10_000)
+    (reply,) = push_fragment(rounds, 1, 0, fragments=101)
+    assert reply.message.kind == "size"
+    assert "raise cluster.server_budget_bytes" in reply.message.reason
+    assert not rounds.open_rounds
+    (again,) = push_fragment(rounds, 1, 1, fragments=101)
+    assert again.message == reply.message
+
+
+def test_a_refused_push_in_fragments_is_asked_for_once() -> None:
+    rounds = make_rounds(2, budget_bytes=4 * ROUND_BYTES)
+    rounds.on_push(make_held(0, Key("b", 0, 0), size_bytes=1000), 0.0)
+    for fragment in range(3):
+        (busy,) = rounds.on_push(
+            make_held(1, Key("a", 0, 0), fragment=fragment, fragments=3, size_bytes=1000), 0.0
+        )
+        assert isinstance(busy.message, Busy)
+    (reduce,) = rounds.on_push(make_held(1, Key("b", 0, 0), size_bytes=1000), 0.0)
+    actions = rounds.finish(reduce.key, FixedOutcome(reduce.key), 0.0)
+    assert [(reply.peers, type(reply.message)) for reply in actions[1:]] == [([peer_of(1)], Resume)]

@@ -27,6 +27,7 @@ from zenps.worker.transport.channel import Channel
 from zenps.worker.transport.lease import Lease
 
 TENSOR = torch.zeros(3)
+MEAN = Options(average=True)
 STEP = 7
 """Of all negotiations."""
 
@@ -115,7 +116,7 @@ class Rounds(NegotiatedRounds[NegotiatedRound]):
 
 def both(mine: Tensor, others: Tensor) -> Tensor:
     """What servers make of the two ranks' tables."""
-    own, theirs = entry_of(mine, 0, 4, True), entry_of(others, 0, 9, True)
+    own, theirs = entry_of(mine, 0, 4, MEAN), entry_of(others, 0, 9, MEAN)
     return table_of(theirs, 0, 2) + table_of(own, 1, 2)
 
 
@@ -125,7 +126,7 @@ def test_ranks_say_what_they_have_and_go_on_once_they_agree() -> None:
     rounds.begin("b", rows=5)
     assert [name for name, _ in rounds.said] == ["a", "b"]
     own = [said[1] for _, said in rounds.said]
-    assert own == [entry_of(TENSOR, 0, 4, True), entry_of(TENSOR, 1, 5, True)]
+    assert own == [entry_of(TENSOR, 0, 4, MEAN), entry_of(TENSOR, 1, 5, MEAN)]
     assert rounds.channel.woken == 2
     assert not round_.is_negotiated
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zenps.errors import TensorError, UsageError
 from zenps.wire.messages import MAX_COLUMNS
-from zenps.worker.core.request import Options, Purpose, Request, check_request, table_shape
+from zenps.worker.core.request import Options, Purpose, Request, check_request, table_shape, wire_name
 
 SUMMED = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64]
 
@@ -124,3 +124,15 @@ def test_a_sparse_tensor_is_a_table(
         indices, torch.empty(0, *dense), (*sparse, *dense), check_invariants=False
     )
     assert table_shape(tensor) == table
+
+
+def test_names_on_the_wire_are_those_of_callers_with_marks_doubled() -> None:
+    assert wire_name("layer.weight/0") == "layer.weight/0"
+    names = ["x", "x@hosts", "x@@hosts", "x#0", "x##0", "x@#", "x@", "x@@"]
+    written = [wire_name(name) for name in names]
+    taken = {f"{name}{suffix}" for name in written for suffix in ("@hosts", "#0", "#1", "@hosts#0")}
+    assert len(set(written)) == len(names)
+    assert not taken.intersection(written)
+    assert len(wire_name("@" * 512)) == 1024
+    with pytest.raises(UsageError, match="of which each @ and # counts twice"):
+        wire_name("@" * 512 + "x")

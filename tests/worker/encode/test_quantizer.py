@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -33,12 +35,13 @@ from zenps.schemes.registry import scheme_of
 from zenps.wire.messages import Member, View
 from zenps.wire.tensors import copied_bytes
 from zenps.worker.core.request import Options, Purpose, Request
+from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.statistics import Progress
 from zenps.worker.core.transfer import Answer, EncodedTensor, Sharding, Transfer
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from zenps.worker.encode.gpu import StagedDense, StagedSparse
 from zenps.worker.encode.planner import Planner
-from zenps.worker.encode.quantizer import Quantizer, Residuals, Unchanged
+from zenps.worker.encode.quantizer import Quantizer, Unchanged
 from zenps.worker.encode.reshard import reshard
 from zenps.worker.encode.sharder import Sharder
 from zenps.worker.encode.sparse import SparseTransfer
@@ -296,7 +299,7 @@ def test_answers_of_another_size_are_refused(form: ValueForm, kind: str) -> None
     columns, ways = WAYS[kind]
     for begin in ways.values():
         transfer = begin(gradient(columns, 0, 0), make_quantizer(form, columns, kind))
-        (server, result, frames), *_ = aggregate([transfer], average=False)
+        (server, result, frames, _), *_ = aggregate([transfer], average=False)
         for values in (frames[1][:-1], memoryview(bytes(frames[1]) + b"\0")):
             with pytest.raises(ProtocolError, match=r"payload: (\d+ bytes of \w+ values|frames of)"):
                 transfer.on_answer(Answer(server, result, (frames[0], values)))
@@ -311,7 +314,7 @@ def planner_of(form: ValueForm, scheme: str = "zenps") -> Planner:
 
 
 def begin(planner: Planner, tensor: Tensor, purpose: Purpose, name: str = "weight") -> Transfer:
-    return planner.begin(Request(tensor, name, Options(purpose=purpose)), 0)
+    return planner.begin(Request(tensor, name, Options(purpose=purpose, residuals=Residuals())), 0)
 
 
 def encode(planner: Planner, tensor: Tensor, purpose: Purpose, name: str = "weight") -> EncodedTensor:
@@ -429,6 +432,19 @@ def test_a_tensor_of_another_shape_has_had_nothing_rounded_off() -> None:
     assert not residuals.of("bias", 4, 2).any()
     with pytest.raises(TensorError, match=r"tensor 'huge': no memory .* sync.values to same"):
         residuals.of("huge", 10**12, 100)
+
+
+@pytest.mark.parametrize("tensor", [rows_of(50), torch.ones(70_000), torch.ones(3)])
+def test_nothing_but_the_owner_of_residuals_keeps_them(tensor: Tensor) -> None:
+    planner, residuals = planner_of("bfloat16"), Residuals()
+    options = Options(purpose="gradient", residuals=residuals)
+    transfer = planner.begin(Request(tensor, "weight", options), 0)
+    assert encoded_by(transfer).values == "bfloat16"
+    (table,) = residuals._tables.values()
+    gone = weakref.ref(table)
+    del table, residuals, options, transfer
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("average_over", [1, 4096])

@@ -35,7 +35,7 @@ from tests.worker.encode.test_transfer import (
     prepared,
     rows_of,
 )
-from zenps.config.settings import Config, SyncConfig
+from zenps.config.settings import ClusterConfig, Config, SyncConfig
 from zenps.partition.layout import LayoutCache
 from zenps.partition.ring import rebalance
 from zenps.partition.strategies import strategy
@@ -216,6 +216,24 @@ def test_a_new_ring_shards_what_has_begun_as_it_shards_what_begins(tensor: Tenso
         assert {chunk.server for chunk in encoded.chunks} <= set(servers)
         counts.add(encoded.sharding.chunks)
     assert len(counts) > 1 or encoded.sharding.layout is None
+
+
+def test_a_new_ring_cuts_other_fragments() -> None:
+    """Rows that fit into a message on two servers need several on one, and the other way round."""
+    config, wire = Config(cluster=ClusterConfig(max_message_bytes=64 << 10)), scheme_of("zenps").wire
+    sharder = Sharder(config, wire, view_of([0, 1]))
+    planner = Planner(config, scheme_of("zenps"), sharder)
+    rows = torch.randperm(20_000, generator=torch.Generator().manual_seed(5))[:5000].unsqueeze(0)
+    tensor = torch.sparse_coo_tensor(rows, torch.randn(5000, 3), (20_000, 3), check_invariants=True)
+    encoded, most = encode(planner, tensor), []
+    for servers in ([0, 1], [3], [3, 4, 5, 6, 7]):
+        sharder.follow(view_of(servers))
+        encoded = sharder.reshard("weight", encoded)
+        assert encoded == encode(planner, tensor)
+        assert encoded.answers == len(servers)
+        most.append(max(chunk.fragments for chunk in encoded.chunks))
+        assert all(frame.nbytes <= 32 << 10 for chunk in encoded.chunks for frame in chunk.frames)
+    assert most[1] > most[0] > most[2] == 1
 
 
 def test_streams_of_a_new_ring_lie_where_they_would_at_first() -> None:

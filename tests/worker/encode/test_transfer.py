@@ -400,7 +400,7 @@ NOTHING = memoryview(b"")
 
 
 def damaged(answer: Answer) -> dict[str, Answer]:
-    server, result, frames = answer
+    server, result, frames, _ = answer
     other_codec = "coo" if result.codec == "none" else "none"
     return {
         "rows": Answer(server, structs.replace(result, rows=result.rows + 1), frames),

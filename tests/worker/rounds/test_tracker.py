@@ -7,9 +7,21 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec import structs
 
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, ProtocolError, UsageError, ZenPSError
-from zenps.wire.messages import Busy, Failure, FromServer, Member, Push, Resend, Result, Resume, Wanted
+from zenps.wire.messages import (
+    Busy,
+    Failure,
+    FromServer,
+    GiveUp,
+    Member,
+    Push,
+    Resend,
+    Result,
+    Resume,
+    Wanted,
+)
 from zenps.worker.rounds.states import (
     REPEAT_SECONDS,
     Action,
@@ -18,6 +30,7 @@ from zenps.worker.rounds.states import (
     Outgoing,
     Reshard,
     Round,
+    SendGiveUp,
     SendPush,
 )
 from zenps.worker.rounds.tracker import (
@@ -92,6 +105,30 @@ def test_late_and_unexpected_replies_are_ignored(kind: type[FromServer], chunk_k
     assert set(round_.unanswered) == {(0, 1), (1, 0)}
 
 
+def test_servers_that_have_not_answered_are_told_of_a_failed_round() -> None:
+    rounds, round_ = make_rounds(), make_round()
+    rounds.submit(round_, 0.0)
+    rounds.on_reply(1, result(round_, 0), FRAMES, 0.0)
+    _, *told = rounds.on_reply(0, Failure(1, "t", 0, 1, "mismatch", "why"), (), 0.0)
+    give_up = SendGiveUp(0, GiveUp(1, "t", 0))
+    assert told == [give_up]
+    # It may be lost, or a server may have room at last.
+    assert rounds.on_reply(0, Resume(1, "t", 0, 0), (), 0.0) == [give_up]
+    assert rounds.on_reply(0, Resume(1, "t", 1, 0), (), 0.0) == [], "that has not begun yet"
+    told_at = [second for second in range(1000) if rounds.on_tick(float(second))]
+    assert told_at == [6, 17, 38, 79, 160]
+
+
+def test_a_round_that_nobody_waits_for_is_given_up_once_and_not_under_a_new_ring() -> None:
+    rounds, round_ = make_rounds(), make_round()
+    rounds.submit(round_, 0.0)
+    assert rounds.give_up(round_) == [SendGiveUp(server, GiveUp(1, "t", 0)) for server in (0, 1)]
+    assert rounds.give_up(round_) == []
+    rounds.on_tick(0.0)
+    rounds.on_view(2, ())
+    assert rounds.on_tick(6.0) == []
+
+
 def test_a_busy_server_gets_the_same_push_again_when_it_asks() -> None:
     rounds, round_ = make_rounds(), make_round()
     rounds.submit(round_, 0.0)
@@ -110,7 +147,7 @@ def test_one_failure_ends_the_whole_round(kind: str, error: type[ZenPSError]) ->
     rounds.submit(other, 0.0)
     rounds.on_reply(0, result(round_, 0), FRAMES, 0.0)
     failure = Failure(1, "t", 0, 1, kind, "the reason")
-    (fail,) = rounds.on_reply(0, failure, (), 0.0)
+    fail, *_ = rounds.on_reply(0, failure, (), 0.0)
     assert isinstance(fail, Fail)
     assert fail.round is round_
     assert type(fail.error) is error
@@ -131,7 +168,7 @@ def test_a_deadline_names_the_silent_servers() -> None:
     rounds.on_reply(1, result(round_, 0), FRAMES, 0.0)
     rounds.on_reply(2, result(round_, 0), FRAMES, 0.0)
     assert rounds.on_tick(PATIENT_SECONDS) == []
-    (fail,) = rounds.on_tick(PATIENT_SECONDS + 0.5)
+    fail, *_ = rounds.on_tick(PATIENT_SECONDS + 0.5)
     assert isinstance(fail, Fail)
     assert fail.round is round_
     assert isinstance(fail.error, DeadlineError)
@@ -177,6 +214,8 @@ class Traffic(RuleBasedStateMachine):
         self.answered: dict[str, set[ChunkKey]] = {}
         self.ended: list[Round] = []
         self.lost = False
+        self.begun = dict.fromkeys("abc", -1)
+        """The last step of each tensor that was in flight: what follows a loss never is."""
 
     @rule(data=st.data(), tensor=st.sampled_from("abc"))
     def submit(self, data: st.DataObject, tensor: str) -> None:
@@ -191,6 +230,7 @@ class Traffic(RuleBasedStateMachine):
             assert [type(action) for action in actions] == [Fail]
             self.execute(actions)
         else:
+            self.begun[tensor] = round_.step
             assert actions == [SendPush(outgoing) for outgoing in round_.outgoing]
 
     @rule(
@@ -219,6 +259,9 @@ class Traffic(RuleBasedStateMachine):
             and step == round_.step
             and chunk_key in {(out.server, out.push.chunk) for out in round_.outgoing} - self.answered[tensor]
         )
+        if kind == "resume" and step < self.steps[tensor] and step <= self.begun[tensor]:
+            assert actions == [SendGiveUp(server, GiveUp(1, tensor, step))]
+            return
         if not waited_for or kind == "busy":
             assert actions == []
             return
@@ -232,7 +275,8 @@ class Traffic(RuleBasedStateMachine):
             last = len(self.answered[tensor]) == len(round_.outgoing)
             assert actions == [Deliver(round_, server, message, FRAMES, last)]
         else:
-            assert [type(action) for action in actions] == [Fail]
+            assert [type(action) for action in actions[:1]] == [Fail]
+            assert {type(action) for action in actions[1:]} == {SendGiveUp}
         self.execute(actions)
 
     @rule(seconds=st.sampled_from([0.5, 20.0, PATIENT_SECONDS + 1]))
@@ -323,7 +367,7 @@ def test_one_push_is_not_repeated_for_ever(kind: type[Resume] | type[Resend]) ->
         for chunk in (0, 1):
             (action,) = rounds.on_reply(0, kind(1, "t", 0, chunk), (), 0.0)
             assert isinstance(action, SendPush)
-    (fail,) = rounds.on_reply(0, kind(1, "t", 0, 1), (), 0.0)
+    fail, *_ = rounds.on_reply(0, kind(1, "t", 0, 1), (), 0.0)
     assert isinstance(fail, Fail)
     assert isinstance(fail.error, ProtocolError)
     assert "tensor 't', step 0, chunk 1: the push to server 0 (host box, pid 50) was repeated 16" in str(
@@ -466,11 +510,12 @@ def test_what_has_not_begun_or_is_of_another_ring_is_not_recalled() -> None:
 def test_a_failed_round_is_kept_for_ranks_that_have_not_heard_of_it() -> None:
     worker = Recovering()
     round_ = worker.submit()
-    (fail,) = worker.rounds.on_reply(0, Failure(1, "t", 0, 0, "mismatch", "why"), (), 0.0)
+    fail, *_ = worker.rounds.on_reply(0, Failure(1, "t", 0, 0, "mismatch", "why"), (), 0.0)
     assert isinstance(fail, Fail)
     worker.view(2)
     assert keys_of(worker.want(round_)) == RESHARDED
-    assert worker.rounds.on_reply(0, Failure(2, "t", 0, 0, "mismatch", "why"), (), 0.0) == []
+    told = worker.rounds.on_reply(0, Failure(2, "t", 0, 0, "mismatch", "why"), (), 0.0)
+    assert {type(action) for action in told} == {SendGiveUp}
     assert round_.state == "kept"
 
 
@@ -697,3 +742,47 @@ def test_what_is_wanted_while_it_is_resharded_comes_anyway() -> None:
     assert worker.want(round_) == []
     late = Wanted(2, "t", 0, 0)
     assert keys_of(worker.rounds.on_reply(1, late, (), ASKED_SECONDS)) == [(1, 0)]
+
+
+# ── fragments ───────────────────────────────────────────────────────────────────────────────────
+
+
+def make_fragmented() -> tuple[WorkerRounds, Round]:
+    """One chunk in two fragments, and another in one."""
+    rounds, round_ = make_rounds(1, math.inf), make_round(chunk_keys=((0, 0), (0, 0), (0, 1)))
+    round_.outgoing = [
+        Outgoing(0, structs.replace(out.push, fragment=number, fragments=count), FRAMES)
+        for out, (number, count) in zip(round_.outgoing, ((0, 2), (1, 2), (0, 1)), strict=True)
+    ]
+    rounds.submit(round_, 0.0)
+    return rounds, round_
+
+
+def test_a_push_in_fragments_is_repeated_whole() -> None:
+    rounds, round_ = make_fragmented()
+    pushes = [SendPush(out) for out in round_.outgoing]
+    assert rounds.on_tick(REPEAT_SECONDS + 1) == pushes
+    assert rounds.on_reply(0, Resend(1, "t", 0, 0), (), 0.0) == pushes[:2]
+    assert rounds.on_reply(0, Resume(1, "t", 0, 1), (), 0.0) == [SendPush(round_.outgoing[2], again=True)]
+
+
+def test_an_answer_in_fragments_is_delivered_whole_and_in_order() -> None:
+    rounds, round_ = make_fragmented()
+    rounds.on_reply(0, result(round_, 1), FRAMES, 0.0)
+    parts = [structs.replace(result(round_, 0), fragment=number, fragments=3) for number in range(3)]
+    for number in (2, 0, 2):
+        assert rounds.on_reply(0, parts[number], FRAMES, 0.0) == []
+    assert rounds.in_flight == 1
+    (deliver,) = rounds.on_reply(0, parts[1], FRAMES, 0.0)
+    others = [(parts[1], FRAMES), (parts[2], FRAMES)]
+    assert deliver == Deliver(round_, 0, parts[0], FRAMES, last=True, others=others)
+
+
+def test_fragments_of_an_answer_under_an_old_ring_are_forgotten() -> None:
+    rounds, round_ = make_fragmented()
+    parts = [structs.replace(result(round_, 0), fragment=number, fragments=2) for number in range(2)]
+    rounds.on_reply(0, parts[0], FRAMES, 0.0)
+    rounds.on_view(2, [Member("server", 0, "box", 50, "tcp://box:1", "")])
+    outgoing = [Outgoing(0, structs.replace(out.push, ring_epoch=2), FRAMES) for out in round_.outgoing]
+    rounds.on_resharded(round_, 2, None, outgoing, 0.0)
+    assert rounds.on_reply(0, structs.replace(parts[1], ring_epoch=2), FRAMES, 0.0) == []

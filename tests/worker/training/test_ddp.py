@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
+import pytest
 import torch
 from torch import Tensor, nn
 
-from zenps.worker.training.ddp import CommHookState
+from tests.worker.training.test_optimizer import FakeWorld
+from zenps.worker.process import PROCESS
+from zenps.worker.training.ddp import CommHookState, comm_hook
 
 
 class FakeBucket:
@@ -14,6 +20,12 @@ class FakeBucket:
 
     def parameters(self) -> list[Tensor]:
         return list(self._parameters)
+
+    def buffer(self) -> Tensor:
+        return torch.cat([parameter.detach().view(-1) for parameter in self._parameters])
+
+    def index(self) -> int:
+        return 0
 
 
 def test_names_follow_what_a_bucket_has() -> None:
@@ -36,3 +48,16 @@ def test_names_are_those_of_all_ranks_whatever_memory_is_used_again() -> None:
                 kept.append(parameter)
     assert sorted(names[:20]) == sorted(names[20:])
     assert len(set(names)) == len({name for _, name in names}) == 20
+
+
+def test_dropped_state_frees_its_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, state = FakeWorld(), CommHookState()
+    monkeypatch.setattr(PROCESS, "_world", world)
+    for _ in range(2):
+        comm_hook(state, FakeBucket(nn.Parameter(torch.zeros(3)))).wait()  # type: ignore[arg-type]
+    (residuals,) = {request.options.residuals for request in world.requests.values()}
+    gone = weakref.ref(residuals)
+    world.requests.clear()
+    del state, residuals
+    gc.collect()
+    assert gone() is None

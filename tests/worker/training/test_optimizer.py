@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import copy
+import gc
+import pickle
+import weakref
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import pytest
@@ -45,6 +49,7 @@ class FakeWorld(World):
     is_distributed = True
     bucket_bytes = 1 << 20
     quantized_run = 1
+    sparsifies = False
     is_elastic = is_joining = False
 
     def __init__(self) -> None:
@@ -100,15 +105,21 @@ def model(world: FakeWorld) -> Model:
     return Model()
 
 
-@pytest.fixture
-def optimizer(model: Model) -> zps.DistributedOptimizer:
-    """After a step: ranks have agreed on everything."""
-    optimizer = zps.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
-    )
+def wrap(model: Model) -> zps.DistributedOptimizer:
+    return zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+
+
+def train_one_step(model: Model, optimizer: zps.DistributedOptimizer) -> None:
     model.loss().backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+@pytest.fixture
+def optimizer(model: Model) -> zps.DistributedOptimizer:
+    """After a step: ranks have agreed on everything."""
+    optimizer = wrap(model)
+    train_one_step(model, optimizer)
     return optimizer
 
 
@@ -160,8 +171,22 @@ def test_only_gradients_are_pushed_as_such(world: FakeWorld, model: Model, avera
     gradients = {name for name, purpose in purposes.items() if purpose == "gradient"}
     assert {name.rpartition("/")[2] for name in gradients} == {"words.weight", "0"}
     assert {world.requests[name].options.average for name in gradients} == {average}
-    assert {purposes[name] for name in purposes.keys() - gradients} == {"broadcast", "value"}
+    assert {purposes[name] for name in purposes.keys() - gradients} == {"broadcast", "control", "value"}
     assert not any(world.requests[name].options.average for name in purposes.keys() - gradients)
+
+
+def test_dropped_optimizer_frees_its_residuals(world: FakeWorld, model: Model) -> None:
+    """Each residual is as large as its tensor."""
+    optimizer = wrap(model)
+    for _ in range(2):
+        train_one_step(model, optimizer)
+    gradients = [request for request in world.requests.values() if request.options.purpose == "gradient"]
+    (residuals,) = {request.options.residuals for request in gradients}
+    gone = weakref.ref(residuals)
+    world.requests.clear()
+    del optimizer, gradients, residuals
+    gc.collect()
+    assert gone() is None
 
 
 def scale_and_step(model: Model, optimizer: zps.DistributedOptimizer) -> None:
@@ -195,6 +220,36 @@ def scale_rows_after_the_push(model: Model, optimizer: zps.DistributedOptimizer)
     optimizer.step()
 
 
+def edit_one_element_of_data(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    model.loss().backward()
+    assert model.last.weight.grad is not None
+    model.last.weight.grad.data[0, 2] += 1e-6
+    optimizer.step()
+
+
+def negate_data(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    """Its sum may stay what it was."""
+    model.loss().backward()
+    for parameter in model.first.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data.neg_()
+    optimizer.step()
+
+
+def edit_rows_of_data(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    model.loss().backward()
+    assert model.words.weight.grad is not None
+    model.words.weight.grad.data._values()[1] = 0
+    optimizer.step()
+
+
+def edit_by_numpy(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    model.loss().backward()
+    assert model.first.bias.grad is not None
+    model.first.bias.grad.numpy()[:] = 0
+    optimizer.step()
+
+
 def drop_after_the_push(model: Model, optimizer: zps.DistributedOptimizer) -> None:
     model.loss().backward()
     model.zero_grad()
@@ -212,24 +267,108 @@ MISUSE = {
     scale_and_step: "GradScaler",
     step_without_synchronize: "call synchronize",
     synchronize_twice: "inside skip_synchronize",
-    clip_after_the_push: "changed since backward pushed it",
+    clip_after_the_push: "changed since backward computed it",
     scale_rows_after_the_push: "'words.weight': changed since",
+    edit_one_element_of_data: "'last.weight': changed since",
+    negate_data: "'first.(weight|bias)': changed since",
+    edit_rows_of_data: "'words.weight': changed since",
+    edit_by_numpy: "'first.bias': changed since",
     drop_after_the_push: "changed since",
     add_to_the_wrapped: "frozen or absent",
 }
 
 
+@pytest.mark.parametrize("step", ["first step", "later step"])
 @pytest.mark.parametrize(("misuse", "message"), MISUSE.items(), ids=[misuse.__name__ for misuse in MISUSE])
-def test_misuse_that_would_train_wrongly_is_refused(
-    misuse: Callable[[Model, zps.DistributedOptimizer], None],
-    message: str,
-    model: Model,
-    optimizer: zps.DistributedOptimizer,
+def test_misuse_that_would_train_wrongly_is_refused_in_each_step(
+    misuse: Callable[[Model, zps.DistributedOptimizer], None], message: str, step: str, model: Model
 ) -> None:
+    optimizer = wrap(model)
+    if step == "later step":
+        train_one_step(model, optimizer)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with pytest.raises(UsageError, match=message):
         misuse(model, optimizer)
     assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_state_and_groups_are_those_of_the_wrapped_optimizer(
+    model: Model, optimizer: zps.DistributedOptimizer
+) -> None:
+    inner = optimizer._inner
+    for name, value in {
+        "state": defaultdict(dict, {model.last.bias: {"momentum_buffer": torch.ones(1)}}),
+        "param_groups": [{**inner.param_groups[0], "lr": 7.0}],
+        "defaults": {**inner.defaults, "lr": 7.0},
+    }.items():
+        assert getattr(optimizer, name) is getattr(inner, name)
+        setattr(optimizer, name, value)
+        assert getattr(optimizer, name) is getattr(inner, name) is value
+    before = model.last.bias.detach().clone()
+    model.loss().backward()
+    optimizer.step()
+    assert torch.allclose(before - model.last.bias, torch.tensor(14.0))  # a gradient of 2 rows
+
+
+@pytest.mark.parametrize("copy_of", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copy_is_refused_and_leaves_hooks_as_they_are(
+    copy_of: Callable[[object], object], model: Model, optimizer: zps.DistributedOptimizer
+) -> None:
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append("step"))
+    with pytest.raises(UsageError, match=r"copied.*wrap the copy.*state_dict"):
+        copy_of(optimizer)
+    model.loss().backward()
+    optimizer.step()
+    assert calls == ["step"]
+
+
+def refused_backward(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    model.loss().backward()
+    model.loss().backward()
+
+
+def refused_step(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    model.loss().backward()
+    nn.utils.clip_grad_norm_(model.first.parameters(), 1e-3)
+    optimizer.step()
+
+
+def refused_backward_of_a_part(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    """One bucket was pushed, another waits for a gradient."""
+    for _ in range(2):
+        model.first(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("step", ["first step", "later step"])
+@pytest.mark.parametrize("mistake", [refused_backward, refused_step, refused_backward_of_a_part])
+def test_zero_grad_ends_a_step_that_was_refused(
+    mistake: Callable[[Model, zps.DistributedOptimizer], None],
+    step: str,
+    world: FakeWorld,
+    model: Model,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(world, "bucket_bytes", 1)  # each gradient by itself
+    optimizer = wrap(model)
+    if step == "later step":
+        train_one_step(model, optimizer)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    pushed = world.pushed.copy()
+    with pytest.raises(UsageError):
+        mistake(model, optimizer)
+    with pytest.raises(UsageError):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(map(torch.equal, before, model.parameters()))
+    assert world.waited == world.pushed
+    if step == "later step":  # every rank pushes each tensor once in a step, or the others would wait for it
+        gradients = {name for name in pushed if world.requests[name].options.purpose == "gradient"}
+        assert world.pushed - pushed == dict.fromkeys(gradients, 1)
+
+    train_one_step(model, optimizer)
+    assert not any(map(torch.equal, before, model.parameters()))
 
 
 def test_parameter_that_is_unfrozen_later_is_refused(world: FakeWorld) -> None:

@@ -45,7 +45,8 @@ class Driver:
     def _release(self) -> None:
         try:
             while not self.lock.release():
-                for command in self.lock.commands():
+                while self.lock.commands:
+                    command = self.lock.commands.popleft()
                     command()
         except BaseException:  # the lock must not stay with a thread that is about to leave
             self._release()
@@ -55,7 +56,8 @@ class Driver:
         self.polled_by.append(threading.get_ident())
         self.polls.set()
         while True:
-            for command in self.lock.commands():
+            while self.lock.commands:
+                command = self.lock.commands.popleft()
                 command()
             if ready() or (seconds := until - time.monotonic()) <= 0:
                 return

@@ -277,6 +277,20 @@ def test_scheduler_ends_on_a_signal(zenps: Any, number: signal.Signals, code: in
     assert "Traceback" not in err
 
 
+def test_scheduler_goes_on_under_nohup_and_says_what_ends_it(zenps: Any) -> None:
+    popen = zenps.start("scheduler", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    line = popen.stderr.readline()
+    assert (
+        "SIGHUP is ignored, as under nohup: this process ends with its job, or by SIGTERM or SIGINT" in line
+    )
+    popen.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        popen.wait(0.3)
+    popen.terminate()
+    popen.communicate(timeout=30)
+    assert popen.returncode == 143
+
+
 def test_server_ends_on_sigterm(zenps: Any, scheduler: str) -> None:
     popen = zenps.start("server", "--set", f"cluster.scheduler={scheduler}")
     status = ("status", "--json", "--set", f"cluster.scheduler={scheduler}")

@@ -268,6 +268,26 @@ def test_signal_ends_all(zenps: Any, sleepers: Any, number: signal.Signals) -> N
     assert_nothing_is_left(zenps)
 
 
+def test_job_goes_on_under_nohup(zenps: Any) -> None:
+    ignore = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)}
+    popen = zenps.start(
+        "launch", "--", *PYTHON, "import time; print('up', flush=True); time.sleep(600)", **ignore
+    )
+    assert "up" in popen.stdout.readline()
+    for pid in (popen.pid, zenps.pid_of("zenps.cli scheduler"), zenps.pid_of("zenps.cli server")):
+        os.kill(pid, signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        popen.wait(0.5)
+    popen.terminate()
+    _, err = popen.communicate(timeout=60)
+    assert popen.returncode == 143
+    assert (
+        "launch    | SIGHUP is ignored, as under nohup: the job goes on; SIGTERM or SIGINT to launch ends"
+        in err
+    )
+    assert_nothing_is_left(zenps)
+
+
 def test_signal_while_starting(zenps: Any) -> None:
     popen = zenps.start("launch", "--", *SLEEP)
     zenps.pid_of("zenps.cli scheduler")

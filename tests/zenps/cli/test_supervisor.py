@@ -65,7 +65,7 @@ def make_job(monkeypatch: pytest.MonkeyPatch, on_worker_loss: str) -> Any:
     job._address = b"host:1\n"
     job._processes = [Worker(name, clock) for name in ("worker 0", "worker 1")]
     job._read = clock.wait
-    job._status = lambda: clock.wait(1.0) or SimpleNamespace(state=job.state, nodes=left)
+    job._ask = lambda question: clock.wait(1.0) or SimpleNamespace(state=job.state, nodes=left)
     return job
 
 
@@ -163,7 +163,7 @@ def test_an_elastic_job_does_not_continue_before_all_have_joined(elastic: Any) -
 
 
 def test_without_an_answer_of_the_scheduler_an_elastic_job_continues(elastic: Any) -> None:
-    elastic._status = lambda: None
+    elastic._ask = lambda question: None
     elastic._processes[1].end(7)
     elastic._turn()
     assert elastic._code is None

@@ -90,6 +90,17 @@ def test_tables_equal_the_computation(name: str, granule: int) -> None:
     assert torch.equal(tabled.granule_order(100, 900), computed.granule_order(100, 900))
 
 
+def test_large_tables_are_built_once_as_many_rows_were_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zenps.partition.layout.SMALL_TABLE", 1000)
+    layout, rows = make_layout("balanced", 6001, table_bytes=PLENTY), torch.arange(1000)
+    expected = make_layout("balanced", 6001).positions(rows)
+    for _ in range(6):
+        assert layout._tables is None
+        assert torch.equal(layout.positions(rows), expected)
+    assert torch.equal(layout.positions(rows), expected)
+    assert layout._tables is not None
+
+
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_huge_space_without_tables(name: str) -> None:
     rows = 10**12

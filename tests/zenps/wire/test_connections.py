@@ -9,6 +9,7 @@ import pytest
 import zmq
 
 from tests.integration.zmtp import MORE, connected, frame, knock
+from zenps.wire import connections as module
 from zenps.wire.connections import Connections
 from zenps.wire.sockets import MAX_FRAMES, Socket, bind_router, context, receive_routed
 
@@ -134,6 +135,45 @@ def test_an_endless_message_is_cut_at_the_second_look_though_others_speak_on(
             cut.append(len(connections.cut_endless()))
         assert cut == [0, 1]
         assert hung_up(peer)
+
+
+def test_looks_take_a_hundredth_of_the_time_at_most(
+    router: tuple[Socket, str, Connections], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server looks at all of its connections, of which there may be thousands, on its only thread."""
+    _, address, connections = router
+    looks: list[float] = []
+    received = module._bytes_received
+
+    def take_long(descriptor: int) -> int:
+        looks.append(time.monotonic())
+        until = time.thread_time() + 0.004
+        while time.thread_time() < until:
+            pass
+        return received(descriptor)
+
+    monkeypatch.setattr(module, "_bytes_received", take_long)
+    with connected(address) as peer:
+        peer.sendall(frame(bytes(2 * MOST_BYTES), MORE))
+        assert len(look_until_cut(connections)) == 1
+    assert len(looks) == 2
+    assert 0.35 < looks[1] - looks[0] < SECONDS
+
+
+def test_a_look_at_a_thousand_connections_takes_a_millisecond(
+    router: tuple[Socket, str, Connections],
+) -> None:
+    _, address, connections = router
+    with connected(address) as peer:
+        peer.sendall(frame(b"hello"))
+        descriptor, _ = take(router[0])
+        connections.on_message(descriptor)
+        known = connections._known[descriptor]
+        connections._known = {descriptor: known} | {-1 - number: known for number in range(999)}
+        begin = time.thread_time()
+        for _ in range(10):
+            connections._endless()
+        assert (time.thread_time() - begin) / 10 < 0.003, "0.6 ms, where nothing else disturbs it"
 
 
 def test_the_whole_of_an_unread_queue_is_no_endless_message(router: tuple[Socket, str, Connections]) -> None:

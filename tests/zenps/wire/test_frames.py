@@ -28,13 +28,13 @@ from zenps.wire.messages import (
     View,
 )
 
-DIRECTIONS: dict[str, UnionType | type[Push]] = {
+DIRECTIONS: dict[str, UnionType] = {
     "to scheduler": ToScheduler,
     "from scheduler": FromScheduler,
     "to server": ToServer,
     "from server": FromServer,
 }
-TYPES = [message for union in DIRECTIONS.values() for message in get_args(union) or (union,)]
+TYPES = [message for union in DIRECTIONS.values() for message in get_args(union)]
 
 every_type = pytest.mark.parametrize("message_type", TYPES, ids=lambda message_type: message_type.__name__)
 every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
@@ -42,7 +42,7 @@ every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
 
 def accepted_with(message_type: type[msgspec.Struct]) -> Any:
     """The union that a socket which receives this type accepts."""
-    return next(union for union in DIRECTIONS.values() if message_type in (get_args(union) or (union,)))
+    return next(union for union in DIRECTIONS.values() if message_type in get_args(union))
 
 
 def strategy_of(kind: inspect.Type) -> st.SearchStrategy[Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
 
 from zenps.errors import PeerLostError, UsageError, listing
 from zenps.wire.messages import View
-from zenps.wire.shared_memory.arena import Arena
+from zenps.wire.shared_memory.arena import CAPACITY_BYTES, Arena, check_address_space
 
 from ...core.memory import POOL_BYTES
 from ...core.pending import Pending
@@ -27,6 +28,34 @@ from .rounds import HostRounds, HostSession
 # Longer than any address of a listener.
 ADDRESS_BYTES = 64
 
+logger = logging.getLogger("zenps.worker")
+
+
+def make_hierarchical(session: Session, servers: ServerBackend) -> Backend:
+    """Constructs the backend of hierarchical reduction. All ranks do so at the same point.
+
+    Returns ``servers`` on all ranks alike if any rank cannot reserve the address space for shared memory.
+
+    Raises:
+        PeerLostError: as :class:`HierarchicalBackend`.
+    """
+    ranks = _ranks_of_host(session)
+    arena = _open_arena(mappings=1 + len(ranks))
+    try:
+        without = servers.negotiate(
+            torch.tensor([arena is None], dtype=torch.int64, device="cpu"), "@hosts/memory"
+        ).wait()
+    except BaseException:  # also Ctrl-C during the wait for others
+        if arena is not None:
+            arena.close()
+        raise
+    if arena is not None and not without.item():
+        return HierarchicalBackend(session, servers, arena, ranks)
+    if arena is not None:
+        arena.close()
+    logger.warning("sync.levels = 1 instead of 2, on all ranks: %d of them share no memory", int(without))
+    return servers
+
 
 class HierarchicalBackend(Backend):
     """Connects to the other ranks of this host. All ranks construct it at the same point.
@@ -34,21 +63,20 @@ class HierarchicalBackend(Backend):
     Args:
         session: what this worker has of the cluster.
         servers: the backend for all that goes over servers.
+        arena: the memory that this rank shares; closed by :meth:`close`.
+        ranks: of this host.
 
     Raises:
         PeerLostError: ranks with the same host name do not share memory, or a rank was lost meanwhile.
     """
 
-    def __init__(self, session: Session, servers: ServerBackend) -> None:
+    def __init__(self, session: Session, servers: ServerBackend, arena: Arena, ranks: Sequence[int]) -> None:
         self.partition = servers.partition
         self._session = session
         self._servers = servers
-        workers = session.lease.view.workers
-        host = next(worker.host for worker in workers if worker.rank == session.rank)
-        ranks = [worker.rank for worker in workers if worker.host == host]
-        self._arena = Arena(POOL_BYTES)
+        self._arena = arena
         try:
-            self._links = self._connect(host, ranks)
+            self._links = self._connect(ranks)
         except BaseException:  # also Ctrl-C during the wait for others
             self._arena.close()
             raise
@@ -74,7 +102,7 @@ class HierarchicalBackend(Backend):
             link.close()
         self._arena.close()
 
-    def _connect(self, host: str, ranks: Sequence[int]) -> Sequence[Link]:
+    def _connect(self, ranks: Sequence[int]) -> Sequence[Link]:
         """Returns the leader's links to its followers, or a follower's link to the leader."""
         leader, *others = ranks
         rank, size = self._session.rank, self._session.size
@@ -84,12 +112,13 @@ class HierarchicalBackend(Backend):
             if listener is not None:
                 own = torch.frombuffer(bytearray(listener.address), dtype=torch.uint8)
                 table[rank, : len(own)] = own
-            addresses = self._servers.negotiate(table, "hosts/addresses").wait()
+            addresses = self._servers.negotiate(table, "@hosts/addresses").wait()
             address = bytes(addresses[leader].tolist())
             if listener is not None:
                 return listener.accept(rank, self._arena.fd, others)
             return [connect(b"\0" + address.strip(b"\0"), rank, self._arena.fd, leader)]
         except LinkError as error:
+            host = _host_of(self._session)
             raise PeerLostError(
                 f"workers {listing(ranks)} have the host name {host}, but worker {rank} does not reach "
                 f"the others there: {error}; give machines and containers names of their own, or set "
@@ -105,6 +134,34 @@ class HierarchicalBackend(Backend):
             (link,) = self._links
             return Follower(host, link)
         return Leader(host, self._links)
+
+
+def _open_arena(mappings: int) -> Arena | None:
+    """Returns this rank's memory; None if the system refuses it, or as many further mappings of that size."""
+    try:
+        arena = Arena(POOL_BYTES)
+        try:
+            check_address_space(mappings)
+        except BaseException:
+            arena.close()
+            raise
+    except OSError as error:
+        gigabytes = mappings * CAPACITY_BYTES >> 30
+        advice = "raise ulimit -v, or set sync.levels = 1"
+        logger.warning(
+            "sync.levels = 2 reserves %d GiB of address space, and got %s; %s", gigabytes, error, advice
+        )
+        return None
+    return arena
+
+
+def _host_of(session: Session) -> str:
+    return next(worker.host for worker in session.lease.view.workers if worker.rank == session.rank)
+
+
+def _ranks_of_host(session: Session) -> list[int]:
+    host = _host_of(session)
+    return [worker.rank for worker in session.lease.view.workers if worker.host == host]
 
 
 def has_shared_hosts(view: View) -> bool:

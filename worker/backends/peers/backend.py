@@ -6,6 +6,7 @@ import itertools
 import time
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from zenps.buffers import BufferPool
@@ -16,9 +17,10 @@ from zenps.wire.addresses import find_host
 
 from ...core.memory import POOL_BYTES
 from ...core.pending import Pending
-from ...core.request import Request
+from ...core.request import Request, describe
 from ...core.statistics import Progress
 from ...core.transfer import Transform
+from ...encode.sparsifying import make_sparsification
 from ...encode.transforms import TRANSFORMS, ToHost
 from ...transport.peer_group import GlooGroup, GroupError
 from ..base import Backend, Session
@@ -49,6 +51,11 @@ class PeerBackend(Backend):
         self._servers = servers
         self._pool = BufferPool(POOL_BYTES)
         self._kernels = make_kernels(self._pool)
+        self._sparsification = make_sparsification(
+            session.config, session.rank, session.size, session.statistics
+        )
+        self._steps: dict[str, int] = {}
+        """Of each tensor, the latest step."""
         self._exchange = PeerExchange(session, servers, self._connect())
         self._exchange.start()
 
@@ -56,9 +63,11 @@ class PeerBackend(Backend):
         """Compacts or copies on this thread; another one exchanges. A tensor on a GPU is copied first."""
         if not request.options.is_reduction:
             return self._servers.begin(request)
-        transforms = self._transforms(request.tensor)
-        for transform in transforms:
-            request = request._replace(tensor=transform.apply(request.tensor))
+        given = request.tensor
+        request, transforms = self._transformed(request)
+        if transforms:
+            options = structs.replace(request.options, given=describe(given))
+            request = request._replace(options=options)
         progress = Progress(0)
         with self._session.spans("compact", request.name):
             transfer = self._transfer(request.tensor, request.options.average)
@@ -68,11 +77,19 @@ class PeerBackend(Backend):
     def close(self) -> None:
         self._exchange.close()
 
-    def _transforms(self, tensor: Tensor) -> tuple[Transform, ...]:
-        transforms: list[Transform] = [] if tensor.is_cpu else [ToHost(tensor.device)]
-        if tensor.is_sparse and (transform := TRANSFORMS[self._scheme.wire.keys]) is not None:
-            transforms.append(transform(tensor, self._kernels))
-        return tuple(transforms)
+    def _transformed(self, request: Request) -> tuple[Request, list[Transform]]:
+        """Applies all transforms of a tensor, in order."""
+        transforms: list[Transform] = [] if request.tensor.is_cpu else [ToHost(request.tensor.device)]
+        step = self._steps[request.name] = self._steps.get(request.name, -1) + 1
+        sparsification = self._sparsification
+        if sparsification is not None and (sparsified := sparsification.transform(request, step)) is not None:
+            transforms.append(sparsified)
+        for transform in transforms:
+            request = request._replace(tensor=transform.apply(request.tensor))
+        if request.tensor.is_sparse and (kind := TRANSFORMS[self._scheme.wire.keys]) is not None:
+            transforms.append(kind(request.tensor, self._kernels))
+            request = request._replace(tensor=transforms[-1].apply(request.tensor))
+        return request, transforms
 
     def _transfer(self, tensor: Tensor, average: bool) -> PeerTransfer:
         if tensor.is_sparse:
@@ -90,7 +107,7 @@ class PeerBackend(Backend):
             table = torch.zeros((size, 512 + 16 * size), dtype=torch.uint8, device="cpu")
             entry = len(own).to_bytes(2) + own
             table[rank, : len(entry)] = torch.frombuffer(bytearray(entry), dtype=torch.uint8)
-            rows = self._servers.negotiate(table, f"peers/addresses/{next(calls)}").wait().numpy()
+            rows = self._servers.negotiate(table, f"@peers/addresses/{next(calls)}").wait().numpy()
             return [row[2:].tobytes()[: int.from_bytes(row[:2].tobytes())] for row in rows]
 
         host = config.cluster.host or find_host(config.cluster.scheduler)

@@ -8,7 +8,7 @@ another page fault.
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import fcntl
 import logging
 import mmap
@@ -31,8 +31,21 @@ logger = logging.getLogger("zenps.arena")
 # Address space, not memory: only pages that were written take memory.
 CAPACITY_BYTES = 1 << 38
 
-# linux/mman.h; Python has no name for it.
+# linux/mman.h; Python has no names for them.
 MADV_POPULATE_READ = 22
+MAP_FAILED = (1 << 64) - 1
+
+# A smaller private range is copied: a mapping takes three system calls, and one of the 65530 that a process
+# may have (vm.max_map_count).
+SMALLEST_MAPPED_BYTES = 64 << 10
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 # If the file shrank, a reader of its end would be killed by SIGBUS.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -64,6 +77,7 @@ class Arena:
         self._growing = threading.Lock()
         self._owner = os.getpid()
         self.pool = BufferPool(keep_bytes, self._allocate)
+        self._unpooled = BufferPool(0, self._allocate)
 
     def lease(self, size_bytes: int) -> tuple[int, Tensor]:
         """Uninitialised memory: its offset in the file, and a uint8 tensor ``[size_bytes]``, at least 1.
@@ -74,9 +88,9 @@ class Arena:
         memory = self.pool.lease(size_bytes)
         return memory.data_ptr() - self._base, memory
 
-    def copy(self, data: memoryview) -> memoryview:
-        """A copy of ``data``, at least 1 byte, in this arena."""
-        copy = self.pool.lease(data.nbytes).numpy()
+    def copy(self, data: memoryview, *, is_pooled: bool = True) -> memoryview:
+        """A copy of ``data``, at least 1 byte, in this arena; if ``is_pooled``, its memory is used again."""
+        copy = (self.pool if is_pooled else self._unpooled).lease(data.nbytes).numpy()
         copy[:] = np.frombuffer(data, np.uint8)
         return copy.data
 
@@ -91,6 +105,8 @@ class Arena:
         if self._owner:
             self._owner = 0
             os.close(self.fd)
+            # Its unused blocks would keep the mapping, which has a descriptor of its own.
+            self.pool.close()
 
     def _allocate(self, size: int) -> NDArray[np.uint8]:
         with self._growing:
@@ -149,9 +165,11 @@ class Window:
     ) -> memoryview:
         """The bytes at ``offset`` as a private copy-on-write mapping: writes go to this process's own pages.
 
+        A small range is copied instead, which takes less than a mapping.
+
         Args:
-            on_end: called with ``args``, on any thread, when nobody refers to the memory any more. Until
-                then the other process must not change these bytes.
+            on_end: called with ``args``, on any thread, when nobody refers to the memory any more, or when it
+                was copied. Until then the other process must not change these bytes.
 
         Raises:
             ProtocolError: they lie outside the arena.
@@ -159,19 +177,55 @@ class Window:
         """
         _check(offset, size_bytes)
         before = offset % mmap.ALLOCATIONGRANULARITY
+        length = before + size_bytes
+        if size_bytes < SMALLEST_MAPPED_BYTES:
+            copy = bytearray(self._memory[offset : offset + size_bytes])
+            on_end(*args)
+            return memoryview(copy)
         try:
-            length = max(before + size_bytes, 1)  # 0 would map the whole file
-            mapped = mmap.mmap(self._fd, length, mmap.MAP_PRIVATE, offset=offset - before)
-            # Faults all pages in at once: one fault for each page costs several times as much.
-            with contextlib.suppress(OSError):  # a kernel before Linux 5.14
-                mapped.madvise(MADV_POPULATE_READ)
+            address = map_pages(self._fd, length, offset - before)
         except OSError as error:
             raise TensorError(
                 f"{size_bytes} bytes of shared memory cannot be mapped ({error}); check ulimit -v and "
                 "vm.max_map_count, and keep fewer results"
             ) from error
-        weakref.finalize(mapped, on_end, *args).atexit = False
-        return memoryview(mapped)[before : before + size_bytes]
+        mapped = (ctypes.c_ubyte * length).from_address(address)
+        weakref.finalize(mapped, _unmap, address, length, on_end, *args).atexit = False
+        return memoryview(mapped).cast("B")[before : before + size_bytes]
+
+
+def map_pages(fd: int, length: int, offset: int) -> int:
+    """Maps a range of a file privately, for reading and writing; returns its address.
+
+    Python's ``mmap`` would keep a descriptor of its own for each mapping.
+
+    Raises:
+        OSError: the system has refused it.
+    """
+    address: int = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, fd, offset)
+    if address == MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    # Faults all pages in at once: one fault for each page costs several times as much. A kernel before Linux
+    # 5.14 refuses that.
+    _libc.madvise(address, length, MADV_POPULATE_READ)
+    return address
+
+
+def _unmap(address: int, length: int, on_end: Callable[..., object], *args: object) -> None:
+    _libc.munmap(address, length)
+    on_end(*args)
+
+
+def check_address_space(mappings: int) -> None:
+    """Checks that this process could map so many further arenas.
+
+    Raises:
+        OSError: it could not; the usual reason is a limit of address space (``ulimit -v``).
+    """
+    # Read-only memory needs no promise of pages, however the system accounts for them.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    mmap.mmap(-1, mappings * CAPACITY_BYTES, flags, mmap.PROT_READ).close()
 
 
 def open_arena(cluster: ClusterConfig, keep_bytes: int) -> Arena | None:

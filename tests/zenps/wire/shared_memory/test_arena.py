@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,11 +59,13 @@ def test_what_is_too_much_to_keep_goes_back_to_the_system(arena: Arena) -> None:
 
 def test_what_is_ones_own_is_changed_by_nobody_else(arena: Arena) -> None:
     window, ended = Window(arena.fd), []
-    offset, memory = arena.lease(10_000)
+    offset, memory = arena.lease(100_000)
     memory.fill_(7)
-    own = tensor_from_bytes(window.map_private(offset + 100, 9000, ended.append, "one"), torch.uint8, (9000,))
+    own = tensor_from_bytes(
+        window.map_private(offset + 100, 90_000, ended.append, "one"), torch.uint8, (90_000,)
+    )
     other = tensor_from_bytes(
-        window.map_private(offset, 10_000, ended.append, "other"), torch.uint8, (10_000,)
+        window.map_private(offset, 100_000, ended.append, "other"), torch.uint8, (100_000,)
     )
     own[0] = 8
     assert (memory[100], other[100], own[0], own[1]) == (7, 7, 8, 7)
@@ -72,6 +76,43 @@ def test_what_is_ones_own_is_changed_by_nobody_else(arena: Arena) -> None:
     assert ended == ["one"]
     del other
     assert ended == ["one", "other"]
+
+
+def test_private_ranges_keep_no_descriptors(arena: Arena) -> None:
+    window = Window(arena.fd)
+    offset, memory = arena.lease(MIB)
+    memory.fill_(7)
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    own = [
+        window.map_private(offset + 1000 * number, size, lambda: None)
+        for number in range(50)
+        for size in (100, 100_000)
+    ]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert all(set(bytes(each)) == {7} for each in own)
+
+
+def test_a_mapping_ends_with_its_last_reference(arena: Arena) -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:zenps")
+
+    gc.collect()
+    window, before = Window(arena.fd), mapped()
+    own = window.map_private(0, MIB, lambda: None)
+    assert mapped() == before + 1
+    del own
+    assert mapped() == before
+
+
+def test_a_small_range_is_copied_and_given_back_at_once(arena: Arena) -> None:
+    offset, memory = arena.lease(8192)
+    memory.fill_(7)
+    ended: list[str] = []
+    own = Window(arena.fd).map_private(offset, 8192, ended.append, "one")
+    assert ended == ["one"]
+    memory.fill_(8)
+    assert bytes(own) == b"\7" * 8192
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 8192])
@@ -143,3 +184,11 @@ def test_without_addresses_to_spare_nothing_is_shared(caplog: pytest.LogCaptureF
         resource.setrlimit(resource.RLIMIT_AS, limits)
     assert "will travel by TCP within this host, too: no memory to share" in caplog.text
     assert open_arena(ClusterConfig(same_host="tcp"), MIB) is None
+
+
+def test_memory_of_a_copy_that_is_not_pooled_goes_back_to_the_system(arena: Arena) -> None:
+    for is_pooled in (False, True):
+        copy = arena.copy(memoryview(bytes(1 << 20)), is_pooled=is_pooled)
+        assert arena.find(copy) is not None
+        del copy
+        assert (arena.pool.kept_bytes > 0) == is_pooled

@@ -1,0 +1,124 @@
+"""End detection: a server whose connection is gone, and whose port refuses another, has ended.
+
+The kernel closes all sockets of a process that ends, however it ends. The port of one that is only paused
+still accepts connections. So the loss of a server that was killed need not wait for its lease.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import math
+import select
+import socket as net
+from collections.abc import Callable
+from typing import Final
+
+from msgspec import Struct
+
+from zenps.config.values import parse_address
+from zenps.wire.connections import Address, Connections
+
+PROBE_SECONDS: Final = (0.02, 0.1, 0.3, 0.6, 1.0)
+"""When a server is probed, from the end of its connection on. Not at once: a message that it leaves may still
+be unread. And a port may accept a connection until its process has closed everything."""
+
+
+class _Suspect(Struct, eq=False):
+    """A server whose connection is gone."""
+
+    target: Address
+    """Of its data socket: IP address and port."""
+    since: float
+    probes: int = 0
+    probe: net.socket | None = None
+    """The connection attempt that goes on."""
+
+
+class Ends:
+    """The ends of servers, as their connections to the scheduler show them. Nothing here blocks.
+
+    Args:
+        connections: those of the scheduler.
+        address_of: returns the address of the data socket of a peer that is a server, or else "".
+    """
+
+    def __init__(self, connections: Connections, address_of: Callable[[bytes], str]) -> None:
+        self._connections = connections
+        self._address_of = address_of
+        self._peers: dict[int, bytes] = {}
+        """The peer that was last heard on each connection, by the connection's descriptor."""
+        self._suspects: dict[bytes, _Suspect] = {}
+
+    def on_message(self, descriptor: int, peer: bytes) -> None:
+        """A message of a peer came by the connection with this descriptor; -1 if that is not known."""
+        self._peers[descriptor] = peer
+        if self._suspects and (suspect := self._suspects.pop(peer, None)) is not None:
+            _close(suspect)
+
+    def look(self, now: float) -> list[bytes]:
+        """Probes servers whose connections are gone; returns those that have ended."""
+        for descriptor, remote in self._connections.gone():
+            peer = self._peers.pop(descriptor, b"")
+            if peer and (target := _target(self._address_of(peer), remote)) is not None:
+                self._suspects[peer] = _Suspect(target, now)
+        ended = []
+        for peer, suspect in list(self._suspects.items()):
+            is_refused = _is_refused(suspect, now)
+            if is_refused or suspect.probes > len(PROBE_SECONDS):
+                _close(self._suspects.pop(peer))
+            if is_refused and self._address_of(peer):
+                ended.append(peer)
+        return ended
+
+    @property
+    def due(self) -> float:
+        """When the next look has to be; infinite without suspects."""
+        return min((_due(suspect) for suspect in self._suspects.values()), default=math.inf)
+
+    def close(self) -> None:
+        """Ends all probes."""
+        for suspect in self._suspects.values():
+            _close(suspect)
+
+
+def _target(address: str, remote: Address) -> Address | None:
+    """Returns where to probe; None unless the server is seen here at the very address that it has announced.
+
+    Another address may lead elsewhere from here, as to another host's loopback, where nothing listens.
+    """
+    with contextlib.suppress(ValueError):  # a name, or no address at all
+        host, port = parse_address(address.removeprefix("tcp://"))
+        seen, announced = ipaddress.ip_address(remote[0]), ipaddress.ip_address(host)
+        if isinstance(seen, ipaddress.IPv6Address) and seen.ipv4_mapped is not None:
+            seen = seen.ipv4_mapped
+        if seen == announced:
+            return host, port
+    return None
+
+
+def _due(suspect: _Suspect) -> float:
+    more = suspect.probes < len(PROBE_SECONDS)
+    return suspect.since + (PROBE_SECONDS[suspect.probes] if more else 2 * PROBE_SECONDS[-1])
+
+
+def _is_refused(suspect: _Suspect, now: float) -> bool:
+    """Looks at the present attempt, and begins the next one when it is due."""
+    if suspect.probe is not None and select.select((), (suspect.probe,), (), 0)[1]:
+        if suspect.probe.getsockopt(net.SOL_SOCKET, net.SO_ERROR) == errno.ECONNREFUSED:
+            return True
+        _close(suspect)
+    if now < _due(suspect):
+        return False
+    _close(suspect)
+    suspect.probes += 1
+    family = net.AF_INET6 if ":" in suspect.target[0] else net.AF_INET
+    suspect.probe = probe = net.socket(family, net.SOCK_STREAM | net.SOCK_NONBLOCK)
+    return probe.connect_ex(suspect.target) == errno.ECONNREFUSED
+
+
+def _close(suspect: _Suspect) -> None:
+    if suspect.probe is not None:
+        suspect.probe.close()
+        suspect.probe = None

@@ -1,0 +1,195 @@
+"""Compose files as Compose merges them, and the scripts of the image. No Docker engine is needed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from configparser import ConfigParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DOCKER = ROOT / "docker"
+DEADLINE_SECONDS = 30.0
+APPENDED = ("volumes", "devices")
+
+
+def merged(base: Any, over: Any, name: str = "") -> Any:
+    """As Compose does it: mappings merge, and a command replaces that of the file before.
+
+    Source: https://docs.docker.com/reference/compose-file/merge/
+    """
+    if isinstance(base, dict) and isinstance(over, dict):
+        return base | {key: merged(base.get(key), value, key) for key, value in over.items()}
+    return [*base, *over] if name in APPENDED and base is not None else over
+
+
+def cluster(*overrides: str) -> dict[str, Any]:
+    """The services of ``compose.yaml`` with ``overrides``."""
+    tree: dict[str, Any] = {}
+    for name in ("compose.yaml", *overrides):
+        tree = merged(tree, yaml.safe_load((DOCKER / name).read_text("utf-8")))
+    services: dict[str, Any] = tree["services"]
+    return services
+
+
+@pytest.mark.parametrize("order", itertools.permutations(["compose.secure.yaml", "compose.gpu.yaml"]))
+def test_workers_have_key_and_gpu_in_whichever_order_files_are_given(order: Sequence[str]) -> None:
+    services = cluster(*order)
+    worker = services["worker"]
+    assert worker["image"] == "zenps:cuda"
+    assert worker["command"].endswith("--device cuda}")
+    assert (
+        worker["environment"].items()
+        >= {
+            "CLAIM_KEY": "/keys/worker",
+            "CLAIM_GPU": "/var/cache/cupy",
+            "CUPY_CACHE_DIR": "/var/cache/cupy",
+        }.items()
+    )
+    assert set(worker["volumes"]) == {"worker-keys:/keys/worker:ro", "kernels:/var/cache/cupy"}
+    assert worker["deploy"]["replicas"]
+    assert worker["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+    assert services["server"]["command"] == "zenps server"
+    assert services["server"]["environment"]["CLAIM_KEY"] == "/keys/server"
+    assert "CLAIM_GPU" not in services["server"]["environment"]
+
+
+def test_every_image_begins_with_claim_and_has_the_scripts() -> None:
+    dockerfile = (DOCKER / "Dockerfile").read_text("utf-8")
+    assert 'ENTRYPOINT ["dumb-init", "--", "claim"]' in dockerfile
+    assert "COPY docker/claim docker/probe /usr/local/bin/" in dockerfile
+    allowed = (ROOT / ".dockerignore").read_text("utf-8").split()
+    assert {"!docker/claim", "!docker/probe"} <= set(allowed)
+
+
+def test_what_images_install_is_pinned() -> None:
+    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    pinned = {line.partition("==")[0].replace("_", "-").lower() for line in lines if "==" in line}
+    declared = ConfigParser()
+    declared.read(ROOT / "setup.cfg")
+    wanted = declared["options"]["install_requires"] + declared["options.extras_require"]["cuda"]
+    names = {
+        re.split(r"[<>=\[ ]", line)[0].lower() for line in wanted.splitlines() if line and line[0] != "#"
+    }
+    assert names <= pinned
+    # What torch with CUDA asks for is in nobody's environment here: its metadata is that of another build.
+    assert {"triton", "cuda-toolkit", "nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13"} <= pinned
+
+
+# ── claim ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class Container:
+    """A directory of programs, and variables; ``claim`` and ``probe`` see nothing else of this machine."""
+
+    def __init__(self, directory: Path, **variables: str) -> None:
+        self.directory = directory
+        self.programs = directory / "bin"
+        self.programs.mkdir(parents=True)
+        path = f"{self.programs}:{os.environ['PATH']}"
+        self.environment = {"PATH": path, "TMPDIR": str(directory), **variables}
+
+    def has(self, name: str, script: str) -> None:
+        program = self.programs / name
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+
+    def start(self, *command: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command, env=self.environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def run(self, *command: str) -> tuple[int, str]:
+        """Returns the exit code and all output of a command that ends."""
+        popen = self.start(*command)
+        out, err = popen.communicate(timeout=DEADLINE_SECONDS)
+        return popen.returncode, out + err
+
+
+SHOW = ("sh", "-c", 'readlink "$TMPDIR/secret"; echo "gpu ${CUDA_VISIBLE_DEVICES-none}"; read -r _')
+
+
+@pytest.fixture
+def replicas(tmp_path: Path) -> list[Container]:
+    """Three containers of one service, with two keys and on a machine with two GPUs."""
+    keys, locks = tmp_path / "keys", tmp_path / "locks"
+    for directory in (keys, locks):
+        directory.mkdir()
+    for rank in range(2):
+        (keys / f"worker-{rank}.secret").touch()
+    made = []
+    for name in "abc":
+        container = Container(tmp_path / name, CLAIM_KEY=str(keys), CLAIM_GPU=str(locks))
+        container.has("nvidia-smi", "echo 'GPU 0: NVIDIA H100'; echo 'GPU 1: NVIDIA H100'")
+        made.append(container)
+    return made
+
+
+def claim(container: Container) -> tuple[subprocess.Popen[str], list[str]]:
+    popen = container.start(str(DOCKER / "claim"), *SHOW)
+    assert popen.stdout is not None
+    return popen, [Path(popen.stdout.readline().strip()).name, popen.stdout.readline().strip()]
+
+
+def test_each_container_has_a_key_and_a_gpu_of_its_own(replicas: list[Container]) -> None:
+    running = [claim(container) for container in replicas[:2]]
+    try:
+        assert [taken for _, taken in running] == [
+            ["worker-0.secret", "gpu 0"],
+            ["worker-1.secret", "gpu 1"],
+        ]
+        code, text = replicas[2].run(str(DOCKER / "claim"), "true")
+        assert (code, "expected a free key" in text) == (2, True)
+        del replicas[2].environment["CLAIM_KEY"]
+        code, text = replicas[2].run(str(DOCKER / "claim"), "true")
+        assert (code, "expected a free GPU, but all 2 are taken" in text) == (2, True)
+        running[1][0].kill()  # whatever ends it, another may have its GPU
+        running[1][0].communicate(timeout=DEADLINE_SECONDS)
+        assert replicas[2].run(str(DOCKER / "claim"), "sh", "-c", "echo $CUDA_VISIBLE_DEVICES") == (0, "1\n")
+    finally:
+        for popen, _ in running:
+            popen.kill()
+            popen.communicate(timeout=DEADLINE_SECONDS)
+
+
+def test_a_container_that_asks_for_nothing_only_runs_its_command(tmp_path: Path) -> None:
+    container = Container(tmp_path / "a")
+    shown = "echo ${CUDA_VISIBLE_DEVICES-none} $*; exit 7"
+    assert container.run(str(DOCKER / "claim"), "sh", "-c", shown, "sh", "x y") == (7, "none x y\n")
+
+
+# ── probe ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_healthy_container_is_asked_every_30_seconds_alone(tmp_path: Path) -> None:
+    container, calls = Container(tmp_path / "a"), tmp_path / "calls"
+    probe = (str(DOCKER / "probe"), "server")
+
+    def ask(exit_code: int) -> tuple[int, list[str]]:
+        container.has("zenps", f'echo "$@" >> {calls}; exit {exit_code}')
+        code, _ = container.run(*probe)
+        found = calls.read_text().splitlines() if calls.exists() else []
+        calls.unlink(missing_ok=True)
+        return code, found
+
+    asked = ["health --role server"]
+    assert ask(1) == (1, asked)  # until it is healthy, every time
+    assert ask(0) == (0, asked)
+    assert ask(1) == (0, [])
+    healthy = tmp_path / "a" / "healthy"
+    os.utime(healthy, times=(healthy.stat().st_atime, healthy.stat().st_mtime - 31))
+    assert ask(1) == (1, asked)
+    assert ask(1) == (1, asked)
+
+
+@pytest.mark.parametrize("service", ["scheduler", "server"])
+def test_compose_probes_by_it(service: str) -> None:
+    assert cluster()[service]["healthcheck"]["test"] == ["CMD", "probe", service]

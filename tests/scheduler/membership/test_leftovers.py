@@ -1,0 +1,187 @@
+"""Nodes of a dead job that meet the scheduler of the next one: they do not keep it from beginning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import pytest
+
+from tests.scheduler.membership.test_recovery import ENOUGH_SECONDS, Nodes
+from tests.scheduler.nodes import (
+    LEASE_SECONDS,
+    RENDEZVOUS_SECONDS,
+    confirm,
+    keep_alive,
+    make_membership,
+    only,
+    register,
+    sent,
+    server,
+    worker,
+)
+from zenps.scheduler.membership.actions import Send
+from zenps.scheduler.membership.tracker import Membership
+from zenps.wire.messages import Heartbeat, Refused, Register, View, WhoAreYou
+
+NEW: dict[bytes, Register] = {
+    **{worker(10 + n): register("worker", n, 10 + n) for n in range(2)},
+    **{server(10 + n): register("server", pid=60 + n) for n in range(2)},
+}
+"""The nodes of the next job."""
+
+
+def come(after: Membership, peers: Iterable[bytes] = NEW, now: float = 0.0) -> list[Send]:
+    return [send for peer in peers for send in after.on_message(peer, NEW[peer], now)]
+
+
+def assert_begins(after: Membership, sends: list[Send], now: float = 0.0) -> None:
+    """The new nodes, and they alone, are a job in its first epoch."""
+    assert after.state == "confirming"
+    assert sent(sends, View).keys() == {server(10), server(11)}
+    views = sent(confirm(after, [server(10), server(11)], now), View)
+    assert views.keys() == {worker(10), worker(11)}
+    view = views[worker(10)]
+    assert view.epoch == 1
+    assert [member.pid for member in (*view.workers, *view.servers)] == [10, 11, 60, 61]
+
+
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_a_whole_new_set_of_nodes_begins_another_job(first: int) -> None:
+    """The server that is left over comes when so many of the new nodes have registered."""
+    before, after = Nodes(), make_membership()
+    peers = [*NEW]
+    assert come(after, peers[:first]) == before.come(after, [server(0)]) == []
+    assert after.state == "recovering"
+    for peer in peers[:first]:  # those that had registered before
+        assert only(after.on_message(peer, Heartbeat(0, {}), 1.0), peer) == WhoAreYou()
+        assert come(after, [peer], 1.0) == []
+    sends = come(after, peers[first:], 1.0)
+    refused = sent(sends, Refused)
+    assert refused.keys() == {server(0)}
+    assert "another job of this name has begun" in refused[server(0)].reason
+    assert_begins(after, sends, 1.0)
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_what_is_left_over_is_refused_whenever_it_comes(is_running: bool) -> None:
+    before, after = Nodes(), make_membership()
+    before.come(after, [server(0)])
+    come(after)
+    if is_running:
+        confirm(after, [server(10), server(11)])
+    assert only(after.on_message(server(0), Heartbeat(1, {}), 1.0), server(0)) == WhoAreYou()
+    for peer in (server(0), server(1), worker(0)):
+        refused = only(after.on_message(peer, before.again(peer), 1.0), peer)
+        assert isinstance(refused, Refused)
+        assert refused.kind == "lost"
+    assert after.epoch == 1
+
+
+def test_members_that_return_are_not_replaced_by_a_job_that_was_started_beside_theirs() -> None:
+    before, after = Nodes(), make_membership()
+    before.come(after, [server(0), worker(0)])
+    assert come(after) == []
+    assert after.state == "recovering"
+    sends = before.come(after, [worker(1), server(1)], 1.0)
+    assert (after.state, after.epoch) == ("confirming", 3), "servers may always join"
+    refused = sent(sends, Refused)
+    assert refused.keys() == NEW.keys() - {server(10), server(11)}
+    assert "the cluster is complete" in refused[worker(10)].reason
+
+
+@pytest.mark.parametrize("worker_returns", [False, True])
+def test_new_nodes_begin_when_the_old_job_cannot_go_on(worker_returns: bool) -> None:
+    """They are not all there yet. A job that has lost a worker would fail anyway."""
+    before, after = Nodes(), make_membership()
+    before.come(after, [server(0), worker(0)] if worker_returns else [server(0)])
+    early = [worker(10), worker(11), server(10)]
+    assert come(after, early) == []
+    keep_alive(after, ENOUGH_SECONDS - 1, [server(0), worker(0)])
+    assert come(after, early, ENOUGH_SECONDS - 1) == []
+    sends = after.on_tick(ENOUGH_SECONDS)
+    assert after.state == "gathering"
+    assert sent(sends, Refused).keys() == ({server(0), worker(0)} if worker_returns else {server(0)})
+    assert_begins(after, come(after, [server(11)], ENOUGH_SECONDS), ENOUGH_SECONDS)
+
+
+def test_new_nodes_have_their_own_rendezvous() -> None:
+    before, after = Nodes(), make_membership()
+    before.come(after, [server(0)])
+    come(after, [worker(10)], ENOUGH_SECONDS - 1)
+    after.on_tick(ENOUGH_SECONDS)
+    assert after.state == "gathering"
+    now = ENOUGH_SECONDS
+    while now < ENOUGH_SECONDS + RENDEZVOUS_SECONDS - LEASE_SECONDS:
+        now += LEASE_SECONDS / 2
+        after.on_message(worker(10), Heartbeat(0, {}), now)
+        after.on_tick(now)
+        assert after.state == "gathering"
+    now = ENOUGH_SECONDS + RENDEZVOUS_SECONDS + 1
+    keep_alive(after, now, [worker(10)])
+    refused = only(after.on_tick(now), worker(10))
+    assert isinstance(refused, Refused)
+    assert "missing after 60 s: 1 of 2 worker(s) (rank 1) and 2 of 2 server(s)" in refused.reason
+
+
+def test_a_new_node_that_has_died_meanwhile_is_not_counted() -> None:
+    before, after = Nodes(), make_membership()
+    before.come(after, [server(0)])
+    come(after, [worker(10)])
+    for now in (LEASE_SECONDS + 1, ENOUGH_SECONDS):
+        keep_alive(after, now, [server(0)])
+        after.on_tick(now)
+        come(after, [worker(11), server(10), server(11)], now)
+    assert after.state == "gathering"
+    assert not after.name_of(worker(10))
+
+
+def test_a_new_process_with_the_number_of_an_old_one_is_not_taken_for_it() -> None:
+    """Every container may have a process 1, and a set of pods keeps the names of its hosts."""
+    before, after = Nodes(), make_membership()
+    before.come(after, [server(0)])
+    for number in range(2):
+        peer, message = worker(10 + number), before.registers[worker(number)]
+        assert after.on_message(peer, message, 0.0) == []
+    sends = come(after, [server(10), server(11)])
+    assert sent(sends, View).keys() == {server(10), server(11)}
+    assert after.epoch == 1
+
+
+def test_a_new_server_at_an_old_address_is_of_the_new_job() -> None:
+    before, after = Nodes(), make_membership()
+    before.come(after, [server(0)])
+    assert after.on_message(server(11), before.registers[server(1)], 0.0) == []
+    sends = come(after, [worker(10), worker(11), server(10)])
+    assert sent(sends, Refused).keys() == {server(0)}
+    assert sent(sends, View).keys() == {server(10), server(11)}
+
+
+def test_servers_wait_for_new_nodes_before_they_are_told_to_stop() -> None:
+    """All workers have left, and the scheduler ended before it said so. Another job may begin."""
+    before, after = Nodes(), make_membership()
+    view = msgspec.structs.replace(before.views[server(0)], left=(0, 1))
+    before.views[server(0)] = before.views[server(1)] = view
+    assert before.come(after, [server(0), server(1)]) == []
+    assert after.state == "recovering"
+    assert_begins(after, come(after))
+
+
+@pytest.mark.parametrize("state", ["recovering", "gathering"])
+def test_nodes_that_wait_are_told_why_the_scheduler_ends(state: str) -> None:
+    before, after = Nodes(), make_membership()
+    if state == "recovering":
+        before.come(after, [server(0)])
+    come(after, [worker(10), server(10)])
+    assert after.state == state
+    refused = sent(after.abort("the scheduler was told to end"), Refused)
+    assert refused.keys() >= {worker(10), server(10)}
+    assert all("the scheduler was told to end" in refusal.reason for refusal in refused.values())
+
+
+def test_nodes_that_come_after_the_end_hear_that_the_job_has_ended() -> None:
+    after = make_membership(workers=1, servers=1)
+    after._job.state = "stopped"
+    refused = only(after.on_message(worker(10), NEW[worker(10)], 0.0), worker(10))
+    reason = "this job has ended, for all its workers have left; start another"
+    assert refused == Refused("usage", reason)

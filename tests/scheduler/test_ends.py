@@ -1,0 +1,130 @@
+"""Ends of servers, with real sockets: of one that has ended, is paused, or comes back."""
+
+from __future__ import annotations
+
+import socket as net
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from zenps.scheduler.ends import PROBE_SECONDS, Ends, _target
+from zenps.wire.connections import Connections
+from zenps.wire.frames import MAX_ENVELOPE_BYTES
+from zenps.wire.sockets import Socket, bind_router, context, open_dealer, receive_routed
+
+PEER = b"server-0"
+LAST_SECONDS = PROBE_SECONDS[-1] + 1.5
+
+
+class Scheduler:
+    """A ROUTER that looks for ends."""
+
+    def __init__(self, ctx: zmq.Context[Socket]) -> None:
+        self.socket, self.address = bind_router(ctx, "127.0.0.1", 0, MAX_ENVELOPE_BYTES)
+        self.connections = Connections(self.socket, MAX_ENVELOPE_BYTES)
+        self.data = net.create_server(("127.0.0.1", 0))
+        """That of the server. It listens, and nobody accepts, as in a paused process."""
+        self.announced = f"tcp://127.0.0.1:{self.data.getsockname()[1]}"
+        self.ends = Ends(self.connections, lambda peer: self.announced if peer == PEER else "")
+
+    def receive(self) -> None:
+        assert self.socket.poll(20_000)
+        descriptor, frames = receive_routed(self.socket)
+        self.connections.on_message(descriptor)
+        self.ends.on_message(descriptor, bytes(frames[0]))
+
+    def look(self, seconds: float, until: Callable[[list[bytes]], bool] = bool) -> list[bytes]:
+        """What looks have found when ``until`` says so, or after ``seconds``."""
+        found: list[bytes] = []
+        end = time.monotonic() + seconds
+        while not until(found) and (now := time.monotonic()) < end:
+            found += self.ends.look(now)
+            time.sleep(0.005)
+        return found
+
+
+@pytest.fixture
+def ctx() -> Iterator[zmq.Context[Socket]]:
+    with context() as made:
+        yield made
+
+
+@pytest.fixture
+def scheduler(ctx: zmq.Context[Socket]) -> Iterator[Scheduler]:
+    made = Scheduler(ctx)
+    yield made
+    made.ends.close()
+    made.connections.close()
+    made.socket.close()
+    made.data.close()
+
+
+def connected(ctx: zmq.Context[Socket], scheduler: Scheduler, identity: bytes = PEER) -> Socket:
+    node = open_dealer(ctx, identity, MAX_ENVELOPE_BYTES)
+    node.connect(scheduler.address)
+    node.send(b"a heartbeat")
+    scheduler.receive()
+    return node
+
+
+def test_a_server_whose_port_refuses_has_ended(ctx: zmq.Context[Socket], scheduler: Scheduler) -> None:
+    node = connected(ctx, scheduler)
+    assert scheduler.look(0.1) == []
+    scheduler.data.close()
+    assert scheduler.look(0.1) == [], "its connection lasts"
+    node.close(linger=0)
+    began = time.monotonic()
+    assert scheduler.look(20.0) == [PEER]
+    assert time.monotonic() - began < 1.0
+    assert scheduler.look(0.3) == [], "again"
+
+
+def test_a_server_whose_port_accepts_has_not_ended(ctx: zmq.Context[Socket], scheduler: Scheduler) -> None:
+    connected(ctx, scheduler).close(linger=0)
+    assert scheduler.look(LAST_SECONDS) == []
+    assert scheduler.ends.due == float("inf"), "it is not probed for ever"
+
+
+def test_a_server_that_closes_its_port_a_little_later_has_ended(
+    ctx: zmq.Context[Socket], scheduler: Scheduler
+) -> None:
+    connected(ctx, scheduler).close(linger=0)
+    assert scheduler.look(0.2) == []
+    scheduler.data.close()
+    assert scheduler.look(20.0) == [PEER]
+
+
+def test_a_server_that_is_heard_again_has_not_ended(ctx: zmq.Context[Socket], scheduler: Scheduler) -> None:
+    connected(ctx, scheduler).close(linger=0)
+    assert scheduler.look(10.0, lambda _: scheduler.ends.due < float("inf")) == []
+    node = connected(ctx, scheduler)
+    scheduler.data.close()
+    assert scheduler.look(LAST_SECONDS) == []
+    node.close(linger=0)
+
+
+def test_a_peer_that_is_no_server_is_not_probed(ctx: zmq.Context[Socket], scheduler: Scheduler) -> None:
+    scheduler.data.close()
+    connected(ctx, scheduler, b"worker").close(linger=0)
+    assert scheduler.look(0.5) == []
+
+
+@pytest.mark.parametrize(
+    ("announced", "seen", "target"),
+    [
+        ("tcp://10.0.0.1:5", "10.0.0.1", ("10.0.0.1", 5)),
+        ("tcp://10.0.0.1:5", "::ffff:10.0.0.1", ("10.0.0.1", 5)),
+        ("tcp://[fd00::1]:5", "fd00::1", ("fd00::1", 5)),
+        ("tcp://127.0.0.1:5", "10.0.0.1", None),
+        ("tcp://10.0.0.2:5", "10.0.0.1", None),
+        ("tcp://box:5", "10.0.0.1", None),
+        ("", "10.0.0.1", None),
+        ("nonsense", "10.0.0.1", None),
+    ],
+)
+def test_only_an_address_at_which_the_server_is_seen_is_probed(
+    announced: str, seen: str, target: tuple[str, int] | None
+) -> None:
+    assert _target(announced, (seen, 40_000)) == target

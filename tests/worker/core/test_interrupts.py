@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+
+import pytest
+
+from zenps.worker.core.interrupts import MASK
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises, whatever this process has inherited."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def press() -> None:
+    """As Ctrl-C."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_waits_for_the_end_of_the_mask() -> None:
+    done = []
+
+    def work() -> None:
+        with MASK:
+            press()
+            with MASK:
+                press()
+            done.append("all")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["all"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_that_was_held_back_is_raised_where_the_mask_is_lifted() -> None:
+    def work() -> None:
+        with MASK:
+            press()
+            with MASK.lifted:
+                pytest.fail("lifted without the interrupt that was held back")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    press_raises()
+
+
+def test_an_interrupt_where_the_mask_is_lifted_is_raised_there() -> None:
+    with MASK:
+        with pytest.raises(KeyboardInterrupt), MASK.lifted:
+            press()
+        press()  # held back again: the test ends this line
+        with pytest.raises(KeyboardInterrupt), MASK.lifted:
+            pass
+    press_raises()
+
+
+def test_without_a_mask_lifting_it_does_nothing() -> None:
+    with MASK.lifted:
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
+def test_a_disposition_that_interrupts_no_python_code_stays(handler: signal.Handlers) -> None:
+    signal.signal(signal.SIGINT, handler)
+    with MASK:
+        assert signal.getsignal(signal.SIGINT) is handler
+        with MASK.lifted:
+            assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_script_s_own_handler_is_called_once_and_may_return() -> None:
+    calls: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        calls.append(number)
+
+    signal.signal(signal.SIGINT, note)
+    with MASK:
+        press()
+        press()
+        assert not calls
+    assert calls == [signal.SIGINT]
+    assert signal.getsignal(signal.SIGINT) is note
+
+
+def test_on_other_threads_it_does_nothing() -> None:
+    def masked(inside: Callable[[], object]) -> None:
+        with MASK, MASK.lifted:
+            inside()
+
+    begun, go_on = threading.Event(), threading.Event()
+
+    def inside() -> None:
+        begun.set()
+        go_on.wait(20)
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(masked, inside)
+        assert begun.wait(20)
+        press_raises()
+        go_on.set()
+        other.result(20)
+
+
+def press_raises() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        press()

@@ -1,0 +1,157 @@
+"""Sparsification: nothing of a gradient is lost, and what must stay whole stays whole."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from torch import Tensor
+
+from zenps.config.settings import Config
+from zenps.config.sources import load
+from zenps.errors import UsageError
+from zenps.observe.metrics import WorkerMetrics
+from zenps.sparsifiers.base import Sparsifier
+from zenps.worker.core.request import Options, Request
+from zenps.worker.core.residuals import Residuals
+from zenps.worker.core.statistics import Statistics
+from zenps.worker.encode.sparsifying import Sparsification, Sparsified, make_sparsification
+
+torch.set_num_threads(1)
+
+RANKS = 3
+SIZE = 20_000
+SMALL_FLOATS = 16_384
+"""The least number of float32 elements that are thinned out."""
+
+
+def config(*sets: str) -> Config:
+    return load(sets=["sync.sparsifier=topk", "sync.density=0.01", *sets], environ={}).config
+
+
+def make(*sets: str, rank: int = 0) -> Sparsification:
+    made = make_sparsification(config(*sets), rank, RANKS, Statistics(WorkerMetrics(CollectorRegistry())))
+    assert made is not None
+    return made
+
+
+def options(residuals: Residuals | None, **changes: Any) -> Options:
+    return Options(purpose="gradient", residuals=residuals, is_sparsifiable=True, **changes)
+
+
+def gradient(seed: int, size: int = SIZE, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def transform(sparsification: Sparsification, tensor: Tensor, step: int, options: Options) -> Sparsified:
+    made = sparsification.transform(Request(tensor, "layer", options), step)
+    assert made is not None
+    return made
+
+
+@pytest.mark.parametrize("name", ["topk", "randomk", "threshold"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_what_is_pushed_and_what_is_left_are_all_that_came(name: str, dtype: torch.dtype) -> None:
+    """Σ pushed + residual = Σ gradients, for each rank, up to the rounding of sums."""
+    sets = (f"sync.sparsifier={name}", "sparsifier.threshold=1.5", "sparsifier.least_bytes=1")
+    sparsification, residuals = make(*sets), Residuals()
+    pushed, came = torch.zeros(SIZE, dtype=torch.float64), torch.zeros(SIZE, dtype=torch.float64)
+    for step in range(20):
+        tensor = gradient(step, dtype=dtype).view(100, -1)
+        sent = transform(sparsification, tensor, step, options(residuals)).apply(tensor)
+        assert sent.is_coalesced()
+        assert sent.dtype == dtype
+        pushed += sent.to_dense().double()
+        came += tensor.reshape(-1).double()
+    left = residuals.of("layer", SIZE, 1, torch.promote_types(dtype, torch.float32)).view(-1).double()
+    assert left.any()
+    torch.testing.assert_close(pushed + left, came, rtol=1e-5, atol=1e-5)
+
+
+def test_the_result_is_dense_and_0_where_nobody_pushed() -> None:
+    sparsification = make()
+    tensor = gradient(0).view(100, 200)
+    made = transform(sparsification, tensor, 0, options(Residuals()))
+    result = made.undo(made.apply(tensor))
+    assert result.shape == tensor.shape
+    assert int((result != 0).sum()) == SIZE // 100
+    assert torch.equal(result[result != 0], tensor[result != 0])
+    stats = sparsification._statistics.stats
+    assert (stats.whole_elements, stats.selected_elements, stats.union_elements) == (SIZE, 200, 200)
+
+
+def test_exact_ranges_are_pushed_whole() -> None:
+    tensor = gradient(1)
+    exact = ((0, 10), (SIZE - 7, SIZE))
+    sent = transform(make(), tensor, 0, options(Residuals(), exact=exact)).apply(tensor)
+    dense = sent.to_dense()
+    for begin, end in exact:
+        assert torch.equal(dense[begin:end], tensor[begin:end])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_is_pushed_and_not_kept(bad: float) -> None:
+    residuals, tensor = Residuals(), gradient(1)
+    tensor[3] = bad
+    sent = transform(make(), tensor, 0, options(residuals)).apply(tensor)
+    assert not math.isfinite(float(sent.to_dense()[3]))
+    assert bool(residuals.of("layer", SIZE, 1).isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("tensor", "given"),
+    [
+        (gradient(0, SMALL_FLOATS - 1), options(Residuals())),
+        (gradient(0), options(None)),
+        (gradient(0), Options(purpose="gradient", residuals=Residuals())),
+        (gradient(0).to_sparse(), options(Residuals())),
+        (torch.ones(SIZE, dtype=torch.int64), options(Residuals())),
+    ],
+)
+def test_what_stays_whole(tensor: Tensor, given: Options) -> None:
+    assert make().transform(Request(tensor, "layer", given), 0) is None
+
+
+def test_nothing_is_made_where_nothing_is_left_out() -> None:
+    statistics = Statistics(WorkerMetrics(CollectorRegistry()))
+    assert make_sparsification(config("sync.density=1"), 0, RANKS, statistics) is None
+    assert make_sparsification(config("sync.sparsifier=none"), 0, RANKS, statistics) is None
+
+
+class Wrong(Sparsifier):
+    """Returns what the test wants."""
+
+    found: Any = None
+
+    def select(self, values: Tensor, step: int, density: float) -> Tensor:
+        found: Tensor = self.found
+        return found
+
+
+@pytest.mark.parametrize(
+    ("found", "what"),
+    [
+        (torch.tensor([1, 1]), "not ascending"),
+        (torch.tensor([2, 1]), "not ascending"),
+        (torch.tensor([-1, 1]), "indices from -1 to 1"),
+        (torch.tensor([1, SIZE]), f"indices from 1 to {SIZE}"),
+        (torch.tensor([1.0]), "float32"),
+        (torch.tensor([[1]]), r"shape \(1, 1\)"),
+    ],
+)
+def test_wrong_indices_are_refused(monkeypatch: pytest.MonkeyPatch, found: Tensor, what: str) -> None:
+    monkeypatch.setattr(Wrong, "found", found)
+    sparsification = make(f"sync.sparsifier={__name__}:Wrong")
+    with pytest.raises(UsageError, match=rf"Wrong\.select: expected unique ascending indices.*{what}"):
+        transform(sparsification, gradient(0), 0, options(Residuals())).apply(gradient(0))
+
+
+@pytest.mark.parametrize("scheme", ["byteps", "allreduce"])
+def test_dense_schemes_refuse_it(scheme: str) -> None:
+    with pytest.raises(
+        Exception, match=f"sync.sparsifier = 'topk': expected none, because sync.scheme = {scheme}"
+    ):
+        config(f"sync.scheme={scheme}")

@@ -1,0 +1,239 @@
+"""A worker's lease, against a socket that plays the scheduler: the channel delays no heartbeat."""
+
+from __future__ import annotations
+
+import socket as net
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import zmq
+from msgspec import structs
+from prometheus_client import CollectorRegistry
+
+from tests.worker.transport.test_channel import (
+    DEADLINE_SECONDS,
+    Given,
+    NotingSharder,
+    pending_of,
+    silent_servers,
+    view_of,
+    whole,
+)
+from zenps.config.settings import ClusterConfig, Config
+from zenps.errors import PeerLostError, ZenPSError
+from zenps.observe.metrics import WorkerMetrics
+from zenps.schemes.base import WireForm
+from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
+from zenps.wire.messages import (
+    Barrier,
+    BarrierReply,
+    Departed,
+    FromScheduler,
+    Heartbeat,
+    HeartbeatReply,
+    Refused,
+    Register,
+    ToScheduler,
+    View,
+)
+from zenps.wire.scheduler_link import new_register
+from zenps.wire.sockets import bind_router
+from zenps.worker.core.pending import Pending
+from zenps.worker.core.spans import Spans
+from zenps.worker.core.statistics import Statistics
+from zenps.worker.core.steps import Steps
+from zenps.worker.transport.channel import Channel
+from zenps.worker.transport.lease import Lease
+from zenps.worker.transport.membership import join
+
+LEASE_SECONDS = 0.8
+HARM_SECONDS = 2 * LEASE_SECONDS
+
+
+class HarmfulSharder(NotingSharder):
+    """Does something harmful when it follows a view, such as to take long; then follows it."""
+
+    harm: Callable[[], None] = staticmethod(lambda: None)
+
+    def follow(self, view: View) -> None:
+        self.harm()
+        super().follow(view)
+
+
+class Rig:
+    """A lease and its channel, and the socket that plays their scheduler."""
+
+    def __init__(self) -> None:
+        self._ctx: zmq.Context[Any] = zmq.Context()
+        self._router, address = bind_router(self._ctx, "127.0.0.1", 0, MAX_ENVELOPE_BYTES)
+        cluster = ClusterConfig(scheduler=address, job="job", lease_seconds=LEASE_SECONDS)
+        self._peer = b""
+        view = view_of(1, silent_servers([0]))
+        register = new_register("worker", None, "", "", {})
+        with ThreadPoolExecutor() as pool:
+            joining = pool.submit(join, Config(cluster=cluster), register, Spans())
+            assert isinstance(self.receive(DEADLINE_SECONDS), Register)
+            self.send(view)
+            membership, self.link = joining.result(DEADLINE_SECONDS)
+        self.ctx = membership.ctx
+        metrics, wire = WorkerMetrics(CollectorRegistry()), WireForm()
+        self.sharder = HarmfulSharder(view, wire)
+        self.channel = Channel(membership, wire, self.sharder, Steps(metrics.steps), metrics, Spans())
+        self.lease = Lease(membership, self.link, self.channel, Statistics(metrics), Spans())
+
+    def receive(self, seconds: float) -> ToScheduler | None:
+        """The next message to the scheduler; None if none comes in time."""
+        if not self._router.poll(int(1000 * seconds)):
+            return None
+        self._peer, envelope = self._router.recv_multipart()
+        return Decoder("job", ToScheduler).decode(envelope)
+
+    def send(self, message: FromScheduler) -> None:
+        self._router.send_multipart([self._peer, encode("job", message)])
+
+    def longest_silence(self, seconds: float) -> float:
+        """The longest time without a heartbeat while so many seconds pass."""
+        began = heard = time.monotonic()
+        longest = 0.0
+        while (now := time.monotonic()) < began + seconds:
+            if isinstance(self.receive(began + seconds - now), Heartbeat):
+                longest, heard = max(longest, time.monotonic() - heard), time.monotonic()
+        return max(longest, time.monotonic() - heard)
+
+    def push(self) -> Pending:
+        """A result that no server will answer."""
+        pending = pending_of(self.channel, Given(whole("t", 1)))
+        self.channel.submit(pending)
+        return pending
+
+    def close(self) -> None:
+        self.lease.close(together=False)
+        for ctx in (self.link.ctx, self.ctx, self._ctx):
+            ctx.destroy(linger=0)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.close()
+
+
+def sleep_at_views(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gigabytes in flight are sharded again."""
+    rig.sharder.harm = lambda: time.sleep(HARM_SECONDS)
+    rig.send(view_of(2, silent_servers([0])))
+
+
+def resolve_slowly(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server registers by a name, and the DNS answers late."""
+
+    def getaddrinfo(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(HARM_SECONDS)
+        raise net.gaierror("the DNS has not answered")
+
+    monkeypatch.setattr("zenps.wire.addresses.net.getaddrinfo", getaddrinfo)
+    rig.send(view_of(2, [structs.replace(silent_servers([0])[0], address="tcp://server.invalid:9")]))
+
+
+def probe_slowly(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A firewall drops what is sent to a server: each probe of its port waits for its deadline."""
+
+    def why(address: str) -> str:
+        time.sleep(HARM_SECONDS)
+        return "timed out"
+
+    monkeypatch.setattr(rig.channel._servers.connectivity, "_why", why)
+
+
+@pytest.mark.parametrize("harm", [sleep_at_views, resolve_slowly, probe_slowly])
+def test_heartbeats_wait_for_nothing_that_the_channel_does(
+    rig: Rig, harm: Callable[[Rig, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.push()  # while the caller computes, nobody but the worker's own threads attends to the channel
+    harm(rig, monkeypatch)
+    assert rig.longest_silence(HARM_SECONDS + 2 * LEASE_SECONDS) < LEASE_SECONDS
+
+
+def test_an_event_that_raises_fails_the_rounds_but_not_the_lease(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    pending = rig.push()
+
+    def harm() -> None:
+        raise RuntimeError("planted")
+
+    rig.sharder.harm = harm
+    rig.send(view_of(2, silent_servers([0])))
+    until = time.monotonic() + DEADLINE_SECONDS
+    while not pending.has_ended:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    with pytest.raises(ZenPSError, match="planted"):
+        pending.wait()
+    assert "RuntimeError: planted" in caplog.text
+    rig.sharder.harm = lambda: None
+    rig.send(view_of(3, silent_servers([0])))
+    assert rig.longest_silence(2 * LEASE_SECONDS) < LEASE_SECONDS
+    assert rig.lease.failure is None
+
+
+def test_heartbeats_name_the_view_that_the_channel_has_applied(rig: Rig) -> None:
+    """Else watermarks from before an admission of workers would be taken for watermarks after it."""
+    has_begun, go_on = threading.Event(), threading.Event()
+
+    def harm() -> None:
+        has_begun.set()
+        assert go_on.wait(DEADLINE_SECONDS)
+
+    rig.sharder.harm = harm
+    rig.send(view_of(2, silent_servers([0])))
+    assert has_begun.wait(DEADLINE_SECONDS)
+    for expected in (1, 2):
+        while not isinstance(beat := rig.receive(DEADLINE_SECONDS), Heartbeat):
+            assert beat is not None
+        while beat.epoch < expected:
+            beat = rig.receive(DEADLINE_SECONDS)
+            assert isinstance(beat, Heartbeat)
+        assert beat.epoch == expected
+        go_on.set()
+
+
+def test_the_thread_that_sends_heartbeats_never_takes_the_lock(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    takers: set[str] = set()
+    for method in ("take_or_leave", "take_or_sleep"):
+        original = getattr(rig.channel._lock, method)
+
+        def take(*args: Any, original: Callable[..., bool] = original) -> bool:
+            takers.add(threading.current_thread().name)
+            return original(*args)
+
+        monkeypatch.setattr(rig.channel._lock, method, take)
+    server = silent_servers([0])[0]
+    with ThreadPoolExecutor() as pool:
+        reached = pool.submit(rig.lease.barrier)
+        while not isinstance(message := rig.receive(DEADLINE_SECONDS), Barrier):
+            assert message is not None
+        for answer in (
+            *(HeartbeatReply(watermark=1), BarrierReply(message.sequence, "")),
+            *(Departed(server, True, "server 0 is lost"), view_of(2, [server])),
+        ):
+            rig.send(answer)
+        reached.result(DEADLINE_SECONDS)
+        reached = pool.submit(rig.lease.barrier)
+        rig.send(Refused("lost", "the job has failed"))
+        with pytest.raises(PeerLostError, match="the job has failed"):
+            reached.result(DEADLINE_SECONDS)
+    assert "zenps-events" in takers
+    assert "zenps-lease" not in takers
+
+
+def test_names_of_servers_are_resolved_on_another_thread_of_libzmq(rig: Rig) -> None:
+    """libzmq resolves names on the thread that moves the bytes of all sockets of a context."""
+    assert rig.link.ctx is not rig.ctx

@@ -1,0 +1,113 @@
+"""Interrupt masking: Ctrl-C waits until the main thread has finished what must not be done by half.
+
+Python raises KeyboardInterrupt between any two instructions of the main thread. Between the receipt of an
+answer and its delivery, or within a message of several frames, it would lose the answer, or the message's
+end. Within a mask the handler of SIGINT only notes the signal. The script's own handler runs when the mask
+ends, and wherever the thread blocks for long (:attr:`InterruptMask.lifted`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+
+# The functions that `signal` wraps: its wrappers take ten times as long.
+from _signal import getsignal, raise_signal, signal  # type: ignore[import-not-found]
+from collections.abc import Callable
+from signal import SIGINT, default_int_handler
+from threading import get_ident
+from types import FrameType
+
+Handler = Callable[[int, FrameType | None], object]
+
+
+_main_thread = threading.main_thread().ident
+
+
+def _after_fork() -> None:
+    global _main_thread
+    _main_thread = threading.main_thread().ident
+
+
+# Looking it up each time takes as long as the rest of a mask.
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class InterruptMask:
+    """Holds SIGINT back within ``with`` blocks, which may be nested; :data:`MASK` is the only instance.
+
+    Other threads may use it, too. It does nothing there: Python never interrupts them.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._handler: Handler = default_int_handler
+        """The script's own, while it is replaced."""
+        self._is_replaced = False
+        self.is_held = False
+        """True if a signal has come since the handler was replaced. A thread that must not wait for long with
+        a mask looks at it now and then, and lifts the mask."""
+        self._hold_method = self._hold
+        self.lifted = _Lifted(self)
+        """Within this ``with`` block the script's handler is back: for calls that block, where nothing is
+        half done. A signal that was held back is handled at its begin."""
+
+    def __enter__(self) -> None:
+        if get_ident() != _main_thread:
+            return
+        if not self._depth:
+            handler = getsignal(SIGINT)
+            if callable(handler):  # SIG_DFL and SIG_IGN interrupt no Python code
+                self._handler, self.is_held = handler, False
+                # From its return on, no signal raises: a handler is looked up when it is called.
+                signal(SIGINT, self._hold_method)
+                self._is_replaced = True
+        self._depth += 1
+
+    def __exit__(self, *exception: object) -> None:
+        if get_ident() != _main_thread:
+            return
+        self._depth -= 1
+        if not self._depth and self._is_replaced:
+            self._is_replaced = False
+            self.restore()
+
+    def restore(self) -> None:
+        """Sets the script's handler again, and calls it if a signal was held back. It may raise."""
+        signal(SIGINT, self._handler)
+        if self.is_held:
+            self.is_held = False
+            raise_signal(SIGINT)
+
+    def replace(self) -> None:
+        """Holds signals back again."""
+        signal(SIGINT, self._hold_method)
+
+    @property
+    def is_active(self) -> bool:
+        """True on the main thread within a mask."""
+        return self._is_replaced and get_ident() == _main_thread
+
+    def _hold(self, _number: int, _frame: FrameType | None) -> None:
+        self.is_held = True
+
+
+class _Lifted(contextlib.AbstractContextManager[None]):
+    def __init__(self, mask: InterruptMask) -> None:
+        self._mask = mask
+
+    def __enter__(self) -> None:
+        if self._mask.is_active:
+            try:
+                self._mask.restore()
+            except BaseException:
+                self._mask.replace()
+                raise
+
+    def __exit__(self, *exception: object) -> None:
+        if self._mask.is_active:
+            self._mask.replace()
+
+
+MASK = InterruptMask()

@@ -1,0 +1,63 @@
+"""Given-up rounds: tells servers that this worker will not push a round any more. No socket, no clock.
+
+A round may fail here while a server still waits for a push of this rank, or has refused one: another server
+has found that the ranks disagree, for example. That server would keep the room of the round for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from zenps.wire.messages import GiveUp
+
+from .states import SendGiveUp
+
+# The message may be lost with a connection, and nothing answers it. So it is repeated, first after this time,
+# then at intervals that double.
+REPEAT_SECONDS = 5.0
+MOST_REPEAT_SECONDS = 160.0
+
+
+class _GivenUp(Struct, eq=False):
+    message: GiveUp
+    servers: frozenset[int]
+    repeat_at: float | None = None
+    """None before the first tick."""
+    repeat_seconds: float = REPEAT_SECONDS
+
+
+class GivenUpRounds:
+    """The rounds of this ring that this worker has given up lately."""
+
+    def __init__(self) -> None:
+        self._rounds: list[_GivenUp] = []
+
+    def add(self, message: GiveUp, servers: Iterable[int]) -> list[SendGiveUp]:
+        """Tells those servers, which have not answered all pushes of the round."""
+        given_up = _GivenUp(message, frozenset(servers))
+        if given_up.servers:
+            self._rounds.append(given_up)
+        return _tell(given_up)
+
+    def on_tick(self, now: float) -> list[SendGiveUp]:
+        """Tells servers again."""
+        actions: list[SendGiveUp] = []
+        for given_up in self._rounds:
+            if given_up.repeat_at is None:
+                given_up.repeat_at = now + given_up.repeat_seconds
+            elif now > given_up.repeat_at:
+                actions += _tell(given_up)
+                given_up.repeat_seconds *= 2
+                given_up.repeat_at = now + given_up.repeat_seconds
+        self._rounds = [one for one in self._rounds if one.repeat_seconds < MOST_REPEAT_SECONDS]
+        return actions
+
+    def clear(self) -> None:
+        """The ring has changed, and servers have forgotten all rounds."""
+        self._rounds.clear()
+
+
+def _tell(given_up: _GivenUp) -> list[SendGiveUp]:
+    return [SendGiveUp(server, given_up.message) for server in sorted(given_up.servers)]

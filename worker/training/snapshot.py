@@ -1,0 +1,91 @@
+"""Change detection of gradients: finds edits between backward and ``step()``, by version and by hash.
+
+PyTorch's version counter does not notice edits through ``.data`` or NumPy, so the elements are hashed, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from xxhash import xxh3_64_intdigest
+
+from zenps.wire.tensors import tensor_bytes
+
+_Hash = int | Tensor
+"""On a device the hash stays there, as a tensor, so that the host need not wait for it."""
+
+# A device sums the words of a gradient in so many columns: edits that leave one sum as it was do not leave
+# all of them so. A prime, so that columns do not coincide with the rows of a layer.
+_COLUMNS = 1021
+
+# Sums are int64, and words narrower: of words of 64 bits, an even number of flipped signs would add up to 0.
+_WORDS = {1: torch.int8, 2: torch.int16}
+
+
+class Snapshot:
+    """A gradient as backward has computed it. The host does not wait for a device here.
+
+    Args:
+        gradient: of any layout; only strided and COO ones are hashed, because others are refused anyway.
+    """
+
+    def __init__(self, gradient: Tensor) -> None:
+        self._gradient = gradient
+        self._version = gradient._version
+        self._hashes = _hashes(gradient)
+
+    def is_of(self, gradient: Tensor | None) -> bool:
+        """Returns whether ``gradient`` is the same tensor, and has the same version."""
+        return gradient is self._gradient and gradient._version == self._version
+
+    def pairs(self) -> Iterable[tuple[_Hash, _Hash]]:
+        """Returns the hashes of the gradient, each with that of what its memory has now."""
+        return zip(self._hashes, _hashes(self._gradient), strict=True)
+
+
+def first_changed(snapshots: Mapping[Parameter, Snapshot]) -> Parameter | None:
+    """Returns a parameter whose gradient has changed since its snapshot; None if there is none."""
+    for parameter, snapshot in snapshots.items():
+        if not snapshot.is_of(parameter.grad):
+            return parameter
+    if _are_unchanged(snapshots.values()):
+        return None
+    return next(parameter for parameter, snapshot in snapshots.items() if not _are_unchanged([snapshot]))
+
+
+def _are_unchanged(snapshots: Iterable[Snapshot]) -> bool:
+    """Compares all hashes of a device at once, because each comparison waits for the device."""
+    by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+    for snapshot in snapshots:
+        for then, now in snapshot.pairs():
+            if isinstance(then, Tensor) and isinstance(now, Tensor):
+                thens, nows = by_device.setdefault(then.device, ([], []))
+                thens.append(then)
+                nows.append(now)
+            elif then != now:
+                return False
+    return all(torch.equal(torch.cat(thens), torch.cat(nows)) for thens, nows in by_device.values())
+
+
+def _hashes(gradient: Tensor) -> Sequence[_Hash]:
+    """Returns the hash of each tensor that ``gradient`` consists of."""
+    gradient = gradient.detach()
+    if gradient.is_sparse:
+        return _hash(gradient._indices()), _hash(gradient._values())
+    return (_hash(gradient),) if gradient.layout == torch.strided else ()
+
+
+def _hash(tensor: Tensor) -> _Hash:
+    tensor = tensor.resolve_neg().contiguous()
+    return xxh3_64_intdigest(tensor_bytes(tensor)) if tensor.is_cpu else _device_hash(tensor)
+
+
+def _device_hash(tensor: Tensor) -> Tensor:
+    """Returns the sums of the columns of a table of all words, and the words of its incomplete last row."""
+    words = tensor.reshape(-1).view(_WORDS.get(tensor.element_size(), torch.int32))
+    whole = words.numel() // _COLUMNS * _COLUMNS
+    sums = words[:whole].view(-1, _COLUMNS).sum(0)
+    return torch.cat([sums, words[whole:].long()])

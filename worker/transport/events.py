@@ -1,0 +1,66 @@
+"""Event thread of a worker: hands the scheduler's events to the channel, and lets the channel receive.
+
+The lease's thread must not do so itself. Whoever takes the combining lock may have to shard again all that
+is in flight, resolve a server's name, or wait for a connection. A worker that sends no heartbeat meanwhile is
+lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+from zenps.errors import ZenPSError
+
+from .channel import Channel
+
+logger = logging.getLogger("zenps.worker")
+
+# The thread ends when it has run the event at hand; this bounds the wait for one that takes long.
+CLOSE_SECONDS = 1.0
+
+
+class EventThread:
+    """Runs events one after another, in the order in which they were posted.
+
+    Args:
+        channel: an event that raises fails all of its rounds.
+        look_seconds: how often the channel receives what has arrived, if no thread of the caller polls:
+            another rank may need a round again.
+    """
+
+    def __init__(self, channel: Channel, look_seconds: float) -> None:
+        self._channel = channel
+        self._look_seconds = look_seconds
+        self._events: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="zenps-events", daemon=True)
+        self._thread.start()
+
+    def post(self, event: Callable[[], None]) -> None:
+        """Runs ``event`` after all that were posted before. Never waits."""
+        self._events.put(event)
+
+    def close(self) -> None:
+        """Ends the thread after the events that were posted before."""
+        self._events.put(None)
+        self._thread.join(CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        next_look = time.monotonic() + self._look_seconds
+        while True:
+            try:
+                event = self._events.get(timeout=max(next_look - time.monotonic(), 0.0))
+            except Empty:
+                event = self._channel.look
+                next_look = time.monotonic() + self._look_seconds
+            if event is None:
+                return
+            try:
+                event()
+            except Exception as error:  # its caller is another thread: the rounds pass it on
+                logger.exception("an event of the channel failed")
+                reason = f"an event of the channel failed ({error!r}); this worker's log has more"
+                self._channel.fail(ZenPSError(f"{reason}: restart the job"))

@@ -1,0 +1,8 @@
+"""Sparsifiers: they select the elements of a dense gradient that are pushed in a step."""
+
+from __future__ import annotations
+
+from .base import Above, Sparsifier, Task
+from .registry import sparsifier_class, sparsifier_names
+
+__all__ = ["Above", "Sparsifier", "Task", "sparsifier_class", "sparsifier_names"]

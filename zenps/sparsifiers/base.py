@@ -1,0 +1,133 @@
+"""Sparsifier interface: selects the elements of one dense gradient that a rank pushes in a step.
+
+What is not selected stays in the rank's residual, and is added to its next gradient (error feedback), so a
+sparsifier sees the sum of both. To write your own, subclass :class:`Sparsifier` and name the class in the
+setting ``sync.sparsifier`` as ``package.module:Class``, or install it as an entry point of the group
+``zenps.sparsifier``. ``tests/zenps/sparsifiers/test_conformance.py`` has to pass.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from zenps.config.settings import SparsifierConfig
+
+__all__ = ["Above", "Sparsifier", "Task", "generator", "target"]
+
+# A selection works through the elements in runs that stay in a core's cache.
+CHUNK = 1 << 14
+
+
+class Task(NamedTuple):
+    """What a sparsifier is constructed for.
+
+    Attributes:
+        name: of the tensor; equal on all ranks.
+        size: elements of the tensor, at least 1.
+        rank, world: of this worker.
+        seed: the job's seed, equal on all nodes.
+        settings: the section ``sparsifier``.
+    """
+
+    name: str
+    size: int
+    rank: int
+    world: int
+    seed: int
+    settings: SparsifierConfig
+
+
+class Above(NamedTuple):
+    """A selection by magnitude: the elements i of ``start ≤ i < stop`` with |value| ≥ ``threshold``.
+
+    NaN and infinite elements are always selected.
+
+    Attributes:
+        threshold: at least 0.
+        start, stop: the elements that are looked at; ``stop`` None: up to the last one.
+        most: of more elements than this, the greatest are selected; None: all.
+    """
+
+    threshold: float
+    start: int = 0
+    stop: int | None = None
+    most: int | None = None
+
+    def indices(self, values: Tensor) -> Tensor:
+        """Returns the selected indices, int64, ascending.
+
+        Args:
+            values: floating point ``[n]`` on the CPU.
+        """
+        array = values.detach().numpy()[self.start : self.stop]
+        found = _not_below(self.threshold, array)
+        if self.most is not None and len(found) > self.most:
+            magnitudes = np.nan_to_num(np.abs(array[found]), nan=np.inf, posinf=np.inf)
+            cut = len(found) - self.most
+            found = found[np.argpartition(magnitudes, cut - 1)[cut:]]
+            found.sort()
+        return torch.from_numpy(found + self.start)
+
+
+def _not_below(threshold: float, array: NDArray[Any]) -> NDArray[np.int64]:
+    """The indices of elements whose magnitude is not below ``threshold``. A comparison with NaN is false."""
+    magnitudes = np.empty(min(CHUNK, len(array)), array.dtype)
+    below = np.empty(len(magnitudes), np.bool_)
+    found = [np.empty(0, np.int64)]
+    for begin in range(0, len(array), CHUNK):
+        part = array[begin : begin + CHUNK]
+        np.less(np.abs(part, out=magnitudes[: len(part)]), threshold, out=below[: len(part)])
+        found.append(np.flatnonzero(~below[: len(part)]) + begin)
+    return np.concatenate(found)
+
+
+class Sparsifier(ABC):
+    """Selects elements of one tensor, step by step.
+
+    Args:
+        task: what it selects from.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    @abstractmethod
+    def select(self, values: Tensor, step: int, density: float) -> Above | Tensor:
+        """Returns what this rank pushes of ``values`` in ``step``.
+
+        It changes neither ``values`` nor this object: a step may be repeated. Randomness comes from
+        :func:`generator`, so that it depends on the job's seed, the tensor and the step alone.
+
+        Args:
+            values: the gradient plus the residual, float32 or float64 ``[size]`` on the CPU.
+            step: from 0.
+            density: the part of the elements that each rank should push, in (0, 1).
+
+        Returns:
+            A selection by magnitude; or unique ascending indices, int64 ``[n]``. None need be selected.
+        """
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Returns what :meth:`select` depends on beside its arguments, for a checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a state that :meth:`state_dict` has returned."""
+        assert not state, "a sparsifier that has a state loads it"
+
+
+def generator(task: Task, step: int) -> np.random.Generator:
+    """Returns a source of random numbers that is equal on all ranks: of the seed, the tensor and the step."""
+    return np.random.default_rng([task.seed, step, *task.name.encode()])
+
+
+def target(size: int, density: float) -> int:
+    """Returns the number of elements to push: ``density`` of them, but one at least."""
+    return max(1, round(size * density))
