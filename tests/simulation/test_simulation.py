@@ -25,7 +25,7 @@ from .script import (
 )
 from .simulation import Simulation
 
-MOST_RUNS = 300
+MOST_RUNS = 1000
 """The number of scripts within which a mistake is found; most are found in the first few."""
 
 
