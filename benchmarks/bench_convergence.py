@@ -7,10 +7,6 @@ seeds, beside training without a sparsifier, and ``topk`` also without error fee
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,9 +18,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from sync_report import find_versions
+from trainings import run_training
 
 HERE = Path(__file__).resolve().parent
-TIMEOUT_SECONDS = 300
 SMOOTHED_STEPS = 50
 
 
@@ -90,7 +86,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     curves: dict[str, list[Curve]] = {}
     for way, seed in track(plan, "Training", console=Console(stderr=True), transient=True):
         case = Case(seed, options.steps, way.forgets)
-        curves.setdefault(way.name, []).append(train(options.workers, options.servers, way, case))
+        curves.setdefault(way.name, []).append(
+            run_training(
+                "convergence_worker.py",
+                case,
+                Curve,
+                options.workers,
+                options.servers,
+                (*way.sets, "sparsifier.least_bytes=1KiB"),
+            )
+        )
     runs = [compare(way, curves[way.name], curves["none"]) for way in WAYS]
     report = Report(options.workers, options.servers, options.steps, options.seeds, find_versions(), runs)
     options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -98,33 +103,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plot(runs, options.json.with_suffix(".png"))
     Console(width=100).print(tabulate(runs))
     print(f"written: {options.json}, {options.json.with_suffix('.png')}")
-
-
-def train(workers: int, servers: int, way: Way, case: Case) -> Curve:
-    """One cluster, which trains ``case``.
-
-    Raises:
-        SystemExit: it failed; the message is its output.
-    """
-    with tempfile.TemporaryDirectory(prefix="bench_convergence.") as folder:
-        output = Path(folder, "curve.json")
-        launch = [sys.executable, "-m", "zenps.cli", "launch"]
-        launch += ["--workers", str(workers), "--servers", str(servers)]
-        sets = [*way.sets, "sparsifier.least_bytes=1KiB", "log.level=warning"]
-        launch += [part for item in sets for part in ("--set", item)]
-        worker = [sys.executable, str(HERE / "convergence_worker.py"), msgspec.json.encode(case).decode()]
-        done = subprocess.run(
-            [*launch, "--", *worker, str(output)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIMEOUT_SECONDS,
-            check=False,
-        )
-        if done.returncode:
-            sys.exit(f"{way.name}: exit status {done.returncode}\n{done.stdout}")
-        return msgspec.json.decode(output.read_bytes(), type=Curve)
 
 
 def compare(way: Way, curves: list[Curve], whole: list[Curve]) -> Run:

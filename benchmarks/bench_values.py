@@ -7,10 +7,6 @@ error feedback, as always, and once without it, to show its effect.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
@@ -22,12 +18,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from sync_report import find_versions
+from trainings import run_training
 from values_worker import Case, Curve
 
 from zenps.codecs.base import ValueForm
 
 HERE = Path(__file__).resolve().parent
-TIMEOUT_SECONDS = 900
 SMOOTHED_STEPS = 50
 
 
@@ -74,7 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan += [(form, Case(options.steps, forgets)) for form in options.forms for forgets in (False, True)]
     console = Console(stderr=True)
     curves = [
-        train(options.workers, options.servers, form, case)
+        run_training(
+            "values_worker.py", case, Curve, options.workers, options.servers, [f"sync.values={form}"]
+        )
         for form, case in track(plan, "Training", console=console, transient=True)
     ]
     runs = [compare(form, case, curve, curves[0]) for (form, case), curve in zip(plan, curves, strict=True)]
@@ -84,33 +82,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plot(runs, options.json.with_suffix(".png"))
     Console(width=100).print(tabulate(runs))
     print(f"written: {options.json}, {options.json.with_suffix('.png')}")
-
-
-def train(workers: int, servers: int, form: str, case: Case) -> Curve:
-    """One cluster, which trains ``case``.
-
-    Raises:
-        SystemExit: it failed; the message is its output.
-    """
-    with tempfile.TemporaryDirectory(prefix="bench_values.") as folder:
-        output = Path(folder, "curve.json")
-        launch = [sys.executable, "-m", "zenps.cli", "launch"]
-        launch += ["--workers", str(workers), "--servers", str(servers)]
-        launch += ["--set", f"sync.values={form}", "--set", "log.level=warning", "--"]
-        worker = [sys.executable, str(HERE / "values_worker.py"), msgspec.json.encode(case).decode()]
-        done = subprocess.run(
-            [*launch, *worker, str(output)],
-            # One thread per process, so that every run adds in the same order.
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIMEOUT_SECONDS,
-            check=False,
-        )
-        if done.returncode:
-            sys.exit(f"{form}: exit status {done.returncode}\n{done.stdout}")
-        return msgspec.json.decode(output.read_bytes(), type=Curve)
 
 
 def compare(form: str, case: Case, curve: Curve, same: Curve) -> Run:

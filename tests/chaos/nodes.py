@@ -156,7 +156,7 @@ def _work(
     zps.init(sets=sets)
     try:
         return train(steps, directory, barriers)
-    except Exception:
+    except Exception:  # reported, and raised again
         traceback.print_exc()  # at once: the end of this worker may end the run before it is printed
         raise
     finally:

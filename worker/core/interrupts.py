@@ -101,7 +101,7 @@ class _Lifted(contextlib.AbstractContextManager[None]):
         if self._mask.is_active:
             try:
                 self._mask.restore()
-            except BaseException:
+            except BaseException:  # whatever the script's handler raises; the mask goes on until its own end
                 self._mask.replace()
                 raise
 

@@ -142,7 +142,7 @@ def _open_arena(mappings: int) -> Arena | None:
         arena = Arena(POOL_BYTES)
         try:
             check_address_space(mappings)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the reserved address space would stay
             arena.close()
             raise
     except OSError as error:

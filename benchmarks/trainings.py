@@ -1,0 +1,54 @@
+"""Training runs of the benchmarks: a cluster on this machine trains one case, and rank 0 writes its curve."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+HERE = Path(__file__).resolve().parent
+TIMEOUT_SECONDS = 900
+
+Curve = TypeVar("Curve")
+
+
+def run_training(
+    script: str, case: msgspec.Struct, curve: type[Curve], workers: int, servers: int, sets: Iterable[str]
+) -> Curve:
+    """Runs ``script CASE FILE`` on each worker; returns the curve that rank 0 has written.
+
+    Args:
+        script: in this folder.
+        case: what to train, given as JSON.
+        curve: the type of the result.
+        workers, servers: how many.
+        sets: settings, as ``section.field=value``.
+
+    Raises:
+        SystemExit: it failed; the message is its output.
+    """
+    with tempfile.TemporaryDirectory(prefix="zenps.training.") as folder:
+        output = Path(folder, "curve.json")
+        launch = [sys.executable, "-m", "zenps.cli", "launch"]
+        launch += ["--workers", str(workers), "--servers", str(servers)]
+        launch += [part for item in (*sets, "log.level=warning") for part in ("--set", item)]
+        worker = [sys.executable, str(HERE / script), msgspec.json.encode(case).decode()]
+        done = subprocess.run(
+            [*launch, "--", *worker, str(output)],
+            # One thread per process, so that every run adds in the same order.
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+        )
+        if done.returncode:
+            sys.exit(f"{script} {case}: exit status {done.returncode}\n{done.stdout}")
+        return msgspec.json.decode(output.read_bytes(), type=curve)
