@@ -111,6 +111,10 @@ class WorkerMetrics(_RoleMetrics):
             "in the union of all ranks.",
             stage=("whole", "selected", "union"),
         )
+        self._add_rounds()
+
+    def _add_rounds(self) -> None:
+        """How long rounds take, how they end, and how they are compacted and balanced."""
         self.push_pull_duration = self._durations(
             "zenps_push_pull_duration_seconds", "Duration of a round, from the caller's call to its result."
         )
