@@ -119,6 +119,17 @@ def test_ranks_train_as_one_process_with_all_residuals(scheme: str) -> None:
     assert stats.selected_elements < stats.union_elements <= RANKS * stats.selected_elements
 
 
+@pytest.mark.parametrize("scheme", ["zenps", "agsparse"])
+def test_randomk_chooses_the_same_elements_on_all_ranks_and_others_in_each_step(scheme: str) -> None:
+    settings = SETTINGS | {"sync.scheme": scheme, "sync.sparsifier": "randomk"}
+    with Cluster(RANKS, settings=settings) as cluster:
+        (values, stats), *_ = cluster.run(train)
+    assert stats.union_elements == stats.selected_elements
+    before = values_of(make_model())
+    changed = int((values["0.weight"] != before["0.weight"]).sum())
+    assert changed > 5 * DENSITY * 12_000, "twelve steps choose nearly twelve times as many as one"
+
+
 def train_with_ddp(store: Path) -> dict[str, Tensor]:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=zps.rank(), world_size=zps.size())
     model = nn.parallel.DistributedDataParallel(make_model(), bucket_cap_mb=0.1)
