@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Generic, TypeVar
@@ -21,15 +21,22 @@ class Registry(Generic[Plugin]):
         group: the entry point group in which an installed package offers its own classes.
         base: the class that all of them derive from.
         built_in: by name.
+        others: values of the setting that name no class, for messages.
     """
 
     def __init__(
-        self, setting: str, group: str, base: type[Plugin], built_in: Mapping[str, type[Plugin]]
+        self,
+        setting: str,
+        group: str,
+        base: type[Plugin],
+        built_in: Mapping[str, type[Plugin]],
+        others: Sequence[str] = (),
     ) -> None:
         self._setting = setting
         self._group = group
         self._base = base
         self._built_in = built_in
+        self._others = others
 
     def names(self) -> list[str]:
         """The names that :meth:`find` accepts here, sorted: built-ins and installed entry points."""
@@ -68,6 +75,6 @@ class Registry(Generic[Plugin]):
 
     def _allowed(self) -> str:
         return (
-            f"one of {', '.join(self.names())}, an entry point of {self._group}, "
+            f"one of {', '.join([*self._others, *self.names()])}, an entry point of {self._group}, "
             "or a dotted path 'package.module:Class'"
         )

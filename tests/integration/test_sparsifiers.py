@@ -157,13 +157,13 @@ def test_ddp_pushes_each_layout_whole_once(tmp_path: Path) -> None:
 
 def test_an_unknown_sparsifier_is_refused_before_joining() -> None:
     with Cluster(1, 1, settings=SETTINGS) as cluster:
-        worker = cluster.start(init, init=False, settings={"sync.sparsifier": "top"})
+        worker = cluster.start(init, init=False, settings={"sync.sparsifier": "zenps:Top"})
         refused = worker.result()
-        assert refused == Raised(
-            "ConfigError",
-            "sync.sparsifier = 'top': expected one of randomk, threshold, topk, an entry point of "
-            "zenps.sparsifier, or a dotted path 'package.module:Class'",
-        )
+    assert isinstance(refused, Raised)
+    assert refused.kind == "ConfigError"
+    assert refused.text.startswith(
+        "sync.sparsifier = 'zenps:Top': expected one of none, randomk, threshold, topk, "
+    )
 
 
 def init() -> Any:

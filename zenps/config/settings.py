@@ -19,6 +19,9 @@ from zenps.schemes.refusals import Combination
 PARTITIONS: Final = ("balanced", "centralized", "parallel")
 """Names of the built-in partition strategies, which are not imported here: they need torch."""
 
+SPARSIFIERS: Final = ("none", "randomk", "threshold", "topk")
+"""Names of the built-in sparsifiers."""
+
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
@@ -170,9 +173,8 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     sparsifier: Annotated[
         str,
         Meta(
-            description="[elements of a dense gradient that are pushed](sparsifiers.md): none (all of them), "
-            "randomk, threshold, topk, an entry point of zenps.sparsifier, or a dotted path to a "
-            "sparsifier"
+            description="[elements of a dense gradient that are pushed](sparsifiers.md); none: all of them; "
+            f"{', '.join(SPARSIFIERS[1:])}, an entry point of zenps.sparsifier, or a dotted path to a sparsifier"
         ),
     ] = "none"
     density: Annotated[

@@ -9,14 +9,14 @@ import importlib.metadata
 import ipaddress
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, get_args, get_origin
+from typing import Any, Final, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
 from zenps.errors import ConfigError
 from zenps.schemes.registry import scheme_names, scheme_of
 
-from .settings import FIELDS, GIB, KIB, MIB, PARTITIONS, TIB
+from .settings import FIELDS, GIB, KIB, MIB, PARTITIONS, SPARSIFIERS, TIB
 
 _UNITS: Final = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
 
@@ -113,18 +113,34 @@ def _power_of_two(value: int) -> int:
     return value
 
 
-def _partition_name(value: str) -> str:
-    if value not in PARTITIONS and not re.search(r"[.:]", value) and value not in _plugins():
-        raise ValueError(value)
-    return value
+class _Plugins(NamedTuple):
+    """The plug-ins that a setting can name. A dotted path is looked up later, by whoever imports it."""
+
+    built_in: tuple[str, ...]
+    group: str
+    noun: str
+
+    def check(self, value: str) -> str:
+        if value not in self.built_in and not re.search(r"[.:]", value) and value not in self._installed():
+            raise ValueError(value)
+        return value
+
+    def allowed(self) -> str:
+        names = [*self.built_in, *sorted(self._installed() - set(self.built_in))]
+        return f"one of {', '.join(names)}, or the dotted path of a {self.noun}"
+
+    def _installed(self) -> set[str]:
+        return set(importlib.metadata.entry_points(group=self.group).names)
+
+
+_PLUGINS: Final = {
+    "sync.partition": _Plugins(PARTITIONS, "zenps.partition", "strategy"),
+    "sync.sparsifier": _Plugins(SPARSIFIERS, "zenps.sparsifier", "sparsifier"),
+}
 
 
 def _scheme_name(value: str) -> str:
     return scheme_of(value).name
-
-
-def _plugins() -> set[str]:
-    return set(importlib.metadata.entry_points(group="zenps.partition").names)
 
 
 _RULES: Final[dict[str, Callable[[Any], object]]] = {
@@ -132,8 +148,8 @@ _RULES: Final[dict[str, Callable[[Any], object]]] = {
     "cluster.scheduler": _plain_address,
     "sync.block": _power_of_two,
     "sync.granule": _power_of_two,
-    "sync.partition": _partition_name,
     "sync.scheme": _scheme_name,
+    **{name: plugins.check for name, plugins in _PLUGINS.items()},
 }
 
 
@@ -143,9 +159,8 @@ def _allowed(name: str) -> str:
         return "an address or name by which others reach this machine, or '' to find one"
     if name == "cluster.scheduler":
         return "'host:port' with a port from 1 to 65535, or '' for no cluster"
-    if name == "sync.partition":
-        names = [*PARTITIONS, *sorted(_plugins() - set(PARTITIONS))]
-        return f"one of {', '.join(names)}, or the dotted path of a strategy"
+    if name in _PLUGINS:
+        return _PLUGINS[name].allowed()
     if choices(name):
         return f"one of {', '.join(choices(name))}"
     if kind is str:

@@ -19,6 +19,7 @@ SPARSIFIERS: Final = Registry[Sparsifier](
     "zenps.sparsifier",
     Sparsifier,  # type: ignore[type-abstract]  # each subclass is asked whether it is abstract
     {"randomk": RandomK, "threshold": Threshold, "topk": TopK},
+    others=(NONE,),
 )
 
 

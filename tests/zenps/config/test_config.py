@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zenps.config import sources as config_module
-from zenps.config.settings import FIELDS, PARTITIONS, Config
+from zenps.config.settings import FIELDS, PARTITIONS, SPARSIFIERS, Config
 from zenps.config.sources import (
     check_partition,
     describe,
@@ -197,6 +197,7 @@ class TestUnknownKeys:
             "sync.partition=alphabetical",
             "one of balanced, centralized, parallel, or the dotted path of a strategy",
         ),
+        ("sync.sparsifier=top", "one of none, randomk, threshold, topk, or the dotted path of a sparsifier"),
         ("log.format=xml", "one of text, json"),
     ],
 )
@@ -322,6 +323,8 @@ class TestPartition:
     def test_builtin_names_are_the_registrys(self) -> None:
         registry = pytest.importorskip("zenps.partition.strategies.registry")
         assert set(PARTITIONS) == set(registry.strategy_names())
+        registry = pytest.importorskip("zenps.sparsifiers.registry")
+        assert set(SPARSIFIERS) == set(registry.sparsifier_names())
 
     @pytest.mark.parametrize("name", PARTITIONS)
     def test_builtin(self, name: str) -> None:
