@@ -174,7 +174,7 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         str,
         Meta(
             description="[elements of a dense gradient that are pushed](sparsifiers.md); none: all of them; "
-            f"{', '.join(SPARSIFIERS[1:])}, an entry point of zenps.sparsifier, or a dotted path to a sparsifier"
+            f"{', '.join(SPARSIFIERS[1:])}, an entry point of zenps.sparsifier, or a dotted path to one"
         ),
     ] = "none"
     density: Annotated[
