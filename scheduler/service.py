@@ -22,6 +22,7 @@ from zenps.observe import log, metrics
 from zenps.observe.clock import now_ns
 from zenps.observe.metrics import STATES, SchedulerMetrics
 from zenps.observe.trace import Trace, open_trace
+from zenps.termination import TERMINATION
 from zenps.wire.connections import Connections
 from zenps.wire.curve import Authenticator, warn_if_open
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
@@ -164,6 +165,7 @@ class _Service:
         for waiting in (self._socket, self._connections.monitor, *self._authenticator.sockets):
             poller.register(waiting, zmq.POLLIN)
         while True:
+            TERMINATION.check()
             until = min(next_tick, self._ends.due)
             poller.poll(int(1000 * max(until - time.monotonic(), 0.0)) + 1)
             self._authenticator.attend()

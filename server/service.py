@@ -23,6 +23,7 @@ from zenps.observe import log, metrics
 from zenps.observe.lateness import latest
 from zenps.observe.metrics import ServerMetrics
 from zenps.observe.trace import OFF, Trace, open_trace
+from zenps.termination import TERMINATION
 from zenps.wire.addresses import find_host
 from zenps.wire.connections import LOOK_SECONDS, Connections
 from zenps.wire.curve import Authenticator, warn_if_open
@@ -146,6 +147,7 @@ class _Service:
             self._poller.register(waiting, zmq.POLLIN)
         next_tick = next_check = 0.0
         while True:
+            TERMINATION.check()
             now = time.monotonic()
             if now >= next_check:
                 self._check_peers(now)

@@ -18,6 +18,7 @@ from zenps.config.sources import Loaded, describe, load, rank_from_environment, 
 from zenps.errors import ConfigError, ZenPSError, listing
 from zenps.keys import LIST_NAME, generate, load_keys
 from zenps.observe.log import setup as setup_log
+from zenps.termination import TERMINATION
 
 from .arguments import make_parser, split_command
 from .exit_codes import CANNOT_START, FAILED, REFUSED, SIGNALLED
@@ -106,7 +107,7 @@ def _environment(args: argparse.Namespace, loaded: Loaded) -> dict[str, str]:
 def _serve(role: str, config: Config, serve: Callable[[], None]) -> int:
     """Runs a role until the job ends, SIGTERM or Ctrl-C, all of which close its sockets."""
     logger = setup_log(config.log, role, owns_process=True)
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(SIGNALLED + number))
+    TERMINATION.install(SIGNALLED)
     try:
         serve()
     except ConfigError as error:

@@ -18,6 +18,7 @@ from zenps.errors import DeadlineError, MismatchError, PeerLostError, ProtocolEr
 from zenps.keys import Keys
 from zenps.observe import log
 from zenps.observe.clock import ClockFilter, now_ns
+from zenps.termination import TERMINATION
 
 from .addresses import why_unreachable
 from .curve import Handshakes
@@ -122,6 +123,7 @@ class SchedulerLink:
         until = began + self._cluster.rendezvous_seconds + PATIENCE_SECONDS
         is_joining = is_silence_logged = False
         while (now := time.monotonic()) < until:
+            TERMINATION.check()
             if self.is_beat_due(now):
                 self.beat(now, epoch=0, load={})
             is_silent = self._heard <= began and now > began + self._cluster.lease_seconds

@@ -55,7 +55,7 @@ class PeerBackend(Backend):
             session.config, session.rank, session.size, session.statistics
         )
         self._steps: dict[str, int] = {}
-        """Of each tensor, the latest step."""
+        """Of each tensor that is sparsified, the next step."""
         self._exchange = PeerExchange(session, servers, self._connect())
         self._exchange.start()
 
@@ -80,10 +80,11 @@ class PeerBackend(Backend):
     def _transformed(self, request: Request) -> tuple[Request, list[Transform]]:
         """Applies all transforms of a tensor, in order."""
         transforms: list[Transform] = [] if request.tensor.is_cpu else [ToHost(request.tensor.device)]
-        step = self._steps[request.name] = self._steps.get(request.name, -1) + 1
-        sparsification = self._sparsification
-        if sparsification is not None and (sparsified := sparsification.transform(request, step)) is not None:
-            transforms.append(sparsified)
+        if self._sparsification is not None:
+            step = self._steps.get(request.name, 0)
+            if (sparsified := self._sparsification.transform(request, step)) is not None:
+                self._steps[request.name] = step + 1
+                transforms.append(sparsified)
         for transform in transforms:
             request = request._replace(tensor=transform.apply(request.tensor))
         if request.tensor.is_sparse and (kind := TRANSFORMS[self._scheme.wire.keys]) is not None:

@@ -1,0 +1,48 @@
+"""Termination signals: SIGTERM and Ctrl-C end a role, even if the exception that they raise is lost.
+
+Python drops an exception that a signal handler raises while a finalizer runs ("Exception ignored in …"). So
+the handler also notes the signal, and the roles' loops look whether one has come.
+"""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+
+class Termination:
+    """The signal that ends this process. :data:`TERMINATION` is the only instance."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._signalled = 0
+
+    def install(self, signalled: int) -> None:
+        """Handles SIGTERM, and SIGINT unless it is ignored or the program handles it itself.
+
+        Args:
+            signalled: this plus the signal's number is the exit code.
+        """
+        self._signalled = signalled
+        signal.signal(signal.SIGTERM, self._on_signal)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._on_signal)
+
+    def check(self) -> None:
+        """Raises what the handler has raised, if a signal has come: that may have been dropped.
+
+        Raises:
+            KeyboardInterrupt: after SIGINT.
+            SystemExit: after SIGTERM.
+        """
+        if self._number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self._number:
+            raise SystemExit(self._signalled + self._number)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._number = number
+        self.check()
+
+
+TERMINATION = Termination()
