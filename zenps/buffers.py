@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import weakref
 from collections import deque
 from collections.abc import Callable
 from itertools import count
@@ -19,6 +18,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from zenps.finalizers import call_after, run_finalizers
 
 # Below this size malloc reuses memory itself, and a pool would only add overhead.
 SMALLEST_POOLED_BYTES = 64 * 1024
@@ -58,7 +59,8 @@ class BufferPool:
     @property
     def kept_bytes(self) -> int:
         """Bytes of unused memory in the pool."""
-        return sum(size * len(blocks) for size, blocks in list(self._free.items()))
+        run_finalizers()
+        return self._kept_bytes()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised contiguous CPU tensor of ``shape`` and ``dtype``."""
@@ -76,6 +78,7 @@ class BufferPool:
 
     def lease(self, wanted_bytes: int) -> torch.Tensor:
         """An uninitialised uint8 tensor ``[wanted_bytes]``, at least 1, in memory of the pool."""
+        run_finalizers()
         size = _size_class(wanted_bytes)
         self._last_lease[size] = next(self._leases)
         try:
@@ -86,7 +89,7 @@ class BufferPool:
         # array or ZeroMQ frame on this memory. NumPy would not keep it: the base of a view of a view is the
         # first array.
         lease = block[:]
-        weakref.finalize(lease, self._give_back, block).atexit = False
+        call_after(lease, self._give_back, block)
         return torch.from_numpy(lease)[:wanted_bytes]
 
     def close(self) -> None:
@@ -94,12 +97,14 @@ class BufferPool:
         self.keep_bytes = 0
         self._free.clear()
 
+    def _kept_bytes(self) -> int:
+        return sum(size * len(blocks) for size, blocks in list(self._free.items()))
+
     def _give_back(self, block: NDArray[np.uint8]) -> None:
-        # Runs wherever the last reference is dropped, also in a garbage collection. So it takes no lock;
-        # operations on a deque are atomic.
+        # Any thread may run it, also within `lease`. So it takes no lock; operations on a deque are atomic.
         if block.size > self.keep_bytes:
             return
-        while self.kept_bytes + block.size > self.keep_bytes:
+        while self._kept_bytes() + block.size > self.keep_bytes:
             if not self._drop_older_than(block.size):
                 return
         self._free.setdefault(block.size, deque()).append(block)

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,11 +29,12 @@ SOON_SECONDS = 10.0
 # Instructions after which CPython handles signals.
 CHECKED = {"RESUME", "JUMP_BACKWARD", "CALL", "CALL_FUNCTION_EX"}
 PACKAGE = Path(zps.__file__).parent.parent.resolve()
-ROLES = tuple(str(PACKAGE / folder) for folder in ("worker", "zenps"))
+# Finalizers are called by weakref.
+TRACED = (*(str(PACKAGE / folder) for folder in ("worker", "zenps")), weakref.__file__)
 
 
 class Interrupter:
-    """Sends SIGINT to this thread at the n-th instruction of ZenPS after which Python handles signals."""
+    """Sends SIGINT to this thread at the n-th traced instruction after which Python handles signals."""
 
     def __init__(self, after: int) -> None:
         self.left = after
@@ -46,7 +48,7 @@ class Interrupter:
         sys.settrace(None)
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(ROLES):
+        if not frame.f_code.co_filename.startswith(TRACED):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "opcode":
@@ -103,8 +105,11 @@ def at_every_point(kind: str, stride: int) -> int:
             try:
                 handle = zps.push_pull_async(tensor, "x", average=False)
                 assert is_right(zps.synchronize(handle), tensor)
+                handle = None  # drops the result
             except KeyboardInterrupt:
                 interrupted += 1
+            else:
+                assert interrupter.left > 0, f"an interrupt at {after} was lost"
         if handle is not None:
             assert is_right(answer(handle), tensor), f"wrong after an interrupt at {after}"
         for name in ("x", "y"):

@@ -8,12 +8,12 @@ server that it has dropped them.
 from __future__ import annotations
 
 import socket as net
-import weakref
 from collections import deque
 
 import numpy as np
 
 from zenps.errors import ProtocolError
+from zenps.finalizers import call_after, run_finalizers
 from zenps.wire.messages import Hello, Shared
 from zenps.wire.shared_memory import handshake
 from zenps.wire.shared_memory.arena import Arena, Window
@@ -70,11 +70,12 @@ class SharedMemoryPeer:
         assert self._window is not None
         offset, size_bytes = shared
         values = np.frombuffer(self._window.read(offset, size_bytes), np.uint8)
-        weakref.finalize(values, self._dropped.append, offset).atexit = False
+        call_after(values, self._dropped.append, offset)
         return values.data
 
     def tell(self) -> None:
         """Tells the server which pulled values are not used here any more."""
+        run_finalizers()
         while self._dropped:
             self._unsent += DROPPED.pack(self._dropped.popleft())
         if self._unsent and not self._is_lost:

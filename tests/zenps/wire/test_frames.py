@@ -70,7 +70,7 @@ def strategy_of(kind: inspect.Type) -> st.SearchStrategy[Any]:
         case inspect.BytesType(min_length=int(least)):
             return st.binary(min_size=1, max_size=9).map(lambda some: (some * least)[:least])
         case inspect.BytesType(max_length=int(most)):
-            return st.binary(max_size=40) | st.just(b"\xff" * most)
+            return st.binary(max_size=min(most, 40)) | st.just(b"\xff" * most)
         case inspect.DictType(key_type=key, value_type=value):
             return st.dictionaries(strategy_of(key), strategy_of(value), max_size=4)
         case inspect.VarTupleType(item_type=item):

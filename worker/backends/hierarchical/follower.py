@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zenps.buffers import BufferPool
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, TensorError, ZenPSError
+from zenps.finalizers import run_finalizers
 
 from ...transport.host_link import Failed, Give, Link, LinkError, Take, Taken
 from ..negotiation import Entry
@@ -81,6 +82,7 @@ class Follower(HostRounds):
 
     def _send_dropped(self) -> None:
         # Not sent at the moment when a sum is dropped: that may be anywhere, even within a send.
+        run_finalizers()
         with contextlib.suppress(IndexError):  # another thread may have popped the last one
             while self._dropped:
                 self._link.send(Taken(self._dropped.popleft()))

@@ -25,6 +25,7 @@ from torch import Tensor
 from zenps.buffers import BufferPool
 from zenps.config.settings import ClusterConfig
 from zenps.errors import ProtocolError, TensorError
+from zenps.finalizers import call_after, run_finalizers
 
 logger = logging.getLogger("zenps.arena")
 
@@ -121,7 +122,7 @@ class Arena:
                     "keep fewer tensors in flight"
                 )
         block = self._bytes[begin : begin + size]
-        weakref.finalize(block, self._free, begin, size).atexit = False
+        call_after(block, self._free, begin, size)
         return block
 
     def _free(self, begin: int, size: int) -> None:
@@ -168,13 +169,15 @@ class Window:
         A small range is copied instead, which takes less than a mapping.
 
         Args:
-            on_end: called with ``args``, on any thread, when nobody refers to the memory any more, or when it
-                was copied. Until then the other process must not change these bytes.
+            on_end: called with ``args``, on any thread, after the last reference to the memory was dropped
+                (by :func:`~zenps.finalizers.run_finalizers`), or when it was copied. Until then the other
+                process must not change these bytes.
 
         Raises:
             ProtocolError: they lie outside the arena.
             TensorError: this process cannot map them.
         """
+        run_finalizers()  # this process may have no more than so many mappings
         _check(offset, size_bytes)
         before = offset % mmap.ALLOCATIONGRANULARITY
         length = before + size_bytes
@@ -190,7 +193,7 @@ class Window:
                 "vm.max_map_count, and keep fewer results"
             ) from error
         mapped = (ctypes.c_ubyte * length).from_address(address)
-        weakref.finalize(mapped, _unmap, address, length, on_end, *args).atexit = False
+        call_after(mapped, _unmap, address, length, on_end, *args)
         return memoryview(mapped).cast("B")[before : before + size_bytes]
 
 

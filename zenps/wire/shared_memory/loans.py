@@ -7,6 +7,8 @@ from collections import defaultdict, deque
 
 from torch import Tensor
 
+from zenps.finalizers import run_finalizers
+
 DROPPED = struct.Struct("<Q")
 """The message of a worker that has dropped a loan of a server: the offset that the server has named."""
 
@@ -31,11 +33,12 @@ class Loans:
         self.lent_bytes += memory.nbytes
 
     def drop(self, key: int) -> None:
-        """Notes that the peer has dropped ``key``, for :meth:`collect`. Any thread, even in a finalizer."""
+        """Notes that the peer has dropped ``key``, for :meth:`collect`. From any thread."""
         self._dropped.append(key)
 
     def collect(self) -> None:
         """Frees what was dropped. A key that was not lent is ignored: it comes from the peer."""
+        run_finalizers()
         while self._dropped:
             key = self._dropped.popleft()
             if held := self._lent.get(key):

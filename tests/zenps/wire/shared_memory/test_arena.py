@@ -13,6 +13,7 @@ import torch
 
 from zenps.config.settings import ClusterConfig
 from zenps.errors import ProtocolError
+from zenps.finalizers import run_finalizers
 from zenps.wire.shared_memory.arena import CAPACITY_BYTES, Arena, Window, open_arena, window_of
 from zenps.wire.tensors import tensor_from_bytes
 
@@ -51,6 +52,7 @@ def test_what_is_too_much_to_keep_goes_back_to_the_system(arena: Arena) -> None:
         memory.fill_(1)
         assert 8 * MIB <= taken_bytes(arena) < 9 * MIB
         del memory
+        run_finalizers()
         assert taken_bytes(arena) == 0
     again, memory = arena.lease(8 * MIB)
     assert again == offset
@@ -71,10 +73,13 @@ def test_what_is_ones_own_is_changed_by_nobody_else(arena: Arena) -> None:
     assert (memory[100], other[100], own[0], own[1]) == (7, 7, 8, 7)
     part = own[5:]
     del own
+    run_finalizers()
     assert not ended, "somebody refers to a part of it"
     del part
+    run_finalizers()
     assert ended == ["one"]
     del other
+    run_finalizers()
     assert ended == ["one", "other"]
 
 
@@ -98,10 +103,12 @@ def test_a_mapping_ends_with_its_last_reference(arena: Arena) -> None:
         return Path("/proc/self/maps").read_text().count("memfd:zenps")
 
     gc.collect()
+    run_finalizers()
     window, before = Window(arena.fd), mapped()
     own = window.map_private(0, MIB, lambda: None)
     assert mapped() == before + 1
     del own
+    run_finalizers()
     assert mapped() == before
 
 

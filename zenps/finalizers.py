@@ -1,0 +1,49 @@
+"""Finalizers: calls that follow the end of an object, made where their exceptions are not lost.
+
+Python drops an exception that is raised while a finalizer runs ("Exception ignored in …"). A signal
+handler may run there, too, so a Ctrl-C that comes meanwhile would be lost. A script drops results
+anywhere. So the end of an object runs no Python code here: it is only noted, and the calls follow when
+memory is needed next.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+
+class _End(weakref.ref[object]):
+    """Refers to an object, and knows what follows its end."""
+
+    __slots__ = ("args", "function")
+
+    function: Callable[..., object]
+    args: tuple[object, ...]
+
+
+# A reference that has ended itself would call nothing.
+_awaited: dict[int, _End] = {}
+_ended: deque[_End] = deque()
+
+
+def call_after(dropped: object, function: Callable[..., object], *args: object) -> None:
+    """Lets :func:`run_finalizers` call ``function(*args)`` once nobody refers to ``dropped`` any more.
+
+    What still lives at the interpreter's exit calls nothing.
+    """
+    end = _End(dropped, _ended.append)
+    end.function, end.args = function, args
+    _awaited[id(end)] = end
+
+
+def run_finalizers() -> None:
+    """Calls what follows the ends of objects until now, on this thread. Any thread may do so at any time."""
+    while _ended:
+        try:
+            end = _ended.popleft()
+        except IndexError:  # another thread has popped the last one
+            return
+        del _awaited[id(end)]
+        end.function(*end.args)
+        del end  # its arguments may be the next to end
