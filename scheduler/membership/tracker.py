@@ -262,9 +262,9 @@ class Membership:
         if self.state == "recovering" or not waiting:
             return []
         self._job.recovery.waiting = {}
-        return [
-            send for node in waiting.values() for send in self._on_register(node.peer, node.register, now)
-        ]
+        # Some may have died meanwhile, and others have come in their place: those heard last come first.
+        nodes = sorted(waiting.values(), key=lambda node: -node.last_heard)
+        return [send for node in nodes for send in self._on_register(node.peer, node.register, now)]
 
     # ── heartbeats and leases ───────────────────────────────────────────────────────────────────
 

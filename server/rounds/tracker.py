@@ -137,13 +137,17 @@ class ServerRounds:
         return self._admit(key, held, now)
 
     def on_give_up(self, rank: int, given_up: GiveUp, now: float) -> Actions:
-        """A round has failed on a rank, which pushes nothing more for it.
+        """A round has failed on a rank, which pushes nothing more for it, or lacks a chunk of it.
 
         Raises:
             ProtocolError: it is of one tensor too many.
         """
         if given_up.ring_epoch != self._epoch:
             return []
+        if given_up.lacks >= 0:
+            key = Key(given_up.tensor, given_up.step, given_up.lacks)
+            round_ = self._open.get(key)
+            return [] if round_ is None else self._fail(round_, "given up", self._given_up(key, {rank}), now)
         self._history.note(given_up.tensor, rank, given_up.step, 0)
         rounds = [
             round_

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from zenps.wire.messages import GiveUp
 
-from .states import SendGiveUp
+from .states import Round, SendGiveUp
 
 # The message may be lost with a connection, and nothing answers it. So it is repeated, first after this time,
 # then at intervals that double.
@@ -53,6 +53,16 @@ class GivenUpRounds:
                 given_up.repeat_at = now + given_up.repeat_seconds
         self._rounds = [one for one in self._rounds if one.repeat_seconds < MOST_REPEAT_SECONDS]
         return actions
+
+    def on_ring(self, ring_epoch: int, kept: Iterable[Round], servers: Iterable[int]) -> list[SendGiveUp]:
+        """Tells the servers of a new ring which rounds have failed here: another rank may push them yet."""
+        self.clear()
+        failed: dict[str, int] = {}
+        for round_ in kept:
+            if round_.has_failed:
+                failed[round_.tensor] = max(round_.step, failed.get(round_.tensor, -1))
+        messages = [GiveUp(ring_epoch, tensor, step) for tensor, step in failed.items()]
+        return [told for message in messages for told in self.add(message, servers)]
 
     def clear(self) -> None:
         """The ring has changed, and servers have forgotten all rounds."""

@@ -94,6 +94,8 @@ class Round(Struct, eq=False):
     """By server and chunk: when a push that a server wanted was last sent to it."""
     ended_after: int = 0
     """The newest watermark that was known here when the round ended."""
+    has_failed: bool = False
+    """True if this rank got no answer: it pushes the round only if it is asked to."""
 
 
 class SendPush(Struct, frozen=True):

@@ -123,7 +123,6 @@ class WorkerRounds:
         if ring_epoch == self._ring_epoch:
             return []
         self._ring_epoch = ring_epoch
-        self._given_up.clear()
         actions: list[Action] = []
         for key, round_ in list(self._in_flight.items()):
             if round_.state in AWAITED and round_.workers != workers:
@@ -137,7 +136,7 @@ class WorkerRounds:
                 actions.append(Reshard(round_))
             else:
                 self._kept[key] = self._in_flight.pop(key)
-        return actions
+        return actions + self._given_up.on_ring(ring_epoch, self._kept.values(), self._servers)
 
     def on_resharded(
         self, round_: Round, ring_epoch: int, encoded: object, outgoing: Sequence[Outgoing], now: float
@@ -302,7 +301,12 @@ class WorkerRounds:
         if round_.state == "recalled":
             round_.unanswered.update(((out.server, out.push.chunk), out) for out in wanted)
             round_.repeat_at = now + round_.repeat_seconds
-        return [SendPush(out) for out in wanted]
+        lacking = chunks - {(out.server, out.push.chunk) for out in wanted}
+        where = round_.tensor, round_.step
+        told = [
+            SendGiveUp(server, GiveUp(self._ring_epoch, *where, chunk)) for server, chunk in sorted(lacking)
+        ]
+        return [*(SendPush(out) for out in wanted), *told]
 
     def _on_result(self, round_: Round, server: int, result: Result, frames: Frames) -> list[Action]:
         others: Sequence[Fragment] = ()
@@ -333,6 +337,7 @@ class WorkerRounds:
         del self._in_flight[key]
         if round_.state in AWAITED:
             round_.ended_after = self._begun_watermark
+            round_.has_failed = event == "failed"
         round_.state = ROUND[round_.state][event]
         round_.unanswered, round_.fragments = {}, {}
         self._kept[key] = round_

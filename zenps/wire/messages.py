@@ -335,6 +335,8 @@ class GiveUp(Struct, frozen=True, array_like=True, tag="give-up"):
     ring_epoch: Count
     tensor: Name
     step: Count
+    lacks: Annotated[int, Meta(ge=-1, lt=1 << 32)] = -1
+    """If not -1: the rank may push others, but has no such chunk, which the server has asked for."""
 
 
 class Hello(Struct, frozen=True, array_like=True):

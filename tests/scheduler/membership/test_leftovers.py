@@ -185,3 +185,14 @@ def test_nodes_that_come_after_the_end_hear_that_the_job_has_ended() -> None:
     refused = only(after.on_message(worker(10), NEW[worker(10)], 0.0), worker(10))
     reason = "this job has ended, for all its workers have left; start another"
     assert refused == Refused("usage", reason)
+
+
+def test_of_nodes_that_wait_those_heard_last_begin_the_job() -> None:
+    """The others may have died, and torchrun may have started these in their place."""
+    before, after = Nodes(), make_membership()
+    before.come(after, [server(0)])
+    for rank in range(2):
+        assert after.on_message(worker(20 + rank), register("worker", rank, 20 + rank), 0.0) == []
+    sends = come(after, NEW, 1.0)
+    assert sent(sends, Refused).keys() == {server(0), worker(20), worker(21)}
+    assert_begins(after, sends, 1.0)

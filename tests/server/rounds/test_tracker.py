@@ -654,6 +654,16 @@ def test_a_rank_that_gives_a_round_up_ends_it_for_all_at_once() -> None:
     assert isinstance(push_all(rounds, later, [0, 1])[-1], Reduce)
 
 
+def test_a_rank_that_lacks_the_chunk_of_a_recovery_round_ends_it() -> None:
+    """Ranks that disagree may shard differently. A rank that has only given up may push again."""
+    rounds = make_rounds(2)
+    rounds.on_push(make_held(0, KEY, again=True), 0.0)
+    assert rounds.on_give_up(1, GiveUp(1, *KEY[:2]), 0.0) == []
+    assert rounds.on_give_up(1, GiveUp(1, *KEY[:2], lacks=KEY.chunk + 1), 0.0) == []
+    failure = Failure(1, *KEY, "mismatch", f"tensor 'a', step 0: {GIVEN_UP}")
+    assert rounds.on_give_up(1, GiveUp(1, *KEY[:2], lacks=KEY.chunk), 0.0) == [Reply([peer_of(0)], failure)]
+
+
 def test_a_round_that_all_who_have_pushed_it_give_up_makes_room() -> None:
     rounds = make_rounds(2)
     rounds.on_push(make_held(0, KEY), 0.0)

@@ -18,7 +18,7 @@ from zenps.wire.messages import FromServer, Member, Push, Result, Wanted
 from zenps.worker.core.transfer import Answer, Sharding
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from zenps.worker.encode.quantizer import Unchanged
-from zenps.worker.rounds.states import Action, Deliver, Fail, Outgoing, Reshard, Round, SendPush
+from zenps.worker.rounds.states import Action, Deliver, Fail, Outgoing, Reshard, Round, SendGiveUp, SendPush
 from zenps.worker.rounds.tracker import WorkerRounds
 from zenps.worker.training.allgather import allgather_int
 
@@ -86,8 +86,9 @@ def test_but_not_a_change_of_the_ring_as_well(worker: Worker, at_once: bool) -> 
     round_ = worker.submit()
     if not at_once:
         worker.view(1, ALL - {2})
-    (fail,) = worker.view(2, ALL - {2})
+    fail, *told = worker.view(2, ALL - {2})
     assert isinstance(fail, Fail)
+    assert {type(action) for action in told} == {SendGiveUp}
     assert fail.round is round_
     assert isinstance(fail.error, PeerLostError)
     assert "tensor 't', step 0: rank(s) 2 were lost, and servers have changed" in str(fail.error)
