@@ -13,7 +13,8 @@ from tests.tree import ROLES, Import, imports, modules, outside
 # are not named, which may import each other. A package's `__init__` is above all that is in it.
 LAYERS: dict[str, tuple[str, ...]] = {
     "zenps": (
-        "buffers errors termination transitions",
+        "errors finalizers termination transitions",
+        "buffers",
         "plugins",
         "codecs kernels",
         "partition",
