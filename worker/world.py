@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from zenps.codecs.values import RUN
 from zenps.errors import UsageError
+from zenps.finalizers import release_finalizers
 from zenps.observe.metrics import WorkerMetrics
 
 from .backends.base import Backend, Session
@@ -209,6 +210,7 @@ class ClusterWorld(World):
         self._session.lease.close(together=together)
         self._backend.close()
         self._opened.close()
+        release_finalizers()
 
     def _push_staged(self) -> None:
         """Pushes tensors that a device still prepares; others may wait for these while this rank waits."""

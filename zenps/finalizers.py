@@ -44,6 +44,16 @@ def run_finalizers() -> None:
             end = _ended.popleft()
         except IndexError:  # another thread has popped the last one
             return
-        del _awaited[id(end)]
-        end.function(*end.args)
+        if _awaited.pop(id(end), None) is not None:
+            end.function(*end.args)
         del end  # its arguments may be the next to end
+
+
+def release_finalizers() -> None:
+    """Has Python itself call what follows the ends of objects that still live. Call it when nobody will call
+    :func:`run_finalizers` for long, so that they would keep memory and descriptors.
+    """
+    run_finalizers()
+    for key, end in list(_awaited.items()):
+        if (living := end()) is not None and _awaited.pop(key, None) is not None:
+            weakref.finalize(living, end.function, *end.args).atexit = False

@@ -10,7 +10,7 @@ from types import FrameType
 
 import pytest
 
-from zenps.finalizers import call_after, run_finalizers
+from zenps.finalizers import call_after, release_finalizers, run_finalizers
 
 
 class Dropped:
@@ -67,6 +67,20 @@ def test_arguments_end_with_their_call() -> None:
     del argument, outer
     run_finalizers()
     assert calls == ["argument"]
+
+
+def test_what_is_released_is_called_where_it_is_dropped() -> None:
+    calls: list[object] = []
+    first, second = Dropped(), Dropped()
+    call_after(first, calls.append, "first")
+    call_after(second, calls.append, "second")
+    del first
+    release_finalizers()
+    assert calls == ["first"]
+    del second
+    assert calls == ["first", "second"]
+    run_finalizers()
+    assert calls == ["first", "second"]
 
 
 def test_threads_share_the_calls() -> None:
