@@ -17,16 +17,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zenps.sparsifiers import Sparsifier
+from zenps.sparsifiers import Sparsifier, Step
 
 
 class CyclicTopK(Sparsifier):
     """The greatest elements of one of ``world`` equal ranges, another one in each step."""
 
-    def select(self, values: Tensor, step: int, density: float) -> Tensor:
+    def select(self, values: Tensor, step: Step) -> Tensor:
         size, world = self.task.size, self.task.world
-        turn = (self.task.rank + step) % world
+        turn = (self.task.rank + step.number) % world
         start, stop = turn * size // world, (turn + 1) * size // world
-        wanted = min(max(1, round(density * size)), stop - start)
+        wanted = min(max(1, round(step.density * size)), stop - start)
         chosen = values[start:stop].abs().nan_to_num(nan=torch.inf).topk(wanted, sorted=False).indices
         return chosen.sort().values + start

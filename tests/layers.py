@@ -33,6 +33,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "zenps.worker": (
         "core",
         "encode rounds",
+        "sparsify",
         "transport",
         "backends",
         "recorder",

@@ -6,6 +6,7 @@ from .api import (
     barrier,
     init,
     is_initialized,
+    load_sparsifier_state_dict,
     local_rank,
     local_size,
     poll,
@@ -14,6 +15,7 @@ from .api import (
     rank,
     shutdown,
     size,
+    sparsifier_state_dict,
     stats,
     synchronize,
 )
@@ -37,6 +39,7 @@ __all__ = [
     "comm_hook",
     "init",
     "is_initialized",
+    "load_sparsifier_state_dict",
     "local_rank",
     "local_size",
     "poll",
@@ -45,6 +48,7 @@ __all__ = [
     "rank",
     "shutdown",
     "size",
+    "sparsifier_state_dict",
     "stats",
     "synchronize",
 ]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from zenps.config import sources
+from zenps.errors import UsageError
 from zenps.observe import log
 from zenps.sparsifiers.registry import sparsifier_class
 
@@ -84,6 +86,32 @@ def local_size() -> int:
 def stats() -> Stats:
     """Returns a copy of this worker's statistics so far: bytes, seconds, imbalance."""
     return PROCESS.world.stats()
+
+
+def sparsifier_state_dict() -> dict[str, Any]:
+    """Returns this rank's state of ``sync.sparsifier`` for a checkpoint; empty without one.
+
+    Every rank has a state of its own: residuals, momentum, thresholds, partitions and steps. Call it between
+    two steps. As with torch's optimizers, it refers to tensors that later steps change.
+    """
+    sparsification = PROCESS.world.sparsification
+    return {} if sparsification is None else sparsification.state_dict()
+
+
+def load_sparsifier_state_dict(state: Mapping[str, Any]) -> None:
+    """Continues from a state that :func:`sparsifier_state_dict` has returned on the same rank.
+
+    Call it before the first step. Each tensor takes its state when it is pushed: a tensor of another size, or
+    one that the state does not have, raises UsageError then.
+
+    Raises:
+        UsageError: the state is of another sparsifier, rank or world size.
+    """
+    sparsification = PROCESS.world.sparsification
+    if sparsification is not None:
+        sparsification.load_state_dict(state)
+    elif state:
+        raise UsageError("sparsifier state: expected none, because no gradient is sparsified here")
 
 
 def barrier() -> None:

@@ -15,6 +15,7 @@ from zenps.observe.metrics import WorkerMetrics
 from zenps.observe.trace import open_trace
 from zenps.partition.strategies.registry import strategy
 from zenps.schemes.registry import scheme_of
+from zenps.sparsifiers.registry import check_sparsifier
 from zenps.wire.scheduler_link import new_register
 from zenps.wire.sockets import LINGER_MS
 
@@ -27,6 +28,7 @@ from .core.statistics import Statistics
 from .core.steps import Steps
 from .encode.sharder import Sharder
 from .recorder import open_recorder
+from .sparsify.sparsification import make_sparsification
 from .transport.channel import Channel
 from .transport.lease import Lease
 from .transport.membership import join
@@ -43,7 +45,8 @@ def join_cluster(config: Config, *, has_left: bool = False) -> ClusterWorld:
         has_left: True if this process has left a cluster of the same scheduler before.
 
     Raises:
-        ConfigError: the partition strategy cannot be constructed.
+        ConfigError: the partition strategy cannot be constructed, or the scheme cannot carry the sparsifier's
+            exchange.
         DeadlineError, MismatchError, UsageError: as :meth:`SchedulerLink.join`.
         PeerLostError: workers cannot reach one another, or a worker was lost meanwhile.
     """
@@ -58,6 +61,7 @@ def join_cluster(config: Config, *, has_left: bool = False) -> ClusterWorld:
         )
         scheme = other
     strategy(config.sync.partition)  # raises for a wrong one before this worker registers
+    check_sparsifier(config, scheme)
     rank, local_rank = sources.rank_from_environment(os.environ), _local_rank()
     raise_malloc_threshold()
     with ExitStack() as opened:  # also Ctrl-C during the wait for others: a later init() needs the port
@@ -80,7 +84,12 @@ def join_cluster(config: Config, *, has_left: bool = False) -> ClusterWorld:
         statistics = Statistics(worker_metrics)
         lease = Lease(membership, link, channel, statistics, spans)
         opened.callback(lease.close, together=False)
-        session = Session(config, lease, channel, statistics, worker_metrics, spans)
+        # With two levels on one host, no gradient leaves it.
+        is_local = config.sync.levels > 1 and len({worker.host for worker in membership.view.workers}) == 1
+        sparsification = None if is_local else make_sparsification(config, membership.view.rank, statistics)
+        if sparsification is not None:
+            worker_metrics.residual_norm.set_function(sparsification.residual_norm)
+        session = Session(config, lease, channel, statistics, worker_metrics, spans, sparsification)
         servers = ServerBackend(session, served, sharder, steps)
         recorder = open_recorder(membership.view.rank, len(membership.view.workers))
         backend = make_backend(session, scheme, servers)

@@ -24,6 +24,7 @@ from .core.pending import Pending
 from .core.request import Request, check_request, wire_name
 from .core.statistics import Statistics, Stats
 from .recorder import Recorder
+from .sparsify.sparsification import Sparsification
 
 
 class World(ABC):
@@ -35,7 +36,7 @@ class World(ABC):
         bucket_bytes: the size of a bucket of fused dense gradients.
         quantized_run: elements of a dense gradient that are quantized by a common scale; 1 if values are not
             quantized by runs.
-        sparsifies: True if dense gradients are thinned out by ``sync.sparsifier``.
+        sparsification: of dense gradients; None if they are pushed whole.
         is_elastic: True if training continues after the loss of workers, and new workers may join.
         is_joining: True if this worker has joined a running job and has not got its state yet.
     """
@@ -44,7 +45,7 @@ class World(ABC):
     local_rank: int
     bucket_bytes: int
     quantized_run: int
-    sparsifies: bool
+    sparsification: Sparsification | None
     is_elastic: bool
     is_joining: bool
 
@@ -106,7 +107,8 @@ class LocalWorld(World):
     local_size = 1
     is_distributed = False
     bucket_bytes = quantized_run = 1
-    sparsifies = is_elastic = is_joining = False
+    is_elastic = is_joining = False
+    sparsification = None
 
     def __init__(self) -> None:
         self._backend = LocalBackend(Statistics(WorkerMetrics(CollectorRegistry())))
@@ -160,7 +162,7 @@ class ClusterWorld(World):
         self.is_elastic = config.cluster.is_elastic
         self.bucket_bytes = config.sync.bucket_bytes
         self.quantized_run = RUN if config.sync.values == "int8" else 1
-        self.sparsifies = config.sync.sparsifier != "none"
+        self.sparsification = session.sparsification
         self._session, self._servers, self._backend = session, servers, backend
         self._recorder = recorder
         self._opened = opened

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         comm_hook,
         init,
         is_initialized,
+        load_sparsifier_state_dict,
         local_rank,
         local_size,
         poll,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         rank,
         shutdown,
         size,
+        sparsifier_state_dict,
         stats,
         synchronize,
     )
@@ -48,6 +50,7 @@ __all__ = [
     "comm_hook",
     "init",
     "is_initialized",
+    "load_sparsifier_state_dict",
     "local_rank",
     "local_size",
     "poll",
@@ -56,6 +59,7 @@ __all__ = [
     "rank",
     "shutdown",
     "size",
+    "sparsifier_state_dict",
     "stats",
     "synchronize",
 ]

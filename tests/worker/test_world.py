@@ -60,6 +60,7 @@ def make_session(config: Config, view: View = VIEW) -> Session:
     fake = SimpleNamespace(
         config=config, lease=SimpleNamespace(view=view), rank=0, size=1, channel=None,
         statistics=Statistics(metrics), metrics=metrics, spans=Spans(), timeout_seconds=20.0,
+        sparsification=None,
     )  # fmt: skip
     return cast(Session, fake)
 

@@ -13,6 +13,7 @@ from ..core.request import Request
 from ..core.spans import Spans
 from ..core.statistics import Statistics
 from ..rounds.tracker import PATIENCE_SECONDS
+from ..sparsify.sparsification import Sparsification
 from ..transport.channel import Channel
 from ..transport.lease import Lease
 
@@ -46,6 +47,7 @@ class Session(NamedTuple):
     statistics: Statistics
     metrics: WorkerMetrics
     spans: Spans
+    sparsification: Sparsification | None = None
 
     @property
     def rank(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from msgspec import structs
 from torch import Tensor
@@ -13,11 +13,11 @@ from ..core.pending import Pending, Waiting
 from ..core.request import Options, Request, describe
 from ..core.statistics import Counted
 from ..core.steps import Steps
-from ..core.transfer import Transform
+from ..core.transfer import OneRound, Transfer, Transform
 from ..encode.planner import Planner
 from ..encode.sharder import Sharder
-from ..encode.sparsifying import make_sparsification
 from ..encode.transforms import ToHost
+from ..sparsify.agreed import Agreed, AgreedTransfer
 from ..transport.submit_queue import SubmitQueue
 from .base import Backend, Session
 
@@ -41,9 +41,7 @@ class ServerBackend(Backend):
         self._session = session
         self._steps = steps
         self._planner = Planner(session.config, scheme, sharder)
-        self._sparsification = make_sparsification(
-            session.config, session.rank, session.size, session.statistics
-        )
+        self._sparsification = session.sparsification
         self._queue = SubmitQueue(session.channel, steps, session.spans)
         self._waiting = Waiting(self._queue, session.timeout_seconds, session.statistics, session.spans)
 
@@ -56,7 +54,7 @@ class ServerBackend(Backend):
         name, options = request.name, request.options
         if self._steps.is_in_flight(name):  # perhaps its answer has come, and no thread has received it
             self._queue.look(lambda: not self._steps.is_in_flight(name))
-        progress = self._steps.begin(name, self._planner.count_names(request))
+        progress = self._steps.begin(name, self._count_names(request))
         try:
             given = request.tensor
             request, transforms = self._transformed(request, progress.step)
@@ -64,7 +62,7 @@ class ServerBackend(Backend):
                 options = structs.replace(options, given=describe(given))
                 request = request._replace(options=options)
             with self._session.spans("compact", name, progress.step) as span:
-                transfer = self._planner.begin(request, progress.expected_rows)
+                transfer = self._begin_transfer(request, transforms, progress.expected_rows)
                 if span:
                     span.note(rows=transfer.rows_given)
             pending = Pending(name, options, transfer, progress, self._waiting, transforms, counted)
@@ -73,6 +71,25 @@ class ServerBackend(Backend):
             self._steps.take_back(name)
             raise
         return pending
+
+    def _count_names(self, request: Request) -> int:
+        names = 1 if self._sparsification is None else self._sparsification.count_names(request)
+        return max(names, self._planner.count_names(request))
+
+    def _begin_transfer(
+        self, request: Request, transforms: Sequence[Transform], expected_rows: int
+    ) -> Transfer:
+        agreed = next((each for each in transforms if isinstance(each, Agreed)), None)
+        if agreed is None:
+            return self._planner.begin(request, expected_rows)
+
+        def begin(request: Request, rows: int = 0) -> OneRound:
+            transfer = self._planner.begin(request, rows)
+            assert isinstance(transfer, OneRound), "on the CPU, and not in blocks"
+            return transfer
+
+        first = begin(request, agreed.expected)
+        return AgreedTransfer(request.name, request.options, agreed, first, begin)
 
     def _transformed(self, request: Request, step: int) -> tuple[Request, list[Transform]]:
         """Applies all transforms of a tensor, in order."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zenps.errors import TensorError, UsageError
 from zenps.kernels.base import ACCUMULATE
+from zenps.sparsifiers.base import Momentum
 from zenps.wire.messages import MAX_COLUMNS, MAX_NAME
 
 from .residuals import Residuals
@@ -48,6 +49,10 @@ class Options(Struct, frozen=True):
     """True for a gradient that ``sync.sparsifier`` may thin out. It needs ``residuals``."""
     exact: tuple[tuple[int, int], ...] = ()
     """Ranges of elements that are pushed in any case."""
+    momentum: Momentum | None = None
+    """The optimizer's, for a sparsifier that takes it."""
+    pusher: tuple[int, int] | None = None
+    """This rank's number among those that push, and how many these are; None: rank and world size."""
 
     @property
     def is_reduction(self) -> bool:

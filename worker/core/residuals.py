@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from zenps.errors import TensorError
+from zenps.errors import TensorError, UsageError
 from zenps.sparsifiers.base import Sparsifier
 
 
@@ -20,10 +22,51 @@ class Feedback:
     Attributes:
         residual: ``[elements]``, float32 or float64, on the CPU.
         sparsifier: of this tensor; None before its first push.
+        counts: for the sparsifier's next step.
+        first_step: the number of the sparsifier's step in which the tensor had step 0 in this job.
+        next_step: of the sparsifier.
     """
 
     residual: Tensor
     sparsifier: Sparsifier | None = None
+    counts: Tensor | None = None
+    first_step: int = 0
+    next_step: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns everything for a checkpoint, with references to tensors."""
+        assert self.sparsifier is not None
+        return {
+            "residual": self.residual,
+            "sparsifier": dict(self.sparsifier.state_dict()),
+            "counts": self.counts,
+            "step": self.next_step,
+        }
+
+    def load_state_dict(self, name: str, state: Mapping[str, Any], step: int) -> None:
+        """Continues the tensor ``name`` from a state in its step ``step`` of this job.
+
+        Raises:
+            UsageError: the tensor has another size or dtype, or it is no such state.
+        """
+        assert self.sparsifier is not None
+        try:
+            given, inner, counts = state["residual"], state["sparsifier"], state["counts"]
+            first_step = state["step"] - step
+            if given.shape == self.residual.shape and given.dtype == self.residual.dtype:
+                self.sparsifier.load_state_dict(inner)
+                self.residual.copy_(given)
+                self.counts, self.first_step = counts, first_step
+                return
+            got = f"{len(given)} elements of {given.dtype}"
+        except Exception as error:
+            reason = "expected what sparsifier_state_dict() has returned under the same settings"
+            raise UsageError(f"sparsifier state of tensor {name!r}: {error!r}; {reason}") from error
+        raise UsageError(
+            f"sparsifier state of tensor {name!r}: {got}, expected {len(self.residual)} of "
+            f"{self.residual.dtype}; load that of the same model and settings, in whose first step the same "
+            "parameters had gradients"
+        )
 
 
 class Residuals:
@@ -51,6 +94,15 @@ class Residuals:
             if feedback is None or feedback.residual.data_ptr() != table.data_ptr():
                 feedback = self._feedback[name] = Feedback(table.view(-1))
             return feedback
+
+    def peek(self, name: str) -> Tensor | None:
+        """Returns the residual of a tensor, ``[rows, columns]``; None if it has none yet."""
+        return self._tables.get(name)
+
+    def taken(self, name: str) -> Tensor | None:
+        """Returns the residual of a tensor and forgets it; None if the tensor has none."""
+        with self._lock:
+            return self._tables.pop(name, None)
 
     def of(self, name: str, rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns the residual of a tensor, ``[rows, columns]``; zeros if it is new or changed shape.

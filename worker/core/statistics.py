@@ -166,6 +166,11 @@ class Statistics:
         for stage, count in elements._asdict().items():
             self._metrics.elements.labels(stage=stage).inc(count)
 
+    def note_selection(self, selected: int, mean: float) -> None:
+        """Notes how many elements this worker has selected, beside the mean of all workers."""
+        if mean:
+            self._metrics.selection_imbalance.set(selected / mean)
+
     def _count_round(self, report: Report, progress: Progress, waited: float) -> None:
         counters, stats = self._metrics, self.stats
         stats.rounds += 1

@@ -101,6 +101,10 @@ class EncodedTensor(Struct, frozen=True):
     """Bytes of a row's values; for a dense tensor, of a granule's. Unused if the tensor goes whole."""
     phase: int = 0
     """The phase of a stream."""
+    suffix: str = ""
+    """Of the round's name, if the tensor takes several rounds."""
+    is_summed: bool = False
+    """True if this round is a sum even if the tensor is averaged."""
 
     @property
     def answers(self) -> int:
@@ -115,7 +119,7 @@ class EncodedTensor(Struct, frozen=True):
     def round_of(self, name: str, step: int) -> tuple[str, int]:
         """Returns the name and step under which servers know this round of the tensor ``name``."""
         if self.kind != "blocks":
-            return name, step
+            return name + self.suffix, step
         return f"{name}#{self.stream}", step * PHASES + self.phase
 
 
@@ -203,6 +207,11 @@ class Transfer(ABC):
         Raises:
             ProtocolError: the frames do not match the result's header, or have positions outside the tensor.
         """
+
+    @property
+    def unbegun(self) -> Sequence[str]:
+        """The suffixes of further rounds that have not begun here, and for which other ranks may wait."""
+        return ()
 
     @abstractmethod
     def restart(self, encoded: EncodedTensor) -> None:

@@ -111,10 +111,9 @@ def encode_rows(
         ranges, message_rows: of the tensor's sharding.
         positions: ``[n]``, strictly increasing.
         values: the rows at these positions, ``row_bytes`` each. Frames are slices of this memory.
-        codec: the setting ``sync.codec``. Rows without values travel as ``coo``: servers take memory for
-            positions only if bytes came for them.
+        codec: the setting ``sync.codec``. Rows without values never travel as ``dense``: servers take memory
+            for positions only if bytes came for them.
     """
-    codec = codec if row_bytes else "coo"
     ends = np.searchsorted(positions, [each.stop for each in ranges.values()]).tolist()
     chunks, begin = [], 0
     for each, end in zip(ranges.values(), ends, strict=True):
@@ -122,6 +121,8 @@ def encode_rows(
         for fragment, (first, stop) in enumerate(cuts):
             inside = positions[first:stop] - each.start
             chosen = choose(codec, stop - first, each.span, row_bytes, inside)
+            if not row_bytes and chosen.name == "dense":
+                chosen = CODECS["coo"]
             encoded = chosen.encode(inside, each.span)
             frames = (encoded.data, values[first * row_bytes : stop * row_bytes])
             where = each.server, each.chunk, each.span

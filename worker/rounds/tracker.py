@@ -191,6 +191,12 @@ class WorkerRounds:
         """Ends a round whose answers no caller waits for any more."""
         return self._give_up(round_) if round_.state in AWAITED else []
 
+    def give_up_ahead(self, tensor: str, step: int) -> list[Action]:
+        """Tells all servers that this rank will never push a round, so that others do not wait for it."""
+        if self.failure is not None:
+            return []
+        return [*self._given_up.add(GiveUp(self._ring_epoch, tensor, step), self._servers)]
+
     def on_reply(self, server: int, message: FromServer, frames: Frames, now: float) -> list[Action]:
         """Processes a server's message. Answers to rounds that are not in flight are late and ignored."""
         if message.ring_epoch != self._ring_epoch:

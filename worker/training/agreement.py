@@ -83,7 +83,7 @@ class ParameterAgreement:
         self._unknown = unknown
         # Backward computes the last layers' gradients first, so buckets are filled from the end.
         prefix, world = f"{self._prefix}/bucket{len(self.bucket_of)}", PROCESS.world
-        run, sparsifies = world.quantized_run, world.sparsifies
+        run, sparsifies = world.quantized_run, world.sparsification is not None
         for bucket in fuse(prefix, reversed(dense), world.bucket_bytes, run, sparsifies):
             self.bucket_of |= dict.fromkeys(bucket.parameters, bucket)
 
@@ -113,7 +113,7 @@ class ParameterAgreement:
         self.bucket_of = {}
         for bucket_name, names in agreed["buckets"]:
             parameters, world = [own[name] for name in names], PROCESS.world
-            is_sparsifiable = world.sparsifies and parameters[0].dim() > 1
+            is_sparsifiable = world.sparsification is not None and parameters[0].dim() > 1
             bucket = Bucket(bucket_name, parameters, world.quantized_run, is_sparsifiable)
             self.bucket_of |= dict.fromkeys(bucket.parameters, bucket)
 

@@ -20,8 +20,8 @@ class Bucket:
         parameters: of one dtype, on one device.
         run: elements that are quantized by a common scale. Each presence element begins a run, because
             beside larger values it could be rounded to 0.
-        is_sparsifiable: True if the gradients may be thinned out. Then a parameter is present from its first
-            gradient on, because its residual may be pushed in any later step.
+        is_sparsifiable: True if the gradients may be sparsified. Then a parameter is present as long as it
+            has a residual, which may be pushed in any later step.
     """
 
     def __init__(
@@ -41,8 +41,13 @@ class Bucket:
         """The ranges of the tensor that are never thinned out: the presence elements."""
         return ((self._present_from, self._present_from + len(self.parameters) * self._run),)
 
-    def fused(self) -> Tensor:
-        """Returns the gradients padded to whole runs, then the presence elements; all else is 0."""
+    def fused(self, scale: float = 1.0, residual: Tensor | None = None) -> Tensor:
+        """Returns the gradients, padded to whole runs, then the presence elements.
+
+        Args:
+            scale: of the gradients.
+            residual: what was not pushed yet of this bucket, if it is known here.
+        """
         first = self.parameters[0]
         length = self._present_from + len(self.parameters) * self._run
         flat = torch.zeros(length, dtype=first.dtype, device=first.device)
@@ -51,9 +56,15 @@ class Bucket:
             if parameter.grad is not None:
                 flat[begin : begin + parameter.numel()].view(parameter.shape).copy_(parameter.grad)
                 self._has_residual.add(parameter)
+            elif not parameter.requires_grad or (
+                residual is not None and not residual[begin : begin + parameter.numel()].any()
+            ):
+                self._has_residual.discard(parameter)
             if parameter.grad is not None or (self.is_sparsifiable and parameter in self._has_residual):
                 flat[self._present_from + index * self._run] = 1
             begin += parameter.numel()
+        if scale != 1:
+            flat[: self._present_from] *= scale
         return flat
 
     def spread(self, flat: Tensor) -> None:
@@ -92,3 +103,12 @@ def fuse(
         Bucket(f"{prefix}/{index}", group, run, sparsifies and group[0].dim() > 1)
         for index, group in enumerate(groups)
     ]
+
+
+def clip_factor(buckets: Iterable[Bucket], most_norm: float) -> float:
+    """Returns the factor, at most 1, that limits the norm of all gradients to ``most_norm``; 0: no limit."""
+    if not most_norm:
+        return 1.0
+    gradients = [each.grad for bucket in buckets for each in bucket.parameters if each.grad is not None]
+    norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+    return min(1.0, most_norm / norm) if norm else 1.0

@@ -21,6 +21,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from zenps.errors import UsageError
+
 from ..core.pending import Pending
 from ..core.request import Options, Request
 from ..core.residuals import Residuals
@@ -129,7 +131,13 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
         is_sparsifiable=state._is_repeated(name),
         exact=() if gradient.is_sparse else _vectors(bucket),
     )
-    handle = PROCESS.world.begin(Request(gradient, name, options))
+    world = PROCESS.world
+    if world.sparsification is not None and world.sparsification.kind.takes_momentum:
+        raise UsageError(
+            f"sync.sparsifier = {world.sparsification.name}: expected DistributedOptimizer, whose momentum "
+            "it takes, got the DDP hook; use topk"
+        )
+    handle = world.begin(Request(gradient, name, options))
     devices: list[int | str | torch.device] | None = [gradient.device] if gradient.is_cuda else None
     result: Future[Tensor] = Future(devices=devices)
     state._finisher.submit(handle, result)

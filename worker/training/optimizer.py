@@ -13,6 +13,7 @@ from zenps.errors import UsageError
 
 from ..process import PROCESS
 from .agreement import parameters_by_name
+from .momentum import take_momentum
 from .synchronizer import GradientSynchronizer
 
 
@@ -35,7 +36,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             without ZenPS, and are pushed after the last one.
 
     Raises:
-        UsageError: ``zenps.init()`` was not called, a parameter has no name, or two have the same name.
+        UsageError: ``zenps.init()`` was not called, a parameter has no name, two have the same name, or
+            ``sync.sparsifier`` cannot take the optimizer's momentum.
         MismatchError: the ranks' parameters differ.
     """
 
@@ -52,9 +54,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError(f"backward_passes_per_step = {backward_passes_per_step}: expected at least 1")
         self._inner = optimizer
         self._skip = False
-        self._synchronizer = GradientSynchronizer(
-            optimizer, parameters_by_name(optimizer, named_parameters), average, backward_passes_per_step
-        )
+        own = parameters_by_name(optimizer, named_parameters)
+        self._correction = take_momentum(optimizer)
+        momentum = None if self._correction is None else self._correction.momentum
+        self._synchronizer = GradientSynchronizer(optimizer, own, average, backward_passes_per_step, momentum)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_inner":  # copy and pickle read attributes before any is set
@@ -93,6 +96,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 raise UsageError("step() after synchronize(): expected it inside skip_synchronize()")
             self.synchronize()
         self._synchronizer.is_synchronized = False
+        if self._correction is not None:
+            self._correction.apply(self._synchronizer.sparsified)
         self._inner.step()
         return result
 
@@ -151,7 +156,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the wrapped optimizer."""
-        return self._inner.state_dict()
+        state = self._inner.state_dict()
+        return state if self._correction is None else self._correction.complete(state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state into the wrapped optimizer."""

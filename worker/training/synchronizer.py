@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zenps.errors import MismatchError, UsageError, ZenPSError
+from zenps.sparsifiers.base import Momentum
 
 from ..core.pending import Pending
 from ..core.request import Options, Request
 from ..core.residuals import Residuals
 from ..process import PROCESS
 from .agreement import ParameterAgreement, name_of
-from .buckets import Bucket
+from .buckets import Bucket, clip_factor
 from .snapshot import Snapshot, first_changed
 
 
@@ -29,9 +30,11 @@ class GradientSynchronizer:
         own: the parameters by name.
         average: divide by the number of ranks; otherwise gradients are summed.
         passes_per_step: how often backward runs before gradients are pushed.
+        momentum: for a sparsifier that takes it.
 
     Attributes:
         is_synchronized: whether gradients are those of all ranks, and backward has not run since.
+        sparsified: the parameters whose last gradients were sparsified.
 
     Raises:
         MismatchError: ranks have different parameters.
@@ -43,8 +46,11 @@ class GradientSynchronizer:
         own: dict[str, Parameter],
         average: bool,
         passes_per_step: int,
+        momentum: Momentum | None = None,
     ) -> None:
         self.is_synchronized = False
+        self.sparsified: set[Parameter] = set()
+        self._momentum = momentum
         self._optimizer = optimizer
         self._average = average
         self._passes_per_step = passes_per_step
@@ -131,9 +137,10 @@ class GradientSynchronizer:
         for parameter in self._agreement.sparse:
             if parameter not in self._in_flight:
                 self._push_sparse(parameter)
-        for bucket in self._agreement.buckets:
-            if bucket not in self._in_flight:
-                self._push_bucket(bucket)
+        rest = [bucket for bucket in self._agreement.buckets if bucket not in self._in_flight]
+        scale = clip_factor(rest, self._clip_norm)
+        for bucket in rest:
+            self._push_bucket(bucket, scale)
 
     def _on_gradient(self, parameter: Tensor) -> None:
         """Runs inside backward, whenever a parameter's gradient was accumulated."""
@@ -165,7 +172,8 @@ class GradientSynchronizer:
             self._push_sparse(parameter)
         elif bucket := self._agreement.bucket_of.get(parameter):
             bucket.waiting_for.discard(parameter)
-            if not bucket.waiting_for:
+            # The norm of all gradients is known only once backward has ended.
+            if not (bucket.waiting_for or self._clip_norm):
                 self._push_bucket(bucket)
 
     def _push_sparse(self, parameter: Parameter) -> None:
@@ -177,16 +185,29 @@ class GradientSynchronizer:
         options = self._options(self._agreement.priorities[parameter])
         self._in_flight[parameter] = PROCESS.world.begin(Request(gradient, name, options))
 
-    def _push_bucket(self, bucket: Bucket) -> None:
+    def _push_bucket(self, bucket: Bucket, scale: float = 1.0) -> None:
         for parameter in bucket.parameters:
             if parameter.grad is not None:
                 self._check_kind(parameter, parameter.grad, 0)
         priority = max(self._agreement.priorities[parameter] for parameter in bucket.parameters)
         options = structs.replace(
-            self._options(priority), is_sparsifiable=bucket.is_sparsifiable, exact=bucket.exact
+            self._options(priority),
+            is_sparsifiable=bucket.is_sparsifiable,
+            exact=bucket.exact,
+            momentum=self._momentum,
         )
-        self._in_flight[bucket] = PROCESS.world.begin(Request(bucket.fused(), bucket.name, options))
+        residual = self._residuals.peek(bucket.name)
+        fused = bucket.fused(scale, None if residual is None else residual.view(-1))
+        request, world = Request(fused, bucket.name, options), PROCESS.world
+        self._in_flight[bucket] = world.begin(request)
+        if world.sparsification is not None and world.sparsification.covers(request):
+            self.sparsified.update(bucket.parameters)
         bucket.waiting_for = set(bucket.parameters)
+
+    @property
+    def _clip_norm(self) -> float:
+        sparsification = PROCESS.world.sparsification
+        return 0.0 if sparsification is None else sparsification.clip_norm
 
     def _options(self, priority: int) -> Options:
         return Options(

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 import zmq
+from msgspec import structs
 
 from zenps.errors import PeerLostError, ProtocolError, UsageError, ZenPSError
 from zenps.observe import log
@@ -192,10 +193,11 @@ class Channel(Waiter):
 
     def _new_round(self, pending: Pending, encoded: EncodedTensor) -> Round:
         name, step = encoded.round_of(pending.name, pending.progress.step)
+        options = structs.replace(pending.options, average=False) if encoded.is_summed else pending.options
         if encoded.sharding.layout is not None:
-            encoded = self._share(encoded, pending.options)
-        outgoing = self._writer.write(name, step, encoded, pending.options)
-        return Round(name, step, encoded.sharding.ring_epoch, outgoing, encoded, pending.options, now_ns())
+            encoded = self._share(encoded, options)
+        outgoing = self._writer.write(name, step, encoded, options)
+        return Round(name, step, encoded.sharding.ring_epoch, outgoing, encoded, options, now_ns())
 
     def _share(self, encoded: EncodedTensor, options: Options) -> EncodedTensor:
         # After a failure nothing new is put into shared memory: servers may still read, for other ranks, what
@@ -317,7 +319,7 @@ class Channel(Waiter):
             self._spans.trace.since(action.round.pushed_ns, "pull", tensor=pending.name, **answer.details())
         try:
             following = pending.deliver(answer, action.last)
-        except ProtocolError as error:
+        except ZenPSError as error:
             self._fail(pending, error)
             return
         for encoded in following:
@@ -332,6 +334,8 @@ class Channel(Waiter):
             if its_pending is pending:
                 del self._pending[key]
                 self._execute(self._rounds.give_up(round_))
+        for suffix in pending.transfer.unbegun:
+            self._execute(self._rounds.give_up_ahead(pending.name + suffix, pending.progress.step))
         self._lock.notify()
 
     def _reshard(self, round_: Round) -> None:

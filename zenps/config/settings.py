@@ -19,7 +19,7 @@ from zenps.schemes.refusals import Combination
 PARTITIONS: Final = ("balanced", "centralized", "parallel")
 """Names of the built-in partition strategies, which are not imported here: they need torch."""
 
-SPARSIFIERS: Final = ("none", "randomk", "threshold", "topk")
+SPARSIFIERS: Final = ("none", "dgc", "exdyna", "micro", "randomk", "threshold", "topk")
 """Names of the built-in sparsifiers."""
 
 KIB: Final = 1 << 10
@@ -214,6 +214,27 @@ class SparsifierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     threshold: Annotated[
         float, Meta(description="threshold: least magnitude that is pushed", ge=0, le=1e30)
     ] = 0.001
+    controller: Annotated[
+        Literal["counts", "published"],
+        Meta(
+            description="exdyna, micro: how they find a threshold; counts: from what all ranks count; "
+            "published: as in the papers, in small steps"
+        ),
+    ] = "counts"
+    mask_momentum: Annotated[
+        Literal["on", "off"], Meta(description="dgc: whether the momentum of what was pushed is forgotten")
+    ] = "on"
+    clip_norm: Annotated[
+        float,
+        Meta(
+            description="dgc: limit of the norm of a rank's gradients, times √(world size); 0: none",
+            ge=0,
+            le=1e30,
+        ),
+    ] = 0.0
+    warmup_steps: Annotated[
+        int, Meta(description="dgc: steps in which the density falls to sync.density", ge=0, le=1 << 40)
+    ] = 0
 
 
 class CudaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

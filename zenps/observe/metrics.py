@@ -111,6 +111,15 @@ class WorkerMetrics(_RoleMetrics):
             "in the union of all ranks.",
             stage=("whole", "selected", "union"),
         )
+        self.selection_imbalance = self._gauge(
+            "zenps_selection_imbalance_ratio",
+            "Elements that this worker has selected divided by the mean of all workers, in the latest agreed "
+            "exchange of a sparsified gradient.",
+        )
+        self.residual_norm = self._gauge(
+            "zenps_residual_norm",
+            "Euclidean norm of what this worker has not pushed yet of sparsified gradients.",
+        )
         self._add_rounds()
 
     def _add_rounds(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -19,10 +19,22 @@ from torch import Tensor
 
 from zenps.config.settings import SparsifierConfig
 
-__all__ = ["Above", "Sparsifier", "Task", "generator", "target"]
+__all__ = ["Above", "Exchange", "Momentum", "Sparsifier", "Step", "Task", "generator", "target"]
 
 # A selection works through the elements in runs that stay in a core's cache.
 CHUNK = 1 << 14
+
+
+class Momentum(NamedTuple):
+    """The momentum of ``torch.optim.SGD``.
+
+    Attributes:
+        factor: at least 0.
+        nesterov: True for Nesterov's.
+    """
+
+    factor: float
+    nesterov: bool
 
 
 class Task(NamedTuple):
@@ -34,6 +46,7 @@ class Task(NamedTuple):
         rank, world: of this worker.
         seed: the job's seed, equal on all nodes.
         settings: the section ``sparsifier``.
+        momentum: that of the optimizer, if the sparsifier :attr:`~Sparsifier.takes_momentum`.
     """
 
     name: str
@@ -42,6 +55,28 @@ class Task(NamedTuple):
     world: int
     seed: int
     settings: SparsifierConfig
+    momentum: Momentum | None = None
+
+
+class Step(NamedTuple):
+    """One step of one tensor.
+
+    Attributes:
+        number: from 0; equal on all ranks.
+        density: the part of the elements to push, in (0, 1): by each rank, or by all together if the exchange
+            is *agreed*.
+        counts: int64, the sum over all ranks of what :meth:`Sparsifier.count` has returned in the last step;
+            None if it has returned None, and in the first step.
+    """
+
+    number: int
+    density: float
+    counts: Tensor | None = None
+
+
+Exchange = Literal["own", "agreed"]
+"""*own*: each rank pushes its values at the indices that it has selected. *agreed*: ranks first push their
+indices; then each pushes its values at the union of all."""
 
 
 class Above(NamedTuple):
@@ -66,8 +101,10 @@ class Above(NamedTuple):
         Args:
             values: floating point ``[n]`` on the CPU.
         """
+        if self.start < 0 or (self.most or 0) < 0:
+            raise ValueError(f"{self}: expected a start and most of 0 or more")
         array = values.detach().numpy()[self.start : self.stop]
-        found = _not_below(self.threshold, array)
+        found = not_below(self.threshold, array)
         if self.most is not None and len(found) > self.most:
             magnitudes = np.nan_to_num(np.abs(array[found]), nan=np.inf, posinf=np.inf)
             cut = len(found) - self.most
@@ -76,8 +113,8 @@ class Above(NamedTuple):
         return torch.from_numpy(found + self.start)
 
 
-def _not_below(threshold: float, array: NDArray[Any]) -> NDArray[np.int64]:
-    """The indices of elements whose magnitude is not below ``threshold``. A comparison with NaN is false."""
+def not_below(threshold: float, array: NDArray[Any]) -> NDArray[np.int64]:
+    """Returns the indices of elements that are NaN, or whose magnitude is at least ``threshold``."""
     magnitudes = np.empty(min(CHUNK, len(array)), array.dtype)
     below = np.empty(len(magnitudes), np.bool_)
     found = [np.empty(0, np.int64)]
@@ -93,26 +130,55 @@ class Sparsifier(ABC):
 
     Args:
         task: what it selects from.
+
+    Attributes:
+        exchange: how ranks combine what they have selected.
+        takes_momentum: True if :meth:`accumulate` applies the optimizer's momentum, instead of the optimizer.
     """
+
+    exchange: ClassVar[Exchange] = "own"
+    takes_momentum: ClassVar[bool] = False
 
     def __init__(self, task: Task) -> None:
         self.task = task
 
+    def accumulate(self, residual: Tensor, gradient: Tensor) -> None:
+        """Adds a gradient to the residual, both ``[size]``. Called once in each step."""
+        residual += gradient
+
     @abstractmethod
-    def select(self, values: Tensor, step: int, density: float) -> Above | Tensor:
-        """Returns what this rank pushes of ``values`` in ``step``.
+    def select(self, values: Tensor, step: Step) -> Above | Tensor:
+        """Returns what this rank selects of ``values``.
 
         It changes neither ``values`` nor this object: a step may be repeated. Randomness comes from
         :func:`generator`, so that it depends on the job's seed, the tensor and the step alone.
 
         Args:
             values: the gradient plus the residual, float32 or float64 ``[size]`` on the CPU.
-            step: from 0.
-            density: the part of the elements that each rank should push, in (0, 1).
 
         Returns:
             A selection by magnitude; or unique ascending indices, int64 ``[n]``. None need be selected.
         """
+
+    def sent(self, indices: Tensor) -> None:  # noqa: B027  # most keep nothing but the residual
+        """Called after the residual's values at ``indices``, int64 ``[n]``, were taken to be pushed."""
+
+    def learn(self, union: Tensor, step: Step) -> None:  # noqa: B027  # most have nothing to learn
+        """Learns what all ranks have selected, before the next step. Only if the exchange is *agreed*.
+
+        Args:
+            union: unique ascending indices, int64 ``[n]``; equal on all ranks.
+        """
+
+    def count(self, values: Tensor, step: Step) -> Tensor | None:
+        """Returns int64 ``[n]`` of one length on all ranks; the sum over ranks comes with the next step.
+
+        It is called after :meth:`learn`, and only if the exchange is *agreed*.
+
+        Args:
+            values: what stays of the gradient and the residual, as for :meth:`select`.
+        """
+        return None
 
     def state_dict(self) -> Mapping[str, Any]:
         """Returns what :meth:`select` depends on beside its arguments, for a checkpoint."""

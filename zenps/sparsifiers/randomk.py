@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .base import Sparsifier, generator, target
+from .base import Sparsifier, Step, generator, target
 
 
 class RandomK(Sparsifier):
     """k = density · size elements, which depend on the seed, the tensor and the step alone."""
 
-    def select(self, values: Tensor, step: int, density: float) -> Tensor:
-        wanted = target(len(values), density)
-        drawn = generator(self.task, step).choice(len(values), wanted, replace=False, shuffle=False)
+    def select(self, values: Tensor, step: Step) -> Tensor:
+        wanted = target(len(values), step.density)
+        drawn = generator(self.task, step.number).choice(len(values), wanted, replace=False, shuffle=False)
         drawn.sort()
         return torch.from_numpy(drawn)

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
+from zenps.config.settings import Config
+from zenps.errors import ConfigError
 from zenps.plugins import Registry
+from zenps.schemes.base import Scheme
 
 from .base import Sparsifier
+from .dgc import DGC
+from .exdyna import ExDyna
+from .micro import Micro
 from .randomk import RandomK
 from .threshold import Threshold
 from .topk import TopK
@@ -18,7 +24,7 @@ SPARSIFIERS: Final = Registry[Sparsifier](
     "sync.sparsifier",
     "zenps.sparsifier",
     Sparsifier,  # type: ignore[type-abstract]  # each subclass is asked whether it is abstract
-    {"randomk": RandomK, "threshold": Threshold, "topk": TopK},
+    {"dgc": DGC, "exdyna": ExDyna, "micro": Micro, "randomk": RandomK, "threshold": Threshold, "topk": TopK},
     others=(NONE,),
 )
 
@@ -35,3 +41,18 @@ def sparsifier_class(name: str) -> type[Sparsifier] | None:
         ConfigError: there is no such sparsifier.
     """
     return None if name == NONE else SPARSIFIERS.find(name)
+
+
+def check_sparsifier(config: Config, scheme: Scheme) -> None:
+    """Checks ``sync.sparsifier``.
+
+    Args:
+        scheme: that runs.
+
+    Raises:
+        ConfigError: there is no such sparsifier, or the scheme cannot carry its exchange.
+    """
+    kind = sparsifier_class(config.sync.sparsifier)
+    if kind is not None and kind.exchange == "agreed" and scheme.wire.keys == "none":
+        allowed = f"topk, dgc, threshold or randomk, because sync.scheme = {scheme.name} sends no indices"
+        raise ConfigError("sync.sparsifier", config.sync.sparsifier, allowed)

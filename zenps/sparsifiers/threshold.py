@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .base import Above, Sparsifier
+from .base import Above, Sparsifier, Step
 
 
 class Threshold(Sparsifier):
     """All elements of at least a fixed magnitude."""
 
-    def select(self, values: Tensor, step: int, density: float) -> Above:
+    def select(self, values: Tensor, step: Step) -> Above:
         return Above(self.task.settings.threshold)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .base import Above, Sparsifier, target
+from .base import Above, Sparsifier, Step, target
 
 # A bound by which half as many again as wanted are expected is hardly ever too high: the sample has at least
 # SAMPLED elements above it, so that their number has a deviation of 1/√SAMPLED.
@@ -20,11 +20,11 @@ SAMPLED = 64
 class TopK(Sparsifier):
     """The k = density · size elements of the greatest magnitude."""
 
-    def select(self, values: Tensor, step: int, density: float) -> Tensor:
-        wanted = target(len(values), density)
+    def select(self, values: Tensor, step: Step) -> Tensor:
+        wanted = target(len(values), step.density)
         # Odd: the rows of a layer have mostly an even number of elements, and a sample needs all columns.
-        stride = int(density * len(values) / SAMPLED) | 1
-        if stride > 1:
+        stride = int(step.density * len(values) / SAMPLED) | 1
+        if stride > 1 and SURPLUS * step.density < 1:
             sample = values[::stride].abs()
             bound = float(sample.topk(round(SURPLUS * wanted / stride), sorted=False).values.min())
             found = Above(bound, most=wanted).indices(values)

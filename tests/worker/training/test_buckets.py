@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.nn import Parameter
 
-from zenps.worker.training.buckets import Bucket, fuse
+from zenps.worker.training.buckets import Bucket, clip_factor, fuse
 
 
 def presence(bucket: Bucket) -> list[float]:
@@ -25,6 +27,33 @@ def test_a_parameter_whose_residual_may_be_pushed_is_present(
     assert presence(bucket) == [1.0, 0.0]
     used.grad = None
     assert presence(bucket) == later
+
+
+def test_a_parameter_that_is_frozen_or_whose_residual_is_empty_is_absent() -> None:
+    """Else weight decay and the optimizer's state would go on without gradients."""
+    first, second = (Parameter(torch.ones(2, 3)) for _ in range(2))
+    bucket = Bucket("b", (first, second), is_sparsifiable=True)
+    first.grad = second.grad = torch.ones(2, 3)
+    bucket.fused()
+    first.grad = second.grad = None
+    residual = torch.zeros(14)
+    residual[7] = 1  # of the second
+    assert bucket.fused(residual=residual)[-2:].tolist() == [0.0, 1.0]
+    second.requires_grad_(requires_grad=False)
+    assert bucket.fused(residual=residual)[-2:].tolist() == [0.0, 0.0]
+    first.grad = torch.ones(2, 3)
+    assert bucket.fused(residual=residual)[-2:].tolist() == [1.0, 0.0]
+
+
+def test_norms_are_clipped_together() -> None:
+    first, second = (Parameter(torch.ones(2, 3)) for _ in range(2))
+    buckets = [Bucket("a", (first,)), Bucket("b", (second,))]
+    assert clip_factor(buckets, 1.0) == 1.0, "no gradient"
+    first.grad, second.grad = 3 * torch.ones(2, 3), 4 * torch.ones(2, 3)
+    norm = 5 * math.sqrt(6)
+    assert clip_factor(buckets, 0.0) == clip_factor(buckets, 2 * norm) == 1.0
+    assert clip_factor(buckets, norm / 2) == pytest.approx(0.5)
+    assert buckets[1].fused(0.5).tolist() == [2.0] * 6 + [1.0]
 
 
 def test_parameters_of_one_dimension_are_never_sparsified() -> None:

@@ -49,7 +49,7 @@ class FakeWorld(World):
     is_distributed = True
     bucket_bytes = 1 << 20
     quantized_run = 1
-    sparsifies = False
+    sparsification = None
     is_elastic = is_joining = False
 
     def __init__(self) -> None:

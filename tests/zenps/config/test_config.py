@@ -78,7 +78,11 @@ def test_precedence(tmp_path: Path, height: int) -> None:
 def test_every_field_can_be_set_by_its_variable() -> None:
     other = {"sync.partition": "parallel", "sync.codec": "coo", "log.level": "debug", "log.format": "json"}
     other |= {"cuda.compaction": "hash", "cuda.serial_factor": "0.5", "cluster.on_worker_loss": "continue"}
-    other |= {"cluster.same_host": "tcp"}
+    other |= {
+        "cluster.same_host": "tcp",
+        "sparsifier.controller": "published",
+        "sparsifier.mask_momentum": "off",
+    }
     other |= {"sync.scheme": "zen", "sync.values": "int8", "sync.density": "0.5"}
     for name, field in FIELDS.items():
         text = other.get(name) or ("h:1" if field.kind is str else "16777216" if "_bytes" in name else "2")
@@ -197,7 +201,10 @@ class TestUnknownKeys:
             "sync.partition=alphabetical",
             "one of balanced, centralized, parallel, or the dotted path of a strategy",
         ),
-        ("sync.sparsifier=top", "one of none, randomk, threshold, topk, or the dotted path of a sparsifier"),
+        (
+            "sync.sparsifier=top",
+            "one of none, dgc, exdyna, micro, randomk, threshold, topk, or the dotted path of a sparsifier",
+        ),
         ("log.format=xml", "one of text, json"),
     ],
 )

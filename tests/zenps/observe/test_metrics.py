@@ -41,6 +41,8 @@ NAMES: dict[Role, set[str]] = {
         "zenps_steps_total",
         "zenps_rounds_total",
         "zenps_elements_total",
+        "zenps_residual_norm",
+        "zenps_selection_imbalance_ratio",
         "zenps_rows_total",
         "zenps_push_pull_duration_seconds",
         "zenps_wait_duration_seconds",

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from zenps.config.settings import SparsifierConfig
 from zenps.errors import ConfigError
-from zenps.sparsifiers import Above, Sparsifier, Task, sparsifier_class, sparsifier_names
+from zenps.sparsifiers import Above, Sparsifier, Step, Task, sparsifier_class, sparsifier_names
 from zenps.sparsifiers.base import target
 
 torch.set_num_threads(1)
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 PLUG_IN = "cyclic_topk_sparsifier:CyclicTopK"
-ALL = ["randomk", "threshold", "topk", PLUG_IN]
+ALL = ["dgc", "exdyna", "micro", "randomk", "threshold", "topk", PLUG_IN]
 RANKED = ["topk", PLUG_IN]
 """Those that prefer the greatest elements."""
 
@@ -38,7 +38,7 @@ def make(name: str, size: int, rank: int = 0, world: int = 3, threshold: float =
 
 
 def indices(sparsifier: Sparsifier, values: Tensor, step: int = 0, density: float = 0.01) -> Tensor:
-    selection = sparsifier.select(values, step, density)
+    selection = sparsifier.select(values, Step(step, density))
     return selection.indices(values) if isinstance(selection, Above) else selection
 
 
@@ -69,6 +69,12 @@ def test_the_density_is_the_wanted_one(name: str, density: float) -> None:
     for size in (5000, 200_000):
         found = indices(make(name, size), drawn(size), density=density)
         assert len(found) == target(size, density) == max(1, round(density * size))
+
+
+@pytest.mark.parametrize("name", ["randomk", "topk"])
+@pytest.mark.parametrize("density", [0.6, 0.7, 0.999999])
+def test_a_density_near_one_is_the_wanted_one(name: str, density: float) -> None:
+    assert len(indices(make(name, 200_000), drawn(200_000), density=density)) == round(density * 200_000)
 
 
 def test_topk_is_exact_where_a_sample_misleads() -> None:
@@ -144,10 +150,13 @@ def test_above_looks_at_its_range_alone_and_takes_the_greatest() -> None:
     assert Above(2, 1, 6, most=2).indices(values).tolist() == [4, 5]
     assert Above(2, most=0).indices(values).tolist() == []
     assert Above(0, 7).indices(values).tolist() == []
+    for wrong in (Above(0, -1), Above(0, most=-1)):
+        with pytest.raises(ValueError, match="expected a start and most of 0 or more"):
+            wrong.indices(values)
 
 
 def test_names() -> None:
-    assert sparsifier_names() == ["none", "randomk", "threshold", "topk"]
+    assert sparsifier_names() == ["none", "dgc", "exdyna", "micro", "randomk", "threshold", "topk"]
     assert sparsifier_class("none") is None
     for wrong in ("top_k", "nowhere:Here", "zenps.sparsifiers.base:Sparsifier", "zenps.errors:ZenPSError"):
         with pytest.raises(ConfigError, match=r"sync\.sparsifier = "):

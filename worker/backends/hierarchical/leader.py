@@ -57,6 +57,10 @@ class Leader(HostRounds):
         self._stands_for = tuple(link.rank for link in links)
         self._is_single_host = 1 + len(links) == self._size
         """True if all ranks of the job are on this host."""
+        workers = self._session.lease.view.workers
+        hosts = list(dict.fromkeys(worker.host for worker in workers))
+        own = next(worker.host for worker in workers if worker.rank == self._rank)
+        self._pusher = hosts.index(own), len(hosts)
         self._adder = Adder(self._kernels, 1 + len(links))
         self._windows = {link.rank: link.window for link in links}
         self._own_window = Window(self._arena.fd)
@@ -121,7 +125,7 @@ class Leader(HostRounds):
 
     def _push(self, round_: HostRound, tensor: Tensor) -> Pending:
         """Begins the round over servers for all ranks of this host."""
-        options = structs.replace(round_.pending.options, stands_for=self._stands_for)
+        options = structs.replace(round_.pending.options, stands_for=self._stands_for, pusher=self._pusher)
         if tensor.dtype != round_.form.dtype:
             # The gradient was float16 or bfloat16, the sum is float32: it is not quantized.
             options = structs.replace(options, purpose="value")

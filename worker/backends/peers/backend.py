@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 
 import torch
 from msgspec import structs
-from torch import Tensor
 
 from zenps.buffers import BufferPool
 from zenps.errors import PeerLostError
@@ -20,13 +20,13 @@ from ...core.pending import Pending
 from ...core.request import Request, describe
 from ...core.statistics import Progress
 from ...core.transfer import Transform
-from ...encode.sparsifying import make_sparsification
 from ...encode.transforms import TRANSFORMS, ToHost
+from ...sparsify.agreed import Agreed
 from ...transport.peer_group import GlooGroup, GroupError
 from ..base import Backend, Session
 from ..servers import ServerBackend
 from .exchange import PeerExchange
-from .transfer import DensePeerTransfer, PeerTransfer, SparsePeerTransfer
+from .transfer import AgreedPeerTransfer, DensePeerTransfer, PeerTransfer, SparsePeerTransfer
 
 
 class PeerBackend(Backend):
@@ -51,9 +51,7 @@ class PeerBackend(Backend):
         self._servers = servers
         self._pool = BufferPool(POOL_BYTES)
         self._kernels = make_kernels(self._pool)
-        self._sparsification = make_sparsification(
-            session.config, session.rank, session.size, session.statistics
-        )
+        self._sparsification = session.sparsification
         self._steps: dict[str, int] = {}
         """Of each tensor that is sparsified, the next step."""
         self._exchange = PeerExchange(session, servers, self._connect())
@@ -70,7 +68,7 @@ class PeerBackend(Backend):
             request = request._replace(options=options)
         progress = Progress(0)
         with self._session.spans("compact", request.name):
-            transfer = self._transfer(request.tensor, request.options.average)
+            transfer = self._transfer(request, transforms)
         progress.compacted_seconds = time.perf_counter() - progress.began
         return self._exchange.begin(request, transfer, progress, transforms)
 
@@ -92,12 +90,16 @@ class PeerBackend(Backend):
             request = request._replace(tensor=transforms[-1].apply(request.tensor))
         return request, transforms
 
-    def _transfer(self, tensor: Tensor, average: bool) -> PeerTransfer:
-        if tensor.is_sparse:
-            algorithm = self._scheme.wire.peer_algorithm
-            assert algorithm, "every scheme of this engine has an algorithm"
-            return SparsePeerTransfer(tensor, average, algorithm, self._kernels)
-        return DensePeerTransfer(tensor, average, self._pool)
+    def _transfer(self, request: Request, transforms: Sequence[Transform]) -> PeerTransfer:
+        tensor, average = request.tensor, request.options.average
+        if not tensor.is_sparse:
+            return DensePeerTransfer(tensor, average, self._pool)
+        for transform in transforms:
+            if isinstance(transform, Agreed):
+                return AgreedPeerTransfer(tensor, average, transform, self._kernels, self._pool)
+        algorithm = self._scheme.wire.peer_algorithm
+        assert algorithm, "every scheme of this engine has an algorithm"
+        return SparsePeerTransfer(tensor, average, algorithm, self._kernels)
 
     def _connect(self) -> GlooGroup:
         rank, size, config = self._session.rank, self._session.size, self._session.config

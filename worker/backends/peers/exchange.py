@@ -14,8 +14,9 @@ import time
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from zenps.errors import DeadlineError, PeerLostError, ZenPSError
+from zenps.errors import DeadlineError, MismatchError, PeerLostError, UsageError, ZenPSError
 
 from ...core.pending import Pending, Waiting
 from ...core.request import Request
@@ -149,7 +150,11 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
         sent, received = group.sent_bytes, group.received_bytes
         assert round_.negotiation is not None
         with self._session.spans("exchange", round_.name, round_.negotiation.progress.step) as span:
-            result = transfer.reduce(group, round_.entries)
+            result: Tensor | ZenPSError
+            try:
+                result = transfer.reduce(group, round_.entries)
+            except (MismatchError, UsageError) as error:  # on all ranks, at the same point
+                result = error
             transfer.sent_bytes = group.sent_bytes - sent
             transfer.received_bytes = group.received_bytes - received
             if span:

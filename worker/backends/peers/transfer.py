@@ -5,10 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
+import torch
 from msgspec import structs
 from torch import Tensor
 
 from zenps.buffers import BufferPool
+from zenps.errors import MismatchError, UsageError
 from zenps.kernels.base import ACCUMULATE, Kernels
 from zenps.partition.layout import check_rows
 from zenps.schemes.base import PeerAlgorithm
@@ -17,6 +19,7 @@ from ...core.request import table_shape
 from ...core.statistics import Progress, Report, RowCounts
 from ...core.transfer import SuppliedTransfer, dense_bytes
 from ...encode.sparse import as_sparse, as_table
+from ...sparsify.agreed import COUNTS, VALUES, Agreed, Further
 from ...transport.peer_group import Group
 from ..negotiated_rounds import NegotiatedRound
 from ..negotiation import Entry
@@ -105,6 +108,57 @@ class SparsePeerTransfer(PeerTransfer):
             return moved
         rows = RowCounts(self.rows_given, self.rows, self.pulled_rows, self._rows_total)
         return structs.replace(moved, rows=rows)
+
+
+class AgreedPeerTransfer(SparsePeerTransfer):
+    """A sparsified gradient, by an agreed exchange: allgather of the indices, then allreduce at their union.
+
+    Args:
+        indices: sparse COO of no columns.
+        agreed: has made the indices.
+        pool: for values.
+    """
+
+    def __init__(
+        self, indices: Tensor, average: bool, agreed: Agreed, kernels: Kernels, pool: BufferPool
+    ) -> None:
+        super().__init__(indices, average, "allgather", kernels)
+        self._agreed = agreed
+        self._pool = pool
+
+    def reduce(self, group: Group, entries: Sequence[Entry]) -> Tensor:
+        self._agreed.note_selected(sum(entry.rows for entry in entries))
+        union = super().reduce(group, entries)
+        error: UsageError | None = None
+        further: Further = {}
+        try:
+            further = self._agreed.continue_with(union)
+        except UsageError as raised:
+            error = raised
+        self._check_all(group, error, 0 if error else len(further[COUNTS]))
+        sums = {
+            suffix: DensePeerTransfer(tensor, self._average and suffix == VALUES, self._pool).reduce(
+                group, ()
+            )
+            for suffix, tensor in further.items()
+        }
+        self._agreed.note_counts(sums[COUNTS])
+        return sums[VALUES]
+
+    def _check_all(self, group: Group, error: UsageError | None, counts: int) -> None:
+        """Raises the error of this rank; on the others, says that one has failed, or counts otherwise."""
+        told = torch.tensor([error is not None, counts, counts * counts], dtype=torch.int64, device="cpu")
+        group.allreduce(told)
+        failed, total, squares = told.tolist()
+        if error is not None:
+            raise error
+        if failed:
+            raise MismatchError(f"the sparsifier has failed on {failed} rank(s); see their logs")
+        if total * total != group.size * squares:  # Cauchy-Schwarz: they are equal only if all counts are
+            raise MismatchError(f"ranks have counted vectors of different lengths, this one of {counts}")
+
+    def report(self, progress: Progress) -> Report:
+        return structs.replace(super().report(progress), dense_bytes=self._agreed.dense_bytes)
 
 
 class PeerRound(NegotiatedRound, kw_only=True):

@@ -14,11 +14,11 @@ from zenps.config.settings import Config
 from zenps.config.sources import load
 from zenps.errors import UsageError
 from zenps.observe.metrics import WorkerMetrics
-from zenps.sparsifiers.base import Sparsifier
+from zenps.sparsifiers.base import Above, Sparsifier, Step
 from zenps.worker.core.request import Options, Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.statistics import Statistics
-from zenps.worker.encode.sparsifying import Sparsification, Sparsified, make_sparsification
+from zenps.worker.sparsify.sparsification import Sparsification, Sparsified, make_sparsification
 
 torch.set_num_threads(1)
 
@@ -33,7 +33,8 @@ def config(*sets: str) -> Config:
 
 
 def make(*sets: str, rank: int = 0) -> Sparsification:
-    made = make_sparsification(config(*sets), rank, RANKS, Statistics(WorkerMetrics(CollectorRegistry())))
+    statistics = Statistics(WorkerMetrics(CollectorRegistry()))
+    made = make_sparsification(config(f"cluster.workers={RANKS}", *sets), rank, statistics)
     assert made is not None
     return made
 
@@ -48,7 +49,7 @@ def gradient(seed: int, size: int = SIZE, dtype: torch.dtype = torch.float32) ->
 
 def transform(sparsification: Sparsification, tensor: Tensor, step: int, options: Options) -> Sparsified:
     made = sparsification.transform(Request(tensor, "layer", options), step)
-    assert made is not None
+    assert isinstance(made, Sparsified)
     return made
 
 
@@ -117,8 +118,8 @@ def test_what_stays_whole(tensor: Tensor, given: Options) -> None:
 
 def test_nothing_is_made_where_nothing_is_left_out() -> None:
     statistics = Statistics(WorkerMetrics(CollectorRegistry()))
-    assert make_sparsification(config("sync.density=1"), 0, RANKS, statistics) is None
-    assert make_sparsification(config("sync.sparsifier=none"), 0, RANKS, statistics) is None
+    assert make_sparsification(config("sync.density=1"), 0, statistics) is None
+    assert make_sparsification(config("sync.sparsifier=none"), 0, statistics) is None
 
 
 class Wrong(Sparsifier):
@@ -126,8 +127,8 @@ class Wrong(Sparsifier):
 
     found: Any = None
 
-    def select(self, values: Tensor, step: int, density: float) -> Tensor:
-        found: Tensor = self.found
+    def select(self, values: Tensor, step: Step) -> Above | Tensor:
+        found: Above | Tensor = self.found
         return found
 
 
@@ -140,6 +141,9 @@ class Wrong(Sparsifier):
         (torch.tensor([1, SIZE]), f"indices from 1 to {SIZE}"),
         (torch.tensor([1.0]), "float32"),
         (torch.tensor([[1]]), r"shape \(1, 1\)"),
+        (torch.tensor([1], device="meta"), "on meta"),
+        ([1], "got list"),
+        (None, "got NoneType"),
     ],
 )
 def test_wrong_indices_are_refused(monkeypatch: pytest.MonkeyPatch, found: Tensor, what: str) -> None:
@@ -147,6 +151,63 @@ def test_wrong_indices_are_refused(monkeypatch: pytest.MonkeyPatch, found: Tenso
     sparsification = make(f"sync.sparsifier={__name__}:Wrong")
     with pytest.raises(UsageError, match=rf"Wrong\.select: expected unique ascending indices.*{what}"):
         transform(sparsification, gradient(0), 0, options(Residuals())).apply(gradient(0))
+
+
+@pytest.mark.parametrize(
+    ("found", "what"),
+    [(Above(None), "TypeError"), (Above(0.0, start=-5), "ValueError"), (Above("a"), "Error")],  # type: ignore[arg-type]
+)
+def test_what_breaks_in_a_selection_names_the_sparsifier(
+    monkeypatch: pytest.MonkeyPatch, found: Any, what: str
+) -> None:
+    monkeypatch.setattr(Wrong, "found", found)
+    sparsification = make(f"sync.sparsifier={__name__}:Wrong")
+    with pytest.raises(
+        UsageError, match=rf"^Wrong: .*{what}.* in accumulate or select; correct the sparsifier"
+    ):
+        transform(sparsification, gradient(0), 0, options(Residuals())).apply(gradient(0))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [None, [], {}, {"tensors": 3}],
+    ids=str,
+)
+def test_what_is_no_state_is_refused(wrong: Any) -> None:
+    with pytest.raises(UsageError, match="expected that of sparsifier_state_dict"):
+        make().load_state_dict(wrong)
+
+
+@pytest.mark.parametrize("name", ["topk", "dgc", "exdyna"])
+def test_a_damaged_state_names_its_tensor(name: str) -> None:
+    sparsification, residuals = make(f"sync.sparsifier={name}"), Residuals()
+    sparsification.transform(Request(gradient(0), "layer", options(residuals)), 0)
+    state = sparsification.state_dict()
+    whole = state["tensors"]["layer"]
+    damaged = [{key: value for key, value in whole.items() if key != missing} for missing in whole]
+    damaged += [whole | {"residual": 3}, whole | {"step": "x"}, {}]
+    if name != "topk":
+        inner = {
+            key: value[:-1] if isinstance(value, Tensor) else value
+            for key, value in whole["sparsifier"].items()
+        }
+        damaged += [whole | {"sparsifier": inner}, whole | {"sparsifier": {}}]
+    for each in damaged:
+        again = make(f"sync.sparsifier={name}")
+        again.load_state_dict(state | {"tensors": {"layer": each}})
+        with pytest.raises(UsageError, match=r"sparsifier state of tensor 'layer': .*expected"):
+            again.transform(Request(gradient(0), "layer", options(Residuals())), 0)
+
+
+def test_tensors_that_are_made_after_all_states_were_taken_begin_without() -> None:
+    sparsification, residuals = make(), Residuals()
+    sparsification.transform(Request(gradient(0), "layer", options(residuals)), 0)
+    again, others = make(), Residuals()
+    again.load_state_dict(sparsification.state_dict())
+    with pytest.raises(UsageError, match="expected one of tensor 'other', got layer"):
+        again.transform(Request(gradient(0), "other", options(others)), 0)
+    assert again.transform(Request(gradient(0), "layer", options(others)), 0) is not None
+    assert again.transform(Request(gradient(0), "other", options(others)), 0) is not None
 
 
 @pytest.mark.parametrize("scheme", ["byteps", "allreduce"])

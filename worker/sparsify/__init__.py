@@ -1,0 +1,1 @@
+"""Sparsification of dense gradients: selection, residuals, and the exchange of what is selected."""

@@ -1,0 +1,210 @@
+"""Agreed exchange of a sparsified gradient: first the union of all ranks' indices, then the values there.
+
+The first round has rows of no columns, so its result is the union. The second one is a dense tensor of this
+rank's values at the union. So these leave the residuals of all ranks, whoever has selected them. What a
+sparsifier counts is summed by a third round, beside the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from msgspec import structs
+from torch import Tensor
+
+from zenps.errors import UsageError
+from zenps.sparsifiers.base import target
+
+from ..core.request import Options, Request
+from ..core.residuals import Residuals
+from ..core.statistics import Progress, Report
+from ..core.transfer import Answer, EncodedTensor, OneRound, Transfer, Transform, dense_bytes
+from ..encode.sparse import as_sparse
+from .selection import Gradient, kind_of
+
+VALUES: Final = "#values"
+COUNTS: Final = "#counts"
+"""Suffixes of rounds' names."""
+
+ROUNDS: Final = 3
+"""Names that a tensor takes at most."""
+
+Further = Mapping[str, Tensor]
+"""The dense tensors of further rounds, by suffix."""
+
+
+class Agreed(Transform):
+    """Converts one dense gradient to its selected indices; then its values at the union to the sum.
+
+    Args:
+        gradient: what is sparsified.
+    """
+
+    def __init__(self, gradient: Gradient) -> None:
+        self.gradient = gradient
+        self._selected = 0
+        self._union = torch.empty(0, dtype=torch.int64)
+
+    @property
+    def expected(self) -> int:
+        """Elements of the union, as wanted. Equal on all ranks."""
+        return target(len(self.gradient.residual), self.gradient.step.density)
+
+    @property
+    def union_size(self) -> int:
+        """Elements of the union; 0 before it is known."""
+        return len(self._union)
+
+    @property
+    def dense_bytes(self) -> int:
+        """What pushing and pulling the whole gradient would move."""
+        return dense_bytes(len(self.gradient.residual), self.gradient.dtype.itemsize)
+
+    def apply(self, tensor: Tensor) -> Tensor:
+        """Returns the selected indices: sparse COO of one sparse dimension and no columns, coalesced.
+
+        Raises:
+            UsageError: the sparsifier has returned indices that it must not return.
+        """
+        indices = self.gradient.select(tensor)
+        self._selected = len(indices)
+        shape = torch.Size([len(self.gradient.residual), 0])
+        return as_sparse(indices, torch.empty((len(indices), 0), dtype=tensor.dtype), shape, 1)
+
+    def continue_with(self, union: Tensor) -> Further:
+        """Takes the values at the union from the residual; returns them, and what the sparsifier counts.
+
+        Args:
+            union: the result of the first round.
+
+        Raises:
+            UsageError: the sparsifier has raised an error, or has counted otherwise than as int64 ``[n]``.
+        """
+        gradient, sparsifier = self.gradient, self.gradient.sparsifier
+        indices = union._indices()[0]
+        exact: Tensor = indices[:0]
+        if gradient.exact:
+            exact = torch.from_numpy(gradient.exact_indices())
+            indices = torch.from_numpy(np.setdiff1d(indices.numpy(), exact.numpy(), assume_unique=True))
+        # Exact elements come first: there each of their runs is quantized by a scale of its own.
+        self._union = torch.cat([exact, indices])
+        values = gradient.take(self._union)
+        name = type(sparsifier).__name__
+        try:
+            sparsifier.learn(indices, gradient.step)
+            counts: object = sparsifier.count(gradient.residual, gradient.step)
+        except Exception as error:
+            raise UsageError(f"{name}: {error!r} in learn or count; correct the sparsifier") from error
+        if counts is None:  # on all ranks, or their rounds do not match
+            counts = torch.empty(0, dtype=torch.int64)
+        if not isinstance(counts, Tensor) or counts.dtype != torch.int64 or counts.dim() != 1:
+            raise UsageError(
+                f"{name}.count: expected int64 [n], got {kind_of(counts)}; correct the sparsifier"
+            )
+        return {VALUES: values, COUNTS: counts}
+
+    def note_selected(self, total: int) -> None:
+        """Notes how many elements all ranks have selected."""
+        world = self.gradient.sparsifier.task.world
+        self.gradient.statistics.note_selection(self._selected, total / world)
+
+    def keep_rounding(self, errors: Tensor) -> None:
+        """Adds what quantization has taken of the values at the union to the residual: ``[at least n]``."""
+        self.gradient.residual[self._union] += errors[: len(self._union)]
+
+    def note_counts(self, total: Tensor) -> None:
+        """Notes the counts of all ranks for the next step."""
+        self.gradient.feedback.counts = total if len(total) else None
+
+    def undo(self, result: Tensor) -> Tensor:
+        """Returns the sum as a strided tensor: 0 where no rank has selected."""
+        return self.gradient.spread(self._union.to(result.device), result, self._selected)
+
+
+class AgreedTransfer(Transfer):
+    """The rounds of one gradient over servers.
+
+    Args:
+        name: of the tensor.
+        options: of the tensor.
+        agreed: converts the gradient, and was applied.
+        first: the transfer of its indices.
+        begin: makes the transfer of a dense tensor.
+    """
+
+    # Other ranks wait for the second round while all callers here may wait for another tensor.
+    absorbs_on = "poller"
+
+    def __init__(
+        self,
+        name: str,
+        options: Options,
+        agreed: Agreed,
+        first: OneRound,
+        begin: Callable[[Request], OneRound],
+    ) -> None:
+        self.rows_given = first.rows_given
+        self._name, self._options = name, options
+        self._agreed = agreed
+        self._begin = begin
+        self._parts: dict[str, OneRound] = {"": first}
+        self._missing: dict[str, int] = {}
+        """Answers that are yet to come, by suffix."""
+        self._selected = 0
+        """By all ranks, in the answers to the first round so far."""
+
+    @property
+    def unbegun(self) -> Sequence[str]:
+        return [suffix for suffix in (VALUES, COUNTS) if suffix not in self._parts]
+
+    def begin(self) -> Sequence[EncodedTensor]:
+        return (self._expect(""),)
+
+    def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
+        suffix = answer.result.tensor[len(self._name) :]
+        self._parts[suffix].on_answer(answer)
+        self._missing[suffix] -= 1
+        if suffix:
+            return ()
+        self._selected += answer.result.pushed
+        if self._missing[suffix]:
+            return ()
+        self._agreed.note_selected(self._selected)
+        further = self._agreed.continue_with(self._parts[""].finish())
+        return [self._add(suffix, tensor) for suffix, tensor in further.items()]
+
+    def restart(self, encoded: EncodedTensor) -> None:
+        self._parts[encoded.suffix].restart(encoded)
+        self._selected = 0
+        self._missing[encoded.suffix] = encoded.answers
+
+    def finish(self) -> Tensor:
+        """Returns the sums at the union: strided, ``[n]``."""
+        self._agreed.note_counts(self._parts[COUNTS].finish())
+        return self._parts[VALUES].finish()
+
+    def report(self, progress: Progress) -> Report:
+        pushed_bytes = sum([part.pushed_bytes for part in self._parts.values()])
+        report = self._parts[""].report(progress)
+        assert report.rows is not None
+        # Of the answers, those to the second and third round are no rows.
+        rows = structs.replace(report.rows, pulled=self._agreed.union_size)
+        dense_bytes = self._agreed.dense_bytes
+        return structs.replace(report, pushed_bytes=pushed_bytes, dense_bytes=dense_bytes, rows=rows)
+
+    def _add(self, suffix: str, tensor: Tensor) -> EncodedTensor:
+        rounding, name = Residuals(), self._name + suffix
+        options = structs.replace(self._options, residuals=rounding)
+        part = self._parts[suffix] = self._begin(Request(tensor, name, options))
+        if (errors := rounding.taken(name)) is not None:
+            self._agreed.keep_rounding(errors.view(-1))
+        part.encoded = structs.replace(part.encoded, suffix=suffix, is_summed=suffix == COUNTS)
+        return self._expect(suffix)
+
+    def _expect(self, suffix: str) -> EncodedTensor:
+        encoded = self._parts[suffix].encoded
+        self._missing[suffix] = encoded.answers
+        return encoded

@@ -1,0 +1,130 @@
+"""Selection of the elements of a gradient and its residual, by a sparsifier.
+
+What is not selected stays in this rank's residual and is added to its next gradient (error feedback; Stich et
+al., https://arxiv.org/abs/1809.07599).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zenps.errors import UsageError
+from zenps.sparsifiers.base import Above, Sparsifier, Step
+
+from ..core.residuals import Feedback
+from ..core.statistics import Elements, Statistics
+
+
+class Gradient(NamedTuple):
+    """What is sparsified in one step.
+
+    Attributes:
+        name: of the tensor.
+        shape, dtype: of the tensor.
+        exact: ranges of elements that are pushed in any case, and have no residual.
+        sparsifier: selects from the others.
+        feedback: of the tensor.
+        step: of the tensor.
+        statistics: count the elements.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    exact: tuple[tuple[int, int], ...]
+    sparsifier: Sparsifier
+    feedback: Feedback
+    step: Step
+    statistics: Statistics
+
+    @property
+    def residual(self) -> Tensor:
+        """``[elements]``, float32 or float64, on the CPU."""
+        return self.feedback.residual
+
+    def select(self, tensor: Tensor) -> Tensor:
+        """Adds the gradient to the residual; returns the indices to push, int64 ``[n]``, ascending.
+
+        Raises:
+            UsageError: the sparsifier has returned indices that it must not return.
+        """
+        residual, gradient = self.residual, tensor.detach().reshape(-1)
+        name = type(self.sparsifier).__name__
+        try:
+            self.sparsifier.accumulate(residual, gradient)
+            for begin, end in self.exact:
+                residual[begin:end] = 0  # the sparsifier must not choose these instead of others
+            selection = self.sparsifier.select(residual, self.step)
+            indices = selection.indices(residual) if isinstance(selection, Above) else selection
+        except Exception as error:
+            reason = f"{error!r} in accumulate or select; correct the sparsifier"
+            raise UsageError(f"{name}: {reason}") from error
+        check_indices(name, indices, len(residual))
+        if self.exact:
+            indices = torch.from_numpy(np.union1d(indices.numpy(), self.exact_indices()))
+            for begin, end in self.exact:
+                residual[begin:end] = gradient[begin:end]
+        return indices
+
+    def take(self, indices: Tensor) -> Tensor:
+        """Returns the residual's values there, in the gradient's dtype, and leaves what rounding takes.
+
+        NaN and infinite elements are not left: they would come back in every later step.
+        """
+        values = self.residual[indices]
+        pushed = values.to(self.dtype)
+        self.residual[indices] = (values - pushed).nan_to_num_(0, 0, 0)
+        self.sparsifier.sent(indices)
+        return pushed
+
+    def spread(self, indices: Tensor, values: Tensor, selected: int) -> Tensor:
+        """Returns the sum as a strided tensor of the gradient's shape: 0 where no rank has pushed.
+
+        Args:
+            indices: of the union of all ranks.
+            values: the sums there.
+            selected: elements that this rank has selected.
+        """
+        self.statistics.count_elements(Elements(len(self.residual), selected, len(indices)))
+        total = torch.zeros(len(self.residual), dtype=values.dtype, device=values.device)
+        total[indices] = values
+        return total.view(self.shape)
+
+    def exact_indices(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """The indices of all ``exact`` ranges, ascending."""
+        return np.concatenate([np.arange(begin, end) for begin, end in self.exact])
+
+
+def kind_of(thing: object) -> str:
+    """Returns what a sparsifier has returned, in words."""
+    if isinstance(thing, Tensor):
+        return f"{thing.dtype} of shape {tuple(thing.shape)} on {thing.device}"
+    return type(thing).__name__
+
+
+def check_indices(name: str, indices: object, size: int) -> None:
+    """Checks what the sparsifier ``name`` has selected of ``size`` elements.
+
+    Raises:
+        UsageError: they are not unique ascending indices.
+    """
+    if (
+        not isinstance(indices, Tensor)
+        or not indices.is_cpu
+        or (indices.dtype, indices.dim()) != (torch.int64, 1)
+    ):
+        got = kind_of(indices)
+    elif len(indices) and (indices[0] < 0 or indices[-1] >= size):
+        got = f"indices from {int(indices[0])} to {int(indices[-1])}"
+    elif bool((indices[1:] <= indices[:-1]).any()):
+        got = "indices that are not ascending"
+    else:
+        return
+    raise UsageError(
+        f"{name}.select: expected unique ascending indices, int64 [n], below {size}; got {got}; "
+        "correct the sparsifier"
+    )

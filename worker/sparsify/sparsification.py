@@ -1,0 +1,196 @@
+"""Gradient sparsification: a dense gradient travels as the elements that a sparsifier selects."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from zenps.config.settings import Config
+from zenps.errors import UsageError, listing
+from zenps.sparsifiers.base import Sparsifier, Step, Task
+from zenps.sparsifiers.registry import sparsifier_class
+
+from ..core.request import Request
+from ..core.residuals import Feedback
+from ..core.statistics import Statistics
+from ..core.transfer import Transform
+from ..encode.sparse import as_sparse
+from .agreed import ROUNDS, Agreed
+from .selection import Gradient
+
+
+def make_sparsification(config: Config, rank: int, statistics: Statistics) -> Sparsification | None:
+    """Returns what sparsifies the gradients of one worker; None if they are pushed whole.
+
+    Args:
+        config: all settings.
+        rank: of this worker.
+        statistics: count the elements.
+    """
+    kind = sparsifier_class(config.sync.sparsifier)
+    # At a density of 1 nothing is left out, and a residual would turn -0.0 into 0.0.
+    if kind is None or config.sync.density == 1:
+        return None
+    return Sparsification(kind, config, rank, statistics)
+
+
+class Sparsification:
+    """Makes the transforms of one worker's gradients, by ``sync.density``.
+
+    Args:
+        kind: of the sparsifiers.
+        config: all settings. The world size is that of the whole job, also while workers are lost.
+        rank: of this worker.
+        statistics: count the elements.
+
+    Attributes:
+        name: the setting.
+        kind: of the sparsifiers.
+        clip_norm: limit of the norm of all gradients of this rank; 0: none.
+    """
+
+    def __init__(self, kind: type[Sparsifier], config: Config, rank: int, statistics: Statistics) -> None:
+        world = config.cluster.workers
+        self.name = config.sync.sparsifier
+        self.kind = kind
+        self.clip_norm = config.sparsifier.clip_norm / math.sqrt(world) if kind.takes_momentum else 0.0
+        self._config = config
+        self._rank, self._world = rank, world
+        self._statistics = statistics
+        self._feedback: WeakValueDictionary[str, Feedback] = WeakValueDictionary()
+        """By name of the tensor."""
+        self._loaded: dict[str, Mapping[str, Any]] = {}
+        """States that no tensor has taken yet."""
+
+    def covers(self, request: Request) -> bool:
+        """Returns whether the tensor is sparsified, and not pushed whole."""
+        tensor, _, options = request
+        return (
+            options.is_sparsifiable
+            and options.residuals is not None
+            and tensor.layout == torch.strided
+            and tensor.dtype.is_floating_point
+            and tensor.nbytes >= max(self._config.sparsifier.least_bytes, 1)
+        )
+
+    def count_names(self, request: Request) -> int:
+        """Returns how many names the tensor's rounds take."""
+        return ROUNDS if self.kind.exchange == "agreed" and self.covers(request) else 1
+
+    def transform(self, request: Request, step: int) -> Sparsified | Agreed | None:
+        """Returns the transform of a gradient; None for a tensor that is pushed whole.
+
+        Args:
+            request: of which the tensor is on the CPU, or will be copied there before.
+            step: of the tensor in this job, from 0; equal on all ranks.
+
+        Raises:
+            TensorError: there is no memory for the residual.
+            UsageError: another state was loaded.
+        """
+        if not self.covers(request):
+            return None
+        tensor, name, options = request
+        feedback = self._feedback_of(request, step)
+        feedback.next_step = feedback.first_step + step + 1
+        assert feedback.sparsifier is not None
+        gradient = Gradient(
+            name,
+            tensor.shape,
+            tensor.dtype,
+            options.exact,
+            feedback.sparsifier,
+            feedback,
+            Step(feedback.next_step - 1, self._config.sync.density, feedback.counts),
+            self._statistics,
+        )
+        return Agreed(gradient) if self.kind.exchange == "agreed" else Sparsified(gradient)
+
+    def residual_norm(self) -> float:
+        """Returns the Euclidean norm of all residuals together."""
+        return math.hypot(*(float(each.residual.norm()) for each in list(self._feedback.values())))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of all tensors on this rank. It refers to the residuals."""
+        tensors = {name: feedback.state_dict() for name, feedback in sorted(self._feedback.items())}
+        return {**self._origin(), "tensors": tensors}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a state of this rank; each tensor takes its own with its next push.
+
+        Raises:
+            UsageError: it is of another sparsifier, controller, rank or world size, or no such state.
+        """
+        given: object = state  # callers need not be type-checked
+        tensors = given.get("tensors") if isinstance(given, Mapping) else None
+        if not isinstance(tensors, Mapping):
+            raise UsageError(
+                f"sparsifier state: got {type(state).__name__}, expected that of sparsifier_state_dict()"
+            )
+        for what, own in self._origin().items():
+            if (given := state.get(what)) != own:
+                raise UsageError(f"sparsifier state: {what} is {given!r}, expected {own!r}, as here")
+        self._loaded = dict(tensors)
+
+    def _origin(self) -> dict[str, str | int]:
+        controller = self._config.sparsifier.controller
+        return {
+            "sparsifier": self.name,
+            "controller": controller,
+            "rank": self._rank,
+            "world": self._world,
+        }
+
+    def _feedback_of(self, request: Request, step: int) -> Feedback:
+        tensor, name, options = request
+        assert options.residuals is not None
+        dtype = torch.promote_types(tensor.dtype, torch.float32)
+        feedback = options.residuals.feedback(name, tensor.numel(), dtype)
+        self._feedback[name] = feedback
+        if not step:
+            feedback.first_step = 0
+        # Steps count from 0 again when workers join, which know nothing of what the others have learned.
+        if feedback.sparsifier is None or (not step and self.kind.exchange == "agreed"):
+            if feedback.sparsifier is None and self._loaded and name not in self._loaded:
+                known = listing(sorted(self._loaded))
+                raise UsageError(f"sparsifier state: expected one of tensor {name!r}, got {known}")
+            config, place = self._config, options.pusher or (self._rank, self._world)
+            seed, settings = config.sync.seed, config.sparsifier
+            task = Task(name, tensor.numel(), *place, seed, settings, options.momentum)
+            feedback.sparsifier, feedback.counts = self.kind(task), None
+        if (state := self._loaded.pop(name, None)) is not None:
+            feedback.load_state_dict(name, state, step)
+        return feedback
+
+
+class Sparsified(Transform):
+    """Converts one dense gradient to the elements that this rank has selected.
+
+    If values are also quantized, the rounding errors are in the same residual.
+
+    Args:
+        gradient: what is sparsified.
+    """
+
+    def __init__(self, gradient: Gradient) -> None:
+        self.gradient = gradient
+        self._selected = 0
+
+    def apply(self, tensor: Tensor) -> Tensor:
+        """Returns the selected elements: sparse COO of one dimension, coalesced, of the gradient's dtype.
+
+        Raises:
+            UsageError: the sparsifier has returned indices that it must not return.
+        """
+        indices = self.gradient.select(tensor)
+        self._selected = len(indices)
+        return as_sparse(indices, self.gradient.take(indices), torch.Size([len(self.gradient.residual)]), 1)
+
+    def undo(self, result: Tensor) -> Tensor:
+        """Returns the sum as a strided tensor: 0 where no rank has pushed."""
+        return self.gradient.spread(result._indices()[0], result._values(), self._selected)

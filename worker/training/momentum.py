@@ -1,0 +1,128 @@
+"""Momentum correction: a sparsifier applies the momentum of an optimizer, instead of the optimizer.
+
+A residual sums gradients of many steps, so momentum has to be applied before (:mod:`zenps.sparsifiers.dgc`).
+What is not sparsified gets the same momentum as ever, and so does weight decay.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Container
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn import Parameter
+
+from zenps.errors import UsageError
+from zenps.sparsifiers.base import Momentum
+
+from ..process import PROCESS
+
+
+class MomentumCorrection:
+    """The momentum and weight decay of one ``torch.optim.SGD``, which steps without them from now on.
+
+    Buffers are those of the optimizer's state, under its own key. That of a sparsified parameter has only
+    weight decay.
+
+    Args:
+        optimizer: all its groups have the same momentum.
+
+    Attributes:
+        momentum: for the sparsifiers.
+    """
+
+    def __init__(self, optimizer: torch.optim.SGD) -> None:
+        self._optimizer = weakref.proxy(optimizer)
+        groups = optimizer.param_groups
+        kinds = {(group["momentum"], group["nesterov"]) for group in groups}
+        if len(kinds) > 1 or any(group["dampening"] or group["maximize"] for group in groups):
+            raise UsageError(
+                f"sync.sparsifier = dgc: got groups of momentum and Nesterov {sorted(kinds)}, perhaps with "
+                "dampening or maximize; expected one momentum for all, without dampening or maximize"
+            )
+        ((factor, nesterov),) = kinds
+        self.momentum = Momentum(float(factor), bool(nesterov))
+        self._weight_decays = [0.0] * len(groups)
+        self._take()
+
+    def _take(self) -> None:
+        """Takes momentum and weight decay from the groups, again after a state of another SGD was loaded."""
+        for index, group in enumerate(self._optimizer.param_groups):
+            momentum = Momentum(group["momentum"], group["nesterov"])
+            if momentum.factor and momentum != self.momentum:
+                raise UsageError(
+                    f"sync.sparsifier = dgc: got a group with {momentum}, expected {self.momentum} as at "
+                    "first; momentum cannot change, by a scheduler or a loaded state"
+                )
+            self._weight_decays[index] = group["weight_decay"] or self._weight_decays[index]
+            group.update(momentum=0.0, nesterov=False, weight_decay=0.0)
+
+    def complete(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Writes momentum and weight decay into an optimizer's state, so that any SGD can continue it."""
+        factor, nesterov = self.momentum
+        for group, weight_decay in zip(state_dict["param_groups"], self._weight_decays, strict=True):
+            group.update(momentum=factor, nesterov=nesterov, weight_decay=weight_decay)
+        return state_dict
+
+    def apply(self, sparsified: Container[Parameter]) -> None:
+        """Adds momentum and weight decay to averaged gradients, before the optimizer steps.
+
+        Args:
+            sparsified: the parameters whose gradients have momentum already.
+        """
+        self._take()
+        for group, weight_decay in zip(self._optimizer.param_groups, self._weight_decays, strict=True):
+            for parameter in group["params"]:
+                if (gradient := parameter.grad) is None:
+                    continue
+                if gradient.is_sparse:
+                    if self.momentum.factor or weight_decay:
+                        raise UsageError(
+                            "sync.sparsifier = dgc: expected dense gradients only, got a sparse one; give "
+                            "sparse parameters an optimizer of their own, without momentum and weight decay"
+                        )
+                    continue
+                decay = parameter.detach() * weight_decay
+                if parameter in sparsified:
+                    if weight_decay:
+                        parameter.grad = gradient + self._with_momentum(parameter, decay)
+                else:
+                    parameter.grad = self._with_momentum(parameter, gradient + decay)
+
+    def _with_momentum(self, parameter: Parameter, direction: torch.Tensor) -> torch.Tensor:
+        """As ``torch.optim.SGD`` does it."""
+        factor, nesterov = self.momentum
+        if not factor:
+            return direction
+        state: dict[str, Any] = self._optimizer.state[parameter]
+        buffer = state.get("momentum_buffer")
+        if buffer is None:
+            buffer = state["momentum_buffer"] = direction.clone()
+        else:
+            buffer.mul_(factor).add_(direction)
+        return direction + factor * buffer if nesterov else buffer.clone()
+
+
+# An optimizer that is wrapped again has no momentum of its own any more.
+_corrections: WeakKeyDictionary[torch.optim.Optimizer, MomentumCorrection] = WeakKeyDictionary()
+
+
+def take_momentum(optimizer: torch.optim.Optimizer) -> MomentumCorrection | None:
+    """Returns the correction if ``sync.sparsifier`` needs one; then the optimizer steps without momentum.
+
+    Raises:
+        UsageError: it is needed, and the optimizer is no ``torch.optim.SGD`` of one momentum.
+    """
+    sparsification = PROCESS.world.sparsification
+    if sparsification is None or not sparsification.kind.takes_momentum:
+        return None
+    if type(optimizer) is not torch.optim.SGD:
+        raise UsageError(
+            f"sync.sparsifier = {sparsification.name}: expected torch.optim.SGD, whose momentum it takes, "
+            f"got {type(optimizer).__name__}; use topk for other optimizers"
+        )
+    if optimizer not in _corrections:
+        _corrections[optimizer] = MomentumCorrection(optimizer)
+    return _corrections[optimizer]

@@ -1,0 +1,85 @@
+"""Deep gradient compression (DGC): top-k by a sampled threshold, with momentum correction.
+
+Lin et al., ICLR 2018 (https://arxiv.org/abs/1712.01887). A residual sums gradients of many steps, so momentum
+that is applied to what arrives would count old gradients as new. Here each rank applies the momentum to its
+own gradient before it adds it to the residual. *Masking* forgets the momentum of what was pushed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .base import Above, Momentum, Sparsifier, Step, Task, not_below, target
+
+# Of the published code (https://github.com/synxlin/deep-gradient-compression): the part of the elements that
+# is sampled, a stride by which all columns of a layer are met, and when a threshold is corrected.
+SAMPLED = 0.01
+STRIDE = 32
+LEAST_SAMPLED = 2
+TOO_FEW = 0.8
+MOST_TRIES = 10
+
+
+class DGC(Sparsifier):
+    """The elements of the greatest magnitude, about density · size, never more."""
+
+    takes_momentum: ClassVar[bool] = True
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self._momentum = task.momentum or Momentum(0.0, nesterov=False)
+        self._buffer = torch.zeros(task.size)
+
+    def accumulate(self, residual: Tensor, gradient: Tensor) -> None:
+        factor, nesterov = self._momentum
+        if not factor:
+            residual += gradient
+            return
+        self._buffer = self._buffer.to(residual.dtype).mul_(factor)
+        if nesterov:
+            self._buffer.add_(gradient, alpha=factor)
+            residual += gradient
+        else:
+            self._buffer += gradient
+        residual += self._buffer
+
+    def select(self, values: Tensor, step: Step) -> Above:
+        wanted = target(len(values), warmed_up(step, self.task.settings.warmup_steps))
+        threshold = self._sampled_threshold(values, wanted)
+        for _ in range(MOST_TRIES):
+            if len(not_below(threshold, values.numpy())) >= TOO_FEW * wanted:
+                break
+            threshold *= TOO_FEW
+        return Above(threshold, most=wanted)
+
+    def sent(self, indices: Tensor) -> None:
+        # NaN and infinite elements are forgotten in any case.
+        is_masked = self.task.settings.mask_momentum == "on"
+        self._buffer[indices] = 0 if is_masked else self._buffer[indices].nan_to_num_(0, 0, 0)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"momentum": self._buffer}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        momentum: Tensor = state["momentum"]
+        if momentum.shape != self._buffer.shape:
+            raise ValueError(f"momentum of {len(momentum)} elements, expected {len(self._buffer)}")
+        self._buffer = momentum.clone()
+
+    def _sampled_threshold(self, values: Tensor, wanted: int) -> float:
+        size = len(values)
+        least = max(SAMPLED * size, LEAST_SAMPLED * size / wanted)
+        stride = max(int(size / least) // STRIDE * STRIDE + 1, 1)
+        sample = values[::stride].abs().nan_to_num_(nan=torch.inf)
+        greatest = max(round(len(sample) * wanted / size), 1)
+        return float(sample.topk(greatest, sorted=False).values.min())
+
+
+def warmed_up(step: Step, warmup_steps: int) -> float:
+    """Returns the density of a step: it falls from near 1 to ``step.density``, by the same factor in each."""
+    exponent = min((step.number + 1) / (warmup_steps + 1), 1.0)
+    return float(step.density**exponent)
