@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
-from zenps.config.settings import PARTITIONS, Config, shared_settings
+from zenps.config.settings import PARTITIONS, SPARSIFIERS, Config, shared_settings
 from zenps.config.sources import allows_two_levels, check_partition, local_size_from_environment
 from zenps.errors import ConfigError, DeadlineError, ZenPSError
 from zenps.keys import load_keys
+from zenps.schemes.registry import scheme_of
 from zenps.wire.addresses import find_host, why_unreachable
 from zenps.wire.messages import Status
 
@@ -46,6 +47,7 @@ def examine(config: Config) -> list[Check]:
         *_versions(),
         *_torch(),
         _partition(config),
+        _sparsifier(config),
         _files(config),
         _memory(config),
         _metrics_port(config),
@@ -101,6 +103,23 @@ def _partition(config: Config) -> Check:
         advice = "put its folder on PYTHONPATH, unless it lies beside the training script"
         return Check("sync.partition", "warn", str(error), advice)
     return Check("sync.partition", "ok", name)
+
+
+def _sparsifier(config: Config) -> Check:
+    name = config.sync.sparsifier
+    if name == SPARSIFIERS[0]:
+        return Check("sync.sparsifier", "ok", name)
+    # Imports torch.
+    from zenps.sparsifiers.registry import check_sparsifier
+
+    try:
+        check_sparsifier(config, scheme_of(config.sync.scheme))
+    except ConfigError as error:
+        if name in SPARSIFIERS:
+            return Check("sync.sparsifier", "fail", str(error), "take another sparsifier or scheme")
+        advice = "put its folder on PYTHONPATH, unless it lies beside the training script"
+        return Check("sync.sparsifier", "warn", str(error), advice)
+    return Check("sync.sparsifier", "ok", name)
 
 
 def _files(config: Config) -> Check:

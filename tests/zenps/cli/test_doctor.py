@@ -41,6 +41,16 @@ def test_every_check_that_is_not_ok_has_advice() -> None:
     assert all(check.advice for check in checks.values() if check.verdict != "ok")
 
 
+def test_sparsifiers() -> None:
+    assert examined()["sync.sparsifier"] == Check("sync.sparsifier", "ok", "none")
+    assert examined("sync.sparsifier=exdyna")["sync.sparsifier"].verdict == "ok"
+    refused = examined("sync.sparsifier=exdyna", "sync.scheme=omnireduce")["sync.sparsifier"]
+    assert refused.verdict == "fail"
+    assert "sync.scheme = omnireduce sends no indices" in refused.found
+    unknown = examined("sync.sparsifier=no.such:Thing")["sync.sparsifier"]
+    assert (unknown.verdict, unknown.advice[:15]) == ("warn", "put its folder ")
+
+
 def test_keys(tmp_path: Path) -> None:
     assert examined()["keys"].found.startswith("none")
     generate(tmp_path / "keys", workers=1, servers=1)

@@ -18,6 +18,7 @@ from zenps.schemes.registry import fixed_schemes, scheme_of
 from zenps.schemes.traffic import Cost, Links
 
 from .profile import Profile
+from .sparsified import DENSITY, sparsifier_savings
 
 DEFAULT: Final = SyncConfig().scheme
 """Recommended unless another scheme wins by :data:`MARGIN`."""
@@ -122,7 +123,7 @@ def make_plan(
         scheme=choice,
         granule=granule,
         reason=" ".join(_reasons(found, links, possible, choice, granule)),
-        notes=_notes(found, rare, ruled_out),
+        notes=_notes(found, links.workers, rare, ruled_out),
     )
 
 
@@ -197,8 +198,17 @@ def _where_it_changes(workers: int, by_count: dict[int, dict[str, Cost]], choice
     return " ".join(told) or f"It is the one to take from 2 workers to {MOST_WORKERS}."
 
 
-def _notes(found: Sequence[Profile], rare: Sequence[str], ruled_out: Mapping[str, str]) -> list[str]:
+def _notes(
+    found: Sequence[Profile], workers: int, rare: Sequence[str], ruled_out: Mapping[str, str]
+) -> list[str]:
     notes = []
+    whole_bytes, sparsified = sparsifier_savings(found, workers)
+    if whole_bytes:
+        others = ", ".join(f"{show_bytes(moved)} with {name}" for name, moved in sparsified.items())
+        notes.append(
+            f"of large dense gradients each worker pushes and pulls {show_bytes(whole_bytes)} a step; "
+            f"sync.sparsifier would make it {others} at a density of {DENSITY:g} (docs/sparsifiers.md)"
+        )
     for profile in found:
         name = repr(profile.tensor)
         if not profile.is_sparse and profile.density < 0.5 and profile.rows > 1 << 16:

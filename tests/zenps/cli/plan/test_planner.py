@@ -75,6 +75,25 @@ def test_latency_decides_small_tensors(made_up: Any) -> None:
     assert "Latency decides: 2 rounds of 1 ms" in plan.reason
 
 
+def test_a_note_says_what_a_sparsifier_would_save(made_up: Any) -> None:
+    pushes = made_up(np.full(5000, 0.05), columns=4)
+    dense = [
+        (
+            header,
+            type(push)(
+                tensor="bucket", step=push.step, shape=(10**6,), sparse_dims=0, item_bytes=4, pushed=10**6
+            ),
+        )
+        for header, push in pushes
+    ]
+    found, _ = profiles([*pushes, *dense])
+    (note,) = make_plan(found, links(4), COUNTS).notes
+    assert note == (
+        "of large dense gradients each worker pushes and pulls 8 MB a step; sync.sparsifier would make it "
+        "240 kB with topk, 92.6 kB with exdyna at a density of 0.01 (docs/sparsifiers.md)"
+    )
+
+
 def test_notes_say_what_to_doubt(made_up: Any) -> None:
     steady = made_up(np.full(5000, 0.05), workers=1)
     repeated = [(h, type(p)(**{f: getattr(p, f) for f in p.__struct_fields__} | {"rows": steady[0][1].rows,
