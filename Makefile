@@ -32,6 +32,7 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/bench_sync.py --quick
 
 bench-convergence: .venv/installed
+	$(BIN)/python benchmarks/bench_density.py
 	$(BIN)/python benchmarks/bench_convergence.py
 
 # Needs root and iproute2. QUICK=1: under 3 minutes. What a run that was cut lacks: RESUME=1.

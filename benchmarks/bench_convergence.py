@@ -37,6 +37,11 @@ WAYS = (
     Way("topk 0.01", ("sync.sparsifier=topk", "sync.density=0.01")),
     Way("topk 0.01, no residual", ("sync.sparsifier=topk", "sync.density=0.01"), forgets=True),
     Way("topk 0.001", ("sync.sparsifier=topk", "sync.density=0.001")),
+    Way("dgc 0.01", ("sync.sparsifier=dgc", "sync.density=0.01")),
+    Way("dgc 0.01, unmasked", ("sync.sparsifier=dgc", "sync.density=0.01", "sparsifier.mask_momentum=off")),
+    Way("micro 0.03", ("sync.sparsifier=micro", "sync.density=0.03")),
+    Way("exdyna 0.01", ("sync.sparsifier=exdyna", "sync.density=0.01")),
+    Way("exdyna 0.03", ("sync.sparsifier=exdyna", "sync.density=0.03")),
     Way("threshold 0.02", ("sync.sparsifier=threshold", "sparsifier.threshold=0.02")),
     Way("randomk 0.1", ("sync.sparsifier=randomk", "sync.density=0.1")),
 )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zenps as zps
-from zenps.worker.encode.sparsifying import Sparsified
+from zenps.worker.sparsify.selection import Gradient
 
 INPUTS, CLASSES = 64, 10
 
@@ -92,15 +92,14 @@ def _moved() -> int:
 
 
 def forget() -> None:
-    """Has sparsification drop what it does not push."""
-    apply = Sparsified.apply
+    """Has every selection begin without the residual: what was not pushed is lost."""
+    select = Gradient.select
 
-    def without_residual(self: Sparsified, tensor: Tensor) -> Tensor:
-        pushed = apply(self, tensor)
-        self._residual.zero_()
-        return pushed
+    def without_residual(self: Gradient, tensor: Tensor) -> Tensor:
+        self.residual.zero_()
+        return select(self, tensor)
 
-    Sparsified.apply = without_residual  # type: ignore[method-assign]
+    Gradient.select = without_residual  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -309,9 +309,43 @@ def test_masked_language_model_learns_in_a_cluster_from_a_file(tmp_path: Path) -
     assert 0 < report["pushed_bytes"] + report["pulled_bytes"] < report["dense_bytes"]
 
 
+# ── the fine-tuned Transformer ──────────────────────────────────────────────────────────────────
+
+
+def test_a_transformer_is_fine_tuned_with_a_sparsifier(tmp_path: Path) -> None:
+    file, curve = tmp_path / "report.json", tmp_path / "curve.json"
+    launch = ["-m", "zenps.cli", "launch", "--workers", "2", "--servers", "1"]
+    launch += [
+        "--set",
+        "sync.sparsifier=exdyna",
+        "--set",
+        "sync.density=0.05",
+        "--set",
+        "sparsifier.least_bytes=1KiB",
+    ]
+    script = [
+        "examples/finetune.py",
+        "--width",
+        "32",
+        "--layers",
+        "1",
+        "--pretrain-steps",
+        "10",
+        "--steps",
+        "40",
+    ]
+    output = run([*launch, "--", sys.executable, *script, "--report", str(file), "--curve", str(curve)])
+    report = json.loads(file.read_text())
+    before, after = report["held_out_loss"]
+    assert after < before - 0.3, output
+    assert report["pushed_bytes"] + report["pulled_bytes"] < report["dense_bytes"] / 5
+    assert len(json.loads(curve.read_text())) == 40
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("finetune", "400 bytes of text, expected 20480 or more"),
         (
             "bert",
             "1 windows of 64 words to learn from and 0 held out; expected at least 1 and 1 for each worker",

@@ -1,0 +1,109 @@
+"""Benchmark of selection: the time that sparsifiers take on one core to select, beside ``torch.topk``."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from sync_report import find_versions
+from torch import Tensor
+
+from zenps.config.settings import SparsifierConfig
+from zenps.sparsifiers.base import Above, Sparsifier, Step, Task
+from zenps.sparsifiers.registry import sparsifier_class
+
+HERE = Path(__file__).resolve().parent
+NAMES = ("topk", "dgc", "threshold", "micro", "exdyna")
+WORLD = 8
+DENSITY = 0.001
+LEARNING_STEPS = 4
+
+
+class Report(msgspec.Struct):
+    """The JSON file. Seconds are medians."""
+
+    elements: int
+    world: int
+    density: float
+    versions: dict[str, str]
+    topk_seconds: float
+    """Of ``torch.topk`` of the magnitudes."""
+    seconds: dict[str, float]
+    """Of selection, and of counting."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures all in turns, prints the table, writes JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--elements", type=int, default=1_000_000, metavar="N")
+    parser.add_argument("--rounds", type=int, default=50, metavar="N")
+    parser.add_argument("--json", type=Path, metavar="FILE", default=HERE / "out" / "selection.json")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    drawn = np.random.default_rng(0).standard_t(3, options.elements).astype(np.float32)
+    values, wanted = torch.from_numpy(drawn), round(DENSITY * options.elements)
+    ways: dict[str, Callable[[], object]] = {
+        "torch.topk": lambda: values.abs().topk(wanted, sorted=False),
+        **{way: run for name in NAMES for way, run in prepare(name, values).items()},
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(options.rounds):
+        for name, run in ways.items():
+            begin = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - begin)
+    medians = {name: float(np.median(each)) for name, each in times.items()}
+    topk_seconds = medians.pop("torch.topk")
+    report = Report(options.elements, WORLD, DENSITY, find_versions(), topk_seconds, medians)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_bytes(msgspec.json.encode(report) + b"\n")
+    table = Table("sparsifier", "ms", "torch.topk ÷")
+    for name, seconds in medians.items():
+        table.add_row(name, f"{1000 * seconds:.3f}", f"{topk_seconds / seconds:.1f}")
+    Console(width=100).print(f"torch.topk: {1000 * topk_seconds:.3f} ms", table)
+    print(f"written: {options.json}")
+
+
+def prepare(name: str, values: Tensor) -> dict[str, Callable[[], object]]:
+    """What rank 0 of :data:`WORLD` does in a step: it selects and, if the exchange is agreed, counts.
+
+    Before that, all ranks take some steps, in which they learn. They have the same values.
+    """
+    kind = sparsifier_class(name)
+    assert kind is not None
+    settings = SparsifierConfig(threshold=float(np.quantile(np.abs(values.numpy()), 1 - DENSITY)))
+    ranks = [kind(Task("layer", len(values), rank, WORLD, 0, settings)) for rank in range(WORLD)]
+    counts: Tensor | None = None
+    for number in range(LEARNING_STEPS if ranks[0].exchange == "agreed" else 0):
+        step = Step(number, DENSITY, counts)
+        union = torch.cat([select(each, values, step) for each in ranks]).unique()
+        for each in ranks:
+            each.learn(union, step)
+        counted = [each.count(values, step) for each in ranks]
+        counts = torch.stack([each for each in counted if each is not None]).sum(0)
+    step, rank = Step(LEARNING_STEPS, DENSITY, counts), ranks[0]
+    if rank.exchange == "own":
+        return {name: lambda: select(rank, values, step)}
+    return {
+        name: lambda: select(rank, values, step),
+        f"{name} and its counts": lambda: (select(rank, values, step), rank.count(values, step)),
+    }
+
+
+def select(sparsifier: Sparsifier, values: Tensor, step: Step) -> Tensor:
+    """Returns the selected indices."""
+    selection = sparsifier.select(values, step)
+    return selection.indices(values) if isinstance(selection, Above) else selection
+
+
+if __name__ == "__main__":
+    main()
