@@ -149,18 +149,19 @@ class ServerRounds:
             round_ = self._open.get(key)
             return [] if round_ is None else self._fail(round_, "given up", self._given_up(key, {rank}), now)
         self._history.note(given_up.tensor, rank, given_up.step, 0)
+        actions: Actions = []
+        # First, because an open round that ends makes room for refused ones.
+        for refused in self._admission.refused_of(given_up.tensor, given_up.step):
+            passed = self._history.passed(refused.key, refused.refused)
+            if not refused.is_recovery and refused.refused.keys() > passed:
+                failure = self._given_up(refused.key, {rank})
+                actions.append(Reply(self._admission.dismiss(refused, "given up"), failure))
         rounds = [
             round_
             for key, round_ in self._open.items()
             if key.tensor == given_up.tensor and key.step <= given_up.step
         ]
-        actions = [*chain.from_iterable([self._expire(round_, now) for round_ in rounds])]
-        for round_ in self._admission.refused_of(given_up.tensor, given_up.step):
-            passed = self._history.passed(round_.key, round_.refused)
-            if not round_.is_recovery and round_.refused.keys() > passed:
-                failure = self._given_up(round_.key, {rank})
-                actions.append(Reply(self._admission.dismiss(round_, "given up"), failure))
-        return actions
+        return [*actions, *chain.from_iterable([self._expire(round_, now) for round_ in rounds])]
 
     def finish(self, key: Key, outcome: Outcome, now: float) -> Actions:
         """A round has been reduced: replies to all ranks, and admits refused rounds."""

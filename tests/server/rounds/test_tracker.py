@@ -127,11 +127,14 @@ class Cluster(RuleBasedStateMachine):
         assert self.rounds.on_push(self.held[key][rank], self.now) == []
         assert (self.rounds.held_bytes, self.rounds.duplicates) == (before[0], before[1] + 1)
 
-    @precondition(lambda self: self.in_state("waiting", "busy", "resumed"))
+    def live_in_state(self, *states: str) -> list[tuple[int, Key]]:
+        return [(rank, key) for rank, key in self.in_state(*states) if rank not in self.departed]
+
+    @precondition(lambda self: self.live_in_state("waiting", "busy", "resumed"))
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
         """One chunk has failed: the rank drops the others, and pushes the next step."""
-        rank, (tensor, step, _) = data.draw(st.sampled_from(self.in_state("waiting", "busy", "resumed")))
+        rank, (tensor, step, _) = data.draw(st.sampled_from(self.live_in_state("waiting", "busy", "resumed")))
         for chunk in range(CHUNKS):
             if self.steps[rank, tensor, chunk] == step:
                 self.end(rank, Key(tensor, step, chunk))
@@ -148,7 +151,7 @@ class Cluster(RuleBasedStateMachine):
             self.execute(actions)
             return
         later = Key(tensor, step + 1, data.draw(st.integers(0, CHUNKS - 1)))
-        if rank not in self.departed and (rank, later) not in self.states:
+        if (rank, later) not in self.states:
             self.send(make_held(rank, later, data.draw(st.sampled_from(self.sizes))))
 
     @rule(seconds=st.sampled_from([0.1, 10.0, DEADLINE_SECONDS + 1]))
@@ -265,7 +268,8 @@ class Cluster(RuleBasedStateMachine):
         key = Key(message.tensor, message.step, message.chunk)
         if key not in self.held:  # refused, and given up meanwhile
             for rank in self.ranks:
-                if peer_of(rank) in reply.peers:
+                # One that has given it up itself may be told, too.
+                if peer_of(rank) in reply.peers and self.states[rank, key] != "answered":
                     self.end(rank, key)
             return
         held = self.held.pop(key)
@@ -356,7 +360,8 @@ class Cluster(RuleBasedStateMachine):
                     self.send(make_held(rank, key, min(self.sizes)))
             self.now += DEADLINE_SECONDS + 1
             self.execute(self.rounds.on_tick(self.now))
-        assert not self.in_state("waiting", "busy", "resumed")
+        # A rank that has departed pushes nothing again.
+        assert not self.live_in_state("waiting", "busy", "resumed")
         assert self.rounds.open_rounds == 0
         self.memory_is_counted_and_bounded()
 
