@@ -98,8 +98,9 @@ class Judge:
         if "rendezvous" in reason and ranks and gone.issuperset(ranks):
             return "a worker did not come, and is named"
         has_crashed = any(fault.kind == "crash scheduler" for fault in simulation.script.faults)
-        if worker.view is None and "has not admitted" in reason and gone and has_crashed:
-            # A restarted scheduler counts the rendezvous from its own start, a worker from the worker's.
+        has_recovered = has_crashed or simulation.script.left_over
+        if worker.view is None and "has not admitted" in reason and gone and has_recovered:
+            # After a recovery a scheduler counts the rendezvous from then, a worker from its own start.
             return "a worker did not come to the rendezvous of a restarted scheduler"
         if "the scheduler is lost" in reason and not simulation.scheduler.is_alive:
             return "the job had failed, and nobody said so"
