@@ -7,8 +7,6 @@ the same time. One runs after the other, on emulated hosts (``testbed.py``). Nee
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -22,6 +20,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from sync_report import find_versions
+from trainings import run_or_exit
 
 HERE = Path(__file__).resolve().parent
 EXAMPLE = HERE.parent / "examples" / "finetune.py"
@@ -132,17 +131,7 @@ def run_on_hosts(
     """
     testbed = [sys.executable, str(HERE / "testbed.py"), "--hosts", str(hosts), "--mbit", str(mbit)]
     options = [part for item in (*sets, "log.level=warning") for part in ("--set", item)]
-    done = subprocess.run(
-        [*testbed, *options, "--", sys.executable, *script],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout_seconds,
-        check=False,
-    )
-    if done.returncode:
-        sys.exit(f"{script}: exit status {done.returncode}\n{done.stdout}")
+    run_or_exit([*testbed, *options, "--", sys.executable, *script], timeout_seconds)
 
 
 def tabulate_steps(step_seconds: dict[str, float]) -> Table:

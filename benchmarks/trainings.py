@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,16 +39,24 @@ def run_training(
         launch += ["--workers", str(workers), "--servers", str(servers)]
         launch += [part for item in (*sets, "log.level=warning") for part in ("--set", item)]
         worker = [sys.executable, str(HERE / script), msgspec.json.encode(case).decode()]
-        done = subprocess.run(
-            [*launch, "--", *worker, str(output)],
-            # One thread per process, so that every run adds in the same order.
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIMEOUT_SECONDS,
-            check=False,
-        )
-        if done.returncode:
-            sys.exit(f"{script} {case}: exit status {done.returncode}\n{done.stdout}")
+        run_or_exit([*launch, "--", *worker, str(output)], TIMEOUT_SECONDS)
         return msgspec.json.decode(output.read_bytes(), type=curve)
+
+
+def run_or_exit(command: Sequence[str], timeout_seconds: float) -> None:
+    """Runs a command with one thread per process, so that every run adds in the same order.
+
+    Raises:
+        SystemExit: it failed; the message is its output.
+    """
+    done = subprocess.run(
+        command,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_seconds,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout}")

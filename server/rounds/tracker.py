@@ -156,12 +156,10 @@ class ServerRounds:
             if not refused.is_recovery and refused.refused.keys() > passed:
                 failure = self._given_up(refused.key, {rank})
                 actions.append(Reply(self._admission.dismiss(refused, "given up"), failure))
-        rounds = [
-            round_
-            for key, round_ in self._open.items()
-            if key.tensor == given_up.tensor and key.step <= given_up.step
-        ]
-        return [*actions, *chain.from_iterable([self._expire(round_, now) for round_ in rounds])]
+        for key, round_ in list(self._open.items()):
+            if key.tensor == given_up.tensor and key.step <= given_up.step:
+                actions += self._expire(round_, now)
+        return actions
 
     def finish(self, key: Key, outcome: Outcome, now: float) -> Actions:
         """A round has been reduced: replies to all ranks, and admits refused rounds."""

@@ -337,6 +337,13 @@ class Wrong(ExDyna):
         super().learn(union, step)
 
 
+class WrongLater(ExDyna):
+    """Breaks in `sent`, which the thread that polls calls."""
+
+    def sent(self, indices: Tensor) -> None:
+        raise ZeroDivisionError("by zero")
+
+
 class Miscounting(ExDyna):
     """Counts in float32."""
 
@@ -400,6 +407,7 @@ def test_ranks_that_count_differently_many_get_an_error(scheme: str) -> None:
     ("kind", "reason"),
     [
         ("Wrong", "Wrong: ZeroDivisionError('by zero') in learn or count; correct the sparsifier"),
+        ("WrongLater", "WrongLater: ZeroDivisionError('by zero') in sent; correct the sparsifier"),
         (
             "Miscounting",
             "Miscounting.count: expected int64 [n], got torch.float32 of shape (3,) on cpu; correct the "

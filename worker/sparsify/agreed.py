@@ -23,7 +23,7 @@ from ..core.residuals import Residuals
 from ..core.statistics import Progress, Report
 from ..core.transfer import Answer, EncodedTensor, OneRound, Transfer, Transform, dense_bytes
 from ..encode.sparse import as_sparse
-from .selection import Gradient, kind_of
+from .selection import Gradient, blaming, kind_of
 
 VALUES: Final = "#values"
 COUNTS: Final = "#counts"
@@ -92,18 +92,14 @@ class Agreed(Transform):
         # Exact elements come first: there each of their runs is quantized by a scale of its own.
         self._union = torch.cat([exact, indices])
         values = gradient.take(self._union)
-        name = type(sparsifier).__name__
-        try:
+        with blaming(sparsifier, "learn or count"):
             sparsifier.learn(indices, gradient.step)
             counts: object = sparsifier.count(gradient.residual, gradient.step)
-        except Exception as error:
-            raise UsageError(f"{name}: {error!r} in learn or count; correct the sparsifier") from error
         if counts is None:  # on all ranks, or their rounds do not match
             counts = torch.empty(0, dtype=torch.int64)
         if not isinstance(counts, Tensor) or counts.dtype != torch.int64 or counts.dim() != 1:
-            raise UsageError(
-                f"{name}.count: expected int64 [n], got {kind_of(counts)}; correct the sparsifier"
-            )
+            name, got = type(sparsifier).__name__, kind_of(counts)
+            raise UsageError(f"{name}.count: expected int64 [n], got {got}; correct the sparsifier")
         return {VALUES: values, COUNTS: counts}
 
     def note_selected(self, total: int) -> None:
@@ -155,10 +151,12 @@ class AgreedTransfer(Transfer):
         """Answers that are yet to come, by suffix."""
         self._selected = 0
         """By all ranks, in the answers to the first round so far."""
+        self._has_continued = False
+        """True once the further rounds can be pushed."""
 
     @property
     def unbegun(self) -> Sequence[str]:
-        return [suffix for suffix in (VALUES, COUNTS) if suffix not in self._parts]
+        return () if self._has_continued else (VALUES, COUNTS)
 
     def begin(self) -> Sequence[EncodedTensor]:
         return (self._expect(""),)
@@ -174,7 +172,9 @@ class AgreedTransfer(Transfer):
             return ()
         self._agreed.note_selected(self._selected)
         further = self._agreed.continue_with(self._parts[""].finish())
-        return [self._add(suffix, tensor) for suffix, tensor in further.items()]
+        following = [self._add(suffix, tensor) for suffix, tensor in further.items()]
+        self._has_continued = True
+        return following
 
     def restart(self, encoded: EncodedTensor) -> None:
         self._parts[encoded.suffix].restart(encoded)

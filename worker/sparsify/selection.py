@@ -6,6 +6,8 @@ al., https://arxiv.org/abs/1809.07599).
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -53,17 +55,13 @@ class Gradient(NamedTuple):
             UsageError: the sparsifier has returned indices that it must not return.
         """
         residual, gradient = self.residual, tensor.detach().reshape(-1)
-        name = type(self.sparsifier).__name__
-        try:
+        with blaming(self.sparsifier, "accumulate or select"):
             self.sparsifier.accumulate(residual, gradient)
             for begin, end in self.exact:
                 residual[begin:end] = 0  # the sparsifier must not choose these instead of others
             selection = self.sparsifier.select(residual, self.step)
             indices = selection.indices(residual) if isinstance(selection, Above) else selection
-        except Exception as error:
-            reason = f"{error!r} in accumulate or select; correct the sparsifier"
-            raise UsageError(f"{name}: {reason}") from error
-        check_indices(name, indices, len(residual))
+        check_indices(type(self.sparsifier).__name__, indices, len(residual))
         if self.exact:
             indices = torch.from_numpy(np.union1d(indices.numpy(), self.exact_indices()))
             for begin, end in self.exact:
@@ -74,11 +72,15 @@ class Gradient(NamedTuple):
         """Returns the residual's values there, in the gradient's dtype, and leaves what rounding takes.
 
         NaN and infinite elements are not left: they would come back in every later step.
+
+        Raises:
+            UsageError: the sparsifier has raised an error.
         """
         values = self.residual[indices]
         pushed = values.to(self.dtype)
         self.residual[indices] = (values - pushed).nan_to_num_(0, 0, 0)
-        self.sparsifier.sent(indices)
+        with blaming(self.sparsifier, "sent"):
+            self.sparsifier.sent(indices)
         return pushed
 
     def spread(self, indices: Tensor, values: Tensor, selected: int) -> Tensor:
@@ -97,6 +99,16 @@ class Gradient(NamedTuple):
     def exact_indices(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """The indices of all ``exact`` ranges, ascending."""
         return np.concatenate([np.arange(begin, end) for begin, end in self.exact])
+
+
+@contextlib.contextmanager
+def blaming(sparsifier: Sparsifier, where: str) -> Iterator[None]:
+    """Context for calls of a sparsifier: any error becomes a UsageError that names its class."""
+    try:
+        yield
+    except Exception as error:
+        name = type(sparsifier).__name__
+        raise UsageError(f"{name}: {error!r} in {where}; correct the sparsifier") from error
 
 
 def kind_of(thing: object) -> str:

@@ -113,7 +113,9 @@ class Sparsification:
 
     def residual_norm(self) -> float:
         """Returns the Euclidean norm of all residuals together."""
-        return math.hypot(*(float(each.residual.norm()) for each in list(self._feedback.values())))
+        # A copy, because another thread may add a tensor.
+        living = [feedback for each in self._feedback.valuerefs() if (feedback := each()) is not None]
+        return math.hypot(*(float(feedback.residual.norm()) for feedback in living))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of all tensors on this rank. It refers to the residuals."""
@@ -151,7 +153,6 @@ class Sparsification:
         assert options.residuals is not None
         dtype = torch.promote_types(tensor.dtype, torch.float32)
         feedback = options.residuals.feedback(name, tensor.numel(), dtype)
-        self._feedback[name] = feedback
         if not step:
             feedback.first_step = 0
         # Steps count from 0 again when workers join, which know nothing of what the others have learned.
@@ -165,6 +166,7 @@ class Sparsification:
             feedback.sparsifier, feedback.counts = self.kind(task), None
         if (state := self._loaded.pop(name, None)) is not None:
             feedback.load_state_dict(name, state, step)
+        self._feedback[name] = feedback
         return feedback
 
 

@@ -28,18 +28,20 @@ class MomentumCorrection:
 
     Args:
         optimizer: all its groups have the same momentum.
+        setting: which takes it, for errors.
 
     Attributes:
         momentum: for the sparsifiers.
     """
 
-    def __init__(self, optimizer: torch.optim.SGD) -> None:
+    def __init__(self, optimizer: torch.optim.SGD, setting: str) -> None:
+        self._setting = setting
         self._optimizer = weakref.proxy(optimizer)
         groups = optimizer.param_groups
         kinds = {(group["momentum"], group["nesterov"]) for group in groups}
         if len(kinds) > 1 or any(group["dampening"] or group["maximize"] for group in groups):
             raise UsageError(
-                f"sync.sparsifier = dgc: got groups of momentum and Nesterov {sorted(kinds)}, perhaps with "
+                f"{setting}: got groups of momentum and Nesterov {sorted(kinds)}, perhaps with "
                 "dampening or maximize; expected one momentum for all, without dampening or maximize"
             )
         ((factor, nesterov),) = kinds
@@ -53,7 +55,7 @@ class MomentumCorrection:
             momentum = Momentum(group["momentum"], group["nesterov"])
             if momentum.factor and momentum != self.momentum:
                 raise UsageError(
-                    f"sync.sparsifier = dgc: got a group with {momentum}, expected {self.momentum} as at "
+                    f"{self._setting}: got a group with {momentum}, expected {self.momentum} as at "
                     "first; momentum cannot change, by a scheduler or a loaded state"
                 )
             self._weight_decays[index] = group["weight_decay"] or self._weight_decays[index]
@@ -80,7 +82,7 @@ class MomentumCorrection:
                 if gradient.is_sparse:
                     if self.momentum.factor or weight_decay:
                         raise UsageError(
-                            "sync.sparsifier = dgc: expected dense gradients only, got a sparse one; give "
+                            f"{self._setting}: expected dense gradients only, got a sparse one; give "
                             "sparse parameters an optimizer of their own, without momentum and weight decay"
                         )
                     continue
@@ -118,11 +120,12 @@ def take_momentum(optimizer: torch.optim.Optimizer) -> MomentumCorrection | None
     sparsification = PROCESS.world.sparsification
     if sparsification is None or not sparsification.kind.takes_momentum:
         return None
+    setting = f"sync.sparsifier = {sparsification.name}"
     if type(optimizer) is not torch.optim.SGD:
         raise UsageError(
-            f"sync.sparsifier = {sparsification.name}: expected torch.optim.SGD, whose momentum it takes, "
+            f"{setting}: expected torch.optim.SGD, whose momentum it takes, "
             f"got {type(optimizer).__name__}; use topk for other optimizers"
         )
     if optimizer not in _corrections:
-        _corrections[optimizer] = MomentumCorrection(optimizer)
+        _corrections[optimizer] = MomentumCorrection(optimizer, setting)
     return _corrections[optimizer]

@@ -18,17 +18,10 @@ Values = NDArray[np.floating[Any]]
 
 
 class Controller(ABC):
-    """The threshold of one tensor. Equal on all ranks, because all of them learn the same.
-
-    Args:
-        size: elements of the tensor.
-    """
+    """The threshold of one tensor. Equal on all ranks, because all of them learn the same."""
 
     deals_by_load: ClassVar[bool]
     """True if blocks are dealt to partitions by their loads; False if they move one by one."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
 
     @abstractmethod
     def threshold(self, wanted: int, step: Step) -> float | None:
@@ -64,8 +57,7 @@ class Published(Controller):
 
     deals_by_load = False
 
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
+    def __init__(self) -> None:
         self._threshold = 0.0
 
     def threshold(self, wanted: int, step: Step) -> float:
@@ -100,8 +92,7 @@ class Counts(Controller):
     """The part of a step's error by which the bias changes."""
     MOST_ERROR = 1.0
 
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
+    def __init__(self) -> None:
         self._center = 0.0
         """The grid's; 0: the first grid, because the threshold is not known even roughly."""
         self._log_bias = 0.0

@@ -26,7 +26,7 @@ class Exclusive(Sparsifier):
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self.controller = CONTROLLERS[task.settings.controller](task.size)
+        self.controller = CONTROLLERS[task.settings.controller]()
         self.bounds = np.arange(task.world + 1) * task.size // task.world
         """int64 ``[world + 1]``: where the partitions begin and end."""
 

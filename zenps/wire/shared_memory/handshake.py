@@ -139,7 +139,7 @@ class Listener(Generic[Hello]):
             self._socket.bind(name)
             self._socket.listen(MAX_QUEUED)
             self._selector.register(self._socket, selectors.EVENT_READ)
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: the name is free for another one again
             self.close()
             raise
 
