@@ -90,6 +90,10 @@ class Job:
     def step(self, number: int, change: bool) -> list[Tensor]:
         """What each rank gets; the rings change in the middle of rounds if ``change``."""
         tensors = [gradient(100 * number + rank, SIZE) for rank in range(RANKS)]
+        return self.push(tensors, number, change=change)
+
+    def push(self, tensors: Sequence[Tensor], number: int, change: bool) -> list[Tensor]:
+        """As :meth:`step`, of these gradients."""
         begun = [rank.begin(tensor, number) for rank, tensor in zip(self.ranks, tensors, strict=True)]
         transfers = [transfer for _, transfer in begun]
         open_rounds = [list(transfer.begin()) for transfer in transfers]
@@ -154,6 +158,27 @@ def test_exact_elements_are_summed_in_each_step() -> None:
         expected = sum(gradient(100 * number + rank, SIZE)[begin:end] for rank in range(RANKS))
         result = job.step(number, change=False)[0]
         torch.testing.assert_close(result[begin:end], expected, rtol=0.2, atol=0.2)
+
+
+def test_an_exact_element_is_not_rounded_away_by_a_great_one_beside_it() -> None:
+    """As the presence element of a parameter would be, if they were quantized by one scale."""
+    job, (begin, end) = Job(0, "sync.values=int8", "sync.density=0.1001"), EXACT[0]
+    tensors = [gradient(rank, SIZE) for rank in range(RANKS)]
+    for tensor in tensors:
+        tensor[begin - 8 : begin] = 1e6
+        tensor[begin:end] = 1
+    result = job.push(tensors, 0, change=False)[0]
+    torch.testing.assert_close(result[begin:end], torch.full((end - begin,), float(RANKS)), rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize(("values", "leaves"), [("same", False), ("bfloat16", True), ("int8", True)])
+def test_what_quantization_takes_stays_in_the_residual(values: str, leaves: bool) -> None:
+    job = Job(0, f"sync.values={values}")
+    union = job.step(0, change=False)[0] != 0
+    for rank in job.ranks:
+        left = rank.residuals.of("layer", SIZE, 1).view(-1)[union]
+        assert bool(left.any()) == leaves
+        assert float(left.abs().max()) < 0.1
 
 
 def test_elements_are_counted() -> None:

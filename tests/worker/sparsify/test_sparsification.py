@@ -199,6 +199,20 @@ def test_a_damaged_state_names_its_tensor(name: str) -> None:
             again.transform(Request(gradient(0), "layer", options(Residuals())), 0)
 
 
+def test_steps_continue_from_a_state_and_begin_anew_when_workers_join() -> None:
+    """Then the tensor's step is 0 again on all ranks, and a joining worker has no state."""
+    sparsification, residuals = make(), Residuals()
+    for step in range(5):
+        made = transform(sparsification, gradient(0), step, options(residuals))
+        assert made.gradient.step.number == step
+    again, others = make(), Residuals()
+    again.load_state_dict(sparsification.state_dict())
+    numbers = [
+        transform(again, gradient(0), step, options(others)).gradient.step.number for step in (0, 1, 0, 1)
+    ]
+    assert numbers == [5, 6, 0, 1]
+
+
 def test_tensors_that_are_made_after_all_states_were_taken_begin_without() -> None:
     sparsification, residuals = make(), Residuals()
     sparsification.transform(Request(gradient(0), "layer", options(residuals)), 0)
