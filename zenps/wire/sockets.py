@@ -135,7 +135,9 @@ def bind_router(
     """
     socket = _socket(ctx, zmq.ROUTER, max_message_bytes)
     socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
-    socket.setsockopt(zmq.RCVHWM, max_unread)
+    # libzmq 4.3.5 hands on the name of a peer's key as a message that counts as written and never as read
+    # (``pipe.cpp``), so that a limit of one message would stop every encrypted connection for good.
+    socket.setsockopt(zmq.RCVHWM, max_unread + (keys is not None))
     # Without it a message to a peer that is gone vanishes; with it, sending raises EHOSTUNREACH.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     # A peer that reconnects takes over its identity from the dead connection.

@@ -17,7 +17,14 @@ from zenps.keys import LIST_NAME, Keys, Player, generate, load_keys
 from zenps.observe.metrics import Refusal
 from zenps.wire.connections import Connections
 from zenps.wire.curve import Authenticator, Handshakes, warn_if_open
-from zenps.wire.sockets import Socket, bind_router, context, open_dealer, receive_frames
+from zenps.wire.sockets import (
+    MAX_UNREAD_MESSAGES,
+    Socket,
+    bind_router,
+    context,
+    open_dealer,
+    receive_frames,
+)
 
 SECONDS = 20.0
 
@@ -46,12 +53,18 @@ def unlisted(tmp_path: Path, directory: Path) -> Keys:
 class Scheduler:
     """A ROUTER behind a gate, driven by the test."""
 
-    def __init__(self, ctx: zmq.Context[Socket], keys: Keys | None, with_authenticator: bool = True) -> None:
+    def __init__(
+        self,
+        ctx: zmq.Context[Socket],
+        keys: Keys | None,
+        with_authenticator: bool = True,
+        max_unread: int = MAX_UNREAD_MESSAGES,
+    ) -> None:
         self.ctx = ctx
         self.refused: list[Refusal] = []
         self._dealers: list[Socket] = []  # one that is dropped would linger
         self.authenticator = Authenticator(ctx, keys if with_authenticator else None, self.refused.append)
-        self.router, self.address = bind_router(ctx, "127.0.0.1", 0, 1 << 20, keys)
+        self.router, self.address = bind_router(ctx, "127.0.0.1", 0, 1 << 20, keys, max_unread)
         self.authenticator.watch(Connections(self.router, 1 << 20))
 
     def dealer(self, keys: Keys | None, identity: bytes = b"x", peer: str = "scheduler") -> Socket:
@@ -117,6 +130,15 @@ def test_frames_of_any_size_have_it(scheduler: Scheduler, directory: Path) -> No
     scheduler.owner_of_next()
     for size in (0, 33, 70_000, 1 << 19):
         dealer.send(bytes(size))
+        assert scheduler.owner_of_next() == "worker-1"
+
+
+def test_a_queue_of_one_message_never_stops(ctx: zmq.Context[Socket], directory: Path) -> None:
+    scheduler = Scheduler(ctx, keys_of(directory, "scheduler"), max_unread=1)
+    dealer = scheduler.dealer(keys_of(directory, "worker", 1))
+    for _ in range(20):
+        dealer.send(bytes(1000))
+    for _ in range(21):
         assert scheduler.owner_of_next() == "worker-1"
 
 
