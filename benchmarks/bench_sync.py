@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -26,6 +24,7 @@ from rich.console import Console
 from rich.progress import track
 from sync_report import Report, Setup, describe_machine, evaluate, find_versions, plot, tabulate
 from sync_worker import Block, Case
+from trainings import run_or_exit
 
 from zenps.config.settings import PARTITIONS
 
@@ -125,18 +124,9 @@ def run_block(workers: int, servers: int, setup: Setup, case: Case) -> Block:
         for setting in (*setup.settings, "log.level=warning"):
             launch += ["--set", setting]
         worker = [sys.executable, str(HERE / "sync_worker.py"), msgspec.json.encode(case).decode()]
-        done = subprocess.run(
-            [*launch, "--", *worker, str(Path(folder, "gloo")), str(output)],
-            # One thread per process, because cores are few; gloo on the device whose bytes are counted.
-            env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=BLOCK_TIMEOUT_SECONDS,
-            check=False,
-        )
-        if done.returncode:
-            sys.exit(f"{workers} workers, {setup}: exit status {done.returncode}\n{done.stdout}")
+        command = [*launch, "--", *worker, str(Path(folder, "gloo")), str(output)]
+        # gloo on the device whose bytes are counted
+        run_or_exit(command, BLOCK_TIMEOUT_SECONDS, {"GLOO_SOCKET_IFNAME": "lo"})
         return msgspec.json.decode(output.read_bytes(), type=Block)
 
 

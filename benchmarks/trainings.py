@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,15 +43,22 @@ def run_training(
         return msgspec.json.decode(output.read_bytes(), type=curve)
 
 
-def run_or_exit(command: Sequence[str], timeout_seconds: float) -> None:
-    """Runs a command with one thread per process, so that every run adds in the same order.
+def run_or_exit(
+    command: Sequence[str], timeout_seconds: float, environment: Mapping[str, str] | None = None
+) -> None:
+    """Runs a command with one thread per process: every run adds in the same order, and cores are few.
+
+    Args:
+        command: with its arguments.
+        timeout_seconds: how long it may take.
+        environment: variables beside those of this process.
 
     Raises:
         SystemExit: it failed; the message is its output.
     """
     done = subprocess.run(
         command,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -14,6 +14,7 @@ from tests.integration.cluster import Cluster, await_file
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
 from tests.integration.scraping import Samples, await_samples, parse, scrape
 from zenps.errors import MismatchError
+from zenps.keys import generate
 
 MIB = 1 << 20
 TENSORS = 24
@@ -47,8 +48,12 @@ def is_idle(samples: Samples) -> bool:
     return samples["zenps_open_rounds", ""] == 0
 
 
-def test_a_budget_of_one_mebibyte(tmp_path: Path) -> None:
-    with Cluster(settings={"cluster.server_budget_bytes": MIB}) as cluster:
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_a_budget_of_one_mebibyte(has_keys: bool, tmp_path: Path) -> None:
+    keys = tmp_path / "keys" if has_keys else None
+    if keys is not None:
+        generate(keys, workers=2, servers=2)
+    with Cluster(settings={"cluster.server_budget_bytes": MIB}, keys=keys) as cluster:
         workers = [cluster.start(push_all, tmp_path, rank=rank) for rank in range(2)]
         for rank in range(2):
             await_file(tmp_path / f"pushed{rank}")
