@@ -24,7 +24,7 @@ from zenps.worker.core.statistics import Progress, Statistics
 from zenps.worker.core.transfer import Answer, EncodedTensor, OneRound, Transfer
 from zenps.worker.encode.planner import Planner
 from zenps.worker.encode.sharder import Sharder
-from zenps.worker.sparsify.agreed import Agreed, AgreedTransfer
+from zenps.worker.sparsify.agreed import COUNTS, VALUES, Agreed, AgreedTransfer
 from zenps.worker.sparsify.sparsification import make_sparsification
 
 RANKS, SIZE = 3, 400_000
@@ -97,10 +97,12 @@ class Job:
         begun = [rank.begin(tensor, number) for rank, tensor in zip(self.ranks, tensors, strict=True)]
         transfers = [transfer for _, transfer in begun]
         open_rounds = [list(transfer.begin()) for transfer in transfers]
+        assert [transfer.unbegun for transfer in transfers] == [(VALUES, COUNTS)] * RANKS
         while open_rounds[0]:
             encoded = [rounds.pop(0) for rounds in open_rounds]
             for following, rounds in zip(self._run(transfers, encoded, change), open_rounds, strict=True):
                 rounds += following
+            assert not any(transfer.unbegun for transfer in transfers)
         results = [agreed.undo(transfer.finish()) for agreed, transfer in begun]
         report = transfers[0].report(Progress(0))
         assert report.pushed_bytes < report.dense_bytes // 8
