@@ -263,7 +263,8 @@ class Channel(Waiter):
                 if isinstance(socket, int):
                     self._lock.on_wake()
                 elif (rank := self._servers.rank_of(socket)) is None:
-                    self._check_refusals()
+                    if (refusing := self._servers.refused_by()) is not None:
+                        self._on_refused(refusing)
                 else:
                     if event & WRITABLE:
                         self._sender.send_waiting(rank)
@@ -381,11 +382,6 @@ class Channel(Waiter):
     def _check_connectivity(self, now: float) -> None:
         if self._rounds.in_flight and (error := self._servers.connectivity.look(now)):
             self._execute(self._rounds.on_lost(error))
-
-    def _check_refusals(self) -> None:
-        rank = self._servers.refused_by()
-        if rank is not None:
-            self._on_refused(rank)
 
     def _on_refused(self, rank: int) -> None:
         reason = f"server {rank} has refused this worker; see its log and its security.keys"
