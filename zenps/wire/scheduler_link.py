@@ -157,8 +157,8 @@ class SchedulerLink:
     def _silence(self, seconds: float) -> str:
         reason = why_unreachable(self._scheduler)
         advice = (
-            "check that it runs, that cluster.scheduler is right (there, too, no loopback address), and that "
-            "firewalls let its port through"
+            "check that it runs, that cluster.scheduler is right here and on its host (no loopback address, "
+            "if nodes are on several hosts), and that firewalls let its port through"
             if reason
             else f"check that a scheduler of job {self._cluster.job!r} listens there"
         )
