@@ -72,14 +72,18 @@ class Prometheus:
         """Returns the series of ``expression`` once they fulfil ``condition``: by default, there are any."""
         return _await(lambda: self.query(expression), condition, seconds, expression)
 
-    def await_alert(self, name: str, seconds: float = 30.0, **labels: str) -> Alert:
-        """Returns the first firing alert with this name and these labels."""
+    def await_alert(self, name: str, seconds: float = 30.0, says: str = "", **labels: str) -> Alert:
+        """Returns the first firing alert with this name and these labels, once its description ``says`` so.
+
+        A description may follow later than the alert, because other scrapes fill it.
+        """
         wanted = {"alertname": name, **labels}.items()
 
         def of_that_name() -> list[Alert]:
-            return [alert for alert in self.alerts() if wanted <= alert.labels.items()]
+            named = [alert for alert in self.alerts() if wanted <= alert.labels.items()]
+            return [alert for alert in named if says in alert.annotations["description"]]
 
-        return _await(of_that_name, bool, seconds, f"alert {name}")[0]
+        return _await(of_that_name, bool, seconds, f"alert {name} {says}")[0]
 
     def _get(self, what: str, **parameters: str) -> Any:
         url = f"http://{self.address}/api/v1/{what}?{urllib.parse.urlencode(parameters)}"
