@@ -52,7 +52,8 @@ def shutdown() -> None:
 
     Waits up to two seconds for the other workers to call this: until then, the loss of a server could make
     this worker's last gradients needed again. A worker that exits without calling this leaves without that
-    wait.
+    wait. With ``sync.consistency = ssp`` all optimizers are drained before, unless an exception is handled;
+    errors of that are raised once this worker has left.
     """
     # Do not wait for others in the `finally` of a script that fails.
     PROCESS.leave(together=sys.exception() is None)

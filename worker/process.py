@@ -10,7 +10,9 @@ import os
 import signal
 import sys
 import threading
+import weakref
 from collections import Counter
+from collections.abc import Callable
 from types import FrameType
 
 from zenps.config.settings import Config
@@ -41,6 +43,7 @@ class Process:
         self._scheduler = ""
         """That of the last cluster that this process has joined."""
         self._prefixes: Counter[str] = Counter()
+        self._before_leaving: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     @property
     def has_world(self) -> bool:
@@ -100,9 +103,22 @@ class Process:
         """Leaves the world; ``together`` first waits a moment for the others. A second call does nothing."""
         with self._changing:
             if self._world is not None:
-                self._world.close(together=together)
-                self._world = None
-                self._restore_sigterm()
+                try:
+                    self._finish(together)
+                finally:
+                    self._world.close(together=together)
+                    self._world = None
+                    self._restore_sigterm()
+
+    def before_leaving(self, call: Callable[[], None]) -> None:
+        """Has a method called when this process leaves together with the others, while its object lives."""
+        self._before_leaving.append(weakref.WeakMethod(call))
+
+    def _finish(self, together: bool) -> None:
+        calls, self._before_leaving = self._before_leaving, []
+        for reference in calls:
+            if together and (call := reference()) is not None:
+                call()
 
     def leave_at_exit(self) -> None:
         """Leaves when the interpreter ends: by an exception, ``sys.exit``, Ctrl-C or SIGTERM."""

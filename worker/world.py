@@ -22,6 +22,7 @@ from .backends.servers import ServerBackend
 from .core.interrupts import MASK
 from .core.pending import Pending
 from .core.request import Request, check_request, wire_name
+from .core.spans import Spans
 from .core.statistics import Statistics, Stats
 from .recorder import Recorder
 from .sparsify.sparsification import Sparsification
@@ -37,6 +38,8 @@ class World(ABC):
         quantized_run: elements of a dense gradient that are quantized by a common scale; 1 if values are not
             quantized by runs.
         sparsification: of dense gradients; None if they are pushed whole.
+        spans: for a timeline.
+        staleness: how many steps later than they are pushed gradients are applied.
         is_elastic: True if training continues after the loss of workers, and new workers may join.
         is_joining: True if this worker has joined a running job and has not got its state yet.
     """
@@ -46,6 +49,8 @@ class World(ABC):
     bucket_bytes: int
     quantized_run: int
     sparsification: Sparsification | None
+    spans: Spans
+    staleness: int
     is_elastic: bool
     is_joining: bool
 
@@ -72,6 +77,10 @@ class World(ABC):
     @abstractmethod
     def stats(self) -> Stats:
         """Returns a copy of the statistics so far."""
+
+    @abstractmethod
+    def note_staleness(self, steps: int) -> None:
+        """Notes for how many steps an optimizer has pushed gradients and not applied their averages."""
 
     @abstractmethod
     def begin(self, request: Request) -> Pending:
@@ -109,12 +118,17 @@ class LocalWorld(World):
     bucket_bytes = quantized_run = 1
     is_elastic = is_joining = False
     sparsification = None
+    spans = Spans()
+    staleness = 0
 
     def __init__(self) -> None:
         self._backend = LocalBackend(Statistics(WorkerMetrics(CollectorRegistry())))
 
     def stats(self) -> Stats:
         return Stats()
+
+    def note_staleness(self, steps: int) -> None:
+        """Does nothing: a worker alone pushes nothing."""
 
     def begin(self, request: Request) -> Pending:
         check_request(request)
@@ -163,6 +177,8 @@ class ClusterWorld(World):
         self.bucket_bytes = config.sync.bucket_bytes
         self.quantized_run = RUN if config.sync.values == "int8" else 1
         self.sparsification = session.sparsification
+        self.spans = session.spans
+        self.staleness = config.sync.staleness if config.sync.consistency == "ssp" else 0
         self._session, self._servers, self._backend = session, servers, backend
         self._recorder = recorder
         self._opened = opened
@@ -178,6 +194,9 @@ class ClusterWorld(World):
 
     def stats(self) -> Stats:
         return structs.replace(self._session.statistics.stats, partition=self._backend.partition)
+
+    def note_staleness(self, steps: int) -> None:
+        self._session.statistics.note_staleness(steps)
 
     def begin(self, request: Request) -> Pending:
         check_request(request)

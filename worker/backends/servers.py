@@ -58,7 +58,7 @@ class ServerBackend(Backend):
         try:
             given = request.tensor
             request, transforms = self._transformed(request, progress.step)
-            if transforms:
+            if transforms and not options.given:
                 options = structs.replace(options, given=describe(given))
                 request = request._replace(options=options)
             with self._session.spans("compact", name, progress.step) as span:

@@ -20,6 +20,9 @@ from .residuals import Residuals
 # uint8 is for broadcasts, which carry any dtype as bytes.
 _SUPPORTED = tuple(dtype for dtype in ACCUMULATE if dtype != torch.uint8)
 
+# The turn in a name of :func:`name_in_turn`.
+_TURN = re.compile(r"^([^/]*)\.\d+/")
+
 # Half a character: Python's str may hold one, UTF-8 may not.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -43,7 +46,8 @@ class Options(Struct, frozen=True):
     residuals: Residuals | None = None
     """Error feedback of the gradients of one optimizer. Without it, a gradient is not quantized."""
     given: str = ""
-    """The caller's tensor, by :func:`describe`, if a scheme has transformed it; ranks must agree about it."""
+    """What ranks must agree about: the caller's tensor, by :func:`describe`, if a scheme has transformed it,
+    perhaps with more that the caller says. Empty: the tensor that is pushed."""
 
     is_sparsifiable: bool = False
     """True for a gradient that ``sync.sparsifier`` may thin out. It needs ``residuals``."""
@@ -109,6 +113,22 @@ def wire_name(name: str) -> str:
         reason = f"expected at most {MAX_NAME} characters, of which each @ and # counts twice"
         raise UsageError(f"tensor name {name!r:.60}: {reason}")
     return doubled
+
+
+def name_in_turn(prefix: str, turn: int, name: str) -> str:
+    """Returns the name of one of several rounds of a gradient that may be in flight at once.
+
+    Args:
+        prefix: of the names of one optimizer.
+        turn: of the round; the next but these rounds has the same again.
+        name: of the gradient.
+    """
+    return f"{prefix}.{turn}/{name}"
+
+
+def without_turn(name: str) -> str:
+    """Returns the name that a gradient would have if only one of its rounds were in flight at once."""
+    return _TURN.sub(r"\1/", name)
 
 
 # These parameters are annotated as object because callers need not be type-checked.

@@ -118,6 +118,7 @@ class Statistics:
     def __init__(self, metrics: WorkerMetrics) -> None:
         self.stats = Stats()
         self._metrics = metrics
+        self._staleness = 0
         self._lock = threading.Lock()
         """Guards the totals, and the metrics that have no lock of their own."""
 
@@ -130,6 +131,7 @@ class Statistics:
             "pulled_bytes": stats.pulled_bytes,
             "wait_seconds": stats.wait_seconds,
             "step": max(self._metrics.steps.total - 1, 0),
+            "staleness": self._staleness,
         }
 
     def record(
@@ -165,6 +167,11 @@ class Statistics:
             self.stats.union_elements += elements.union
         for stage, count in elements._asdict().items():
             self._metrics.elements.labels(stage=stage).inc(count)
+
+    def note_staleness(self, steps: int) -> None:
+        """Notes for how many steps an optimizer has pushed gradients and not applied their averages."""
+        self._staleness = steps
+        self._metrics.staleness.set(steps)
 
     def note_selection(self, selected: int, mean: float) -> None:
         """Notes how many elements this worker has selected, beside the mean of all workers."""

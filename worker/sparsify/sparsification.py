@@ -15,7 +15,7 @@ from zenps.errors import UsageError, listing
 from zenps.sparsifiers.base import Sparsifier, Step, Task
 from zenps.sparsifiers.registry import sparsifier_class
 
-from ..core.request import Request
+from ..core.request import Request, without_turn
 from ..core.residuals import Feedback
 from ..core.statistics import Statistics
 from ..core.transfer import Transform
@@ -66,6 +66,8 @@ class Sparsification:
         """By name of the tensor."""
         self._loaded: dict[str, Mapping[str, Any]] = {}
         """States that no tensor has taken yet."""
+        self._known: set[str] = set()
+        """The tensors of the loaded state. One that was not pushed in each turn lacks some states."""
 
     def covers(self, request: Request) -> bool:
         """Returns whether the tensor is sparsified, and not pushed whole."""
@@ -138,6 +140,7 @@ class Sparsification:
             if (given := state.get(what)) != own:
                 raise UsageError(f"sparsifier state: {what} is {given!r}, expected {own!r}, as here")
         self._loaded = dict(tensors)
+        self._known = set(map(without_turn, tensors))
 
     def _origin(self) -> dict[str, str | int]:
         controller = self._config.sparsifier.controller
@@ -157,8 +160,8 @@ class Sparsification:
             feedback.first_step = 0
         # Steps count from 0 again when workers join, which know nothing of what the others have learned.
         if feedback.sparsifier is None or (not step and self.kind.exchange == "agreed"):
-            if feedback.sparsifier is None and self._loaded and name not in self._loaded:
-                known = listing(sorted(self._loaded))
+            if feedback.sparsifier is None and self._loaded and without_turn(name) not in self._known:
+                known = listing(sorted(self._known))
                 raise UsageError(f"sparsifier state: expected one of tensor {name!r}, got {known}")
             config, place = self._config, options.pusher or (self._rank, self._world)
             seed, settings = config.sync.seed, config.sparsifier

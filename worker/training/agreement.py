@@ -82,7 +82,7 @@ class ParameterAgreement:
                     )
         self._unknown = unknown
         # Backward computes the last layers' gradients first, so buckets are filled from the end.
-        prefix, world = f"{self._prefix}/bucket{len(self.bucket_of)}", PROCESS.world
+        prefix, world = f"bucket{len(self.bucket_of)}", PROCESS.world
         run, sparsifies = world.quantized_run, world.sparsification is not None
         for bucket in fuse(prefix, reversed(dense), world.bucket_bytes, run, sparsifies):
             self.bucket_of |= dict.fromkeys(bucket.parameters, bucket)

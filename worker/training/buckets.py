@@ -16,7 +16,7 @@ class Bucket:
     A parameter that no rank used keeps ``grad = None``, so its optimizer does not change it.
 
     Args:
-        name: of the round.
+        name: unique among the buckets of an optimizer.
         parameters: of one dtype, on one device.
         run: elements that are quantized by a common scale. Each presence element begins a run, because
             beside larger values it could be rounded to 0.
@@ -31,7 +31,8 @@ class Bucket:
         self.parameters = parameters
         self.is_sparsifiable = is_sparsifiable
         self._run = run
-        self._has_residual: set[Parameter] = set()
+        self._has_residual: set[tuple[str, Parameter]] = set()
+        """Under the name of a round."""
         self._present_from = -(-sum(parameter.numel() for parameter in parameters) // run) * run
         self.waiting_for = set(parameters)
         """Parameters whose gradient backward has not computed since the last push."""
@@ -41,12 +42,13 @@ class Bucket:
         """The ranges of the tensor that are never thinned out: the presence elements."""
         return ((self._present_from, self._present_from + len(self.parameters) * self._run),)
 
-    def fused(self, scale: float = 1.0, residual: Tensor | None = None) -> Tensor:
+    def fused(self, scale: float = 1.0, residual: Tensor | None = None, name: str = "") -> Tensor:
         """Returns the gradients, padded to whole runs, then the presence elements.
 
         Args:
             scale: of the gradients.
-            residual: what was not pushed yet of this bucket, if it is known here.
+            residual: what was not pushed yet of this bucket under ``name``, if it is known here.
+            name: of the round.
         """
         first = self.parameters[0]
         length = self._present_from + len(self.parameters) * self._run
@@ -55,12 +57,14 @@ class Bucket:
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
                 flat[begin : begin + parameter.numel()].view(parameter.shape).copy_(parameter.grad)
-                self._has_residual.add(parameter)
+                self._has_residual.add((name, parameter))
             elif not parameter.requires_grad or (
                 residual is not None and not residual[begin : begin + parameter.numel()].any()
             ):
-                self._has_residual.discard(parameter)
-            if parameter.grad is not None or (self.is_sparsifiable and parameter in self._has_residual):
+                self._has_residual.discard((name, parameter))
+            if parameter.grad is not None or (
+                self.is_sparsifiable and (name, parameter) in self._has_residual
+            ):
                 flat[self._present_from + index * self._run] = 1
             begin += parameter.numel()
         if scale != 1:

@@ -132,6 +132,11 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
         exact=() if gradient.is_sparse else _vectors(bucket),
     )
     world = PROCESS.world
+    if world.staleness:
+        raise UsageError(
+            f"sync.consistency = ssp with sync.staleness = {world.staleness}: expected DistributedOptimizer, "
+            "got the DDP hook, whose averages are applied at once; use bsp"
+        )
     if world.sparsification is not None and world.sparsification.kind.takes_momentum:
         raise UsageError(
             f"sync.sparsifier = {world.sparsification.name}: expected DistributedOptimizer, whose momentum "

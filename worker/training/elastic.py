@@ -79,6 +79,9 @@ class TrainingState:
         # Ranks learn of joining workers at different times, but must all admit them at the same step.
         joining = torch.tensor([int(world.has_joining_workers())], device="cpu")
         if world.begin(Request(joining, "state/joining")).wait().item():
+            for optimizer in self._optimizers:
+                if isinstance(optimizer, DistributedOptimizer):
+                    optimizer.drain()
             world.admit()
             self.sync()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, SupportsIndex
 
@@ -15,6 +16,11 @@ from ..process import PROCESS
 from .agreement import parameters_by_name
 from .momentum import take_momentum
 from .synchronizer import GradientSynchronizer
+
+logger = logging.getLogger("zenps.worker")
+
+STATE = "zenps"
+"""The entry of a state that the wrapped optimizer does not have."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -58,6 +64,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._correction = take_momentum(optimizer)
         momentum = None if self._correction is None else self._correction.momentum
         self._synchronizer = GradientSynchronizer(optimizer, own, average, backward_passes_per_step, momentum)
+        _warn_of_momentum(optimizer)
+        PROCESS.before_leaving(self.drain)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_inner":  # copy and pickle read attributes before any is set
@@ -96,10 +104,30 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 raise UsageError("step() after synchronize(): expected it inside skip_synchronize()")
             self.synchronize()
         self._synchronizer.is_synchronized = False
+        self._apply()
+        return result
+
+    def drain(self) -> None:
+        """With ``sync.consistency = ssp``, applies the averages of all steps that are still in flight.
+
+        Call it on all ranks at the same point, before weights are evaluated or saved. :meth:`state_dict`,
+        :meth:`load_state_dict`, :meth:`TrainingState.commit` before it admits workers, and
+        :func:`zenps.shutdown` do so, too. Without a staleness it does nothing. Errors are those of
+        :func:`zenps.push_pull`.
+
+        Raises:
+            UsageError: called between backward and ``step()``.
+        """
+        while self._synchronizer.take_earlier():
+            self._apply()
+
+    def _apply(self) -> None:
         if self._correction is not None:
             self._correction.apply(self._synchronizer.sparsified)
-        self._inner.step()
-        return result
+        with PROCESS.world.spans("apply") as span:
+            self._inner.step()
+            if span:
+                span.note(step=self._synchronizer.applied, staleness=self._synchronizer.staleness)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -110,6 +138,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not (self._skip or not PROCESS.world.is_distributed):
             raise UsageError(
                 "GradScaler: expected synchronize(), then scaler.step() inside skip_synchronize()"
+            )
+        if PROCESS.world.staleness:
+            raise UsageError(
+                f"GradScaler: expected gradients of this step, got those of {PROCESS.world.staleness} steps "
+                "before, perhaps of another scale; use sync.consistency = bsp, or bfloat16 without a scaler"
             )
         return False
 
@@ -122,7 +155,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: called between backward and ``step()``, where it would drop pushed gradients.
         """
-        self._synchronizer.drop()
+        if self._synchronizer.drop():
+            self._apply()
         self._inner.zero_grad(set_to_none)
 
     # Training code also assigns to these. Without setters, the wrapped optimizer would keep its own.
@@ -155,13 +189,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._inner.defaults = defaults
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the wrapped optimizer."""
+        """Returns the state of the wrapped optimizer, after :meth:`drain`: then all ranks call this."""
+        self.drain()
         state = self._inner.state_dict()
+        if self._synchronizer.staleness:
+            state[STATE] = {"step": self._synchronizer.step}
         return state if self._correction is None else self._correction.complete(state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state into the wrapped optimizer."""
-        self._inner.load_state_dict(state_dict)
+        """Loads the state into the wrapped optimizer, after :meth:`drain`."""
+        self.drain()
+        self._synchronizer.step = state_dict.get(STATE, {}).get("step", self._synchronizer.step)
+        self._inner.load_state_dict({key: value for key, value in state_dict.items() if key != STATE})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises UsageError: ranks agreed on the parameters at construction."""
@@ -193,3 +232,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def adopt_agreement(self, root_rank: int) -> None:
         """Adopts what the root's optimizer has agreed on; for :class:`zenps.TrainingState`."""
         self._synchronizer.adopt_agreement(root_rank)
+
+
+def _warn_of_momentum(optimizer: torch.optim.Optimizer) -> None:
+    staleness = PROCESS.world.staleness
+    momentum = max((group.get("momentum") or 0.0 for group in optimizer.param_groups), default=0.0)
+    if staleness and momentum:
+        logger.warning(
+            "sync.staleness = %d with momentum = %g: diverges if the learning rate is high; lower one of "
+            "the three",
+            staleness,
+            momentum,
+        )

@@ -1,8 +1,13 @@
-"""Gradient synchronizer: hooks push each gradient while backward runs; a step collects all of them."""
+"""Gradient synchronizer: hooks push each gradient while backward runs; a step collects all averages.
+
+With ``sync.consistency = ssp`` (stale synchronous parallel; Ho et al., NIPS '13) a step collects the averages
+of an earlier one. Unlike there, the delay is always the same, so that results do not depend on timing.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -10,14 +15,14 @@ from msgspec import structs
 from torch import Tensor
 from torch.nn import Parameter
 
-from zenps.errors import MismatchError, UsageError, ZenPSError
+from zenps.errors import MismatchError, PeerLostError, UsageError, ZenPSError
 from zenps.sparsifiers.base import Momentum
 
-from ..core.pending import Pending
-from ..core.request import Options, Request
+from ..core.request import Options, Request, describe, name_in_turn
 from ..core.residuals import Residuals
 from ..process import PROCESS
 from .agreement import ParameterAgreement, name_of
+from .averages import Averages
 from .buckets import Bucket, clip_factor
 from .snapshot import Snapshot, first_changed
 
@@ -35,6 +40,8 @@ class GradientSynchronizer:
     Attributes:
         is_synchronized: whether gradients are those of all ranks, and backward has not run since.
         sparsified: the parameters whose last gradients were sparsified.
+        applied: the number of the step whose averages the gradients are.
+        staleness: how many steps later than they are pushed gradients are applied.
 
     Raises:
         MismatchError: ranks have different parameters.
@@ -50,6 +57,8 @@ class GradientSynchronizer:
     ) -> None:
         self.is_synchronized = False
         self.sparsified: set[Parameter] = set()
+        self.applied = 0
+        self.staleness = PROCESS.world.staleness
         self._momentum = momentum
         self._optimizer = optimizer
         self._average = average
@@ -60,7 +69,12 @@ class GradientSynchronizer:
         self._residuals = Residuals()
         self._is_refused = False
         """Whether an error of backward or of :meth:`synchronize` has ended this step before its averages."""
-        self._in_flight: dict[Parameter | Bucket, Pending] = {}
+        self._pushed = Averages(0)
+        """Of the step whose gradients backward computes."""
+        self._earlier: deque[Averages] = deque()
+        """Of the ``staleness`` steps before, oldest first."""
+        self._drains = 0
+        """How often averages were taken between two steps. Ranks must agree about it."""
         self._computed: dict[Parameter, Snapshot] = {}
         """The gradients that backward has computed since the last :meth:`synchronize`, pushed or not yet."""
         for parameter in self._agreement.names:
@@ -72,11 +86,24 @@ class GradientSynchronizer:
         return any(self._passes.values())
 
     def adopt_agreement(self, root_rank: int) -> None:
-        """Calls :meth:`ParameterAgreement.adopt`."""
+        """Calls :meth:`ParameterAgreement.adopt`; steps count from 0 again."""
         self._agreement.adopt(root_rank)
+        self.step = self._drains = 0
+
+    @property
+    def step(self) -> int:
+        """The number of the step whose gradients backward computes."""
+        return self._pushed.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        assert not self._pushed.handles
+        self._pushed.step = step
 
     def synchronize(self) -> None:
         """Pushes what backward has not pushed, and replaces every gradient by its average over all ranks.
+
+        With a staleness, these are the averages of an earlier step; in the first steps there are none.
 
         Raises:
             UsageError: a gradient was changed since backward computed it, or its parameter was frozen or
@@ -85,59 +112,89 @@ class GradientSynchronizer:
         if not PROCESS.world.is_distributed:
             return
         self._check_gradients()
-        self._average_gradients()
+        self._end_step()
         self.is_synchronized = True
 
-    def drop(self) -> None:
+    def take_earlier(self) -> bool:
+        """Makes the averages of the oldest step in flight the gradients; returns False if there is none.
+
+        All ranks call it at the same point: otherwise the averages of the next step are a MismatchError.
+
+        Raises:
+            UsageError: called between backward and the end of its step.
+        """
+        if not self._earlier:
+            return False
+        if self.has_run_backward or self.is_synchronized:
+            raise UsageError(
+                "drain(), which state_dict() calls: expected it after step(), not between backward and step()"
+            )
+        self._drains += 1
+        self._take(self._earlier.popleft())
+        return True
+
+    def drop(self) -> bool:
         """Ends the step without its gradients, which the caller clears.
 
         If this step was refused, still pushes what backward has not pushed: the other ranks wait for it.
+
+        Returns:
+            whether the averages of an earlier step are there, and still to be applied.
 
         Raises:
             UsageError: gradients are in flight, and the step was not refused.
         """
         if self._is_refused:
-            self._average_gradients()
-        elif self._in_flight:
+            self._pushed.is_dropped = True
+            return self._end_step() and self.staleness > 0
+        if self._pushed.handles:
             raise UsageError("zero_grad() while gradients are in flight; call step() or synchronize() first")
-        elif self.has_run_backward:
+        if self.has_run_backward:
             self._begin_step()
             for bucket in self._agreement.buckets:
                 bucket.waiting_for = set(bucket.parameters)
+        return False
 
     def _begin_step(self) -> None:
         self._is_refused = False
         self._passes = dict.fromkeys(self._passes, 0)
         self._computed.clear()
 
-    def _average_gradients(self) -> None:
+    def _end_step(self) -> bool:
+        """Pushes what backward has not pushed; returns whether the averages of a step are there."""
         self._begin_step()
-        errors: list[ZenPSError] = []
+        error: ZenPSError | None = None
         try:
             self._push_rest()
-        except ZenPSError as error:
-            errors.append(error)
-        in_flight, self._in_flight = self._in_flight, {}
-        for owner, handle in in_flight.items():
-            try:
-                result = handle.wait()
-            except ZenPSError as error:  # wait for the others too: nothing may stay in flight
-                errors.append(error)
-                continue
-            if isinstance(owner, Bucket):
-                owner.spread(result)
-            else:
-                owner.grad = result if result._nnz() else None
-        if errors:
-            raise errors[0]
+        except ZenPSError as raised:
+            self._pushed.is_dropped, error = True, raised
+        self._earlier.append(self._pushed)
+        self._pushed = Averages(self.step + 1)
+        PROCESS.world.note_staleness(min(len(self._earlier), self.staleness))
+        is_due = len(self._earlier) > self.staleness
+        self._take(self._earlier.popleft() if is_due else Averages(-1))
+        if error is not None:
+            raise error
+        return is_due
+
+    def _take(self, averages: Averages) -> None:
+        if self.staleness:  # what backward has just computed is not what is applied
+            for parameter in self._agreement.names:
+                parameter.grad = None
+        self.applied = averages.step
+        try:
+            averages.take()
+        except PeerLostError:  # the later ones will not come either
+            self._earlier.clear()
+            raise
 
     def _push_rest(self) -> None:
         """Pushes what backward has not pushed."""
         self._agreement.agree_on_kinds()
         for parameter in self._agreement.sparse:
-            if parameter not in self._in_flight:
+            if parameter not in self._pushed.handles:
                 self._push_sparse(parameter)
-        rest = [bucket for bucket in self._agreement.buckets if bucket not in self._in_flight]
+        rest = [bucket for bucket in self._agreement.buckets if bucket not in self._pushed.handles]
         scale = clip_factor(rest, self._clip_norm)
         for bucket in rest:
             self._push_bucket(bucket, scale)
@@ -181,25 +238,26 @@ class GradientSynchronizer:
         if gradient is None:
             gradient = _without_rows(parameter, sparse_dim)
         self._check_kind(parameter, gradient, sparse_dim)
-        name = f"{self._prefix}/{self._agreement.names[parameter]}"
-        options = self._options(self._agreement.priorities[parameter])
-        self._in_flight[parameter] = PROCESS.world.begin(Request(gradient, name, options))
+        options = self._options(self._agreement.priorities[parameter], gradient)
+        request = Request(gradient, self._round_name(self._agreement.names[parameter]), options)
+        self._pushed.handles[parameter] = PROCESS.world.begin(request)
 
     def _push_bucket(self, bucket: Bucket, scale: float = 1.0) -> None:
         for parameter in bucket.parameters:
             if parameter.grad is not None:
                 self._check_kind(parameter, parameter.grad, 0)
         priority = max(self._agreement.priorities[parameter] for parameter in bucket.parameters)
+        name = self._round_name(bucket.name)
+        residual = self._residuals.peek(name)
+        fused = bucket.fused(scale, None if residual is None else residual.view(-1), name)
         options = structs.replace(
-            self._options(priority),
+            self._options(priority, fused),
             is_sparsifiable=bucket.is_sparsifiable,
             exact=bucket.exact,
             momentum=self._momentum,
         )
-        residual = self._residuals.peek(bucket.name)
-        fused = bucket.fused(scale, None if residual is None else residual.view(-1))
-        request, world = Request(fused, bucket.name, options), PROCESS.world
-        self._in_flight[bucket] = world.begin(request)
+        request, world = Request(fused, name, options), PROCESS.world
+        self._pushed.handles[bucket] = world.begin(request)
         if world.sparsification is not None and world.sparsification.covers(request):
             self.sparsified.update(bucket.parameters)
         bucket.waiting_for = set(bucket.parameters)
@@ -209,9 +267,21 @@ class GradientSynchronizer:
         sparsification = PROCESS.world.sparsification
         return 0.0 if sparsification is None else sparsification.clip_norm
 
-    def _options(self, priority: int) -> Options:
+    def _round_name(self, name: str) -> str:
+        """Returns the name under which this step pushes a gradient: several steps may be in flight."""
+        if not self.staleness:
+            return f"{self._prefix}/{name}"
+        return name_in_turn(self._prefix, self.step % (self.staleness + 1), name)
+
+    def _options(self, priority: int, gradient: Tensor) -> Options:
+        # A rank that alone had drained its optimizer would go on with other weights than the others.
+        given = f"after {self._drains} drained step(s) {describe(gradient)}" if self._drains else ""
         return Options(
-            average=self._average, priority=priority, purpose="gradient", residuals=self._residuals
+            average=self._average,
+            priority=priority,
+            purpose="gradient",
+            residuals=self._residuals,
+            given=given,
         )
 
     def _check_gradients(self) -> None:

@@ -181,6 +181,14 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         float,
         Meta(description="part of the elements that each rank pushes of a dense gradient", gt=0, le=1),
     ] = 0.01
+    consistency: Annotated[
+        Literal["bsp", "ssp"],
+        Meta(description="[when gradients count](consistency.md); bsp: in their own step; ssp: steps later"),
+    ] = "bsp"
+    staleness: Annotated[
+        int,
+        Meta(description="ssp: how many steps later the averages of a step are applied", ge=0, le=64),
+    ] = 1
     levels: Annotated[
         int,
         Meta(
@@ -365,6 +373,7 @@ def shared_settings(config: Config) -> dict[str, str | int | float]:
         "sync.block": config.sync.block,
         "sync.bucket_bytes": config.sync.bucket_bytes,
         "sync.chunk_bytes": config.sync.chunk_bytes,
+        "sync.consistency": config.sync.consistency,
         "sync.density": config.sync.density,
         "sync.fusion": config.sync.fusion,
         "sync.granule": config.sync.granule,
@@ -374,5 +383,6 @@ def shared_settings(config: Config) -> dict[str, str | int | float]:
         "sync.scheme": config.sync.scheme,
         "sync.seed": config.sync.seed,
         "sync.sparsifier": config.sync.sparsifier,
+        "sync.staleness": config.sync.staleness,
         "sync.values": config.sync.values,
     }

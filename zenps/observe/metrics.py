@@ -94,6 +94,11 @@ class WorkerMetrics(_RoleMetrics):
             "Bytes that dense synchronisation of the same tensors would have pushed and pulled.",
         )
         self.steps = self._tally("zenps_steps_total", "Steps begun: pushes of the tensor pushed most often.")
+        self.staleness = self._gauge(
+            "zenps_staleness_steps",
+            "Steps whose gradients an optimizer has pushed and whose averages it has not applied "
+            "(sync.consistency = ssp).",
+        )
         self.chosen_rounds = self._counter(
             "zenps_chosen_rounds_total",
             "Rounds of sparse tensors by the scheme that sync.scheme = auto chose.",

@@ -50,6 +50,8 @@ class FakeWorld(World):
     bucket_bytes = 1 << 20
     quantized_run = 1
     sparsification = None
+    spans = Spans()
+    staleness = 0
     is_elastic = is_joining = False
 
     def __init__(self) -> None:
@@ -62,6 +64,8 @@ class FakeWorld(World):
 
     def stats(self) -> Stats:
         return Stats()
+
+    def note_staleness(self, steps: int) -> None: ...
 
     def begin(self, request: Request) -> Pending:
         tensor, name, options = request
@@ -369,6 +373,42 @@ def test_zero_grad_ends_a_step_that_was_refused(
 
     train_one_step(model, optimizer)
     assert not any(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("mistake", [refused_backward, refused_step])
+def test_a_refused_step_is_dropped_and_the_delayed_ones_are_applied(
+    mistake: Callable[[Model, zps.DistributedOptimizer], None], world: FakeWorld, model: Model
+) -> None:
+    world.staleness = 2
+    optimizer = wrap(model)
+    applied: list[dict[str, Tensor | None]] = []
+
+    def note(*_: object) -> None:
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        applied.append({name: None if each is None else each.to_dense() for name, each in gradients.items()})
+
+    optimizer.register_step_pre_hook(note)
+    pushed = []
+    for step in range(6):
+        optimizer.zero_grad()
+        for parameter in model.parameters():  # so that steps have different gradients
+            parameter.data += 0.1 * step
+        if step == 3:
+            with pytest.raises(UsageError):
+                mistake(model, optimizer)
+            optimizer.zero_grad()
+            pushed.append(dict.fromkeys(pushed[0]))
+            continue
+        model.loss().backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        pushed.append({name: each.to_dense() for name, each in gradients.items() if each is not None})
+        optimizer.step()
+    optimizer.drain()
+    nothing = dict.fromkeys(pushed[0])
+    assert len(applied) == 2 + 6
+    for got, expected in zip(applied, [nothing, nothing, *pushed], strict=True):
+        torch.testing.assert_close(got, expected)
+    assert world.waited == world.pushed
 
 
 def test_parameter_that_is_unfrozen_later_is_refused(world: FakeWorld) -> None:

@@ -82,6 +82,7 @@ def test_every_field_can_be_set_by_its_variable() -> None:
         "cluster.same_host": "tcp",
         "sparsifier.controller": "published",
         "sparsifier.mask_momentum": "off",
+        "sync.consistency": "ssp",
     }
     other |= {"sync.scheme": "zen", "sync.values": "int8", "sync.density": "0.5"}
     for name, field in FIELDS.items():
@@ -159,7 +160,8 @@ class TestUnknownKeys:
         assert refusal(sets=["sync.partitoin=x"]) == (
             "sync.partitoin: unknown key; did you mean sync.partition? "
             "(sync has: scheme, partition, codec, values, chunk_bytes, bucket_bytes, granule, block, fusion, "
-            "bandwidth_mbit, latency_us, sparsifier, density, levels, table_bytes, seed, trace)"
+            "bandwidth_mbit, latency_us, sparsifier, density, consistency, staleness, levels, table_bytes, "
+            "seed, trace)"
         )
         sections = "cluster, sync, sparsifier, cuda, security, metrics, status, log"
         assert refusal(sets=["zzz=x"]) == f"zzz: unknown key; sections: {sections}"

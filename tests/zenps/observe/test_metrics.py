@@ -43,6 +43,7 @@ NAMES: dict[Role, set[str]] = {
         "zenps_elements_total",
         "zenps_residual_norm",
         "zenps_selection_imbalance_ratio",
+        "zenps_staleness_steps",
         "zenps_rows_total",
         "zenps_push_pull_duration_seconds",
         "zenps_wait_duration_seconds",

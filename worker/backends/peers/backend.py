@@ -63,7 +63,7 @@ class PeerBackend(Backend):
             return self._servers.begin(request)
         given = request.tensor
         request, transforms = self._transformed(request)
-        if transforms:
+        if transforms and not request.options.given:
             options = structs.replace(request.options, given=describe(given))
             request = request._replace(options=options)
         progress = Progress(0)

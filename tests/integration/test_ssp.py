@@ -1,0 +1,396 @@
+"""``sync.consistency = ssp``: each step applies the averages of some steps before, whatever the timing."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zenps as zps
+from tests.integration import test_sparsifiers
+from tests.integration.cluster import LEASE_SECONDS, Cluster, Raised, attempt, await_file
+from tests.integration.embedding_model import (
+    OPTIMIZERS,
+    Model,
+    assert_same,
+    loss_of,
+    make_model,
+    state_of,
+)
+from tests.integration.test_levels import REACHED, start_on_two_hosts
+from zenps.worker.process import PROCESS
+
+STEPS = 9
+RANKS = 3
+
+State = dict[str, Tensor]
+
+
+def settings(staleness: int, **more: object) -> dict[str, object]:
+    return {"sync.consistency": "ssp", "sync.staleness": staleness} | {
+        name.replace("__", "."): value for name, value in more.items()
+    }
+
+
+def wrap(model: Model, name: str) -> list[zps.DistributedOptimizer]:
+    wrapped = []
+    for optimizer in OPTIMIZERS[name](model):
+        own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        mine = [(each, parameter) for each, parameter in model.named_parameters() if parameter in own]
+        wrapped.append(zps.DistributedOptimizer(optimizer, mine))
+    return wrapped
+
+
+def train(name: str, steps: int = STEPS, jitter_seconds: float = 0.0) -> tuple[State, State]:
+    """The parameters before and after ``drain()``."""
+    model = make_model()
+    optimizers = wrap(model, name)
+    for step in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        time.sleep(jitter_seconds * ((7 * step + 3 * zps.rank()) % 5))
+        loss_of(model, step, zps.rank()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    before = state_of(model)
+    for optimizer in optimizers:
+        optimizer.drain()
+    return before, state_of(model)
+
+
+def train_in_one_process(name: str, staleness: int, ranks: int, steps: int = STEPS) -> tuple[State, State]:
+    """The same, with gradients that wait in a queue."""
+    model = make_model()
+    optimizers = OPTIMIZERS[name](model)
+    waiting: deque[list[Tensor | None]] = deque()
+
+    def apply() -> None:
+        for parameter, gradient in zip(model.parameters(), waiting.popleft(), strict=True):
+            parameter.grad = gradient
+        for optimizer in optimizers:
+            optimizer.step()
+
+    for step in range(steps):
+        model.zero_grad()
+        (sum(loss_of(model, step, rank) for rank in range(ranks)) / ranks).backward()
+        waiting.append([parameter.grad for parameter in model.parameters()])
+        if len(waiting) > staleness:
+            apply()
+    before = state_of(model)
+    while waiting:
+        apply()
+    return before, state_of(model)
+
+
+def assert_bits(states: list[State]) -> None:
+    for state in states[1:]:
+        assert all(torch.equal(state[name], value) for name, value in states[0].items())
+
+
+@pytest.mark.parametrize("ranks", [1, RANKS])
+@pytest.mark.parametrize("staleness", [1, 3])
+@pytest.mark.parametrize("name", ["momentum", "sparse adam and adam"])
+def test_each_step_applies_the_averages_of_some_steps_before(name: str, staleness: int, ranks: int) -> None:
+    with Cluster(ranks, settings=settings(staleness)) as cluster:
+        results = cluster.run(train, name)
+    before, after = train_in_one_process(name, staleness, ranks)
+    for got_before, got_after in results:
+        assert_same(got_before, before)
+        assert_same(got_after, after)
+    assert_bits([got for _, got in results])
+
+
+@pytest.mark.parametrize("scheme", ["zen", "byteps", "omnireduce", "agsparse", "auto"])
+def test_a_delay_works_under_every_scheme(scheme: str) -> None:
+    with Cluster(2, settings=settings(2, sync__scheme=scheme)) as cluster:
+        results = cluster.run(train, "sgd")
+    for _, got in results:
+        assert_same(got, train_in_one_process("sgd", 2, 2)[1])
+
+
+def test_a_delay_of_no_step_is_bsp_bit_for_bit() -> None:
+    found = []
+    for chosen in ({}, settings(0)):
+        with Cluster(2, settings=chosen) as cluster:
+            found += [after for _, after in cluster.run(train, "adagrad")]
+    assert_bits(found)
+
+
+def test_timing_changes_no_bit() -> None:
+    found = []
+    for jitter_seconds in (0.0, 0.02):
+        with Cluster(RANKS, settings=settings(2)) as cluster:
+            found += [after for _, after in cluster.run(train, "adagrad", STEPS, jitter_seconds)]
+    assert_bits(found)
+
+
+def test_a_training_shorter_than_the_delay_applies_all_of_it_in_the_end() -> None:
+    with Cluster(2, settings=settings(STEPS + 1)) as cluster:
+        results = cluster.run(train, "sgd")
+    for before, after in results:
+        assert_bits([before, state_of(make_model())])
+        assert_same(after, train_in_one_process("sgd", STEPS + 1, 2)[1])
+
+
+def test_two_levels() -> None:
+    with Cluster(4, 2, settings(2, sync__levels=2), server_settings=REACHED) as cluster:
+        results = [worker.result() for worker in start_on_two_hosts(cluster, 4, train, "sgd")]
+        cluster.drain()
+    for _, after in results:
+        assert_same(after, train_in_one_process("sgd", 2, 4)[1])
+
+
+# ── the end of a training ───────────────────────────────────────────────────────────────────────
+
+
+def train_and_leave() -> State:
+    model = make_model()
+    (optimizer,) = wrap(model, "sgd")
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step, zps.rank()).backward()
+        optimizer.step()
+    zps.shutdown()
+    return state_of(model)
+
+
+def test_shutdown_applies_the_rest() -> None:
+    with Cluster(2, settings=settings(3)) as cluster:
+        results = cluster.run(train_and_leave)
+    for after in results:
+        assert_same(after, train_in_one_process("sgd", 3, 2)[1])
+
+
+def fail_and_leave() -> tuple[State, State]:
+    model = make_model()
+    (optimizer,) = wrap(model, "sgd")
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, step, zps.rank()).backward()
+        optimizer.step()
+    before = state_of(model)
+    try:
+        raise RuntimeError("the training fails")
+    except RuntimeError:
+        zps.shutdown()
+    return before, state_of(model)
+
+
+def test_a_training_that_fails_leaves_its_weights_as_they_are() -> None:
+    with Cluster(1, settings=settings(1)) as cluster:
+        ((before, after),) = cluster.run(fail_and_leave)
+    assert_bits([before, after])
+
+
+def save_on_one_rank() -> Any:
+    model = make_model()
+    (optimizer,) = wrap(model, "sgd")
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step, zps.rank()).backward()
+        optimizer.step()
+    if zps.rank() == 0:
+        optimizer.state_dict()
+    for step in range(3, 6):
+        optimizer.zero_grad()
+        loss_of(model, step, zps.rank()).backward()
+        refused = attempt(optimizer.step)
+    return refused, attempt(zps.shutdown)
+
+
+def test_a_state_that_one_rank_alone_saves_is_an_error_on_all() -> None:
+    with Cluster(2, settings=settings(2)) as cluster:
+        results = cluster.run(save_on_one_rank)
+    for refused, left in results:
+        assert refused == Raised("MismatchError", refused.text)
+        assert "pushed after 2 drained step(s) sparse" in refused.text
+        assert left.kind == "MismatchError", "what is still in flight cannot be applied either"
+
+
+def drain_at_the_wrong_point() -> list[Any]:
+    model = make_model()
+    (optimizer,) = wrap(model, "sgd")
+    loss_of(model, 0, zps.rank()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, 1, zps.rank()).backward()
+    found = [attempt(optimizer.drain), attempt(optimizer.state_dict)]
+    optimizer.step()
+    optimizer.drain()
+    return found
+
+
+def test_drain_between_backward_and_step_is_refused_and_leaves_the_step_as_it_is() -> None:
+    with Cluster(1, settings=settings(1)) as cluster:
+        (found,) = cluster.run(drain_at_the_wrong_point)
+    assert [each.kind for each in found] == ["UsageError", "UsageError"]
+    assert "expected it after step()" in found[0].text
+
+
+# ── losses and checkpoints ──────────────────────────────────────────────────────────────────────
+
+
+def train_past_losses(directory: Path) -> tuple[State, int]:
+    model = make_model()
+    (optimizer,) = wrap(model, "adagrad")
+    for step in range(30):
+        optimizer.zero_grad()
+        loss_of(model, step, zps.rank()).backward()
+        optimizer.step()
+        if zps.rank() == 0:
+            (directory / f"step{step}").touch()
+        time.sleep(0.02)
+    optimizer.drain()
+    world: Any = PROCESS.world
+    return state_of(model), world._session.lease.view.ring_epoch
+
+
+def test_servers_that_are_killed_change_no_bit(tmp_path: Path) -> None:
+    found = []
+    for kills in (0, 2):
+        directory = tmp_path / str(kills)
+        directory.mkdir()
+        with Cluster(RANKS, 4, settings(3), lease_seconds=LEASE_SECONDS) as cluster:
+            workers = [cluster.start(train_past_losses, directory, rank=rank) for rank in range(RANKS)]
+            for killed in range(kills):
+                await_file(directory / f"step{5 + 10 * killed}")
+                cluster.servers[killed].kill()
+            results = [worker.result() for worker in workers]
+        for state, ring_epoch in results:
+            assert (ring_epoch > 1) == (kills > 0)
+            found.append(state)
+    assert_bits(found)
+
+
+def train_in_two_jobs(directory: Path, begin: int, end: int, save_at: int) -> State:
+    """Trains from step ``begin`` to ``end``; loads first, and saves at ``save_at``."""
+    model = test_sparsifiers.make_model()
+    path = directory / f"rank{zps.rank()}.pt"
+    optimizer = zps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.05, momentum=0.5, weight_decay=0.1), model.named_parameters()
+    )
+    if begin:
+        saved = torch.load(path)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        zps.load_sparsifier_state_dict(saved["sparsifier"])
+    for step in range(begin, end):
+        if step == save_at:
+            state = {"optimizer": optimizer.state_dict(), "model": model.state_dict()}
+            torch.save(state | {"sparsifier": zps.sparsifier_state_dict()}, path)
+        optimizer.zero_grad()
+        test_sparsifiers.loss_of(model, step, zps.rank()).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    optimizer.drain()
+    return test_sparsifiers.values_of(model)
+
+
+@pytest.mark.parametrize("saved_after", [2, 8])
+@pytest.mark.parametrize("name", ["none", "topk", "dgc", "exdyna"])
+def test_a_resumed_training_has_the_same_bits(tmp_path: Path, name: str, saved_after: int) -> None:
+    chosen = test_sparsifiers.SETTINGS | settings(3) | {"sync.sparsifier": name}
+    found = []
+    for begin in (0, saved_after):
+        with Cluster(RANKS, settings=chosen) as cluster:
+            found += cluster.run(train_in_two_jobs, tmp_path, begin, 14, saved_after if not begin else -1)
+    assert_bits(found)
+
+
+def test_a_loaded_state_may_be_that_of_a_job_without_a_delay(tmp_path: Path) -> None:
+    state = torch.optim.SGD(make_model().parameters(), 0.25).state_dict()
+    with Cluster(1, settings=settings(1)) as cluster:
+        (found,) = cluster.run(load_and_save, state)
+    assert found["param_groups"][0]["lr"] == 0.25
+    assert found["zenps"] == {"step": 0}
+
+
+def load_and_save(state: dict[str, Any]) -> dict[str, Any]:
+    (optimizer,) = wrap(make_model(), "sgd")
+    optimizer.load_state_dict(state)
+    return optimizer.state_dict()
+
+
+@pytest.mark.parametrize("name", ["topk", "exdyna", "dgc"])
+def test_sparsified_ranks_are_equal_and_learn(name: str) -> None:
+    chosen = test_sparsifiers.SETTINGS | settings(2) | {"sync.sparsifier": name, "sync.values": "int8"}
+    with Cluster(RANKS, settings=chosen) as cluster:
+        results = cluster.run(test_sparsifiers.train_floats)
+    (first, before, after), *others = results
+    assert after < 0.85 * before
+    assert_bits([first, *(values for values, _, _ in others)])
+
+
+# ── elastic jobs ────────────────────────────────────────────────────────────────────────────────
+
+
+def train_elastically(directory: Path) -> State:
+    model = make_model()
+    (optimizer,) = wrap(model, "adagrad")
+    state = zps.TrainingState(model, [optimizer], step=0)
+    while state.step < 40:
+        optimizer.zero_grad()
+        loss_of(model, state.step, zps.rank()).backward()
+        optimizer.step()
+        state.step += 1
+        (directory / f"rank{zps.rank()}step{state.step}").touch()
+        time.sleep(0.05)
+        state.commit()
+    optimizer.drain()
+    return state_of(model)
+
+
+def test_a_worker_that_is_killed_is_replaced(tmp_path: Path) -> None:
+    chosen = settings(2, cluster__on_worker_loss="continue")
+    with Cluster(2, settings=chosen, lease_seconds=LEASE_SECONDS) as cluster:
+        workers = [cluster.start(train_elastically, tmp_path, rank=rank) for rank in range(2)]
+        await_file(tmp_path / "rank1step5")
+        workers[1].kill()
+        cluster.await_epoch(2)
+        newcomer = cluster.start(train_elastically, tmp_path)
+        results = [workers[0].result(), newcomer.result()]
+        cluster.drain()
+    assert_bits(results)
+
+
+# ── what is refused ─────────────────────────────────────────────────────────────────────────────
+
+
+def use_what_is_refused(store: Path) -> list[Any]:
+    model = nn.Linear(3, 1)
+    optimizer = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(3)).sum()).backward()
+    optimizer.synchronize()
+    with optimizer.skip_synchronize():
+        found = [attempt(scaler.step, optimizer)]
+        optimizer.step()
+    dist.init_process_group("gloo", f"file://{store}", rank=0, world_size=1)
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
+    ddp.register_comm_hook(None, zps.comm_hook)
+    found.append(attempt(ddp(torch.ones(3)).sum().backward))
+    dist.destroy_process_group()
+    return found
+
+
+def test_scalers_and_ddp_are_refused(tmp_path: Path) -> None:
+    with Cluster(1, settings=settings(2)) as cluster:
+        (found,) = cluster.run(use_what_is_refused, tmp_path / "store")
+    assert "expected gradients of this step, got those of 2 steps before" in found[0].text
+    assert "sync.consistency = ssp with sync.staleness = 2: expected DistributedOptimizer" in found[1].text
+
+
+def wrap_one_with_momentum() -> None:
+    wrap(make_model(), "momentum")
+
+
+def test_a_warning_names_staleness_and_momentum() -> None:
+    with Cluster(1, settings=settings(2)) as cluster:
+        worker = cluster.start(wrap_one_with_momentum)
+        worker.result()
+        assert "sync.staleness = 2 with momentum = 0.9: diverges if" in worker.log

@@ -1,0 +1,50 @@
+"""Averages to come of the gradients that one step has pushed."""
+
+from __future__ import annotations
+
+from torch.nn import Parameter
+
+from zenps.errors import ZenPSError
+
+from ..core.pending import Pending
+from .buckets import Bucket
+
+
+class Averages:
+    """The gradients of one step, in flight.
+
+    Args:
+        step: their number.
+
+    Attributes:
+        handles: of each sparse parameter, and of each bucket of dense ones.
+        is_dropped: True if the step was refused: other ranks may wait for its gradients, but this one applies
+            none of their averages.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.handles: dict[Parameter | Bucket, Pending] = {}
+        self.is_dropped = False
+
+    def take(self) -> None:
+        """Waits for all averages, and makes them the gradients of their parameters.
+
+        Raises:
+            ZenPSError: the first error of a round, once all rounds have ended: nothing stays in flight.
+        """
+        errors: list[ZenPSError] = []
+        for owner, handle in self.handles.items():
+            try:
+                result = handle.wait()
+            except ZenPSError as error:
+                errors.append(error)
+                continue
+            if self.is_dropped:
+                continue
+            if isinstance(owner, Bucket):
+                owner.spread(result)
+            else:
+                owner.grad = result if result._nnz() else None
+        if errors:
+            raise errors[0]
