@@ -24,6 +24,7 @@ from .core.statistics import Stats
 from .training.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .training.ddp import CommHookState, comm_hook
 from .training.elastic import TrainingState
+from .training.model_averaging import average_parameters
 from .training.optimizer import DistributedOptimizer
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Pending",
     "Stats",
     "TrainingState",
+    "average_parameters",
     "barrier",
     "broadcast_object",
     "broadcast_optimizer_state",

@@ -20,7 +20,7 @@ from zenps.wire.scheduler_link import new_register
 from zenps.wire.sockets import LINGER_MS
 
 from .backends.base import Session
-from .backends.engines import make_backend, served_scheme
+from .backends.engines import make_averager, make_backend, served_scheme
 from .backends.servers import ServerBackend
 from .core.memory import raise_malloc_threshold
 from .core.spans import Spans
@@ -93,8 +93,9 @@ def join_cluster(config: Config, *, has_left: bool = False) -> ClusterWorld:
         servers = ServerBackend(session, served, sharder, steps)
         recorder = open_recorder(membership.view.rank, len(membership.view.workers))
         backend = make_backend(session, scheme, servers)
+        averager = make_averager(session, servers)
         closed_with_world = ExitStack()
-        world = ClusterWorld(session, servers, backend, recorder, local_rank, closed_with_world)
+        world = ClusterWorld(session, servers, backend, averager, recorder, local_rank, closed_with_world)
         closed_with_world.push(opened.pop_all())
         return world
 

@@ -18,6 +18,7 @@ from zenps.observe.metrics import WorkerMetrics
 
 from .backends.base import Backend, Session
 from .backends.local import LocalBackend
+from .backends.peers.averager import GroupAverager
 from .backends.servers import ServerBackend
 from .core.interrupts import MASK
 from .core.pending import Pending
@@ -40,6 +41,8 @@ class World(ABC):
         sparsification: of dense gradients; None if they are pushed whole.
         spans: for a timeline.
         staleness: how many steps later than they are pushed gradients are applied.
+        averages_models: True if optimizers average models instead of gradients.
+        averager: averages models within groups of workers; None if there is nobody to average with.
         is_elastic: True if training continues after the loss of workers, and new workers may join.
         is_joining: True if this worker has joined a running job and has not got its state yet.
     """
@@ -51,6 +54,8 @@ class World(ABC):
     sparsification: Sparsification | None
     spans: Spans
     staleness: int
+    averages_models: bool
+    averager: GroupAverager | None
     is_elastic: bool
     is_joining: bool
 
@@ -81,6 +86,10 @@ class World(ABC):
     @abstractmethod
     def note_staleness(self, steps: int) -> None:
         """Notes for how many steps an optimizer has pushed gradients and not applied their averages."""
+
+    @abstractmethod
+    def note_consensus(self, distance: float) -> None:
+        """Notes how far this worker's model was from the average of all, relative to it."""
 
     @abstractmethod
     def begin(self, request: Request) -> Pending:
@@ -120,6 +129,8 @@ class LocalWorld(World):
     sparsification = None
     spans = Spans()
     staleness = 0
+    averages_models = False
+    averager = None
 
     def __init__(self) -> None:
         self._backend = LocalBackend(Statistics(WorkerMetrics(CollectorRegistry())))
@@ -129,6 +140,9 @@ class LocalWorld(World):
 
     def note_staleness(self, steps: int) -> None:
         """Does nothing: a worker alone pushes nothing."""
+
+    def note_consensus(self, distance: float) -> None:
+        """Does nothing: a worker alone averages with nobody."""
 
     def begin(self, request: Request) -> Pending:
         check_request(request)
@@ -154,6 +168,7 @@ class ClusterWorld(World):
         session: what this worker has of the cluster.
         servers: the backend whose tensors may wait for a GPU.
         backend: for all requests.
+        averager: of models, or None.
         recorder: for ``zenps plan``, or None.
         local_rank: the rank on this host, or None to count by host name.
         opened: everything that was opened for this worker; closed last.
@@ -166,6 +181,7 @@ class ClusterWorld(World):
         session: Session,
         servers: ServerBackend,
         backend: Backend,
+        averager: GroupAverager | None,
         recorder: Recorder | None,
         local_rank: int | None,
         opened: ExitStack,
@@ -178,6 +194,8 @@ class ClusterWorld(World):
         self.quantized_run = RUN if config.sync.values == "int8" else 1
         self.sparsification = session.sparsification
         self.spans = session.spans
+        self.averages_models = config.sync.consistency == "ds-sync"
+        self.averager = averager
         self.staleness = config.sync.staleness if config.sync.consistency == "ssp" else 0
         self._session, self._servers, self._backend = session, servers, backend
         self._recorder = recorder
@@ -197,6 +215,9 @@ class ClusterWorld(World):
 
     def note_staleness(self, steps: int) -> None:
         self._session.statistics.note_staleness(steps)
+
+    def note_consensus(self, distance: float) -> None:
+        self._session.metrics.consensus_distance.set(distance)
 
     def begin(self, request: Request) -> Pending:
         check_request(request)
@@ -230,6 +251,8 @@ class ClusterWorld(World):
         """As :meth:`Lease.close`; then closes connections to other workers, metrics and sockets."""
         self._session.lease.close(together=together)
         self._backend.close()
+        if self.averager is not None:
+            self.averager.close()
         self._opened.close()
         release_finalizers()
 

@@ -68,7 +68,7 @@ def make_session(config: Config, view: View = VIEW) -> Session:
 def make_world(backend: Backend, view: View = VIEW, config: Config | None = None) -> ClusterWorld:
     session = make_session(config or Config(), view)
     recorder = open_recorder(view.rank, len(view.workers))
-    return ClusterWorld(session, cast(ServerBackend, None), backend, recorder, 0, ExitStack())
+    return ClusterWorld(session, cast(ServerBackend, None), backend, None, recorder, 0, ExitStack())
 
 
 def rows() -> Tensor:

@@ -7,7 +7,10 @@ from zenps.schemes.base import Scheme
 from .auto import AutoBackend
 from .base import Backend, Session
 from .hierarchical.backend import has_shared_hosts, make_hierarchical
+from .peers.averager import GroupAverager
 from .peers.backend import PeerBackend
+from .peers.connection import connect_workers
+from .peers.schedule import make_cycle
 from .servers import ServerBackend
 
 
@@ -30,6 +33,19 @@ def make_backend(session: Session, scheme: Scheme, servers: ServerBackend) -> Ba
         case "servers" | "blocks":
             is_hierarchical = session.config.sync.levels > 1 and has_shared_hosts(session.lease.view)
             return make_hierarchical(session, servers) if is_hierarchical else servers
+
+
+def make_averager(session: Session, servers: ServerBackend) -> GroupAverager | None:
+    """Constructs what averages models within groups of workers; None if nothing does.
+
+    Raises:
+        PeerLostError: workers cannot reach one another, or a worker was lost meanwhile.
+    """
+    sync = session.config.sync
+    if sync.consistency != "ds-sync" or session.size == 1:
+        return None
+    cycle = make_cycle(session.size, sync.group, sync.seed)
+    return GroupAverager(session, connect_workers(session, servers, "averager"), cycle)
 
 
 def served_scheme(scheme: Scheme) -> Scheme:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -118,7 +118,8 @@ class Statistics:
     def __init__(self, metrics: WorkerMetrics) -> None:
         self.stats = Stats()
         self._metrics = metrics
-        self._staleness = 0
+        self._consistency: Load = {}
+        """Counters of ``sync.consistency``; replaced, never changed."""
         self._lock = threading.Lock()
         """Guards the totals, and the metrics that have no lock of their own."""
 
@@ -131,7 +132,7 @@ class Statistics:
             "pulled_bytes": stats.pulled_bytes,
             "wait_seconds": stats.wait_seconds,
             "step": max(self._metrics.steps.total - 1, 0),
-            "staleness": self._staleness,
+            **self._consistency,
         }
 
     def record(
@@ -170,8 +171,14 @@ class Statistics:
 
     def note_staleness(self, steps: int) -> None:
         """Notes for how many steps an optimizer has pushed gradients and not applied their averages."""
-        self._staleness = steps
+        self._consistency = {"staleness": steps}
         self._metrics.staleness.set(steps)
+
+    def note_group(self, members: Sequence[int], distance: float) -> None:
+        """Notes which ranks have averaged their models, and how far from it this one's was before."""
+        self._consistency = {"group": members[0], "group_size": len(members), "distance": distance}
+        self._metrics.group_workers.set(len(members))
+        self._metrics.group_distance.set(distance)
 
     def note_selection(self, selected: int, mean: float) -> None:
         """Notes how many elements this worker has selected, beside the mean of all workers."""

@@ -13,17 +13,13 @@ from .buckets import Bucket
 class Averages:
     """The gradients of one step, in flight.
 
-    Args:
-        step: their number.
-
     Attributes:
         handles: of each sparse parameter, and of each bucket of dense ones.
         is_dropped: True if the step was refused: other ranks may wait for its gradients, but this one applies
             none of their averages.
     """
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self) -> None:
         self.handles: dict[Parameter | Bucket, Pending] = {}
         self.is_dropped = False
 

@@ -68,11 +68,16 @@ def broadcast_parameters(parameters: Named, root_rank: int = 0) -> None:
         MismatchError: names, shapes or dtypes differ between ranks, or ranks name different roots.
     """
     named = dict(parameters.items() if isinstance(parameters, Mapping) else parameters)
-    _check_alike(named, root_rank)
+    check_alike(named, root_rank)
     _overwrite(named, root_rank)
 
 
-def _check_alike(named: Mapping[str, Tensor], root_rank: int) -> None:
+def check_alike(named: Mapping[str, Tensor], root_rank: int) -> None:
+    """Checks that all ranks have tensors of the same names, shapes and dtypes, which can be written.
+
+    Raises:
+        MismatchError, TensorError, UsageError, PeerLostError: as :func:`broadcast_parameters`.
+    """
     own, refused = {}, None
     for name, tensor in named.items():
         try:

@@ -132,10 +132,11 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
         exact=() if gradient.is_sparse else _vectors(bucket),
     )
     world = PROCESS.world
-    if world.staleness:
+    if world.staleness or world.averages_models:
+        got = "ds-sync" if world.averages_models else f"ssp with sync.staleness = {world.staleness}"
         raise UsageError(
-            f"sync.consistency = ssp with sync.staleness = {world.staleness}: expected DistributedOptimizer, "
-            "got the DDP hook, whose averages are applied at once; use bsp"
+            f"the DDP hook applies averages at once: expected sync.consistency = bsp, got {got}; use bsp, or "
+            "DistributedOptimizer"
         )
     if world.sparsification is not None and world.sparsification.kind.takes_momentum:
         raise UsageError(

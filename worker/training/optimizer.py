@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from zenps.errors import UsageError
 
 from ..process import PROCESS
 from .agreement import parameters_by_name
+from .consistency import Consistency
+from .model_averaging import ModelAveraging
 from .momentum import take_momentum
 from .synchronizer import GradientSynchronizer
 
@@ -37,6 +40,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer: over the local parameters; everything but gradients stays its own.
         named_parameters: ``model.named_parameters()``, or at least those that ``optimizer`` has;
             without it, parameters are named by their position.
+        named_buffers: ``model.named_buffers()``. With ``sync.consistency = ds-sync``, those of floating-point
+            dtypes are averaged like parameters, as batch normalization has them; else each rank has its own.
         average: divide by the number of ranks; otherwise gradients are summed.
         backward_passes_per_step: how often backward runs before ``step()``. Their gradients add up, as
             without ZenPS, and are pushed after the last one.
@@ -52,6 +57,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         named_parameters: Iterable[tuple[str, Parameter]] | None = None,
         *,
+        named_buffers: Iterable[tuple[str, Tensor]] = (),
         average: bool = True,
         backward_passes_per_step: int = 1,
     ) -> None:
@@ -62,8 +68,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._skip = False
         own = parameters_by_name(optimizer, named_parameters)
         self._correction = take_momentum(optimizer)
-        momentum = None if self._correction is None else self._correction.momentum
-        self._synchronizer = GradientSynchronizer(optimizer, own, average, backward_passes_per_step, momentum)
+        self._consistency: Consistency
+        if PROCESS.world.averages_models:
+            if not average:
+                raise UsageError(
+                    "average = False: expected True, because sync.consistency = ds-sync averages models"
+                )
+            self._consistency = ModelAveraging(optimizer, own, named_buffers)
+        else:
+            momentum = None if self._correction is None else self._correction.momentum
+            self._consistency = GradientSynchronizer(
+                optimizer, own, average, backward_passes_per_step, momentum
+            )
         _warn_of_momentum(optimizer)
         PROCESS.before_leaving(self.drain)
 
@@ -97,13 +113,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        if self._skip and self._synchronizer.has_run_backward:
+        if self._skip and self._consistency.has_run_backward:
             raise UsageError("step() inside skip_synchronize(): backward has run; call synchronize() before")
         if not self._skip:
-            if self._synchronizer.is_synchronized:
+            if self._consistency.is_synchronized:
                 raise UsageError("step() after synchronize(): expected it inside skip_synchronize()")
             self.synchronize()
-        self._synchronizer.is_synchronized = False
+        self._consistency.is_synchronized = False
         self._apply()
         return result
 
@@ -118,16 +134,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: called between backward and ``step()``.
         """
-        while self._synchronizer.take_earlier():
+        while self._consistency.take_earlier():
             self._apply()
 
     def _apply(self) -> None:
         if self._correction is not None:
-            self._correction.apply(self._synchronizer.sparsified)
+            self._correction.apply(self._consistency.sparsified)
         with PROCESS.world.spans("apply") as span:
             self._inner.step()
+            self._consistency.after_step()
             if span:
-                span.note(step=self._synchronizer.applied, staleness=self._synchronizer.staleness)
+                span.note(step=self._consistency.applied, staleness=self._consistency.staleness)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -138,6 +155,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not (self._skip or not PROCESS.world.is_distributed):
             raise UsageError(
                 "GradScaler: expected synchronize(), then scaler.step() inside skip_synchronize()"
+            )
+        if PROCESS.world.averages_models:
+            raise UsageError(
+                "GradScaler: expected that all ranks step, as sync.consistency = ds-sync needs it; it skips "
+                "steps of single ranks; use bsp, or bfloat16 without a scaler"
             )
         if PROCESS.world.staleness:
             raise UsageError(
@@ -155,7 +177,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: called between backward and ``step()``, where it would drop pushed gradients.
         """
-        if self._synchronizer.drop():
+        if self._consistency.drop():
             self._apply()
         self._inner.zero_grad(set_to_none)
 
@@ -192,14 +214,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Returns the state of the wrapped optimizer, after :meth:`drain`: then all ranks call this."""
         self.drain()
         state = self._inner.state_dict()
-        if self._synchronizer.staleness:
-            state[STATE] = {"step": self._synchronizer.step}
+        if self._consistency.is_periodic:
+            state[STATE] = {"step": self._consistency.step}
         return state if self._correction is None else self._correction.complete(state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state into the wrapped optimizer, after :meth:`drain`."""
         self.drain()
-        self._synchronizer.step = state_dict.get(STATE, {}).get("step", self._synchronizer.step)
+        self._consistency.step = state_dict.get(STATE, {}).get("step", self._consistency.step)
         self._inner.load_state_dict({key: value for key, value in state_dict.items() if key != STATE})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -218,7 +240,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             UsageError: a gradient was changed since backward computed it, or its parameter was frozen or
                 absent when the optimizer was wrapped.
         """
-        self._synchronizer.synchronize()
+        self._consistency.synchronize()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -231,7 +253,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def adopt_agreement(self, root_rank: int) -> None:
         """Adopts what the root's optimizer has agreed on; for :class:`zenps.TrainingState`."""
-        self._synchronizer.adopt_agreement(root_rank)
+        self._consistency.adopt_agreement(root_rank)
 
 
 def _warn_of_momentum(optimizer: torch.optim.Optimizer) -> None:

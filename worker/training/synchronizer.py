@@ -24,11 +24,12 @@ from ..process import PROCESS
 from .agreement import ParameterAgreement, name_of
 from .averages import Averages
 from .buckets import Bucket, clip_factor
+from .consistency import Consistency
 from .snapshot import Snapshot, first_changed
 
 
-class GradientSynchronizer:
-    """The gradients of one optimizer. All ranks make it at the same point.
+class GradientSynchronizer(Consistency):
+    """The gradients of one optimizer, averaged over all ranks. All ranks make it at the same point.
 
     Args:
         optimizer: whose parameters they are.
@@ -36,12 +37,6 @@ class GradientSynchronizer:
         average: divide by the number of ranks; otherwise gradients are summed.
         passes_per_step: how often backward runs before gradients are pushed.
         momentum: for a sparsifier that takes it.
-
-    Attributes:
-        is_synchronized: whether gradients are those of all ranks, and backward has not run since.
-        sparsified: the parameters whose last gradients were sparsified.
-        applied: the number of the step whose averages the gradients are.
-        staleness: how many steps later than they are pushed gradients are applied.
 
     Raises:
         MismatchError: ranks have different parameters.
@@ -55,9 +50,7 @@ class GradientSynchronizer:
         passes_per_step: int,
         momentum: Momentum | None = None,
     ) -> None:
-        self.is_synchronized = False
         self.sparsified: set[Parameter] = set()
-        self.applied = 0
         self.staleness = PROCESS.world.staleness
         self._momentum = momentum
         self._optimizer = optimizer
@@ -69,7 +62,7 @@ class GradientSynchronizer:
         self._residuals = Residuals()
         self._is_refused = False
         """Whether an error of backward or of :meth:`synchronize` has ended this step before its averages."""
-        self._pushed = Averages(0)
+        self._pushed = Averages()
         """Of the step whose gradients backward computes."""
         self._earlier: deque[Averages] = deque()
         """Of the ``staleness`` steps before, oldest first."""
@@ -81,24 +74,16 @@ class GradientSynchronizer:
             parameter.register_post_accumulate_grad_hook(_weakly(self._on_gradient))  # type: ignore[no-untyped-call]
 
     @property
+    def is_periodic(self) -> bool:
+        return self.staleness > 0
+
+    @property
     def has_run_backward(self) -> bool:
-        """Whether backward has run since the last :meth:`synchronize`."""
         return any(self._passes.values())
 
     def adopt_agreement(self, root_rank: int) -> None:
-        """Calls :meth:`ParameterAgreement.adopt`; steps count from 0 again."""
         self._agreement.adopt(root_rank)
         self.step = self._drains = 0
-
-    @property
-    def step(self) -> int:
-        """The number of the step whose gradients backward computes."""
-        return self._pushed.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        assert not self._pushed.handles
-        self._pushed.step = step
 
     def synchronize(self) -> None:
         """Pushes what backward has not pushed, and replaces every gradient by its average over all ranks.
@@ -114,6 +99,9 @@ class GradientSynchronizer:
         self._check_gradients()
         self._end_step()
         self.is_synchronized = True
+
+    def after_step(self) -> None:
+        """Does nothing: all ranks have stepped alike."""
 
     def take_earlier(self) -> bool:
         """Makes the averages of the oldest step in flight the gradients; returns False if there is none.
@@ -169,10 +157,11 @@ class GradientSynchronizer:
         except ZenPSError as raised:
             self._pushed.is_dropped, error = True, raised
         self._earlier.append(self._pushed)
-        self._pushed = Averages(self.step + 1)
+        self._pushed = Averages()
+        self.step += 1
         PROCESS.world.note_staleness(min(len(self._earlier), self.staleness))
         is_due = len(self._earlier) > self.staleness
-        self._take(self._earlier.popleft() if is_due else Averages(-1))
+        self._take(self._earlier.popleft() if is_due else Averages())
         if error is not None:
             raise error
         return is_due
@@ -181,7 +170,7 @@ class GradientSynchronizer:
         if self.staleness:  # what backward has just computed is not what is applied
             for parameter in self._agreement.names:
                 parameter.grad = None
-        self.applied = averages.step
+        self.applied = self.step - 1 - len(self._earlier)
         try:
             averages.take()
         except PeerLostError:  # the later ones will not come either

@@ -88,6 +88,7 @@ class Lease:
     Attributes:
         view: membership and ring.
         joining: how many workers wait to be admitted, by the scheduler's latest message.
+        waits_for: what a caller waits for beside barriers and the channel, and since which monotonic time.
         failure: the error that has ended this worker's membership; None while it lasts.
         ended: gets ``failure`` as its exception.
     """
@@ -102,6 +103,7 @@ class Lease:
     ) -> None:
         self.view = membership.view
         self.joining = 0
+        self.waits_for: tuple[str, float] | None = None
         self.failure: ZenPSError | None = None
         self.ended: Future[None] = Future()
         self._cluster = membership.cluster
@@ -232,6 +234,8 @@ class Lease:
             name, progress = oldest
             what = f"tensor {name!r}, step {progress.step}"
             waits.append((time.perf_counter() - progress.began, what[:MAX_WAIT]))
+        if (waiting := self.waits_for) is not None:
+            waits.append((now - waiting[1], waiting[0][:MAX_WAIT]))
         seconds, waits_for = max(waits, default=(0.0, ""))
         return waits_for, seconds
 

@@ -18,7 +18,7 @@ from zenps.config.sources import Setting
 from zenps.config.values import format_bytes
 from zenps.errors import ConfigError
 from zenps.partition.ring import SLOTS
-from zenps.wire.messages import NodeStatus, Status
+from zenps.wire.messages import Load, NodeStatus, Status
 from zenps.wire.status import late_workers, throughput
 
 from .doctor import Check
@@ -120,11 +120,12 @@ def _status_parts(status: Status) -> list[Table | Text]:
         f"{_human_bytes(rates['pushed_bytes'])}/s pushed  {_human_bytes(rates['pulled_bytes'])}/s pulled  "
         f"{rates['rounds']:.1f} rounds/s  {rates['steps']:.1f} steps/s"
     )
-    nodes, loads = make_table(*_NODES), make_table(*_LOADS)
+    is_relaxed = any(_consistency(node.load) for node in status.nodes)
+    nodes, loads = make_table(*_NODES), make_table(*_LOADS, *(["consistency"] if is_relaxed else []))
     for node in status.nodes:
         nodes.add_row(*_node_row(node))
         if node.load:
-            loads.add_row(*_load_row(node))
+            loads.add_row(*_load_row(node), *([Text(_consistency(node.load))] if is_relaxed else []))
     late = [
         Text(f"worker {n.rank} is a straggler: others have waited {n.late_seconds:.1f} s for it", "yellow")
         for n in late_workers(status)
@@ -181,6 +182,14 @@ def _load_row(node: NodeStatus) -> list[Text]:
         Text(_short(load["open_rounds"]) if "open_rounds" in load else ""),
         Text(f"{node.late_seconds:.1f} s" if node.role == "worker" else ""),
     ]
+
+
+def _consistency(load: Load) -> str:
+    """Describes how far a worker is behind, or from the others; empty under ``sync.consistency = bsp``."""
+    if {"group", "group_size", "distance"} <= load.keys():
+        workers, first = _short(load["group_size"]), _short(load["group"])
+        return f"{workers} workers from rank {first}, {load['distance']:.1e} apart"
+    return f"{_short(load['staleness'])} step(s) in flight" if load.get("staleness") else ""
 
 
 def _setting(name: str, value: str | int | float) -> str:

@@ -182,13 +182,20 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         Meta(description="part of the elements that each rank pushes of a dense gradient", gt=0, le=1),
     ] = 0.01
     consistency: Annotated[
-        Literal["bsp", "ssp"],
-        Meta(description="[when gradients count](consistency.md); bsp: in their own step; ssp: steps later"),
+        Literal["bsp", "ssp", "ds-sync"],
+        Meta(
+            description="[when gradients count](consistency.md); bsp: in their own step; ssp: steps later; "
+            "ds-sync: on their own worker alone, and groups of workers average their models"
+        ),
     ] = "bsp"
     staleness: Annotated[
         int,
         Meta(description="ssp: how many steps later the averages of a step are applied", ge=0, le=64),
     ] = 1
+    group: Annotated[
+        int,
+        Meta(description="ds-sync: workers that average their models in a step", ge=2, le=MOST_WORKERS),
+    ] = 2
     levels: Annotated[
         int,
         Meta(
@@ -377,6 +384,7 @@ def shared_settings(config: Config) -> dict[str, str | int | float]:
         "sync.density": config.sync.density,
         "sync.fusion": config.sync.fusion,
         "sync.granule": config.sync.granule,
+        "sync.group": config.sync.group,
         "sync.latency_us": config.sync.latency_us,
         "sync.levels": config.sync.levels,
         "sync.partition": config.sync.partition,

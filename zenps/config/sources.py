@@ -103,6 +103,23 @@ def _conflict(config: Config) -> ConfigError | None:
     if sync.levels == 2 and cluster.is_elastic:
         allowed = "1, because cluster.on_worker_loss = continue: a host needs the worker that leads it"
         return ConfigError("sync.levels", sync.levels, allowed)
+    return _refused_by_ds_sync(config) if sync.consistency == "ds-sync" else None
+
+
+def _refused_by_ds_sync(config: Config) -> ConfigError | None:
+    """The error for the first setting that is not honoured where workers average models, not gradients."""
+    sync, reason = config.sync, "because sync.consistency = ds-sync"
+    for name, value, expected, because in (
+        ("sync.levels", sync.levels, 1, "averages models among workers"),
+        ("sync.sparsifier", sync.sparsifier, "none", "sends no gradients"),
+        ("sync.values", sync.values, "same", "sends no gradients"),
+        ("cluster.on_worker_loss", config.cluster.on_worker_loss, "fail", "needs every worker"),
+    ):
+        if value != expected:
+            return ConfigError(name, value, f"{expected}, {reason} {because}")
+    if config.security.keys:
+        allowed = f"no keys, {reason} averages models among workers, over unencrypted connections"
+        return ConfigError("security.keys", config.security.keys, allowed)
     return None
 
 

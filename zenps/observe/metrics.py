@@ -99,6 +99,21 @@ class WorkerMetrics(_RoleMetrics):
             "Steps whose gradients an optimizer has pushed and whose averages it has not applied "
             "(sync.consistency = ssp).",
         )
+        self.group_workers = self._gauge(
+            "zenps_group_workers",
+            "Workers of this one's group, whose models were averaged in the latest step "
+            "(sync.consistency = ds-sync).",
+        )
+        self.group_distance = self._gauge(
+            "zenps_group_distance_ratio",
+            "Distance of this worker's model from the average of its group in the latest step, before it "
+            "took that, divided by the norm of the average; of the elements that this worker averages.",
+        )
+        self.consensus_distance = self._gauge(
+            "zenps_consensus_distance_ratio",
+            "Distance of this worker's model from the average of all in the latest average_parameters(), "
+            "before it took that, divided by the norm of the average.",
+        )
         self.chosen_rounds = self._counter(
             "zenps_chosen_rounds_total",
             "Rounds of sparse tensors by the scheme that sync.scheme = auto chose.",

@@ -52,6 +52,8 @@ class FakeWorld(World):
     sparsification = None
     spans = Spans()
     staleness = 0
+    averages_models = False
+    averager = None
     is_elastic = is_joining = False
 
     def __init__(self) -> None:
@@ -66,6 +68,7 @@ class FakeWorld(World):
         return Stats()
 
     def note_staleness(self, steps: int) -> None: ...
+    def note_consensus(self, distance: float) -> None: ...
 
     def begin(self, request: Request) -> Pending:
         tensor, name, options = request

@@ -112,6 +112,23 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert settings == [["sync.codec=auto", "sync.chunk_bytes=8MiB"]]
 
 
+@pytest.mark.parametrize(
+    ("load", "expected"),
+    [
+        ({"staleness": 2.0}, "2 step(s) in flight"),
+        ({"group": 1.0, "group_size": 2.0, "distance": 0.00321}, "2 workers from rank 1, 3.2e-03 apart"),
+    ],
+)
+def test_table_says_how_consistent_workers_are(
+    capsys: pytest.CaptureFixture[str], load: dict[str, float], expected: str
+) -> None:
+    others = msgspec.structs.replace(WORKER, rank=1, load={"group": 1.0})
+    show_status(status(msgspec.structs.replace(WORKER, load=load), others))
+    loads = tables(capsys.readouterr().out)[2]
+    assert loads[0][-1] == "consistency"
+    assert loads[1][-1] == expected
+
+
 def test_table_names_stragglers(capsys: pytest.CaptureFixture[str]) -> None:
     workers = [msgspec.structs.replace(WORKER, rank=rank, late_seconds=0.2) for rank in range(4)]
     workers[2] = msgspec.structs.replace(workers[2], late_seconds=12.34)

@@ -160,8 +160,8 @@ class TestUnknownKeys:
         assert refusal(sets=["sync.partitoin=x"]) == (
             "sync.partitoin: unknown key; did you mean sync.partition? "
             "(sync has: scheme, partition, codec, values, chunk_bytes, bucket_bytes, granule, block, fusion, "
-            "bandwidth_mbit, latency_us, sparsifier, density, consistency, staleness, levels, table_bytes, "
-            "seed, trace)"
+            "bandwidth_mbit, latency_us, sparsifier, density, consistency, staleness, group, levels, "
+            "table_bytes, seed, trace)"
         )
         sections = "cluster, sync, sparsifier, cuda, security, metrics, status, log"
         assert refusal(sets=["zzz=x"]) == f"zzz: unknown key; sections: {sections}"
@@ -238,6 +238,33 @@ def test_what_workers_among_themselves_cannot_do(scheme: str, item: str, allowed
     line = refusal(sets=[item, f"sync.scheme={scheme}"])
     assert line.startswith(f"{name} = {value!r}: expected {allowed} sync.scheme = {scheme} exchanges among")
     load(sets=[item, "sync.scheme=byteps"], environ={})
+
+
+@pytest.mark.parametrize(
+    ("item", "expected"),
+    [
+        ("sync.levels=2", "sync.levels = 2: expected 1, because sync.consistency = ds-sync averages models"),
+        (
+            "sync.sparsifier=topk",
+            "sync.sparsifier = 'topk': expected none, because sync.consistency = ds-sync sends no gradients",
+        ),
+        (
+            "sync.values=int8",
+            "sync.values = 'int8': expected same, because sync.consistency = ds-sync sends no gradients",
+        ),
+        (
+            "cluster.on_worker_loss=continue",
+            "cluster.on_worker_loss = 'continue': expected fail, because sync.consistency = ds-sync needs",
+        ),
+        (
+            "security.keys=keys.toml",
+            "security.keys = 'keys.toml': expected no keys, because sync.consistency = ds-sync",
+        ),
+    ],
+)
+def test_averaging_models_excludes_what_is_done_to_gradients(item: str, expected: str) -> None:
+    line = refusal(sets=["sync.consistency=ds-sync", item])
+    assert line.startswith(expected)
 
 
 @pytest.mark.parametrize("item", ["sync.scheme=agsparse", "cluster.on_worker_loss=continue"])

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 
-import torch
 from msgspec import structs
 
 from zenps.buffers import BufferPool
-from zenps.errors import PeerLostError
 from zenps.kernels.factory import make_kernels
 from zenps.schemes.base import Scheme
-from zenps.wire.addresses import find_host
 
 from ...core.memory import POOL_BYTES
 from ...core.pending import Pending
@@ -22,9 +18,9 @@ from ...core.statistics import Progress
 from ...core.transfer import Transform
 from ...encode.transforms import TRANSFORMS, ToHost
 from ...sparsify.agreed import Agreed
-from ...transport.peer_group import GlooGroup, GroupError
 from ..base import Backend, Session
 from ..servers import ServerBackend
+from .connection import connect_workers
 from .exchange import PeerExchange
 from .transfer import AgreedPeerTransfer, DensePeerTransfer, PeerTransfer, SparsePeerTransfer
 
@@ -54,7 +50,7 @@ class PeerBackend(Backend):
         self._sparsification = session.sparsification
         self._steps: dict[str, int] = {}
         """Of each tensor that is sparsified, the next step."""
-        self._exchange = PeerExchange(session, servers, self._connect())
+        self._exchange = PeerExchange(session, servers, connect_workers(session, servers, "peers"))
         self._exchange.start()
 
     def begin(self, request: Request) -> Pending:
@@ -100,24 +96,3 @@ class PeerBackend(Backend):
         algorithm = self._scheme.wire.peer_algorithm
         assert algorithm, "every scheme of this engine has an algorithm"
         return SparsePeerTransfer(tensor, average, algorithm, self._kernels)
-
-    def _connect(self) -> GlooGroup:
-        rank, size, config = self._session.rank, self._session.size, self._session.config
-        calls = itertools.count()
-
-        def allgather(own: bytes) -> list[bytes]:
-            # An address of gloo takes 150 bytes, and 8 for each rank.
-            table = torch.zeros((size, 512 + 16 * size), dtype=torch.uint8, device="cpu")
-            entry = len(own).to_bytes(2) + own
-            table[rank, : len(entry)] = torch.frombuffer(bytearray(entry), dtype=torch.uint8)
-            rows = self._servers.negotiate(table, f"@peers/addresses/{next(calls)}").wait().numpy()
-            return [row[2:].tobytes()[: int.from_bytes(row[:2].tobytes())] for row in rows]
-
-        host = config.cluster.host or find_host(config.cluster.scheduler)
-        try:
-            return GlooGroup(rank, size, host, allgather)
-        except GroupError as error:
-            raise PeerLostError(
-                f"worker {rank} and the others do not reach one another: {error}; set cluster.host of "
-                "each to an address of its machine that the others reach at any port"
-            ) from error

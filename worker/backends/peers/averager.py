@@ -1,0 +1,182 @@
+"""Model averaging in groups of workers (DS-Sync), on a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import xxhash
+from torch import Tensor
+
+from zenps.errors import DeadlineError, PeerLostError, UsageError, ZenPSError, listing
+from zenps.observe import log
+
+from ...core.pending import Pending, Signal, Waiting
+from ...core.request import Options
+from ...core.statistics import Progress, Report
+from ...core.transfer import SuppliedTransfer, dense_bytes
+from ...transport.peer_group import Group, GroupError
+from ..base import Session
+from ..negotiated_rounds import CLOSE_SECONDS
+from .average import average_within
+from .schedule import Schedule, members_of
+
+
+class _Averaging(SuppliedTransfer):
+    """The tensors of one model, which are averaged in place.
+
+    Attributes:
+        sent_bytes, received_bytes: by this rank.
+    """
+
+    sent_bytes = received_bytes = 0
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__(tensors[0])
+        self.tensors = tensors
+
+    def report(self, progress: Progress) -> Report:
+        whole = sum(dense_bytes(tensor.numel(), tensor.element_size()) for tensor in self.tensors)
+        return Report(self.sent_bytes, self.received_bytes, whole, over="peers")
+
+
+class _Round(NamedTuple):
+    pending: Pending
+    transfer: _Averaging
+    members: Sequence[int]
+
+
+class GroupAverager:
+    """Averages models within groups of workers, which change from step to step.
+
+    Only one thread may average. A wait for another worker ends with an error when the lease ends, and after
+    ``cluster.deadline_seconds``; afterwards nothing can be averaged any more.
+
+    Args:
+        session: what this worker has of the cluster.
+        group: of all ranks; nobody else may use it.
+        cycle: the groups of one step after the other.
+    """
+
+    def __init__(self, session: Session, group: Group, cycle: Sequence[Schedule]) -> None:
+        self._session = session
+        self._group = group
+        self._cycle = cycle
+        self._failure: ZenPSError | None = None
+        self._current: Pending | None = None
+        self._signal = Signal()
+        timeout_seconds = session.config.cluster.patience_seconds
+        self._waiting = Waiting(self._signal, timeout_seconds, session.statistics, session.spans)
+        self._rounds: SimpleQueue[_Round | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="zenps-averager", daemon=True)
+        self._thread.start()
+        session.lease.ended.add_done_callback(self._on_lease_ended)
+
+    def average(self, name: str, step: int, tensors: Sequence[Tensor]) -> None:
+        """Replaces tensors by their averages over this rank's group of the step.
+
+        Args:
+            name: of the model, equal on all ranks.
+            step: of the model, from 0.
+            tensors: as :func:`~.average.average_within` takes them; at least one.
+
+        Raises:
+            DeadlineError: a member of the group did not come in time.
+            MismatchError: a member averages in another step, or another model.
+            PeerLostError: a node was lost meanwhile.
+        """
+        members = members_of(self._cycle[step % len(self._cycle)], self._group.rank)
+        self.settle()
+        transfer, progress = _Averaging(tensors), Progress(step)
+        pending = self._current = Pending(name, Options(), transfer, progress, self._waiting)
+        self._note_step(step)
+        if self._failure is not None:
+            pending.fail(self._failure)
+        self._rounds.put(_Round(pending, transfer, members))
+        others = [rank for rank in members if rank != self._group.rank]
+        self._session.lease.waits_for = f"models of rank(s) {listing(others)}, step {step}", time.monotonic()
+        try:
+            pending.wait()
+        except DeadlineError as error:
+            late = DeadlineError(
+                f"model {name!r}, step {step}: not averaged with rank(s) {listing(others)}: {error}"
+            )
+            self._fail(late)
+            raise late from error
+        finally:
+            self._session.lease.waits_for = None
+
+    def settle(self) -> None:
+        """Waits for an average whose caller Ctrl-C has interrupted: until then, its tensors are used.
+
+        Errors are those of that average.
+        """
+        if self._current is not None and not self._current.has_ended:
+            self._current.wait()
+
+    def close(self) -> None:
+        """Ends the thread; an average that is waited for fails."""
+        self._fail(UsageError("this worker has left the cluster; call zenps.init() to join again"))
+        self._rounds.put(None)
+        self._thread.join(CLOSE_SECONDS)
+
+    def _note_step(self, step: int) -> None:
+        metrics = self._session.metrics
+        if step >= metrics.steps.total:
+            log.here.step = step
+            metrics.steps.inc()
+
+    def _on_lease_ended(self, ended: Future[None]) -> None:
+        error = ended.exception()
+        assert isinstance(error, ZenPSError)
+        self._fail(error)
+
+    def _fail(self, error: ZenPSError) -> None:
+        if self._failure is None:
+            self._failure = error
+            self._group.abort()
+        if self._current is not None:
+            self._current.fail(self._failure)
+        self._signal.notify()
+
+    # ── the averager's thread ───────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        try:
+            while (round_ := self._rounds.get()) is not None:
+                if self._failure is None:
+                    self._average(round_)
+                del round_  # do not keep tensors until the next one
+        except GroupError as error:
+            broken = PeerLostError(f"the exchange among workers has failed: {error}; see their logs")
+            self._fail(self._failure or self._session.lease.await_loss() or broken)
+        except BaseException as error:
+            self._fail(ZenPSError(f"the averager's thread ended: {error!r}"))
+            raise
+
+    def _average(self, round_: _Round) -> None:
+        pending, transfer, members = round_
+        group, metrics, step = self._group, self._session.metrics, pending.progress.step
+        sent, received = group.sent_bytes, group.received_bytes
+        header = step, xxhash.xxh3_64_intdigest(pending.name.encode()) >> 1
+        with self._session.spans("average", pending.name, step) as span:
+            try:
+                averaged = average_within(group, members, header, transfer.tensors)
+            except ZenPSError as error:
+                if isinstance(error, GroupError):
+                    raise
+                self._fail(error)
+                return
+            transfer.sent_bytes = group.sent_bytes - sent
+            transfer.received_bytes = group.received_bytes - received
+            if span:
+                span.note(group=list(members), sent=transfer.sent_bytes, received=transfer.received_bytes)
+        metrics.push_bytes.inc(transfer.sent_bytes)
+        metrics.pull_bytes.inc(transfer.received_bytes)
+        self._session.statistics.note_group(members, averaged.relative)
+        pending.complete(transfer.tensors[0])
+        self._signal.notify()

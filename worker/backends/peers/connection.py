@@ -1,0 +1,46 @@
+"""Connection of all workers to one another: makes their process group."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from zenps.errors import PeerLostError
+from zenps.wire.addresses import find_host
+
+from ...transport.peer_group import GlooGroup, GroupError
+from ..base import Session
+from ..servers import ServerBackend
+
+
+def connect_workers(session: Session, servers: ServerBackend, purpose: str) -> GlooGroup:
+    """Connects this worker to all others. All ranks call it at the same point.
+
+    Args:
+        session: what this worker has of the cluster.
+        servers: over which ranks exchange their addresses.
+        purpose: unique among the groups of a worker.
+
+    Raises:
+        PeerLostError: the workers cannot reach one another, or a worker was lost meanwhile.
+    """
+    rank, size, config = session.rank, session.size, session.config
+    calls = itertools.count()
+
+    def allgather(own: bytes) -> list[bytes]:
+        # An address of gloo takes 150 bytes, and 8 for each rank.
+        table = torch.zeros((size, 512 + 16 * size), dtype=torch.uint8, device="cpu")
+        entry = len(own).to_bytes(2) + own
+        table[rank, : len(entry)] = torch.frombuffer(bytearray(entry), dtype=torch.uint8)
+        rows = servers.negotiate(table, f"@{purpose}/addresses/{next(calls)}").wait().numpy()
+        return [row[2:].tobytes()[: int.from_bytes(row[:2].tobytes())] for row in rows]
+
+    host = config.cluster.host or find_host(config.cluster.scheduler)
+    try:
+        return GlooGroup(rank, size, host, allgather)
+    except GroupError as error:
+        raise PeerLostError(
+            f"worker {rank} and the others do not reach one another: {error}; set cluster.host of "
+            "each to an address of its machine that the others reach at any port"
+        ) from error

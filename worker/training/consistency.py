@@ -1,0 +1,60 @@
+"""Consistency of one optimizer: when gradients count, and on which ranks (``sync.consistency``)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Set as AbstractSet
+
+from torch.nn import Parameter
+
+
+class Consistency(ABC):
+    """What an optimizer does before and after each step.
+
+    Attributes:
+        is_synchronized: whether gradients are those to step with, and backward has not run since.
+        step: the number of the step whose gradients backward computes.
+        applied: the number of the step whose gradients are applied.
+        staleness: how many steps later than they are computed gradients are applied.
+        sparsified: the parameters whose last gradients were sparsified.
+    """
+
+    is_synchronized = False
+    step = 0
+    applied = 0
+    staleness = 0
+    sparsified: AbstractSet[Parameter] = frozenset()
+
+    @property
+    def is_periodic(self) -> bool:
+        """True if steps differ by their number, so that a checkpoint has it."""
+        return False
+
+    @property
+    def has_run_backward(self) -> bool:
+        """Whether backward has run since the last :meth:`synchronize`, as far as it matters."""
+        return False
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Makes the gradients those to step with."""
+
+    @abstractmethod
+    def after_step(self) -> None:
+        """Called after each step of the wrapped optimizer."""
+
+    def take_earlier(self) -> bool:
+        """Makes gradients that are still to be applied the present ones; returns False if there are none."""
+        return False
+
+    def drop(self) -> bool:
+        """Ends the step without its gradients, which the caller clears.
+
+        Returns:
+            whether gradients of an earlier step are there, and still to be applied.
+        """
+        return False
+
+    @abstractmethod
+    def adopt_agreement(self, root_rank: int) -> None:
+        """Adopts what the root's optimizer has agreed on with others."""

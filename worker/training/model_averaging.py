@@ -1,0 +1,152 @@
+"""Model averaging (DS-Sync): ranks step with their own gradients, then average their models in groups.
+
+Groups change from step to step, so what one has learned reaches all:
+:mod:`zenps.worker.backends.peers.schedule`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zenps.errors import UsageError
+
+from ..core.request import Options, Request
+from ..process import PROCESS
+from .broadcast import check_alike
+from .consistency import Consistency
+
+
+class ModelAveraging(Consistency):
+    """The model of one optimizer. All ranks make it at the same point.
+
+    Args:
+        optimizer: whose parameters they are.
+        parameters: by name.
+        buffers: by name; those of floating-point dtypes are averaged, too.
+
+    Raises:
+        MismatchError: ranks have different models.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, Parameter],
+        buffers: Iterable[tuple[str, Tensor]],
+    ) -> None:
+        super().__init__()
+        self._optimizer = optimizer
+        self._name = PROCESS.new_prefix("model")
+        tensors: dict[str, Tensor] = dict(parameters)
+        tensors |= {name: buffer for name, buffer in buffers if buffer.is_floating_point()}
+        check_alike(tensors, min(PROCESS.world.ranks))
+        self._fused = [
+            _Fused([tensors[name] for name in names])
+            for _, names in itertools.groupby(
+                sorted(tensors, key=lambda name: (str(tensors[name].dtype), name)),
+                lambda name: tensors[name].dtype,
+            )
+        ]
+        _living[next(_numbers)] = self
+
+    @property
+    def is_periodic(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Leaves this rank's gradients as they are.
+
+        Raises:
+            UsageError: a gradient is sparse.
+        """
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                    raise UsageError(
+                        f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient: expected a "
+                        "dense one, because sync.consistency = ds-sync averages whole models; use bsp or ssp"
+                    )
+        self.is_synchronized = True
+
+    def after_step(self) -> None:
+        step = self.step
+        self.step += 1  # also if Ctrl-C ends the wait: then this rank goes on without the average
+        averager = PROCESS.world.averager
+        if averager is None or not self._fused:
+            return
+        averager.settle()
+        for fused in self._fused:
+            fused.gather()
+        averager.average(self._name, step, [fused.flat for fused in self._fused])
+        for fused in self._fused:
+            fused.spread()
+
+    def adopt_agreement(self, root_rank: int) -> None:
+        """Does nothing: ranks agreed at construction, and none can join later."""
+
+    def average_over_all(self) -> float:
+        """Replaces the model by the average of all ranks; returns how far it was from it, relative to it."""
+        distance = norm = 0.0
+        for number, fused in enumerate(self._fused):
+            fused.gather()
+            request = Request(fused.flat, f"{self._name}/all/{number}", Options(average=True))
+            average = PROCESS.world.begin(request).wait()
+            distance = math.hypot(distance, _norm(fused.flat - average))
+            norm = math.hypot(norm, _norm(average))
+            fused.flat.copy_(average)
+            fused.spread()
+        return distance / norm if norm else 0.0
+
+
+class _Fused:
+    """Tensors of one dtype, end to end on the CPU."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        sizes = [tensor.numel() for tensor in tensors]
+        self.flat = torch.empty(sum(sizes), dtype=tensors[0].dtype, device="cpu")
+        self._parts = [
+            part.view(tensor.shape)
+            for part, tensor in zip(torch.split(self.flat, sizes), tensors, strict=True)
+        ]
+
+    def gather(self) -> None:
+        """Copies the tensors."""
+        torch._foreach_copy_(self._parts, self._detached())
+
+    def spread(self) -> None:
+        """Overwrites the tensors."""
+        torch._foreach_copy_(self._detached(), self._parts)
+
+    def _detached(self) -> list[Tensor]:
+        """Returns their memory of now: ``model.to()`` gives parameters another one."""
+        return [tensor.detach() for tensor in self._tensors]
+
+
+_numbers = itertools.count()
+_living: WeakValueDictionary[int, ModelAveraging] = WeakValueDictionary()
+"""By their order, which is the same on all ranks."""
+
+
+def average_parameters() -> None:
+    """With ``sync.consistency = ds-sync``, replaces all models by the averages of all ranks.
+
+    Call it on all ranks at the same point: before weights are evaluated or saved, and at the end. The model
+    of each :class:`DistributedOptimizer` is its parameters and floating-point buffers. Ranks are equal
+    afterwards, until the next step. Otherwise it does nothing: there ranks are always equal. Errors are
+    those of :func:`zenps.push_pull`.
+    """
+    distances = [model.average_over_all() for _, model in sorted(_living.items())]
+    if distances:
+        PROCESS.world.note_consensus(max(distances))
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
