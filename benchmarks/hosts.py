@@ -127,6 +127,9 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
             ``NAME.v6`` to one of them.
         bits_per_second: of each link in each direction; 0: as fast as the machine can.
         delay_seconds: what each link adds in each direction.
+        racks: by their hosts. Each rack's hosts reach the others over one uplink. Hosts that are in none are
+            between the racks.
+        uplink_bits_per_second: of each rack's uplink in each direction; 0: as fast as the machine can.
         lines: of a host's own /etc/hosts, in place of its own names there.
     """
 
@@ -136,7 +139,11 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
         bits_per_second: int = 0,
         lines: Mapping[str, Sequence[str]] | None = None,
         delay_seconds: float = 0.0,
+        racks: Mapping[str, int] | None = None,
+        uplink_bits_per_second: int = 0,
     ) -> None:
+        self._racks = racks or {}
+        self._uplink_bits_per_second = uplink_bits_per_second
         self._prefix = f"{_own_prefix()}{next(_serial)}-"
         self._bits_per_second = bits_per_second
         self._delay_seconds = delay_seconds
@@ -167,6 +174,8 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
             _ip("netns", "add", bridges)
             for network in {network for host in self._hosts.values() for network in host.networks}:
                 _batch(bridges, f"link add net{network} type bridge", f"link set net{network} up")
+            for rack in set(self._racks.values()):
+                self._add_rack(rack, bridges)
             for host in self._hosts.values():
                 self._add(host, bridges)
         except BaseException:  # Ctrl-C too: nothing that was made may be left behind
@@ -178,6 +187,20 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
         _remove(self._prefix)
         self._guard.kill()
         self._guard.wait()
+
+    def _add_rack(self, rack: int, bridges: str) -> None:
+        """Joins a bridge for the rack to the first network."""
+        up, down = f"up{rack}", f"down{rack}"
+        _batch(
+            bridges,
+            f"link add rack{rack} type bridge",
+            f"link add {up} type veth peer {down}",
+            f"link set {up} master rack{rack} up",
+            f"link set {down} master net0 up",
+            f"link set rack{rack} up",
+        )
+        for device in (up, down):
+            _shape(bridges, device, self._uplink_bits_per_second, 0.0)
 
     def _add(self, host: Host, bridges: str) -> None:
         files = FILES / host.namespace
@@ -198,7 +221,7 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
             _batch(
                 bridges,
                 f"link add {port} type veth peer {device} netns {host.namespace}",
-                f"link set {port} master net{network} up",
+                f"link set {port} master {self._bridge(host, network)} up",
             )
             _batch(
                 host.namespace,
@@ -209,6 +232,10 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
             )
             _shape(bridges, port, self._bits_per_second, self._delay_seconds)
             _shape(host.namespace, device, self._bits_per_second, self._delay_seconds)
+
+    def _bridge(self, host: Host, network: int) -> str:
+        rack = None if network else self._racks.get(host.name)
+        return f"net{network}" if rack is None else f"rack{rack}"
 
 
 def why_not_here() -> str:

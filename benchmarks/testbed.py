@@ -63,6 +63,12 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="X",
         help="of each link in each direction, Mbit/s; 0: as fast as the machine can (default: 200)",
     )
+    parser.add_argument(
+        "--racks", type=int, default=1, metavar="N", help="of neighbouring hosts (default: 1)"
+    )
+    parser.add_argument(
+        "--uplink-mbit", type=float, default=0.0, metavar="X", help="of each rack, as --mbit (default: 0)"
+    )
     parser.add_argument("--delay-ms", type=float, default=0.0, metavar="X", help="of each link and direction")
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings, as for zenps launch")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.FIELD=VALUE")
@@ -76,8 +82,12 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error(f"{command[0]}: expected a program that can be run, such as: python train.py")
     if options.hosts < 1 or options.servers < 1 or options.hosts + options.servers > MOST_HOSTS:
         parser.error(f"expected 1 host and server or more, and together {MOST_HOSTS} at most")
-    if options.mbit < 0 or options.delay_ms < 0:
-        parser.error("expected --mbit and --delay-ms of 0 or more")
+    if options.mbit < 0 or options.delay_ms < 0 or options.uplink_mbit < 0:
+        parser.error("expected --mbit, --uplink-mbit and --delay-ms of 0 or more")
+    if not 1 <= options.racks <= options.hosts or (options.uplink_mbit and options.racks == 1):
+        parser.error(
+            "expected --racks of at least 1, and at most as many as hosts; and of 2 for --uplink-mbit"
+        )
     if reason := why_not_here() or (options.delay_ms and why_no_delay()):
         parser.error(reason)
     return options, command
@@ -94,9 +104,15 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> int:
     where = {"scheduler": workers[0]}
     where |= {f"server {rank}": host for rank, host in enumerate(servers)}
     where |= {f"worker {rank}": host for rank, host in enumerate(workers)}
-    bits_per_second = int(options.mbit * 1e6)
     networks = dict.fromkeys([*workers, *servers], (0,))
-    with Hosts(networks, bits_per_second, delay_seconds=options.delay_ms / 1e3) as hosts:
+    racks = racks_of(workers, options.racks) | racks_of(servers, options.racks) if options.racks > 1 else {}
+    with Hosts(
+        networks,
+        int(options.mbit * 1e6),
+        delay_seconds=options.delay_ms / 1e3,
+        racks=racks,
+        uplink_bits_per_second=int(options.uplink_mbit * 1e6),
+    ) as hosts:
         head = hosts[workers[0]]
         print(f"testbed: ip netns exec {head.namespace} CMD runs CMD on {head.name}", file=sys.stderr)
         sets.append(f"cluster.scheduler={head.ipv4()}:{SCHEDULER_PORT}")
@@ -109,6 +125,11 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> int:
         config = load(environ=environment).config
         prefix = partial(prefix_of, {name: hosts[host] for name, host in where.items()}, head)
         return run_on(head, partial(launch, config, command, environment, prefix))
+
+
+def racks_of(hosts: Sequence[str], count: int) -> dict[str, int]:
+    """Deals hosts to racks: neighbours share one."""
+    return {host: index * count // len(hosts) for index, host in enumerate(hosts)}
 
 
 def prefix_of(where: Mapping[str, Host], head: Host, name: str) -> list[str]:

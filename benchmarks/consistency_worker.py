@@ -1,0 +1,116 @@
+"""One worker of ``bench_consistency.py``: trains a classifier of scikit-learn's digits, reproducibly.
+
+Runs under ``zenps launch``. Rank 0 writes a :class:`Curve` as JSON.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+import zenps as zps
+from zenps.worker.backends import engines
+from zenps.worker.backends.peers.schedule import Schedule, make_cycle
+
+LAST_STEPS = 4
+"""In these the distance between ranks is measured, so that every schedule of four workers counts alike."""
+
+Groups = Literal["shuffled", "static", "none"]
+
+
+class Case(msgspec.Struct, frozen=True):
+    """The training."""
+
+    seed: int
+    steps: int
+    groups: Groups = "shuffled"
+    """Of ds-sync. static: those of the first step, in all steps; none: each worker alone."""
+    momentum: float = 0.0
+    learning_rate: float = 0.1
+    hidden: int = 128
+    batch: int = 32
+    """Of each rank, which draws from its own part of the data."""
+
+
+class Curve(msgspec.Struct):
+    """The result of a training."""
+
+    losses: list[float | None]
+    """Of each step's batches, mean over ranks; None once training has diverged."""
+    final_loss: float | None
+    """Of all data, in the end, with the average of all models."""
+    consensus_distance: float | None
+    """Of the ranks' models from their average, relative to it: the greatest, mean of the last steps."""
+
+
+def train(case: Case) -> Curve:
+    """Trains; each rank has the digits whose number leaves its rank as a remainder."""
+    torch.manual_seed(case.seed)
+    digits = load_digits()
+    inputs = torch.tensor(digits.data, dtype=torch.float32) / 16
+    labels = torch.tensor(digits.target, dtype=torch.int64)
+    model = nn.Sequential(nn.Linear(64, case.hidden), nn.ReLU(), nn.Linear(case.hidden, 10))
+    optimizer = zps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), case.learning_rate, case.momentum), model.named_parameters()
+    )
+    zps.broadcast_parameters(model.state_dict(), root_rank=0)
+    own = torch.arange(zps.rank(), len(labels), zps.size())
+    batches = torch.Generator().manual_seed(1000 * case.seed + zps.rank())
+    losses, distances = [], []
+    for step in range(case.steps):
+        chosen = own[torch.randint(len(own), (case.batch,), generator=batches)]
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(inputs[chosen]), labels[chosen])
+        loss.backward()
+        optimizer.step()
+        losses.append(round(zps.push_pull(loss.detach(), "loss").item(), 5))
+        if step >= case.steps - LAST_STEPS:
+            distances.append(greatest_distance(list(model.parameters())))
+    optimizer.drain()
+    zps.average_parameters()
+    with torch.no_grad():
+        final_loss = float(nn.functional.cross_entropy(model(inputs), labels))
+    return Curve(losses, final_loss, sum(distances) / len(distances))
+
+
+def greatest_distance(parameters: Sequence[Tensor]) -> float:
+    """The greatest distance of a rank's model from the average of all, relative to it; changes no model."""
+    own = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    average = zps.push_pull(own, "model")
+    distances = torch.zeros(zps.size(), dtype=torch.float64)
+    distances[zps.rank()] = (own - average).norm() / average.norm()
+    return float(zps.push_pull(distances, "distances", average=False).max())
+
+
+def fix_groups(groups: Groups) -> None:
+    """Replaces the schedules of ds-sync, to show what their shuffling is for."""
+
+    def cycle(size: int, group: int, seed: int) -> Sequence[Schedule]:
+        if groups == "none":
+            return [tuple((rank,) for rank in range(size))]
+        return make_cycle(size, group, seed)[:1]
+
+    engines.make_cycle = cycle  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    case = msgspec.json.decode(sys.argv[1], type=Case)
+    torch.set_num_threads(1)
+    if case.groups != "shuffled":
+        fix_groups(case.groups)
+    zps.init()
+    curve = train(case)
+    if zps.rank() == 0:
+        Path(sys.argv[2]).write_bytes(msgspec.json.encode(curve))
+    zps.shutdown()
+
+
+if __name__ == "__main__":
+    main()
