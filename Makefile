@@ -34,6 +34,7 @@ bench: .venv/installed
 bench-convergence: .venv/installed
 	$(BIN)/python benchmarks/bench_density.py
 	$(BIN)/python benchmarks/bench_convergence.py
+	$(BIN)/python benchmarks/bench_consistency.py
 
 # Needs root and iproute2. QUICK=1: under 3 minutes. What a run that was cut lacks: RESUME=1.
 bench-net: .venv/installed
