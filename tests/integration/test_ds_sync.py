@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -170,8 +171,8 @@ def train_and_scrape() -> tuple[Samples, dict[str, float]]:
     return metrics, world._session.statistics.load()
 
 
-def test_metrics_and_status_have_groups_and_distances() -> None:
-    with Cluster(4, settings=SETTINGS) as cluster:
+def test_metrics_status_and_timeline_have_groups_and_distances(tmp_path: Path) -> None:
+    with Cluster(4, settings=SETTINGS | {"sync.trace": tmp_path / "trace.json"}) as cluster:
         results = cluster.run(train_and_scrape)
     for rank, (metrics, load) in enumerate(results):
         assert metrics["zenps_group_workers", ""] == 2
@@ -180,6 +181,13 @@ def test_metrics_and_status_have_groups_and_distances() -> None:
         assert load["group"] == min(rank, rank ^ 1)  # of the seventh step, whose groups are neighbours
         assert load["distance"] == metrics["zenps_group_distance_ratio", ""]
         assert load["step"] == STEPS - 1
+    events = [json.loads(part.read_text()) for part in tmp_path.glob("trace.worker.*.json")]
+    groups = [[each["args"]["group"] for each in some if each.get("cat") == "average"] for some in events]
+    schedules = [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
+    assert len(groups) == 4
+    for of_rank in groups:
+        assert len(of_rank) == STEPS
+        assert all(group in schedules[step % 2] for step, group in enumerate(of_rank))
 
 
 # ── what is refused, and what fails ─────────────────────────────────────────────────────────────

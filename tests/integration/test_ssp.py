@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import deque
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from prometheus_client import generate_latest
 from torch import Tensor, nn
 
 import zenps as zps
@@ -23,6 +25,7 @@ from tests.integration.embedding_model import (
     make_model,
     state_of,
 )
+from tests.integration.scraping import Samples, parse
 from tests.integration.test_levels import REACHED, start_on_two_hosts
 from zenps.worker.process import PROCESS
 
@@ -330,6 +333,32 @@ def test_sparsified_ranks_are_equal_and_learn(name: str) -> None:
     (first, before, after), *others = results
     assert after < 0.85 * before
     assert_bits([first, *(values for values, _, _ in others)])
+
+
+# ── what is seen of it ──────────────────────────────────────────────────────────────────────────
+
+
+def train_and_see() -> tuple[Samples, dict[str, float]]:
+    model = make_model()
+    (optimizer,) = wrap(model, "sgd")
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, step, zps.rank()).backward()
+        optimizer.step()
+    world: Any = PROCESS.world
+    seen = parse(generate_latest(world._session.metrics._registry).decode()), world._session.statistics.load()
+    optimizer.drain()
+    return seen
+
+
+def test_metrics_status_and_timeline_have_the_staleness(tmp_path: Path) -> None:
+    with Cluster(1, settings=settings(2, sync__trace=tmp_path / "trace.json")) as cluster:
+        ((metrics, load),) = cluster.run(train_and_see)
+    assert metrics["zenps_staleness_steps", ""] == load["staleness"] == 2
+    (part,) = tmp_path.glob("trace.worker.*.json")
+    applied = [event["args"] for event in json.loads(part.read_text()) if event["name"] == "apply"]
+    assert [args["step"] for args in applied[2:]] == [0, 1, 2, 3]
+    assert {args["staleness"] for args in applied} == {2}
 
 
 # ── elastic jobs ────────────────────────────────────────────────────────────────────────────────

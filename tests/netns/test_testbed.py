@@ -32,7 +32,8 @@ seconds = time.monotonic() - begin
 dist.all_reduce(gradient)
 assert gradient[0] == zps.size()
 host = os.uname().nodename
-print(f"rank {zps.rank()} of {zps.size()}, {zps.local_rank()} on {host}, {seconds > 0.3} after {seconds:.2f} s")
+where = f"{zps.local_rank()} on {host}"
+print(f"rank {zps.rank()} of {zps.size()}, {where}, {seconds > 0.3} after {seconds:.2f} s")
 zps.barrier()
 if sys.argv[1:] == ["sleep"]:
     time.sleep(600)
