@@ -91,7 +91,7 @@ bench-gpu:
 
 .venv: .venv/installed
 
-.venv/installed: setup.cfg pyproject.toml constraints.txt
+.venv/installed: setup.cfg setup.py pyproject.toml constraints.txt $(wildcard zenps/kernels/native/*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -c constraints.txt -e '.[test,lint,bench]'
 	touch $@
