@@ -96,7 +96,7 @@ class NativeKernels(Kernels):
         if (ranked := self._rank(parts, plan)) is None:
             return None
         given, ranks = ranked
-        keys = torch.empty(plan.unique, dtype=torch.int64, device="cpu")
+        keys = self._pool.empty((plan.unique,), torch.int64)
         sums = self._pool.empty((plan.unique, plan.columns), parts[0][1].dtype)
         memory = self._pool.empty((plan.sum_bytes,), torch.uint8)
         pointers = (ranks.data_ptr(), memory.data_ptr(), keys.data_ptr(), sums.data_ptr())
@@ -109,7 +109,7 @@ class NativeKernels(Kernels):
         if (ranked := self._rank(parts, plan)) is None or plan.unique < plan.rows:
             return None
         given, ranks = ranked
-        keys = torch.empty(plan.unique, dtype=torch.int64, device="cpu")
+        keys = self._pool.empty((plan.unique,), torch.int64)
         placed = self._pool.empty((plan.unique, values.shape[1]), values.dtype)
         self._library.zenps_place(given, byref(plan), ranks.data_ptr(), keys.data_ptr(), placed.data_ptr())
         return keys, placed

@@ -1,26 +1,43 @@
 /* The loops over keys and rows: included once for each instruction set, with TARGET and NAMED defined. */
 
 /* Rows ahead whose places are fetched into the cache. */
-#define AHEAD 12
+#define AHEAD 16
+
+/* Keys that are compared before the loop looks if it may end. */
+#define RUN 512
 
 /* Bytes of a row that are fetched; the processor fetches what follows by itself. */
-#define FETCHED_BYTES 256
+#define FETCHED_BYTES 512
 
 /* ── keys ──────────────────────────────────────────────────────────────────────────────────────────────────── */
 
+/* Whether keys increase strictly, up to a run of them that does not. */
+TARGET static int NAMED(increases)(const Key *keys, int64_t rows) {
+    int increases = 1;
+    for (int64_t begin = 1; begin < rows && increases; begin += RUN) {
+        int64_t end = begin + RUN < rows ? begin + RUN : rows;
+        for (int64_t row = begin; row < end; ++row)
+            increases &= keys[row] > keys[row - 1];
+    }
+    return increases;
+}
+
 TARGET static void NAMED(measure)(const Key *keys, int64_t rows, Plan *plan) {
     int64_t least = plan->least, most = plan->most;
-    int in_order = 1;
-    for (int64_t row = 0; row < rows; ++row) {
-        int64_t key = keys[row];
-        least = key < least ? key : least;
-        most = key > most ? key : most;
+    int is_in_order = NAMED(increases)(keys, rows);
+    if (rows && is_in_order) {
+        least = keys[0] < least ? keys[0] : least;
+        most = keys[rows - 1] > most ? keys[rows - 1] : most;
+    } else {
+        for (int64_t row = 0; row < rows; ++row) {
+            int64_t key = keys[row];
+            least = key < least ? key : least;
+            most = key > most ? key : most;
+        }
     }
-    for (int64_t row = 1; row < rows; ++row)
-        in_order &= keys[row] > keys[row - 1];
     plan->least = least;
     plan->most = most;
-    plan->in_order &= in_order;
+    plan->in_order &= is_in_order;
 }
 
 /* Sets the bit of each key, and leaves its offset, and whether it is the first with this key. */
@@ -60,75 +77,93 @@ TARGET static void NAMED(look_up)(const Word *words, uint32_t *ranks, int64_t ro
 
 /* ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────── */
 
-/* Adds the rows of a part, from `begin` on, whose ranks lie in a range. Returns the first row of a greater rank, if
- * ranks are in order. */
-#define SUM(DTYPE, GIVEN, SUMMED, WIDEN)                                                                           \
-    TARGET INLINE int64_t NAMED(sum_columns_##DTYPE)(const Stretch *s, int64_t columns) {                          \
-        const GIVEN *values = s->values;                                                                           \
-        SUMMED *sums = s->sums;                                                                                    \
-        const uint32_t *ranks = s->ranks;                                                                          \
-        uint32_t low = s->low, count = s->high - s->low;                                                           \
-        int64_t fetched = columns * (int64_t)sizeof(SUMMED);                                                       \
-        fetched = fetched < FETCHED_BYTES ? fetched : FETCHED_BYTES;                                               \
-        for (int64_t row = s->begin; row < s->rows; ++row) {                                                       \
-            uint32_t rank = (ranks[row] & ~FIRST) - low;                                                           \
-            if (rank >= count) {                                                                                   \
-                if (s->in_order)                                                                                   \
-                    return row;                                                                                    \
-                continue;                                                                                          \
-            }                                                                                                      \
-            if (row + AHEAD < s->rows) {                                                                           \
-                uint32_t next = (ranks[row + AHEAD] & ~FIRST) - low;                                               \
-                if (next < count)                                                                                  \
-                    fetch((const char *)(sums + (int64_t)next * columns), fetched);                                \
-            }                                                                                                      \
-            SUMMED *sum = sums + (int64_t)rank * columns;                                                          \
-            const GIVEN *value = values + row * columns;                                                           \
-            if (ranks[row] & FIRST)                                                                                \
-                for (int64_t column = 0; column < columns; ++column)                                               \
-                    sum[column] = WIDEN(value[column]);                                                            \
-            else                                                                                                   \
-                for (int64_t column = 0; column < columns; ++column)                                               \
-                    sum[column] = (SUMMED)(sum[column] + WIDEN(value[column]));                                    \
-        }                                                                                                          \
-        return s->rows;                                                                                            \
-    }                                                                                                              \
-    TARGET static int64_t NAMED(sum_##DTYPE)(const Stretch *s) {                                                   \
-        switch (s->columns) {                                                                                      \
-        case 1:                                                                                                    \
-            return NAMED(sum_columns_##DTYPE)(s, 1);                                                               \
-        default:                                                                                                   \
-            return NAMED(sum_columns_##DTYPE)(s, s->columns);                                                      \
-        }                                                                                                          \
-    }
+#define WIDE
+#define GIVEN Half
+#define NUMBER Single
+#define BITS uint32_t
+#define NEUTRAL 0x80000000
 
-SUM(float16, Half, float, from_half)
-SUM(bfloat16, Half, float, from_brain)
-SUM(float32, Single, Single, )
-SUM(float64, Double, Double, )
-SUM(int64, Unsigned, Unsigned, )
-SUM(uint8, uint8_t, uint8_t, )
-#undef SUM
+TARGET INLINE void NAMED(widen_float16)(const Half *halves, Single *floats, int64_t count) {
+    int64_t index = 0;
+#ifdef HAS_F16C
+    for (; index + 8 <= count; index += 8)
+        _mm256_storeu_ps((float *)floats + index, _mm256_cvtph_ps(_mm_loadu_si128((const void *)(halves + index))));
+#endif
+    for (; index < count; ++index)
+        floats[index] = from_half(halves[index]);
+}
 
-/* Divides sums, and rounds them to the dtype of the values. */
-#define FINISH(DTYPE, SUMMED, TAKEN, NARROW)                                                                       \
-    TARGET static void NAMED(finish_##DTYPE)(const void *given, void *taken, int64_t number, int64_t divisor) {    \
-        const SUMMED *sums = given;                                                                                \
-        TAKEN *values = taken;                                                                                     \
-        SUMMED by = (SUMMED)divisor;                                                                               \
-        if (divisor == 1)                                                                                          \
-            for (int64_t index = 0; index < number; ++index)                                                       \
-                values[index] = NARROW(sums[index]);                                                               \
-        else                                                                                                       \
-            for (int64_t index = 0; index < number; ++index)                                                       \
-                values[index] = NARROW(sums[index] / by);                                                          \
-    }
+TARGET INLINE void NAMED(narrow_float16)(const Single *floats, Half *halves, int64_t count) {
+    int64_t index = 0;
+#ifdef HAS_F16C
+    for (; index + 8 <= count; index += 8)
+        _mm_storeu_si128((void *)(halves + index), _mm256_cvtps_ph(_mm256_loadu_ps((const float *)floats + index), 0));
+#endif
+    for (; index < count; ++index)
+        halves[index] = to_half(floats[index]);
+}
 
-FINISH(float16, float, Half, to_half)
-FINISH(bfloat16, float, Half, to_brain)
-FINISH(float32, Single, Single, )
-FINISH(float64, Double, Double, )
-#undef FINISH
+#define FOR_DTYPE(name) NAMED(name##_float16)
+#include "sum.h"
+#undef FOR_DTYPE
+
+TARGET INLINE void NAMED(widen_bfloat16)(const Half *halves, Single *floats, int64_t count) {
+    for (int64_t index = 0; index < count; ++index)
+        floats[index] = from_brain(halves[index]);
+}
+
+TARGET INLINE void NAMED(narrow_bfloat16)(const Single *floats, Half *halves, int64_t count) {
+    for (int64_t index = 0; index < count; ++index)
+        halves[index] = to_brain(floats[index]);
+}
+
+#define FOR_DTYPE(name) NAMED(name##_bfloat16)
+#include "sum.h"
+#undef FOR_DTYPE
+#undef WIDE
+#undef GIVEN
+
+#define GIVEN Single
+#define FOR_DTYPE(name) NAMED(name##_float32)
+#include "sum.h"
+#undef FOR_DTYPE
+#undef GIVEN
+#undef NUMBER
+#undef BITS
+#undef NEUTRAL
+
+#define GIVEN Double
+#define NUMBER Double
+#define BITS uint64_t
+#define NEUTRAL ((uint64_t)1 << 63)
+#define FOR_DTYPE(name) NAMED(name##_float64)
+#include "sum.h"
+#undef FOR_DTYPE
+#undef GIVEN
+#undef NUMBER
+#undef NEUTRAL
+
+/* Sums of int64 wrap around. */
+#define GIVEN Unsigned
+#define NUMBER Unsigned
+#define NEUTRAL 0
+#define FOR_DTYPE(name) NAMED(name##_int64)
+#include "sum.h"
+#undef FOR_DTYPE
+#undef GIVEN
+#undef NUMBER
+#undef BITS
+
+#define GIVEN uint8_t
+#define NUMBER uint8_t
+#define BITS uint8_t
+#define FOR_DTYPE(name) NAMED(name##_uint8)
+#include "sum.h"
+#undef FOR_DTYPE
+#undef GIVEN
+#undef NUMBER
+#undef BITS
+#undef NEUTRAL
 
 /* Copies the rows of a part whose ranks lie in a range. */
 TARGET INLINE void NAMED(place_bytes)(const Stretch *s, int64_t bytes) {
@@ -175,6 +210,7 @@ static const Loops NAMED(loops) = {
     .look_up = NAMED(look_up),
     .sum = {NAMED(sum_float16), NAMED(sum_bfloat16), NAMED(sum_float32), NAMED(sum_float64), NAMED(sum_int64),
             NAMED(sum_uint8)},
-    .finish = {NAMED(finish_float16), NAMED(finish_bfloat16), NAMED(finish_float32), NAMED(finish_float64)},
+    .finish = {NAMED(finish_float16), NAMED(finish_bfloat16), NAMED(finish_float32), NAMED(finish_float64),
+               NAMED(finish_int64), NAMED(finish_uint8)},
     .place = NAMED(place),
 };

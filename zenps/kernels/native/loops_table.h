@@ -32,7 +32,7 @@ typedef struct {
     uint64_t (*count)(Word *words, int64_t number);
     void (*look_up)(const Word *words, uint32_t *ranks, int64_t rows);
     int64_t (*sum[DTYPES])(const Stretch *stretch);
-    void (*finish[FLOAT64 + 1])(const void *sums, void *values, int64_t number, int64_t divisor);
+    void (*finish[DTYPES])(void *sums, void *values, int64_t count, int64_t divisor);
     void (*place)(const Stretch *stretch);
 } Loops;
 
