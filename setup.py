@@ -14,8 +14,7 @@ setup(
             "zenps.kernels.native._library",
             sources=sorted(map(str, NATIVE.glob("*.c"))),
             depends=sorted(map(str, NATIVE.glob("*.h"))),
-            # Products and sums that are contracted would differ between CPUs. Loops whose floats might trap are not
-            # vectorised.
+            # Contracted products and sums would differ between CPUs. What may trap is not vectorised.
             extra_compile_args=["-std=c11", "-O3", "-ffp-contract=off", "-fno-trapping-math", "-pthread"],
             extra_link_args=["-pthread"],
             # It uses nothing of Python: one build serves all versions.

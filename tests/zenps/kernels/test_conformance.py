@@ -18,7 +18,7 @@ from zenps.kernels.cpu import CpuKernels
 from zenps.kernels.gpu.scatter import merge
 from zenps.kernels.gpu.sort_compact import sort_compact
 from zenps.kernels.native.backend import NativeKernels
-from zenps.kernels.native.library import BITMAP, RADIX, load_library
+from zenps.kernels.native.library import BITMAP, RADIX, find_library, load_library
 
 torch.set_num_threads(1)
 
@@ -43,12 +43,13 @@ class DeviceKernels(Kernels):
 
 
 POOL = BufferPool(keep_bytes=1 << 26)
-BACKENDS: dict[str, Kernels] = {
-    "torch": CpuKernels(POOL),
-    "native": NativeKernels(POOL, load_library(), threads=2),
-    "native, bitmap": NativeKernels(POOL, load_library(), method=BITMAP),
-    "native, radix": NativeKernels(POOL, load_library(), method=RADIX),
-}
+BACKENDS: dict[str, Kernels] = {"torch": CpuKernels(POOL)}
+if (path := find_library()) is not None:
+    BACKENDS |= {
+        "native": NativeKernels(POOL, load_library(path), threads=2),
+        "native, bitmap": NativeKernels(POOL, load_library(path), method=BITMAP),
+        "native, radix": NativeKernels(POOL, load_library(path), method=RADIX),
+    }
 WORKER_BACKENDS = BACKENDS | {"gpu": DeviceKernels()}
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 COLUMNS = [0, 1, 2, 3, 4, 48, 96]

@@ -1,1 +1,1 @@
-"""Compiled CPU kernels in C: the same interface and bits as those of NumPy and torch, several times as fast."""
+"""Compiled CPU kernels in C: the bits of those of NumPy and torch, in less time."""

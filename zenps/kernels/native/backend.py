@@ -1,7 +1,7 @@
 """Native kernels: compaction, aggregation and scatter in C, by rank in a bitmap or a radix sort.
 
-A row goes straight to its rank among the sorted unique keys: it is copied there the first time, and added after
-that. Nothing is sorted by comparison, and no intermediate copy is made.
+A row goes straight to its rank among the sorted unique keys, and is added to what is there. No intermediate copy
+is made, and nothing sorted but keys far apart.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ DTYPES: Final = {dtype: number for number, dtype in enumerate(ACCUMULATE)}
 class NativeKernels(Kernels):
     """Kernels in C on CPU tensors; large outputs, and memory on the way to them, come from ``pool``.
 
-    :class:`CpuKernels` takes or refuses what C does not take: tensors that are not contiguous, keys that several
-    parts of a scatter have, averages of integers, and keys so far apart that key and row do not fit into 64 bits.
+    :class:`CpuKernels` takes or refuses what C does not: tensors that are not contiguous, keys that several
+    parts of a scatter have, averages of integers, and keys so far apart that key and row exceed 64 bits.
 
     Args:
         library: what :func:`~.library.load_library` returns.

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 from ctypes import c_int, c_int64, c_void_p
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 from typing import Final
 
-from zenps.errors import ConfigError
-
-LIBRARY: Final = "zenps.kernels.native._library"
-"""Setuptools builds it as an extension module, so that it lies beside this file. Python never imports it."""
-
-MISSING: Final = "the compiled kernels are missing: install a C compiler, and then zenps again (pip install)"
+ADVICE: Final = "install a C compiler, such as gcc, and then ZenPS again"
+"""What to do where the library was not built."""
 
 BITMAP, RADIX, NONE = 1, 2, 3
 
@@ -54,27 +51,19 @@ _SIGNATURES: Final = {
 }
 
 
-@functools.cache
 def find_library() -> str | None:
-    """The path of the library; None where the package was installed without a C compiler."""
-    spec = importlib.util.find_spec(LIBRARY)
-    return spec.origin if spec else None
+    """The path of the library; None where the package was installed without a C compiler.
+
+    Setuptools builds it as an extension module, so that it lies beside this file. Python never imports it.
+    """
+    paths = (Path(__file__).with_name(f"_library{suffix}") for suffix in EXTENSION_SUFFIXES)
+    return next((str(path) for path in paths if path.exists()), None)
 
 
 @functools.cache
-def load_library(path: str | None = None) -> ctypes.CDLL:
-    """The library, with the types of its functions declared.
-
-    Args:
-        path: of another build of it.
-
-    Raises:
-        ConfigError: it is missing.
-    """
-    found = path or find_library()
-    if found is None:
-        raise ConfigError("kernels.backend", "native", f"auto or torch, because {MISSING}")
-    library = ctypes.CDLL(found)
+def load_library(path: str) -> ctypes.CDLL:
+    """The library at ``path``, with the types of its functions declared."""
+    library = ctypes.CDLL(path)
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

@@ -30,7 +30,7 @@ INLINE void fetch(const char *place, int64_t bytes) {
 #undef NAMED
 
 /* Not target_clones: they need ifunc, which musl lacks, and which ThreadSanitizer does not survive. */
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(BASE_LOOPS_ONLY)
 #include <immintrin.h>
 #define HAS_F16C
 #define TARGET __attribute__((target("avx2,f16c,popcnt,bmi,bmi2")))

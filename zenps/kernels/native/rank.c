@@ -7,8 +7,8 @@
 
 #include <string.h>
 
-/* Above so many words of the bitmap for each row, to sort is faster: benchmarks/bench_kernels.py measures it. */
-#define WORDS_PER_ROW 8
+/* In a span of more keys for each row, to sort is faster: benchmarks/bench_kernels.py measures it. */
+#define SPAN_PER_ROW 32
 
 #define MOST_DIGIT_BITS 11
 
@@ -41,7 +41,7 @@ static void choose(Plan *plan) {
     uint64_t width = width_of(plan);
     int has_bitmap = rows < MOST_ROWS && width < FIRST;
     int has_radix = rows < MOST_ROWS && bits_of(width) + bits_of((uint64_t)rows) <= 64;
-    int is_dense = has_bitmap && words_of(plan) <= WORDS_PER_ROW * rows;
+    int is_dense = has_bitmap && (int64_t)width <= SPAN_PER_ROW * rows;
     if (wanted == BITMAP ? has_bitmap : is_dense && wanted != RADIX)
         plan->method = BITMAP;
     else

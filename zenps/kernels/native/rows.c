@@ -11,7 +11,9 @@
 #define BLOCK_BYTES (32 * 1024)
 
 /* Below so many bytes a thread costs more than it saves: 30 µs to start and to join. */
+#ifndef LEAST_THREAD_BYTES
 #define LEAST_THREAD_BYTES ((int64_t)1 << 20)
+#endif
 
 #define MOST_THREADS 64
 
