@@ -1,7 +1,7 @@
 """Native kernels: compaction, aggregation and scatter in C, by rank in a bitmap or a radix sort.
 
-A row goes straight to its rank among the sorted unique keys, and is added to what is there. No intermediate copy
-is made, and nothing sorted but keys far apart.
+A row goes straight to its rank among the sorted unique keys, and is added to what is there. Nothing else is
+moved, and nothing sorted but keys that lie far apart.
 """
 
 from __future__ import annotations
