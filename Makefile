@@ -3,7 +3,7 @@ PARTITION ?= balanced
 BIN       ?= .venv/bin
 
 .PHONY: demo test check bench test-long test-monitoring test-browser test-hosts test-docker fuzz soak simulate chaos \
-        test-gpu bench-gpu bench-net bench-convergence
+        test-gpu bench-gpu bench-kernels bench-net bench-convergence
 
 demo: .venv/installed
 	$(BIN)/zenps launch --workers 2 --servers 2 --set sync.partition=$(PARTITION) -- $(BIN)/python examples/lstm_lm.py
@@ -22,6 +22,8 @@ test: .venv/installed
 test-long: .venv/installed
 	$(BIN)/pytest $(IN_PARALLEL) -m long $(JOBS:%=--ignore=%)
 	$(BIN)/pytest -m long $(JOBS)
+	@# Those of the default suite have native kernels.
+	ZENPS_KERNELS_BACKEND=torch $(BIN)/pytest tests/integration
 
 check: .venv/installed
 	$(BIN)/ruff check
@@ -87,12 +89,16 @@ test-gpu:
 		$(SANITIZE) --tool memcheck $(BIN)/python -m pytest $(GPU_TESTS)
 	$(ON_GPU) ZENPS_TEST_SMALL=1 $(SANITIZE) --tool racecheck $(BIN)/python -m pytest $(GPU_TESTS)
 
+# CPU kernels, those in C beside torch's; on a machine that does nothing else.
+bench-kernels: .venv/installed
+	$(BIN)/python benchmarks/bench_kernels.py --json benchmarks/results/kernels.json
+
 bench-gpu:
 	$(BIN)/python benchmarks/bench_compaction.py
 
 .venv: .venv/installed
 
-.venv/installed: setup.cfg pyproject.toml constraints.txt
+.venv/installed: setup.cfg setup.py pyproject.toml constraints.txt $(wildcard zenps/kernels/native/*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -c constraints.txt -e '.[test,lint,bench]'
 	touch $@

@@ -10,7 +10,8 @@ import logging
 import time
 from collections.abc import Sequence
 
-from zenps.config.settings import ClusterConfig
+from zenps.config.settings import Config
+from zenps.config.sources import kernel_threads
 from zenps.errors import ProtocolError
 from zenps.observe import log
 from zenps.observe.clock import now_ns
@@ -47,7 +48,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        cluster: ClusterConfig,
+        config: Config,
         gate: Authenticator,
         workers: Workers,
         rounds: ServerRounds,
@@ -56,12 +57,13 @@ class Dispatcher:
         counters: ServerMetrics,
         trace: Trace,
     ) -> None:
-        self._decoder: Decoder[ToServer] = Decoder(cluster.job, ToServer)
+        self._decoder: Decoder[ToServer] = Decoder(config.cluster.job, ToServer)
         self._authenticator = gate
         self._workers = workers
         self._rounds = rounds
         self._shared_memory = shared_memory
-        self._reducers = make_reducers(shared_memory, cluster.max_message_bytes)
+        most_bytes, backend = config.cluster.max_message_bytes, config.kernels.backend
+        self._reducers = make_reducers(shared_memory, most_bytes, backend, kernel_threads(config))
         self._replies = replies
         self._metrics = counters
         self._trace = trace

@@ -110,7 +110,7 @@ class _Service:
             trace,
         )
         self._dispatcher = Dispatcher(
-            cluster,
+            config,
             self._authenticator,
             self._workers,
             self._rounds,

@@ -26,7 +26,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "worker server scheduler",
         "cli",
     ),
-    "zenps.kernels": ("base", "cpu gpu", "*"),
+    "zenps.kernels": ("base", "cpu gpu", "native", "*"),
     "zenps.schemes": ("*", "builtin", "registry", "costs"),
     "zenps.partition": ("keyspace ring", "strategies", "layout", "device_layout"),
     "zenps.wire": ("*", "shared_memory"),

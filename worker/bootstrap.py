@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from zenps.config import sources
 from zenps.config.settings import Config, shared_settings
+from zenps.kernels.factory import find_native
 from zenps.observe import metrics
 from zenps.observe.metrics import WorkerMetrics
 from zenps.observe.trace import open_trace
@@ -62,6 +63,7 @@ def join_cluster(config: Config, *, has_left: bool = False) -> ClusterWorld:
         scheme = other
     strategy(config.sync.partition)  # raises for a wrong one before this worker registers
     check_sparsifier(config, scheme)
+    find_native(config.kernels.backend)
     rank, local_rank = sources.rank_from_environment(os.environ), _local_rank()
     raise_malloc_threshold()
     with ExitStack() as opened:  # also Ctrl-C during the wait for others: a later init() needs the port

@@ -86,7 +86,7 @@ class Process:
         with self._changing:
             self.require_no_world()
             if not config.cluster.scheduler:
-                self._world = LocalWorld()
+                self._world = LocalWorld(config)
                 return
             self._owner = os.getpid()
             has_left = self._scheduler == config.cluster.scheduler

@@ -12,6 +12,7 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from zenps.codecs.values import RUN
+from zenps.config.settings import Config
 from zenps.errors import UsageError
 from zenps.finalizers import release_finalizers
 from zenps.observe.metrics import WorkerMetrics
@@ -132,8 +133,8 @@ class LocalWorld(World):
     averages_models = False
     averager = None
 
-    def __init__(self) -> None:
-        self._backend = LocalBackend(Statistics(WorkerMetrics(CollectorRegistry())))
+    def __init__(self, config: Config) -> None:
+        self._backend = LocalBackend(config, Statistics(WorkerMetrics(CollectorRegistry())))
 
     def stats(self) -> Stats:
         return Stats()

@@ -6,13 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import Phase, settings
 
 from tests.cuda.host.build import Sanitizer
 from tests.cuda.host.launcher import SANITIZER, HostLauncher
-
-# Of tests that run again to fail (rerun.py): one failure is enough, nobody asks for the smallest.
-settings.register_profile("rerun", phases=[Phase.explicit, Phase.generate], database=None)
 
 
 @pytest.fixture(scope="session", params=[0, 1] if SANITIZER is Sanitizer.NONE else [0], ids="seed{}".format)

@@ -16,6 +16,9 @@ from zenps.buffers import BufferPool
 from zenps.codecs.registry import CODECS
 from zenps.codecs.values import VALUE_CODECS
 from zenps.config.settings import ClusterConfig, Config, SyncConfig
+from zenps.kernels.base import ACCUMULATE
+from zenps.kernels.cpu import CpuKernels
+from zenps.kernels.factory import make_kernels
 from zenps.scheduler.membership.tracker import Membership
 from zenps.schemes.registry import scheme_of
 from zenps.server.rounds.states import HeldPush, Reduce
@@ -201,6 +204,29 @@ def _values(form: str, frames: Frames) -> None:
     VALUE_CODECS[form].decode(data, torch.empty(rows % 1000, columns % 100))  # type: ignore[index]
 
 
+class Kernels:
+    """The kernels that sum rows, beside torch's. The first frame is dtype and columns, others are keys."""
+
+    def __init__(self) -> None:
+        pool = BufferPool(0)
+        self._kernels, self._torch = make_kernels(pool, threads=2), CpuKernels(pool)
+
+    def __call__(self, frames: Frames) -> None:
+        number, columns = frames[0][:2].ljust(2, b"\0")
+        dtype = list(ACCUMULATE)[number % len(ACCUMULATE)]
+        parts = []
+        for frame in frames[1:] or [b""]:
+            keys = torch.from_numpy(np.frombuffer(frame[: len(frame) // 8 * 8], dtype=np.int64).copy())
+            parts.append((keys, torch.full((len(keys), columns % 20), 3, dtype=dtype)))
+        for sum_rows in (
+            lambda kernels: kernels.aggregate(parts, 1),
+            lambda kernels: kernels.compact(*parts[0]),
+            lambda kernels: kernels.scatter(parts),
+        ):
+            for got, expected in zip(sum_rows(self._kernels), sum_rows(self._torch), strict=True):
+                assert torch.equal(got, expected)
+
+
 def _from_scheduler(frames: Frames) -> None:
     envelope, *others = map(memoryview, frames)
     message = _NODE_DECODER.decode(envelope, others)
@@ -222,6 +248,7 @@ TARGETS: dict[str, Callable[[], Callable[[Frames], None]]] = {
     "float16": lambda: partial(_values, "float16"),
     "bfloat16": lambda: partial(_values, "bfloat16"),
     "int8": lambda: partial(_values, "int8"),
+    "kernels": Kernels,
     "object": lambda: lambda frames: unpack_object(frames[0]) and None,
 }
 """By name, a function that makes a target."""
@@ -323,6 +350,11 @@ SEEDS: dict[str, list[Frames]] = {
     "int8": [
         [struct.pack("<QQ", 3, COLUMNS), _quantize("int8", 3, COLUMNS)],
         [struct.pack("<QQ", 100, 1), _quantize("int8", 100, 1)],
+    ],
+    "kernels": [
+        [b"\2\3", np.array([1, 7, 300]).tobytes(), np.array([7, 8]).tobytes()],
+        [b"\0\1", np.array([5, 2, 5, -1, 2**62, 2**63 - 1, -(2**63)]).tobytes()],
+        [b"\5\2", np.arange(0, 2**40, 2**36).tobytes(), b"", np.arange(64).tobytes()],
     ],
     "object": [
         [msgpack.packb(value)] for value in ({"a": [1, 2.5, None, "text", b"bytes"]}, [{1: True}, []], 7)

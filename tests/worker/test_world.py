@@ -118,7 +118,7 @@ def test_statistics_are_a_copy_and_name_the_partition_of_the_backend() -> None:
     assert (stats.partition, stats.rounds) == ("parallel", 0)
     stats.rounds = 7
     assert world.stats().rounds == 0
-    assert LocalWorld().stats().partition == "none"
+    assert LocalWorld(Config()).stats().partition == "none"
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_the_partition_is_that_of_the_scheme_or_of_the_settings(
 
 
 def test_a_world_of_one_has_the_results_of_a_cluster_of_one() -> None:
-    world, dense = LocalWorld(), torch.ones(3, requires_grad=True)
+    world, dense = LocalWorld(Config()), torch.ones(3, requires_grad=True)
     pending = world.begin(Request(dense, "weight", Options(average=True)))
     assert pending.done()
     result = pending.wait()

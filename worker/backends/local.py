@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from zenps.buffers import BufferPool
+from zenps.config.settings import Config
+from zenps.config.sources import kernel_threads
 from zenps.kernels.factory import make_kernels
 
 from ..core.memory import POOL_BYTES
@@ -21,13 +23,14 @@ class LocalBackend(Backend):
     """Nothing is sent; results are as in a cluster of one.
 
     Args:
+        config: all settings.
         statistics: stays empty, because nothing is synchronised.
     """
 
     partition = "none"
 
-    def __init__(self, statistics: Statistics) -> None:
-        self._kernels = make_kernels(BufferPool(POOL_BYTES))
+    def __init__(self, config: Config, statistics: Statistics) -> None:
+        self._kernels = make_kernels(BufferPool(POOL_BYTES), config.kernels.backend, kernel_threads(config))
         self._waiting = Waiting(Signal(), 0.0, statistics, Spans())
 
     def begin(self, request: Request) -> Pending:

@@ -12,6 +12,7 @@ from torch import Tensor
 from zenps.buffers import BufferPool
 from zenps.codecs.values import value_codec
 from zenps.config.settings import Config
+from zenps.config.sources import kernel_threads
 from zenps.errors import UsageError
 from zenps.kernels.factory import make_kernels
 from zenps.kernels.gpu.place import DeviceLayout
@@ -51,7 +52,7 @@ class Planner:
         self._pool = BufferPool(POOL_BYTES)
         # Values are broadcast once. Their buffers would only take the room of those that each step uses.
         self._unpooled = BufferPool(0)
-        self._kernels = make_kernels(self._pool)
+        self._kernels = make_kernels(self._pool, config.kernels.backend, kernel_threads(config))
         self._accelerators: dict[torch.device, Accelerator] = {}
         # Each device layout lives as long as its layout, that is, as long as any tensor is sharded by it.
         self._gpu_layouts: WeakKeyDictionary[Layout, dict[torch.device, DeviceLayout]] = WeakKeyDictionary()

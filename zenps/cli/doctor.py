@@ -15,8 +15,14 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 from zenps.config.settings import PARTITIONS, SPARSIFIERS, Config, shared_settings
-from zenps.config.sources import allows_two_levels, check_partition, local_size_from_environment
+from zenps.config.sources import (
+    allows_two_levels,
+    check_partition,
+    kernel_threads,
+    local_size_from_environment,
+)
 from zenps.errors import ConfigError, DeadlineError, ZenPSError
+from zenps.kernels.native.library import ADVICE, find_library
 from zenps.keys import load_keys
 from zenps.schemes.registry import scheme_of
 from zenps.wire.addresses import find_host, why_unreachable
@@ -48,6 +54,7 @@ def examine(config: Config) -> list[Check]:
         *_torch(),
         _partition(config),
         _sparsifier(config),
+        _kernels(config),
         _files(config),
         _memory(config),
         _metrics_port(config),
@@ -120,6 +127,16 @@ def _sparsifier(config: Config) -> Check:
         advice = "put its folder on PYTHONPATH, unless it lies beside the training script"
         return Check("sync.sparsifier", "warn", str(error), advice)
     return Check("sync.sparsifier", "ok", name)
+
+
+def _kernels(config: Config) -> Check:
+    wanted = config.kernels.backend
+    if wanted == "torch":
+        return Check("kernels", "ok", "torch's")
+    if find_library() is None:
+        verdict: Literal["warn", "fail"] = "fail" if wanted == "native" else "warn"
+        return Check("kernels", verdict, "torch's: native ones were not built", ADVICE)
+    return Check("kernels", "ok", f"native, {kernel_threads(config)} thread(s)")
 
 
 def _files(config: Config) -> Check:

@@ -28,12 +28,16 @@ def environments(config: Config, base: Mapping[str, str]) -> dict[str, dict[str,
     names = ["scheduler", *(f"server {rank}" for rank in range(cluster.servers))]
     names += [f"worker {rank}" for rank in range(cluster.workers)]
     cores = len(os.sched_getaffinity(0))
+    own_cores = str(max(1, cores // (cluster.workers + cluster.servers)))
+    # A process knows the workers of its host, but not the servers.
+    threads = {} if config.kernels.threads else {"ZENPS_KERNELS_THREADS": own_cores}
     common = {
         # torch starts a thread per core in every process, which is too many. torchrun's choice, 1, leaves
         # cores idle if there are few processes.
-        "OMP_NUM_THREADS": str(max(1, cores // (cluster.workers + cluster.servers))),
+        "OMP_NUM_THREADS": own_cores,
         # Python buffers output into a pipe: it would come late.
         "PYTHONUNBUFFERED": "1",
+        **threads,
         **base,
         "ZENPS_CLUSTER_WORKERS": str(cluster.workers),
         "ZENPS_CLUSTER_SERVERS": str(cluster.servers),

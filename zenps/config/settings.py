@@ -252,6 +252,26 @@ class SparsifierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     ] = 0
 
 
+class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How rows are summed and placed on the CPU. Nodes may differ in these: the bits are the same."""
+
+    backend: Annotated[
+        Literal["auto", "native", "torch"],
+        Meta(
+            description="native: compiled from C when ZenPS was installed; torch: by NumPy and torch; "
+            "auto: native where they were built"
+        ),
+    ] = "auto"
+    threads: Annotated[
+        int,
+        Meta(
+            description="most threads of one native sum; 0: cores ÷ processes of this host, so far as known",
+            ge=0,
+            le=1024,
+        ),
+    ] = 0
+
+
 class CudaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How gradients on a GPU are compacted. Workers may differ in these."""
 
@@ -328,6 +348,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
     sync: SyncConfig = msgspec.field(default_factory=SyncConfig)
     sparsifier: SparsifierConfig = msgspec.field(default_factory=SparsifierConfig)
+    kernels: KernelsConfig = msgspec.field(default_factory=KernelsConfig)
     cuda: CudaConfig = msgspec.field(default_factory=CudaConfig)
     security: SecurityConfig = msgspec.field(default_factory=SecurityConfig)
     metrics: MetricsConfig = msgspec.field(default_factory=MetricsConfig)

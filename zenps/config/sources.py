@@ -191,6 +191,12 @@ def local_size_from_environment(environ: Mapping[str, str] = os.environ) -> int:
     return _integer(environ, "LOCAL_WORLD_SIZE", at_least=1) or 1
 
 
+def kernel_threads(config: Config, environ: Mapping[str, str] = os.environ) -> int:
+    """``kernels.threads``, or where that is 0 the cores of this process ÷ the workers of this host."""
+    cores = len(os.sched_getaffinity(0))
+    return config.kernels.threads or max(1, cores // local_size_from_environment(environ))
+
+
 def restarts_from_environment(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
     """How often torchrun has restarted the workers (``TORCHELASTIC_RESTART_COUNT``), and still may."""
     count = _integer(environ, "TORCHELASTIC_RESTART_COUNT", at_least=0) or 0

@@ -124,9 +124,13 @@ def _fixed_addresses() -> list[str]:
 
 def _serve() -> None:
     # What takes seconds, before the forks.
-    import hypothesis.strategies  # noqa: F401
+    import hypothesis.strategies
 
     import tests.cuda.host.launcher  # noqa: F401
+
+    # Of tests that run again to fail: one failure is enough, nobody asks for the smallest.
+    phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
+    hypothesis.settings.register_profile("rerun", phases=phases, database=None)
 
     for line in sys.stdin:
         request = json.loads(line)

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from torch import Tensor, nn
 
 import zenps as zps
+from zenps.config.settings import Config
 from zenps.errors import DeadlineError, UsageError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
 from zenps.worker.core.pending import Pending, Signal, Waiting
@@ -427,7 +428,7 @@ def test_parameter_that_is_unfrozen_later_is_refused(world: FakeWorld) -> None:
 
 
 def test_alone_a_scaler_needs_no_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PROCESS, "_world", LocalWorld())
+    monkeypatch.setattr(PROCESS, "_world", LocalWorld(Config()))
     model = Model()
     optimizer = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     before = model.last.bias.detach().clone()

@@ -14,6 +14,7 @@ import torch
 from zenps.cli import doctor
 from zenps.cli.doctor import Check, examine
 from zenps.config.sources import load
+from zenps.kernels.native.library import find_library
 from zenps.keys import generate
 
 
@@ -49,6 +50,20 @@ def test_sparsifiers() -> None:
     assert "sync.scheme = omnireduce sends no indices" in refused.found
     unknown = examined("sync.sparsifier=no.such:Thing")["sync.sparsifier"]
     assert (unknown.verdict, unknown.advice[:15]) == ("warn", "put its folder ")
+
+
+@pytest.mark.parametrize(("backend", "verdict"), [("auto", "warn"), ("native", "fail"), ("torch", "ok")])
+def test_native_kernels_that_were_not_built(
+    backend: str, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "find_library", lambda: None)
+    check = examined(f"kernels.backend={backend}")["kernels"]
+    assert (check.verdict, "C compiler" in check.advice) == (verdict, verdict != "ok")
+
+
+def test_native_kernels() -> None:
+    found = examined("kernels.threads=3")["kernels"].found
+    assert found == "native, 3 thread(s)" if find_library() else "not built" in found
 
 
 def test_keys(tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ def test_cores_are_shared_unless_the_user_says_otherwise(monkeypatch: pytest.Mon
     assert of("cluster.workers=2", "cluster.servers=2")["worker 0"]["OMP_NUM_THREADS"] == "4"
     assert of("cluster.workers=64")["worker 0"]["OMP_NUM_THREADS"] == "1"
     assert of(OMP_NUM_THREADS="5")["worker 0"]["OMP_NUM_THREADS"] == "5"
+    assert of("cluster.workers=2", "cluster.servers=2")["server 0"]["ZENPS_KERNELS_THREADS"] == "4"
+    assert "ZENPS_KERNELS_THREADS" not in of("kernels.threads=3")["server 0"]
 
 
 def test_fixed_ports_are_counted_up() -> None:

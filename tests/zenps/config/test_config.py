@@ -84,7 +84,7 @@ def test_every_field_can_be_set_by_its_variable() -> None:
         "sparsifier.mask_momentum": "off",
         "sync.consistency": "ssp",
     }
-    other |= {"sync.scheme": "zen", "sync.values": "int8", "sync.density": "0.5"}
+    other |= {"kernels.backend": "torch", "sync.scheme": "zen", "sync.values": "int8", "sync.density": "0.5"}
     for name, field in FIELDS.items():
         text = other.get(name) or ("h:1" if field.kind is str else "16777216" if "_bytes" in name else "2")
         variable = "ZENPS_" + name.replace(".", "_").upper()
@@ -128,12 +128,12 @@ class TestFile:
             (
                 "[snyc]\n",
                 "snyc: unknown key; did you mean sync? "
-                "(sections: cluster, sync, sparsifier, cuda, security, metrics, status, log)",
+                "(sections: cluster, sync, sparsifier, kernels, cuda, security, metrics, status, log)",
             ),
             (
                 "workers = 2",
                 "workers: unknown key; "
-                "sections: cluster, sync, sparsifier, cuda, security, metrics, status, log",
+                "sections: cluster, sync, sparsifier, kernels, cuda, security, metrics, status, log",
             ),
             ("sync = 3", "sync = 3: expected a table, [sync] (set by zenps.toml)"),
             (
@@ -163,7 +163,7 @@ class TestUnknownKeys:
             "bandwidth_mbit, latency_us, sparsifier, density, consistency, staleness, group, levels, "
             "table_bytes, seed, trace)"
         )
-        sections = "cluster, sync, sparsifier, cuda, security, metrics, status, log"
+        sections = "cluster, sync, sparsifier, kernels, cuda, security, metrics, status, log"
         assert refusal(sets=["zzz=x"]) == f"zzz: unknown key; sections: {sections}"
 
     def test_in_environment(self) -> None:

@@ -17,6 +17,8 @@ from zenps.kernels.base import ACCUMULATE, Kernels, Rows
 from zenps.kernels.cpu import CpuKernels
 from zenps.kernels.gpu.scatter import merge
 from zenps.kernels.gpu.sort_compact import sort_compact
+from zenps.kernels.native.backend import NativeKernels
+from zenps.kernels.native.library import BITMAP, RADIX, find_library, load_library
 
 torch.set_num_threads(1)
 
@@ -40,17 +42,22 @@ class DeviceKernels(Kernels):
         return merge(self._launcher, keys, values, 2**62)
 
 
-BACKENDS: list[Kernels] = [CpuKernels(BufferPool(keep_bytes=1 << 26))]
-WORKER_BACKENDS = [*BACKENDS, DeviceKernels()]
+POOL = BufferPool(keep_bytes=1 << 26)
+BACKENDS: dict[str, Kernels] = {"torch": CpuKernels(POOL)}
+if (path := find_library()) is not None:
+    BACKENDS |= {
+        "native": NativeKernels(POOL, load_library(path), threads=2),
+        "native, bitmap": NativeKernels(POOL, load_library(path), method=BITMAP),
+        "native, radix": NativeKernels(POOL, load_library(path), method=RADIX),
+    }
+WORKER_BACKENDS = BACKENDS | {"gpu": DeviceKernels()}
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 COLUMNS = [0, 1, 2, 3, 4, 48, 96]
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NAN, INF = float("nan"), float("inf")
 
-every_backend = pytest.mark.parametrize("kernels", BACKENDS, ids=lambda kernels: type(kernels).__name__)
-every_worker_backend = pytest.mark.parametrize(
-    "kernels", WORKER_BACKENDS, ids=lambda kernels: type(kernels).__name__
-)
+every_backend = pytest.mark.parametrize("kernels", BACKENDS.values(), ids=BACKENDS)
+every_worker_backend = pytest.mark.parametrize("kernels", WORKER_BACKENDS.values(), ids=WORKER_BACKENDS)
 
 
 def values_of(count: int, columns: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -120,7 +127,7 @@ def parts(draw: st.DrawFn) -> list[Rows]:
 @given(rows=tables())
 def test_compact_adds_duplicates_in_order_of_occurrence(kernels: Kernels, rows: Rows) -> None:
     positions, values = rows
-    assume(values.dtype != torch.uint8 or isinstance(kernels, CpuKernels))
+    assume(values.dtype != torch.uint8 or not isinstance(kernels, DeviceKernels))
     given_positions, given_values = positions.clone(), values.clone()
     expected = table(sum_rows(zip(positions.tolist(), values, strict=True)), values)
     assert_same(kernels.compact(positions, values), expected)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from zenps.buffers import BufferPool
+from zenps.config.sources import kernel_threads
 from zenps.errors import ZenPSError
 from zenps.kernels.factory import make_kernels
 from zenps.wire.shared_memory.arena import Arena
@@ -58,7 +59,8 @@ class HostRounds(NegotiatedRounds[HostRound]):
         timeout_seconds = session.timeout_seconds + MOST_SECONDS
         self._waiting = Waiting(self._signal, timeout_seconds, session.statistics, session.spans)
         self._pool = BufferPool(POOL_BYTES)
-        self._kernels = make_kernels(self._pool)
+        config = session.config
+        self._kernels = make_kernels(self._pool, config.kernels.backend, kernel_threads(config))
         self._threads = [
             threading.Thread(target=self._guarded, args=(run,), name=f"zenps-{name}", daemon=True)
             for run, name in ((self._run, "host"), (self._listen, "host-link"))

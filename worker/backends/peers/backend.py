@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from zenps.buffers import BufferPool
+from zenps.config.sources import kernel_threads
 from zenps.kernels.factory import make_kernels
 from zenps.schemes.base import Scheme
 
@@ -46,7 +47,8 @@ class PeerBackend(Backend):
         self._scheme = scheme
         self._servers = servers
         self._pool = BufferPool(POOL_BYTES)
-        self._kernels = make_kernels(self._pool)
+        config = session.config
+        self._kernels = make_kernels(self._pool, config.kernels.backend, kernel_threads(config))
         self._sparsification = session.sparsification
         self._steps: dict[str, int] = {}
         """Of each tensor that is sparsified, the next step."""

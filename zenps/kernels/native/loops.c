@@ -1,0 +1,50 @@
+/* Instruction sets: the loops of loops.h for each, and the choice between them when the library is first used. */
+#include "loops_table.h"
+
+#include "floats.h"
+
+#include <string.h>
+
+typedef uint16_t __attribute__((aligned(1), may_alias)) Half;
+typedef float __attribute__((aligned(1), may_alias)) Single;
+typedef double __attribute__((aligned(1), may_alias)) Double;
+typedef uint64_t __attribute__((aligned(1), may_alias)) Unsigned; /* int64: its sums wrap around */
+
+/* Of what is added at a time; the compiler makes several of it where registers are narrower. */
+#define VECTOR_BYTES 32
+
+/* Columns of 16-bit floats that are made float32 at a time. */
+#define WIDE_COLUMNS 64
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE void fetch(const char *place, int64_t bytes) {
+    for (int64_t offset = 0; offset < bytes; offset += LINE_BYTES)
+        __builtin_prefetch(place + offset, 1);
+}
+
+#define TARGET
+#define NAMED(name) base_##name
+#include "loops.h"
+#undef TARGET
+#undef NAMED
+
+/* Not target_clones: they need ifunc, which musl lacks, and which ThreadSanitizer does not survive. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(BASE_LOOPS_ONLY)
+#include <immintrin.h>
+#define HAS_F16C
+#define TARGET __attribute__((target("avx2,f16c,popcnt,bmi,bmi2")))
+#define NAMED(name) avx2_##name
+#include "loops.h"
+
+const Loops *zenps_loops(void) {
+    int has_all = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") &&
+                  __builtin_cpu_supports("popcnt") && __builtin_cpu_supports("bmi") &&
+                  __builtin_cpu_supports("bmi2");
+    return has_all ? &avx2_loops : &base_loops;
+}
+#else
+const Loops *zenps_loops(void) {
+    return &base_loops;
+}
+#endif

@@ -1,0 +1,41 @@
+/* Table of the loops over keys and rows, of which there is one for each instruction set. */
+#ifndef ZENPS_LOOPS_TABLE_H
+#define ZENPS_LOOPS_TABLE_H
+
+#include "native.h"
+
+#define LINE_BYTES 64
+
+/* 64 keys: which of them there are, and how many there are before them. */
+typedef struct {
+    uint64_t bits;
+    uint64_t before;
+} Word;
+
+/* Set in a rank if no row before has the same key. */
+#define FIRST ((uint32_t)1 << 31)
+
+/* The rows of one part that are summed or placed. */
+typedef struct {
+    const uint32_t *ranks;
+    const void *values;
+    int64_t begin, rows;
+    uint32_t low, high; /* ranks from `low`, below `high` */
+    int in_order;
+    int64_t columns;
+    void *sums; /* that of rank `low` first */
+} Stretch;
+
+typedef struct {
+    void (*measure)(const Key *keys, int64_t rows, Plan *plan);
+    int (*mark)(const Key *keys, int64_t rows, const Plan *plan, Word *words, uint32_t *offsets);
+    uint64_t (*count)(Word *words, int64_t number);
+    void (*look_up)(const Word *words, uint32_t *ranks, int64_t rows);
+    int64_t (*sum[DTYPES])(const Stretch *stretch);
+    void (*finish[DTYPES])(void *sums, void *values, int64_t count, int64_t divisor);
+    void (*place)(const Stretch *stretch);
+} Loops;
+
+const Loops *zenps_loops(void);
+
+#endif

@@ -1,0 +1,58 @@
+/* Interface of the compiled CPU kernels, for zenps/kernels/native/library.py: pointers and int64 only.
+ *
+ * A caller measures the keys, gives memory, ranks them, gives memory again, and sums or places the rows. Keys are
+ * read once to measure and once to rank, and may change in between, where others write to the same memory: ranking
+ * refuses what was not measured, and all that follows reads the ranks, which are the caller's own memory.
+ */
+#ifndef ZENPS_NATIVE_H
+#define ZENPS_NATIVE_H
+
+#include <stdint.h>
+
+/* Received values may have any address. */
+typedef int64_t __attribute__((aligned(1), may_alias)) Key;
+
+typedef struct {
+    const Key *keys;
+    const void *values; /* rows × columns */
+    int64_t rows;
+} Part;
+
+enum { FLOAT16, BFLOAT16, FLOAT32, FLOAT64, INT64, UINT8, DTYPES };
+
+/* How keys are ranked. */
+enum { AUTOMATIC, BITMAP, RADIX, NONE };
+
+typedef struct {
+    int64_t parts;    /* given, as are all down to the method */
+    int64_t dtype;    /* of the values that are summed */
+    int64_t columns;  /* of the values that are summed; of those that are placed, the bytes of a row */
+    int64_t divisor;
+    int64_t threads;  /* at most */
+    int64_t method;   /* AUTOMATIC, or BITMAP or RADIX where they can be; then the one that was chosen */
+    int64_t rows;     /* of all parts */
+    int64_t least;    /* key */
+    int64_t most;     /* key */
+    int64_t in_order; /* 1 if the keys of each part increase strictly */
+    int64_t rank_bytes; /* of the memory for ranks */
+    int64_t unique;   /* number of different keys */
+    int64_t sum_bytes; /* of the memory for sums */
+} Plan;
+
+/* Rows of all parts: ranks have 31 bits. */
+#define MOST_ROWS ((int64_t)1 << 31)
+
+/* Fills in the plan from `rows` to `rank_bytes`. */
+void zenps_measure(const Part *parts, Plan *plan);
+
+/* Ranks keys: fills in `unique` and `sum_bytes`. Returns 0, or -1 if keys are not those that were measured.
+ * `memory` has `rank_bytes`, at a multiple of 64. */
+int zenps_rank(const Part *parts, Plan *plan, void *memory);
+
+/* Sums rows: `unique` sorted keys and sums; `memory` has `sum_bytes`, at a multiple of 64. */
+void zenps_sum(const Part *parts, const Plan *plan, const void *ranked, void *memory, int64_t *keys, void *sums);
+
+/* Places rows of keys that are all different, in order of their keys. */
+void zenps_place(const Part *parts, const Plan *plan, const void *ranked, int64_t *keys, void *values);
+
+#endif
