@@ -1,7 +1,7 @@
 """Benchmark of the CPU kernels: native ones beside torch's, and beside a memcpy of the bytes that they move.
 
 All ways of a case take turns on the same tensors, and must give the same bits before they are timed. Their
-floor is a memcpy that reads and writes as many bytes as the kernel, together. ``cold`` cases find nothing in the
+floor is a memcpy that reads and writes as many bytes as the kernel does. ``cold`` cases find nothing in the
 caches: memory larger than all of them is written before each call.
 """
 
