@@ -174,7 +174,8 @@ class GroupAverager:
             transfer.sent_bytes = group.sent_bytes - sent
             transfer.received_bytes = group.received_bytes - received
             if span:
-                span.note(group=list(members), sent=transfer.sent_bytes, received=transfer.received_bytes)
+                span.note(group=list(members), distance=averaged.relative)
+                span.note(sent=transfer.sent_bytes, received=transfer.received_bytes)
         metrics.push_bytes.inc(transfer.sent_bytes)
         metrics.pull_bytes.inc(transfer.received_bytes)
         self._session.statistics.note_group(members, averaged.relative)
