@@ -58,6 +58,8 @@ def test_it_has_what_servers_need_and_no_more(image: str) -> None:
         assert importlib.util.find_spec("cupy") is None
         assert not torch.version.cuda, torch.version.cuda
         import zenps.server.service, zenps.scheduler.service, zenps.worker
+        from zenps.kernels.native.library import find_library, load_library
+        assert (path := find_library()) and load_library(path)
         """
     run(image, "python", "-W", "error::UserWarning", "-c", script)
 
