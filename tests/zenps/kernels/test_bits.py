@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.zenps.kernels.native_library import build_native
 from zenps.errors import ProtocolError
-from zenps.kernels.native.bits import by_library, by_numpy, set_bits
+from zenps.kernels.native.bits import Numbers, by_library, by_numpy, set_bits
 from zenps.kernels.native.library import load_library
 
 FIND = load_library(str(build_native())).zenps_set_bits
