@@ -16,7 +16,7 @@ SANITIZER = Sanitizer(os.environ.get("ZENPS_HOST_SANITIZER", "none"))
 SOURCES = ROOT / "zenps/kernels/native"
 STRICT = ("-std=c11", "-O2", "-g1", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-trapping-math")
 WARNINGS = ("-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror")
-EAGER = "-DLEAST_THREAD_BYTES=1"
+EAGER = ("-DLEAST_THREAD_BYTES=1", "-DLEAST_ROW_BYTES=0")
 """Threads also for sums that one thread would end sooner."""
 
 TIMEOUT_SECONDS = 120
