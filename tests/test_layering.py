@@ -147,8 +147,8 @@ BREACHES = {
     ),
     "role imports the package": ("zenps/worker/api.py", "import zenps", "layer above"),
     "a part imports another of its layer": (
-        "zenps/codecs/a.py",
-        "from zenps.kernels import base",
+        "zenps/keys.py",
+        "from zenps.observe import log",
         "on the layer of",
     ),
     "a part without a layer": ("zenps/attic.py", "", "has no layer"),

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zenps.errors import ProtocolError
+from zenps.kernels.native.bits import set_bits
 
 from .base import Codec, Positions
 
@@ -35,7 +36,7 @@ class Bitmap(Codec):
         bits_set = int(np.bitwise_count(packed).sum(dtype=np.int64))
         if bits_set != rows:
             raise ProtocolError("payload", f"bitmap: {bits_set} bits set for {rows} rows of {span}")
-        positions = np.flatnonzero(np.unpackbits(packed, bitorder="little").view(np.bool_))
+        positions = set_bits(packed, rows)
         if rows and positions[-1] >= span:
             raise ProtocolError("payload", f"bitmap: {bits_set} bits set, one beyond a span of {span}")
         return positions

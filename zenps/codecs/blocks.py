@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zenps.errors import ProtocolError
+from zenps.kernels.native.bits import set_bits
 
 from .base import Codec, Positions
 from .delta import Delta
@@ -69,7 +70,7 @@ class Blocks(Codec):
                 "payload", f"blocks: {bits_set} bits set in {count} for {rows} rows of {span}"
             )
         starts = _DELTA.decode(data[end:], count, _blocks_of(span)) << _BITS
-        within = np.flatnonzero(np.unpackbits(bitmaps, bitorder="little").view(np.bool_))
+        within = set_bits(bitmaps, rows)
         positions: Positions = starts[within >> _BITS] + (within & (1 << _BITS) - 1)
         if positions[-1] >= span:
             raise ProtocolError("payload", f"blocks: a position beyond a span of {span}")

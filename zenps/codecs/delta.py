@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zenps.errors import ProtocolError
+from zenps.kernels.native.bits import set_bits
 
 from .base import Codec, Positions
 
@@ -56,7 +57,7 @@ class Delta(Codec):
         ones = int(np.bitwise_count(unary).sum(dtype=np.int64))
         if ones != rows or not unary[-1] or _top_bit(remainders) > rows * low:
             raise ProtocolError("payload", f"delta: {ones} gaps for {rows} rows of {span}")
-        positions = np.flatnonzero(np.unpackbits(unary, bitorder="little").view(np.bool_))
+        positions = set_bits(unary, rows)
         positions -= np.arange(rows)
         positions <<= low
         positions += np.cumsum(_unpack(remainders, rows, low) + 1)

@@ -16,10 +16,17 @@ SANITIZER = Sanitizer(os.environ.get("ZENPS_HOST_SANITIZER", "none"))
 SOURCES = ROOT / "zenps/kernels/native"
 STRICT = ("-std=c11", "-O2", "-g1", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-trapping-math")
 WARNINGS = ("-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror")
-EAGER = "-DLEAST_THREAD_BYTES=1"
+EAGER = ("-DLEAST_THREAD_BYTES=1", "-DLEAST_ROW_BYTES=0")
 """Threads also for sums that one thread would end sooner."""
 
 TIMEOUT_SECONDS = 120
+
+
+def has_sanitizer(sanitizer: Sanitizer) -> bool:
+    """Whether the C compiler can link a library with it."""
+    flags = (*sanitizer.kernel_flags, "-shared", "-fPIC", "-x", "c", os.devnull, "-o", os.devnull)
+    done = subprocess.run([_compiler(), *flags], capture_output=True, timeout=TIMEOUT_SECONDS, check=False)
+    return done.returncode == 0
 
 
 def build_native(*flags: str, sanitizer: Sanitizer = SANITIZER) -> Path:
@@ -28,9 +35,7 @@ def build_native(*flags: str, sanitizer: Sanitizer = SANITIZER) -> Path:
     Raises:
         RuntimeError: there is no C compiler, or it refused the sources; the message is the compiler's.
     """
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        raise RuntimeError("gcc is missing: expected a C compiler, which these tests need")
+    compiler = _compiler()
     every = (*STRICT, *WARNINGS, *sanitizer.kernel_flags, *flags)
     sources = [str(path) for path in sorted(SOURCES.glob("*.c"))]
 
@@ -42,3 +47,10 @@ def build_native(*flags: str, sanitizer: Sanitizer = SANITIZER) -> Path:
 
     digest = digest_of("", (compiler, *every), [*SOURCES.glob("*.[ch]")])
     return once(BUILD / f"native-{digest}.so", compile_library)
+
+
+def _compiler() -> str:
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        raise RuntimeError("gcc is missing: expected a C compiler, which these tests need")
+    return compiler

@@ -28,8 +28,8 @@ from zenps.kernels.native.library import BITMAP, NONE, RADIX, Plan, load_library
 # Nothing is pooled: a sanitizer sees the end of each buffer.
 POOL = BufferPool(0)
 TORCH = CpuKernels(POOL)
-LIBRARIES = {"best": load_library(str(build_native(EAGER)))}
-LIBRARIES["least"] = load_library(str(build_native(EAGER, "-DBASE_LOOPS_ONLY")))
+LIBRARIES = {"best": load_library(str(build_native(*EAGER)))}
+LIBRARIES["least"] = load_library(str(build_native(*EAGER, "-DBASE_LOOPS_ONLY")))
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 NATIVE = {

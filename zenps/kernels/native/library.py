@@ -48,6 +48,7 @@ _SIGNATURES: Final = {
     "zenps_rank": (c_int, (c_void_p, c_void_p, c_void_p)),
     "zenps_sum": (None, (c_void_p,) * 6),
     "zenps_place": (None, (c_void_p,) * 5),
+    "zenps_set_bits": (c_int64, (c_void_p, c_int64, c_void_p, c_int64)),
 }
 
 

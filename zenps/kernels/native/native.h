@@ -55,4 +55,7 @@ void zenps_sum(const Part *parts, const Plan *plan, const void *ranked, void *me
 /* Places rows of keys that are all different, in order of their keys. */
 void zenps_place(const Part *parts, const Plan *plan, const void *ranked, int64_t *keys, void *values);
 
+/* Writes the numbers of the bits that are set. Returns how many there are, or -1 if there are more than `most`. */
+int64_t zenps_set_bits(const unsigned char *bitmap, int64_t bytes, int64_t *numbers, int64_t most);
+
 #endif

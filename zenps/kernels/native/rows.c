@@ -15,6 +15,11 @@
 #define LEAST_THREAD_BYTES ((int64_t)1 << 20)
 #endif
 
+/* Each thread looks at the ranks of all rows: of shorter ones, two threads take longer than one. */
+#ifndef LEAST_ROW_BYTES
+#define LEAST_ROW_BYTES 128
+#endif
+
 #define MOST_THREADS 64
 
 static const int64_t SUMMED_BYTES[DTYPES] = {4, 4, 4, 8, 8, 1};
@@ -42,7 +47,8 @@ static int64_t block_rows(const Plan *plan, int64_t rows) {
     return plan->in_order && most < rows ? most : rows;
 }
 
-static int64_t threads_of(const Plan *plan, int64_t bytes) {
+static int64_t threads_of(const Plan *plan, int64_t row_bytes) {
+    int64_t bytes = row_bytes < LEAST_ROW_BYTES ? 0 : plan->rows * row_bytes;
     int64_t most = bytes / LEAST_THREAD_BYTES < plan->threads ? bytes / LEAST_THREAD_BYTES : plan->threads;
     most = most < MOST_THREADS ? most : MOST_THREADS;
     most = most < plan->unique ? most : plan->unique;
@@ -50,7 +56,7 @@ static int64_t threads_of(const Plan *plan, int64_t bytes) {
 }
 
 static int64_t sum_threads(const Plan *plan) {
-    return threads_of(plan, plan->rows * plan->columns * GIVEN_BYTES[plan->dtype]);
+    return threads_of(plan, plan->columns * GIVEN_BYTES[plan->dtype]);
 }
 
 static int64_t low_of(const Plan *plan, int64_t thread, int64_t threads) {
@@ -188,7 +194,7 @@ void zenps_place(const Part *parts, const Plan *plan, const void *ranked, int64_
     if (!plan->unique || !plan->columns)
         return;
     Task tasks[MOST_THREADS];
-    int64_t threads = threads_of(plan, plan->rows * plan->columns);
+    int64_t threads = threads_of(plan, plan->columns);
     for (int64_t thread = 0; thread < threads; ++thread)
         tasks[thread] = (Task){
             parts, plan, zenps_ranks(ranked), low_of(plan, thread, threads), low_of(plan, thread + 1, threads),
