@@ -24,6 +24,7 @@ class Views:
 
     Attributes:
         epoch: of the newest view; 0 before the first.
+        newer_than: all views have later epochs than this one.
         ring_epoch: the epoch in which the ring began.
         admitted: the epoch of the last admission of joining workers; 0 if there was none.
         owners: ``[4096]`` uint16, the rank of each slot's server; empty before the first view.
@@ -33,7 +34,7 @@ class Views:
         self._members = members
         self._is_elastic = is_elastic
         self._secret = secret
-        self.epoch = 0
+        self.epoch = self.newer_than = 0
         self.ring_epoch = 0
         self.admitted = 0
         self.owners = np.zeros(0, dtype=np.uint16)
@@ -42,7 +43,7 @@ class Views:
 
     def begin_epoch(self, *, keeps_ring: bool) -> None:
         """Members have changed. Without a server the ring stays, too."""
-        self.epoch += 1
+        self.epoch = max(self.epoch, self.newer_than) + 1
         servers = self._members.present("server")
         if servers and not keeps_ring:
             self.ring_epoch = self.epoch

@@ -243,6 +243,23 @@ ONCE_FAILED = [
         left_over=True,
         catches=True,
     ),
+    # A left-over server does not hear of its end; then a restarted scheduler hears of two jobs.
+    Script(
+        seed=0,
+        workers=2,
+        servers=1,
+        steps=1,
+        settles=False,
+        slow_seconds=0.05,
+        duplicates=0.2,
+        budget_bytes=1,
+        faults=(
+            Fault(at=0.0, kind="cut", target=3, seconds=1.0),
+            Fault(at=1.0, kind="crash scheduler", target=0, seconds=1.0),
+        ),
+        left_over=True,
+        message_units=1024,
+    ),
     # Of the workers that wait for the end of a recovery, some have been ended by torchrun.
     Script(
         seed=1568,

@@ -36,13 +36,13 @@ def come(after: Membership, peers: Iterable[bytes] = NEW, now: float = 0.0) -> l
 
 
 def assert_begins(after: Membership, sends: list[Send], now: float = 0.0) -> None:
-    """The new nodes, and they alone, are a job in its first epoch."""
+    """The new nodes, and they alone, are a job, whose epochs follow those of the dead one."""
     assert after.state == "confirming"
     assert sent(sends, View).keys() == {server(10), server(11)}
     views = sent(confirm(after, [server(10), server(11)], now), View)
     assert views.keys() == {worker(10), worker(11)}
     view = views[worker(10)]
-    assert view.epoch == 1
+    assert view.epoch == 2
     assert [member.pid for member in (*view.workers, *view.servers)] == [10, 11, 60, 61]
 
 
@@ -75,7 +75,7 @@ def test_what_is_left_over_is_refused_whenever_it_comes(is_running: bool) -> Non
         refused = only(after.on_message(peer, before.again(peer), 1.0), peer)
         assert isinstance(refused, Refused)
         assert refused.kind == "lost"
-    assert after.epoch == 1
+    assert after.epoch == 2
 
 
 def test_members_that_return_are_not_replaced_by_a_job_that_was_started_beside_theirs() -> None:
@@ -145,7 +145,7 @@ def test_a_new_process_with_the_number_of_an_old_one_is_not_taken_for_it() -> No
         assert after.on_message(peer, message, 0.0) == []
     sends = come(after, [server(10), server(11)])
     assert sent(sends, View).keys() == {server(10), server(11)}
-    assert after.epoch == 1
+    assert after.epoch == 2
 
 
 def test_a_new_server_at_an_old_address_is_of_the_new_job() -> None:
