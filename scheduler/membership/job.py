@@ -230,8 +230,8 @@ class Job:
         dead = self.recovery.newest
         self._begin(now)
         if dead is not None:
-            # If a left-over node did not hear of its end, a later scheduler hears of both jobs. It goes by the
-            # newest view, which has to be one of this job.
+            # A left-over node may not hear of its end. Then a later scheduler hears of both jobs, and goes by
+            # the newest view, which has to be one of this job.
             self.views.newer_than = dead.epoch
         self.recovery.waiting = waiting
         reason = "another job of this name has begun, and this node is left over from the one before"
