@@ -17,7 +17,7 @@ from prometheus_client import generate_latest
 from torch import Tensor, nn
 
 import zenps as zps
-from tests.integration.cluster import LEASE_SECONDS, Cluster, attempt, await_file
+from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, attempt, await_file
 from tests.integration.scraping import Samples, parse
 from zenps.worker.backends.peers.schedule import make_cycle
 from zenps.worker.process import PROCESS
@@ -271,6 +271,16 @@ def test_a_rank_that_comes_too_late_is_named() -> None:
     assert first.kind == "DeadlineError"
     assert "step 2: not averaged with rank(s) 1" in first.text
     assert second.kind in ("PeerLostError", "DeadlineError")
+
+
+def test_a_stall_says_whose_models_are_waited_for() -> None:
+    with Cluster(2, settings=SETTINGS | {"cluster.stall_seconds": 1}, lease_seconds=LEASE_SECONDS) as cluster:
+        workers = [cluster.start(train_until_one_is_late, rank=rank) for rank in range(2)]
+        until = time.monotonic() + DEADLINE_SECONDS
+        while "models of rank(s) 1, step 2" not in cluster.status().stall:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        assert [worker.result() for worker in workers] == [None, None]
 
 
 def train_for_long(directory: Path) -> Any:
