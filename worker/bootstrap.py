@@ -15,6 +15,7 @@ from zenps.observe import metrics
 from zenps.observe.metrics import WorkerMetrics
 from zenps.observe.trace import open_trace
 from zenps.partition.strategies.registry import strategy
+from zenps.schemes.base import Scheme
 from zenps.schemes.registry import scheme_of
 from zenps.sparsifiers.registry import check_sparsifier
 from zenps.wire.scheduler_link import new_register
@@ -51,16 +52,7 @@ def join_cluster(config: Config, *, has_left: bool = False) -> ClusterWorld:
         DeadlineError, MismatchError, UsageError: as :meth:`SchedulerLink.join`.
         PeerLostError: workers cannot reach one another, or a worker was lost meanwhile.
     """
-    scheme = scheme_of(config.sync.scheme)
-    if (fallback := scheme.fallback(config.combination)) is not None:
-        other, reason = fallback
-        logger.info(
-            "sync.scheme = %s: %s for every tensor, for %s needs servers",
-            scheme.name,
-            other.name,
-            reason.field,
-        )
-        scheme = other
+    scheme = _choose_scheme(config)
     strategy(config.sync.partition)  # raises for a wrong one before this worker registers
     check_sparsifier(config, scheme)
     find_native(config.kernels.backend)
@@ -95,11 +87,25 @@ def join_cluster(config: Config, *, has_left: bool = False) -> ClusterWorld:
         servers = ServerBackend(session, served, sharder, steps)
         recorder = open_recorder(membership.view.rank, len(membership.view.workers))
         backend = make_backend(session, scheme, servers)
-        averager = make_averager(session, servers)
+        try:
+            averager = make_averager(session, servers)
+        except BaseException:  # also Ctrl-C during the wait for others
+            backend.close()
+            raise
         closed_with_world = ExitStack()
         world = ClusterWorld(session, servers, backend, averager, recorder, local_rank, closed_with_world)
         closed_with_world.push(opened.pop_all())
         return world
+
+
+def _choose_scheme(config: Config) -> Scheme:
+    scheme = scheme_of(config.sync.scheme)
+    if (fallback := scheme.fallback(config.combination)) is None:
+        return scheme
+    other, reason = fallback
+    what = "sync.scheme = %s: %s for every tensor, for %s needs servers"
+    logger.info(what, scheme.name, other.name, reason.field)
+    return other
 
 
 def _local_rank() -> int | None:
