@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -68,28 +69,30 @@ def train(steps: int = STEPS, jitter_seconds: float = 0.0) -> tuple[State, State
     return before, state_of(model), zps.stats()
 
 
+def average_models(models: Sequence[nn.Module], takers: Sequence[nn.Module]) -> None:
+    """Gives the average of some models to those that take it."""
+    states = [model.state_dict() for model in models]
+    for name, first in states[0].items():
+        if first.is_floating_point():
+            mean = torch.stack([state[name] for state in states]).mean(0)
+            for taker in takers:
+                taker.state_dict()[name].copy_(mean)
+
+
 def train_in_one_process(ranks: int, group: int) -> tuple[list[State], State]:
     models = [make_model() for _ in range(ranks)]
     optimizers = [optimize(model) for model in models]
     cycle = make_cycle(ranks, group, seed=0x5A454E)
-
-    def average(members: tuple[int, ...]) -> None:
-        states = [models[rank].state_dict() for rank in members]
-        for name, first in states[0].items():
-            if first.is_floating_point():
-                mean = torch.stack([state[name] for state in states]).mean(0)
-                for state in states:
-                    state[name].copy_(mean)
-
     for step in range(STEPS):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             optimizer.zero_grad()
             loss_of(model, step, rank).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         for members in cycle[step % len(cycle)]:
-            average(members)
+            together = [models[rank] for rank in members]
+            average_models(together, together)
     before = [state_of(model) for model in models]
-    average(tuple(range(ranks)))
+    average_models(models, models)
     return before, state_of(models[0])
 
 
@@ -330,5 +333,16 @@ def interrupt_and_go_on(directory: Path) -> State:
 
 
 def test_ctrl_c_ends_a_wait_and_training_can_go_on(tmp_path: Path) -> None:
+    """Rank 0 goes on with its own model of step 2, and rank 1 with the average."""
     with Cluster(2, settings=SETTINGS) as cluster:
-        assert_bits(cluster.run(interrupt_and_go_on, tmp_path))
+        results = cluster.run(interrupt_and_go_on, tmp_path)
+    models = [make_model(), make_model()]
+    optimizers = [optimize(model) for model in models]
+    for step in range(6):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(model, step, rank).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        average_models(models, takers=models[1:] if step == 2 else models)
+    assert_bits(results)
+    torch.testing.assert_close(results[0], state_of(models[0]), rtol=1e-9, atol=1e-12)

@@ -77,7 +77,7 @@ class GroupAverager:
         session.lease.ended.add_done_callback(self._on_lease_ended)
 
     def average(self, name: str, step: int, tensors: Sequence[Tensor]) -> None:
-        """Replaces tensors by their averages over this rank's group of the step.
+        """Replaces tensors by their averages over this rank's group of the step. Call :meth:`settle` before.
 
         Args:
             name: of the model, equal on all ranks.
@@ -90,7 +90,7 @@ class GroupAverager:
             PeerLostError: a node was lost meanwhile.
         """
         members = members_of(self._cycle[step % len(self._cycle)], self._group.rank)
-        self.settle()
+        assert self._current is None or self._current.has_ended, "its tensors are still used: settle() first"
         transfer, progress = _Averaging(tensors), Progress(step)
         pending = self._current = Pending(name, Options(), transfer, progress, self._waiting)
         self._note_step(step)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from zenps.worker.backends.peers import schedule as schedule_module
 from zenps.worker.backends.peers.schedule import SCHEDULES, Schedule, make_cycle, members_of
 
 
@@ -55,6 +56,16 @@ def test_a_grid_agrees_after_a_cycle(size: int, group: int, steps: int) -> None:
     for schedule in cycle:
         product = averaging(schedule, size) @ product
     torch.testing.assert_close(product, torch.full_like(product, 1 / size))
+
+
+def test_random_schedules_that_do_not_connect_all_ranks_are_drawn_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two schedules of five ranks in two groups, one in ten has the same groups twice."""
+    monkeypatch.setattr(schedule_module, "SCHEDULES", 2)
+    for seed in range(100):
+        first, second = make_cycle(5, 2, seed)
+        assert first != second
 
 
 def test_the_papers_schedules_of_four_workers() -> None:
