@@ -29,6 +29,7 @@ from tests.integration.embedding_model import (
 )
 from tests.integration.scraping import Samples, parse
 from tests.integration.test_levels import REACHED, start_on_two_hosts
+from zenps import errors as zps_errors
 from zenps.worker.process import PROCESS
 
 LONG = pytest.mark.long
@@ -278,6 +279,31 @@ def test_servers_that_are_killed_or_leave_change_no_bit(tmp_path: Path) -> None:
             assert (ring_epoch > 1) == (kills > 0)
             found.append(state)
     assert_bits(found)
+
+
+def train_until_one_is_lost(directory: Path) -> Any:
+    model = make_model()
+    (optimizer,) = wrap(model, "sgd")
+    for step in range(1000):
+        try:
+            optimizer.zero_grad()
+            loss_of(model, step, zps.rank()).backward()
+            optimizer.step()
+        except zps_errors.PeerLostError:
+            return attempt(optimizer.drain), attempt(optimizer.state_dict)
+        (directory / f"rank{zps.rank()}step{step}").touch()
+        time.sleep(0.03)
+    return None
+
+
+def test_a_state_can_be_saved_after_a_worker_is_lost(tmp_path: Path) -> None:
+    with Cluster(2, settings=settings(3), lease_seconds=LEASE_SECONDS) as cluster:
+        workers = [cluster.start(train_until_one_is_lost, tmp_path, rank=rank) for rank in range(2)]
+        await_file(tmp_path / "rank1step5")
+        workers[1].kill()
+        drained, state = workers[0].result()
+    assert drained is None
+    assert state["zenps"]["step"] > 5
 
 
 def train_in_two_jobs(directory: Path, begin: int, end: int, save_at: int) -> State:

@@ -6,9 +6,10 @@ of an earlier one. Unlike there, the delay is always the same, so that results d
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from msgspec import structs
@@ -163,7 +164,8 @@ class GradientSynchronizer(Consistency):
         is_due = len(self._earlier) > self.staleness
         self._take(self._earlier.popleft() if is_due else Averages())
         if error is not None:
-            raise error
+            with self._forgetting():
+                raise error
         return is_due
 
     def _take(self, averages: Averages) -> None:
@@ -171,9 +173,15 @@ class GradientSynchronizer(Consistency):
             for parameter in self._agreement.names:
                 parameter.grad = None
         self.applied = self.step - 1 - len(self._earlier)
-        try:
+        with self._forgetting():
             averages.take()
-        except PeerLostError:  # the later ones will not come either
+
+    @contextlib.contextmanager
+    def _forgetting(self) -> Iterator[None]:
+        """Forgets what is in flight once a node is lost for good: its averages will not come."""
+        try:
+            yield
+        except PeerLostError:
             self._earlier.clear()
             raise
 
@@ -195,7 +203,8 @@ class GradientSynchronizer(Consistency):
             return
         self.is_synchronized = False
         try:
-            self._count_pass(parameter)
+            with self._forgetting():
+                self._count_pass(parameter)
         except ZenPSError:
             self._is_refused = True
             raise
