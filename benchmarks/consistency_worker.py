@@ -5,15 +5,14 @@ Runs under ``zenps launch``. Rank 0 writes a :class:`Curve` as JSON.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import msgspec
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from training_worker import run_worker
 
 import zenps as zps
 from zenps.worker.backends import engines
@@ -90,7 +89,9 @@ def greatest_distance(parameters: Sequence[Tensor]) -> float:
 
 
 def fix_groups(groups: Groups) -> None:
-    """Replaces the schedules of ds-sync, to show what their shuffling is for."""
+    """Replaces the schedules of ds-sync unless they are to be shuffled, to show what shuffling is for."""
+    if groups == "shuffled":
+        return
 
     def cycle(size: int, group: int, seed: int) -> Sequence[Schedule]:
         if groups == "none":
@@ -100,17 +101,5 @@ def fix_groups(groups: Groups) -> None:
     engines.make_cycle = cycle  # type: ignore[attr-defined]
 
 
-def main() -> None:
-    case = msgspec.json.decode(sys.argv[1], type=Case)
-    torch.set_num_threads(1)
-    if case.groups != "shuffled":
-        fix_groups(case.groups)
-    zps.init()
-    curve = train(case)
-    if zps.rank() == 0:
-        Path(sys.argv[2]).write_bytes(msgspec.json.encode(curve))
-    zps.shutdown()
-
-
 if __name__ == "__main__":
-    main()
+    run_worker(Case, train, lambda case: fix_groups(case.groups))

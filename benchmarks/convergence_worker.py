@@ -5,12 +5,10 @@ Runs under ``zenps launch``. Rank 0 writes a :class:`Curve` as JSON.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import msgspec
 import torch
 from torch import Tensor, nn
+from training_worker import run_worker
 
 import zenps as zps
 from zenps.worker.sparsify.selection import Gradient
@@ -91,8 +89,10 @@ def _moved() -> int:
     return stats.pushed_bytes + stats.pulled_bytes
 
 
-def forget() -> None:
-    """Has every selection begin without the residual: what was not pushed is lost."""
+def forget(case: Case) -> None:
+    """Has every selection begin without the residual, if the case says so: what was not pushed is lost."""
+    if not case.forgets:
+        return
     select = Gradient.select
 
     def without_residual(self: Gradient, tensor: Tensor) -> Tensor:
@@ -102,17 +102,5 @@ def forget() -> None:
     Gradient.select = without_residual  # type: ignore[method-assign]
 
 
-def main() -> None:
-    case = msgspec.json.decode(sys.argv[1], type=Case)
-    torch.set_num_threads(1)
-    if case.forgets:
-        forget()
-    zps.init()
-    curve = train(case)
-    if zps.rank() == 0:
-        Path(sys.argv[2]).write_bytes(msgspec.json.encode(curve))
-    zps.shutdown()
-
-
 if __name__ == "__main__":
-    main()
+    run_worker(Case, train, forget)

@@ -5,14 +5,13 @@ Rank 0 writes a :class:`Curve` as JSON.
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from training_worker import run_worker
 
 import zenps as zps
 
@@ -101,15 +100,5 @@ def push(case: Case) -> Curve:
     return curve
 
 
-def main() -> None:
-    case = msgspec.json.decode(sys.argv[1], type=Case)
-    torch.set_num_threads(1)
-    zps.init()
-    curve = push(case)
-    if zps.rank() == 0:
-        Path(sys.argv[2]).write_bytes(msgspec.json.encode(curve))
-    zps.shutdown()
-
-
 if __name__ == "__main__":
-    main()
+    run_worker(Case, push)

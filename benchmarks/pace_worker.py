@@ -7,13 +7,12 @@ a :class:`Pace` as JSON.
 from __future__ import annotations
 
 import random
-import sys
 import time
-from pathlib import Path
 
 import msgspec
 import torch
 from torch import nn
+from training_worker import run_worker
 
 import zenps as zps
 
@@ -62,15 +61,5 @@ def train(case: Case) -> Pace:
     return Pace(seconds, (zps.stats().wait_seconds - waited) / case.steps)
 
 
-def main() -> None:
-    case = msgspec.json.decode(sys.argv[1], type=Case)
-    torch.set_num_threads(1)
-    zps.init()
-    pace = train(case)
-    if zps.rank() == 0:
-        Path(sys.argv[2]).write_bytes(msgspec.json.encode(pace))
-    zps.shutdown()
-
-
 if __name__ == "__main__":
-    main()
+    run_worker(Case, train)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from training_worker import run_worker
 
 import zenps as zps
 from zenps.worker.core.residuals import Residuals
@@ -76,16 +77,11 @@ def train(case: Case) -> Curve:
     )
 
 
-def main() -> None:
-    case = msgspec.json.decode(sys.argv[1], type=Case)
+def forget(case: Case) -> None:
+    """Has every push begin without the residual, if the case says so: what rounding took is lost."""
     if case.forgets:
         Residuals.of = lambda self, name, rows, columns: torch.zeros(rows, columns)  # type: ignore[method-assign]
-    zps.init()
-    curve = train(case)
-    if zps.rank() == 0:
-        Path(sys.argv[2]).write_bytes(msgspec.json.encode(curve))
-    zps.shutdown()
 
 
 if __name__ == "__main__":
-    main()
+    run_worker(Case, train, forget)

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from prometheus_client import generate_latest
 from torch import Tensor, nn
 
 import zenps as zps
 from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, attempt, await_file
 from tests.integration.scraping import Samples, parse
+from tests.integration.test_ssp import attempt_ddp
 from zenps.worker.backends.peers.schedule import make_cycle
 from zenps.worker.process import PROCESS
 
@@ -209,11 +209,7 @@ def use_what_is_refused(store: Path) -> list[Any]:
     optimizer.synchronize()
     with optimizer.skip_synchronize():
         found.append(attempt(scaler.step, optimizer))
-    dist.init_process_group("gloo", f"file://{store}", rank=0, world_size=1)
-    ddp = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
-    ddp.register_comm_hook(None, zps.comm_hook)
-    found.append(attempt(ddp(torch.ones(3)).sum().backward))
-    dist.destroy_process_group()
+    found.append(attempt_ddp(store))
     return found
 
 

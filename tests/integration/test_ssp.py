@@ -427,6 +427,16 @@ def test_a_worker_that_is_killed_is_replaced(tmp_path: Path) -> None:
 # ── what is refused ─────────────────────────────────────────────────────────────────────────────
 
 
+def attempt_ddp(store: Path) -> Any:
+    """What backward raises with the hook, on the only rank."""
+    dist.init_process_group("gloo", f"file://{store}", rank=0, world_size=1)
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
+    ddp.register_comm_hook(None, zps.comm_hook)
+    raised = attempt(ddp(torch.ones(3)).sum().backward)
+    dist.destroy_process_group()
+    return raised
+
+
 def use_what_is_refused(store: Path) -> list[Any]:
     model = nn.Linear(3, 1)
     optimizer = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
@@ -436,11 +446,7 @@ def use_what_is_refused(store: Path) -> list[Any]:
     with optimizer.skip_synchronize():
         found = [attempt(scaler.step, optimizer)]
         optimizer.step()
-    dist.init_process_group("gloo", f"file://{store}", rank=0, world_size=1)
-    ddp = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
-    ddp.register_comm_hook(None, zps.comm_hook)
-    found.append(attempt(ddp(torch.ones(3)).sum().backward))
-    dist.destroy_process_group()
+    found.append(attempt_ddp(store))
     return found
 
 
