@@ -24,6 +24,7 @@ from .core.statistics import Stats
 from .training.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .training.ddp import CommHookState, comm_hook
 from .training.elastic import TrainingState
+from .training.join import join
 from .training.model_averaging import average_parameters
 from .training.optimizer import DistributedOptimizer
 
@@ -41,6 +42,7 @@ __all__ = [
     "comm_hook",
     "init",
     "is_initialized",
+    "join",
     "load_sparsifier_state_dict",
     "local_rank",
     "local_size",
