@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         comm_hook,
         init,
         is_initialized,
-    join,
+        join,
         load_sparsifier_state_dict,
         local_rank,
         local_size,

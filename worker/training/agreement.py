@@ -61,6 +61,11 @@ class ParameterAgreement:
         """All buckets, in an order that is the same on all ranks."""
         return list(dict.fromkeys(self.bucket_of.values()))
 
+    @property
+    def is_known(self) -> bool:
+        """True if ranks have agreed on the kind of any gradient."""
+        return bool(self.sparse or self.bucket_of)
+
     def agree_on_kinds(self) -> None:
         """Finds out which gradients of unknown kind are sparse on any rank; fuses the dense ones.
 
@@ -190,7 +195,9 @@ class ParameterNames:
         }
 
     def _positions(self) -> Iterator[tuple[Parameter, str]]:
-        """Returns all parameters with the names that they have in the optimizer's groups, or their positions."""
+        """Returns all parameters with the names that they have in the optimizer's groups, or their
+        positions.
+        """
         position = 0
         for group in self._optimizer.param_groups:
             given = group.get("param_names")  # torch 2.6: optimizers take named parameters

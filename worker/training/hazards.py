@@ -39,13 +39,13 @@ def check_modules(parameters: Collection[Parameter]) -> None:
         if isinstance(module, _Table):
             if module.max_norm is not None and module.weight in own:
                 raise UsageError(
-                    f"{module}: max_norm changes the weights in forward, only in the rows that this rank looks "
-                    "up, so ranks would diverge; leave max_norm out, and limit norms after step()"
+                    f"{module}: max_norm changes the weights in forward, only in the rows that this rank "
+                    "looks up, so ranks would diverge; leave max_norm out, and limit norms after step()"
                 )
         elif not own.isdisjoint(module.parameters()):
             raise UsageError(
-                "DistributedDataParallel averages gradients of this DistributedOptimizer, too; use one of them: "
-                "the plain model with DistributedOptimizer, or DDP with ddp.register_comm_hook("
+                "DistributedDataParallel averages gradients of this DistributedOptimizer, too; use one of "
+                "them: the plain model with DistributedOptimizer, or DDP with ddp.register_comm_hook("
                 "zps.CommHookState(), zps.comm_hook) and the plain optimizer"
             )
 

@@ -1,8 +1,8 @@
 """Join: ranks whose inputs have ended take part in the steps of the others until all have ended.
 
-As ``torch.distributed.algorithms.Join``. Before each step of an optimizer, the ranks tell each other in a small round
-which optimizer steps, or that their input has ended. A rank whose input has ended then steps the same optimizer, without
-gradients of its own.
+As ``torch.distributed.algorithms.Join``. Before each step of an optimizer, the ranks tell each other in a
+small round which optimizer steps, or that their input has ended. A rank whose input has ended then steps the
+same optimizer, without gradients of its own.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ def join(*optimizers: DistributedOptimizer) -> Iterator[None]:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    A rank that leaves the block steps with the averages of the others until all have left it, so that weights stay
-    equal. It contributes nothing, and averages are still divided by the number of all ranks, as by default under
-    torch's ``Join``. Each step costs one small round more. If the block is left by an exception, this returns at once.
+    A rank that leaves the block steps with the averages of the others until all have left it, so that weights
+    stay equal. It contributes nothing, and averages are still divided by the number of all ranks, as by
+    default under torch's ``Join``. Each step costs one small round more. If the block is left by an
+    exception, this returns at once.
 
     Args:
         optimizers: all that step in the block, in the same order on all ranks.
@@ -83,7 +84,9 @@ class _Rounds:
         return announce
 
     def next(self) -> _Step | None:
-        """Tells the others that this rank's input has ended; returns what they do, or None if theirs has, too."""
+        """Tells the others that this rank's input has ended; returns what they do, or None if theirs has,
+        too.
+        """
         said = self._tell(0)
         number, is_dropped = divmod(said - 1, 2)
         return _Step(self._optimizers[number], bool(is_dropped)) if said else None

@@ -71,9 +71,9 @@ class ModelAveraging(Consistency):
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter not in self._parameters:
                     raise UsageError(
-                        f"a parameter of shape {tuple(parameter.shape)} has a gradient, but was frozen when its "
-                        "optimizer was wrapped: sync.consistency = ds-sync would not average it; wrap the "
-                        "optimizer again with all trained parameters"
+                        f"a parameter of shape {tuple(parameter.shape)} has a gradient, but was frozen when "
+                        "its optimizer was wrapped: sync.consistency = ds-sync would not average it; wrap "
+                        "the optimizer again with all trained parameters"
                     )
                 if parameter.grad is not None and parameter.grad.layout != torch.strided:
                     raise UsageError(

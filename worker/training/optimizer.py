@@ -34,10 +34,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     are pushed one by one, dense ones fused into buckets of ``sync.bucket_bytes``. Ranks agree on which
     gradients are sparse in the first step that uses them, so in that step pushes wait for ``step()``.
 
-    Backward may run several times before ``step()``, for several losses or micro-batches: gradients add up, as
-    without ZenPS. After the first such step they are pushed in the last of these passes. A gradient that
-    ``zero_grad()`` throws away, because a GAN's other network has computed it or a batch is bad, is thrown away on
-    all ranks.
+    Backward may run several times before ``step()``, for several losses or micro-batches: gradients add up,
+    as without ZenPS. After the first such step they are pushed in the last of these passes. A gradient that
+    ``zero_grad()`` throws away, because a GAN's other network has computed it or a batch is bad, is thrown
+    away on all ranks.
 
     All ranks construct it at the same point, where they compare names. A process may wrap several optimizers;
     all ranks must wrap them in the same order. It passes for an instance of the optimizer's class.
@@ -159,8 +159,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """``GradScaler.step`` reads this before it unscales gradients. They have to be averages by then: so all
-        ranks find the same infinities, and skip the same steps.
+        """``GradScaler.step`` reads this before it unscales gradients. They have to be averages by then: so
+        all ranks find the same infinities, and skip the same steps.
 
         It is False also for a fused optimizer, which would get the scale by attributes of the wrapping one.
         """
@@ -181,12 +181,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients as the wrapped optimizer does.
 
-        Between backward and ``step()``, this throws the step away: it waits for what ranks have pushed, and drops
-        it. All ranks must do so, else the next push is a MismatchError. After an error of backward or ``step()`` on
-        one rank alone, the others step, and weights differ from then on.
+        Between backward and ``step()``, this throws the step away: it waits for what ranks have pushed, and
+        drops it. All ranks must do so, else the next push is a MismatchError. After an error of backward or
+        ``step()`` on one rank alone, the others step, and weights differ from then on.
 
         Raises:
-            UsageError: called between backward and ``step()``, and gradients were quantized or sparsified: what
+            UsageError: called between backward and ``step()``, and gradients were quantized or sparsified:
+                what
                 is left of them would be pushed later.
         """
         if self._consistency.drop():
@@ -257,8 +258,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Replaces every gradient by its average over all ranks.
 
-        ``step()`` does this; call it yourself before to clip, unscale or inspect gradients. Parameters that were
-        unfrozen since the last step are agreed on here. Errors are those of :func:`zenps.push_pull`.
+        ``step()`` does this; call it yourself before to clip, unscale or inspect gradients. Parameters that
+        were unfrozen since the last step are agreed on here. Errors are those of :func:`zenps.push_pull`.
 
         Raises:
             UsageError: a gradient was changed since backward computed it.
@@ -278,7 +279,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Context in which ``step()`` never synchronises, as Horovod has it. Expects :meth:`synchronize` before."""
+        """Context in which ``step()`` never synchronises, as Horovod has it. Expects :meth:`synchronize`
+        before.
+        """
         self._skip = True
         try:
             yield

@@ -1,7 +1,7 @@
 """Backward passes of one step: how often backward computes a gradient before ``step()`` applies it.
 
-A gradient is pushed after its last pass, while backward goes on with other gradients. Which pass is the last one is
-known from the steps before: some loops call backward for several losses, or for several micro-batches.
+A gradient is pushed after its last pass, while backward goes on with other gradients. Which pass is the last
+one is known from the steps before: some loops call backward for several losses, or for several micro-batches.
 """
 
 from __future__ import annotations

@@ -28,6 +28,12 @@ from .buckets import Bucket, clip_factor
 from .consistency import Consistency
 from .passes import BackwardPasses
 from .snapshot import Snapshot, first_changed
+from .untraced import untraced
+
+STEPS_PER_DROP = 100
+"""If more steps are thrown away than one in so many, gradients wait for ``step()``: then none are pushed in
+vain.
+"""
 
 
 class GradientSynchronizer(Consistency):
@@ -69,7 +75,7 @@ class GradientSynchronizer(Consistency):
         """How often averages were taken between two steps. Ranks must agree about it."""
         self._drops = 0
         """How many steps were pushed and thrown away. Ranks must agree about it."""
-        self._outdated: dict[Parameter | Bucket, None] = {}
+        self._outdated: set[Parameter | Bucket] = set()
         """What backward has computed again since it was pushed in this step."""
         self._dense: set[Parameter | Bucket] = set()
         """Parameters whose gradients ranks agreed are sparse, and are dense at present."""
@@ -95,12 +101,14 @@ class GradientSynchronizer(Consistency):
         self._dense.clear()
         self.step = self._drains = self._drops = 0
 
+    @untraced
     def synchronize(self) -> None:
         """Pushes what backward has not pushed, and replaces every gradient by its average over all ranks.
 
         With a staleness, these are the averages of an earlier step; in the first steps there are none.
 
-        Parameters that need gradients since the last step, because they were unfrozen or added, are agreed on.
+        Parameters that need gradients since the last step, because they were unfrozen or added, are agreed
+        on.
 
         Raises:
             UsageError: a gradient was changed since backward computed it.
@@ -144,11 +152,12 @@ class GradientSynchronizer(Consistency):
         self._take(self._earlier.popleft())
         return True
 
+    @untraced
     def drop(self) -> bool:
         """Ends the step without its gradients, which the caller clears.
 
-        If gradients were pushed, still pushes those that backward has not pushed: the other ranks wait for
-        them. If the step was not refused, all ranks drop it: otherwise the next push is a MismatchError.
+        If a rank may have pushed gradients, all ranks push theirs, and wait for them. So all ranks must drop
+        the step, or have refused it: otherwise the next push is a MismatchError.
 
         Returns:
             whether the averages of an earlier step are there, and still to be applied.
@@ -159,21 +168,30 @@ class GradientSynchronizer(Consistency):
         if self._is_refused:
             self._pushed.is_dropped = True
             return self._end_step() and self.staleness > 0
-        if self._pushed.handles:
-            for owner in self._pushed.handles:
-                self._check_without_residual(owner, "zero_grad() before step()")
+        if not self.has_run_backward:
+            return False
+        for owner in self._pushed.handles:
+            self._check_without_residual(owner, "zero_grad() before step()")
+        # Not what is in flight on this rank: another one may have used other parameters.
+        if self._pushes_early and self._agreement.is_known:
             return self.drop_together()
-        if self.has_run_backward:
-            self._begin_step()
-            self._passes.end_step()
-            for bucket in self._agreement.buckets:
-                bucket.waiting_for = set(bucket.parameters)
+        self._begin_step()
+        self._passes.end_step()
+        for bucket in self._agreement.buckets:
+            bucket.waiting_for = set(bucket.parameters)
         return False
 
+    @property
+    def _pushes_early(self) -> bool:
+        """False if gradients wait for ``step()``, for too many were thrown away: the same on all ranks."""
+        return self._drops < 1 + self.step / STEPS_PER_DROP
+
     def drop_together(self) -> bool:
-        self._drops += 1
         self._pushed.is_dropped = True
-        return self._end_step(all_drop=True) and self.staleness > 0
+        try:
+            return self._end_step(all_drop=True) and self.staleness > 0
+        finally:
+            self._drops += 1
 
     def _begin_step(self) -> None:
         self._is_refused = False
@@ -187,11 +205,13 @@ class GradientSynchronizer(Consistency):
             if self.announce is not None:
                 self.announce(all_drop)
             self._push_rest()
+            if self._outdated:
+                self._push_again()
         except ZenPSError as raised:
             self._pushed.is_dropped, error = True, raised
         finally:
             self._outdated.clear()
-            self._passes.end_step()  # only now: pushes of one step say the same about passes
+            self._passes.end_step()
         self._earlier.append(self._pushed)
         self._pushed = Averages()
         self.step += 1
@@ -221,10 +241,8 @@ class GradientSynchronizer(Consistency):
             raise
 
     def _push_rest(self) -> None:
-        """Pushes what backward has not pushed, or has computed again."""
+        """Pushes what backward has not pushed."""
         self._agreement.agree_on_kinds()
-        for owner in self._outdated:
-            self._pushed.handles.pop(owner).wait()
         for parameter in self._agreement.sparse:
             if parameter not in self._pushed.handles:
                 self._push_sparse(parameter)
@@ -232,6 +250,27 @@ class GradientSynchronizer(Consistency):
         scale = clip_factor(rest, self._clip_norm)
         for bucket in rest:
             self._push_bucket(bucket, scale)
+
+    def _push_again(self) -> None:
+        """Drops what any rank has computed again since it was pushed, and pushes it again.
+
+        Only ranks that have computed something again know of it. So a rank that alone has waits for the
+        others until the deadline.
+        """
+        owners: list[Parameter | Bucket] = [*self._agreement.sparse, *self._agreement.buckets]
+        outdated = torch.tensor(
+            [owner in self._outdated for owner in owners], dtype=torch.int64, device="cpu"
+        )
+        counts = PROCESS.world.begin(Request(outdated, f"{self._prefix}/outdated")).wait()
+        self._outdated = {owner for owner, ranks in zip(owners, counts.tolist(), strict=True) if ranks}
+        for owner in owners:
+            if owner not in self._outdated:
+                continue
+            self._pushed.handles.pop(owner).wait()
+            if isinstance(owner, Bucket):
+                self._push_bucket(owner)
+            else:
+                self._push_sparse(owner)
 
     def _on_gradient(self, parameter: Tensor) -> None:
         """Runs inside backward, whenever a parameter's gradient was accumulated."""
@@ -254,8 +293,8 @@ class GradientSynchronizer(Consistency):
             self._computed[parameter] = Snapshot(parameter.grad)
         if owner in self._pushed.handles:
             self._check_without_residual(owner, "backward again")
-            self._outdated[owner] = None
-        elif self.accumulates or passes < self._passes.expected(parameter):
+            self._outdated.add(owner)
+        elif self.accumulates or not self._pushes_early or passes < self._passes.expected(parameter):
             return
         elif parameter in self._agreement.sparse:
             self._push_sparse(parameter)
@@ -329,16 +368,14 @@ class GradientSynchronizer(Consistency):
             priority=max(self._agreement.priorities[parameter] for parameter in parameters),
             purpose="gradient",
             residuals=self._residuals,
-            given=self._given(owner, gradient, parameters),
+            given=self._given(owner, gradient),
         )
 
-    def _given(self, owner: Parameter | Bucket, gradient: Tensor, parameters: Sequence[Parameter]) -> str:
+    def _given(self, owner: Parameter | Bucket, gradient: Tensor) -> str:
         """Returns what ranks must agree about: else one would step with other gradients than the others."""
-        expected = max(self._passes.expected(parameter) for parameter in parameters)
         facts = [
             (self._drains, f"after {self._drains} drained step(s)"),
             (self._drops, f"after {self._drops} step(s) thrown away by zero_grad()"),
-            (expected > self._passes.per_step, f"of {expected} backward passes"),
             (owner in self._outdated, "computed again after it was pushed"),
             (owner in self._dense, "dense at present"),
         ]
