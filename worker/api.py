@@ -157,7 +157,7 @@ def push_pull(tensor: Tensor, name: str, average: bool = True) -> Tensor:
     Arguments and errors are those of :func:`push_pull_async`.
 
     Returns:
-        A new tensor, on the same device. Dense in, dense out; sparse in, coalesced sparse out, with every
+        A new tensor, on the same device, without a history in autograd. Dense in, dense out; sparse in, coalesced sparse out, with every
         row that any rank pushed, even where the sum is zero.
 
     Raises:
