@@ -157,8 +157,8 @@ def push_pull(tensor: Tensor, name: str, average: bool = True) -> Tensor:
     Arguments and errors are those of :func:`push_pull_async`.
 
     Returns:
-        A new tensor, on the same device, without a history in autograd. Dense in, dense out; sparse in, coalesced sparse out, with every
-        row that any rank pushed, even where the sum is zero.
+        A new tensor, on the same device, detached from autograd. Dense in, dense out; sparse in, coalesced
+        sparse out, with every row that any rank pushed, even where the sum is zero.
 
     Raises:
         DeadlineError: a rank or server did not answer in time.
