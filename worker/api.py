@@ -26,6 +26,9 @@ logger = logging.getLogger("zenps.worker")
 def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
     """Joins the cluster and waits until it is complete. Without ``cluster.scheduler``, the world has size 1.
 
+    Called again with the same settings, it does nothing. After :func:`shutdown` it joins again, where servers
+    and scheduler wait for that: under ``zenps launch``, or with ``cluster.rejoin_seconds``.
+
     Settings come from ``sets`` (``"section.field=value"``), the environment and the file ``config``
     (default ``zenps.toml``), in this order; torchrun's ``RANK`` is honoured. Until :func:`shutdown`, SIGTERM
     ends the process as ``sys.exit(143)`` does, unless the script has set another handler.
@@ -34,10 +37,13 @@ def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
         ConfigError: a setting is wrong, or several workers were started without a scheduler.
         DeadlineError: the cluster was not complete within ``cluster.rendezvous_seconds``.
         MismatchError: a shared setting differs from the scheduler's.
-        UsageError: called twice, or the rank is taken.
+        UsageError: called again with other settings, the rank is taken, or the job has ended.
     """
-    PROCESS.require_no_world()
+    PROCESS.require_no_fork()
     loaded = sources.load(sets=sets, file=Path(config) if config is not None else None)
+    if PROCESS.has_joined(loaded.config):
+        logger.debug("zenps.init() again, with the same settings: nothing to do")
+        return
     sources.require_cluster(loaded)
     log.setup(loaded.config.log, "worker")
     sources.check_partition(loaded.config)
