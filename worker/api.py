@@ -16,7 +16,7 @@ from zenps.observe import log
 from zenps.sparsifiers.registry import sparsifier_class
 
 from .core.pending import Pending
-from .core.request import Options, Request
+from .core.request import Options, Request, check_outside_graph
 from .core.statistics import Stats
 from .process import PROCESS
 
@@ -26,6 +26,9 @@ logger = logging.getLogger("zenps.worker")
 def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
     """Joins the cluster and waits until it is complete. Without ``cluster.scheduler``, the world has size 1.
 
+    Called again with the same settings, it does nothing. After :func:`shutdown` it joins again, where servers
+    and scheduler wait for that: under ``zenps launch``, or with ``cluster.rejoin_seconds``.
+
     Settings come from ``sets`` (``"section.field=value"``), the environment and the file ``config``
     (default ``zenps.toml``), in this order; torchrun's ``RANK`` is honoured. Until :func:`shutdown`, SIGTERM
     ends the process as ``sys.exit(143)`` does, unless the script has set another handler.
@@ -34,10 +37,13 @@ def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
         ConfigError: a setting is wrong, or several workers were started without a scheduler.
         DeadlineError: the cluster was not complete within ``cluster.rendezvous_seconds``.
         MismatchError: a shared setting differs from the scheduler's.
-        UsageError: called twice, or the rank is taken.
+        UsageError: called again with other settings, the rank is taken, or the job has ended.
     """
-    PROCESS.require_no_world()
+    PROCESS.require_no_fork()
     loaded = sources.load(sets=sets, file=Path(config) if config is not None else None)
+    if PROCESS.has_joined(loaded.config):
+        logger.debug("zenps.init() again, with the same settings: nothing to do")
+        return
     sources.require_cluster(loaded)
     log.setup(loaded.config.log, "worker")
     sources.check_partition(loaded.config)
@@ -129,11 +135,13 @@ def push_pull_async(tensor: Tensor, name: str, average: bool = True, priority: i
     """Begins to sum ``tensor`` over all ranks; the result comes from :func:`synchronize`.
 
     Args:
-        tensor: on the CPU or a CUDA device, of float16, bfloat16, float32, float64 or int64. Strided of any
-            shape, or sparse COO, coalesced or not. A tensor on the CPU may be changed once this returns, one
-            on a CUDA device once its result is there.
+        tensor: on the CPU or a CUDA device, of float16, bfloat16, float32, float64, int64, int32, int16, int8
+            or uint8. Strided of any shape, or sparse COO, coalesced or not. A tensor on the CPU may be
+            changed once this returns, one on a CUDA device once its result is there. A parameter is taken as
+            its values; a tensor that autograd follows has to be detached.
         name: the same on all ranks and in all steps, and in flight once at a time.
-        average: divide by the number of ranks, after summing in float32 or wider.
+        average: divide by the number of ranks, after summing in float32 or wider. Integers are only summed,
+            because their average is none; convert them to float64 by ``tensor.double()``.
         priority: under ``sync.scheme = byteps``, pushes that wait for the network are sent by falling
             priority, in chunks of ``sync.chunk_bytes``. So a tensor that is needed first can overtake others
             that were pushed before. Other schemes send in order.
@@ -144,6 +152,7 @@ def push_pull_async(tensor: Tensor, name: str, average: bool = True, priority: i
         ConfigError: the tensor is on a CUDA device, and CuPy is not installed.
         UsageError: ``name`` is in flight already, or 65536 others have been used; ``priority`` is no integer.
     """
+    check_outside_graph(tensor, name)
     options = Options(average=average, priority=priority)
     return PROCESS.world.begin(Request(tensor, name, options))
 
@@ -157,8 +166,9 @@ def push_pull(tensor: Tensor, name: str, average: bool = True) -> Tensor:
     Arguments and errors are those of :func:`push_pull_async`.
 
     Returns:
-        A new tensor, on the same device, detached from autograd. Dense in, dense out; sparse in, coalesced
-        sparse out, with every row that any rank pushed, even where the sum is zero.
+        A new tensor of the same dtype, on the same device, detached from autograd. Dense in, dense out; sparse
+        in, coalesced sparse out, with every row that any rank pushed, even where the sum is zero. Sums of
+        integers that exceed their dtype wrap, as in torch.
 
     Raises:
         DeadlineError: a rank or server did not answer in time.

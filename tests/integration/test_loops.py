@@ -195,7 +195,11 @@ def clipping_from_a_hook(loop: Loop) -> State:
     """Runs once the averages are there."""
     model = make_model()
     optimizer = loop.wrap(sgd(model), model)
-    optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(model.dense(), 0.05) and None)
+
+    def clip(*_: Any) -> None:
+        nn.utils.clip_grad_norm_(model.dense(), 0.05)
+
+    optimizer.register_step_pre_hook(clip)
     for step in range(STEPS):
         optimizer.zero_grad()
         loop.loss(model, step).backward()
