@@ -41,6 +41,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "world",
         "bootstrap",
         "process",
+        "step_hook",
         "api training",
     ),
     "zenps.worker.backends": ("*", "peers", "hierarchical auto", "engines"),

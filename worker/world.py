@@ -173,6 +173,9 @@ class ClusterWorld(World):
         recorder: for ``zenps plan``, or None.
         local_rank: the rank on this host, or None to count by host name.
         opened: everything that was opened for this worker; closed last.
+
+    Attributes:
+        has_reduced: True once a tensor of the training was pushed, rather than a broadcast.
     """
 
     is_distributed = True
@@ -201,6 +204,7 @@ class ClusterWorld(World):
         self._session, self._servers, self._backend = session, servers, backend
         self._recorder = recorder
         self._opened = opened
+        self.has_reduced = False
         self.local_rank = self._ranks_here().index(self.rank) if local_rank is None else local_rank
 
     @property
@@ -224,6 +228,7 @@ class ClusterWorld(World):
         check_request(request)
         if self.is_joining:
             raise self._too_early(f"tensor {request.name!r}")
+        self.has_reduced |= request.options.is_reduction
         if self._recorder is not None and request.options.is_reduction:
             self._recorder.note(request.tensor, request.name)
         if (name := wire_name(request.name)) is not request.name:
