@@ -1,7 +1,7 @@
 """Optimizer step hook: a warning where an optimizer steps and no gradient was pushed.
 
 Frameworks that wrap the model themselves may ignore the communication hook that they are given, and say
-nothing. Each rank then trains on its own data alone.
+nothing. Then DDP averages gradients in its own way, or nobody does.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class StepHook:
         if not world.has_reduced and self._steps == _STEPS:
             modules = (module for module in _REMEDIES if not module or module in sys.modules)
             logger.warning(
-                "optimizers have stepped, but this worker has pushed no gradient: expected averages over %d "
-                "workers, got gradients of this one; %s (docs/frameworks.md)",
+                "optimizers have stepped, but this worker has pushed no gradient: none of %d workers gets averages "
+                "from ZenPS; %s (docs/frameworks.md)",
                 world.size,
                 _REMEDIES[next(modules)],
             )

@@ -175,7 +175,7 @@ class ClusterWorld(World):
         opened: everything that was opened for this worker; closed last.
 
     Attributes:
-        has_reduced: True once a tensor of the training was pushed, rather than a broadcast.
+        has_reduced: True once a floating-point tensor was pushed that is no broadcast.
     """
 
     is_distributed = True
@@ -228,7 +228,8 @@ class ClusterWorld(World):
         check_request(request)
         if self.is_joining:
             raise self._too_early(f"tensor {request.name!r}")
-        self.has_reduced |= request.options.is_reduction
+        # Messages of ZenPS between ranks, such as those before a broadcast, are integers.
+        self.has_reduced |= request.options.is_reduction and request.tensor.is_floating_point()
         if self._recorder is not None and request.options.is_reduction:
             self._recorder.note(request.tensor, request.name)
         if (name := wire_name(request.name)) is not request.name:
