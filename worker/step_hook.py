@@ -58,7 +58,7 @@ class StepHook:
         if not world.has_reduced and self._steps == _STEPS:
             modules = (module for module in _REMEDIES if not module or module in sys.modules)
             logger.warning(
-                "optimizers have stepped, but this worker has pushed no gradient: none of %d workers gets averages "
+                "optimizers have stepped, but this worker of %d has pushed no gradient, and gets no averages "
                 "from ZenPS; %s (docs/frameworks.md)",
                 world.size,
                 _REMEDIES[next(modules)],
