@@ -22,6 +22,8 @@ from .api import (
 from .core.pending import Pending
 from .core.statistics import Stats
 from .training.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from .training.clipping import clip_grad_norm_, clip_grad_value_
+from .training.collectives import allgather, allgather_object, allreduce, broadcast, broadcast_async
 from .training.ddp import CommHookState, comm_hook
 from .training.elastic import TrainingState
 from .training.model_averaging import average_parameters
@@ -33,11 +35,18 @@ __all__ = [
     "Pending",
     "Stats",
     "TrainingState",
+    "allgather",
+    "allgather_object",
+    "allreduce",
     "average_parameters",
     "barrier",
+    "broadcast",
+    "broadcast_async",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "clip_grad_norm_",
+    "clip_grad_value_",
     "comm_hook",
     "init",
     "is_initialized",

@@ -16,7 +16,7 @@ from zenps.observe import log
 from zenps.sparsifiers.registry import sparsifier_class
 
 from .core.pending import Pending
-from .core.request import Options, Request
+from .core.request import Options, Request, check_outside_graph
 from .core.statistics import Stats
 from .process import PROCESS
 from .step_hook import STEP_HOOK
@@ -131,11 +131,13 @@ def push_pull_async(tensor: Tensor, name: str, average: bool = True, priority: i
     """Begins to sum ``tensor`` over all ranks; the result comes from :func:`synchronize`.
 
     Args:
-        tensor: on the CPU or a CUDA device, of float16, bfloat16, float32, float64 or int64. Strided of any
-            shape, or sparse COO, coalesced or not. A tensor on the CPU may be changed once this returns, one
-            on a CUDA device once its result is there.
+        tensor: on the CPU or a CUDA device, of float16, bfloat16, float32, float64, int64, int32, int16, int8
+            or uint8. Strided of any shape, or sparse COO, coalesced or not. A tensor on the CPU may be
+            changed once this returns, one on a CUDA device once its result is there. A parameter is taken as
+            its values; a tensor that autograd follows has to be detached.
         name: the same on all ranks and in all steps, and in flight once at a time.
-        average: divide by the number of ranks, after summing in float32 or wider.
+        average: divide by the number of ranks, after summing in float32 or wider. Integers are only summed,
+            because their average is none; convert them to float64 by ``tensor.double()``.
         priority: under ``sync.scheme = byteps``, pushes that wait for the network are sent by falling
             priority, in chunks of ``sync.chunk_bytes``. So a tensor that is needed first can overtake others
             that were pushed before. Other schemes send in order.
@@ -146,6 +148,7 @@ def push_pull_async(tensor: Tensor, name: str, average: bool = True, priority: i
         ConfigError: the tensor is on a CUDA device, and CuPy is not installed.
         UsageError: ``name`` is in flight already, or 65536 others have been used; ``priority`` is no integer.
     """
+    check_outside_graph(tensor, name)
     options = Options(average=average, priority=priority)
     return PROCESS.world.begin(Request(tensor, name, options))
 
@@ -159,8 +162,9 @@ def push_pull(tensor: Tensor, name: str, average: bool = True) -> Tensor:
     Arguments and errors are those of :func:`push_pull_async`.
 
     Returns:
-        A new tensor, on the same device. Dense in, dense out; sparse in, coalesced sparse out, with every
-        row that any rank pushed, even where the sum is zero.
+        A new tensor of the same dtype, on the same device, which does not require a gradient. Dense in, dense
+        out; sparse in, coalesced sparse out, with every row that any rank pushed, even where the sum is zero.
+        Sums of integers that exceed their dtype wrap, as in torch.
 
     Raises:
         DeadlineError: a rank or server did not answer in time.

@@ -23,7 +23,7 @@ from .backends.peers.averager import GroupAverager
 from .backends.servers import ServerBackend
 from .core.interrupts import MASK
 from .core.pending import Pending
-from .core.request import Request, check_request, wire_name
+from .core.request import NARROW, Request, check_request, describe, wire_name
 from .core.spans import Spans
 from .core.statistics import Statistics, Stats
 from .recorder import Recorder
@@ -147,7 +147,7 @@ class LocalWorld(World):
 
     def begin(self, request: Request) -> Pending:
         check_request(request)
-        return self._backend.begin(request)
+        return _begin(self._backend, request)
 
     def barrier(self) -> None:
         """Does nothing: there are no other workers."""
@@ -235,7 +235,7 @@ class ClusterWorld(World):
         if (name := wire_name(request.name)) is not request.name:
             request = request._replace(name=name)
         with MASK:  # a name that is taken is either pushed or given back
-            return self._backend.begin(request)
+            return _begin(self._backend, request)
 
     def barrier(self) -> None:
         """As :meth:`Lease.barrier`."""
@@ -276,3 +276,14 @@ class ClusterWorld(World):
             f"{what}: worker {self.rank} has joined a running job and has not got its state yet; "
             "construct zenps.TrainingState before"
         )
+
+
+def _begin(backend: Backend, request: Request) -> Pending:
+    """Begins a round. Narrow integers are summed as int64, and the sum is cast back: it wraps as in torch."""
+    tensor, name, options = request
+    if not options.is_reduction or tensor.dtype not in NARROW:
+        return backend.begin(request)
+    dtype, given = tensor.dtype, options.given or describe(tensor)
+    pending = backend.begin(Request(tensor.detach().long(), name, structs.replace(options, given=given)))
+    pending.then(lambda total: total.to(dtype))
+    return pending

@@ -66,7 +66,7 @@ from zenps.worker.encode.sharder import Sharder
 from zenps.worker.encode.streams import Plan
 from zenps.worker.rounds.states import Deliver, Outgoing, Round
 from zenps.worker.rounds.tracker import WorkerRounds
-from zenps.worker.training.broadcast import unpack_object
+from zenps.worker.training.plain_data import unpack_object
 
 Frames = list[bytes]
 JOB = "job"

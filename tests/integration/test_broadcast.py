@@ -175,9 +175,9 @@ def test_broadcast_optimizer_state(results: list[dict[str, Any]], name: str) -> 
 @pytest.mark.parametrize(
     ("case", "on_root", "elsewhere"),
     [
-        ("no plain data", "UsageError: cannot broadcast list", "UsageError: rank 0 had nothing to broadcast"),
+        ("no plain data", "UsageError: cannot send list", "UsageError: rank 0 had nothing to broadcast"),
         ("no state", "ZeroDivisionError: division by zero", "UsageError: rank 0 had nothing to broadcast"),
-        ("no object", "UsageError: cannot broadcast object", "UsageError: rank 0 had nothing to broadcast"),
+        ("no object", "UsageError: cannot send object", "UsageError: rank 0 had nothing to broadcast"),
         (
             "no tensor",
             "MismatchError: rank(s) 1 have other parameters",

@@ -93,7 +93,7 @@ def test_what_cannot_be_synchronised_comes_to_no_backend() -> None:
     backend = Everything()
     world = make_world(backend)
     with pytest.raises(TensorError, match="dtype"):
-        world.begin(Request(torch.ones(3, dtype=torch.int32), "weight"))
+        world.begin(Request(torch.ones(3, dtype=torch.bool), "weight"))
     with pytest.raises(UsageError, match="tensor name"):
         world.begin(Request(torch.ones(3), ""))
     assert backend.begun == []
@@ -148,4 +148,4 @@ def test_a_world_of_one_has_the_results_of_a_cluster_of_one() -> None:
     assert result.is_coalesced()
     assert (result.indices().tolist(), result.values().tolist()) == ([[1, 4]], [2.0, 4.0])
     with pytest.raises(TensorError):
-        world.begin(Request(torch.ones(3, dtype=torch.int32), "weight"))
+        world.begin(Request(torch.ones(3, dtype=torch.bool), "weight"))

@@ -58,8 +58,8 @@ class AutoBackend(Backend):
         self._links = self._agree_on_links()
 
     def begin(self, request: Request) -> Pending:
-        tensor, name, _ = request
-        if not tensor.is_sparse:
+        tensor, name, options = request
+        if not (tensor.is_sparse and options.is_reduction):
             return self._servers.begin(request)
         chosen = self._choose(name)
         scheme = chosen.choice.scheme

@@ -105,6 +105,7 @@ class Pending:
         self._waiting = waiting
         self._transforms = transforms
         self._counted = counted
+        self._conversions: tuple[Callable[[Tensor], Tensor], ...] = ()
         self._rounds = 0
         """The number of rounds in flight."""
         self._answers: deque[Answer | EncodedTensor | ZenPSError] = deque()
@@ -119,6 +120,10 @@ class Pending:
 
     def __repr__(self) -> str:
         return f"Pending({self.name!r}, done={self.progress.ended})"
+
+    def then(self, convert: Callable[[Tensor], Tensor]) -> None:
+        """Has :meth:`wait` return ``convert(result)``. Only before this is given to whoever waits."""
+        self._conversions = (*self._conversions, convert)
 
     @property
     def has_ended(self) -> bool:
@@ -269,6 +274,8 @@ class Pending:
                 result = self._pulled
                 for transform in reversed(self._transforms):
                     result = transform.undo(result)
+                for convert in self._conversions:
+                    result = convert(result)
         except Exception as error:  # noqa: BLE001
             return error
         self._worked_seconds += time.perf_counter() - got

@@ -17,8 +17,10 @@ from zenps.wire.messages import MAX_COLUMNS, MAX_NAME
 
 from .residuals import Residuals
 
-# uint8 is for broadcasts, which carry any dtype as bytes.
-_SUPPORTED = tuple(dtype for dtype in ACCUMULATE if dtype != torch.uint8)
+NARROW = (torch.int32, torch.int16, torch.int8, torch.uint8)
+"""Integers that travel, and are summed, as int64; uint8 itself is for broadcasts on the wire."""
+
+_SUPPORTED = (*(dtype for dtype in ACCUMULATE if dtype not in NARROW), *NARROW)
 
 # The turn in a name of :func:`name_in_turn`.
 _TURN = re.compile(r"^([^/]*)\.\d+/")
@@ -150,9 +152,27 @@ def _check_tensor(tensor: object, average: bool) -> None:
         raise TensorError(f"rows of {table_shape(tensor)[1]} elements: expected at most {MAX_COLUMNS}")
     if tensor.dtype not in _SUPPORTED:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _SUPPORTED)
-        raise TensorError(f"dtype {tensor.dtype}: expected one of {names}")
+        advice = "; .int() counts, allreduce(op='max') is a logical or" if tensor.dtype == torch.bool else ""
+        raise TensorError(f"dtype {tensor.dtype}: expected one of {names}{advice}")
     if average and not tensor.dtype.is_floating_point:
-        raise TensorError(f"dtype {tensor.dtype} cannot be averaged exactly; pass average=False")
+        raise TensorError(
+            f"dtype {tensor.dtype} cannot be averaged exactly; pass tensor.double(); average=False only sums"
+        )
+
+
+def check_outside_graph(tensor: object, name: str) -> None:
+    """Checks that autograd is not expected to follow a tensor to other ranks.
+
+    Parameters are accepted, and all tensors under ``torch.no_grad()``.
+
+    Raises:
+        TensorError: the tensor was computed from others that require a gradient.
+    """
+    if isinstance(tensor, Tensor) and tensor.grad_fn is not None and torch.is_grad_enabled():
+        raise TensorError(
+            f"tensor {name!r} is part of an autograd graph, but no gradient comes back from other ranks; "
+            "pass tensor.detach()"
+        )
 
 
 def describe(tensor: Tensor) -> str:

@@ -1,26 +1,85 @@
-"""Allgather of one integer per rank."""
+"""Allgather: every rank gets an integer, or bytes, of each rank."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
+from typing import Final
+
 import torch
+from torch import Tensor
 
 from zenps.config.settings import MOST_WORKERS
 
-from ..core.request import Request
+from ..core.request import Options, Request
 from ..process import PROCESS
 
+_WORDS: Final = 32
+"""Words of 8 bytes in a row of :func:`allgather_bytes`: its key and mark add 1/16 or less to what travels."""
 
-def allgather_int(value: int, name: str) -> dict[int, int]:
-    """Returns the values of all ranks, by rank, without those that are 0.
+_ROW_BYTES: Final = 8 * _WORDS
+
+
+def allgather_int(value: int, name: str, options: Options = Options()) -> dict[int, int]:  # noqa: B008 - frozen
+    """Returns the values of all ranks, in order of rank, without those that are 0.
 
     Args:
         value: this rank's.
         name: of the round, the same on all ranks. Errors are those of :func:`zenps.push_pull`.
+        options: of the round.
     """
     world = PROCESS.world
     # In an elastic job, ranks may see different numbers of workers.
     size = MOST_WORKERS if world.is_elastic else world.size
     values = torch.zeros(size, dtype=torch.int64, device="cpu")
     values[world.rank] = value
-    values = world.begin(Request(values, name)).wait()
+    values = world.begin(Request(values, name, options)).wait()
     return {rank: int(values[rank]) for rank in values.nonzero().flatten().tolist()}
+
+
+def allgather_bytes(data: Tensor, sizes: Mapping[int, int], name: str) -> dict[int, Tensor]:
+    """Returns the bytes of all ranks, in order of rank. Each rank pushes its own and pulls all.
+
+    The round sums a sparse table of int64 to which each rank contributes rows of its own: servers copy a row
+    that only one rank has. The first column of each row is 1: schemes that make a tensor dense return no row
+    of zeros.
+
+    Args:
+        data: this rank's: uint8 ``[sizes[rank]]`` on the CPU.
+        sizes: the bytes of each rank, in order of rank; the same on all ranks.
+        name: of the round, the same on all ranks. Errors are those of :func:`zenps.push_pull`.
+
+    Returns:
+        uint8 ``[sizes[rank]]`` of each rank on the CPU. In an elastic job without those of ranks that were
+        lost meanwhile; all ranks return the same.
+    """
+    world = PROCESS.world
+    counts = {rank: -(-size // _ROW_BYTES) for rank, size in sizes.items()}
+    begins = dict(zip(counts, itertools.accumulate(counts.values(), initial=0), strict=False))
+    total = sum(counts.values())
+    if not total:
+        return dict.fromkeys(sizes, data)
+    count, begin = counts[world.rank], begins[world.rank]
+    padded = torch.zeros(count * _ROW_BYTES, dtype=torch.uint8, device="cpu")
+    padded[: len(data)] = data
+    rows = torch.ones((count, 1 + _WORDS), dtype=torch.int64, device="cpu")
+    rows[:, 1:] = padded.view(torch.int64).view(count, _WORDS)
+    table = torch.sparse_coo_tensor(
+        torch.arange(begin, begin + count, device="cpu").unsqueeze(0),
+        rows,
+        # Rounded up, because each size has a permutation of its own, which workers and servers keep.
+        (1 << (total - 1).bit_length(), 1 + _WORDS),
+        device="cpu",
+        is_coalesced=True,
+        check_invariants=False,
+    )
+    pulled = world.begin(Request(table, name, Options(purpose="control"))).wait()
+    numbers, words = pulled._indices()[0], pulled._values()[:, 1:]
+    parts = {}
+    for rank, size in sizes.items():
+        ends = torch.tensor([begins[rank], begins[rank] + counts[rank]], device="cpu")
+        first, last = torch.searchsorted(numbers, ends).tolist()
+        if last - first == counts[rank]:
+            own = words[first:last].clone(memory_format=torch.contiguous_format)
+            parts[rank] = own.view(-1).view(torch.uint8)[:size]
+    return parts

@@ -9,45 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import msgpack
 import torch
 from torch import Tensor
 
 from zenps.config.settings import MOST_WORKERS
-from zenps.errors import MismatchError, ProtocolError, TensorError, UsageError, listing
+from zenps.errors import MismatchError, TensorError, UsageError, listing
 
 from ..core.pending import Pending
 from ..core.request import Options, Request
 from ..encode.dense import RootLostError
 from ..process import PROCESS
 from .allgather import allgather_int
-
-# The length of a packed object comes over the network and decides how much memory is allocated.
-MOST_OBJECT_BYTES = 1 << 31
-
-# Characters of the reason why the root could not broadcast.
-MOST_REASON = 4096
+from .plain_data import as_tensor, check_size, pack_object, pack_reason, unpack_object
+from .raw_bytes import DTYPES, as_bytes, check_strided, from_bytes
 
 Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
-# dtypes that an optimizer's state may have, by their name on the wire.
-_DTYPES = {
-    str(dtype): dtype
-    for dtype in (
-        torch.bool,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.complex64,
-        torch.complex128,
-    )
-}
 _TENSOR = "__tensor__"
 _SPARSE = "__sparse__"
 _TUPLE = "__tuple__"
@@ -124,7 +101,7 @@ def _overwrite(named: Mapping[str, Tensor], root_rank: int) -> None:
             except RootLostError as error:  # wait for the others too: nothing may stay in flight
                 lost = error
                 continue
-            tensor.copy_(result.reshape(-1).view(tensor.dtype).view(tensor.shape))
+            tensor.copy_(from_bytes(result, tensor.dtype, tensor.shape))
     if lost is not None:
         raise lost
 
@@ -153,15 +130,12 @@ def _broadcast_made(make: Callable[[], Any], root_rank: int, name: str) -> Any:
     data, failed = b"", None
     if PROCESS.world.rank == root_rank:
         try:
-            data = _pack(make())
+            data = pack_object(make())
         except Exception as error:  # noqa: BLE001 - raised below, once the other ranks know
-            failed, data = error, f"{type(error).__name__}: {error}"[:MOST_REASON].encode()
+            failed, data = error, pack_reason(error)
     size = _agree(root_rank, -len(data) if failed else len(data), name)
-    if not abs(size) <= MOST_OBJECT_BYTES:
-        raise ProtocolError("payload", f"an object of {size} bytes, at most {MOST_OBJECT_BYTES} are allowed")
-    packed = torch.zeros(abs(size), dtype=torch.uint8, device="cpu")
-    if data:
-        packed = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    check_size(abs(size))
+    packed = as_tensor(data) if data else torch.zeros(abs(size), dtype=torch.uint8, device="cpu")
     _wait_into(packed, f"broadcast/{name}/data", root_rank)
     received = packed.numpy().tobytes()
     if size < 0:
@@ -199,29 +173,6 @@ def _agree(root_rank: int, size: int, name: str) -> int:
     return int(size)
 
 
-def _pack(value: Any) -> bytes:
-    try:
-        data: bytes = msgpack.packb(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise UsageError(f"cannot broadcast {type(value).__name__}: {error}; expected plain data") from None
-    if len(data) > MOST_OBJECT_BYTES:
-        raise UsageError(f"an object of {len(data)} bytes: expected at most {MOST_OBJECT_BYTES}; use tensors")
-    return data
-
-
-def unpack_object(data: bytes) -> Any:
-    """Decodes plain data from MessagePack.
-
-    Raises:
-        ProtocolError: ``data`` is not MessagePack.
-    """
-    try:
-        return msgpack.unpackb(data, strict_map_key=False)
-    # ValueError covers msgpack's own; TypeError comes from keys that cannot be hashed.
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ProtocolError("payload", f"no packed object: {error!s:.200}") from None
-
-
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
     """Makes every rank's optimizer equal to the root's: hyperparameters and state.
 
@@ -238,17 +189,15 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     def take_apart() -> Any:
         skeleton = _take_apart(optimizer.state_dict(), tensors)
         for tensor in tensors:
-            if str(tensor.dtype) not in _DTYPES:
-                raise UsageError(
-                    f"an optimizer state of {tensor.dtype}: expected one of {', '.join(_DTYPES)}"
-                )
+            if str(tensor.dtype) not in DTYPES:
+                raise UsageError(f"an optimizer state of {tensor.dtype}: expected one of {', '.join(DTYPES)}")
         # As the others have them, not expanded.
         tensors[:] = [tensor.contiguous() for tensor in tensors]
         return [skeleton, [[str(tensor.dtype), list(tensor.shape)] for tensor in tensors]]
 
     skeleton, described = _broadcast_made(take_apart, root_rank, "optimizer")
     if PROCESS.world.rank != root_rank:
-        tensors = [torch.empty(shape, dtype=_DTYPES[dtype], device="cpu") for dtype, shape in described]
+        tensors = [torch.empty(shape, dtype=DTYPES[dtype], device="cpu") for dtype, shape in described]
     _overwrite({f"optimizer/{i}": tensor for i, tensor in enumerate(tensors)}, root_rank)
     if PROCESS.world.rank != root_rank:
         optimizer.load_state_dict(_put_together(skeleton, tensors))
@@ -256,27 +205,20 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
 
 def _begin(tensor: Tensor, name: str, root_rank: int) -> Pending:
     world = PROCESS.world
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    raw = flat.view(*tensor.shape, tensor.element_size())
+    raw = as_bytes(tensor).view(*tensor.shape, tensor.element_size())
     options = Options(contributes=world.rank == root_rank, purpose="broadcast")
     return world.begin(Request(raw, name, options))
 
 
 def _check(tensor: object, name: str) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TensorError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-    if tensor.layout != torch.strided:
-        raise TensorError(f"{name}: expected a strided tensor, got {tensor.layout}; use .to_dense()")
-    if tensor.is_meta:
-        raise TensorError(
-            f"{name}: expected a tensor with memory, got one on the meta device; use .to_empty()"
-        )
+    check_strided(tensor, name)
+    assert isinstance(tensor, Tensor)
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise TensorError(f"{name}: made under torch.inference_mode(), so it cannot be written; clone it")
 
 
 def _wait_into(tensor: Tensor, name: str, root_rank: int) -> None:
-    tensor.copy_(_begin(tensor, name, root_rank).wait().reshape(-1).view(tensor.dtype).view(tensor.shape))
+    tensor.copy_(from_bytes(_begin(tensor, name, root_rank).wait(), tensor.dtype, tensor.shape))
 
 
 def _take_apart(value: Any, tensors: list[Tensor]) -> Any:

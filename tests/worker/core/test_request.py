@@ -10,9 +10,18 @@ from torch import Tensor
 
 from zenps.errors import TensorError, UsageError
 from zenps.wire.messages import MAX_COLUMNS
-from zenps.worker.core.request import Options, Purpose, Request, check_request, table_shape, wire_name
+from zenps.worker.core.request import (
+    Options,
+    Purpose,
+    Request,
+    check_outside_graph,
+    check_request,
+    table_shape,
+    wire_name,
+)
 
 SUMMED = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64]
+SUMMED += [torch.int32, torch.int16, torch.int8, torch.uint8]
 
 
 def check_tensor(tensor: Any, average: bool, purpose: Purpose = "value") -> None:
@@ -31,15 +40,15 @@ def without_rows(shape: tuple[int, int]) -> Tensor:
         (None, True, "got NoneType"),
         (torch.ones(3, device="meta"), True, r"device meta: expected cpu or cuda; move it with \.cpu\(\)"),
         (
-            torch.ones(3, dtype=torch.int32),
+            torch.ones(3, dtype=torch.bool),
             False,
-            "dtype torch.int32: expected one of float16, bfloat16, float32",
+            r"dtype torch.bool: expected one of float16, .*uint8; \.int\(\) counts, allreduce\(op='max'\)",
         ),
-        (torch.ones(3, dtype=torch.bool), False, "dtype torch.bool"),
-        (torch.ones(3, dtype=torch.uint8), False, "dtype torch.uint8"),
+        (torch.ones(3, dtype=torch.uint32), False, "dtype torch.uint32"),
+        (torch.ones(3, dtype=torch.uint8), True, "uint8 cannot be averaged exactly"),
         (torch.ones(3, dtype=torch.complex64), True, "dtype torch.complex64"),
         (torch.ones(3, dtype=torch.float8_e5m2), True, "dtype torch.float8_e5m2"),
-        (torch.ones(3, dtype=torch.int64), True, "int64 cannot be averaged exactly; pass average=False"),
+        (torch.ones(3, dtype=torch.int64), True, r"int64 cannot be averaged exactly; pass tensor\.double"),
         (without_rows((2, 1 << 28)), True, "rows of 268435456 elements: expected at most"),
     ],
 )
@@ -61,6 +70,17 @@ def test_accepted(dtype: torch.dtype) -> None:
         check_tensor(tensor.to(dtype), average=dtype.is_floating_point)
     check_tensor(torch.nn.Parameter(torch.ones(3)), average=True)
     check_tensor(without_rows((2, MAX_COLUMNS)), average=True)
+
+
+def test_tensors_of_an_autograd_graph_are_refused() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    loss = parameter.sum()
+    for tensor in (parameter, parameter.data, loss.detach()):
+        check_outside_graph(tensor, "loss")
+    with torch.no_grad():
+        check_outside_graph(loss, "loss")
+    with pytest.raises(TensorError, match=r"tensor 'loss' is part of an autograd graph.* pass tensor.detach"):
+        check_outside_graph(loss, "loss")
 
 
 def test_a_broadcast_carries_any_dtype_as_bytes() -> None:

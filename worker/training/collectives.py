@@ -1,0 +1,241 @@
+"""Collectives of one tensor, for metrics and evaluation: allgather, broadcast and allreduce."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zenps.config.settings import MOST_WORKERS
+from zenps.errors import MismatchError, TensorError, UsageError, ZenPSError, listing
+
+from ..core.pending import Pending
+from ..core.request import Options, Request, check_outside_graph, describe
+from ..process import PROCESS
+from .allgather import allgather_bytes, allgather_int
+from .plain_data import as_tensor, check_size, pack_object, pack_reason, unpack_object
+from .raw_bytes import as_bytes, check_dtype, check_strided, from_bytes
+
+Op = Literal["average", "sum", "min", "max", "product"]
+
+_COMBINED: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "product": torch.mul,
+}
+"""The operations that servers do not know, by name: ranks gather, and combine two tensors at a time."""
+
+
+def allgather(tensor: Tensor, name: str) -> Tensor:
+    """Returns the tensors of all ranks, concatenated along dimension 0 in order of rank, bit for bit.
+
+    Args:
+        tensor: strided, on the CPU or a CUDA device: bool, uint8, int8, int16, int32, int64, float16,
+            bfloat16, float32, float64, complex64 or complex128. Dimension 0 may differ between ranks, and may
+            be 0; the others and the dtype may not. A tensor of no dimensions counts as one row.
+        name: the same on all ranks, and in flight once at a time.
+
+    Returns:
+        A new tensor on the device of ``tensor``, which does not require a gradient. In an elastic job it
+        lacks ranks that were lost meanwhile, on all ranks alike.
+
+    Raises:
+        TensorError: the tensor cannot be gathered, as a sparse one.
+        MismatchError: ranks have other dtypes or shapes, or one of them cannot gather its tensor.
+        DeadlineError, PeerLostError: as :func:`zenps.push_pull`.
+    """
+    given, refused = "", None
+    try:
+        _check(tensor, name)
+        tensor = tensor.detach()
+        tensor = tensor if tensor.dim() else tensor.unsqueeze(0)
+        given = f"rows of {_dtype(tensor)} {tuple(tensor.shape[1:])}"
+    except TensorError as error:  # raised below, once the other ranks know
+        refused = error
+    prefix = f"allgather/{name}"
+    parts = _gather(tensor, _Round(f"{prefix}/rows", prefix, given, refused))
+    return torch.cat(parts).to(tensor.device)
+
+
+def allgather_object(value: Any, name: str = "object") -> list[Any]:
+    """Returns the values of all ranks, in order of rank.
+
+    Args:
+        value: plain data, as for :func:`zenps.broadcast_object`. Tuples arrive as lists.
+        name: the same on all ranks, and in flight once at a time.
+
+    Raises:
+        UsageError: the value of a rank is no plain data, or takes more than 2 GiB. All ranks raise this.
+        ProtocolError: the received bytes are no packed object.
+        DeadlineError, PeerLostError: as :func:`zenps.push_pull`.
+    """
+    failed: Exception | None = None
+    try:
+        data = pack_object(value)
+    except Exception as error:  # noqa: BLE001 - raised below, once the other ranks know
+        failed, data = error, pack_reason(error)
+    prefix = f"allgather_object/{name}"
+    said = allgather_int(-len(data) if failed else len(data), f"{prefix}/bytes", Options(purpose="control"))
+    sizes = {rank: abs(size) for rank, size in said.items()}
+    check_size(max(sizes.values()))
+    gathered = allgather_bytes(as_tensor(data), sizes, prefix)
+    if failed is not None:
+        raise failed
+    parts = {rank: part.numpy().tobytes() for rank, part in gathered.items()}
+    if without := [rank for rank in parts if said[rank] < 0]:
+        reason = parts[without[0]].decode(errors="replace")
+        raise UsageError(f"rank(s) {listing(without)} had nothing to gather: {reason}")
+    return [unpack_object(part) for part in parts.values()]
+
+
+def broadcast(tensor: Tensor, root_rank: int = 0, name: str = "tensor") -> Tensor:
+    """Returns the root's tensor on every rank, bit for bit.
+
+    :func:`zenps.broadcast_parameters` writes in place. Arguments and errors are those of
+    :func:`broadcast_async`.
+
+    Returns:
+        A new tensor on the device of ``tensor``, which does not require a gradient.
+    """
+    return broadcast_async(tensor, root_rank, name).wait()
+
+
+def broadcast_async(tensor: Tensor, root_rank: int = 0, name: str = "tensor") -> Pending:
+    """Begins to broadcast a tensor; the result comes from :func:`zenps.synchronize`.
+
+    Args:
+        tensor: strided, on the CPU or a CUDA device, of a dtype that :func:`allgather` takes; the same dtype
+            and shape on all ranks. Only the root's values are read. It may be changed once this returns.
+        root_rank: the rank whose values all ranks get.
+        name: the same on all ranks, and in flight once at a time.
+
+    Raises:
+        TensorError: the tensor cannot be broadcast, as a sparse one.
+        UsageError: there is no such rank, or ``name`` is in flight.
+        MismatchError: ranks name different roots, or have other dtypes or shapes. Here and below:
+            :func:`zenps.synchronize` raises it.
+        DeadlineError: a rank or server did not answer in time.
+        PeerLostError: the root was lost.
+    """
+    world, own = PROCESS.world, f"broadcast/{name}/tensor"
+    # In an elastic job a lost root is reported by the round: ranks may learn of the loss at different times.
+    most = MOST_WORKERS if world.is_elastic else world.size
+    try:
+        _check(tensor, name)
+        if root_rank not in range(most):
+            raise UsageError(f"broadcast of {name!r}: root_rank {root_rank!r:.60}: expected 0 to {most - 1}")
+    except (TensorError, UsageError) as error:
+        _push_refusal(own, error)
+        raise
+    dtype, shape, device = tensor.dtype, tensor.shape, tensor.device
+    raw = as_bytes(tensor).view(*shape, dtype.itemsize)
+    given = f"{describe(tensor)} from rank {root_rank}"
+    options = Options(contributes=world.rank == root_rank, purpose="broadcast", given=given)
+    pending = world.begin(Request(raw, own, options))
+    # A copy, because bytes that have just arrived need not be aligned for wider elements.
+    pending.then(lambda received: from_bytes(received.clone(), dtype, shape).to(device))
+    return pending
+
+
+def allreduce(tensor: Tensor, name: str, op: Op = "average") -> Tensor:
+    """Returns the average, sum, minimum, maximum or product of a tensor over all ranks.
+
+    Average and sum are :func:`zenps.push_pull`, which takes sparse tensors, too. For the others each rank
+    gets the tensors of all, n times the bytes, and combines them in order of rank. That is meant for metrics.
+
+    Args:
+        tensor: as :func:`zenps.push_pull` takes it. For minimum, maximum and product as :func:`allgather`
+            takes it, the same shape on all ranks; complex numbers have a product only.
+        name: the same on all ranks, and in flight once at a time.
+        op: ``average``, ``sum``, ``min``, ``max`` or ``product``. A NaN of any rank makes the result NaN, as
+            in ``torch.minimum``. Of bool, ``max`` is a logical or, ``min`` and ``product`` a logical and.
+
+    Returns:
+        A new tensor of the same dtype, on the same device, which does not require a gradient.
+
+    Raises:
+        TensorError: the tensor cannot be reduced.
+        UsageError: there is no such ``op``.
+        MismatchError: ranks have other dtypes or shapes, or name different operations.
+        DeadlineError, PeerLostError: as :func:`zenps.push_pull`.
+    """
+    if op in ("average", "sum"):
+        check_outside_graph(tensor, name)
+        return PROCESS.world.begin(Request(tensor, name, Options(average=op == "average"))).wait()
+    if op not in _COMBINED:
+        raise UsageError(f"op {op!r:.60}: expected average, sum, min, max or product")
+    given, refused = "", None
+    try:
+        _check(tensor, name)
+        if tensor.is_complex() and op != "product":
+            raise TensorError(f"tensor {name!r}: complex numbers have no {op}; reduce .real and .imag")
+        given = f"{describe(tensor)} for its {op}"
+    except TensorError as error:  # raised below, once the other ranks know
+        refused = error
+    row = tensor.detach().unsqueeze(0) if refused is None else tensor
+    # Ranks that sum the tensor push it under its own name: there the difference is found.
+    parts = _gather(row, _Round(name, f"allreduce/{name}", given, refused))
+    return functools.reduce(_COMBINED[op], [part[0] for part in parts]).clone().to(tensor.device)
+
+
+class _Round(NamedTuple):
+    """How ranks gather a tensor.
+
+    Attributes:
+        agreement: the name of the round in which ranks compare what they have.
+        data: the name of the round of the tensors themselves.
+        given: what ranks must agree about, in words.
+        refused: why this rank's tensor cannot be gathered; None if it can.
+    """
+
+    agreement: str
+    data: str
+    given: str
+    refused: TensorError | None
+
+
+def _gather(tensor: Tensor, round_: _Round) -> list[Tensor]:
+    """Returns the tensors of all ranks on the CPU, which may differ in dimension 0.
+
+    Raises:
+        TensorError: ``refused``, once the other ranks know.
+        MismatchError: ranks disagree.
+    """
+    agreement, data, given, refused = round_
+    counts: dict[int, int] = {}
+    options = Options(purpose="control", given=given or "no tensor that can be gathered")
+    try:
+        counts = allgather_int(1 if refused else 1 + len(tensor), agreement, options)
+    except MismatchError:
+        if refused is None:
+            raise
+    if refused is not None:
+        raise refused
+    row, dtype = tensor.shape[1:], tensor.dtype
+    row_bytes = row.numel() * dtype.itemsize
+    sizes = {rank: (count - 1) * row_bytes for rank, count in counts.items()}
+    parts = allgather_bytes(as_bytes(tensor), sizes, data)
+    return [from_bytes(part, dtype, (counts[rank] - 1, *row)) for rank, part in parts.items()]
+
+
+def _push_refusal(name: str, error: ZenPSError) -> None:
+    """Takes part in a broadcast for which this rank has no tensor, so that the others learn it at once."""
+    given = f"nothing: {error}"[:1024]
+    options = Options(contributes=False, purpose="broadcast", given=given)
+    with contextlib.suppress(MismatchError):
+        PROCESS.world.begin(Request(torch.empty(0, dtype=torch.uint8, device="cpu"), name, options)).wait()
+
+
+def _check(tensor: object, name: str) -> None:
+    check_strided(tensor, f"tensor {name!r}")
+    assert isinstance(tensor, Tensor)
+    check_dtype(tensor, f"tensor {name!r}")
+    check_outside_graph(tensor, name)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
