@@ -38,8 +38,8 @@ def make_loader() -> DataLoader[tuple[Tensor, ...]]:
     return DataLoader(make_data(), batch_size=BATCH // zps.size())
 
 
-def save(weights: Mapping[str, Tensor], losses: Sequence[float], is_main: bool) -> None:
-    """Writes the outcome of this rank into the directory that the job was given.
+def save(weights: Mapping[str, Tensor], losses: Sequence[float], is_main: bool, directory: str = "") -> None:
+    """Writes the outcome of this rank into a directory, by default that of the job's first argument.
 
     Args:
         losses: of this rank's part of each batch, or of all ranks.
@@ -47,4 +47,4 @@ def save(weights: Mapping[str, Tensor], losses: Sequence[float], is_main: bool) 
     """
     found = {name.removeprefix("module."): tensor.detach().clone() for name, tensor in weights.items()}
     outcome = {"weights": found, "losses": list(losses), "main": is_main, "rounds": zps.stats().rounds}
-    torch.save(outcome, Path(sys.argv[1], f"{zps.rank()}.pt"))
+    torch.save(outcome, Path(directory or sys.argv[1], f"{zps.rank()}.pt"))

@@ -77,6 +77,15 @@ def test_two_ranks_train_as_one_process(tmp_path: Path, name: str) -> None:
     assert_trained_as_one(name, alone, together)
 
 
+def test_ray_train(tmp_path: Path) -> None:
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    alone.mkdir()
+    together.mkdir()
+    run(job("ray", alone))
+    run(job("ray", together, "on a Ray cluster"), RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
+    assert_trained_as_one("ray", alone, together)
+
+
 def test_lightning_under_torchrun(tmp_path: Path) -> None:
     alone, together = tmp_path / "alone", tmp_path / "together"
     alone.mkdir()
