@@ -13,7 +13,6 @@ from typing import Any
 
 import ray
 
-import zenps
 from zenps.config import sources
 from zenps.errors import DeadlineError
 from zenps.observe import log
@@ -71,11 +70,14 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
 
         @functools.wraps(train)
         def wrapped(*arguments: Any) -> Any:
-            zenps.init(sets=settings)
+            # Imported here: it loads torch, which the scheduler's actor does without.
+            from zenps.worker.api import init, shutdown
+
+            init(sets=settings)
             try:
                 return train(*arguments)
             finally:
-                zenps.shutdown()
+                shutdown()
 
         return wrapped
 

@@ -86,6 +86,22 @@ def test_ray_train(tmp_path: Path) -> None:
     assert_trained_as_one("ray", alone, together)
 
 
+def test_ray_without_room_for_the_servers_raises(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import ray\n"
+        "from zenps.errors import DeadlineError\n"
+        "from zenps.ray import Cluster\n"
+        "ray.init(num_cpus=1)\n"
+        "try:\n"
+        "    Cluster(workers=1, servers=2, settings=['cluster.rendezvous_seconds=5']).__enter__()\n"
+        "except DeadlineError as error:\n"
+        "    print(error)\n"
+    )
+    log = run([sys.executable, str(script)], RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
+    assert "expected 2 server(s) with 1 CPU each within cluster.rendezvous_seconds = 5, got fewer" in log
+
+
 def test_lightning_under_torchrun(tmp_path: Path) -> None:
     alone, together = tmp_path / "alone", tmp_path / "together"
     alone.mkdir()
