@@ -52,7 +52,7 @@ class StepHook:
 
     def _after_step(self, _optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         world = self._world
-        if world is None:
+        if world is None or not PROCESS.has_world:
             return
         self._steps += 1
         if not world.has_reduced and self._steps == _STEPS:

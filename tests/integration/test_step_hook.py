@@ -20,7 +20,10 @@ def train(steps: int, way: str, framework: str) -> None:
     if framework:
         sys.modules[framework] = ModuleType(framework)
     model = nn.Linear(2, 1)
-    zps.broadcast_parameters(model.state_dict())
+    if way == "left":
+        zps.shutdown()
+    else:
+        zps.broadcast_parameters(model.state_dict())
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.1)
     if way == "optimizer":
         optimizer = zps.DistributedOptimizer(optimizer)
@@ -57,8 +60,8 @@ def test_a_worker_that_pushes_is_not(way: str) -> None:
         assert all(WARNING not in worker.log for worker in cluster.workers)
 
 
-@pytest.mark.parametrize(("workers", "steps"), [(1, 4), (2, 1)])
-def test_nor_is_one_that_is_alone_or_steps_once(workers: int, steps: int) -> None:
+@pytest.mark.parametrize(("workers", "steps", "way"), [(1, 4, "alone"), (2, 1, "alone"), (2, 4, "left")])
+def test_nor_is_one_that_is_alone_or_steps_once_or_has_left(workers: int, steps: int, way: str) -> None:
     with Cluster(workers, 1) as cluster:
-        cluster.run(train, steps, "alone", "")
+        cluster.run(train, steps, way, "")
         assert all(WARNING not in worker.log for worker in cluster.workers)
