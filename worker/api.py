@@ -27,6 +27,9 @@ logger = logging.getLogger("zenps.worker")
 def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
     """Joins the cluster and waits until it is complete. Without ``cluster.scheduler``, the world has size 1.
 
+    Called again with the same settings, it does nothing. After :func:`shutdown` it joins again, where servers
+    and scheduler wait for that: under ``zenps launch``, or with ``cluster.rejoin_seconds``.
+
     Settings come from ``sets`` (``"section.field=value"``), the environment and the file ``config``
     (default ``zenps.toml``), in this order; torchrun's ``RANK`` is honoured. Until :func:`shutdown`, SIGTERM
     ends the process as ``sys.exit(143)`` does, unless the script has set another handler.
@@ -35,10 +38,13 @@ def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
         ConfigError: a setting is wrong, or several workers were started without a scheduler.
         DeadlineError: the cluster was not complete within ``cluster.rendezvous_seconds``.
         MismatchError: a shared setting differs from the scheduler's.
-        UsageError: called twice, or the rank is taken.
+        UsageError: called again with other settings, the rank is taken, or the job has ended.
     """
-    PROCESS.require_no_world()
+    PROCESS.require_no_fork()
     loaded = sources.load(sets=sets, file=Path(config) if config is not None else None)
+    if PROCESS.has_joined(loaded.config):
+        logger.debug("zenps.init() again, with the same settings: nothing to do")
+        return
     sources.require_cluster(loaded)
     log.setup(loaded.config.log, "worker")
     sources.check_partition(loaded.config)
@@ -162,9 +168,9 @@ def push_pull(tensor: Tensor, name: str, average: bool = True) -> Tensor:
     Arguments and errors are those of :func:`push_pull_async`.
 
     Returns:
-        A new tensor of the same dtype, on the same device, which does not require a gradient. Dense in, dense
-        out; sparse in, coalesced sparse out, with every row that any rank pushed, even where the sum is zero.
-        Sums of integers that exceed their dtype wrap, as in torch.
+        A new tensor of the same dtype, on the same device, detached from autograd. Dense in, dense out; sparse
+        in, coalesced sparse out, with every row that any rank pushed, even where the sum is zero. Sums of
+        integers that exceed their dtype wrap, as in torch.
 
     Raises:
         DeadlineError: a rank or server did not answer in time.

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from types import FrameType
 
-from zenps.config.settings import Config
+from zenps.config.settings import FIELDS, Config
 from zenps.errors import UsageError
 
 from .bootstrap import join_cluster
@@ -34,6 +34,8 @@ class Process:
 
     def __init__(self) -> None:
         self._world: World | None = None
+        self._config: Config | None = None
+        """The settings with which this process has joined last."""
         self._changing = threading.Lock()
         self._owner = -1
         """The process that joined. A fork, such as a DataLoader's, inherits this state but is no worker."""
@@ -63,16 +65,33 @@ class Process:
             )
         return self._world
 
-    def require_no_world(self) -> None:
-        """Checks that this process may join.
+    def require_no_fork(self) -> None:
+        """Checks that this process is no fork of a worker.
 
         Raises:
-            UsageError: this process has joined already.
+            UsageError: it is one.
         """
         if self._joined_by_parent:
             raise UsageError(_FORKED)
-        if self._world is not None:
-            raise UsageError("zenps.init() was called before; call zenps.shutdown() first")
+
+    def has_joined(self, config: Config) -> bool:
+        """Returns whether this process has joined with these settings, and has not left.
+
+        Raises:
+            UsageError: it has joined with others.
+        """
+        if self._world is None:
+            return False
+        assert self._config is not None
+        for field in FIELDS:
+            section, name = field.split(".")
+            before, now = (getattr(getattr(each, section), name) for each in (self._config, config))
+            if before != now:
+                raise UsageError(
+                    f"zenps.init() was called before with {field} = {before!r}, and is now with {now!r}; "
+                    "call it with the same settings, or zenps.shutdown() first"
+                )
+        return True
 
     def join(self, config: Config) -> None:
         """Joins the cluster that ``config`` names; without ``cluster.scheduler``, the world has size 1.
@@ -81,10 +100,13 @@ class Process:
         With the default action it would end without leaving the cluster. A second SIGTERM does that.
 
         Raises:
-            UsageError: this process has joined already.
+            UsageError: this process has joined with other settings, or is a fork of a worker.
         """
         with self._changing:
-            self.require_no_world()
+            self.require_no_fork()
+            if self.has_joined(config):  # another thread was faster
+                return
+            self._config = config
             if not config.cluster.scheduler:
                 self._world = LocalWorld(config)
                 return

@@ -12,6 +12,10 @@
     ├── PeerLostError         a node that others need is gone
     └── ProtocolError         bytes from the network were refused
 
+Each is also the built-in exception that code of its kind catches: ``TensorError`` is a ``TypeError``,
+``DeadlineError`` a ``TimeoutError``, ``PeerLostError`` a ``ConnectionError``. For wrong calls and ranks that
+disagree torch raises ``RuntimeError`` or ``ValueError``; ``UsageError`` and ``MismatchError`` are both.
+
 The first four kinds need a change of the program or its settings. ``DeadlineError`` and ``PeerLostError``
 need a look at the cluster. ``ProtocolError`` is handled inside ZenPS, which drops, counts and logs such
 bytes.
@@ -76,7 +80,7 @@ class UnknownKeyError(ConfigError):
         return f"{self.field}: unknown key; {self.allowed}"
 
 
-class UsageError(ZenPSError, RuntimeError):
+class UsageError(ZenPSError, ValueError, RuntimeError):
     """Raised when a call comes at the wrong time: before ``init``, twice, or for a tensor name in flight.
 
     Move the call, or wait for the one before.
@@ -90,7 +94,7 @@ class TensorError(ZenPSError, TypeError):
     """
 
 
-class MismatchError(ZenPSError, ValueError):
+class MismatchError(ZenPSError, ValueError, RuntimeError):
     """Raised when ranks disagree about a tensor or a setting. The message says what each rank has.
 
     Make them equal on all ranks.

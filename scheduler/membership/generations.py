@@ -1,4 +1,4 @@
-"""Generations of workers: torchrun ends all workers of a job, and starts a new generation of them."""
+"""Generations of workers: torchrun restarts all workers of a job, or its workers leave and join again."""
 
 from __future__ import annotations
 
@@ -21,10 +21,26 @@ def is_stale(message: Register, job: Job) -> bool:
 
 
 def is_restart(message: Register, job: Job) -> bool:
-    """True if torchrun has ended all workers, and this one is the first of the next generation."""
+    """True if this worker is the first of those that follow the present ones."""
+    if job.state == "draining" and not job.is_open_again:  # the servers have been told to stop
+        return False
     if message.generation > job.generation:
         return True
-    if job.state not in ("confirming", "running", "draining") or not message.restarts:
+    if job.state not in ("confirming", "running", "draining"):
         return False
+    if job.cluster.rejoin_seconds and (job.is_open_again or _returns(message, job)):
+        return True
     gone = job.members.with_state("worker", "left", "lost")
-    return not job.cluster.is_elastic and any(node.rank == message.rank for node in gone)
+    has_left = any(node.rank == message.rank for node in gone)
+    return message.restarts > 0 and not job.cluster.is_elastic and has_left
+
+
+def _returns(message: Register, job: Job) -> bool:
+    """True if a worker returns that has left, before all others have: they cannot go on without it."""
+    if job.cluster.is_elastic:
+        return False
+    return any(
+        (node.register.host, node.register.pid) == (message.host, message.pid)
+        and node.register.rank == message.rank
+        for node in job.members.with_state("worker", "left")
+    )

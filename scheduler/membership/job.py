@@ -42,6 +42,7 @@ class Job:
         until: when :meth:`on_deadline` is due; infinite if the state may last.
         generation: how often torchrun has restarted the workers.
         has_replaced: True if it has begun while nodes of a dead job of its name were left over.
+        ended: the ranks of workers whose processes have ended, as far as that was reported.
     """
 
     def __init__(self, cluster: ClusterConfig, now: float, secret: bytes = b"") -> None:
@@ -62,6 +63,7 @@ class Job:
         self.drains = Drains(self.members)
         self.joining = JoiningWorkers(self.members)
         self.generation = 0
+        self.ended: set[int] = set()
         self.stragglers = Stragglers(cluster.workers)
         self.barriers = self._new_barriers()
 
@@ -128,7 +130,7 @@ class Job:
         self.views.admitted = self.views.epoch + 1
         return self.begin_epoch("joining workers admitted", now)
 
-    # ── restarts by torchrun ────────────────────────────────────────────────────────────────────
+    # ── the next workers ────────────────────────────────────────────────────────────────────────
 
     def may_restart(self) -> bool:
         """True if torchrun may restart the workers, or has done so."""
@@ -143,7 +145,7 @@ class Job:
         return sends
 
     def restart_workers(self, generation: int, now: float) -> None:
-        """Forgets all workers, because torchrun ends them and starts a new generation."""
+        """Forgets all workers: torchrun ends them and starts a new generation, or they join again."""
         if self.state != "gathering":
             self.advance("workers restart")
         self.until = now + self.cluster.rendezvous_seconds
@@ -152,6 +154,7 @@ class Job:
                 self.members.forget(node)
         self.views.admitted = 0
         self.generation = generation
+        self.ended.clear()
         self.stragglers = Stragglers(self.cluster.workers)
         self.barriers = self._new_barriers()
 
@@ -242,20 +245,38 @@ class Job:
     # ── the end ─────────────────────────────────────────────────────────────────────────────────
 
     def drain_servers(self, now: float) -> list[Send]:
-        """The last worker has left. Servers stop, unless torchrun may start workers again.
+        """The last worker has left. Servers stop, unless workers may join again or torchrun may start others.
 
-        After a failure that takes a while. After the last barrier it is hardly to be expected.
+        torchrun takes a while for that after a failure. After the last barrier it is hardly to be expected.
         """
         self.advance("workers left")
         joining = self.joining.waiting()
         for node in joining:
             self.members.forget(node)
         sends = to_all(joining, Refused("lost", "the job has ended before it was admitted"))
+        cluster = self.cluster
+        seconds = 0.0 if self._have_all_ended() else cluster.rejoin_seconds
         if self._has_restarts():
-            cluster = self.cluster
-            self.until = now + (cluster.lease_seconds if self.barriers.ended else cluster.rendezvous_seconds)
+            most = cluster.lease_seconds if self.barriers.ended else cluster.rendezvous_seconds
+            seconds = max(seconds, most)
+        if seconds:
+            self.until = now + seconds
             return sends
         return sends + self._stop_servers()
+
+    def on_process_ended(self, rank: int) -> list[Send]:
+        """The process of a worker has ended. Once that is true of all, none of them will join again."""
+        self.ended.add(rank)
+        waits = self.is_open_again and not self._has_restarts()
+        return self._stop_servers() if waits and self._have_all_ended() else []
+
+    @property
+    def is_open_again(self) -> bool:
+        """True if all workers have left, and servers wait for them to join again, or for others."""
+        return self.state == "draining" and self.until < math.inf
+
+    def _have_all_ended(self) -> bool:
+        return self.ended.issuperset(range(self.cluster.workers))
 
     def end_if_drained(self) -> list[Send]:
         """The job has ended once the last server is gone."""

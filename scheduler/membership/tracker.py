@@ -38,6 +38,11 @@ from .members import Node
 from .registration import Settings, is_complete, refusal
 from .states import JOB, JobState
 
+_ENDED = (
+    "this job has ended, for all its workers have left; start another, or set cluster.rejoin_seconds for the "
+    "scheduler if workers join again"
+)
+
 
 class Membership:
     """Registration, ranks, epochs, leases and barriers of one job.
@@ -214,9 +219,9 @@ class Membership:
         job = self._job
         if self.state == "failed":
             return [Send(peer, Refused("lost", f"the job has failed: {self.failure}"))]
-        if self.state == "stopped":
-            reason = "this job has ended, for all its workers have left; start another"
-            return [Send(peer, Refused("usage", reason))]
+        is_over = self.state == "draining" and not job.is_open_again and message.role == "worker"
+        if self.state == "stopped" or is_over:
+            return [Send(peer, Refused("usage", _ENDED))]
         if message.view is not None and not job.views.is_genuine(message.view):
             reason = "no scheduler of this job has made the view that it registers with; start it again"
             return [Send(peer, Refused("lost", reason))]
@@ -295,6 +300,8 @@ class Membership:
         return sends + job.confirm()
 
     def _on_ended(self, message: Ended, now: float) -> list[Send]:
+        if message.role == "worker" and (sends := self._job.on_process_ended(message.rank)):
+            return sends
         for node in self._job.members.alive():
             if (node.role, node.rank, node.register.host) == (message.role, message.rank, message.host):
                 return departures.on_lost(self._job, node, now, "its process has ended")

@@ -99,15 +99,20 @@ def wait_for_the_other() -> Any:
     return attempt(zps.barrier)
 
 
-def test_a_second_init_is_refused_whatever_its_settings() -> None:
+def test_a_second_init_does_nothing_or_names_the_setting_that_differs() -> None:
     with Cluster(workers=1, servers=1) as cluster:
-        refused = cluster.start(join_again).result()
-        assert refused.kind == "UsageError"
-        assert "called before" in refused.text
+        again, other, wrong, rank = cluster.start(join_again).result()
+    assert (again, rank) == (None, 0)
+    assert other.kind == "UsageError"
+    assert "zenps.init() was called before with sync.scheme = 'zenps', and is now with 'zen'" in other.text
+    assert wrong.kind == "ConfigError"
 
 
 def join_again() -> Any:
-    return attempt(zps.init, sets=["sync.scheme=foo"])
+    again, other, wrong = (
+        attempt(zps.init, sets=sets) for sets in ((), ["sync.scheme=zen"], ["sync.scheme=foo"])
+    )
+    return again, other, wrong, zps.rank()
 
 
 def test_settings_that_are_not_the_schedulers() -> None:

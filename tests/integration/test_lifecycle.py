@@ -23,38 +23,85 @@ LEASE_SECONDS = 2.0
 
 REJOIN = """
 import sys, time
-import zenps, zenps.errors
+import torch
 import zenps as zps
 
-zps.init()
-zps.push_pull(__import__("torch").ones(3), "x")
-zps.shutdown()
-time.sleep(float(sys.argv[1]))
-try:
+rank = None
+for joined in range(3):
     zps.init()
-except zenps.errors.UsageError as error:
-    print("refused:", error)
+    zps.init()
+    assert rank in (None, zps.rank())
+    rank = zps.rank()
+    zps.barrier()
+    total = zps.push_pull(torch.full((70_000,), 10.0 * joined + rank), "x", average=False)
+    print(joined, total.unique().tolist(), zps.allgather_object([joined, rank]))
+    if joined == 0:
+        model = torch.nn.EmbeddingBag(50, 4, sparse=True)
+        zps.broadcast_parameters(model.state_dict())
+        optimizer = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    for step in range(2):
+        model(torch.tensor([[rank, 2 * joined + step]])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = zps.allgather(model.weight.detach().unsqueeze(0), "weights")
+    assert torch.equal(weights[0], weights[1])
+    # Rank 1 leaves last, and only once rank 0 does not wait for it any more.
+    time.sleep(float(sys.argv[1]) * rank)
+    zps.shutdown()
+    assert not zps.is_initialized()
 """
+
+
+@pytest.mark.parametrize(
+    "seconds", [0.0, pytest.param(3.0, marks=pytest.mark.long)], ids=["at once", "one after the other"]
+)
+def test_workers_join_again_under_launch(zenps: Command, tmp_path: Path, seconds: float) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(REJOIN)
+    command = (sys.executable, str(script), str(seconds))
+    result = zenps("launch", "--workers=2", "--servers=2", "--", *command)
+    assert result.returncode == 0, result.stderr
+    for rank in range(2):
+        said = [
+            line.split("| ")[1] for line in result.stdout.splitlines() if line.startswith(f"worker {rank}")
+        ]
+        assert said == [f"{n} [{20.0 * n + 1}] [[{n}, 0], [{n}, 1]]" for n in range(3)]
+    assert "Traceback" not in result.stderr
+    assert "launch " not in result.stderr.replace("launch    | zenps status", ""), "all ended by themselves"
+
+
+def join_twice(seconds: float) -> list[Any]:
+    """What two jobs of one process sum; or why there is no second."""
+    results = []
+    for tensor in (torch.ones(3), torch.full((3,), 2.0)):
+        zps.init()
+        results.append(zps.push_pull(tensor, "x", average=False).tolist())
+        zps.shutdown()
+        time.sleep(seconds)
+    return results
+
+
+def test_workers_join_again_where_the_scheduler_waits_for_them() -> None:
+    with Cluster(settings={"cluster.rejoin_seconds": 3}) as cluster:
+        workers = [cluster.start(join_twice, 0.5, rank=rank, init=False) for rank in range(2)]
+        assert [worker.result() for worker in workers] == [[[2.0] * 3, [4.0] * 3]] * 2
+        cluster.drain()
 
 
 @pytest.mark.parametrize(
     "seconds", [0.0, pytest.param(1.0, marks=pytest.mark.long)], ids=["at once", "later"]
 )
-def test_init_after_shutdown_under_launch_is_refused(zenps: Command, tmp_path: Path, seconds: float) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(REJOIN)
-    began = time.monotonic()
-    result = zenps(
-        "launch",
-        "--workers=1",
-        "--servers=1",
-        f"--set=cluster.lease_seconds={LEASE_SECONDS}",
-        *("--", sys.executable, str(script), str(seconds)),
-    )
-    assert time.monotonic() - began < DEADLINE_SECONDS / 2
-    assert result.returncode == 0, result.stderr
-    assert "refused: " in result.stdout
-    assert "all its workers have left" in result.stdout
+def test_where_nobody_waits_a_second_init_says_what_to_do(seconds: float) -> None:
+    with Cluster(lease_seconds=LEASE_SECONDS) as cluster:
+        began = time.monotonic()
+        workers = [cluster.start(attempt, join_twice, seconds, rank=rank, init=False) for rank in range(2)]
+        for worker in workers:
+            error = worker.result()
+            assert error.kind == "UsageError"
+            assert "all its workers have left" in error.text
+            assert "cluster.rejoin_seconds" in error.text
+        assert time.monotonic() - began < DEADLINE_SECONDS / 2
+        cluster.drain()
 
 
 def in_a_fork() -> list[str]:

@@ -53,7 +53,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
         "TensorError",
         "(70, 90)",
     ),
-    "second init": (zps.init, "UsageError", "shutdown()"),
+    "second init": (
+        lambda: zps.init(sets=["sync.seed=7"]),
+        "UsageError",
+        "with sync.seed = 5915982, and is now with 7",
+    ),
     "empty name": (lambda: zps.push_pull(torch.ones(3), ""), "UsageError", "1 to 1024"),
     "long name": (lambda: zps.push_pull(torch.ones(3), "x" * 1025), "UsageError", "1 to 1024"),
     "priority": (

@@ -78,6 +78,38 @@ def test_all_workers_begin_again_when_one_has_failed(tmp_path: Path, failure: st
         assert_same(state, expected)
 
 
+REJOIN = """
+import torch
+import zenps as zps
+
+for joined in range(2):
+    zps.init()
+    assert zps.push_pull(torch.ones(3), "x", average=False).tolist() == [2, 2, 2]
+    zps.shutdown()
+print("joined twice")
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("restarts", ["0", "2"])
+def test_workers_of_torchrun_join_again(tmp_path: Path, restarts: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(REJOIN)
+    with Cluster(
+        workers=RANKS, lease_seconds=LEASE_SECONDS, settings={"cluster.rejoin_seconds": 2}
+    ) as cluster:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("ZENPS_")}
+        settings = {"ZENPS_CLUSTER_SCHEDULER": cluster.address, "PYTHONPATH": os.getcwd()}
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", restarts]
+        done = subprocess.run(
+            [*torchrun, "--nproc-per-node", str(RANKS), script],
+            env=clean | settings, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{done.stderr}\n{cluster.scheduler.log}"
+        assert done.stdout.count("joined twice") == RANKS
+        cluster.drain()
+
+
 def train_in_one_process() -> dict[str, torch.Tensor]:
     model = make_model()
     (optimizer,) = OPTIMIZERS["sgd"](model)

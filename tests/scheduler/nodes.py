@@ -19,7 +19,11 @@ Message = TypeVar("Message", bound=msgspec.Struct)
 
 
 def make_membership(
-    workers: int = 2, servers: int = 2, deadline_seconds: float = DEADLINE_SECONDS, now: float = 0.0
+    workers: int = 2,
+    servers: int = 2,
+    deadline_seconds: float = DEADLINE_SECONDS,
+    now: float = 0.0,
+    rejoin_seconds: float = 0.0,
 ) -> Membership:
     cluster = ClusterConfig(
         workers=workers,
@@ -27,6 +31,7 @@ def make_membership(
         lease_seconds=LEASE_SECONDS,
         rendezvous_seconds=RENDEZVOUS_SECONDS,
         deadline_seconds=deadline_seconds,
+        rejoin_seconds=rejoin_seconds,
     )
     return Membership("job", cluster, SETTINGS, now)
 
@@ -93,9 +98,13 @@ def gather(
 
 
 def running(
-    workers: int = 2, servers: int = 2, deadline_seconds: float = DEADLINE_SECONDS, restarts: int = 0
+    workers: int = 2,
+    servers: int = 2,
+    deadline_seconds: float = DEADLINE_SECONDS,
+    restarts: int = 0,
+    rejoin_seconds: float = 0.0,
 ) -> Membership:
-    membership = make_membership(workers, servers, deadline_seconds)
+    membership = make_membership(workers, servers, deadline_seconds, rejoin_seconds=rejoin_seconds)
     gather(membership, range(workers), servers, restarts=restarts)
     confirm(membership, map(server, range(servers)))
     assert membership.state == "running"

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from zenps import errors
-from zenps.errors import ConfigError, ProtocolError, UnknownKeyError, UsageError, ZenPSError
+from zenps.errors import ConfigError, MismatchError, ProtocolError, UnknownKeyError, UsageError, ZenPSError
 
 TREE = {
     name: kind
@@ -42,3 +42,10 @@ def test_an_error_survives_the_way_to_another_process(error: ZenPSError) -> None
 def test_one_line_says_field_value_and_what_is_allowed() -> None:
     assert str(ConfigError("metrics.port", 99999, "a port")) == "metrics.port = 99999: expected a port"
     assert str(UnknownKeyError("sync.x", "sync has: y")) == "sync.x: unknown key; sync has: y"
+
+
+@pytest.mark.parametrize("kind", [UsageError, MismatchError])
+def test_wrong_calls_and_ranks_that_disagree_are_what_torch_raises(kind: type[ZenPSError]) -> None:
+    for caught in (ValueError, RuntimeError, ZenPSError):
+        with pytest.raises(caught, match="why"):
+            raise kind("why")

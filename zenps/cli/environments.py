@@ -7,7 +7,7 @@ import socket as net
 from collections.abc import Mapping
 from pathlib import Path
 
-from zenps.config.settings import Config
+from zenps.config.settings import WEEK_SECONDS, Config
 from zenps.config.values import parse_address
 from zenps.errors import ConfigError
 from zenps.keys import load_keys
@@ -48,7 +48,10 @@ def environments(config: Config, base: Mapping[str, str]) -> dict[str, dict[str,
     for index, name in enumerate(names):
         role, _, rank = name.partition(" ")
         environment = common | _own_port("metrics.port", config.metrics.port, index)
-        if role == "server":
+        if role == "scheduler":
+            # Workers may join again as long as they run, and launch reports the end of the last one.
+            environment["ZENPS_CLUSTER_REJOIN_SECONDS"] = str(WEEK_SECONDS)
+        elif role == "server":
             environment |= {"RANK": rank} | _own_port("cluster.server_port", cluster.server_port, int(rank))
         elif role == "worker":
             environment |= {

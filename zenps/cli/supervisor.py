@@ -199,13 +199,17 @@ class Supervisor:
                 self._say(f"{cause.name} failed: {cause.how_it_ended()}; ending the others")
                 self._end(cause.exit_code or FAILED, began)
         elif process.is_worker and not self._running("worker"):
-            # The scheduler has seen them leave and tells the servers, unless the workers never joined.
+            # The scheduler has seen them leave, and waits in case they join again, unless they never joined.
             self._code = 0
             self._grace_ends = time.monotonic() + GRACE_SECONDS
             status = self._status()
             if status is not None and status.state == "gathering":
                 self._say("not all workers joined the cluster; does CMD call zenps.init()?")
                 self._send_next_signal()
+            elif status is not None and status.state == "draining":
+                for worker in self._processes:
+                    if worker.is_worker:
+                        self._report_end(worker)
 
     def _survives(self, failed: Process) -> bool:
         """True if the job continues without the process.

@@ -68,6 +68,15 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             le=WEEK_SECONDS,
         ),
     ] = 120.0
+    rejoin_seconds: Annotated[
+        float,
+        Meta(
+            description="how long scheduler and servers stay when all workers have left, for workers that "
+            "[join again](operations.md#joining-again); zenps launch waits for their ends instead",
+            ge=0,
+            le=WEEK_SECONDS,
+        ),
+    ] = 0.0
     deadline_seconds: Annotated[
         float,
         Meta(

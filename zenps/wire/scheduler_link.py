@@ -131,7 +131,8 @@ class SchedulerLink:
                 raise UsageError(
                     f"no answer of the scheduler at {self._scheduler} in {self._cluster.lease_seconds:g} s: "
                     "this process has left its job before, and a job ends when all its workers have left; "
-                    "start another cluster before zenps.init(), or call zenps.shutdown() only at the end"
+                    "set cluster.rejoin_seconds for the scheduler, start another cluster before "
+                    "zenps.init(), or call zenps.shutdown() only at the end"
                 )
             if is_silent and not is_silence_logged:
                 is_silence_logged = True

@@ -29,6 +29,7 @@ from zenps.wire.messages import (
     Barrier,
     Departed,
     Drain,
+    Ended,
     Heartbeat,
     Leave,
     Refused,
@@ -245,3 +246,84 @@ def test_a_worker_that_leaves_between_rendezvous_and_start_may_be_started_again(
     sends = membership.on_message(worker(0), Leave(), 1.0)
     assert {*sent(sends, Refused)} == {worker(1)}
     assert (membership.state, membership.live("server")) == ("gathering", 2)
+
+
+# ── workers that leave, and join again ──────────────────────────────────────────────────────────
+
+REJOIN_SECONDS = 40.0
+
+
+def all_left(rejoin_seconds: float = REJOIN_SECONDS) -> tuple[Membership, list[Send]]:
+    membership = running(rejoin_seconds=rejoin_seconds)
+    sends = []
+    for number in (0, 1):
+        membership.on_message(worker(number), Barrier(LAST_BARRIER), 1.0)
+    for number in (0, 1):
+        sends += membership.on_message(worker(number), Leave(), 1.0)
+    assert membership.state == "draining"
+    return membership, sends
+
+
+def test_workers_that_have_left_join_again() -> None:
+    membership, sends = all_left()
+    assert sent(sends, Stop) == {}
+    keep_alive(membership, 9.0, [server(0), server(1)])
+    view = view_of(start(membership, 0, 9.0))
+    assert (view.epoch, view.ring_epoch, [m.pid for m in view.workers]) == (3, 3, [70, 71])
+    assert {*sent(confirm(membership, [server(0), server(1)], now=9.0), View)} == {b"new-0", b"new-1"}
+    # Barriers are counted from 1 again, and so is the last one.
+    assert membership.on_message(b"new-0", Barrier(1), 9.0) == []
+    assert not membership.ended_together
+
+
+def test_servers_stop_when_no_worker_joins_again_in_time() -> None:
+    membership, _ = all_left()
+    for now in range(5, 1 + int(REJOIN_SECONDS), 5):
+        keep_alive(membership, float(now), [server(0), server(1)])
+        assert sent(membership.on_tick(float(now)), Stop) == {}
+    sends = membership.on_tick(1.1 + REJOIN_SECONDS)
+    assert sent(sends, Stop) == {server(0): Stop(), server(1): Stop()}
+    refused = only(membership.on_message(b"late", register("worker", 0), 42.0), b"late")
+    assert isinstance(refused, Refused)
+    assert (refused.kind, "all its workers have left" in refused.reason) == ("usage", True)
+
+
+def test_servers_stop_when_the_processes_of_all_workers_have_ended() -> None:
+    membership, _ = all_left()
+    assert sent(membership.on_message(b"launch", Ended("worker", 0, "box"), 2.0), Stop) == {}
+    sends = membership.on_message(b"launch", Ended("worker", 1, "box"), 2.0)
+    assert sent(sends, Stop) == {server(0): Stop(), server(1): Stop()}
+
+
+def test_a_process_that_has_ended_does_not_count_for_those_that_join_again() -> None:
+    membership, _ = all_left()
+    membership.on_message(b"launch", Ended("worker", 0, "box"), 2.0)
+    start(membership, 0, 9.0)
+    confirm(membership, [server(0), server(1)], now=9.0)
+    sends = [send for number in (0, 1) for send in membership.on_message(b"new-%d" % number, Leave(), 9.0)]
+    assert sent(sends, Stop) == {}
+    assert sent(membership.on_message(b"launch", Ended("worker", 1, "box"), 9.0), Stop) == {}
+
+
+def test_the_first_that_joins_again_need_not_wait_for_the_last_to_leave() -> None:
+    membership = running(rejoin_seconds=REJOIN_SECONDS)
+    membership.on_message(worker(0), Leave(), 1.0)
+    confirm(membership, [server(0), server(1)])
+    stranger = register("worker", 0, pid=999)
+    assert isinstance(only(membership.on_message(b"stranger", stranger, 2.0), b"stranger"), Refused)
+    assert membership.on_message(b"new-0", register("worker", 0, pid=0), 2.0) == []
+    assert membership.state == "gathering"
+    # The last one leaves later, and joins again.
+    assert membership.on_message(worker(1), Leave(), 3.0) == []
+    assert {*sent(membership.on_message(b"new-1", register("worker", 1, pid=1), 4.0), View)} == {
+        server(0),
+        server(1),
+    }
+
+
+def test_without_the_setting_servers_stop_at_once() -> None:
+    membership, sends = all_left(rejoin_seconds=0.0)
+    assert sent(sends, Stop) == {server(0): Stop(), server(1): Stop()}
+    refused = only(membership.on_message(b"new-0", register("worker", 0), 2.0), b"new-0")
+    assert isinstance(refused, Refused)
+    assert (refused.kind, "cluster.rejoin_seconds" in refused.reason) == ("usage", True)
