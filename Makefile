@@ -2,7 +2,7 @@ PYTHON    ?= python3
 PARTITION ?= balanced
 BIN       ?= .venv/bin
 
-.PHONY: demo test check bench test-long test-monitoring test-browser test-hosts test-docker fuzz soak simulate chaos \
+.PHONY: demo test check bench test-long test-monitoring test-browser test-hosts test-docker test-frameworks fuzz soak simulate chaos \
         test-gpu bench-gpu bench-kernels bench-net bench-convergence
 
 demo: .venv/installed
@@ -75,6 +75,10 @@ test-hosts: .venv/installed
 test-docker: .venv/installed
 	ZENPS_TEST_DOCKER=1 $(BIN)/pytest tests/docker
 
+# Lightning, Accelerate, Trainer, FSDP2, Ray.
+test-frameworks: .venv/frameworks
+	ZENPS_TEST_FRAMEWORKS=1 $(BIN)/pytest tests/frameworks
+
 # The two below need a CUDA device. `make test-gpu BIN=…` takes another environment than .venv.
 KERNELS  := bitmap_codec bitmap_compact hash_compact place scan_compact scatter sort_compact
 ON_GPU    = ZENPS_TEST_GPU=1 PYTEST_ADDOPTS="-p no:xdist"
@@ -101,4 +105,8 @@ bench-gpu:
 .venv/installed: setup.cfg setup.py pyproject.toml constraints.txt $(wildcard zenps/kernels/native/*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -c constraints.txt -e '.[test,lint,bench]'
+	touch $@
+
+.venv/frameworks: .venv/installed
+	$(BIN)/python -m pip install -c constraints.txt -e '.[frameworks]'
 	touch $@

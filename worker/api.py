@@ -19,6 +19,7 @@ from .core.pending import Pending
 from .core.request import Options, Request, check_outside_graph
 from .core.statistics import Stats
 from .process import PROCESS
+from .step_hook import STEP_HOOK
 
 logger = logging.getLogger("zenps.worker")
 
@@ -51,6 +52,7 @@ def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
     if not loaded.config.cluster.scheduler:
         logger.info("cluster.scheduler is not set: this worker trains alone")
     PROCESS.join(loaded.config)
+    STEP_HOOK.watch()
 
 
 def shutdown() -> None:
