@@ -13,7 +13,7 @@ demo: .venv/installed
 PROCESSES ?= 2
 IN_PARALLEL = -n $(PROCESSES) --dist worksteal
 JOBS := tests/integration tests/chaos tests/soak tests/monitoring \
-        tests/zenps/cli/test_launch.py tests/zenps/cli/test_commands.py
+        tests/zenps/cli/test_launch.py tests/zenps/cli/test_commands.py tests/zenps/cli/test_local_clusters.py
 
 test: .venv/installed
 	$(BIN)/pytest $(IN_PARALLEL) $(JOBS:%=--ignore=%)
