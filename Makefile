@@ -2,8 +2,8 @@ PYTHON    ?= python3
 PARTITION ?= balanced
 BIN       ?= .venv/bin
 
-.PHONY: demo test check bench test-long test-monitoring test-browser test-hosts test-docker fuzz soak simulate chaos \
-        test-gpu bench-gpu bench-kernels bench-net bench-convergence
+.PHONY: demo test check bench test-long test-monitoring test-browser test-hosts test-docker test-package docs figures \
+        fuzz soak simulate chaos test-gpu bench-gpu bench-kernels bench-net bench-convergence
 
 demo: .venv/installed
 	$(BIN)/zenps launch --workers 2 --servers 2 --set sync.partition=$(PARTITION) -- $(BIN)/python examples/lstm_lm.py
@@ -75,6 +75,19 @@ test-hosts: .venv/installed
 test-docker: .venv/installed
 	ZENPS_TEST_DOCKER=1 $(BIN)/pytest tests/docker
 
+# Source distribution and wheel: what is in them, and that they install and run. Fetches dependencies.
+test-package: .venv/installed
+	TEST_PACKAGE=1 $(BIN)/pytest tests/package
+
+# The site, into site/. Warnings, also of links and anchors that lead nowhere, are errors.
+docs: .venv/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Draws all plots again from benchmarks/results/*.json, without measuring, and takes a new picture of the status page.
+figures: .venv/installed
+	$(BIN)/python benchmarks/figures.py
+	$(MAKE) test-browser SCREENSHOT=docs/status.png
+
 # The two below need a CUDA device. `make test-gpu BIN=…` takes another environment than .venv.
 KERNELS  := bitmap_codec bitmap_compact hash_compact place scan_compact scatter sort_compact
 ON_GPU    = ZENPS_TEST_GPU=1 PYTEST_ADDOPTS="-p no:xdist"
@@ -100,5 +113,5 @@ bench-gpu:
 
 .venv/installed: setup.cfg setup.py pyproject.toml constraints.txt $(wildcard zenps/kernels/native/*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -c constraints.txt -e '.[test,lint,bench]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[test,lint,bench,docs,package]'
 	touch $@
