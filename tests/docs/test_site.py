@@ -15,7 +15,7 @@ from zenps import errors
 
 # What the hooks and mkdocstrings read.
 PARTS = ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "zenps", "worker", "server")
-PARTS += ("scheduler", "cuda", "examples", "benchmarks", "docker")
+PARTS += ("scheduler", "cuda", "examples", "benchmarks", "docker", "SECURITY.md")
 
 
 @pytest.fixture
