@@ -69,7 +69,8 @@ def published(cluster: ClusterConfig, address: str) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         try:
-            own = LocalCluster(address, cluster.job, cluster.workers, cluster.servers, os.getcwd())
+            folder = os.fsencode(os.getcwd()).decode(errors="replace")  # any bytes may name a folder
+            own = LocalCluster(address, cluster.job, cluster.workers, cluster.servers, folder)
             stack.enter_context(_locked_file(msgspec.json.encode(own)))
         except OSError as error:
             logger.info("zenps status on this machine needs the address of this scheduler: %s", error)

@@ -24,6 +24,7 @@ from zenps.keys import generate
 
 TRAINING = "import zenps as zps; zps.init(); zps.barrier(); input(); zps.shutdown()"
 ADDRESS = "127.0.0.1:1"
+STATUS = ("status", "--json", "--timeout-seconds", "30")
 
 
 @pytest.fixture
@@ -38,10 +39,13 @@ def found(*sets: str) -> list[str]:
 
 
 def launched(zenps: Any, *options: str) -> tuple[subprocess.Popen[str], str]:
-    """A launch whose workers go on until they are killed, and the address of its scheduler."""
-    popen = zenps.start("launch", *options, "--", "sleep", "600")
-    (address,) = re.findall(r"cluster\.scheduler=(\S+) shows this cluster", popen.stderr.readline())
-    return popen, address
+    """A launch that has started all processes, which run until it ends, and the address of its scheduler."""
+    popen = zenps.start("launch", *options, "--", "sh", "-c", "echo started; exec sleep 600")
+    assert "started" in popen.stdout.readline()
+    for line in popen.stderr:  # lines of the scheduler may come before
+        if told := re.search(r"cluster\.scheduler=(\S+) shows this cluster", line):
+            return popen, told[1]
+    raise AssertionError("launch has ended")
 
 
 def end(popen: subprocess.Popen[str]) -> None:
@@ -54,10 +58,10 @@ def end(popen: subprocess.Popen[str]) -> None:
 
 def test_the_only_cluster_is_found_until_it_ends(zenps: Any) -> None:
     popen, address = launched(zenps, "--workers", "1", "--servers", "2")
-    status = zenps("status", "--json")
+    status = zenps(*STATUS)
     assert (status.returncode, status.stderr) == (0, f"zenps: found your cluster at {address}\n")
     assert json.loads(status.stdout)["nodes"][0]["address"] == address
-    drain = zenps("drain", "0")
+    drain = zenps("drain", "0", "--timeout-seconds", "30")
     assert drain.stderr.startswith(f"zenps: found your cluster at {address}\nzenps: the job is gathering")
     doctor = zenps("doctor")
     assert re.search(rf"scheduler +{address}: gathering", doctor.stdout)
@@ -77,12 +81,12 @@ def test_one_of_several_clusters_has_to_be_chosen(zenps: Any) -> None:
     assert "one of 2 clusters on this machine: " in refused.stderr
     assert f"--set cluster.scheduler={address} (1 worker(s), 1 server(s), started in " in refused.stderr
     assert f"--set cluster.scheduler={other} --set 'cluster.job=the other' (2 worker(s)" in refused.stderr
-    chosen = zenps("status", "--json", "--set", "cluster.job=the other")
+    chosen = zenps(*STATUS, "--set", "cluster.job=the other")
     assert json.loads(chosen.stdout)["nodes"][0]["address"] == other
-    named = zenps("status", "--json", "--set", f"cluster.scheduler={address}")
+    named = zenps(*STATUS, "--set", f"cluster.scheduler={address}")
     assert (json.loads(named.stdout)["nodes"][0]["address"], named.stderr) == (address, "")
     end(first)
-    assert zenps("status").stderr == f"zenps: found your cluster at {other}\n"
+    assert zenps(*STATUS).stderr == f"zenps: found your cluster at {other}\n"
     end(second)
 
 
@@ -100,7 +104,7 @@ def test_a_killed_cluster_is_no_cluster(zenps: Any) -> None:
 def test_a_scheduler_that_is_started_again_is_found_once(zenps: Any) -> None:
     popen, address = launched(zenps)
     os.kill(zenps.pid_of("zenps.cli scheduler"), signal.SIGKILL)
-    eventually(lambda: zenps("status").stderr == f"zenps: found your cluster at {address}\n")
+    eventually(lambda: zenps(*STATUS).stderr == f"zenps: found your cluster at {address}\n")
     end(popen)
 
 
@@ -121,7 +125,7 @@ def test_nothing_secret_is_written(zenps: Any, tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o077 == 0
     expected = {"address": address, "job": "default", "workers": 1, "servers": 1, "folder": str(tmp_path)}
     assert json.loads(path.read_text()) == expected
-    assert zenps("status", *secured).returncode == 0
+    assert zenps(*STATUS, *secured).returncode == 0
     end(popen)
 
 
@@ -191,10 +195,15 @@ def test_a_directory_that_others_can_enter_is_not_used(
     assert f"expected {directory} to be a directory that this user alone can enter" in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["file", "link", "missing"])
-def test_what_is_no_directory_is_not_used(directory: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["file", "link", "missing", "another user's"])
+def test_what_is_no_directory_of_this_user_is_not_used(directory: Path, kind: str) -> None:
     if kind == "file":
         directory.write_text("")
+    elif kind == "another user's":
+        if os.geteuid():
+            pytest.skip("only root can give a directory away")
+        directory.mkdir(mode=0o700)
+        os.chown(directory, 65534, 65534)
     elif kind == "link":
         (directory.parent / "real").mkdir(mode=0o700)
         directory.symlink_to("real")
@@ -215,6 +224,14 @@ def test_a_working_directory_that_is_gone_ends_no_scheduler(
     gone.rmdir()
     with published(ClusterConfig(), ADDRESS):
         assert found() == []
+
+
+def test_a_folder_may_have_any_name(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = os.fsencode(tmp_path) + b"/\xff\n"
+    os.mkdir(odd)
+    monkeypatch.chdir(os.fsdecode(odd))
+    with published(ClusterConfig(), ADDRESS):
+        assert find_cluster(load(environ={})).folder == f"{tmp_path}/\ufffd\n"
 
 
 def test_the_name_of_a_folder_cannot_write_to_the_terminal() -> None:
