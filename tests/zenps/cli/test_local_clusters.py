@@ -108,6 +108,11 @@ def test_a_scheduler_that_is_started_again_is_found_once(zenps: Any) -> None:
     end(popen)
 
 
+def test_a_scheduler_that_was_started_by_hand_is_found(zenps: Any, scheduler: str) -> None:
+    assert zenps(*STATUS).stderr == f"zenps: found your cluster at {scheduler}\n"
+
+
+@pytest.mark.long
 def test_a_server_of_the_cluster_that_was_found_is_drained(zenps: Any) -> None:
     command = [sys.executable, "-c", TRAINING.replace("input()", "print('up'); import time; time.sleep(600)")]
     popen = zenps.start("launch", "--servers", "2", "--", *command)
