@@ -27,7 +27,7 @@ from zenps.errors import ConfigError, listing
 logger = logging.getLogger("zenps.cli")
 
 _MOST_BYTES: Final = 1 << 16
-"""The size of the largest file that is read."""
+"""How much of a file is read; no scheduler writes more."""
 
 
 class LocalCluster(msgspec.Struct, frozen=True):

@@ -57,7 +57,8 @@ def end(popen: subprocess.Popen[str]) -> None:
 
 
 def test_the_only_cluster_is_found_until_it_ends(zenps: Any) -> None:
-    popen, address = launched(zenps, "--workers", "1", "--servers", "2")
+    other = ("--set", "sync.partition=parallel")  # than what the commands below have
+    popen, address = launched(zenps, "--workers", "1", "--servers", "2", *other)
     status = zenps(*STATUS)
     assert (status.returncode, status.stderr) == (0, f"zenps: found your cluster at {address}\n")
     assert json.loads(status.stdout)["nodes"][0]["address"] == address
@@ -65,7 +66,8 @@ def test_the_only_cluster_is_found_until_it_ends(zenps: Any) -> None:
     assert drain.stderr.startswith(f"zenps: found your cluster at {address}\nzenps: the job is gathering")
     doctor = zenps("doctor")
     assert re.search(rf"scheduler +{address}: gathering", doctor.stdout)
-    assert "0 of 1 worker(s)" in doctor.stdout
+    assert re.search(r"gathering: 0 of 1 worker\(s\) and \d of 2 server\(s\)", doctor.stdout)
+    assert (doctor.returncode, "shared settings" in doctor.stdout) == (0, False)
     end(popen)
     ended = zenps("status")
     assert ended.returncode == 2
