@@ -106,8 +106,7 @@ def finetune(
         loss.backward()
         optimizer.synchronize()
         nn.utils.clip_grad_norm_([each for _, each in trained], 1.0)
-        with optimizer.skip_synchronize():
-            optimizer.step()
+        optimizer.step()
         run.record(loss)
         curve.append((time.perf_counter() - begin, loss.item()))
     return curve

@@ -25,7 +25,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "keys observe",
         "wire",
         "worker server scheduler",
-        "cli",
+        "cli lightning ray transformers",
     ),
     "zenps.kernels": ("base", "cpu gpu", "native", "*"),
     "zenps.schemes": ("*", "builtin", "registry", "costs"),
@@ -41,6 +41,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "world",
         "bootstrap",
         "process",
+        "step_hook",
         "api training",
     ),
     "zenps.worker.backends": ("*", "peers", "hierarchical auto", "engines"),
@@ -50,7 +51,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
 }
 
 # These alone name a role.
-ENTRY_POINTS = ("zenps.__init__", "zenps.cli.commands")
+ENTRY_POINTS = (
+    *("zenps.__init__", "zenps.cli.commands"),
+    *("zenps.lightning", "zenps.ray", "zenps.transformers"),
+)
 
 # Third-party packages that a role does without.
 FORBIDDEN = {"server": {"cupy"}, "scheduler": {"cupy", "torch"}}
@@ -189,7 +193,7 @@ def breach_of_roles(tree: Tree, module: str, name: str) -> str | None:
         if importer in ROLES:
             return "roles meet only through zenps.wire"
         if importer and module not in ENTRY_POINTS:
-            return f"only {' and '.join(ENTRY_POINTS)} name a role"
+            return f"only {', '.join(ENTRY_POINTS)} name a role"
     return None
 
 

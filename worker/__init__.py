@@ -26,6 +26,7 @@ from .training.clipping import clip_grad_norm_, clip_grad_value_
 from .training.collectives import allgather, allgather_object, allreduce, broadcast, broadcast_async
 from .training.ddp import CommHookState, comm_hook
 from .training.elastic import TrainingState
+from .training.join import join
 from .training.model_averaging import average_parameters
 from .training.optimizer import DistributedOptimizer
 
@@ -50,6 +51,7 @@ __all__ = [
     "comm_hook",
     "init",
     "is_initialized",
+    "join",
     "load_sparsifier_state_dict",
     "local_rank",
     "local_size",

@@ -19,6 +19,7 @@ from .core.pending import Pending
 from .core.request import Options, Request, check_outside_graph
 from .core.statistics import Stats
 from .process import PROCESS
+from .step_hook import STEP_HOOK
 
 logger = logging.getLogger("zenps.worker")
 
@@ -51,6 +52,7 @@ def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
     if not loaded.config.cluster.scheduler:
         logger.info("cluster.scheduler is not set: this worker trains alone")
     PROCESS.join(loaded.config)
+    STEP_HOOK.watch()
 
 
 def shutdown() -> None:
@@ -166,9 +168,9 @@ def push_pull(tensor: Tensor, name: str, average: bool = True) -> Tensor:
     Arguments and errors are those of :func:`push_pull_async`.
 
     Returns:
-        A new tensor of the same dtype, on the same device, which does not require a gradient. Dense in, dense
-        out; sparse in, coalesced sparse out, with every row that any rank pushed, even where the sum is zero.
-        Sums of integers that exceed their dtype wrap, as in torch.
+        A new tensor of this dtype, on this device, detached from autograd. Dense in, dense out; sparse
+        in, coalesced sparse out, with every row that any rank pushed, even where the sum is zero. Sums of
+        integers that exceed their dtype wrap, as in torch.
 
     Raises:
         DeadlineError: a rank or server did not answer in time.

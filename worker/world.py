@@ -173,6 +173,9 @@ class ClusterWorld(World):
         recorder: for ``zenps plan``, or None.
         local_rank: the rank on this host, or None to count by host name.
         opened: everything that was opened for this worker; closed last.
+
+    Attributes:
+        has_reduced: True once a floating-point tensor was pushed that is no broadcast.
     """
 
     is_distributed = True
@@ -201,6 +204,7 @@ class ClusterWorld(World):
         self._session, self._servers, self._backend = session, servers, backend
         self._recorder = recorder
         self._opened = opened
+        self.has_reduced = False
         self.local_rank = self._ranks_here().index(self.rank) if local_rank is None else local_rank
 
     @property
@@ -224,6 +228,8 @@ class ClusterWorld(World):
         check_request(request)
         if self.is_joining:
             raise self._too_early(f"tensor {request.name!r}")
+        # Messages of ZenPS between ranks, such as those before a broadcast, are integers.
+        self.has_reduced |= request.options.is_reduction and request.tensor.is_floating_point()
         if self._recorder is not None and request.options.is_reduction:
             self._recorder.note(request.tensor, request.name)
         if (name := wire_name(request.name)) is not request.name:

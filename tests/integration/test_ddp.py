@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import zenps as zps
-from tests.integration.cluster import Cluster, Raised, attempt
+from tests.integration.cluster import LEASE_SECONDS, Cluster, attempt, await_file
 from zenps.worker.core.request import Request
 from zenps.worker.process import PROCESS
 
@@ -21,10 +26,14 @@ STEPS = 5
 
 
 class Model(nn.Module):
-    """Two sparse tables and enough dense parameters for several of DDP's buckets."""
+    """Two sparse tables and enough dense parameters for several of DDP's buckets.
 
-    def __init__(self) -> None:
+    With checkpoints the backward of the layers is a backward of its own inside that of the tables.
+    """
+
+    def __init__(self, checkpoints: bool = False) -> None:
         super().__init__()
+        self.checkpoints = checkpoints
         self.words = nn.Embedding(60, 8, sparse=True)
         self.bag = nn.EmbeddingBag(40, 8, mode="mean", sparse=True)
         self.layers = nn.Sequential(
@@ -33,13 +42,15 @@ class Model(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         both = torch.cat([self.words(ids).sum(1), self.bag(ids % 40)], dim=1)
-        result: Tensor = self.layers(both)
+        if self.checkpoints:
+            both = checkpoint(self.layers[:3], both, use_reentrant=True)
+        result: Tensor = (self.layers[3:] if self.checkpoints else self.layers)(both)
         return result
 
 
-def make_model() -> Model:
+def make_model(checkpoints: bool = False) -> Model:
     torch.manual_seed(3)
-    return Model().double()
+    return Model(checkpoints).double()
 
 
 def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
@@ -53,22 +64,28 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def train(make_state: Any) -> tuple[dict[str, Tensor], list[str], list[list[int]]]:
-    """The weights after some steps; the kinds of gradients that were pushed; by step, their priorities."""
+def train(
+    make_state: Any, checkpoints: bool = False, **options: Any
+) -> tuple[dict[str, Tensor], list[str], list[list[int]], int]:
+    """The weights after some steps; the kinds of gradients that were pushed; by step, their priorities; the
+    most buckets that were in flight at once.
+    """
     pushed: list[str] = []
     priorities: list[list[int]] = []
-    begin = PROCESS.world.begin
+    begin, state, in_flight = PROCESS.world.begin, make_state(), 0
 
     def watched(request: Request) -> Any:
         assert request.options.purpose == "gradient"
         pushed.append("sparse" if request.tensor.is_sparse else "dense")
         priorities[-1].append(request.options.priority)
+        nonlocal in_flight
+        in_flight = max(in_flight, 1 + len(state._in_flight) if state else 0)
         return begin(request)
 
-    model = make_model()
+    model = make_model(checkpoints)
     # Small buckets, so that there are several, and DDP makes new ones after the first step.
-    parallel = DistributedDataParallel(model, bucket_cap_mb=0.05)
-    parallel.register_comm_hook(make_state(), zps.comm_hook)
+    parallel = DistributedDataParallel(model, bucket_cap_mb=0.05, **options)
+    parallel.register_comm_hook(state, zps.comm_hook)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
     PROCESS.world.begin = watched  # type: ignore[method-assign]
     for step in range(STEPS):
@@ -77,7 +94,7 @@ def train(make_state: Any) -> tuple[dict[str, Tensor], list[str], list[list[int]
         loss_of(parallel, step, zps.rank()).backward()
         optimizer.step()
     PROCESS.world.begin = begin  # type: ignore[method-assign]
-    return state_of(model), pushed, priorities
+    return state_of(model), pushed, priorities, in_flight
 
 
 def join_group(store: Path) -> None:
@@ -90,6 +107,11 @@ def run_all(store: Path) -> dict[str, Any]:
         "gloo for dense": train(lambda: zps.CommHookState(dense_group=dist.group.WORLD)),
         "ours for both": train(zps.CommHookState),
         "no state": train(lambda: None),
+        "copied state": train(lambda: copy.deepcopy(zps.CommHookState())),
+        "unused parameters": train(zps.CommHookState, find_unused_parameters=True),
+        "static graph": train(zps.CommHookState, static_graph=True),
+        "checkpoints": train(zps.CommHookState, checkpoints=True),
+        "both": train(zps.CommHookState, checkpoints=True, static_graph=True),
     }
     dist.destroy_process_group()
     return results
@@ -111,7 +133,13 @@ def train_in_one_process() -> dict[str, Tensor]:
     return state_of(model)
 
 
-@pytest.mark.parametrize("way", ["gloo for dense", "ours for both", "no state"])
+WAYS = [
+    *("gloo for dense", "ours for both", "no state", "copied state"),
+    *("unused parameters", "static graph", "checkpoints", "both"),
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_training_is_that_of_one_process(results: list[dict[str, Any]], way: str) -> None:
     wanted = train_in_one_process()
     (first, *_), (second, *_) = (outcome[way] for outcome in results)
@@ -125,6 +153,12 @@ def test_what_travels_over_which_way(results: list[dict[str, Any]]) -> None:
         assert outcome["ours for both"][1].count("sparse") == 2 * STEPS
         # One bucket in the first step, and several once DDP knows the order of the gradients.
         assert outcome["ours for both"][1].count("dense") > STEPS
+
+
+def test_results_are_waited_for_at_the_end_of_backward(results: list[dict[str, Any]]) -> None:
+    for outcome in results:
+        _, pushed, _, in_flight = outcome["ours for both"]
+        assert in_flight == pushed.count("sparse") // STEPS + (pushed.count("dense") - 1) // (STEPS - 1)
 
 
 def test_what_backward_computes_last_is_the_most_important(results: list[dict[str, Any]]) -> None:
@@ -159,18 +193,84 @@ def test_rank_that_looks_up_no_rows_gets_those_of_the_others(tmp_path: Path) -> 
     assert all(torch.equal(weights[name], weights_too[name]) for name in weights)
 
 
-def leave_before_backward(store: Path) -> Any:
+def train_until_alone(store: Path, kind: str, end: str) -> Any:
+    """What each backward raises once rank 1 has gone."""
     join_group(store)
-    model = DistributedDataParallel(make_model())
-    model.register_comm_hook(zps.CommHookState(), zps.comm_hook)
-    loss = loss_of(model, 0, zps.rank())
-    if zps.rank() == 1:
-        return None
-    return attempt(loss.backward)
+    model = {"sparse": nn.Embedding(60, 8, sparse=True), "dense": nn.Linear(8, 8), "both": make_model()}[kind]
+    inputs = torch.ones(8) if kind == "dense" else torch.ones(6, 3).long()
+    parallel = DistributedDataParallel(model)
+    parallel.register_comm_hook(zps.CommHookState(), zps.comm_hook)
+    raised = []
+    for step in range(4):
+        parallel.zero_grad()
+        loss = parallel(inputs).sum()  # in the second step this needs all ranks: DDP makes its buckets anew
+        if step == 2 and zps.rank() == 1:
+            if end == "is killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return None
+        raised.append(attempt(loss.backward))
+    return raised[2:]
 
 
-def test_backward_raises_when_a_rank_is_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "end"), [("sparse", "leaves"), ("dense", "leaves"), ("both", "is killed")])
+def test_backward_raises_what_zenps_raises(tmp_path: Path, kind: str, end: str) -> None:
+    """Twice: DDP's own state is as after any step, so its next forward does not fail."""
+    with Cluster(lease_seconds=LEASE_SECONDS) as cluster:
+        workers = [cluster.start(train_until_alone, tmp_path / "store", kind, end, rank=r) for r in range(2)]
+        first, second = workers[0].result()
+    assert first.kind == second.kind == "PeerLostError", (first, second)
+    assert "worker 1" in first.text
+
+
+def lose_the_server(store: Path, lost: Path) -> Any:
+    join_group(store)
+    parallel = DistributedDataParallel(make_model())
+    parallel.register_comm_hook(zps.CommHookState(), zps.comm_hook)
+    loss_of(parallel, 0, zps.rank()).backward()
+    (store.parent / f"ready{zps.rank()}").touch()
+    await_file(lost)
+    return attempt(loss_of(parallel, 1, zps.rank()).backward)
+
+
+def test_backward_raises_on_all_ranks_when_the_last_server_is_killed(tmp_path: Path) -> None:
+    with Cluster(servers=1, settings={"cluster.rendezvous_seconds": 3}) as cluster:
+        lost = tmp_path / "lost"
+        workers = [cluster.start(lose_the_server, tmp_path / "store", lost, rank=rank) for rank in range(2)]
+        for rank in range(2):
+            await_file(tmp_path / f"ready{rank}")
+        cluster.servers[0].kill()
+        lost.touch()
+        assert [worker.result().kind for worker in workers] == ["PeerLostError"] * 2
+
+
+def interrupt_backward(store: Path) -> list[dict[str, Tensor]]:
+    """Rank 0 gets Ctrl-C while it waits for rank 1, and goes on; the gradients of all steps."""
+    join_group(store)
+    parallel = DistributedDataParallel(make_model())
+    parallel.register_comm_hook(zps.CommHookState(), zps.comm_hook)
+    gradients, interrupted = [], store.parent / "interrupted"
+    for step in range(3):
+        parallel.zero_grad()
+        loss = loss_of(parallel, step, zps.rank())
+        if step == 1 and zps.rank() == 0:
+            threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                loss.backward()
+            interrupted.touch()
+        else:
+            if step == 1:
+                await_file(interrupted)
+            loss.backward()
+        zps.barrier()
+        gradients.append(
+            {name: p.grad.to_dense() for name, p in parallel.named_parameters() if p.grad is not None}
+        )
+    return gradients
+
+
+def test_ctrl_c_ends_the_wait_and_the_next_step_is_as_ever(tmp_path: Path) -> None:
     with Cluster() as cluster:
-        error, _ = cluster.run(leave_before_backward, tmp_path / "store")
-    assert isinstance(error, Raised)
-    assert "left the job" in error.text
+        interrupted, whole = cluster.run(interrupt_backward, tmp_path / "store")
+    for step in (0, 2):
+        torch.testing.assert_close(interrupted[step], whole[step], rtol=0, atol=0)
+    assert not torch.equal(interrupted[1]["module.layers.0.weight"], whole[1]["module.layers.0.weight"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,16 +39,32 @@ class ParameterAgreement:
     def __init__(self, prefix: str, own: dict[str, Parameter]) -> None:
         self._prefix = prefix
         self._own = own
-        names = list(own) if PROCESS.world.is_joining else self._agree_on_names()
+        names = list(own) if PROCESS.world.is_joining else self._agree_on_names(own)
         self._set_order(names)
         self.sparse: dict[Parameter, int] = {}
         self.bucket_of: dict[Parameter, Bucket] = {}
         self._unknown = list(self.names)
 
+    def add(self, parameters: dict[str, Parameter]) -> None:
+        """Adds parameters by name, after all others. All ranks add the same at the same point.
+
+        Raises:
+            MismatchError: the ranks' parameters differ.
+        """
+        names = self._agree_on_names(parameters)
+        self._own = self._own | parameters
+        self._set_order([*self.names.values(), *names])
+        self._unknown += [parameters[name] for name in names]
+
     @property
     def buckets(self) -> list[Bucket]:
         """All buckets, in an order that is the same on all ranks."""
         return list(dict.fromkeys(self.bucket_of.values()))
+
+    @property
+    def is_known(self) -> bool:
+        """True if ranks have agreed on the kind of any gradient."""
+        return bool(self.sparse or self.bucket_of)
 
     def agree_on_kinds(self) -> None:
         """Finds out which gradients of unknown kind are sparse on any rank; fuses the dense ones.
@@ -121,10 +138,10 @@ class ParameterAgreement:
         self.names = {self._own[name]: name for name in names}
         self.priorities = {parameter: -index for index, parameter in enumerate(self.names)}
 
-    def _agree_on_names(self) -> list[str]:
+    def _agree_on_names(self, own: dict[str, Parameter]) -> list[str]:
         root = min(PROCESS.world.ranks)
-        names: list[str] = broadcast_object(list(self._own), root, name=f"{self._prefix}/names")
-        differing = set(names) ^ self._own.keys()
+        names: list[str] = broadcast_object(list(own), root, name=f"{self._prefix}/names")
+        differing = set(names) ^ own.keys()
         if others := allgather_int(len(differing), f"{self._prefix}/differing"):
             here = f"; rank {root} and this one differ in {listing(sorted(differing))}" if differing else ""
             raise MismatchError(f"rank(s) {listing(others)} have other parameters than rank {root}{here}")
@@ -136,22 +153,54 @@ def name_of(sparse_dim: int) -> str:
     return f"sparse by {sparse_dim} dimension(s)" if sparse_dim else "dense"
 
 
-def parameters_by_name(
-    optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str, Parameter]] | None
-) -> dict[str, Parameter]:
-    """Returns the optimizer's parameters that need gradients by name; ``None`` names them by position.
+class ParameterNames:
+    """The names of an optimizer's parameters, frozen ones and those that are added later included.
+
+    Args:
+        optimizer: whose parameters they are.
+        named: the names. Without them, names are those that torch's optimizer was given, or positions.
 
     Raises:
         UsageError: a parameter has no name, or two have the same name.
     """
-    own = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if parameters is None:
-        return {f"parameter{index}": parameter for index, parameter in enumerate(own)}
-    wanted = set(own)
-    pairs = [(name, parameter) for name, parameter in parameters if parameter in wanted]
-    if len(dict(pairs)) < len(pairs):
-        raise UsageError("two parameters have one name in named_parameters; give each its own")
-    missing = len(wanted - {parameter for _, parameter in pairs})
-    if missing:
-        raise UsageError(f"{missing} parameter(s) of the optimizer are not in named_parameters")
-    return dict(pairs)
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Parameter]] | None
+    ) -> None:
+        self._optimizer = optimizer
+        self._named = {} if named is None else {parameter: name for name, parameter in named}
+        if named is not None:
+            missing = sum(parameter not in self._named for parameter in self._trained())
+            if missing:
+                raise UsageError(f"{missing} parameter(s) of the optimizer are not in named_parameters")
+
+    def trained(self) -> dict[str, Parameter]:
+        """Returns the parameters that need gradients at present, by name."""
+        names = self._trained()
+        if repeated := [name for name, times in Counter(names.values()).items() if times > 1]:
+            raise UsageError(
+                f"two parameters have the name {min(repeated)!r} in named_parameters; give each its own"
+            )
+        order = {parameter: index for index, parameter in enumerate(self._named)}
+        return {
+            names[parameter]: parameter
+            for parameter in sorted(names, key=lambda parameter: order.get(parameter, len(order)))
+        }
+
+    def _trained(self) -> dict[Parameter, str]:
+        return {
+            parameter: self._named.get(parameter, name)
+            for parameter, name in self._positions()
+            if parameter.requires_grad
+        }
+
+    def _positions(self) -> Iterator[tuple[Parameter, str]]:
+        """Returns all parameters with the names that they have in the optimizer's groups, or their
+        positions.
+        """
+        position = 0
+        for group in self._optimizer.param_groups:
+            given = group.get("param_names")  # torch 2.6: optimizers take named parameters
+            for index, parameter in enumerate(group["params"]):
+                yield parameter, given[index] if given else f"parameter{position}"
+                position += 1

@@ -15,12 +15,14 @@ class Averages:
 
     Attributes:
         handles: of each sparse parameter, and of each bucket of dense ones.
+        dense: the sparse parameters whose gradient is dense at present, so that its average has to be.
         is_dropped: True if the step was refused: other ranks may wait for its gradients, but this one applies
             none of their averages.
     """
 
     def __init__(self) -> None:
         self.handles: dict[Parameter | Bucket, Pending] = {}
+        self.dense: set[Parameter] = set()
         self.is_dropped = False
 
     def take(self) -> None:
@@ -40,6 +42,8 @@ class Averages:
                 continue
             if isinstance(owner, Bucket):
                 owner.spread(result)
+            elif owner in self.dense:
+                owner.grad = result.to_dense()
             else:
                 owner.grad = result if result._nnz() else None
         if errors:

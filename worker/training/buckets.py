@@ -56,7 +56,9 @@ class Bucket:
         begin = 0
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
-                flat[begin : begin + parameter.numel()].view(parameter.shape).copy_(parameter.grad)
+                # Ranks agreed that it is dense: a table may have been tied to a dense layer at first.
+                gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+                flat[begin : begin + parameter.numel()].view(parameter.shape).copy_(gradient)
                 self._has_residual.add((name, parameter))
             elif not parameter.requires_grad or (
                 residual is not None and not residual[begin : begin + parameter.numel()].any()

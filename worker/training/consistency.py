@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
 from torch.nn import Parameter
@@ -17,6 +18,8 @@ class Consistency(ABC):
         applied: the number of the step whose gradients are applied.
         staleness: how many steps later than they are computed gradients are applied.
         sparsified: the parameters whose last gradients were sparsified.
+        accumulates: whether backward only adds up gradients at present, and pushes none.
+        announce: called before a step ends, with whether all ranks drop it, inside :func:`zenps.join`.
     """
 
     is_synchronized = False
@@ -24,6 +27,8 @@ class Consistency(ABC):
     applied = 0
     staleness = 0
     sparsified: AbstractSet[Parameter] = frozenset()
+    accumulates = False
+    announce: Callable[[bool], None] | None = None
 
     @property
     def is_periodic(self) -> bool:
@@ -53,6 +58,10 @@ class Consistency(ABC):
         Returns:
             whether gradients of an earlier step are there, and still to be applied.
         """
+        return False
+
+    def drop_together(self) -> bool:
+        """Ends a step that all ranks drop. Returns as :meth:`drop`."""
         return False
 
     @abstractmethod

@@ -7,17 +7,19 @@ and fused buckets of the dense ones. The hook returns a future of the averaged g
 from __future__ import annotations
 
 import itertools
-import threading
-import weakref
+from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
-from queue import SimpleQueue
-from typing import get_type_hints
+from functools import partial
+from typing import NamedTuple, NoReturn, get_type_hints
 
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+from torch.autograd import Variable
+from torch.autograd.graph import Node
 from torch.futures import Future
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -29,11 +31,20 @@ from ..core.residuals import Residuals
 from ..process import PROCESS
 
 
+class _Bucket(NamedTuple):
+    """A bucket in flight: its round, what DDP waits for, and this rank's own gradient."""
+
+    handle: Pending
+    result: Future[Tensor]
+    gradient: Tensor
+
+
 @dataclass(slots=True)
 class CommHookState:
     """The first argument of ``register_comm_hook``; one for each wrapped model.
 
-    A process may wrap several models. All ranks must construct their states in the same order.
+    A process may wrap several models. All ranks must construct their states in the same order. A copy is a
+    new state for another model, as frameworks make it of their arguments.
     """
 
     dense_group: dist.ProcessGroup | None = None
@@ -43,7 +54,7 @@ class CommHookState:
     _residuals: Residuals = field(default_factory=Residuals)
     _pushed: set[str] = field(default_factory=set)
     """The names of all buckets so far."""
-    _finisher: _Finisher = field(default_factory=lambda: _Finisher())
+    _in_flight: list[_Bucket] = field(default_factory=list)
     _numbers: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     """Numbers parameters in the order in which they were first seen, which is the same on all ranks."""
     _next_number: itertools.count[int] = field(default_factory=itertools.count)
@@ -65,6 +76,33 @@ class CommHookState:
         self._pushed.add(name)
         return is_repeated
 
+    def _finish(self) -> None:
+        """Waits for the results of all buckets in flight, and gives them to DDP.
+
+        After an error DDP gets the gradients of this rank, and ends its step with them: a step without an end
+        makes its next forward fail. Then the error is raised from backward.
+        """
+        buckets, self._in_flight = self._in_flight, []
+        failure: BaseException | None = None
+        for handle, result, gradient in buckets:
+            averaged = gradient
+            if failure is None or isinstance(failure, Exception):  # after Ctrl-C nothing is waited for
+                try:
+                    averaged = handle.wait()
+                except BaseException as error:  # noqa: BLE001  # raised below
+                    failure = error
+            result.set_result(averaged)
+        if failure is not None:
+            _at_end_of_backward(partial(_raise, failure))
+
+    def __copy__(self) -> CommHookState:
+        # Its prefix is taken when it is used: a copy that one rank alone makes, such as that of an averaged
+        # model, must not shift the prefixes of this rank.
+        return CommHookState(self.dense_group, _prefix="")
+
+    def __deepcopy__(self, _: object) -> CommHookState:
+        return copy(self)
+
 
 def _vectors(bucket: GradBucket) -> tuple[tuple[int, int], ...]:
     """Returns the ranges of the parameters of one dimension, which are never thinned out."""
@@ -76,45 +114,20 @@ def _vectors(bucket: GradBucket) -> tuple[tuple[int, int], ...]:
     return tuple(ranges)
 
 
-class _Finisher:
-    """Waits for results and completes the futures that DDP waits for in C++.
-
-    One thread is enough, because results come in the order of the buckets. It is a daemon thread: at exit
-    the interpreter joins all others before this worker leaves, and only leaving ends the wait for a result.
-    """
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[Pending, Future[Tensor]] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def submit(self, handle: Pending, result: Future[Tensor]) -> None:
-        """Completes ``result`` with the result or error of ``handle``."""
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_finish_all, args=(self._queue,), name="zenps-ddp", daemon=True
-            )
-            self._thread.start()
-            weakref.finalize(self, self._queue.put, None)
-        self._queue.put((handle, result))
-
-
-def _finish_all(queue: SimpleQueue[tuple[Pending, Future[Tensor]] | None]) -> None:
-    while (work := queue.get()) is not None:
-        _finish(*work)
-        del work  # do not keep a gradient alive until the next one comes
-
-
 _default = CommHookState()
 
 
 def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]:
     """Averages a bucket over all ranks: ``ddp.register_comm_hook(CommHookState(), zps.comm_hook)``.
 
+    Errors of :func:`push_pull` are raised from ``backward()``. Gradients are those of this rank then.
+
     Args:
         state: ``None`` for one model whose buckets all go over ZenPS.
         bucket: sparse, ``[rows, columns…]`` COO; or dense, ``[n]``; of any dtype of ``push_pull``.
     """
     state = state or _default
+    state._prefix = state._prefix or PROCESS.new_prefix("ddp")
     gradient = bucket.buffer()
     if not gradient.is_sparse and state.dense_group is not None:
         gradient.div_(dist.get_world_size(state.dense_group))
@@ -146,7 +159,11 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
     handle = world.begin(Request(gradient, name, options))
     devices: list[int | str | torch.device] | None = [gradient.device] if gradient.is_cuda else None
     result: Future[Tensor] = Future(devices=devices)
-    state._finisher.submit(handle, result)
+    state._in_flight.append(_Bucket(handle, result, gradient))
+    if _is_hook_of_parameter():
+        _at_end_of_backward(state._finish)
+    else:
+        state._finish()
     return result
 
 
@@ -154,8 +171,23 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
 comm_hook.__annotations__ = get_type_hints(comm_hook)
 
 
-def _finish(handle: Pending, result: Future[Tensor]) -> None:
-    try:
-        result.set_result(handle.wait())
-    except Exception as error:  # noqa: BLE001  # raised on the thread that waits for the gradient
-        result.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a value
+def _is_hook_of_parameter() -> bool:
+    """Returns whether backward has just computed a parameter's gradient.
+
+    Then DDP waits for the results in a callback at the end of backward that it has yet to queue. In the first
+    step of a static graph, DDP calls the hook in such a callback, and waits for the results in the same one.
+    """
+    node: Node | None = torch._C._current_autograd_node()
+    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
+
+
+def _at_end_of_backward(call: Callable[[], None]) -> None:
+    """Queues a call on the thread of backward; backward raises what it raises.
+
+    DDP waits in C++, where the type of an exception is lost, and Ctrl-C is not noticed.
+    """
+    Variable._execution_engine.queue_callback(call)
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error

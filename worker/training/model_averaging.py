@@ -43,6 +43,7 @@ class ModelAveraging(Consistency):
     ) -> None:
         super().__init__()
         self._optimizer = optimizer
+        self._parameters = set(parameters.values())
         self._name = PROCESS.new_prefix("model")
         tensors: dict[str, Tensor] = dict(parameters)
         tensors |= {name: buffer for name, buffer in buffers if buffer.is_floating_point()}
@@ -64,10 +65,16 @@ class ModelAveraging(Consistency):
         """Leaves this rank's gradients as they are.
 
         Raises:
-            UsageError: a gradient is sparse.
+            UsageError: a gradient is sparse, or its parameter was frozen when the optimizer was wrapped.
         """
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
+                if parameter.grad is not None and parameter not in self._parameters:
+                    raise UsageError(
+                        f"a parameter of shape {tuple(parameter.shape)} has a gradient, but was frozen when "
+                        "its optimizer was wrapped: sync.consistency = ds-sync would not average it; wrap "
+                        "the optimizer again with all trained parameters"
+                    )
                 if parameter.grad is not None and parameter.grad.layout != torch.strided:
                     raise UsageError(
                         f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient: expected a "

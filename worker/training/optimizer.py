@@ -14,8 +14,9 @@ from torch.nn import Parameter
 from zenps.errors import UsageError
 
 from ..process import PROCESS
-from .agreement import parameters_by_name
+from .agreement import ParameterNames
 from .consistency import Consistency
+from .hazards import check_modules, check_optimizer
 from .model_averaging import ModelAveraging
 from .momentum import take_momentum
 from .synchronizer import GradientSynchronizer
@@ -33,22 +34,28 @@ class DistributedOptimizer(torch.optim.Optimizer):
     are pushed one by one, dense ones fused into buckets of ``sync.bucket_bytes``. Ranks agree on which
     gradients are sparse in the first step that uses them, so in that step pushes wait for ``step()``.
 
+    Backward may run several times before ``step()``, for several losses or micro-batches: gradients add up,
+    as without ZenPS. After the first such step they are pushed in the last of these passes. A gradient that
+    ``zero_grad()`` throws away, because a GAN's other network has computed it or a batch is bad, is thrown
+    away on all ranks.
+
     All ranks construct it at the same point, where they compare names. A process may wrap several optimizers;
-    all ranks must wrap them in the same order.
+    all ranks must wrap them in the same order. It passes for an instance of the optimizer's class.
 
     Args:
         optimizer: over the local parameters; everything but gradients stays its own.
         named_parameters: ``model.named_parameters()``, or at least those that ``optimizer`` has;
-            without it, parameters are named by their position.
+            without it, parameters have the names that ``optimizer`` was given, or their positions.
         named_buffers: ``model.named_buffers()``. With ``sync.consistency = ds-sync``, those of floating-point
             dtypes are averaged like parameters, as batch normalization has them; else each rank has its own.
         average: divide by the number of ranks; otherwise gradients are summed.
-        backward_passes_per_step: how often backward runs before ``step()``. Their gradients add up, as
-            without ZenPS, and are pushed after the last one.
+        backward_passes_per_step: how often backward runs before ``step()``, if that is known from the first
+            step on. :meth:`no_sync` says the same for single passes.
 
     Raises:
-        UsageError: ``zenps.init()`` was not called, a parameter has no name, two have the same name, or
-            ``sync.sparsifier`` cannot take the optimizer's momentum.
+        UsageError: ``zenps.init()`` was not called, a parameter has no name, two have the same name,
+            ``sync.sparsifier`` cannot take the optimizer's momentum, the optimizer is LBFGS, an embedding has
+            ``max_norm``, or DistributedDataParallel has the same parameters.
         MismatchError: the ranks' parameters differ.
     """
 
@@ -66,7 +73,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError(f"backward_passes_per_step = {backward_passes_per_step}: expected at least 1")
         self._inner = optimizer
         self._skip = False
-        own = parameters_by_name(optimizer, named_parameters)
+        names = ParameterNames(optimizer, named_parameters)
+        own = names.trained()
+        if PROCESS.world.is_distributed:
+            check_optimizer(optimizer)
+            check_modules(own.values())
         self._correction = take_momentum(optimizer)
         self._consistency: Consistency
         if PROCESS.world.averages_models:
@@ -77,9 +88,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._consistency = ModelAveraging(optimizer, own, named_buffers)
         else:
             momentum = None if self._correction is None else self._correction.momentum
-            self._consistency = GradientSynchronizer(
-                optimizer, own, average, backward_passes_per_step, momentum
-            )
+            self._consistency = GradientSynchronizer(names, average, backward_passes_per_step, momentum)
         _warn_of_momentum(optimizer)
         PROCESS.before_leaving(self.drain)
 
@@ -98,16 +107,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self._inner!r})"
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class of the wrapped optimizer, for code that asks ``isinstance(optimizer, SGD)``."""
+        return type(self.__dict__.get("_inner", self))
+
     # ── the optimizer's interface ───────────────────────────────────────────────────────────────
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Synchronises gradients, except inside :meth:`skip_synchronize`, and steps.
+        """Synchronises gradients, unless :meth:`synchronize` has since backward, and steps.
 
         ``closure`` is evaluated once, before that: optimizers that evaluate it again are not supported.
 
         Raises:
-            UsageError: called inside :meth:`skip_synchronize` without :meth:`synchronize` before, or outside
-                of it after :meth:`synchronize`.
+            UsageError: called inside :meth:`skip_synchronize` without :meth:`synchronize` before.
         """
         result = None
         if closure is not None:
@@ -115,9 +128,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 result = closure()
         if self._skip and self._consistency.has_run_backward:
             raise UsageError("step() inside skip_synchronize(): backward has run; call synchronize() before")
-        if not self._skip:
-            if self._consistency.is_synchronized:
-                raise UsageError("step() after synchronize(): expected it inside skip_synchronize()")
+        if not (self._skip or self._consistency.is_synchronized):
             self.synchronize()
         self._consistency.is_synchronized = False
         self._apply()
@@ -148,14 +159,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """GradScaler.step reads this. Outside :meth:`skip_synchronize` it would unscale gradients that
-        backward has pushed. A fused optimizer gets the scale by attributes, which would not reach the wrapped
-        one.
+        """``GradScaler.step`` reads this before it unscales gradients. They have to be averages by then: so
+        all ranks find the same infinities, and skip the same steps.
+
+        It is False also for a fused optimizer, which would get the scale by attributes of the wrapping one.
         """
-        if not (self._skip or not PROCESS.world.is_distributed):
-            raise UsageError(
-                "GradScaler: expected synchronize(), then scaler.step() inside skip_synchronize()"
-            )
         if PROCESS.world.averages_models:
             raise UsageError(
                 "GradScaler: expected that all ranks step, as sync.consistency = ds-sync needs it; it skips "
@@ -166,16 +174,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"GradScaler: expected gradients of this step, got those of {PROCESS.world.staleness} steps "
                 "before, perhaps of another scale; use sync.consistency = bsp, or bfloat16 without a scaler"
             )
+        if not (self._skip or self._consistency.is_synchronized):
+            self.synchronize()
         return False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients as the wrapped optimizer does.
 
-        After an error of backward or ``step()``, this ends the step: it waits for what the ranks have pushed,
-        and drops it. If the error was not on all ranks, the others step, and weights differ from then on.
+        Between backward and ``step()``, this throws the step away: it waits for what ranks have pushed, and
+        drops it. All ranks must do so, else the next push is a MismatchError. After an error of backward or
+        ``step()`` on one rank alone, the others step, and weights differ from then on.
 
         Raises:
-            UsageError: called between backward and ``step()``, where it would drop pushed gradients.
+            UsageError: called between backward and ``step()``, and gradients were quantized or sparsified:
+                what
+                is left of them would be pushed later.
         """
         if self._consistency.drop():
             self._apply()
@@ -194,7 +207,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of the wrapped optimizer. They keep the parameters that ranks agreed on."""
+        """The parameter groups of the wrapped optimizer."""
         return self._inner.param_groups
 
     @param_groups.setter
@@ -225,31 +238,81 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._inner.load_state_dict({key: value for key, value in state_dict.items() if key != STATE})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises UsageError: ranks agreed on the parameters at construction."""
-        raise UsageError("parameters cannot be added; add them to the optimizer before wrapping it")
+        """Adds a group to the wrapped optimizer, on all ranks before the same step, where they compare names.
+
+        Parameters have the names of ``named_parameters``, or those that the group has, or their positions.
+
+        Raises:
+            UsageError: ``sync.sparsifier`` takes momentum, or ``sync.consistency = ds-sync`` averages models:
+                both need all parameters at construction.
+        """
+        if self._correction is not None or PROCESS.world.averages_models:
+            raise UsageError(
+                "parameters cannot be added with this sync.sparsifier or sync.consistency; add them to the "
+                "optimizer before wrapping it"
+            )
+        self._inner.add_param_group(param_group)
 
     # ── synchronisation ─────────────────────────────────────────────────────────────────────────
 
     def synchronize(self) -> None:
         """Replaces every gradient by its average over all ranks.
 
-        ``step()`` does this; call it yourself to clip, unscale or inspect gradients, and then step inside
-        :meth:`skip_synchronize`. Errors are those of :func:`zenps.push_pull`.
+        ``step()`` does this; call it yourself before to clip, unscale or inspect gradients. Parameters that
+        were unfrozen since the last step are agreed on here. Errors are those of :func:`zenps.push_pull`.
 
         Raises:
-            UsageError: a gradient was changed since backward computed it, or its parameter was frozen or
-                absent when the optimizer was wrapped.
+            UsageError: a gradient was changed since backward computed it.
         """
         self._consistency.synchronize()
 
     @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context in which backward only adds up gradients, as DDP's: they are pushed with those of a later
+        backward, or by ``step()``.
+        """
+        accumulated, self._consistency.accumulates = self._consistency.accumulates, True
+        try:
+            yield
+        finally:
+            self._consistency.accumulates = accumulated
+
+    @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Context in which ``step()`` does not synchronise, because :meth:`synchronize` was called before."""
+        """Context in which ``step()`` never synchronises, as Horovod has it. Expects :meth:`synchronize`
+        before.
+        """
         self._skip = True
         try:
             yield
         finally:
             self._skip = False
+
+    @contextlib.contextmanager
+    def announcing(self, announce: Callable[[bool], None]) -> Iterator[None]:
+        """Context in which the end of each step is announced; for :func:`zenps.join`.
+
+        Raises:
+            UsageError: it is announced already, or the context is left between backward and ``step()``.
+        """
+        if self._consistency.announce is not None:
+            raise UsageError("join: expected an optimizer that is in no other join; leave that one before")
+        self._consistency.announce = announce
+        try:
+            yield
+        finally:
+            self._consistency.announce = None
+        if self._consistency.has_run_backward:
+            raise UsageError("join: expected step() after backward, before the block is left")
+
+    def step_for_others(self, *, is_dropped: bool) -> None:
+        """Takes or drops a step without gradients of this rank; for :func:`zenps.join`."""
+        self._inner.zero_grad()
+        if not is_dropped:
+            self.step()
+        elif self._consistency.drop_together():
+            self._apply()
+        self._inner.zero_grad()
 
     def adopt_agreement(self, root_rank: int) -> None:
         """Adopts what the root's optimizer has agreed on; for :class:`zenps.TrainingState`."""

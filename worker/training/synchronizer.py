@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from msgspec import structs
@@ -22,21 +22,27 @@ from zenps.sparsifiers.base import Momentum
 from ..core.request import Options, Request, describe, name_in_turn
 from ..core.residuals import Residuals
 from ..process import PROCESS
-from .agreement import ParameterAgreement, name_of
+from .agreement import ParameterAgreement, ParameterNames, name_of
 from .averages import Averages
 from .buckets import Bucket, clip_factor
 from .consistency import Consistency
+from .passes import BackwardPasses
 from .snapshot import Snapshot, first_changed
+from .untraced import untraced
+
+STEPS_PER_DROP = 100
+"""If more steps are thrown away than one in so many, gradients wait for ``step()``: then none are pushed in
+vain.
+"""
 
 
 class GradientSynchronizer(Consistency):
     """The gradients of one optimizer, averaged over all ranks. All ranks make it at the same point.
 
     Args:
-        optimizer: whose parameters they are.
-        own: the parameters by name.
+        names: of the optimizer's parameters.
         average: divide by the number of ranks; otherwise gradients are summed.
-        passes_per_step: how often backward runs before gradients are pushed.
+        passes_per_step: how often backward runs, at least, before gradients are pushed.
         momentum: for a sparsifier that takes it.
 
     Raises:
@@ -45,8 +51,7 @@ class GradientSynchronizer(Consistency):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
-        own: dict[str, Parameter],
+        names: ParameterNames,
         average: bool,
         passes_per_step: int,
         momentum: Momentum | None = None,
@@ -54,12 +59,11 @@ class GradientSynchronizer(Consistency):
         self.sparsified: set[Parameter] = set()
         self.staleness = PROCESS.world.staleness
         self._momentum = momentum
-        self._optimizer = optimizer
+        self._names = names
         self._average = average
-        self._passes_per_step = passes_per_step
+        self._passes = BackwardPasses(passes_per_step)
         self._prefix = PROCESS.new_prefix("optimizer")
-        self._agreement = ParameterAgreement(self._prefix, own)
-        self._passes = dict.fromkeys(self._agreement.names, 0)
+        self._agreement = ParameterAgreement(self._prefix, names.trained())
         self._residuals = Residuals()
         self._is_refused = False
         """Whether an error of backward or of :meth:`synchronize` has ended this step before its averages."""
@@ -69,9 +73,18 @@ class GradientSynchronizer(Consistency):
         """Of the ``staleness`` steps before, oldest first."""
         self._drains = 0
         """How often averages were taken between two steps. Ranks must agree about it."""
+        self._drops = 0
+        """How many steps were pushed and thrown away. Ranks must agree about it."""
+        self._outdated: set[Parameter | Bucket] = set()
+        """What backward has computed again since it was pushed in this step."""
+        self._dense: set[Parameter | Bucket] = set()
+        """Parameters whose gradients ranks agreed are sparse, and are dense at present."""
         self._computed: dict[Parameter, Snapshot] = {}
         """The gradients that backward has computed since the last :meth:`synchronize`, pushed or not yet."""
-        for parameter in self._agreement.names:
+        self._watch(self._agreement.names)
+
+    def _watch(self, parameters: Iterable[Parameter]) -> None:
+        for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(_weakly(self._on_gradient))  # type: ignore[no-untyped-call]
 
     @property
@@ -80,26 +93,43 @@ class GradientSynchronizer(Consistency):
 
     @property
     def has_run_backward(self) -> bool:
-        return any(self._passes.values())
+        return self._passes.have_begun
 
     def adopt_agreement(self, root_rank: int) -> None:
         self._agreement.adopt(root_rank)
-        self.step = self._drains = 0
+        self._passes = BackwardPasses(self._passes.per_step)
+        self._dense.clear()
+        self.step = self._drains = self._drops = 0
 
+    @untraced
     def synchronize(self) -> None:
         """Pushes what backward has not pushed, and replaces every gradient by its average over all ranks.
 
         With a staleness, these are the averages of an earlier step; in the first steps there are none.
 
+        Parameters that need gradients since the last step, because they were unfrozen or added, are agreed
+        on.
+
         Raises:
-            UsageError: a gradient was changed since backward computed it, or its parameter was frozen or
-                absent when the optimizer was wrapped.
+            UsageError: a gradient was changed since backward computed it.
+            MismatchError: ranks have different new parameters.
         """
         if not PROCESS.world.is_distributed:
             return
         self._check_gradients()
+        self._add_parameters()
         self._end_step()
         self.is_synchronized = True
+
+    def _add_parameters(self) -> None:
+        known = self._agreement.names
+        new = {name: each for name, each in self._names.trained().items() if each not in known}
+        if not new:
+            return
+        if taken := new.keys() & set(known.values()):
+            raise self._refuse(f"a new parameter has the name {min(taken)!r} of another; give it its own")
+        self._agreement.add(new)
+        self._watch(new.values())
 
     def after_step(self) -> None:
         """Does nothing: all ranks have stepped alike."""
@@ -122,41 +152,66 @@ class GradientSynchronizer(Consistency):
         self._take(self._earlier.popleft())
         return True
 
+    @untraced
     def drop(self) -> bool:
         """Ends the step without its gradients, which the caller clears.
 
-        If this step was refused, still pushes what backward has not pushed: the other ranks wait for it.
+        If a rank may have pushed gradients, all ranks push theirs, and wait for them. So all ranks must drop
+        the step, or have refused it: otherwise the next push is a MismatchError.
 
         Returns:
             whether the averages of an earlier step are there, and still to be applied.
 
         Raises:
-            UsageError: gradients are in flight, and the step was not refused.
+            UsageError: what was pushed is missing in the residuals of a quantizer or sparsifier.
         """
         if self._is_refused:
             self._pushed.is_dropped = True
             return self._end_step() and self.staleness > 0
-        if self._pushed.handles:
-            raise UsageError("zero_grad() while gradients are in flight; call step() or synchronize() first")
-        if self.has_run_backward:
-            self._begin_step()
-            for bucket in self._agreement.buckets:
-                bucket.waiting_for = set(bucket.parameters)
+        if not self.has_run_backward:
+            return False
+        for owner in self._pushed.handles:
+            self._check_without_residual(owner, "zero_grad() before step()")
+        # Not what is in flight on this rank: another one may have used other parameters.
+        if self._pushes_early and self._agreement.is_known:
+            return self.drop_together()
+        self._begin_step()
+        self._passes.end_step()
+        for bucket in self._agreement.buckets:
+            bucket.waiting_for = set(bucket.parameters)
         return False
+
+    @property
+    def _pushes_early(self) -> bool:
+        """False if gradients wait for ``step()``, for too many were thrown away: the same on all ranks."""
+        return self._drops < 1 + self.step / STEPS_PER_DROP
+
+    def drop_together(self) -> bool:
+        self._pushed.is_dropped = True
+        try:
+            return self._end_step(all_drop=True) and self.staleness > 0
+        finally:
+            self._drops += 1
 
     def _begin_step(self) -> None:
         self._is_refused = False
-        self._passes = dict.fromkeys(self._passes, 0)
         self._computed.clear()
 
-    def _end_step(self) -> bool:
+    def _end_step(self, all_drop: bool = False) -> bool:
         """Pushes what backward has not pushed; returns whether the averages of a step are there."""
         self._begin_step()
         error: ZenPSError | None = None
         try:
+            if self.announce is not None:
+                self.announce(all_drop)
             self._push_rest()
+            if self._outdated:
+                self._push_again()
         except ZenPSError as raised:
             self._pushed.is_dropped, error = True, raised
+        finally:
+            self._outdated.clear()
+            self._passes.end_step()
         self._earlier.append(self._pushed)
         self._pushed = Averages()
         self.step += 1
@@ -196,6 +251,27 @@ class GradientSynchronizer(Consistency):
         for bucket in rest:
             self._push_bucket(bucket, scale)
 
+    def _push_again(self) -> None:
+        """Drops what any rank has computed again since it was pushed, and pushes it again.
+
+        Only ranks that have computed something again know of it. So a rank that alone has waits for the
+        others until the deadline.
+        """
+        owners: list[Parameter | Bucket] = [*self._agreement.sparse, *self._agreement.buckets]
+        outdated = torch.tensor(
+            [owner in self._outdated for owner in owners], dtype=torch.int64, device="cpu"
+        )
+        counts = PROCESS.world.begin(Request(outdated, f"{self._prefix}/outdated")).wait()
+        self._outdated = {owner for owner, ranks in zip(owners, counts.tolist(), strict=True) if ranks}
+        for owner in owners:
+            if owner not in self._outdated:
+                continue
+            self._pushed.handles.pop(owner).wait()
+            if isinstance(owner, Bucket):
+                self._push_bucket(owner)
+            else:
+                self._push_sparse(owner)
+
     def _on_gradient(self, parameter: Tensor) -> None:
         """Runs inside backward, whenever a parameter's gradient was accumulated."""
         assert isinstance(parameter, Parameter)
@@ -211,45 +287,58 @@ class GradientSynchronizer(Consistency):
 
     def _count_pass(self, parameter: Parameter) -> None:
         """Pushes the gradient after its last pass, alone or with the last one of its bucket."""
-        self._passes[parameter] += 1
-        if self._passes[parameter] > self._passes_per_step:
-            name, times = self._agreement.names[parameter], self._passes[parameter]
-            raise self._refuse(
-                f"gradient of {name!r}: computed {times} times since the last step(), expected "
-                f"{self._passes_per_step}; set backward_passes_per_step, and drop any older "
-                "DistributedOptimizer of this parameter"
-            )
-        if self._passes[parameter] < self._passes_per_step:
-            return
-        if parameter.grad is not None:
+        passes, bucket = self._passes.count(parameter), self._agreement.bucket_of.get(parameter)
+        owner = bucket or parameter
+        if passes >= self._passes.per_step and parameter.grad is not None:
             self._computed[parameter] = Snapshot(parameter.grad)
-        if parameter in self._agreement.sparse:
+        if owner in self._pushed.handles:
+            self._check_without_residual(owner, "backward again")
+            self._outdated.add(owner)
+        elif self.accumulates or not self._pushes_early or passes < self._passes.expected(parameter):
+            return
+        elif parameter in self._agreement.sparse:
             self._push_sparse(parameter)
-        elif bucket := self._agreement.bucket_of.get(parameter):
+        elif bucket:
             bucket.waiting_for.discard(parameter)
             # The norm of all gradients is known only once backward has ended.
             if not (bucket.waiting_for or self._clip_norm):
                 self._push_bucket(bucket)
 
+    def _check_without_residual(self, owner: Parameter | Bucket, call: str) -> None:
+        """Checks that what is in flight may be dropped.
+
+        Raises:
+            UsageError: the rest of what was pushed, a residual, is pushed with the next gradients.
+        """
+        name = owner.name if isinstance(owner, Bucket) else self._agreement.names[owner]
+        if self._residuals.peek(self._round_name(name)) is not None:
+            raise self._refuse(
+                f"{name!r} is in flight, and was quantized or sparsified: expected step(), got {call}; set "
+                "backward_passes_per_step, or run all but the last backward inside no_sync()"
+            )
+
     def _push_sparse(self, parameter: Parameter) -> None:
         gradient, sparse_dim = parameter.grad, self._agreement.sparse[parameter]
         if gradient is None:
             gradient = _without_rows(parameter, sparse_dim)
-        self._check_kind(parameter, gradient, sparse_dim)
-        options = self._options(self._agreement.priorities[parameter], gradient)
+        elif gradient.is_sparse:
+            self._check_kind(parameter, gradient, sparse_dim)
+            self._dense.discard(parameter)
+        else:  # tied to a dense layer since
+            self._dense.add(parameter)
+            gradient = gradient.to_sparse(sparse_dim)
+        options = self._options(parameter, gradient, [parameter])
         request = Request(gradient, self._round_name(self._agreement.names[parameter]), options)
         self._pushed.handles[parameter] = PROCESS.world.begin(request)
+        if parameter in self._dense:
+            self._pushed.dense.add(parameter)
 
     def _push_bucket(self, bucket: Bucket, scale: float = 1.0) -> None:
-        for parameter in bucket.parameters:
-            if parameter.grad is not None:
-                self._check_kind(parameter, parameter.grad, 0)
-        priority = max(self._agreement.priorities[parameter] for parameter in bucket.parameters)
         name = self._round_name(bucket.name)
         residual = self._residuals.peek(name)
         fused = bucket.fused(scale, None if residual is None else residual.view(-1), name)
         options = structs.replace(
-            self._options(priority, fused),
+            self._options(bucket, fused, bucket.parameters),
             is_sparsifiable=bucket.is_sparsifiable,
             exact=bucket.exact,
             momentum=self._momentum,
@@ -271,30 +360,34 @@ class GradientSynchronizer(Consistency):
             return f"{self._prefix}/{name}"
         return name_in_turn(self._prefix, self.step % (self.staleness + 1), name)
 
-    def _options(self, priority: int, gradient: Tensor) -> Options:
-        # A rank that alone had drained its optimizer would go on with other weights than the others.
-        given = f"after {self._drains} drained step(s) {describe(gradient)}" if self._drains else ""
+    def _options(
+        self, owner: Parameter | Bucket, gradient: Tensor, parameters: Sequence[Parameter]
+    ) -> Options:
         return Options(
             average=self._average,
-            priority=priority,
+            priority=max(self._agreement.priorities[parameter] for parameter in parameters),
             purpose="gradient",
             residuals=self._residuals,
-            given=given,
+            given=self._given(owner, gradient),
         )
 
+    def _given(self, owner: Parameter | Bucket, gradient: Tensor) -> str:
+        """Returns what ranks must agree about: else one would step with other gradients than the others."""
+        facts = [
+            (self._drains, f"after {self._drains} drained step(s)"),
+            (self._drops, f"after {self._drops} step(s) thrown away by zero_grad()"),
+            (owner in self._outdated, "computed again after it was pushed"),
+            (owner in self._dense, "dense at present"),
+        ]
+        said = [text for holds, text in facts if holds]
+        return " ".join([*said, describe(gradient)]) if said else ""
+
     def _check_gradients(self) -> None:
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and parameter not in self._agreement.names:
-                    raise self._refuse(
-                        f"a parameter of shape {tuple(parameter.shape)} has a gradient, but was frozen or "
-                        "absent when its optimizer was wrapped; wrap it again with all trained parameters"
-                    )
         if (changed := first_changed(self._computed)) is not None:
             name = self._agreement.names[changed]
             raise self._refuse(
                 f"gradient of {name!r}: changed since backward computed it; to clip or unscale, call "
-                "synchronize() before, and step inside skip_synchronize()"
+                "synchronize() before"
             )
 
     def _refuse(self, reason: str) -> UsageError:

@@ -1,0 +1,458 @@
+"""Training loops that people have, on several ranks against one process that sees the concatenated batch.
+
+Each loop is written once: alone, its losses are the means over ranks, and its optimizers are not wrapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zenps as zps
+from tests.integration.cluster import Cluster, Raised, attempt
+from tests.integration.embedding_model import Model, assert_same, loss_of, make_model, state_of
+
+RANKS = 2
+STEPS = 6
+
+State = dict[str, Tensor]
+
+
+class Loop:
+    """What differs between a rank and a process alone."""
+
+    def __init__(self, alone: bool) -> None:
+        self._ranks = list(range(RANKS)) if alone else [zps.rank()]
+        self._alone = alone
+
+    def wrap(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> Any:
+        if self._alone:
+            return optimizer
+        return zps.DistributedOptimizer(optimizer, model.named_parameters() if model is not None else None)
+
+    def loss(self, model: Model, step: int, part: int = 0) -> Tensor:
+        return self.mean(lambda rank: loss_of(model, step, rank, part))
+
+    def mean(self, loss: Callable[[int], Tensor]) -> Tensor:
+        return torch.stack([loss(rank) for rank in self._ranks]).mean()
+
+    def no_sync(self, optimizer: Any) -> Any:
+        return nullcontext() if self._alone else optimizer.no_sync()
+
+    def synchronize(self, optimizer: Any) -> None:
+        if not self._alone:
+            optimizer.synchronize()
+
+
+def sgd(model: nn.Module, lr: float = 0.2) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+# ── loops ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def several_losses(loop: Loop) -> State:
+    model = make_model()
+    optimizer = loop.wrap(sgd(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(3):
+            loop.loss(model, step, part).backward()
+        optimizer.step()
+    return state_of(model)
+
+
+def a_second_loss_from_step_3_on(loop: Loop) -> State:
+    model = make_model()
+    optimizer = loop.wrap(sgd(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(1 + (step >= 3)):
+            loop.loss(model, step, part).backward()
+        optimizer.step()
+    return state_of(model)
+
+
+def fewer_passes_at_last(loop: Loop) -> State:
+    model = make_model()
+    optimizer = loop.wrap(sgd(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(4 if step < STEPS - 1 else 1):
+            loop.loss(model, step, part).backward()
+        optimizer.step()
+    return state_of(model)
+
+
+def accumulation_without_sync(loop: Loop) -> State:
+    model = make_model()
+    optimizer = loop.wrap(sgd(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with loop.no_sync(optimizer):
+            for part in range(2):
+                loop.loss(model, step, part).backward()
+        loop.loss(model, step, 2).backward()
+        optimizer.step()
+    return state_of(model)
+
+
+def batches_thrown_away(loop: Loop) -> State:
+    """In the first step nothing is pushed early; in later ones it is."""
+    model = make_model()
+    optimizer = loop.wrap(sgd(model), model)
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        if step not in (0, 3, 4):
+            optimizer.step()
+        optimizer.zero_grad()
+    return state_of(model)
+
+
+def batches_thrown_away_by_the_model(loop: Loop) -> State:
+    model = make_model()
+    optimizer = loop.wrap(sgd(model), model)
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        if step != 3:
+            optimizer.step()
+        model.zero_grad()
+    return state_of(model)
+
+
+def _adversaries() -> tuple[nn.Sequential, nn.Sequential]:
+    torch.manual_seed(3)
+    generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    return generator, critic
+
+
+def _noise(step: int, rank: int, kind: int, columns: int) -> Tensor:
+    seeded = torch.Generator().manual_seed(100 * step + 10 * rank + kind)
+    return torch.randn((5, columns), generator=seeded, dtype=torch.float64)
+
+
+def gan(loop: Loop, clear: Callable[[nn.Module, Any], None] | None = None) -> State:
+    """As in PyTorch's DCGAN: two backward passes for the critic, and one for the generator. That one computes
+    gradients of the critic, too, which nobody wants.
+    """
+    generator, critic = _adversaries()
+    of_critic, of_generator = loop.wrap(sgd(critic, 0.05)), loop.wrap(sgd(generator, 0.05))
+    clear = clear or (lambda _, optimizer: optimizer.zero_grad())
+    for step in range(STEPS):
+        clear(critic, of_critic)
+        loop.mean(lambda rank, step=step: -critic(_noise(step, rank, 0, 4)).mean()).backward()
+        loop.mean(
+            lambda rank, step=step: critic(generator(_noise(step, rank, 1, 3)).detach()).mean()
+        ).backward()
+        of_critic.step()
+        clear(generator, of_generator)
+        loop.mean(lambda rank, step=step: -critic(generator(_noise(step, rank, 2, 3))).mean()).backward()
+        of_generator.step()
+    return {**critic.state_dict(prefix="critic."), **generator.state_dict(prefix="generator.")}
+
+
+def gan_cleared_by_the_modules(loop: Loop) -> State:
+    return gan(loop, lambda module, _: module.zero_grad())
+
+
+def scaler_in_its_usual_order(loop: Loop) -> State:
+    """In step 1 a gradient overflows, on one rank."""
+    model = make_model()
+    optimizer = loop.wrap(sgd(model), model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        overflow = [1.0, float("inf") if step == 1 else 1.0]
+        loss = loop.mean(lambda rank, step=step, by=overflow: loss_of(model, step, rank) * by[rank])
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return state_of(model)
+
+
+def scaler_and_clipping(loop: Loop) -> State:
+    model = make_model()
+    optimizer = loop.wrap(sgd(model), model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(loop.loss(model, step)).backward()
+        loop.synchronize(optimizer)
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.dense(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+    return state_of(model)
+
+
+def clipping_from_a_hook(loop: Loop) -> State:
+    """Runs once the averages are there."""
+    model = make_model()
+    optimizer = loop.wrap(sgd(model), model)
+
+    def clip(*_: Any) -> None:
+        nn.utils.clip_grad_norm_(model.dense(), 0.05)
+
+    optimizer.register_step_pre_hook(clip)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loop.loss(model, step).backward()
+        optimizer.step()
+    return state_of(model)
+
+
+def progressive_unfreezing(loop: Loop) -> State:
+    model = make_model()
+    layers: list[nn.Module] = [model.words, model.hidden, model.extra]
+    for layer in layers:
+        layer.requires_grad_(False)
+    optimizer = loop.wrap(sgd(model), model)
+    for step in range(STEPS):
+        if step % 2 == 0:
+            layers.pop().requires_grad_(True)
+        optimizer.zero_grad()
+        loop.loss(model, step).backward()
+        optimizer.step()
+    return state_of(model)
+
+
+def groups_added(loop: Loop) -> State:
+    model = make_model()
+    optimizer = loop.wrap(torch.optim.SGD(model.out.parameters(), lr=0.2), model)
+    for step in range(STEPS):
+        if step == 2:
+            optimizer.add_param_group({"params": [*model.hidden.parameters(), model.rare.weight], "lr": 0.1})
+        if step == 4:
+            optimizer.add_param_group({"params": [model.words.weight, model.bag.weight]})
+        optimizer.zero_grad()
+        model.zero_grad()
+        loop.loss(model, step).backward()
+        optimizer.step()
+    return state_of(model)
+
+
+def table_tied_later(loop: Loop) -> State:
+    model = make_model()
+    optimizer = loop.wrap(sgd(model), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loop.loss(model, step)
+        if step in (2, 3):
+            loss = loss + 0.01 * model.words.weight.square().sum()
+        loss.backward()
+        optimizer.step()
+    return state_of(model)
+
+
+def compiled_step(loop: Loop) -> State:
+    model = make_model()
+    optimizer = loop.wrap(sgd(model), model)
+    step_compiled = torch.compile(optimizer.step, backend="eager")
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loop.loss(model, step).backward()
+        step_compiled()
+    return state_of(model)
+
+
+LOOPS: dict[str, Callable[[Loop], State]] = {
+    loop.__name__: loop
+    for loop in (
+        several_losses,
+        a_second_loss_from_step_3_on,
+        fewer_passes_at_last,
+        accumulation_without_sync,
+        batches_thrown_away,
+        batches_thrown_away_by_the_model,
+        gan,
+        gan_cleared_by_the_modules,
+        scaler_in_its_usual_order,
+        scaler_and_clipping,
+        clipping_from_a_hook,
+        progressive_unfreezing,
+        groups_added,
+        table_tied_later,
+        compiled_step,
+    )
+}
+
+# ── uneven inputs ───────────────────────────────────────────────────────────────────────────────
+
+UNEVEN = [2, 7]
+"""Batches by rank."""
+
+
+def uneven() -> State:
+    model = make_model()
+    optimizer = zps.DistributedOptimizer(sgd(model), model.named_parameters())
+    second = make_model()
+    other = zps.DistributedOptimizer(torch.optim.Adagrad(second.parameters(), lr=0.1))
+    with zps.join(optimizer, other):
+        for step in range(UNEVEN[zps.rank()]):
+            for each, its_model in ((optimizer, model), (other, second)):
+                each.zero_grad()
+                loss_of(its_model, step, zps.rank()).backward()
+                if step != 4:
+                    each.step()
+    return {
+        f"{number}.{name}": each
+        for number, its in enumerate((model, second))
+        for name, each in state_of(its).items()
+    }
+
+
+def uneven_in_one_process() -> State:
+    """Averages are divided by the number of all ranks."""
+    states = {}
+    for number, make in enumerate((sgd, lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1))):
+        model = make_model()
+        optimizer = make(model)
+        for step in range(max(UNEVEN)):
+            optimizer.zero_grad()
+            losses = [loss_of(model, step, rank) for rank in range(RANKS) if step < UNEVEN[rank]]
+            (torch.stack(losses).sum() / RANKS).backward()
+            if step != 4:
+                optimizer.step()
+        states |= {f"{number}.{name}": each for name, each in state_of(model).items()}
+    return states
+
+
+# ── ranks that differ ───────────────────────────────────────────────────────────────────────────
+
+
+def drops_alone() -> list[Any]:
+    """Rank 0 throws a batch away that rank 1 takes."""
+    model = make_model()
+    optimizer = zps.DistributedOptimizer(sgd(model), model.named_parameters())
+    outcomes = []
+    for step in range(4):
+        loss_of(model, step, 0).backward()
+        if step != 2 or zps.rank() == 1:
+            outcomes.append(attempt(optimizer.step))
+        optimizer.zero_grad()
+    return outcomes
+
+
+def passes_alone() -> list[Any]:
+    """Rank 0 runs backward twice in a later step."""
+    model = make_model()
+    optimizer = zps.DistributedOptimizer(sgd(model), model.named_parameters())
+    outcomes: list[Any] = []
+    for step in range(4):
+        if outcomes and isinstance(outcomes[-1], Raised):
+            break
+        loss_of(model, step, 0).backward()
+        if step == 2 and zps.rank() == 0:
+            loss_of(model, step, 0).backward()
+        outcomes.append(attempt(optimizer.step))
+        optimizer.zero_grad()
+    return outcomes
+
+
+def joins_in_another_order() -> Any:
+    models = [make_model(), make_model()]
+    optimizers = [zps.DistributedOptimizer(sgd(model)) for model in models]
+
+    def train() -> None:
+        with zps.join(*optimizers):
+            for number in (0, 1) if zps.rank() == 0 else (1, 0):
+                loss_of(models[number], 0, 0).backward()
+                optimizers[number].step()
+
+    return attempt(train)
+
+
+def misuse_of_join() -> dict[str, Any]:
+    optimizer = zps.DistributedOptimizer(sgd(make_model()))
+
+    def nested() -> None:
+        with zps.join(optimizer), zps.join(optimizer):
+            pass
+
+    def none() -> None:
+        with zps.join():
+            pass
+
+    def plain() -> None:
+        with zps.join(sgd(make_model())):  # type: ignore[arg-type]
+            pass
+
+    return {call.__name__: attempt(call) for call in (nested, none, plain)}
+
+
+def run_all() -> dict[str, Any]:
+    results: dict[str, Any] = {name: attempt(loop, Loop(alone=False)) for name, loop in LOOPS.items()}
+    results["uneven"] = attempt(uneven)
+    results["misuse of join"] = misuse_of_join()
+    results["drops alone"] = drops_alone()
+    results["joins"] = joins_in_another_order()
+    results["passes alone"] = passes_alone()
+    return results
+
+
+# ── in the test process ─────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def results() -> Iterator[list[dict[str, Any]]]:
+    # Small buckets, so that there are several; a short deadline, in case a rank waits for nothing.
+    settings = {"sync.bucket_bytes": 1024, "cluster.deadline_seconds": 5}
+    with Cluster(settings=settings) as cluster:
+        yield cluster.run(run_all)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loop_gives_what_one_process_gives(results: list[dict[str, Any]], name: str) -> None:
+    wanted = LOOPS[name](Loop(alone=True))
+    for outcome in results:
+        assert not isinstance(outcome[name], Raised), outcome[name]
+        assert_same(outcome[name], wanted)
+    first, second = (outcome[name] for outcome in results)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_ranks_whose_input_has_ended_step_with_the_others(results: list[dict[str, Any]]) -> None:
+    wanted = uneven_in_one_process()
+    for outcome in results:
+        assert not isinstance(outcome["uneven"], Raised), outcome["uneven"]
+        assert_same(outcome["uneven"], wanted)
+
+
+def test_misuse_of_join_is_refused(results: list[dict[str, Any]]) -> None:
+    for outcome in results:
+        errors = outcome["misuse of join"]
+        assert {error.kind for error in errors.values()} == {"UsageError"}
+        assert "no other join" in errors["nested"].text
+        assert "got none" in errors["none"].text
+        assert "got SGD" in errors["plain"].text
+
+
+def test_a_rank_that_alone_throws_a_batch_away_is_noticed_in_the_next_step(
+    results: list[dict[str, Any]],
+) -> None:
+    for outcome in results:
+        last = outcome["drops alone"][-1]
+        assert isinstance(last, Raised)
+        assert last.kind == "MismatchError"
+        assert "1 step(s) thrown away" in last.text
+
+
+def test_a_rank_that_alone_runs_backward_again_is_noticed(results: list[dict[str, Any]]) -> None:
+    for outcome in results:
+        last = outcome["passes alone"][-1]
+        assert isinstance(last, Raised)
+        assert last.kind == "DeadlineError"
+    assert "/outdated" in results[0]["passes alone"][-1].text
+    assert "rank(s) 1" in results[0]["passes alone"][-1].text
+
+
+def test_joins_that_step_in_another_order_are_refused(results: list[dict[str, Any]]) -> None:
+    for outcome in results:
+        assert outcome["joins"].kind == "MismatchError"
+        assert "rank 1 takes a step of optimizer 1" in outcome["joins"].text

@@ -1,0 +1,50 @@
+"""Modules of which training goes wrong on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from zenps.errors import UsageError
+from zenps.worker.training.hazards import check_modules
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_gradients_that_ddp_averages_are_refused() -> None:
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    ddp = DistributedDataParallel(model)
+    with pytest.raises(UsageError, match=r"DistributedDataParallel.*register_comm_hook"):
+        check_modules(list(model.parameters()))
+    check_modules(list(other.parameters()))
+    del ddp
+
+
+def test_tables_with_max_norm_are_refused() -> None:
+    tables = [nn.Embedding(9, 2, max_norm=1.0), nn.Embedding(9, 2)]
+    with pytest.raises(UsageError, match="max_norm"):
+        check_modules([table.weight for table in tables])
+    check_modules([tables[1].weight])
+
+
+def test_proxies_that_raise_are_no_modules() -> None:
+    class Proxy:
+        @property  # type: ignore[misc]
+        def __class__(self) -> type:
+            raise RuntimeError("not loaded yet")
+
+    proxies = [Proxy()]
+    check_modules([nn.Parameter(torch.zeros(1))])
+    assert proxies

@@ -1,0 +1,70 @@
+"""Optimizer step hook: a warning where an optimizer steps and no gradient was pushed.
+
+Frameworks that wrap the model themselves may ignore the communication hook that they are given, and say
+nothing. Then DDP averages gradients in its own way, or nobody does.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .process import PROCESS
+from .world import ClusterWorld
+
+logger = logging.getLogger("zenps.worker")
+
+# What a script needs, by the module of its framework. The first one that is imported counts: transformers
+# imports Accelerate.
+_REMEDIES = {
+    "lightning.pytorch": "pass strategy=zenps.lightning.Strategy() to Lightning's Trainer",
+    "transformers.trainer": "call trainer.add_callback(zenps.transformers.Callback(trainer))",
+    "accelerate": "after accelerator.prepare(), call model.register_comm_hook(CommHookState(), comm_hook)",
+    "": "wrap it in DistributedOptimizer, or call ddp.register_comm_hook(CommHookState(), comm_hook)",
+}
+
+# Optimizers may be stepped once to make their state.
+_STEPS = 2
+
+
+class StepHook:
+    """Counts the steps of all optimizers, until a gradient is pushed or the warning is given."""
+
+    def __init__(self) -> None:
+        self._world: ClusterWorld | None = None
+        self._steps = 0
+        self._is_registered = False
+
+    def watch(self) -> None:
+        """Begins to count, in the world that this process has joined."""
+        world = PROCESS.world
+        self._world, self._steps = None, 0
+        if not isinstance(world, ClusterWorld) or world.size == 1 or world.averages_models:
+            return
+        self._world = world
+        if not self._is_registered:
+            # Never removed: torch iterates over the hooks while it calls them.
+            register_optimizer_step_post_hook(self._after_step)
+            self._is_registered = True
+
+    def _after_step(self, _optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        world = self._world
+        if world is None or not PROCESS.has_world:
+            return
+        self._steps += 1
+        if not world.has_reduced and self._steps == _STEPS:
+            modules = (module for module in _REMEDIES if not module or module in sys.modules)
+            logger.warning(
+                "optimizers have stepped, but this worker of %d has pushed no gradient, and gets no averages "
+                "from ZenPS; %s (docs/frameworks.md)",
+                world.size,
+                _REMEDIES[next(modules)],
+            )
+        if world.has_reduced or self._steps == _STEPS:
+            self._world = None
+
+
+STEP_HOOK = StepHook()

@@ -1,0 +1,57 @@
+"""Hazards of a model: modules that would train wrongly on several ranks, found before anything is sent."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+from zenps.errors import UsageError
+
+_Table = nn.Embedding | nn.EmbeddingBag
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Checks that the optimizer steps once for each backward.
+
+    Raises:
+        UsageError: it evaluates its closure again, as LBFGS does.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError(
+            "LBFGS: expected an optimizer that steps once for each backward, got one whose line search "
+            "evaluates the loss of this rank alone; use another optimizer, such as SGD or Adam"
+        )
+
+
+def check_modules(parameters: Collection[Parameter]) -> None:
+    """Checks the modules that have these parameters.
+
+    Raises:
+        UsageError: an embedding has ``max_norm``, or DistributedDataParallel averages the gradients, too.
+    """
+    own = set(parameters)
+    for module in _modules():
+        if isinstance(module, _Table):
+            if module.max_norm is not None and module.weight in own:
+                raise UsageError(
+                    f"{module}: max_norm changes the weights in forward, only in the rows that this rank "
+                    "looks up, so ranks would diverge; leave max_norm out, and limit norms after step()"
+                )
+        elif not own.isdisjoint(module.parameters()):
+            raise UsageError(
+                "DistributedDataParallel averages gradients of this DistributedOptimizer, too; use one of "
+                "them: the plain model with DistributedOptimizer, or DDP with ddp.register_comm_hook("
+                "zps.CommHookState(), zps.comm_hook) and the plain optimizer"
+            )
+
+
+def _modules() -> Iterator[_Table | DistributedDataParallel]:
+    """Returns all living modules of these kinds: a parameter does not know the modules that have it."""
+    kinds = (nn.Embedding, nn.EmbeddingBag, DistributedDataParallel)
+    # By type, not isinstance: that would evaluate the __class__ of lazy proxies of other libraries.
+    return (each for each in gc.get_objects() if issubclass(type(each), kinds))

@@ -1,0 +1,102 @@
+"""Join: ranks whose inputs have ended take part in the steps of the others until all have ended.
+
+As ``torch.distributed.algorithms.Join``. Before each step of an optimizer, the ranks tell each other in a
+small round which optimizer steps, or that their input has ended. A rank whose input has ended then steps the
+same optimizer, without gradients of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from zenps.errors import MismatchError, UsageError, listing
+
+from ..process import PROCESS
+from .allgather import allgather_int
+from .optimizer import DistributedOptimizer
+
+
+@contextlib.contextmanager
+def join(*optimizers: DistributedOptimizer) -> Iterator[None]:
+    """Context for a loop over an input that is longer on some ranks than on others::
+
+        with zps.join(optimizer):
+            for batch in loader:
+                loss(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    A rank that leaves the block steps with the averages of the others until all have left it, so that weights
+    stay equal. It contributes nothing, and averages are still divided by the number of all ranks, as by
+    default under torch's ``Join``. Each step costs one small round more. If the block is left by an
+    exception, this returns at once.
+
+    Args:
+        optimizers: all that step in the block, in the same order on all ranks.
+
+    Raises:
+        UsageError: there is none, one is no DistributedOptimizer or in another ``join`` already, or
+            ``sync.consistency = ds-sync`` averages models.
+        MismatchError: ranks step different optimizers at the same time.
+    """
+    for optimizer in optimizers:
+        if not isinstance(optimizer, DistributedOptimizer):
+            raise UsageError(f"join: expected DistributedOptimizers, got {type(optimizer).__name__}")
+    if not optimizers:
+        raise UsageError("join: expected the optimizers that step in this block, got none")
+    if PROCESS.world.averages_models:
+        raise UsageError(
+            "join: expected gradients to be averaged, got sync.consistency = ds-sync, which averages models; "
+            "use bsp"
+        )
+    rounds = _Rounds(optimizers)
+    with contextlib.ExitStack() as stack:
+        for number, optimizer in enumerate(optimizers):
+            stack.enter_context(optimizer.announcing(rounds.announcer(number)))
+        yield
+    while (step := rounds.next()) is not None:
+        step.optimizer.step_for_others(is_dropped=step.is_dropped)
+
+
+class _Step(NamedTuple):
+    """What the ranks do next whose input has not ended."""
+
+    optimizer: DistributedOptimizer
+    is_dropped: bool
+    """True if ``zero_grad()`` throws the step away."""
+
+
+class _Rounds:
+    """The rounds in which ranks say what they do next."""
+
+    def __init__(self, optimizers: Sequence[DistributedOptimizer]) -> None:
+        self._optimizers = optimizers
+        self._name = PROCESS.new_prefix("join")
+
+    def announcer(self, number: int) -> Callable[[bool], None]:
+        """Returns a function that tells the others what this rank does with an optimizer."""
+
+        def announce(is_dropped: bool) -> None:
+            self._tell(1 + 2 * number + is_dropped)
+
+        return announce
+
+    def next(self) -> _Step | None:
+        """Tells the others that this rank's input has ended; returns what they do, or None if theirs has,
+        too.
+        """
+        said = self._tell(0)
+        number, is_dropped = divmod(said - 1, 2)
+        return _Step(self._optimizers[number], bool(is_dropped)) if said else None
+
+    def _tell(self, said: int) -> int:
+        by_rank = allgather_int(said, f"{self._name}/next")
+        if len(set(by_rank.values())) > 1:
+            ranks = [
+                f"rank {rank} {'drops' if (each - 1) % 2 else 'takes'} a step of optimizer {(each - 1) // 2}"
+                for rank, each in by_rank.items()
+            ]
+            raise MismatchError(f"join: expected the same step on all ranks, but {listing(ranks)}")
+        return min(by_rank.values(), default=0)

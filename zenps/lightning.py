@@ -1,0 +1,27 @@
+"""Lightning strategy: DistributedDataParallel whose gradients go over ZenPS.
+
+Lightning registers the communication hook that ``DDPStrategy`` is given on a GPU only, and says nothing.
+"""
+
+from __future__ import annotations
+
+from lightning.pytorch.strategies import DDPStrategy
+
+from zenps.worker.training.ddp import CommHookState, comm_hook
+
+__all__ = ["Strategy"]
+
+
+class Strategy(DDPStrategy):
+    """``DDPStrategy`` with :func:`zenps.comm_hook`: ``Trainer(strategy=Strategy())``.
+
+    Call ``zenps.init()`` before ``Trainer.fit``. Arguments are those of ``DDPStrategy``, without a hook.
+
+    Raises:
+        ZenPSError: from ``Trainer.fit``, as :func:`zenps.comm_hook` describes.
+    """
+
+    def configure_ddp(self) -> None:
+        """Wraps the model in ``DistributedDataParallel``, with the hook."""
+        super().configure_ddp()
+        self.model.register_comm_hook(CommHookState(), comm_hook)
