@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -61,3 +63,18 @@ def test_dropped_state_frees_its_residuals(monkeypatch: pytest.MonkeyPatch) -> N
     del state, residuals
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def test_a_copy_is_a_state_of_its_own(duplicate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frameworks copy their arguments; an averaged model copies all of a model, perhaps on one rank."""
+    world, state = FakeWorld(), CommHookState()
+    monkeypatch.setattr(PROCESS, "_world", world)
+    duplicate(state)  # never used: it takes no prefix
+    used, next_state = duplicate(state), CommHookState()
+    for each in (state, used, next_state):
+        comm_hook(each, FakeBucket(nn.Parameter(torch.zeros(3)))).wait()  # type: ignore[arg-type]
+    first, second, third = (int(name.partition("/")[0].removeprefix("ddp")) for name in world.requests)
+    assert (second, third) == (first + 2, first + 1)
+    residuals = {id(request.options.residuals) for request in world.requests.values()}
+    assert len(residuals) == 3
