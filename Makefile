@@ -3,7 +3,8 @@ PARTITION ?= balanced
 BIN       ?= .venv/bin
 
 .PHONY: demo test check bench test-long test-monitoring test-browser test-hosts test-docker test-frameworks \
-        test-package docs figures fuzz soak simulate chaos test-gpu bench-gpu bench-kernels bench-net bench-convergence
+        test-upstream test-package docs figures fuzz soak simulate chaos test-gpu bench-gpu bench-kernels bench-net \
+        bench-convergence
 
 demo: .venv/installed
 	$(BIN)/zenps launch --workers 2 --servers 2 --set sync.partition=$(PARTITION) -- $(BIN)/python examples/lstm_lm.py
@@ -93,6 +94,10 @@ docs: .venv/docs
 figures: .venv/installed
 	$(BIN)/python benchmarks/figures.py
 	$(MAKE) test-browser SCREENSHOT=docs/status.png
+
+# Horovod's own tests and BytePS's own examples: SOURCES is a folder with checkouts horovod and byteps.
+test-upstream: .venv/installed
+	ZENPS_TEST_UPSTREAM=$(SOURCES) $(BIN)/pytest tests/migration
 
 # The two below need a CUDA device. `make test-gpu BIN=…` takes another environment than .venv.
 KERNELS  := bitmap_codec bitmap_compact hash_compact place scan_compact scatter sort_compact

@@ -25,6 +25,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "keys observe",
         "wire",
         "worker server scheduler",
+        "horovod",
+        "byteps",
         "cli lightning ray transformers",
     ),
     "zenps.kernels": ("base", "cpu gpu", "native", "*"),
@@ -50,10 +52,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "zenps.cli": ("*", "doctor health launch", "printing", "plan", "commands", "__main__"),
 }
 
-# These alone name a role.
+# These, and what lies in them, alone name a role.
 ENTRY_POINTS = (
     *("zenps.__init__", "zenps.cli.commands"),
-    *("zenps.lightning", "zenps.ray", "zenps.transformers"),
+    *("zenps.horovod", "zenps.byteps", "zenps.lightning", "zenps.ray", "zenps.transformers"),
 )
 
 # Third-party packages that a role does without.
@@ -192,7 +194,7 @@ def breach_of_roles(tree: Tree, module: str, name: str) -> str | None:
     if imported in ROLES and imported != importer:
         if importer in ROLES:
             return "roles meet only through zenps.wire"
-        if importer and module not in ENTRY_POINTS:
+        if importer and not lies_in(module, ENTRY_POINTS):
             return f"only {', '.join(ENTRY_POINTS)} name a role"
     return None
 

@@ -17,7 +17,7 @@ from tests.tree import ROLES, ROOT, base, modules, outside, parsed
 
 # What applications import, and what a strategy, codec or kernel backend of one's own subclasses.
 PUBLIC = {
-    *("zenps", "zenps.worker", "zenps.errors"),
+    *("zenps", "zenps.worker", "zenps.errors", "zenps.horovod", "zenps.byteps"),
     *("zenps.lightning", "zenps.ray", "zenps.transformers"),
     *("zenps.partition.strategies", "zenps.partition.strategies.base"),
     *("zenps.codecs.base", "zenps.kernels.base"),

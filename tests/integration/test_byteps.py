@@ -1,0 +1,201 @@
+"""BytePS's names on a cluster. BytePS's own examples are in tests/migration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zenps as zps
+import zenps.byteps as bps
+from tests.integration.cluster import Cluster, Raised, attempt
+
+
+def push_pulls() -> dict[str, Any]:
+    numbers = torch.tensor([[-3, 1], [0, 2]][bps.rank()])
+    first, second = numbers.float(), numbers.clone()
+    handle = bps.push_pull_async(numbers, False, "named", 0, 5)
+    unnamed = bps.byteps_push_pull(first)
+    weight = torch.ones(2, requires_grad=True)
+    (bps.push_pull(weight, False, "graph") * (1 + bps.rank())).sum().backward()
+    return {
+        "asynchronous": bps.synchronize(handle),
+        "polled": bps.poll(handle),
+        "in place, later": [bps.synchronize(unnamed) is first, first],
+        "in place": [bps.push_pull_inplace(second) is second, second],
+        "fp16": bps.push_pull(numbers.double(), name="half", compression=bps.Compression.fp16),
+        "gradient": weight.grad,
+        "declared": bps.declare("named"),
+        "no name": attempt(bps.push_pull, numbers),
+        "shape": attempt(bps.push_pull, torch.ones(2 + bps.rank()), name="shape"),
+    }
+
+
+def broadcasts() -> dict[str, Any]:
+    torch.manual_seed(bps.rank())
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=[0.5, 0.25][bps.rank()], betas=(0.5, 0.75))
+    bps.broadcast_parameters(model.state_dict(), root_rank=1)
+    bps.broadcast_parameters([torch.ones(1), torch.ones(2)], root_rank=0)
+    bps.broadcast_optimizer_state(optimizer, root_rank=1)
+    group = optimizer.param_groups[0]
+    return {
+        "weight": model.weight.detach(),
+        "hyperparameters": [group["lr"], group["betas"]],
+        "object": bps.broadcast_object((bps.rank(), {"nothing": None}), 1, "mine"),
+    }
+
+
+def step_after_synchronize() -> Tensor:
+    """As BytePS's documentation has it: synchronize, clip, and step outside of skip_synchronize."""
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = bps.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("weight", weight)])
+    (weight * (2.0 + 2.0 * bps.rank())).sum().backward()
+    optimizer.synchronize()
+    nn.utils.clip_grad_value_([weight], 2.5)
+    optimizer.step()
+    return weight.detach()
+
+
+class Model(nn.Module):
+    """Sparse and dense gradients, a buffer, and a branch that one rank does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(6, 2, sparse=True)
+        self.norm = nn.BatchNorm1d(2)
+        self.branch = nn.Linear(2, 2)
+
+    def forward(self, rows: Tensor, takes_branch: bool) -> Tensor:
+        hidden: Tensor = self.norm(self.table(rows))
+        output: Tensor = self.branch(hidden) if takes_branch else hidden
+        return output
+
+
+def parallel() -> dict[str, Any]:
+    torch.manual_seed(bps.rank())
+    model = bps.DistributedDataParallel(Model(), device_ids=[None])
+    rows = torch.tensor([[0, 1], [2, 3 + bps.rank()]])
+    with model.no_sync():
+        model(rows, True).square().sum().backward()
+    model(rows, bps.rank() == 0).square().sum().backward()
+    averages = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    if bps.rank() == 0:
+        model(rows, True).square().sum().backward()
+    else:
+        model(rows, True)
+        model.synchronize()
+    halves = model.module.branch.weight.grad
+    with torch.no_grad():
+        model.eval()(rows, True)
+    return {"averages": averages, "halves": halves, "mean": model.module.norm.running_mean}
+
+
+def refusals() -> dict[str, Any]:
+    weight = nn.Parameter(torch.zeros(1))
+    return {
+        "staleness": attempt(bps.DistributedOptimizer, torch.optim.SGD([weight]), staleness=1),
+        "device_ids": attempt(bps.DistributedDataParallel, nn.Linear(1, 1), [0, 1]),
+        "suspend": attempt(bps.suspend),
+        "resume": attempt(bps.resume, 2, 1, 0),
+    }
+
+
+def everything() -> dict[str, Any]:
+    bps.init()
+    functions = (push_pulls, broadcasts, step_after_synchronize, parallel, refusals)
+    return {function.__name__: function() for function in functions}
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    with Cluster(servers=1) as cluster:
+        return cluster.run(everything)
+
+
+def test_push_pulls(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        got = result["push_pulls"]
+        assert got["asynchronous"].tolist() == [-3, 3]
+        assert got["polled"]
+        assert got["in place, later"][0]
+        assert got["in place, later"][1].tolist() == [-1.5, 1.5]
+        assert got["in place"][0]
+        assert got["in place"][1].tolist() == [-1, 1]  # towards zero
+        assert got["fp16"].tolist() == [-1.5, 1.5]
+        assert got["fp16"].dtype == torch.float64
+        assert got["gradient"].tolist() == [3, 3]
+        assert got["declared"] == 0
+        assert got["no name"].kind == "UsageError"
+        assert got["shape"].kind == "MismatchError"
+
+
+def test_broadcasts(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        got = result["broadcasts"]
+        assert torch.equal(got["weight"], results[1]["broadcasts"]["weight"])
+        assert got["hyperparameters"] == [0.25, (0.5, 0.75)]
+        assert got["object"] == (1, {"nothing": None})
+
+
+def test_step_after_synchronize(results: list[dict[str, Any]]) -> None:
+    # The average is 3, and clipped to 2.5.
+    assert [result["step_after_synchronize"].tolist() for result in results] == [[-2.5] * 3] * 2
+
+
+def test_parallel(results: list[dict[str, Any]]) -> None:
+    """Gradients are averages of what each rank would have had alone, over two passes."""
+    alone = {name: torch.zeros(parameter.shape) for name, parameter in Model().named_parameters()}
+    torch.manual_seed(0)
+    for rank in (0, 1):
+        torch.manual_seed(0)
+        model = Model()  # both have the weights of rank 0
+        rows = torch.tensor([[0, 1], [2, 3 + rank]])
+        for takes_branch in (True, rank == 0):
+            model(rows, takes_branch).square().sum().backward()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                alone[name] += parameter.grad.to_dense() / 2
+    for result in results:
+        got = result["parallel"]
+        for name, average in got["averages"].items():
+            assert average.is_sparse == name.endswith("table.weight")
+            torch.testing.assert_close(average.to_dense(), alone[name.removeprefix("module.")])
+        assert got["halves"].abs().sum() > 0
+        assert torch.equal(got["halves"], results[0]["parallel"]["halves"])
+
+
+def test_refusals(results: list[dict[str, Any]]) -> None:
+    expected = {
+        "staleness": "set sync.consistency = ssp and sync.staleness",
+        "device_ids": "expected one",
+        "suspend": "suspend: a job is not paused",
+        "resume": "resume: a job is not paused",
+    }
+    for result in results:
+        for case, text in expected.items():
+            raised = result["refusals"][case]
+            assert isinstance(raised, Raised)
+            assert raised.kind == "UsageError"
+            assert text in raised.text
+
+
+def test_alone() -> None:
+    """Without a cluster, as when a script is tried out."""
+    import zenps.horovod as hvd
+
+    hvd.init()
+    try:
+        assert (hvd.rank(), hvd.size(), hvd.cross_size(), hvd.join()) == (0, 1, 1, 0)
+        assert hvd.allreduce(torch.tensor([3])).tolist() == [3]
+        assert hvd.allgather_object((1,)) == [(1,)]
+        assert bps.push_pull(torch.tensor([3.0]), name="x").tolist() == [3]
+        model = bps.DistributedDataParallel(nn.Linear(1, 1))
+        model(torch.ones(1, 1)).sum().backward()
+        assert model.module.weight.grad.tolist() == [[1]]
+    finally:
+        hvd.shutdown()
+    assert not zps.is_initialized()

@@ -1,0 +1,239 @@
+"""Horovod's names on a cluster. Horovod's own tests are in tests/migration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zenps.horovod as hvd
+from tests.integration.cluster import Cluster, Raised, attempt
+
+LOOPS = {0: 5, 1: 2, 2: 3}
+"""How many batches each rank has."""
+
+
+def reductions() -> dict[str, Any]:
+    numbers = torch.tensor([[-3, 1, 7], [0, 2, 2]][hvd.rank()], dtype=torch.int32)
+    ops = {op.name: op for op in (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product)}
+    in_place = numbers.clone()
+    return {
+        **{name: hvd.allreduce(numbers, op=op) for name, op in ops.items()},
+        "old average": hvd.allreduce(numbers, False),
+        "prescaled": hvd.allreduce(numbers, op=hvd.Sum, prescale_factor=0.5),
+        "postscaled": hvd.allreduce(numbers.float(), op=hvd.Sum, postscale_factor=0.5),
+        "fp16": hvd.allreduce(numbers.double(), name="compressed", compression=hvd.Compression.fp16),
+        "in place": [hvd.allreduce_(in_place, op=hvd.Sum) is in_place, in_place],
+        "group": hvd.grouped_allreduce([numbers, numbers.float()], op=hvd.Sum),
+        "no group": hvd.grouped_allreduce([]),
+        "sparse": hvd.sparse_allreduce_async(numbers.float().to_sparse(), "sparse", hvd.Average)(),
+    }
+
+
+def gathers() -> dict[str, Any]:
+    own = torch.full((1 + hvd.rank(), 2), float(hvd.rank()))
+    in_place = own[0].clone()
+    handle = hvd.allgather_async(own, "asynchronous")
+    objects = {"tuple": (1, {2, 3}), (4, "key"): torch.tensor([[1.5]]), "rank": hvd.rank()}
+    return {
+        "allgather": hvd.allgather(own),
+        "asynchronous": hvd.synchronize(handle),
+        "same handle": hvd.synchronize(handle),
+        "polled": hvd.poll(handle),
+        "broadcast": hvd.broadcast(own[0], 1),
+        "in place": [hvd.broadcast_(in_place, 1) is in_place, in_place],
+        "object": hvd.broadcast_object(objects, 1),
+        "objects": hvd.allgather_object((hvd.rank(), None)),
+    }
+
+
+def gradients() -> dict[str, Tensor]:
+    results: dict[str, Tensor] = {}
+    calls: dict[str, Any] = {
+        "sum": lambda tensor: hvd.allreduce(tensor, op=hvd.Sum),
+        "group": lambda tensor: hvd.grouped_allreduce([tensor], average=True)[0],
+        "gather": hvd.allgather,
+        "broadcast": lambda tensor: hvd.broadcast(tensor, 1),
+    }
+    for name, call in calls.items():
+        tensor = torch.ones(2, requires_grad=True)
+        (call(tensor) * (1 + hvd.rank())).sum().backward()
+        assert tensor.grad is not None
+        results[name] = tensor.grad
+    return results
+
+
+def refusals() -> dict[str, Any]:
+    number = torch.ones(1)
+    largest = torch.ones(1, requires_grad=True)
+    return {
+        "adasum": attempt(hvd.allreduce, number, op=hvd.Adasum),
+        "both": attempt(hvd.allreduce, number, average=True, op=hvd.Sum),
+        "no op": attempt(hvd.allreduce, number, op=1),
+        "process set": attempt(hvd.allreduce, number, process_set=object()),
+        "alltoall": attempt(getattr, hvd, "alltoall"),
+        "typo": attempt(getattr, hvd, "alreduce"),
+        "max has no gradient": attempt(hvd.allreduce(largest, op=hvd.Max).backward),
+        "optimizer": attempt(hvd.DistributedOptimizer, torch.optim.SGD([largest]), op=hvd.Max),
+        "comm": attempt(hvd.init, comm=object()),
+        "object": attempt(hvd.broadcast_object, object(), 1),
+        "shape": attempt(hvd.allreduce, torch.ones(2 + hvd.rank())),
+        "op differs": attempt(hvd.allreduce, number, op=[hvd.Min, hvd.Max][hvd.rank()]),
+        "root differs": attempt(hvd.broadcast, number, hvd.rank()),
+        "rows differ": attempt(hvd.allgather, torch.ones(1, 2 + hvd.rank())),
+        "afterwards": hvd.allreduce(number, op=hvd.Sum),
+    }
+
+
+def identity() -> tuple[object, ...]:
+    return hvd.rank(), hvd.size(), hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous(), hvd.mpi_built()
+
+
+def everything() -> dict[str, Any]:
+    hvd.init()
+    hvd.init()
+    functions = (reductions, gathers, gradients, refusals, identity)
+    return {function.__name__: function() for function in functions}
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    with Cluster(servers=1) as cluster:
+        return cluster.run(everything)
+
+
+def test_reductions(results: list[dict[str, Any]]) -> None:
+    expected = {
+        "AVERAGE": [-1, 1, 4],  # towards zero
+        "SUM": [-3, 3, 9],
+        "MIN": [-3, 1, 2],
+        "MAX": [0, 2, 7],
+        "PRODUCT": [0, 2, 14],
+        "old average": [-3, 3, 9],
+        "prescaled": [-1, 1, 4],
+        "postscaled": [-1.5, 1.5, 4.5],
+        "fp16": [-1.5, 1.5, 4.5],
+    }
+    for result in results:
+        got = result["reductions"]
+        assert {name: got[name].tolist() for name in expected} == expected
+        assert got["AVERAGE"].dtype == torch.int32
+        assert got["fp16"].dtype == torch.float64
+        assert got["in place"][0]
+        assert got["in place"][1].tolist() == [-3, 3, 9]
+        assert [one.tolist() for one in got["group"]] == [[-3, 3, 9]] * 2
+        assert got["no group"] == []
+        assert got["sparse"].to_dense().tolist() == [-1.5, 1.5, 4.5]
+
+
+def test_gathers(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        got = result["gathers"]
+        for name in ("allgather", "asynchronous", "same handle"):
+            assert got[name].tolist() == [[0, 0], [1, 1], [1, 1]]
+        assert got["polled"]
+        assert got["broadcast"].tolist() == [1, 1]
+        assert got["in place"][0]
+        assert got["in place"][1].tolist() == [1, 1]
+        assert got["object"] == {"tuple": (1, {2, 3}), (4, "key"): torch.tensor([[1.5]]), "rank": 1}
+        assert got["objects"] == [(0, None), (1, None)]
+
+
+def test_gradients(results: list[dict[str, Any]]) -> None:
+    # The gradients that the ranks have are 1 and 2.
+    got = [{name: one.tolist() for name, one in result["gradients"].items()} for result in results]
+    both = {"sum": [3, 3], "group": [1.5, 1.5], "gather": [1.5, 1.5]}
+    assert got == [{**both, "broadcast": [0, 0]}, {**both, "broadcast": [1.5, 1.5]}]
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "text"),
+    [
+        ("adasum", "UsageError", "use Average or Sum"),
+        ("both", "UsageError", "got both"),
+        ("no op", "UsageError", "op 1: expected Average, Sum, Min, Max or Product"),
+        ("process set", "UsageError", "expected global_process_set"),
+        ("alltoall", "AttributeError", "no alltoall: use allgather, and select the rows"),
+        ("typo", "AttributeError", "'alreduce'; it has: "),
+        ("max has no gradient", "UsageError", "pass tensor.detach()"),
+        ("optimizer", "UsageError", "expected Average or Sum"),
+        ("comm", "UsageError", "one group, that of all workers"),
+        ("object", "UsageError", "expected plain data"),
+        ("shape", "MismatchError", "(3,)"),
+        ("op differs", "MismatchError", "max"),
+        ("root differs", "MismatchError", "rank 1"),
+        ("rows differ", "MismatchError", "(3,)"),
+    ],
+)
+def test_refusals(results: list[dict[str, Any]], case: str, kind: str, text: str) -> None:
+    for result in results:
+        raised = result["refusals"][case]
+        assert isinstance(raised, Raised)
+        assert raised.kind == kind
+    assert any(text in result["refusals"][case].text for result in results), raised.text
+    assert all(result["refusals"]["afterwards"].item() == 2 for result in results)
+
+
+def test_identity(results: list[dict[str, Any]]) -> None:
+    assert [result["identity"] for result in results] == [(rank, 2, 0, 1, True, False) for rank in (0, 1)]
+
+
+def train_and_join() -> dict[str, Any]:
+    """Ranks have different numbers of batches, and average a number in each of them."""
+    hvd.init()
+    model = torch.nn.Embedding(9, 2, sparse=True)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters()
+    )
+    averages = []
+    for batch in range(LOOPS[hvd.rank()]):
+        optimizer.zero_grad()
+        model(torch.tensor([batch])).sum().backward()
+        optimizer.step()
+        averages.append(hvd.allreduce(torch.tensor([6.0])).item())
+    last = hvd.join()
+    again = hvd.join()
+    return {"weight": model.weight.detach(), "averages": averages, "last": last, "again": again}
+
+
+def join_others() -> dict[str, Any]:
+    """Rank 2 joins while the others make calls in which it cannot take part."""
+    hvd.init()
+    results = {}
+    for case in ("gather", "order"):
+        if hvd.rank() == 2:
+            results[case] = attempt(hvd.join)
+            if case == "order":
+                return results
+            continue
+        name = f"of rank {hvd.rank()}" if case == "order" else None
+        call = hvd.allgather if case == "gather" else hvd.allreduce
+        results[case] = attempt(call, torch.ones(1), name=name)
+        if case == "gather":
+            hvd.join()
+    return results
+
+
+def join_in_turn() -> dict[str, Any]:
+    return train_and_join() | {"others": join_others()}
+
+
+def test_join() -> None:
+    with Cluster(workers=3, servers=1, settings={"cluster.deadline_seconds": 10}) as cluster:
+        workers = [cluster.start(join_in_turn, rank=rank) for rank in range(3)]
+        results = [worker.result() for worker in workers]
+    taken = [sum(batch < batches for batches in LOOPS.values()) for batch in range(9)]
+    for rank, result in enumerate(results):
+        assert torch.allclose(result["weight"], -torch.tensor(taken).float()[:, None].expand(9, 2) / 3)
+        assert result["averages"] == [2.0 * taken[batch] for batch in range(LOOPS[rank])]
+        assert result["last"] == 0
+        assert result["again"] in range(3)
+        others = result["others"]
+        assert others["order"].kind == "MismatchError"
+        assert "rank(s) 2 have called join(); expected the others to make" in others["order"].text
+        if rank < 2:
+            assert others["gather"].kind == "UsageError"
+            assert "call join() on this rank, too" in others["gather"].text

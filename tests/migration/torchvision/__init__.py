@@ -1,0 +1,1 @@
+"""What BytePS's examples use of torchvision, small and without a download."""

@@ -1,0 +1,123 @@
+"""push_pull by BytePS's names and argument order, asynchronous and in place."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from zenps.errors import UsageError
+from zenps.horovod.compression import Compression, Compressor
+from zenps.horovod.reduction import Reduction
+
+UNNAMED: Final = 8192
+"""How many unnamed tensors have names of their own. Then names repeat, for nodes remember each name."""
+
+_unnamed = itertools.count()
+
+
+class Handle:
+    """The result of an asynchronous push_pull, for :func:`synchronize`."""
+
+    def __init__(self, reduction: Reduction, output: Tensor | None) -> None:
+        self._reduction = reduction
+        self._output = output
+        self._result: Tensor | None = None
+
+    def done(self) -> bool:
+        """Returns whether :meth:`wait` would return at once."""
+        return self._reduction.done()
+
+    def wait(self) -> Tensor:
+        """Returns the result: a new tensor, or the one that is overwritten. May be called repeatedly."""
+        if self._result is None:
+            result = self._reduction.wait()
+            with torch.no_grad():
+                self._result = result if self._output is None else self._output.copy_(result)
+        return self._result
+
+
+def push_pull_async(
+    tensor: Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0
+) -> Handle:
+    """Begins to average or sum a tensor over all ranks; the result comes from :func:`synchronize`.
+
+    Args:
+        tensor: as :func:`zenps.push_pull` takes it, dense or sparse COO.
+        average: divide by the number of ranks; averages of integers are rounded towards zero.
+        name: the same on all ranks. Without one, a counter names the tensor.
+        version: not needed here.
+        priority: as :func:`zenps.push_pull_async` takes it.
+
+    Raises:
+        TensorError, UsageError: as :func:`zenps.push_pull_async`.
+    """
+    return _begin(tensor, average, name, priority, None)
+
+
+def push_pull_async_inplace(
+    tensor: Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0
+) -> Handle:
+    """Begins a push_pull in place: ``tensor`` is overwritten by :func:`synchronize`."""
+    return _begin(tensor, average, name, priority, tensor)
+
+
+def push_pull_inplace(
+    tensor: Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0
+) -> Tensor:
+    """Averages or sums in place; returns ``tensor``. Arguments are those of :func:`push_pull_async`."""
+    return push_pull_async_inplace(tensor, average, name, version, priority).wait()
+
+
+def push_pull(
+    tensor: Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0,
+    compression: type[Compressor] = Compression.none,
+) -> Tensor:  # fmt: skip
+    """Returns the average or sum of a tensor over all ranks. Autograd reduces gradients in the same way.
+
+    Arguments are those of :func:`push_pull_async`; ``compression`` says how the tensor travels.
+
+    Raises:
+        UsageError: no ``name`` is given, or it is in flight.
+        MismatchError, DeadlineError, PeerLostError, TensorError: as :func:`zenps.push_pull`.
+    """
+    if name is None:
+        raise UsageError("push_pull: expected a name, the same on all ranks; pass name=…")
+    compressed, context = compression.compress(tensor)
+    result = _PushPull.apply(compressed, average, name, priority)  # type: ignore[no-untyped-call]
+    return compression.decompress(result, context)
+
+
+def poll(handle: Handle) -> bool:
+    """Returns whether :func:`synchronize` would return at once."""
+    return handle.done()
+
+
+def synchronize(handle: Handle) -> Tensor:
+    """Waits for the result of an asynchronous push_pull. Errors are those of :func:`zenps.push_pull`."""
+    return handle.wait()
+
+
+def declare(name: str) -> int:
+    """Does nothing and returns 0: here tensors need not be declared in the same order on all ranks."""
+    return 0
+
+
+def _begin(tensor: Tensor, average: bool, name: str | None, priority: int, output: Tensor | None) -> Handle:
+    own = f"noname/{next(_unnamed) % UNNAMED}" if name is None else name
+    return Handle(Reduction(tensor, f"byteps/{own}", average=average, priority=priority), output)
+
+
+class _PushPull(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, average: bool, name: str, priority: int) -> Tensor:
+        ctx.arguments = average, name, priority
+        return _begin(tensor, average, name, priority, None).wait()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        average, name, priority = ctx.arguments
+        return _begin(gradient, average, name, priority, None).wait(), None, None, None

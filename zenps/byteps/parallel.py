@@ -1,0 +1,95 @@
+"""DistributedDataParallel of BytePS: a module whose gradients are averages once backward has ended."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zenps import worker
+from zenps.errors import UsageError
+from zenps.horovod.compression import Compression, Compressor, warn_of_optimizer
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """Wraps a module: at the end of each backward, its gradients are averages over all ranks.
+
+    All ranks construct it at the same point, where they get the parameters and buffers of rank 0. A gradient
+    that this rank has not computed counts as zeros, so that ``synchronize()`` need not be called for an
+    unused branch.
+
+    Args:
+        module: whose parameters are trained; it may have sparse gradients.
+        device_ids: at most one, that of the module.
+        broadcast_buffers: before each forward that computes gradients, overwrite the buffers with those of
+            rank 0.
+        compression: has no effect here, and a warning says so: ``sync.values`` quantizes gradients.
+
+    Raises:
+        UsageError: there are several ``device_ids``.
+        MismatchError: the ranks' parameters differ.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: Sequence[int | torch.device | None] | None = None,
+        broadcast_buffers: bool = True,
+        compression: type[Compressor] = Compression.none,
+    ) -> None:
+        super().__init__()
+        if device_ids is not None and len(device_ids) > 1:
+            raise UsageError(
+                f"device_ids = {device_ids}: expected one, that of the module; start a worker for each"
+            )
+        warn_of_optimizer(compression)
+        self.module = module
+        self.broadcast_buffers = broadcast_buffers
+        worker.broadcast_parameters(module.state_dict(), 0)
+        # It steps nothing: of an optimizer, only the averages are needed.
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._optimizer = worker.DistributedOptimizer(
+            torch.optim.SGD(parameters, lr=0.0), module.named_parameters()
+        )
+        self._synchronizes = True
+        self._is_awaited = False
+        """Whether the averages are awaited at the end of the backward that runs."""
+        self._is_synchronized = False
+        """Whether the gradients since the last forward are averages."""
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._await_end)  # type: ignore[no-untyped-call]
+
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
+        self._is_synchronized = False
+        buffers = dict(self.module.named_buffers())
+        if self.broadcast_buffers and buffers and torch.is_grad_enabled():
+            worker.broadcast_parameters(buffers, 0)
+        return self.module(*inputs, **named_inputs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context in which backward only adds up gradients. A later backward averages them, too."""
+        before, self._synchronizes = self._synchronizes, False
+        try:
+            with self._optimizer.no_sync():
+                yield
+        finally:
+            self._synchronizes = before
+
+    def synchronize(self) -> None:
+        """Replaces gradients by averages if backward has not: where it computed none on this rank."""
+        if not self._is_synchronized:
+            self._end()
+
+    def _await_end(self, _: Tensor) -> None:
+        """Has the averages awaited at the end of this backward."""
+        if self._synchronizes and not self._is_awaited:
+            self._is_awaited = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        self._is_awaited, self._is_synchronized = False, True
+        self._optimizer.synchronize()

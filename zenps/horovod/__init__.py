@@ -1,0 +1,162 @@
+"""Horovod's interface for PyTorch, on ZenPS: ``import zenps.horovod as hvd``.
+
+Names, argument orders and defaults are those of Horovod 0.28. What differs:
+
+- Nothing is pickled: objects are plain data, tuples, sets and tensors.
+- Calls that have a ``join()`` to reckon with take one small round more. While a rank has joined, the others
+  make their calls in the same order.
+- allgather, broadcast, and allreduce by Min, Max and Product begin when their results are waited for, in the
+  order of the calls; these three allreduces gather the tensors of all ranks on every rank.
+- Process sets, Adasum, alltoall, reducescatter and ``hvd.elastic`` have no counterpart; to use one says what
+  to do.
+
+docs/migration.md has every name.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from zenps.worker import api as _api
+from zenps.worker.api import is_initialized, local_rank, local_size, rank, size
+
+from .compression import Compression
+from .functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    join,
+)
+from .gathering import (
+    allgather_async,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather_async,
+)
+from .gradients import allgather, allreduce, broadcast, grouped_allgather, grouped_allreduce
+from .handles import poll, synchronize
+from .optimizer import DistributedOptimizer
+from .process import (
+    HorovodInternalError,
+    ProcessSet,
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    global_process_set,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+    shutdown,
+)
+from .process import check_process_set as _check_process_set
+from .reducing import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    ReduceOp,
+    Sum,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    sparse_allreduce_async,
+)
+
+_ABSENT: Final = {
+    "a ZenPS job has one group, that of all workers": "add_process_set remove_process_set",
+    "use allgather, and select the rows": "alltoall alltoall_async",
+    "use allreduce, and select the rows": "reducescatter reducescatter_async grouped_reducescatter "
+    "grouped_reducescatter_async",
+    "the setting sync.trace records a timeline": "start_timeline stop_timeline",
+    "use torch.nn.SyncBatchNorm with a process group of torch": "SyncBatchNorm",
+    "use zenps.TrainingState with cluster.on_worker_loss and cluster.join: docs/operations.md": "elastic",
+}
+"""Names of Horovod that have no counterpart, and what to do instead."""
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Waits until every worker has called this. Errors are those of :func:`zenps.barrier`."""
+    _check_process_set(process_set)
+    _api.barrier()
+
+
+def __getattr__(name: str) -> Any:
+    for instead, names in _ABSENT.items():
+        if name in names.split():
+            raise AttributeError(f"zenps.horovod has no {name}: {instead}")
+    raise AttributeError(f"module 'zenps.horovod' has no attribute {name!r}; it has: {', '.join(__all__)}")
+
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "ReduceOp",
+    "Sum",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
+    "rank",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "sparse_allreduce_async",
+    "synchronize",
+]

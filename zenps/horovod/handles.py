@@ -1,0 +1,97 @@
+"""Handles of asynchronous calls: their results, whether these are there, and the names of their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from zenps.errors import UsageError
+
+from .reduction import Reduction
+from .turns import TURNS, Call
+
+
+class Handle:
+    """The result of an asynchronous call, for :func:`synchronize`. Calling it does the same.
+
+    Args:
+        call: takes its turn here.
+        names: of its tensors.
+        collect: returns the result, once the turn is settled.
+        parts: what has been pushed already.
+    """
+
+    def __init__(
+        self, call: Call, names: list[str], collect: Callable[[], Any], parts: Sequence[Reduction] = ()
+    ) -> None:
+        self._call = call
+        self._collect: Callable[[], Any] | None = collect
+        self._parts = parts
+        self._result: Any = None
+        _last_calls.update(dict.fromkeys(names, call))
+        TURNS.take(call)
+
+    def done(self) -> bool:
+        """Returns whether :meth:`wait` need not wait for other ranks any more."""
+        return TURNS.is_settled(self._call) and all(part.done() for part in self._parts)
+
+    def wait(self) -> Any:
+        """Returns the result, or raises why there is none. May be called repeatedly."""
+        if self._collect is not None:
+            TURNS.settle(self._call)
+            with torch.no_grad():
+                self._result = self._collect()
+            self._collect = None
+        return self._result
+
+    __call__ = wait
+
+
+def poll(handle: Handle) -> bool:
+    """Returns whether :func:`synchronize` need not wait for other ranks any more."""
+    return handle.done()
+
+
+def synchronize(handle: Handle) -> Any:
+    """Waits for the result of an asynchronous call: a tensor, or the list of a grouped call.
+
+    Raises:
+        MismatchError: ranks have tensors that do not fit one another.
+        UsageError: a rank has called ``join()``, which does not take part in this call.
+        DeadlineError, PeerLostError: as :func:`zenps.push_pull`.
+    """
+    return handle.wait()
+
+
+_last_calls: Final = WeakValueDictionary[str, Call]()
+"""The last call of each name."""
+
+
+def names_of(kind: str, name: str | None, count: int, is_group: bool) -> list[str]:
+    """Returns the names of a new call's tensors on the wire.
+
+    Raises:
+        UsageError: another call has one of them, and this rank has not waited for a result since. That the
+            round may have ended meanwhile does not count, so that an error does not depend on timing.
+    """
+    if name is None:
+        names = [f"horovod/{kind}/noname/{TURNS.number_unnamed(kind)}" for _ in range(count)]
+    elif is_group:
+        names = [f"horovod/{kind}/{name}.{number}" for number in range(count)]
+    else:
+        names = [f"horovod/{kind}/{name}"]
+    for one in names:
+        if (before := _last_calls.get(one)) is not None and not before.is_settled:
+            raise UsageError(f"{one!r} is in flight; wait for its result before using the name again")
+    return names
+
+
+def delivered(results: list[Tensor], outputs: Sequence[Tensor] | None, is_group: bool) -> Any:
+    """Returns the results of a call, written to ``outputs`` if it is in place."""
+    if outputs is not None:
+        results = [output.copy_(result) for output, result in zip(outputs, results, strict=True)]
+    return results if is_group else results[0]

@@ -1,0 +1,80 @@
+"""Serialization without pickle: tuples, sets, NumPy scalars and dense tensors as plain data.
+
+Horovod and BytePS pickle what ``broadcast_object`` and ``allgather_object`` carry. ZenPS does not: to
+unpickle what comes from the network would let any peer run code here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zenps.errors import ProtocolError
+from zenps.worker.training.raw_bytes import DTYPES, as_bytes, from_bytes
+
+_TAG: Final = "zenps.horovod"
+"""The one key of a dict that stands for a value which plain data lacks."""
+
+
+def to_plain(value: Any) -> Any:
+    """Returns ``value`` as plain data, which :func:`from_plain` restores.
+
+    What has no such form, as an object of a class of one's own, is returned as it is:
+    ``zenps.broadcast_object`` and ``zenps.allgather_object`` then raise UsageError on all ranks.
+    """
+    match value:
+        case Tensor() if value.layout == torch.strided and str(value.dtype) in DTYPES:
+            data = as_bytes(value.detach()).numpy().tobytes()
+            return {_TAG: ["tensor", str(value.dtype), list(value.shape), data]}
+        case np.generic():
+            return value.item()
+        case tuple() | set() | frozenset():
+            kind = "tuple" if isinstance(value, tuple) else "set"
+            return {_TAG: [kind, [to_plain(item) for item in value]]}
+        case list():
+            return [to_plain(item) for item in value]
+        case dict() if all(isinstance(key, str | int) and key != _TAG for key in value):
+            return {key: to_plain(item) for key, item in value.items()}
+        case dict():
+            return {_TAG: ["dict", [[to_plain(key), to_plain(item)] for key, item in value.items()]]}
+        case _:
+            return value
+
+
+def from_plain(value: Any) -> Any:
+    """Returns what :func:`to_plain` was given; a frozenset returns as a set, a tensor on the CPU.
+
+    Raises:
+        ProtocolError: ``value`` does not come from :func:`to_plain`.
+    """
+    match value:
+        case {"zenps.horovod": [str(kind), *content]}:
+            try:
+                return _restore(kind, *content)
+            except (ValueError, TypeError, RuntimeError, KeyError) as error:
+                raise ProtocolError("payload", f"no object of Horovod's interface: {error!s:.200}") from None
+        case list():
+            return [from_plain(item) for item in value]
+        case dict():
+            return {key: from_plain(item) for key, item in value.items()}
+        case _:
+            return value
+
+
+def _restore(kind: str, content: Any, shape: Any = None, data: bytes = b"") -> Any:
+    match kind:
+        case "tensor":
+            # frombuffer refuses an empty buffer.
+            flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
+            return from_bytes(flat, DTYPES[content], shape)
+        case "tuple":
+            return tuple(from_plain(item) for item in content)
+        case "set":
+            return {from_plain(item) for item in content}
+        case "dict":
+            return {from_plain(key): from_plain(item) for key, item in content}
+        case _:
+            raise ValueError(f"kind {kind!r:.60}")

@@ -1,0 +1,178 @@
+"""Allreduce by Horovod's names, asynchronous and in place."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from zenps import worker
+from zenps.errors import UsageError, ZenPSError
+
+from .handles import Handle, delivered, names_of
+from .process import ProcessSet, check_process_set, global_process_set
+from .reduction import Reduction, description
+from .turns import REDUCES, Call
+
+
+class ReduceOp(enum.Enum):
+    """How tensors of all ranks become one."""
+
+    AVERAGE = "average"
+    SUM = "sum"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+    ADASUM = "adasum"
+
+
+Average, Sum, Adasum = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM
+Min, Max, Product = ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT
+
+
+def reduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
+    """Returns the operation that a caller has asked for by ``op`` or, as in old scripts, by ``average``.
+
+    Raises:
+        UsageError: both are given, ``op`` is Adasum, or none of the operations.
+    """
+    if op is not None and average is not None:
+        raise UsageError("allreduce: expected op or average, got both; leave average out")
+    if op is None:
+        return Sum if average is False else Average
+    if op is Adasum:
+        raise UsageError("op Adasum: ZenPS has no adaptive summation; use Average or Sum")
+    if not isinstance(op, ReduceOp):
+        raise UsageError(f"op {op!r:.60}: expected Average, Sum, Min, Max or Product of zenps.horovod")
+    return op
+
+
+def allreduce_async(
+    tensor: Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> Handle:  # fmt: skip
+    """Begins an allreduce into a new tensor. Arguments and errors are those of :func:`allreduce`."""
+    reduction = _Reducing(reduce_op(op, average), prescale_factor, postscale_factor, process_set)
+    return reduction.begin([tensor], name, in_place=False, is_group=False)
+
+
+def allreduce_async_(
+    tensor: Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> Handle:  # fmt: skip
+    """Begins an allreduce in place: ``tensor`` is overwritten by :func:`synchronize`."""
+    reduction = _Reducing(reduce_op(op, average), prescale_factor, postscale_factor, process_set)
+    return reduction.begin([tensor], name, in_place=True, is_group=False)
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> Handle:  # fmt: skip
+    """Begins an allreduce of each tensor; the result is a list."""
+    reduction = _Reducing(reduce_op(op, average), prescale_factor, postscale_factor, process_set)
+    return reduction.begin(tensors, name, in_place=False, is_group=True)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> Handle:  # fmt: skip
+    """Begins an allreduce of each tensor in place; the result is the list of them."""
+    reduction = _Reducing(reduce_op(op, average), prescale_factor, postscale_factor, process_set)
+    return reduction.begin(tensors, name, in_place=True, is_group=True)
+
+
+def allreduce_(
+    tensor: Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> Tensor:  # fmt: skip
+    """Allreduce in place; returns ``tensor``. Arguments and errors are those of :func:`allreduce`."""
+    handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+    result: Tensor = handle.wait()
+    return result
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:  # fmt: skip
+    """Allreduce of each tensor in place; returns the list of them."""
+    handle = grouped_allreduce_async_(
+        tensors, average, name, op, prescale_factor, postscale_factor, process_set
+    )
+    result: list[Tensor] = handle.wait()
+    return result
+
+
+def sparse_allreduce_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begins a sum or average of a sparse COO tensor. To call the handle returns the coalesced result."""
+    return allreduce_async(tensor, name=name, op=op, process_set=process_set)
+
+
+class _Reducing:
+    """An allreduce of some tensors by one operation."""
+
+    def __init__(self, op: ReduceOp, prescale: float, postscale: float, process_set: ProcessSet) -> None:
+        check_process_set(process_set)
+        self._op = op
+        self._prescale = prescale
+        self._postscale = postscale
+
+    def begin(self, tensors: Sequence[Tensor], name: str | None, *, in_place: bool, is_group: bool) -> Handle:
+        names = names_of("allreduce", name, len(tensors), is_group)
+        scaled = [_scaled(tensor.detach(), self._prescale) for tensor in tensors]
+        outputs = tensors if in_place else None
+        if self._op in (Average, Sum):
+            average = self._op is Average
+            parts = [
+                Reduction(tensor, own, average=average) for tensor, own in zip(scaled, names, strict=True)
+            ]
+            described = [
+                [own, description(tensor, average)] for tensor, own in zip(scaled, names, strict=True)
+            ]
+            call = Call([REDUCES, described])
+            return Handle(call, names, lambda: self._finish(_waited(parts), outputs, is_group), parts)
+
+        def work() -> list[Tensor]:
+            op: Any = self._op.value
+            return [worker.allreduce(tensor, own, op=op) for tensor, own in zip(scaled, names, strict=True)]
+
+        call = Call([f"allreduce by {self._op.value}", names], work)
+        return Handle(call, names, lambda: self._finish(call.result, outputs, is_group))
+
+    def _finish(self, results: Iterable[Tensor], outputs: Sequence[Tensor] | None, is_group: bool) -> Any:
+        scaled = [_scaled(result, self._postscale) for result in results]
+        return delivered(scaled, outputs, is_group)
+
+
+def _waited(parts: Sequence[Reduction]) -> list[Tensor]:
+    """Waits for all of them, so that no name stays in flight, and raises the first error."""
+    results, failed = [], None
+    for part in parts:
+        try:
+            results.append(part.wait())
+        except ZenPSError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
+    return results
+
+
+def _scaled(tensor: Tensor, factor: float) -> Tensor:
+    """Returns the tensor times ``factor`` in its own dtype. Integers are multiplied in float64."""
+    if factor == 1.0:
+        return tensor
+    if not tensor.is_floating_point():
+        return (tensor.double() * factor).to(tensor.dtype)
+    return (tensor.float() * factor).to(tensor.dtype) if tensor.itemsize < 4 else tensor * factor

@@ -1,0 +1,54 @@
+"""Sum or average of one tensor in flight, with integers divided as Horovod and BytePS do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zenps import worker
+from zenps.worker.training.raw_bytes import DTYPES
+
+
+class Reduction:
+    """A sum or average over all ranks that has begun.
+
+    Args:
+        tensor: as :func:`zenps.push_pull_async` takes it.
+        name: on the wire.
+        average: divide by the number of ranks. Integers are divided after summing, and rounded towards zero.
+        priority: as :func:`zenps.push_pull_async` takes it.
+
+    Raises:
+        TensorError, UsageError: as :func:`zenps.push_pull_async`.
+    """
+
+    def __init__(self, tensor: Tensor, name: str, *, average: bool, priority: int = 0) -> None:
+        self._divides = average and not tensor.is_floating_point()
+        self._pending = worker.push_pull_async(tensor.detach(), name, average and not self._divides, priority)
+
+    def done(self) -> bool:
+        """Returns whether :meth:`wait` would return at once."""
+        return worker.poll(self._pending)
+
+    def wait(self) -> Tensor:
+        """Returns a new tensor. Errors are those of :func:`zenps.push_pull`."""
+        result = worker.synchronize(self._pending)
+        return result.div(worker.size(), rounding_mode="trunc") if self._divides else result
+
+
+def description(tensor: Tensor, average: bool) -> list[Any]:
+    """Returns as plain data what a rank needs to push zeros for a tensor: see :func:`as_zeros`."""
+    return [str(tensor.dtype), list(tensor.shape), tensor.sparse_dim() if tensor.is_sparse else 0, average]
+
+
+def as_zeros(described: list[Any]) -> Tensor:
+    """Returns zeros in the dtype, shape and layout of a described tensor; a sparse one has no row."""
+    name, shape, sparse_dim, _ = described
+    dtype = DTYPES[name]
+    if not sparse_dim:
+        return torch.zeros(shape, dtype=dtype, device="cpu")
+    indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device="cpu")
+    values = torch.empty((0, *shape[sparse_dim:]), dtype=dtype, device="cpu")
+    return torch.sparse_coo_tensor(indices, values, shape, device="cpu", check_invariants=False)

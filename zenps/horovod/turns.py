@@ -1,0 +1,215 @@
+"""Join for any operation: a rank whose data has ended takes part in the others' allreduces with zeros.
+
+Each call takes a turn, numbered alike on all ranks. In that turn every rank pushes eight bytes, beside what
+it pushes anyway: whether it makes a call or has joined. If no rank has joined, that is all. Else ranks
+exchange what they call, and those that have joined push zeros under the same names.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+
+from zenps import worker
+from zenps.errors import MismatchError, UsageError, ZenPSError, listing
+
+from .reduction import Reduction, as_zeros
+
+WINDOW: Final = 256
+"""How many turns may be unsettled, for each has a name of its own. The next one waits for the oldest."""
+
+UNNAMED: Final = 8192
+"""How many unnamed tensors of a kind have names of their own. Then names repeat, for nodes remember each."""
+
+REDUCES: Final = "allreduce"
+STEPS: Final = "optimizer.step"
+
+
+class Stepper(Protocol):
+    """An optimizer that can take a step without gradients of this rank."""
+
+    def step_for_others(self, *, is_dropped: bool) -> None:
+        """Takes or drops the step that other ranks take or drop."""
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of an operation.
+
+    Attributes:
+        what: the operation and its arguments as plain data, the same on all ranks. Ranks that have joined
+            serve it if it begins with :data:`REDUCES` or :data:`STEPS`.
+        work: runs once all ranks have made this call, and no rank has joined. None if everything is pushed
+            already.
+        result: what ``work`` has returned.
+        error: why the call has failed on this rank.
+    """
+
+    what: list[Any]
+    work: Callable[[], Any] | None = None
+    result: Any = None
+    error: Exception | None = None
+    is_settled: bool = False
+
+    def settle(self, joined: int) -> None:
+        """Runs the work, unless ranks have joined. Errors are kept for whoever waits for the call."""
+        self.is_settled = True
+        self.error = UsageError(f"{self.what[0]}: an interrupt has ended it; call it again, on all ranks")
+        try:
+            if joined:
+                _check_served(_agreed(self.what))
+            elif self.work is not None:
+                self.result = self.work()
+        except Exception as error:  # noqa: BLE001
+            self.error = error
+        else:
+            self.error = None
+        self.work = None
+
+
+class Turns:
+    """The calls of this rank, in order."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begins anew, as all ranks do when they leave the job."""
+        self._taken = 0
+        self._unsettled: deque[tuple[worker.Pending, Call | None]] = deque()
+        self._zeros: dict[str, Reduction] = {}
+        self._steppers: list[weakref.ref[Stepper]] = []
+        self._counters: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+
+    def number_unnamed(self, kind: str) -> int:
+        """Returns the next number of an unnamed tensor. Ranks that make the same calls count alike."""
+        return next(self._counters[kind]) % UNNAMED
+
+    def add(self, stepper: Stepper) -> int:
+        """Returns the number by which ranks call an optimizer; all ranks add theirs in the same order."""
+        self._steppers.append(weakref.ref(stepper))
+        return len(self._steppers) - 1
+
+    def take(self, call: Call | None) -> None:
+        """Tells the other ranks that this one makes a call, or has joined if ``call`` is None."""
+        if len(self._unsettled) == WINDOW:
+            self._settle_first()
+        has_joined = torch.tensor([int(call is None)], device="cpu")
+        name = f"horovod/turn/{self._taken % WINDOW}"
+        self._unsettled.append((worker.push_pull_async(has_joined, name, average=False), call))
+        self._taken += 1
+
+    def settle(self, call: Call) -> None:
+        """Waits until all ranks have made this call, and runs its work.
+
+        Raises:
+            UsageError: a rank has joined, and the call is no allreduce or step.
+            MismatchError: a rank has joined, and the others make different calls.
+        """
+        while not call.is_settled:
+            self._settle_first()
+        if call.error is not None:
+            raise call.error
+
+    def is_settled(self, call: Call) -> bool:
+        """Settles the calls that all ranks have made; returns whether ``call`` is one of them."""
+        while not call.is_settled and worker.poll(self._unsettled[0][0]):
+            self._settle_first()
+        return call.is_settled
+
+    def run(self, what: list[Any], work: Callable[[], Any]) -> Any:
+        """Waits for a turn, and returns what ``work`` returns in it. Errors are those of :meth:`settle`."""
+        call = Call(what, work)
+        self.take(call)
+        self.settle(call)
+        return call.result
+
+    def join(self) -> int:
+        """Serves the calls of the other ranks until all have joined; returns the rank that joined last.
+
+        Raises:
+            MismatchError: the other ranks make different calls at the same time.
+        """
+        while self._unsettled:
+            self._settle_first()
+        joined_in = self._taken
+        joined = 0
+        while joined < worker.size():
+            self.take(None)
+            joined = self._settle_first()
+        for zeros in self._zeros.values():
+            zeros.wait()
+        self._zeros.clear()
+        turns = worker.allgather_object(joined_in, "horovod/joined_in")
+        return max(range(len(turns)), key=lambda rank: (turns[rank], rank))
+
+    def _settle_first(self) -> int:
+        """Settles the oldest turn; returns how many ranks have joined in it."""
+        said, call = self._unsettled[0]
+        try:
+            joined = int(worker.synchronize(said))  # interrupted, it can be repeated
+        except ZenPSError as error:
+            self._unsettled.popleft()
+            if call is None:
+                raise
+            call.is_settled, call.error = True, error
+            return 0
+        self._unsettled.popleft()
+        if call is not None:
+            call.settle(joined)
+        elif joined < worker.size():
+            self._serve(_agreed(None))
+        return joined
+
+    def _serve(self, what: Sequence[Any]) -> None:
+        """Takes part in what the other ranks call."""
+        match what:
+            case [kind, list(tensors)] if kind == REDUCES:
+                for name, described in tensors:
+                    # The round before under this name is over, for the others have begun the next.
+                    if name in self._zeros:
+                        self._zeros.pop(name).wait()
+                    self._zeros[name] = Reduction(as_zeros(described), name, average=described[-1])
+            case [kind, int(number), bool(is_dropped)] if kind == STEPS:
+                stepper = self._steppers[number]()
+                if stepper is None:
+                    raise UsageError(
+                        "join(): another rank steps an optimizer that this rank has dropped; keep it"
+                    )
+                stepper.step_for_others(is_dropped=is_dropped)
+
+
+def _agreed(what: list[Any] | None) -> list[Any]:
+    """Returns what all ranks call that have not joined.
+
+    Raises:
+        MismatchError: they make different calls.
+    """
+    calls = worker.allgather_object(what, "horovod/call")
+    made = {rank: call for rank, call in enumerate(calls) if call is not None}
+    first: list[Any] = next(iter(made.values()))
+    if any(call != first for call in made.values()):
+        told = listing((f"rank {rank}: {call!s:.100}" for rank, call in made.items()), separator="; ")
+        raise MismatchError(
+            f"rank(s) {listing(set(range(len(calls))) - made.keys())} have called join(); expected the "
+            f"others to make their calls in the same order, got {told}"
+        )
+    return first
+
+
+def _check_served(what: Sequence[Any]) -> None:
+    if what[0] not in (REDUCES, STEPS):
+        raise UsageError(
+            f"{what[0]}: a rank has called join(), which only takes part in sums, averages and optimizer "
+            "steps; call join() on this rank, too, before"
+        )
+
+
+TURNS: Final = Turns()
+"""Those of this process."""
