@@ -81,10 +81,10 @@ class UnknownKeyError(ConfigError):
 
 
 class UsageError(ZenPSError, ValueError, RuntimeError):
-    """Raised when a call comes at the wrong time, as before ``init`` or for a tensor name in flight, or when an
-    argument is wrong, such as a rank that does not exist.
+    """Raised when a call comes at the wrong time, or when its arguments are wrong.
 
-    Move the call, wait for the one before, or pass what the message says.
+    Examples are a call before ``init``, a tensor name in flight, and a rank that does not exist. Move the
+    call, wait for the one before, or pass what the message says.
     """
 
 
