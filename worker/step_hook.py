@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -34,7 +35,8 @@ class StepHook:
     """Counts the steps of all optimizers, until a gradient is pushed or the warning is given."""
 
     def __init__(self) -> None:
-        self._world: ClusterWorld | None = None
+        self._world: weakref.ref[ClusterWorld] | None = None
+        """Weak, because the memory that a world shares is closed with it."""
         self._steps = 0
         self._is_registered = False
 
@@ -44,14 +46,14 @@ class StepHook:
         self._world, self._steps = None, 0
         if not isinstance(world, ClusterWorld) or world.size == 1 or world.averages_models:
             return
-        self._world = world
+        self._world = weakref.ref(world)
         if not self._is_registered:
             # Never removed: torch iterates over the hooks while it calls them.
             register_optimizer_step_post_hook(self._after_step)
             self._is_registered = True
 
     def _after_step(self, _optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        world = self._world
+        world = self._world() if self._world is not None else None
         if world is None or not PROCESS.has_world:
             return
         self._steps += 1

@@ -5,7 +5,7 @@
     ZenPSError
     ├── ConfigError           a setting is wrong
     │   └── UnknownKeyError   a setting does not exist
-    ├── UsageError            a call came at the wrong time
+    ├── UsageError            a call came at the wrong time, or its arguments are wrong
     ├── TensorError           a tensor cannot be synchronised: its device, dtype or layout
     ├── MismatchError         ranks disagree about a tensor or a setting
     ├── DeadlineError         a wait took too long
@@ -81,9 +81,10 @@ class UnknownKeyError(ConfigError):
 
 
 class UsageError(ZenPSError, ValueError, RuntimeError):
-    """Raised when a call comes at the wrong time: before ``init``, twice, or for a tensor name in flight.
+    """Raised when a call comes at the wrong time, or when its arguments are wrong.
 
-    Move the call, or wait for the one before.
+    Examples are a call before ``init``, a tensor name in flight, and a rank that does not exist. Move the
+    call, wait for the one before, or pass what the message says.
     """
 
 
