@@ -2,8 +2,8 @@ PYTHON    ?= python3
 PARTITION ?= balanced
 BIN       ?= .venv/bin
 
-.PHONY: demo test check bench test-long test-monitoring test-browser test-hosts test-docker test-frameworks fuzz soak simulate chaos \
-        test-gpu bench-gpu bench-kernels bench-net bench-convergence
+.PHONY: demo test check bench test-long test-monitoring test-browser test-hosts test-docker test-frameworks \
+        test-package docs figures fuzz soak simulate chaos test-gpu bench-gpu bench-kernels bench-net bench-convergence
 
 demo: .venv/installed
 	$(BIN)/zenps launch --workers 2 --servers 2 --set sync.partition=$(PARTITION) -- $(BIN)/python examples/lstm_lm.py
@@ -13,7 +13,7 @@ demo: .venv/installed
 PROCESSES ?= 2
 IN_PARALLEL = -n $(PROCESSES) --dist worksteal
 JOBS := tests/integration tests/chaos tests/soak tests/monitoring \
-        tests/zenps/cli/test_launch.py tests/zenps/cli/test_commands.py
+        tests/zenps/cli/test_launch.py tests/zenps/cli/test_commands.py tests/zenps/cli/test_local_clusters.py
 
 test: .venv/installed
 	$(BIN)/pytest $(IN_PARALLEL) $(JOBS:%=--ignore=%)
@@ -29,6 +29,9 @@ check: .venv/installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy -p zenps
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/bench_sync.py --quick
@@ -78,6 +81,18 @@ test-docker: .venv/installed
 # Lightning, Accelerate, Trainer, FSDP2, Ray.
 test-frameworks: .venv/frameworks
 	ZENPS_TEST_FRAMEWORKS=1 $(BIN)/pytest tests/frameworks
+# Source distribution and wheel: what is in them, and that they install and run. Fetches dependencies.
+test-package: .venv/package
+	TEST_PACKAGE=1 $(BIN)/pytest tests/package
+
+# The site, into site/. Warnings, also of links and anchors that lead nowhere, are errors.
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Draws all plots again from benchmarks/results/*.json, without measuring, and takes a new picture of the status page.
+figures: .venv/installed
+	$(BIN)/python benchmarks/figures.py
+	$(MAKE) test-browser SCREENSHOT=docs/status.png
 
 # The two below need a CUDA device. `make test-gpu BIN=…` takes another environment than .venv.
 KERNELS  := bitmap_codec bitmap_compact hash_compact place scan_compact scatter sort_compact
@@ -107,6 +122,6 @@ bench-gpu:
 	$(BIN)/python -m pip install -c constraints.txt -e '.[test,lint,bench]'
 	touch $@
 
-.venv/frameworks: .venv/installed
-	$(BIN)/python -m pip install -c constraints.txt -e '.[frameworks]'
+.venv/frameworks .venv/docs .venv/package: .venv/installed
+	$(BIN)/python -m pip install -c constraints.txt -e '.[$(@F)]'
 	touch $@

@@ -41,8 +41,8 @@ class Curve(msgspec.Struct):
     """f = n · max kᵢ ÷ Σ kᵢ of what ranks have selected."""
     moved_bytes: list[int]
     """What rank 0 has pushed and pulled."""
-    seconds: list[float]
-    """Backward and step on rank 0, which begin on all ranks at once."""
+    seconds: list[float] = msgspec.field(default_factory=list)
+    """Backward and step on rank 0, which begin on all ranks at once; older reports lack it."""
 
 
 class Gradients:

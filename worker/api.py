@@ -168,7 +168,7 @@ def push_pull(tensor: Tensor, name: str, average: bool = True) -> Tensor:
     Arguments and errors are those of :func:`push_pull_async`.
 
     Returns:
-        A new tensor of the same dtype, on the same device, detached from autograd. Dense in, dense out; sparse
+        A new tensor of this dtype, on this device, detached from autograd. Dense in, dense out; sparse
         in, coalesced sparse out, with every row that any rank pushed, even where the sum is zero. Sums of
         integers that exceed their dtype wrap, as in torch.
 

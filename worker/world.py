@@ -285,5 +285,5 @@ def _begin(backend: Backend, request: Request) -> Pending:
         return backend.begin(request)
     dtype, given = tensor.dtype, options.given or describe(tensor)
     pending = backend.begin(Request(tensor.detach().long(), name, structs.replace(options, given=given)))
-    pending.then(lambda total: total.to(dtype))
+    pending.convert_result(lambda total: total.to(dtype))
     return pending

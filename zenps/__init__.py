@@ -83,12 +83,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'zenps' has no attribute {name!r}; it has: {', '.join(__all__)}")
-    # Kept in the module: another call of this function would cost microseconds.
-    value = globals()[name] = getattr(import_module("zenps.worker"), name)
-    return value
+if not TYPE_CHECKING:  # a type checker takes a module with this function to have every name
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'zenps' has no attribute {name!r}; it has: {', '.join(__all__)}")
+        # Kept in the module: another call of this function would cost microseconds.
+        value = globals()[name] = getattr(import_module("zenps.worker"), name)
+        return value
 
 
 def __dir__() -> list[str]:

@@ -36,8 +36,11 @@ def is_restart(message: Register, job: Job) -> bool:
 
 
 def _returns(message: Register, job: Job) -> bool:
-    """True if a worker returns that has left, before all others have: they cannot go on without it."""
-    if job.cluster.is_elastic:
+    """True if a worker returns that has left, before all others have, and they cannot go on without it.
+
+    Elastic workers can, unless all have come to the barrier before they leave.
+    """
+    if job.cluster.is_elastic and not job.barriers.ended:
         return False
     return any(
         (node.register.host, node.register.pid) == (message.host, message.pid)

@@ -259,10 +259,14 @@ class Job:
         if self._has_restarts():
             most = cluster.lease_seconds if self.barriers.ended else cluster.rendezvous_seconds
             seconds = max(seconds, most)
-        if seconds:
-            self.until = now + seconds
+        if not seconds:
+            return sends + self._stop_servers()
+        self.until = now + seconds
+        if cluster.is_elastic:
             return sends
-        return sends + self._stop_servers()
+        # Servers tell a restarted scheduler that all workers have left: it does not take them for lost.
+        self.views.begin_epoch(keeps_ring=True)
+        return sends + [self.send_view(node) for node in self.members.present("server")]
 
     def on_process_ended(self, rank: int) -> list[Send]:
         """The process of a worker has ended. Once that is true of all, none of them will join again."""

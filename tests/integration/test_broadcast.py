@@ -108,6 +108,8 @@ def broadcast_what_one_rank_cannot() -> dict[str, Any]:
         "two roots": attempt(zps.broadcast_object, "x", zps.rank()),
         "no root": attempt(zps.broadcast_object, "x", 1 - zps.rank()),
         "no rank": attempt(zps.broadcast_object, "x", 0 if is_root else 7),
+        "no number": attempt(zps.broadcast_object, "x", 0 if is_root else "0"),
+        "nowhere a rank": attempt(zps.broadcast_object, "x", 7 if is_root else -1),
         "parameters": attempt(zps.broadcast_parameters, {"weight": torch.ones(3)}, zps.rank()),
         "afterwards": zps.broadcast_object("well", 1),
     }
@@ -186,6 +188,12 @@ def test_broadcast_optimizer_state(results: list[dict[str, Any]], name: str) -> 
         ("two roots", "MismatchError: broadcast of 'object'", "MismatchError: broadcast of 'object'"),
         ("no root", "MismatchError: broadcast of 'object'", "MismatchError: broadcast of 'object'"),
         ("no rank", "MismatchError: broadcast of 'object'", "MismatchError: broadcast of 'object'"),
+        ("no number", "MismatchError: broadcast of 'object'", "MismatchError: broadcast of 'object'"),
+        (
+            "nowhere a rank",
+            "UsageError: root_rank 7: expected 0 to 1",
+            "UsageError: root_rank -1: expected 0 to 1",
+        ),
         (
             "parameters",
             "MismatchError: broadcast of 'parameters'",

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import zenps as zps
-from tests.integration.cluster import DEADLINE_SECONDS, Cluster, attempt
+from tests.integration.cluster import DEADLINE_SECONDS, Cluster, attempt, await_file
 from tests.zenps.conftest import Command
 from zenps.errors import TensorError
 from zenps.wire.shared_memory.arena import Arena
@@ -85,6 +85,25 @@ def test_workers_join_again_where_the_scheduler_waits_for_them() -> None:
     with Cluster(settings={"cluster.rejoin_seconds": 3}) as cluster:
         workers = [cluster.start(join_twice, 0.5, rank=rank, init=False) for rank in range(2)]
         assert [worker.result() for worker in workers] == [[[2.0] * 3, [4.0] * 3]] * 2
+        cluster.drain()
+
+
+def leave_and_wait(until: Path) -> None:
+    zps.init()
+    zps.shutdown()
+    await_file(until)
+
+
+@pytest.mark.long
+def test_a_scheduler_that_is_killed_when_all_have_left_ends_as_if_it_were_not(tmp_path: Path) -> None:
+    with Cluster(1, 2, {"cluster.rejoin_seconds": 3}, LEASE_SECONDS) as cluster:
+        worker = cluster.start(leave_and_wait, tmp_path / "end", init=False)
+        cluster.await_state("draining")
+        cluster.scheduler.kill()
+        cluster.restart_scheduler()
+        cluster.await_state("draining")
+        (tmp_path / "end").touch()
+        worker.result()
         cluster.drain()
 
 

@@ -386,8 +386,12 @@ def misuse_of_join() -> dict[str, Any]:
     return {call.__name__: attempt(call) for call in (nested, none, plain)}
 
 
+def run_loops() -> dict[str, Any]:
+    return {name: attempt(loop, Loop(alone=False)) for name, loop in LOOPS.items()}
+
+
 def run_all() -> dict[str, Any]:
-    results: dict[str, Any] = {name: attempt(loop, Loop(alone=False)) for name, loop in LOOPS.items()}
+    results = run_loops()
     results["uneven"] = attempt(uneven)
     results["misuse of join"] = misuse_of_join()
     results["drops alone"] = drops_alone()
@@ -415,6 +419,29 @@ def test_loop_gives_what_one_process_gives(results: list[dict[str, Any]], name: 
         assert_same(outcome[name], wanted)
     first, second = (outcome[name] for outcome in results)
     assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sync.levels": 2},
+        {"sync.scheme": "zen"},
+        {"sync.scheme": "byteps"},
+        {"sync.scheme": "agsparse"},
+        {"sync.scheme": "auto"},
+        {"sync.partition": "parallel", "kernels.backend": "torch"},
+    ],
+    ids=str,
+)
+def test_loops_under_other_settings(settings: dict[str, object]) -> None:
+    with Cluster(settings={"sync.bucket_bytes": 1024, "cluster.deadline_seconds": 10, **settings}) as cluster:
+        outcomes = cluster.run(run_loops)
+    for name, loop in LOOPS.items():
+        wanted = loop(Loop(alone=True))
+        for outcome in outcomes:
+            assert not isinstance(outcome[name], Raised), outcome[name]
+            assert_same(outcome[name], wanted)
 
 
 def test_ranks_whose_input_has_ended_step_with_the_others(results: list[dict[str, Any]]) -> None:

@@ -65,6 +65,11 @@ def test_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
             zps.broadcast_optimizer_state(optimizer)
             distributed = zps.DistributedOptimizer(optimizer, [("weight", parameter)])
             distributed.step()
+            assert zps.allgather_object({"plain": [1]}) == [{"plain": [1]}]
+            values = parameter.detach()
+            results = [zps.allgather(values, "x"), zps.broadcast(values), zps.allreduce(values, "x", "max")]
+            assert all(torch.equal(result, values) for result in results)
+            assert zps.clip_grad_norm_(parameter, 1.0).is_cpu
         finally:
             zps.shutdown()
     assert parameter.device.type == "cpu"

@@ -19,14 +19,17 @@ SETTINGS = re.compile(r"(ZENPS|DMLC)_.*|(LOCAL_)?(RANK|WORLD_SIZE)|NO_COLOR|OMP_
 
 
 class Command:
-    """Starts ``zenps`` with an environment of its own, which marks every process that comes of it."""
+    """Starts ``zenps`` with an environment of its own, which marks every process that comes of it.
 
-    def __init__(self, cwd: Path) -> None:
+    ``temporary`` is its directory for temporary files, where ``zenps status`` finds only what came of this.
+    """
+
+    def __init__(self, cwd: Path, temporary: Path) -> None:
         self._mark = f"MARK_OF_A_TEST={uuid.uuid4().hex}"
         self._cwd = cwd
         self._started: list[subprocess.Popen[str]] = []
         self.environment = {key: value for key, value in os.environ.items() if not SETTINGS.fullmatch(key)}
-        self.environment |= dict([self._mark.split("=")])
+        self.environment |= dict([self._mark.split("=")]) | {"TMPDIR": str(temporary)}
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
         """``zenps ARGUMENTS``, running; its output comes through pipes unless ``options`` say otherwise."""
@@ -85,8 +88,8 @@ def eventually(condition: Callable[[], object], seconds: float = 30.0) -> None:
 
 
 @pytest.fixture
-def zenps(tmp_path: Path) -> Iterator[Command]:
-    command = Command(tmp_path)
+def zenps(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+    command = Command(tmp_path, tmp_path_factory.mktemp("temporary"))
     yield command
     command.close()
     # A failed test leaves nothing to the next one either.

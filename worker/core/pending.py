@@ -121,10 +121,6 @@ class Pending:
     def __repr__(self) -> str:
         return f"Pending({self.name!r}, done={self.progress.ended})"
 
-    def then(self, convert: Callable[[Tensor], Tensor]) -> None:
-        """Has :meth:`wait` return ``convert(result)``. Only before this is given to whoever waits."""
-        self._conversions = (*self._conversions, convert)
-
     @property
     def has_ended(self) -> bool:
         """True if the round has ended, as far as arrived messages were processed; see :meth:`done`."""
@@ -151,6 +147,12 @@ class Pending:
         if isinstance(self._result, Exception):
             raise self._result
         return self._result
+
+    # ── for whoever begins the round ────────────────────────────────────────────────────────────
+
+    def convert_result(self, convert: Callable[[Tensor], Tensor]) -> None:
+        """Has :meth:`wait` return ``convert(result)``. Called before anyone can wait."""
+        self._conversions = (*self._conversions, convert)
 
     # ── for the thread that polls or reduces ────────────────────────────────────────────────────
 

@@ -157,7 +157,7 @@ def _agree(root_rank: int, size: int, name: str) -> int:
     is_root = world.rank == root_rank
     # In an elastic job a lost root is reported by the round: ranks may learn of the loss at different times.
     most = MOST_WORKERS if world.is_elastic else world.size
-    named = root_rank if 0 <= root_rank < most else -1
+    named = root_rank if root_rank in range(most) else -1
     said = torch.tensor([1, is_root, named, named**2, size if is_root else 0], device="cpu")
     summed = world.begin(Request(said, f"broadcast/{name}/root", Options(purpose="control"))).wait()
     ranks, roots, sum_named, sum_squares, size = summed.tolist()
@@ -167,7 +167,7 @@ def _agree(root_rank: int, size: int, name: str) -> int:
             f"it is {root_rank} on rank {world.rank}"
         )
     if named < 0:
-        raise UsageError(f"root_rank {root_rank}: expected 0 to {most - 1}")
+        raise UsageError(f"root_rank {root_rank!r:.60}: expected 0 to {most - 1}")
     if not roots:
         raise RootLostError
     return int(size)

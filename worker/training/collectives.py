@@ -137,7 +137,7 @@ def broadcast_async(tensor: Tensor, root_rank: int = 0, name: str = "tensor") ->
     options = Options(contributes=world.rank == root_rank, purpose="broadcast", given=given)
     pending = world.begin(Request(raw, own, options))
     # A copy, because bytes that have just arrived need not be aligned for wider elements.
-    pending.then(lambda received: from_bytes(received.clone(), dtype, shape).to(device))
+    pending.convert_result(lambda received: from_bytes(received.clone(), dtype, shape).to(device))
     return pending
 
 

@@ -53,18 +53,26 @@ def _add(
     *,
     command: bool | None = False,
     operand: str = "",
+    note: str = "",
 ) -> argparse.ArgumentParser:
     usage = f"zenps {name} [options]{operand}"
     usage += {True: " -- CMD [ARG ...]", None: " [-- CMD [ARG ...]]", False: ""}[command]
-    described = f"{summary[0].upper()}{summary[1:]}."
+    described = f"{summary[0].upper()}{summary[1:]}. {note}".strip()
     sub = subcommands.add_parser(name, parents=[common], usage=usage, help=summary, description=described)
     sub.set_defaults(parser=sub, takes_command=command)
     return sub
 
 
 def _add_roles(add: _Add) -> None:
-    launch = add("launch", "run CMD as the workers of a whole cluster on this machine", command=True)
+    variables = "RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+    summary = "run CMD as the workers of a whole cluster on this machine"
+    launch = add("launch", summary, command=True, note=f"It sets torchrun's variables for them: {variables}.")
     _add_counts(launch)
+    launch.add_argument(
+        "--no-torchrun-env",
+        action="store_true",
+        help="leave torchrun's variables out, for a CMD that would start torch.distributed when it sees them",
+    )
     scheduler = add("scheduler", "run the scheduler, at cluster.scheduler")
     scheduler.add_argument(
         "--print-address",
@@ -78,13 +86,14 @@ def _add_roles(add: _Add) -> None:
 
 def _add_questions(add: _Add) -> None:
     """Adds the subcommands that ask a live cluster or this machine."""
-    status = add("status", "show a live cluster")
+    found = "Without cluster.scheduler, it is the one cluster that you run on this machine."
+    status = add("status", "show a live cluster", note=found)
     form = status.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON, for programs")
     form.add_argument("--watch", action="store_true", help="repeat every second, until Ctrl-C")
     health = add("health", "check a role, for a container's probe: exit code 0 or 1")
     health.add_argument("--role", choices=("scheduler", "server"), required=True, help="role of this node")
-    drain = add("drain", "make a server hand its slots to the others and end", operand=" RANK")
+    drain = add("drain", "make a server hand its slots to the others and end", operand=" RANK", note=found)
     drain.add_argument("rank", type=int, metavar="RANK", help="rank of the server, as zenps status shows it")
     for asking in (status, health, drain):
         asking.add_argument(
@@ -92,7 +101,7 @@ def _add_questions(add: _Add) -> None:
         )
     config = add("config", "show every setting and where its value came from")
     config.add_argument("--json", action="store_true", help="print JSON with descriptions, for programs")
-    add("doctor", "check this machine and its connection to the cluster")
+    add("doctor", "check this machine and its connection to the cluster", note=found)
 
 
 def _add_tools(add: _Add) -> None:

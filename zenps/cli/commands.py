@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import shutil
@@ -22,6 +23,7 @@ from zenps.termination import TERMINATION
 
 from .arguments import make_parser, split_command
 from .exit_codes import CANNOT_START, FAILED, REFUSED, SIGNALLED
+from .local_clusters import find_cluster, find_clusters, published, write_address
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,6 +84,16 @@ def _load_with_scheduler(args: argparse.Namespace) -> Config:
     return config
 
 
+def _load_or_find(args: argparse.Namespace) -> Config:
+    """Loads the settings. Without ``cluster.scheduler``, they become those of a cluster on this machine."""
+    loaded = _load(args)
+    if loaded.config.cluster.scheduler:
+        return loaded.config
+    found = find_cluster(loaded)
+    print(f"zenps: found your cluster at {found.address}", file=sys.stderr)
+    return found.configure(loaded.config)
+
+
 def _require_command(command: Sequence[str]) -> None:
     if shutil.which(command[0]) is None:
         raise ConfigError("CMD", command[0], "a program that can be run, such as: python train.py")
@@ -128,24 +140,13 @@ def _scheduler(args: argparse.Namespace) -> int:
     config = _load(args).config
     from zenps.scheduler import service
 
-    return _serve("scheduler", config, lambda: service.serve(config, _announce(args.print_address)))
+    with contextlib.ExitStack() as stack:
 
+        def on_ready(address: str) -> None:
+            stack.enter_context(published(config.cluster, address))
+            write_address(args.print_address, address)
 
-def _announce(descriptor: int | None) -> Callable[[str], None]:
-    """Returns a function that writes the scheduler's address to a file descriptor, and closes it."""
-
-    def announce(address: str) -> None:
-        if descriptor is None:
-            return
-        try:
-            os.write(descriptor, f"{address}\n".encode())
-            os.close(descriptor)
-        except OSError as error:
-            raise ConfigError(
-                "--print-address", descriptor, f"an open file descriptor ({error.strerror})"
-            ) from error
-
-    return announce
+        return _serve("scheduler", config, lambda: service.serve(config, on_ready))
 
 
 def _server(args: argparse.Namespace) -> int:
@@ -173,14 +174,15 @@ def _launch(args: argparse.Namespace) -> int:
     _require_command(args.command)
     from .launch import launch
 
-    return launch(loaded.config, args.command, _environment(args, loaded))
+    environment = _environment(args, loaded)
+    return launch(loaded.config, args.command, environment, torchrun_env=not args.no_torchrun_env)
 
 
 # ── questions to a cluster ──────────────────────────────────────────────────────────────────────────
 
 
 def _status(args: argparse.Namespace) -> int:
-    config = _load_with_scheduler(args)
+    config = _load_or_find(args)
     from zenps.wire.status import to_json
 
     from .printing import show_status, watch_status
@@ -206,11 +208,11 @@ def _health(args: argparse.Namespace) -> int:
 
 
 def _drain(args: argparse.Namespace) -> int:
-    config = _load_with_scheduler(args)
     from .status import drain
 
     if not 0 <= args.rank < 1 << 16:
         raise ConfigError("RANK", args.rank, "a server's rank, 0 to 65535")
+    config = _load_or_find(args)
     drain(config.cluster, args.rank, args.timeout_seconds, load_keys(config.security, "operator"))
     print(f"server {args.rank} has no slots any more and ends")
     return 0
@@ -228,11 +230,11 @@ def _config(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    config = _load(args).config
+    loaded = _load(args)
     from .doctor import examine
     from .printing import show_checks
 
-    checks = examine(config)
+    checks = examine(loaded.config, find_clusters(loaded))
     show_checks(checks)
     return FAILED if any(check.verdict == "fail" for check in checks) else 0
 

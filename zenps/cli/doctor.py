@@ -10,7 +10,7 @@ import platform
 import resource
 import socket as net
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
@@ -21,13 +21,14 @@ from zenps.config.sources import (
     kernel_threads,
     local_size_from_environment,
 )
-from zenps.errors import ConfigError, DeadlineError, ZenPSError
+from zenps.errors import ConfigError, DeadlineError, ZenPSError, listing
 from zenps.kernels.native.library import ADVICE, find_library
 from zenps.keys import load_keys
 from zenps.schemes.registry import scheme_of
 from zenps.wire.addresses import find_host, why_unreachable
 from zenps.wire.messages import Status
 
+from .local_clusters import LocalCluster
 from .status import fetch
 
 TIMEOUT_SECONDS: Final = 2.0
@@ -47,8 +48,13 @@ class Check(NamedTuple):
     advice: str = ""
 
 
-def examine(config: Config) -> list[Check]:
-    """Runs all checks of this machine, and then of its connection to the cluster, within a few seconds."""
+def examine(config: Config, found: Sequence[LocalCluster] = ()) -> list[Check]:
+    """Runs all checks of this machine, and then of its connection to the cluster, within a few seconds.
+
+    Args:
+        config: the settings.
+        found: the user's clusters on this machine, of which one is checked if the settings name none.
+    """
     return [
         *_versions(),
         *_torch(),
@@ -59,7 +65,7 @@ def examine(config: Config) -> list[Check]:
         _memory(config),
         _metrics_port(config),
         _keys(config),
-        *_cluster(config),
+        *_cluster(config, found),
     ]
 
 
@@ -204,8 +210,16 @@ def _bind(name: str, host: str, port: int, advice: str) -> Check:
 # ── the cluster ─────────────────────────────────────────────────────────────────────────────────
 
 
-def _cluster(config: Config) -> Iterator[Check]:
+def _cluster(config: Config, found: Sequence[LocalCluster]) -> Iterator[Check]:
     address = config.cluster.scheduler
+    if not address and len(found) > 1:
+        advice = f"choose one: {listing(found, '; ')}"
+        yield Check("scheduler", "warn", f"none is configured; {len(found)} run here", advice)
+        return
+    if not address and found:
+        # Its workers have settings of their own, which need not be those of this command.
+        yield from _scheduler(found[0].configure(config))
+        return
     if not address:
         advice = "" if config.cluster.workers == 1 else "set cluster.scheduler, or use zenps launch"
         verdict: Literal["ok", "fail"] = "fail" if advice else "ok"
@@ -218,10 +232,11 @@ def _cluster(config: Config) -> Iterator[Check]:
         return
     advice = "set cluster.host to an address of this machine, cluster.server_port to 0 or a free port"
     yield _bind("own address", own, config.cluster.server_port, advice)
-    yield from _scheduler(config)
+    yield from _scheduler(config, is_shared=True)
 
 
-def _scheduler(config: Config) -> Iterator[Check]:
+def _scheduler(config: Config, *, is_shared: bool = False) -> Iterator[Check]:
+    """Checks the cluster at ``cluster.scheduler``; if ``is_shared``, also if workers here may join it."""
     address = config.cluster.scheduler
     if reason := why_unreachable(address, TIMEOUT_SECONDS):
         advice = "start it with zenps scheduler; let the port through every firewall on the way"
@@ -241,7 +256,8 @@ def _scheduler(config: Config) -> Iterator[Check]:
     yield Check("scheduler", "ok", f"{address}: {status.state}, epoch {status.epoch}")
     yield _nodes(config, status)
     yield _levels(config, status)
-    yield _same_settings(config, status)
+    if is_shared:
+        yield _same_settings(config, status)
 
 
 def _nodes(config: Config, status: Status) -> Check:

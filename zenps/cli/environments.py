@@ -6,19 +6,27 @@ import os
 import socket as net
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from zenps.config.settings import WEEK_SECONDS, Config
 from zenps.config.values import parse_address
 from zenps.errors import ConfigError
 from zenps.keys import load_keys
 
+_TORCHRUN: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What workers get of https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables"""
 
-def environments(config: Config, base: Mapping[str, str]) -> dict[str, dict[str, str]]:
+
+def environments(
+    config: Config, base: Mapping[str, str], *, torchrun_env: bool = True
+) -> dict[str, dict[str, str]]:
     """Returns the variables of each process, by its name, such as ``server 0``, in the order of starting.
 
     Args:
         config: the settings of the cluster. The first process has its fixed ports, the next ones those after.
         base: variables of all processes; settings in it must give ``config``.
+        torchrun_env: workers have the variables that torchrun sets. Otherwise they have none of these, also
+            none that are in ``base``.
 
     Raises:
         ConfigError: ``cluster.scheduler`` is not on this machine, ports run out, or a node has no keys.
@@ -53,16 +61,14 @@ def environments(config: Config, base: Mapping[str, str]) -> dict[str, dict[str,
             environment["ZENPS_CLUSTER_REJOIN_SECONDS"] = str(WEEK_SECONDS)
         elif role == "server":
             environment |= {"RANK": rank} | _own_port("cluster.server_port", cluster.server_port, int(rank))
+        elif role == "worker" and torchrun_env:
+            size = str(cluster.workers)
+            values = (rank, rank, size, size, "127.0.0.1", master_port)
+            environment |= dict(zip(_TORCHRUN, values, strict=True))
         elif role == "worker":
-            environment |= {
-                # https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": str(cluster.workers),
-                "LOCAL_WORLD_SIZE": str(cluster.workers),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": master_port,
-            }
+            environment = {key: value for key, value in environment.items() if key not in _TORCHRUN}
+            # BytePS's name for the rank, which the supervisor must know to tell whose process has ended.
+            environment["DMLC_WORKER_ID"] = rank
         found[name] = environment
     return found
 

@@ -22,6 +22,8 @@ def launch(
     command: Sequence[str],
     environment: Mapping[str, str],
     prefix: Callable[[str], Sequence[str]] = lambda _: (),
+    *,
+    torchrun_env: bool = True,
 ) -> int:
     """Runs ``command`` as every worker of a new cluster; returns when no process of it is left.
 
@@ -32,6 +34,7 @@ def launch(
         environment: of all processes; settings in it must give ``config``.
         prefix: returns the beginning of a process's command, by its name, such as ``server 0``. It is a
             program that executes the rest in its own place, as ``env`` does.
+        torchrun_env: workers have the environment variables that torchrun sets.
 
     Returns:
         0 if all workers ended with 0. Otherwise the exit code of the process that failed first, or 128 + n if
@@ -42,7 +45,7 @@ def launch(
         ConfigError: ``cluster.scheduler`` is not on this machine, fixed ports run out, or ``sync.trace``
             cannot be written.
     """
-    environment_of = environments(config, environment)
+    environment_of = environments(config, environment, torchrun_env=torchrun_env)
     with collected(config.sync.trace) as trace:
         traced = {"ZENPS_SYNC_TRACE": trace} if trace else {}
         programs = []

@@ -12,6 +12,7 @@ from zenps.config.settings import ClusterConfig
 from zenps.scheduler.membership.actions import Send
 from zenps.scheduler.membership.tracker import Membership
 from zenps.wire.messages import (
+    LAST_BARRIER,
     Admit,
     Barrier,
     BarrierReply,
@@ -47,15 +48,25 @@ def register(
     return Register(role, rank, "box", pid, address, "", SETTINGS, 0, 0, barriers, view)
 
 
-def make_membership() -> Membership:
-    cluster = ClusterConfig(workers=3, servers=2, lease_seconds=LEASE_SECONDS, on_worker_loss="continue")
+def make_membership(rejoin_seconds: float = 0.0) -> Membership:
+    cluster = ClusterConfig(
+        workers=3,
+        servers=2,
+        lease_seconds=LEASE_SECONDS,
+        on_worker_loss="continue",
+        rejoin_seconds=rejoin_seconds,
+    )
     return Membership("job", cluster, SETTINGS, now=0.0)
 
 
 @pytest.fixture
 def running() -> Membership:
     """Three workers and two servers, all of which have the first view."""
-    membership = make_membership()
+    return make_running()
+
+
+def make_running(rejoin_seconds: float = 0.0) -> Membership:
+    membership = make_membership(rejoin_seconds)
     for number, peer in enumerate(SERVERS):
         membership.on_message(peer, register("server", pid=50 + number), 0.0)
     for rank, peer in enumerate(WORKERS):
@@ -333,3 +344,16 @@ def test_a_joining_worker_waits_for_the_restarted_scheduler(view: View) -> None:
     assert successor.on_message(JOINING, register("worker", 1, pid=7), LEASE_SECONDS + 5.1) == []
     admit(successor, (WORKERS[0], WORKERS[2]), LEASE_SECONDS + 5.1, since=6)
     assert ranks(confirm(successor, LEASE_SECONDS + 5.1)[JOINING]) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("all_came", [True, False])
+def test_a_worker_that_left_joins_the_others_or_again_with_them(all_came: bool) -> None:
+    """Whether the others go on is known by the barrier before they leave."""
+    membership = make_running(rejoin_seconds=30.0)
+    for peer in WORKERS[: 3 if all_came else 1]:
+        membership.on_message(peer, Barrier(LAST_BARRIER), 1.0)
+    membership.on_message(WORKERS[0], Leave(), 1.0)
+    confirm(membership, 1.0)
+    membership.on_message(JOINING, register("worker", 0, pid=0), 1.0)
+    assert membership.state == ("gathering" if all_came else "running")
+    assert membership.live("worker") == (1 if all_came else 2)

@@ -267,9 +267,10 @@ def all_left(rejoin_seconds: float = REJOIN_SECONDS) -> tuple[Membership, list[S
 def test_workers_that_have_left_join_again() -> None:
     membership, sends = all_left()
     assert sent(sends, Stop) == {}
+    assert sent(sends, View)[server(0)].left == (0, 1), "a restarted scheduler will learn it from servers"
     keep_alive(membership, 9.0, [server(0), server(1)])
     view = view_of(start(membership, 0, 9.0))
-    assert (view.epoch, view.ring_epoch, [m.pid for m in view.workers]) == (3, 3, [70, 71])
+    assert (view.epoch, view.ring_epoch, [m.pid for m in view.workers]) == (4, 4, [70, 71])
     assert {*sent(confirm(membership, [server(0), server(1)], now=9.0), View)} == {b"new-0", b"new-1"}
     # Barriers are counted from 1 again, and so is the last one.
     assert membership.on_message(b"new-0", Barrier(1), 9.0) == []

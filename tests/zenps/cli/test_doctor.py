@@ -13,6 +13,7 @@ import torch
 
 from zenps.cli import doctor
 from zenps.cli.doctor import Check, examine
+from zenps.cli.local_clusters import LocalCluster
 from zenps.config.sources import load
 from zenps.kernels.native.library import find_library
 from zenps.keys import generate
@@ -40,6 +41,14 @@ def test_every_check_that_is_not_ok_has_advice() -> None:
     assert checks["sync.partition"].verdict == "warn"
     assert "no.such:Thing" in checks["sync.partition"].found
     assert all(check.advice for check in checks.values() if check.verdict != "ok")
+
+
+def test_one_of_several_clusters_has_to_be_chosen() -> None:
+    clusters = [LocalCluster(f"127.0.0.1:{port}", "default", 1, 1, "/home/me") for port in (1, 2)]
+    checks = {check.name: check for check in examine(load(environ={}).config, clusters)}
+    assert checks["scheduler"].verdict == "warn"
+    assert all(f"--set cluster.scheduler={one.address} " in checks["scheduler"].advice for one in clusters)
+    assert examined("cluster.scheduler=127.0.0.1:1")["scheduler"].found.startswith("127.0.0.1:1: ")
 
 
 def test_sparsifiers() -> None:

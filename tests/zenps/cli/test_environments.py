@@ -13,8 +13,8 @@ from zenps.errors import ConfigError
 from zenps.keys import generate
 
 
-def of(*sets: str, **base: str) -> dict[str, dict[str, str]]:
-    return environments(load(sets=sets, environ=base).config, base)
+def of(*sets: str, torchrun_env: bool = True, **base: str) -> dict[str, dict[str, str]]:
+    return environments(load(sets=sets, environ=base).config, base, torchrun_env=torchrun_env)
 
 
 def test_names_in_order_of_starting() -> None:
@@ -37,6 +37,16 @@ def test_workers_have_the_variables_of_torchrun() -> None:
         assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == "2"
         assert environment["MASTER_ADDR"] == "127.0.0.1"
     assert found["worker 0"]["MASTER_PORT"] == found["worker 1"]["MASTER_PORT"]
+
+
+def test_workers_without_the_variables_of_torchrun_know_their_rank() -> None:
+    inherited = {"WORLD_SIZE": "8", "RANK": "7", "LOCAL_RANK": "7", "MASTER_ADDR": "10.0.0.1"}
+    found = of("cluster.workers=2", torchrun_env=False, **inherited)
+    for rank in range(2):
+        environment = found[f"worker {rank}"]
+        assert rank_from_environment(environment) == rank
+        assert environment.keys() & {"LOCAL_WORLD_SIZE", "MASTER_PORT", *inherited} == set()
+        assert load(environ=environment).config.cluster.workers == 2
 
 
 def test_cores_are_shared_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
