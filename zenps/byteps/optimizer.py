@@ -64,8 +64,7 @@ def broadcast_parameters(params: Params, root_rank: int, prefix: str = "Paramete
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, prefix: str = "Parameter."
 ) -> None:
-    """Makes every rank's optimizer equal to the root's. Errors are those of
-    :func:`zenps.broadcast_optimizer_state`.
+    """Makes every rank's optimizer equal to the root's: hyperparameters and state.
 
     BytePS steps an optimizer without state once, with gradients of zeros. This leaves gradients and weights
     as they are. ``prefix`` is not needed here.

@@ -3,12 +3,12 @@
 Names, argument orders and defaults are those of Horovod 0.28. What differs:
 
 - Nothing is pickled: objects are plain data, tuples, sets and tensors.
-- Calls that have a ``join()`` to reckon with take one small round more. While a rank has joined, the others
-  make their calls in the same order.
+- Each call has a second, small round, by which ranks that have called ``join()`` learn of it. While a rank
+  has joined, the others make their calls in the same order.
 - allgather, broadcast, and allreduce by Min, Max and Product begin when their results are waited for, in the
   order of the calls; these three allreduces gather the tensors of all ranks on every rank.
-- Process sets, Adasum, alltoall, reducescatter and ``hvd.elastic`` have no counterpart; to use one says what
-  to do.
+- Process sets, Adasum, alltoall, reducescatter and ``hvd.elastic`` have no counterpart. Their errors say
+  what to use instead.
 
 docs/migration.md has every name.
 """

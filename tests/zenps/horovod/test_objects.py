@@ -1,0 +1,86 @@
+"""Objects as plain data and back, and what is refused on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zenps.errors import ProtocolError
+from zenps.horovod.objects import from_plain, to_plain
+
+keys = st.integers(-100, 100) | st.text(max_size=3) | st.tuples(st.integers(0, 9), st.text(max_size=2))
+leaves = st.none() | st.booleans() | st.floats(allow_nan=False) | st.binary(max_size=4) | keys
+objects = st.recursive(
+    leaves | st.sets(keys, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(keys | st.just("zenps.horovod"), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+def sent(value: Any) -> Any:
+    return from_plain(msgpack.unpackb(msgpack.packb(to_plain(value)), strict_map_key=False))
+
+
+@given(objects)
+def test_objects_arrive_as_they_were(value: Any) -> None:
+    received = sent(value)
+    assert received == value
+    assert type(received) is type(value)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor([[1.5, float("inf")]], requires_grad=True),
+        torch.tensor(True),
+        torch.empty(0, 3, dtype=torch.int16),
+        torch.arange(6).reshape(2, 3).t(),
+        torch.tensor([-0.0, float("nan")], dtype=torch.bfloat16),
+        torch.tensor(1 + 2j),
+    ],
+)
+def test_tensors_keep_their_bits(tensor: torch.Tensor) -> None:
+    (received,) = sent([tensor])
+    assert received.dtype == tensor.dtype
+    assert received.shape == tensor.shape
+    assert received.reshape(-1).view(torch.uint8).equal(tensor.detach().reshape(-1).view(torch.uint8))
+
+
+def test_numpy_scalars_become_numbers() -> None:
+    assert sent([np.float32(1.5), np.int64(3), np.bool_(True)]) == [1.5, 3, True]
+
+
+@pytest.mark.parametrize("value", [object(), 1j, torch.eye(2).to_sparse(), np.zeros(2)])
+def test_what_has_no_plain_form_is_left_to_be_refused(value: Any) -> None:
+    with pytest.raises(TypeError):
+        msgpack.packb(to_plain([value]))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        ["module", "os"],
+        ["tensor", "torch.float32", [2], b"short"],
+        ["tensor", "torch.float32", [-1, 0], b""],
+        ["tensor", "os.system", [1], b"\0"],
+        ["tensor", "torch.float32", "shape", b"\0\0\0\0"],
+        ["tensor", 7],
+        ["tuple", 3],
+        ["set", [[1]]],
+        ["dict", [[1]]],
+        ["dict", 1, 2, 3, 4],
+    ],
+)
+def test_hostile_objects_are_refused(content: list[Any]) -> None:
+    with pytest.raises(ProtocolError, match="no object of Horovod's interface"):
+        from_plain([{"zenps.horovod": content}])
