@@ -134,7 +134,8 @@ class Process:
 
     def before_leaving(self, call: Callable[[], None]) -> None:
         """Has a method called when this process leaves together with the others, while its object lives."""
-        self._before_leaving.append(weakref.WeakMethod(call))
+        living = [each for each in self._before_leaving if each() is not None]
+        self._before_leaving = [*living, weakref.WeakMethod(call)]
 
     def _finish(self, together: bool) -> None:
         calls, self._before_leaving = self._before_leaving, []

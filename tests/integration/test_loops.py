@@ -222,6 +222,51 @@ def progressive_unfreezing(loop: Loop) -> State:
     return state_of(model)
 
 
+def gradients_kept_in_place(loop: Loop) -> State:
+    """Backward adds to zeros in the tensors that averages came in."""
+    model = make_model()
+    optimizer = loop.wrap(sgd(model), model)
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return state_of(model)
+
+
+def gradients_never_cleared(loop: Loop) -> State:
+    model = make_model()
+    optimizer = loop.wrap(sgd(model, 0.01), model)
+    for step in range(STEPS):
+        loop.loss(model, step).backward()
+        optimizer.step()
+    return state_of(model)
+
+
+def step_left_out_after_synchronize(loop: Loop) -> State:
+    model = make_model()
+    optimizer = loop.wrap(sgd(model), model)
+    for step in range(STEPS):
+        loss = loop.loss(model, step)
+        if step == 3:  # not by backward
+            used = [
+                each
+                for each in model.dense()
+                if each is not model.never.weight and each is not model.never.bias
+            ]
+            for parameter, gradient in zip(
+                used, torch.autograd.grad(loss, used, allow_unused=True), strict=True
+            ):
+                parameter.grad = gradient
+        else:
+            loss.backward()
+        if step == 2:
+            loop.synchronize(optimizer)
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+    return state_of(model)
+
+
 def groups_added(loop: Loop) -> State:
     model = make_model()
     optimizer = loop.wrap(torch.optim.SGD(model.out.parameters(), lr=0.2), model)
@@ -276,6 +321,9 @@ LOOPS: dict[str, Callable[[Loop], State]] = {
         scaler_and_clipping,
         clipping_from_a_hook,
         progressive_unfreezing,
+        gradients_kept_in_place,
+        gradients_never_cleared,
+        step_left_out_after_synchronize,
         groups_added,
         table_tied_later,
         compiled_step,
@@ -321,6 +369,96 @@ def uneven_in_one_process() -> State:
                 optimizer.step()
         states |= {f"{number}.{name}": each for name, each in state_of(model).items()}
     return states
+
+
+class Uneven:
+    """A loop whose ranks have :data:`UNEVEN` batches, inside ``join``."""
+
+    def __init__(self) -> None:
+        self.model = make_model()
+        self.optimizer = zps.DistributedOptimizer(
+            torch.optim.SGD(self.model.parameters(), lr=0.2, momentum=0.5), self.model.named_parameters()
+        )
+        self.outcomes: list[Any] = []
+
+    def run(self, step: Callable[[Uneven, int], None]) -> State:
+        with zps.join(self.optimizer):
+            for number in range(UNEVEN[zps.rank()]):
+                self.optimizer.zero_grad()
+                loss_of(self.model, number, zps.rank()).backward()
+                step(self, number)
+        momenta = [state["momentum_buffer"].to_dense() for state in self.optimizer.state.values()]
+        rates = torch.tensor([group["lr"] for group in self.optimizer.param_groups])
+        return {
+            **state_of(self.model),
+            "momenta": torch.cat([each.flatten() for each in momenta]),
+            "lr": rates,
+        }
+
+
+def clipped(loop: Uneven, _: int) -> None:
+    loop.optimizer.synchronize()
+    nn.utils.clip_grad_norm_(loop.model.dense(), 0.05)
+    loop.optimizer.step()
+
+
+def scaled(loop: Uneven, _: int) -> None:
+    loop.optimizer.synchronize()
+    for parameter in loop.model.dense():
+        if parameter.grad is not None:
+            parameter.grad /= 64
+    loop.optimizer.step()
+
+
+def left_out(loop: Uneven, number: int) -> None:
+    loop.optimizer.synchronize()
+    if number != 4:
+        loop.optimizer.step()
+
+
+def with_another_rate(loop: Uneven, number: int) -> None:
+    loop.optimizer.step()
+    loop.optimizer.param_groups[0]["lr"] = 0.2 / (number + 2)
+
+
+def with_leftovers(loop: Uneven, number: int) -> None:
+    """As a GAN's generator leaves gradients in its critic."""
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    loss_of(loop.model, number, zps.rank(), 1).backward()
+
+
+UNEVEN_STEPS = {
+    each.__name__: each for each in (clipped, scaled, left_out, with_another_rate, with_leftovers)
+}
+
+
+def clipped_in_one_process() -> State:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
+    for step in range(max(UNEVEN)):
+        optimizer.zero_grad()
+        losses = [loss_of(model, step, rank) for rank in range(RANKS) if step < UNEVEN[rank]]
+        (torch.stack(losses).sum() / RANKS).backward()
+        nn.utils.clip_grad_norm_(model.dense(), 0.05)
+        optimizer.step()
+    return state_of(model)
+
+
+def disagree_once() -> list[Any]:
+    """In one step of a join, rank 1 alone throws its batch away; then training goes on."""
+    model = make_model()
+    optimizer = zps.DistributedOptimizer(sgd(model), model.named_parameters())
+    outcomes = []
+    with zps.join(optimizer):
+        for step in range(5):
+            loss_of(model, step, 0).backward()
+            if (step, zps.rank()) == (2, 1):
+                outcomes.append(attempt(optimizer.zero_grad))
+            else:
+                outcomes.append(attempt(optimizer.step))
+            optimizer.zero_grad()
+    return [*outcomes, state_of(model)]
 
 
 # ── ranks that differ ───────────────────────────────────────────────────────────────────────────
@@ -394,6 +532,9 @@ def run_all() -> dict[str, Any]:
     results = run_loops()
     results["uneven"] = attempt(uneven)
     results["misuse of join"] = misuse_of_join()
+    for name, step in UNEVEN_STEPS.items():
+        results[name] = attempt(Uneven().run, step)
+    results["disagree"] = disagree_once()
     results["drops alone"] = drops_alone()
     results["joins"] = joins_in_another_order()
     results["passes alone"] = passes_alone()
@@ -451,6 +592,27 @@ def test_ranks_whose_input_has_ended_step_with_the_others(results: list[dict[str
         assert_same(outcome["uneven"], wanted)
 
 
+@pytest.mark.parametrize("name", UNEVEN_STEPS)
+def test_ranks_whose_input_has_ended_get_what_the_others_have_applied(
+    results: list[dict[str, Any]], name: str
+) -> None:
+    first, second = (outcome[name] for outcome in results)
+    assert not isinstance(first, Raised), first
+    assert not isinstance(second, Raised), second
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    if name == "clipped":
+        wanted = clipped_in_one_process()
+        assert_same({key: first[key] for key in wanted}, wanted)
+
+
+def test_a_step_on_which_ranks_in_a_join_disagree_is_lost_alone(results: list[dict[str, Any]]) -> None:
+    for outcome in results:
+        *steps, weights = outcome["disagree"]
+        assert [isinstance(each, Raised) for each in steps] == [False, False, True, False, False]
+        assert "drops a step of optimizer 0" in steps[2].text
+        assert all(torch.equal(weights[key], results[0]["disagree"][-1][key]) for key in weights)
+
+
 def test_misuse_of_join_is_refused(results: list[dict[str, Any]]) -> None:
     for outcome in results:
         errors = outcome["misuse of join"]
@@ -475,7 +637,7 @@ def test_a_rank_that_alone_runs_backward_again_is_noticed(results: list[dict[str
         last = outcome["passes alone"][-1]
         assert isinstance(last, Raised)
         assert last.kind == "DeadlineError"
-    assert "/outdated" in results[0]["passes alone"][-1].text
+    assert "/backward ran again" in results[0]["passes alone"][-1].text
     assert "rank(s) 1" in results[0]["passes alone"][-1].text
 
 

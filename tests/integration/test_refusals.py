@@ -53,6 +53,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
         "TensorError",
         "(70, 90)",
     ),
+    "too many rows": (lambda: zps.push_pull(table(2**62, 1), "x"), "TensorError", "expected less than"),
     "second init": (
         lambda: zps.init(sets=["sync.seed=7"]),
         "UsageError",

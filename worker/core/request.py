@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zenps.errors import TensorError, UsageError
 from zenps.kernels.base import ACCUMULATE
+from zenps.partition.keyspace import MAX_SIZE
 from zenps.sparsifiers.base import Momentum
 from zenps.wire.messages import MAX_COLUMNS, MAX_NAME
 
@@ -148,6 +149,8 @@ def _check_tensor(tensor: object, average: bool) -> None:
         raise TensorError(f"device {tensor.device}: expected cpu or cuda; move it with .cpu()")
     if tensor.layout not in (torch.strided, torch.sparse_coo):
         raise TensorError(f"layout {tensor.layout}: expected strided or sparse COO; use .to_sparse_coo()")
+    if tensor.is_sparse and table_shape(tensor)[0] >= MAX_SIZE:
+        raise TensorError(f"a table of {table_shape(tensor)[0]} rows: expected less than {MAX_SIZE}")
     if tensor.is_sparse and table_shape(tensor)[1] > MAX_COLUMNS:
         raise TensorError(f"rows of {table_shape(tensor)[1]} elements: expected at most {MAX_COLUMNS}")
     if tensor.dtype not in _SUPPORTED:

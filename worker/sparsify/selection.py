@@ -71,7 +71,7 @@ class Gradient(NamedTuple):
     def take(self, indices: Tensor) -> Tensor:
         """Returns the residual's values there, in the gradient's dtype, and leaves what rounding takes.
 
-        NaN and infinite elements are not left: they would come back in every later step.
+        NaN and infinite elements are not left, here and elsewhere: they would come back in every later step.
 
         Raises:
             UsageError: the sparsifier has raised an error.
@@ -79,6 +79,8 @@ class Gradient(NamedTuple):
         values = self.residual[indices]
         pushed = values.to(self.dtype)
         self.residual[indices] = (values - pushed).nan_to_num_(0, 0, 0)
+        if not bool(values.isfinite().all()):  # perhaps more of them than may be pushed
+            self.residual.nan_to_num_(0, 0, 0)
         with blaming(self.sparsifier, "sent"):
             self.sparsifier.sent(indices)
         return pushed

@@ -51,7 +51,7 @@ class ParameterAgreement:
         Raises:
             MismatchError: the ranks' parameters differ.
         """
-        names = self._agree_on_names(parameters)
+        names = self._agree_on_names(parameters, "new parameters")
         self._own = self._own | parameters
         self._set_order([*self.names.values(), *names])
         self._unknown += [parameters[name] for name in names]
@@ -138,9 +138,9 @@ class ParameterAgreement:
         self.names = {self._own[name]: name for name in names}
         self.priorities = {parameter: -index for index, parameter in enumerate(self.names)}
 
-    def _agree_on_names(self, own: dict[str, Parameter]) -> list[str]:
+    def _agree_on_names(self, own: dict[str, Parameter], what: str = "names") -> list[str]:
         root = min(PROCESS.world.ranks)
-        names: list[str] = broadcast_object(list(own), root, name=f"{self._prefix}/names")
+        names: list[str] = broadcast_object(list(own), root, name=f"{self._prefix}/{what}")
         differing = set(names) ^ own.keys()
         if others := allgather_int(len(differing), f"{self._prefix}/differing"):
             here = f"; rank {root} and this one differ in {listing(sorted(differing))}" if differing else ""

@@ -64,6 +64,10 @@ class Consistency(ABC):
         """Ends a step that all ranks drop. Returns as :meth:`drop`."""
         return False
 
+    def follow(self) -> None:
+        """Takes part in a step of the others without gradients of this rank, and applies nothing."""
+        self.synchronize()
+
     @abstractmethod
     def adopt_agreement(self, root_rank: int) -> None:
         """Adopts what the root's optimizer has agreed on with others."""

@@ -1,8 +1,9 @@
 """Join: ranks whose inputs have ended take part in the steps of the others until all have ended.
 
 As ``torch.distributed.algorithms.Join``. Before each step of an optimizer, the ranks tell each other in a
-small round which optimizer steps, or that their input has ended. A rank whose input has ended then steps the
-same optimizer, without gradients of its own.
+small round which optimizer steps, or that their input has ended. A rank whose input has ended takes part in
+the same step without gradients. In the end it gets the parameters and the optimizer's state of a rank that
+has taken all steps, for those may have clipped gradients, left out steps or changed the learning rate.
 """
 
 from __future__ import annotations
@@ -28,10 +29,15 @@ def join(*optimizers: DistributedOptimizer) -> Iterator[None]:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    A rank that leaves the block steps with the averages of the others until all have left it, so that weights
-    stay equal. It contributes nothing, and averages are still divided by the number of all ranks, as by
-    default under torch's ``Join``. Each step costs one small round more. If the block is left by an
-    exception, this returns at once.
+    A rank that leaves the block waits in it until all have left it, and contributes nothing. Averages are
+    still divided by the number of all ranks, as by default under torch's ``Join``. Then it gets the
+    parameters and the optimizers' state of a rank that has taken all steps, so that these are equal on all
+    ranks. Buffers and learning rate schedulers are each rank's own. Gradients that were computed and not
+    applied are dropped. Each step costs one small round more. If the block is left by an exception, this
+    returns at once.
+
+    Only steps may be waited for in the block: other calls of ZenPS, such as :func:`zenps.allreduce`, and the
+    unfreezing of parameters would wait for ranks that have left it.
 
     Args:
         optimizers: all that step in the block, in the same order on all ranks.
@@ -58,6 +64,10 @@ def join(*optimizers: DistributedOptimizer) -> Iterator[None]:
         yield
     while (step := rounds.next()) is not None:
         step.optimizer.step_for_others(is_dropped=step.is_dropped)
+    for number, optimizer in enumerate(optimizers):
+        optimizer.drop_leftovers(f"{rounds.name}/{number}")
+        if rounds.was_uneven:
+            optimizer.adopt(rounds.last, f"{rounds.name}/{number}")
 
 
 class _Step(NamedTuple):
@@ -69,11 +79,19 @@ class _Step(NamedTuple):
 
 
 class _Rounds:
-    """The rounds in which ranks say what they do next."""
+    """The rounds in which ranks say what they do next.
+
+    Attributes:
+        name: prefix of the rounds' names.
+        last: a rank whose input has ended last.
+        was_uneven: whether the input of a rank has ended while others took steps.
+    """
 
     def __init__(self, optimizers: Sequence[DistributedOptimizer]) -> None:
         self._optimizers = optimizers
-        self._name = PROCESS.new_prefix("join")
+        self.name = PROCESS.new_prefix("join")
+        self.last = 0
+        self.was_uneven = False
 
     def announcer(self, number: int) -> Callable[[bool], None]:
         """Returns a function that tells the others what this rank does with an optimizer."""
@@ -92,7 +110,10 @@ class _Rounds:
         return _Step(self._optimizers[number], bool(is_dropped)) if said else None
 
     def _tell(self, said: int) -> int:
-        by_rank = allgather_int(said, f"{self._name}/next")
+        by_rank = allgather_int(said, f"{self.name}/next")
+        if by_rank:
+            self.last = min(by_rank)
+            self.was_uneven |= len(by_rank) < len(PROCESS.world.ranks)
         if len(set(by_rank.values())) > 1:
             ranks = [
                 f"rank {rank} {'drops' if (each - 1) % 2 else 'takes'} a step of optimizer {(each - 1) // 2}"

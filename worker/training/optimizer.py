@@ -15,6 +15,8 @@ from zenps.errors import UsageError
 
 from ..process import PROCESS
 from .agreement import ParameterNames
+from .allgather import allgather_int
+from .broadcast import broadcast_optimizer_state, broadcast_parameters
 from .consistency import Consistency
 from .hazards import check_modules, check_optimizer
 from .model_averaging import ModelAveraging
@@ -192,6 +194,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if self._consistency.drop():
             self._apply()
+        self._consistency.is_synchronized = False
         self._inner.zero_grad(set_to_none)
 
     # Training code also assigns to these. Without setters, the wrapped optimizer would keep its own.
@@ -302,17 +305,38 @@ class DistributedOptimizer(torch.optim.Optimizer):
             yield
         finally:
             self._consistency.announce = None
-        if self._consistency.has_run_backward:
-            raise UsageError("join: expected step() after backward, before the block is left")
 
     def step_for_others(self, *, is_dropped: bool) -> None:
-        """Takes or drops a step without gradients of this rank; for :func:`zenps.join`."""
+        """Takes part in a step of the others without gradients of this rank; for :func:`zenps.join`.
+
+        Nothing is applied: the others may clip, unscale or leave out what they apply. See :meth:`adopt`.
+        """
         self._inner.zero_grad()
-        if not is_dropped:
-            self.step()
-        elif self._consistency.drop_together():
-            self._apply()
+        if is_dropped:
+            self._consistency.drop_together()
+        else:
+            self._consistency.follow()
         self._inner.zero_grad()
+
+    def adopt(self, root_rank: int, name: str) -> None:
+        """Makes parameters and state those of the root, on all ranks; for :func:`zenps.join`.
+
+        Args:
+            root_rank: a rank that has taken all steps.
+            name: of this optimizer, the same on all ranks.
+        """
+        self.drain()
+        parameters = [each for group in self._inner.param_groups for each in group["params"]]
+        broadcast_parameters(((f"{name}/{index}", each) for index, each in enumerate(parameters)), root_rank)
+        broadcast_optimizer_state(self, root_rank)
+
+    def drop_leftovers(self, name: str) -> None:
+        """Drops, on all ranks, gradients that any rank has computed and not applied; for
+        :func:`zenps.join`.
+        """
+        if allgather_int(self._consistency.has_run_backward, f"{name}/leftovers"):
+            self._inner.zero_grad()
+            self._consistency.drop_together()
 
     def adopt_agreement(self, root_rank: int) -> None:
         """Adopts what the root's optimizer has agreed on; for :class:`zenps.TrainingState`."""

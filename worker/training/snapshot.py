@@ -1,6 +1,7 @@
-"""Change detection of gradients: finds edits between backward and ``step()``, by version and by hash.
+"""Change detection of gradients: finds edits between backward and ``step()``, by a hash of the elements.
 
-PyTorch's version counter does not notice edits through ``.data`` or NumPy, so the elements are hashed, too.
+PyTorch's version counter would not do: it does not notice edits through ``.data`` or NumPy, and all views of
+one tensor share it, as the gradients of a bucket are.
 """
 
 from __future__ import annotations
@@ -34,12 +35,11 @@ class Snapshot:
 
     def __init__(self, gradient: Tensor) -> None:
         self._gradient = gradient
-        self._version = gradient._version
         self._hashes = _hashes(gradient)
 
     def is_of(self, gradient: Tensor | None) -> bool:
-        """Returns whether ``gradient`` is the same tensor, and has the same version."""
-        return gradient is self._gradient and gradient._version == self._version
+        """Returns whether ``gradient`` is the same tensor."""
+        return gradient is self._gradient
 
     def pairs(self) -> Iterable[tuple[_Hash, _Hash]]:
         """Returns the hashes of the gradient, each with that of what its memory has now."""

@@ -73,6 +73,8 @@ class GradientSynchronizer(Consistency):
         """Of the ``staleness`` steps before, oldest first."""
         self._drains = 0
         """How often averages were taken between two steps. Ranks must agree about it."""
+        self._is_agreed = True
+        """Whether the others do the same with the step that ends."""
         self._drops = 0
         """How many steps were pushed and thrown away. Ranks must agree about it."""
         self._outdated: set[Parameter | Bucket] = set()
@@ -171,7 +173,7 @@ class GradientSynchronizer(Consistency):
         if not self.has_run_backward:
             return False
         for owner in self._pushed.handles:
-            self._check_without_residual(owner, "zero_grad() before step()")
+            self._check_without_residual(owner, "zero_grad()")
         # Not what is in flight on this rank: another one may have used other parameters.
         if self._pushes_early and self._agreement.is_known:
             return self.drop_together()
@@ -188,10 +190,15 @@ class GradientSynchronizer(Consistency):
 
     def drop_together(self) -> bool:
         self._pushed.is_dropped = True
+        drops = self._drops + 1
         try:
             return self._end_step(all_drop=True) and self.staleness > 0
         finally:
-            self._drops += 1
+            if self._is_agreed:
+                self._drops = drops
+
+    def follow(self) -> None:
+        self._end_step()
 
     def _begin_step(self) -> None:
         self._is_refused = False
@@ -202,13 +209,12 @@ class GradientSynchronizer(Consistency):
         self._begin_step()
         error: ZenPSError | None = None
         try:
-            if self.announce is not None:
-                self.announce(all_drop)
+            error = self._announce(all_drop)
             self._push_rest()
             if self._outdated:
                 self._push_again()
         except ZenPSError as raised:
-            self._pushed.is_dropped, error = True, raised
+            self._pushed.is_dropped, error = True, error or raised
         finally:
             self._outdated.clear()
             self._passes.end_step()
@@ -222,6 +228,17 @@ class GradientSynchronizer(Consistency):
             with self._forgetting():
                 raise error
         return is_due
+
+    def _announce(self, all_drop: bool) -> ZenPSError | None:
+        """Tells the other ranks what this one does; returns why they do not agree. They push all the same."""
+        self._is_agreed = True
+        if self.announce is not None:
+            try:
+                self.announce(all_drop)
+            except ZenPSError as error:
+                self._pushed.is_dropped, self._is_agreed = True, False
+                return error
+        return None
 
     def _take(self, averages: Averages) -> None:
         if self.staleness:  # what backward has just computed is not what is applied
@@ -261,7 +278,7 @@ class GradientSynchronizer(Consistency):
         outdated = torch.tensor(
             [owner in self._outdated for owner in owners], dtype=torch.int64, device="cpu"
         )
-        counts = PROCESS.world.begin(Request(outdated, f"{self._prefix}/outdated")).wait()
+        counts = PROCESS.world.begin(Request(outdated, f"{self._prefix}/backward ran again")).wait()
         self._outdated = {owner for owner, ranks in zip(owners, counts.tolist(), strict=True) if ranks}
         for owner in owners:
             if owner not in self._outdated:
@@ -272,10 +289,11 @@ class GradientSynchronizer(Consistency):
             else:
                 self._push_sparse(owner)
 
+    @untraced
     def _on_gradient(self, parameter: Tensor) -> None:
         """Runs inside backward, whenever a parameter's gradient was accumulated."""
         assert isinstance(parameter, Parameter)
-        if not PROCESS.world.is_distributed:
+        if not (PROCESS.has_world and PROCESS.world.is_distributed):
             return
         self.is_synchronized = False
         try:
@@ -313,7 +331,7 @@ class GradientSynchronizer(Consistency):
         name = owner.name if isinstance(owner, Bucket) else self._agreement.names[owner]
         if self._residuals.peek(self._round_name(name)) is not None:
             raise self._refuse(
-                f"{name!r} is in flight, and was quantized or sparsified: expected step(), got {call}; set "
+                f"{name!r} was pushed, quantized or sparsified: expected step() next, got {call}; set "
                 "backward_passes_per_step, or run all but the last backward inside no_sync()"
             )
 

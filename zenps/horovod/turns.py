@@ -32,10 +32,13 @@ STEPS: Final = "optimizer.step"
 
 
 class Stepper(Protocol):
-    """An optimizer that can take a step without gradients of this rank."""
+    """An optimizer that can take part in a step without gradients of this rank."""
 
     def step_for_others(self, *, is_dropped: bool) -> None:
-        """Takes or drops the step that other ranks take or drop."""
+        """Takes part in a step that other ranks take or drop."""
+
+    def adopt(self, root_rank: int, name: str) -> None:
+        """Makes parameters and state those of a rank that has taken all steps."""
 
 
 @dataclass(eq=False)
@@ -147,7 +150,12 @@ class Turns:
             zeros.wait()
         self._zeros.clear()
         turns = worker.allgather_object(joined_in, "horovod/joined_in")
-        return max(range(len(turns)), key=lambda rank: (turns[rank], rank))
+        last = max(range(len(turns)), key=lambda rank: (turns[rank], rank))
+        if len(set(turns)) > 1:
+            for number, reference in enumerate(self._steppers):
+                if (stepper := reference()) is not None:
+                    stepper.adopt(last, f"horovod/optimizer{number}")
+        return last
 
     def _settle_first(self) -> int:
         """Settles the oldest turn; returns how many ranks have joined in it."""

@@ -57,9 +57,10 @@ class DGC(Sparsifier):
         return Above(threshold, most=wanted)
 
     def sent(self, indices: Tensor) -> None:
-        # NaN and infinite elements are forgotten in any case.
-        is_masked = self.task.settings.mask_momentum == "on"
-        self._buffer[indices] = 0 if is_masked else self._buffer[indices].nan_to_num_(0, 0, 0)
+        if not bool(self._buffer[indices].isfinite().all()):
+            self._buffer.nan_to_num_(0, 0, 0)
+        if self.task.settings.mask_momentum == "on":
+            self._buffer[indices] = 0
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"momentum": self._buffer}

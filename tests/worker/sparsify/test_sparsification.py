@@ -93,12 +93,14 @@ def test_exact_ranges_are_pushed_whole() -> None:
         assert torch.equal(dense[begin:end], tensor[begin:end])
 
 
+@pytest.mark.parametrize("elements", [1, SIZE], ids=["one", "all"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_is_pushed_and_not_kept(bad: float) -> None:
+def test_what_is_not_finite_is_pushed_and_not_kept(bad: float, elements: int) -> None:
+    """Not kept, either, where there is more of it than may be pushed."""
     residuals, tensor = Residuals(), gradient(1)
-    tensor[3] = bad
+    tensor[3 : 3 + elements] = bad
     sent = transform(make(), tensor, 0, options(residuals)).apply(tensor)
-    assert not math.isfinite(float(sent.to_dense()[3]))
+    assert not bool(sent.to_dense()[3 : 3 + elements].isfinite().all())
     assert bool(residuals.of("layer", SIZE, 1).isfinite().all())
 
 
