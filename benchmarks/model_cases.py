@@ -23,7 +23,7 @@ from zenps.kernels.gpu.scatter import merge, put_rows
 from zenps.kernels.gpu.sort_compact import sort_compact
 
 CPU = torch.device("cpu")
-SAMPLED_ELEMENTS, DENSITY, GRANULE, SERVERS = 1 << 15, 0.052, 256, 16
+SAMPLED_ELEMENTS, DENSITY, GRANULE, SERVERS = 1 << 16, 0.052, 256, 16
 SAMPLED_ROWS, ROWS, COLUMNS, UNIQUE = 1 << 12, 1_000_000, 64, 0.33
 """Of a million look-ups by Zipf's law in a table of ten million rows, a third are different."""
 

@@ -182,15 +182,14 @@ def _warps_of(lanes: Array) -> Array:
 def _shuffle(machine: Machine, at: Instruction, lanes: Array) -> None:
     _warps_of(lanes)
     values = machine.value(at.operands[-4], lanes, "u32").reshape(-1, WARP)
-    distance = int(machine.value(at.operands[-3], lanes, "u32")[0])
+    distance = machine.value(at.operands[-3], lanes, "u32").astype(np.int64).reshape(-1, WARP)
     here = np.arange(WARP)
-    source = {"up": here - distance, "bfly": here ^ distance, "idx": np.full(WARP, distance % WARP)}[
-        at.opcode[2]
-    ]
+    source = {"up": here - distance, "bfly": here ^ distance, "idx": distance % WARP}[at.opcode[2]]
     inside = source >= 0
-    machine.put(at.operands[0], lanes, values[:, np.where(inside, source, here)].ravel())
+    taken = np.take_along_axis(values, np.where(inside, source, here), 1)
+    machine.put(at.operands[0], lanes, taken.ravel())
     if len(at.operands) == 6:
-        machine.put(at.operands[1], lanes, np.tile(inside, len(values)))
+        machine.put(at.operands[1], lanes, inside.ravel())
 
 
 def _vote(machine: Machine, at: Instruction, lanes: Array) -> None:

@@ -56,7 +56,7 @@ __global__ void decode_bitmap(ScanState* state, const Placement* placement, cons
     const int64 before = tiles_before(state, tile, total);
     const bool last = (tile + 1) * BITMAP_TILE >= span;
     if (threadIdx.x == 0 && last && before + total != rows) atomicExch(error, 1ull);
-    for_each_bit(words, rank, total, [&](uint32 bit_rank, uint32 bit) {
+    for_each_bit<LISTED>(words, first_of_words(), rank, total, [&](uint32 bit_rank, uint32 bit) {
         const int64 row = checked_row(*placement, start, tile * BITMAP_TILE + bit, span, error);
         if (before + bit_rank < rows) table_rows[before + bit_rank] = row;
     });

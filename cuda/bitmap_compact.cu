@@ -70,7 +70,7 @@ __global__ void number_bits(ScanState* state, const uint8* bitmap, int64 words, 
             pack_at<Entry, 2>(directory, (first + k) / 2) = pair;
         }
     }
-    for_each_bit(word, rank, total, [&](uint32 bit_rank, uint32 bit) {
+    for_each_bit<LISTED>(word, first_of_words(), rank, total, [&](uint32 bit_rank, uint32 bit) {
         unique[before + bit_rank] = Position(tile * BITMAP_TILE + bit);
     });
 }

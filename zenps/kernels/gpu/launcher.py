@@ -50,6 +50,13 @@ def grid_of(threads: int, block: int = BLOCK) -> int:
     return blocks
 
 
+def multiprocessors(device: torch.device) -> int:
+    """The number of the device's multiprocessors; 1 of the tests' runtime on the CPU."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def scan_state(tiles: int, device: torch.device) -> Tensor:
     """The zeroed state of a look-back over ``tiles`` tiles (``ScanState`` in ``cuda/scan.cuh``)."""
     return torch.zeros(1 + tiles, dtype=torch.int64, device=device)

@@ -96,7 +96,10 @@ EXPRESSIONS: Final[Mapping[str, tuple[str, ...]]] = {
         *_specialise("put_rows<{}>", tuple(_WORDS.values())),
         *_specialise("gather_rows<{}>", tuple(_WORDS.values())),
     ),
-    "scan_compact": _specialise("scan_compact<{}, {}, {}>", ("uint32", "uint16"), _POSITION, (4, 1)),
+    "scan_compact": (
+        *_specialise("scan_compact<uint32, {}, {}>", _POSITION, (4, 1)),
+        *_specialise("scan_compact<uint16, {}, {}>", _POSITION, (8, 1)),
+    ),
     "hash_compact": (
         *_specialise("claim_rows<{}>", _KEYS),
         *_specialise("claim_nonzeros<{}, {}>", ("uint32", "uint16"), _KEYS),
