@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.bench_compaction import DENSE_ELEMENTS, placed
 from zenps.kernels.gpu.bitmap_codec import decode_bitmap, decode_coo, encode_bitmap, encode_coo
 from zenps.kernels.gpu.bitmap_compact import bitmap_compact
-from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact, hash_compact_dense
+from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact
 from zenps.kernels.gpu.launcher import Launcher
 from zenps.kernels.gpu.place import place_rows
 from zenps.kernels.gpu.scan_compact import scan_compact
@@ -38,17 +38,14 @@ class Case(NamedTuple):
     prepare: Callable[[], Prepared]
 
 
-def _dense(way: str, dtype: torch.dtype) -> Prepared:
+def _dense(dtype: torch.dtype) -> Prepared:
     dense = torch.randn(SAMPLED_ELEMENTS).to(dtype)
     dense[torch.rand(SAMPLED_ELEMENTS) >= DENSITY] = 0
     count = int(dense.count_nonzero())
-    layout, device_layout = placed("dense", SAMPLED_ELEMENTS, GRANULE, SERVERS, CPU)
-    bounds = torch.tensor(layout.server_bounds)
+    _, device_layout = placed("dense", SAMPLED_ELEMENTS, GRANULE, SERVERS, CPU)
 
     def run(launcher: Launcher) -> object:
-        if way == "scan":
-            return scan_compact(launcher, device_layout, dense, count * 5 // 4)
-        return hash_compact_dense(launcher, device_layout, dense, bounds, count, HashMemory())
+        return scan_compact(launcher, device_layout, dense, count * 5 // 4)
 
     return run, len(dense), dense.nbytes + count * (dense.itemsize + 4)
 
@@ -63,7 +60,6 @@ def _ids() -> Tensor:
 def _rows(way: str, dtype: torch.dtype) -> Prepared:
     ids, values = _ids(), torch.randn(SAMPLED_ROWS, COLUMNS).to(dtype)
     layout, device_layout = placed("rows", 10 * SAMPLED_ROWS, 1, SERVERS, CPU)
-    bounds = torch.tensor(layout.server_bounds)
     row_bytes, unique = COLUMNS * dtype.itemsize, int(UNIQUE * SAMPLED_ROWS)
 
     def run(launcher: Launcher) -> object:
@@ -72,9 +68,7 @@ def _rows(way: str, dtype: torch.dtype) -> Prepared:
             return sort_compact(launcher, positions, values)
         if way == "bitmap":
             return bitmap_compact(launcher, positions, values, device_layout.size)
-        return hash_compact(
-            launcher, positions, values, bounds, device_layout.size, SAMPLED_ROWS, HashMemory()
-        )
+        return hash_compact(launcher, positions, values, layout.server_bounds, SAMPLED_ROWS, HashMemory())
 
     return run, values.numel(), ids.nbytes + values.nbytes + unique * (row_bytes + 4)
 
@@ -129,8 +123,7 @@ VALUES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
 
 CASES: dict[str, Case] = {
     **{
-        f"{way}_compact, dense, {name}": Case(DENSE_ELEMENTS, partial(_dense, way, dtype))
-        for way in ("scan", "hash")
+        f"scan_compact, dense, {name}": Case(DENSE_ELEMENTS, partial(_dense, dtype))
         for name, dtype in VALUES.items()
     },
     **{

@@ -111,8 +111,7 @@ __global__ void add_others(const T* values, const int32* targets, int64 count, i
     const int32 target = ~targets[cell.row];
     if (target < 0) return;
     const auto row = widen(pack_at<T, LANES>(values, cell.row * packs + cell.pack));
-    for (int lane = 0; lane < LANES; ++lane)
-        atomicAdd(&sums[target * columns + cell.pack * LANES + lane], row.lane[lane]);
+    atomic_add(sums + target * columns + cell.pack * LANES, row);
 }
 
 // values = the first *count rows of sums, rounded.

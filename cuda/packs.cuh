@@ -26,8 +26,9 @@ __device__ __forceinline__ const Pack<T, LANES>& pack_at(const T* table, int64 i
     return reinterpret_cast<const Pack<T, LANES>*>(table)[index];
 }
 
+// By value: of a reference, nvcc loads each lane by itself.
 template <typename T, int LANES>
-__device__ __forceinline__ Pack<typename Number<T>::Sum, LANES> widen(const Pack<T, LANES>& pack) {
+__device__ __forceinline__ Pack<typename Number<T>::Sum, LANES> widen(const Pack<T, LANES> pack) {
     Pack<typename Number<T>::Sum, LANES> wide;
     for (int lane = 0; lane < LANES; ++lane) wide.lane[lane] = Number<T>::widen(pack.lane[lane]);
     return wide;
@@ -45,4 +46,22 @@ template <typename Sum, int LANES>
 __device__ __forceinline__ Pack<Sum, LANES> add(Pack<Sum, LANES> sums, const Pack<Sum, LANES>& others) {
     for (int lane = 0; lane < LANES; ++lane) sums.lane[lane] = add(sums.lane[lane], others.lane[lane]);
     return sums;
+}
+
+// Adds to adjacent float32 sums, each by an atomic of its own or, from sm_90 on, by one for four of them.
+template <int LANES>
+__device__ __forceinline__ void atomic_add(float* sums, const Pack<float, LANES>& others) {
+    constexpr int WIDTH = LANES % 4 == 0 ? 4 : LANES;
+    #pragma unroll
+    for (int lane = 0; lane < LANES; lane += WIDTH) {
+#if !defined(ZENPS_HOST) && __CUDA_ARCH__ >= 900
+        if constexpr (WIDTH == 4) {
+            asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sums + lane),
+                         "f"(others.lane[lane]), "f"(others.lane[lane + 1]), "f"(others.lane[lane + 2]),
+                         "f"(others.lane[lane + 3]) : "memory");
+            continue;
+        }
+#endif
+        for (int part = lane; part < lane + WIDTH; ++part) atomicAdd(&sums[part], others.lane[part]);
+    }
 }

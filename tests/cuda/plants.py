@@ -41,7 +41,6 @@ BARRIER: Final = "__syncthreads();"
 BARRIER_TESTS: Final = {
     "bitmap.cuh": "bitmap_compact: every_position_of_a_tile",
     "bitmap_codec.cu": "bitmap_codec: codecs_bytes and 1025",
-    "hash_compact.cu": "hash_compact_dense: dense_sizes and 1025 and float32",
     "scan.cuh": "scan: test",
     "scan_compact.cu": "scan_compact: test_sizes and 1025 or several_tiles and 20002 and float32",
 }
@@ -88,19 +87,19 @@ PLANTS: Final = (
     ),
     Plant(
         "rows added without an atomic",
-        "bitmap_compact.cu",
-        "atomicAdd(&sums[target * columns + cell.pack * LANES + lane], row.lane[lane]);",
-        "sums[target * columns + cell.pack * LANES + lane] += row.lane[lane];",
+        "packs.cuh",
+        "atomicAdd(&sums[part], others.lane[part]);",
+        "sums[part] += others.lane[part];",
         RACES,
         "bitmap_compact: test_sums and 1025 and float32",
     ),
     Plant(
-        "hashed rows added without an atomic",
+        "sums that are not cleared to their end",
         "hash_compact.cu",
-        "atomicAdd(&sums[rank[item] * columns + column[item]], value[item]);",
-        "sums[rank[item] * columns + column[item]] += value[item];",
-        RACES,
-        "hash_compact: test_sizes and 1025",
+        "if (rest < elements) sums[rest] = ZERO;",
+        "",
+        COMPARED,
+        "hash_compact: types_and_widths and 3",
     ),
     Plant(
         "a tile's bits set without an atomic",

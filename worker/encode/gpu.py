@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -81,6 +82,18 @@ class _Staged(Transfer):
         return copy.copy_(tensor, non_blocking=True)
 
 
+@dataclass
+class KeptMemory:
+    """The hash memory of one tensor, which stays as large as its rows needed in an earlier push."""
+
+    memory: HashMemory
+
+    @classmethod
+    def of(cls, settings: CudaConfig) -> KeptMemory:
+        """Returns the memory that the settings begin with."""
+        return cls(HashMemory(settings.hash_functions, settings.parallel_factor, settings.serial_factor))
+
+
 class StagedSparse(_Staged, OneRound):
     """A sparse COO tensor on a GPU; the bytes on the wire are those of ``SparseTransfer``.
 
@@ -94,6 +107,7 @@ class StagedSparse(_Staged, OneRound):
         device_layout: returns a layout in the form that kernels read.
         coder: of the values. It quantizes on the host, where residuals are kept: on the device they would
             take as much memory as the table.
+        kept: the hash memory that the tensor's last push ended with; None: that of ``settings``.
     """
 
     def __init__(
@@ -106,7 +120,9 @@ class StagedSparse(_Staged, OneRound):
         accelerator: Accelerator,
         coder: ValueCoder,
         expected_rows: int = 0,
+        kept: KeptMemory | None = None,
     ) -> None:
+        self._kept = kept or KeptMemory.of(settings)
         self.rows_given = tensor._nnz()
         self._coder = coder
         self._sparse_dim = tensor.sparse_dim()
@@ -145,8 +161,7 @@ class StagedSparse(_Staged, OneRound):
     # ── push ────────────────────────────────────────────────────────────────────────────────────
 
     def _prepare(self) -> Iterator[Event]:
-        gpu, settings = self._accelerator, self._settings
-        memory = HashMemory(settings.hash_functions, settings.parallel_factor, settings.serial_factor)
+        gpu, kept = self._accelerator, self._kept
         gpu.follow(self._indices, self._values)
         with gpu.stream():
             positions, values, outside = self._positions()
@@ -154,7 +169,7 @@ class StagedSparse(_Staged, OneRound):
             stops = self._on_device([each.stop for each in self._ranges.values()])
         while True:
             with gpu.stream():
-                rows, counters = self._compact(positions, values, memory)
+                rows, counters = self._compact(positions, values, kept.memory)
                 offsets = find_cuts(gpu.launcher, rows.positions, rows.count, stops)
                 header = self._to_host(torch.cat([outside, counters, offsets]))
             yield gpu.mark()
@@ -165,7 +180,7 @@ class StagedSparse(_Staged, OneRound):
             self._hashed_rows += header[1:5].numpy()
             if not int(header[4]):
                 break
-            memory = memory.doubled()
+            kept.memory = kept.memory.doubled()
 
         runs = self._runs(header[5:].tolist())
         total = runs[-1].end
@@ -195,8 +210,8 @@ class StagedSparse(_Staged, OneRound):
         """Returns the compacted rows by position, and the counters of hash compaction."""
         launcher, size = self._accelerator.launcher, self._device_layout.size
         if self._settings.compaction == "hash":
-            bounds = self._on_device(self._layout.server_bounds)
-            hashed = hash_compact(launcher, positions, values, bounds, size, len(positions), memory)
+            bounds = self._layout.server_bounds
+            hashed = hash_compact(launcher, positions, values, bounds, len(positions), memory)
             return hashed.rows, hashed.counters
         if self._settings.compaction == "bitmap":
             rows = bitmap_compact(launcher, positions, values, size)

@@ -38,7 +38,7 @@ from zenps.worker.core.statistics import Progress, Statistics
 from zenps.worker.core.steps import Steps
 from zenps.worker.core.transfer import Answer, Sharding, Transfer
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
-from zenps.worker.encode.gpu import StagedDense, StagedSparse
+from zenps.worker.encode.gpu import KeptMemory, StagedDense, StagedSparse
 from zenps.worker.encode.quantizer import Unchanged
 from zenps.worker.transport.channel import Channel
 from zenps.worker.transport.submit_queue import SubmitQueue
@@ -101,6 +101,21 @@ def test_a_hash_memory_that_overflows_grows_until_no_row_is_lost() -> None:
     assert overflowed > 0
     # Each attempt counts all rows, however they ended.
     assert sum(hashed) % 600 == 0
+
+
+def test_the_next_push_begins_with_the_memory_that_the_last_one_needed() -> None:
+    tensor = sparse(torch.arange(600), whole_numbers(600, 5, torch.float32), (600, 5))
+    settings = CudaConfig(compaction="hash", parallel_factor=0.125, serial_factor=0.01, hash_functions=1)
+    kept = KeptMemory.of(settings)
+    overflowed = []
+    for _ in range(2):
+        coder, sharding = Unchanged(tensor.dtype), Sharding(LAYOUT, 2, 0)
+        transfer = prepared(
+            StagedSparse(tensor, sharding, "coo", settings, on_the_device, ACCELERATOR, coder, 0, kept)
+        )
+        overflowed.append(hashed_rows(transfer)[3])
+    assert overflowed[0] > 0
+    assert overflowed[1] == 0
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,12 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Copies ``numbers`` to the device as int64, without waiting for it."""
+    host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
 def scan_state(tiles: int, device: torch.device) -> Tensor:
     """The zeroed state of a look-back over ``tiles`` tiles (``ScanState`` in ``cuda/scan.cuh``)."""
     return torch.zeros(1 + tiles, dtype=torch.int64, device=device)

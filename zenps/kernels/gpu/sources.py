@@ -102,11 +102,11 @@ EXPRESSIONS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "hash_compact": (
         *_specialise("claim_rows<{}>", _KEYS),
-        *_specialise("claim_nonzeros<{}, {}>", ("uint32", "uint16"), _KEYS),
-        *_specialise("gather_values<{}, {}>", ("uint32", "uint16"), _KEYS),
         *_specialise("extract_keys<{}>", _KEYS),
         "rank_slots",
-        *_specialise("add_rows<{}>", ("float", "float16", "bfloat16")),
+        "clear_sums",
+        *_packed("add_rows<{}, {}>", (*_SUMMED_WIDER, torch.float32)),
+        *_packed("round_rows<{}, {}>", _SUMMED_WIDER),
     ),
 }
 """The stem of each source in ``cuda/`` → the name expressions of its kernels."""
