@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.bench_compaction import DENSE_ELEMENTS, placed
-from zenps.kernels.gpu.bitmap_codec import decode_bitmap, decode_coo, encode_bitmap, encode_coo
+from zenps.kernels.gpu.bitmap_codec import (
+    BitmapChunk,
+    decode_bitmap,
+    decode_coo,
+    encode_bitmaps,
+    encode_coo,
+)
 from zenps.kernels.gpu.bitmap_compact import bitmap_compact
 from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact
 from zenps.kernels.gpu.launcher import Launcher
@@ -84,8 +90,8 @@ def _codec(way: str) -> Prepared:
     bitmap = (bits.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
     count, starts = torch.tensor([SAMPLED_ROWS]), torch.tensor([0])
     runs: dict[str, tuple[Callable[[Launcher], object], float]] = {
-        "encode_bitmap": (
-            lambda launcher: encode_bitmap(launcher, positions, 0, SAMPLED_ROWS, 0, span),
+        "encode_bitmaps": (
+            lambda launcher: encode_bitmaps(launcher, positions, [BitmapChunk(0, SAMPLED_ROWS, 0, span)]),
             positions.nbytes + bitmap.nbytes,
         ),
         "decode_bitmap": (
@@ -133,7 +139,7 @@ CASES: dict[str, Case] = {
     },
     **{
         way: Case(ROWS, partial(_codec, way))
-        for way in ("encode_bitmap", "decode_bitmap", "encode_coo", "decode_coo")
+        for way in ("encode_bitmaps", "decode_bitmap", "encode_coo", "decode_coo")
     },
     **{
         f"{way}, {name}": Case(ROWS * COLUMNS, partial(_scattered, way, dtype))

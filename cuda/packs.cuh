@@ -48,20 +48,24 @@ __device__ __forceinline__ Pack<Sum, LANES> add(Pack<Sum, LANES> sums, const Pac
     return sums;
 }
 
-// Adds to adjacent float32 sums, each by an atomic of its own or, from sm_90 on, by one for four of them.
+// Adds to WIDTH adjacent float32 sums, each by an atomic of its own or, from sm_90 on, by one for four of them.
+template <int WIDTH>
+__device__ __forceinline__ void add_adjacent(float* sums, const float* others) {
+    for (int part = 0; part < WIDTH; ++part) atomicAdd(&sums[part], others[part]);
+}
+
+#if !defined(ZENPS_HOST) && __CUDA_ARCH__ >= 900
+template <>
+__device__ __forceinline__ void add_adjacent<4>(float* sums, const float* others) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sums), "f"(others[0]),
+                 "f"(others[1]), "f"(others[2]), "f"(others[3])
+                 : "memory");
+}
+#endif
+
 template <int LANES>
 __device__ __forceinline__ void atomic_add(float* sums, const Pack<float, LANES>& others) {
     constexpr int WIDTH = LANES % 4 == 0 ? 4 : LANES;
     #pragma unroll
-    for (int lane = 0; lane < LANES; lane += WIDTH) {
-#if !defined(ZENPS_HOST) && __CUDA_ARCH__ >= 900
-        if constexpr (WIDTH == 4) {
-            asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sums + lane),
-                         "f"(others.lane[lane]), "f"(others.lane[lane + 1]), "f"(others.lane[lane + 2]),
-                         "f"(others.lane[lane + 3]) : "memory");
-            continue;
-        }
-#endif
-        for (int part = lane; part < lane + WIDTH; ++part) atomicAdd(&sums[part], others.lane[part]);
-    }
+    for (int lane = 0; lane < LANES; lane += WIDTH) add_adjacent<WIDTH>(sums + lane, others.lane + lane);
 }

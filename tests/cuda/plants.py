@@ -88,8 +88,8 @@ PLANTS: Final = (
     Plant(
         "rows added without an atomic",
         "packs.cuh",
-        "atomicAdd(&sums[part], others.lane[part]);",
-        "sums[part] += others.lane[part];",
+        "atomicAdd(&sums[part], others[part]);",
+        "sums[part] += others[part];",
         RACES,
         "bitmap_compact: test_sums and 1025 and float32",
     ),

@@ -67,8 +67,8 @@ WRAPPERS: dict[str, Callable[[HostLauncher], object]] = {
         launcher, POSITIONS, VALUES, [0, 500, 1000], 300, HashMemory()
     ),
     "scan_compact": lambda launcher: scan_compact(launcher, ELEMENTS, DENSE, 300),
-    "encode_bitmap": lambda launcher: bitmap_codec.encode_bitmap(
-        launcher, torch.arange(300, dtype=torch.int32), 0, 300, 0, 1000
+    "encode_bitmaps": lambda launcher: bitmap_codec.encode_bitmaps(
+        launcher, torch.arange(300, dtype=torch.int32), [bitmap_codec.BitmapChunk(0, 300, 0, 1000)]
     ),
     "decode_bitmap": lambda launcher: bitmap_codec.decode_bitmap(
         launcher, LAYOUT, torch.full((125,), 255, dtype=torch.uint8), 1000, 0, 1000

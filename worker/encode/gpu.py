@@ -22,7 +22,13 @@ from zenps.codecs.coo import item_dtype
 from zenps.codecs.registry import CODECS, choose
 from zenps.config.settings import CudaConfig
 from zenps.errors import ProtocolError, TensorError, ZenPSError
-from zenps.kernels.gpu.bitmap_codec import decode_bitmap, decode_coo, encode_bitmap, encode_coo
+from zenps.kernels.gpu.bitmap_codec import (
+    BitmapChunk,
+    decode_bitmap,
+    decode_coo,
+    encode_bitmaps,
+    encode_coo,
+)
 from zenps.kernels.gpu.bitmap_compact import bitmap_compact
 from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact
 from zenps.kernels.gpu.place import DeviceLayout, find_cuts, place_rows
@@ -171,53 +177,61 @@ class StagedSparse(_Staged, OneRound):
             with gpu.stream():
                 rows, counters = self._compact(positions, values, kept.memory)
                 offsets = find_cuts(gpu.launcher, rows.positions, rows.count, stops)
-                header = self._to_host(torch.cat([outside, counters, offsets]))
+                header = self._to_host(torch.cat([outside, *counters, offsets]))
             yield gpu.mark()
             if int(header[0]):
                 raise TensorError(
                     f"indices outside the tensor's shape {tuple(self.encoded.shape)}; check them"
                 )
-            self._hashed_rows += header[1:5].numpy()
-            if not int(header[4]):
+            hashed, ends = header[1 : -len(stops)].numpy(), header[-len(stops) :].tolist()
+            if not len(hashed):
+                break
+            self._hashed_rows += hashed
+            if not hashed[3]:
                 break
             kept.memory = kept.memory.doubled()
 
-        runs = self._runs(header[5:].tolist())
+        runs = self._runs(ends)
         total = runs[-1].end
         with gpu.stream():
             values = self._to_host(rows.values[:total])
-            numbers = self._to_host(self._relative_to_chunks(rows, starts)[:total])
-            bitmaps = {
-                run: self._to_host(self._encode_bitmap(rows, run))
-                for run in runs
-                if run.codec.name == "bitmap"
-            }
+            in_bitmaps = [run for run in runs if run.codec.name == "bitmap"]
+            numbers = None
+            if len(in_bitmaps) < len(runs) or self._coder.keeps_residual:
+                numbers = self._to_host(self._relative_to_chunks(rows, starts)[:total])
+            encoded, places = encode_bitmaps(
+                gpu.launcher,
+                rows.positions,
+                [BitmapChunk(run.begin, run.end, run.where.start, run.where.span) for run in in_bitmaps],
+            )
+            bits = self._to_host(encoded) if in_bitmaps else encoded
         yield gpu.mark()
 
         del self._indices, self._values
         data = tensor_bytes(self._coded(runs, numbers, values))
+        bitmaps = {run: bits[place] for run, place in zip(in_bitmaps, places, strict=True)}
         chunks = [self._chunk(run, numbers, bitmaps.get(run), data) for run in runs]
         self.encoded = structs.replace(self.encoded, chunks=chunks)
 
     def _positions(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns positions, values ``[nnz, columns]``, and ``[1]``: not 0 if an index is out of bounds."""
         rows, outside = row_numbers(self._indices, tuple(self.encoded.shape[: self._sparse_dim]))
-        positions, beyond = place_rows(self._accelerator.launcher, self._device_layout, rows)
+        positions, _ = place_rows(self._accelerator.launcher, self._device_layout, rows, outside)
         values = self._values.reshape(len(rows), self._columns).contiguous()
-        return positions, values, outside | beyond
+        return positions, values, outside
 
-    def _compact(self, positions: Tensor, values: Tensor, memory: HashMemory) -> tuple[DeviceRows, Tensor]:
-        """Returns the compacted rows by position, and the counters of hash compaction."""
+    def _compact(
+        self, positions: Tensor, values: Tensor, memory: HashMemory
+    ) -> tuple[DeviceRows, Sequence[Tensor]]:
+        """Returns the compacted rows by position, and the counters of hash compaction if there are any."""
         launcher, size = self._accelerator.launcher, self._device_layout.size
         if self._settings.compaction == "hash":
             bounds = self._layout.server_bounds
             hashed = hash_compact(launcher, positions, values, bounds, len(positions), memory)
-            return hashed.rows, hashed.counters
+            return hashed.rows, (hashed.counters,)
         if self._settings.compaction == "bitmap":
-            rows = bitmap_compact(launcher, positions, values, size)
-        else:
-            rows = sort_compact(launcher, positions, values)
-        return rows, torch.zeros(4, dtype=torch.int64, device=positions.device)
+            return bitmap_compact(launcher, positions, values, size), ()
+        return sort_compact(launcher, positions, values), ()
 
     def _relative_to_chunks(self, rows: DeviceRows, starts: Tensor) -> Tensor:
         """Returns each position relative to its chunk, as int32 if that is enough for all chunks."""
@@ -237,19 +251,19 @@ class StagedSparse(_Staged, OneRound):
                 runs.append(_Run(each, first, stop, chosen, fragment, len(cuts)))
         return runs
 
-    def _encode_bitmap(self, rows: DeviceRows, run: _Run) -> Tensor:
-        launcher, where = self._accelerator.launcher, run.where
-        return encode_bitmap(launcher, rows.positions, run.begin, run.end, where.start, where.span)
-
-    def _coded(self, runs: Sequence[_Run], numbers: Tensor, values: Tensor) -> Tensor:
+    def _coded(self, runs: Sequence[_Run], numbers: Tensor | None, values: Tensor) -> Tensor:
         if not self._coder.keeps_residual:
             return self._coder.encode(values)
+        assert numbers is not None
         positions = torch.cat([numbers[run.begin : run.end].long() + run.where.start for run in runs])
         return self._coder.encode_rows(values, self._layout, positions)
 
-    def _chunk(self, run: _Run, numbers: Tensor, bitmap: Tensor | None, values: memoryview) -> EncodedChunk:
+    def _chunk(
+        self, run: _Run, numbers: Tensor | None, bitmap: Tensor | None, values: memoryview
+    ) -> EncodedChunk:
         where, row_bytes = run.where, self.encoded.row_bytes
         if bitmap is None:
+            assert numbers is not None
             encoded = run.codec.encode(numbers[run.begin : run.end].numpy(), where.span).data
         else:
             encoded = tensor_bytes(bitmap)

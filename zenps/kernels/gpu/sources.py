@@ -87,7 +87,7 @@ EXPRESSIONS: Final[Mapping[str, tuple[str, ...]]] = {
         *_packed("round_sums<{}, {}>", _SUMMED_WIDER),
     ),
     "bitmap_codec": (
-        *_specialise("encode_bitmap<{}>", _POSITION),
+        *_specialise("encode_bitmaps<{}>", _POSITION),
         "decode_bitmap",
         *_specialise("encode_coo<{}, {}>", _POSITION, _POSITION),
         *_specialise("decode_coo<{}>", _POSITION),
