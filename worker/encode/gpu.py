@@ -1,12 +1,7 @@
-"""Encoding of tensors on a GPU: compacts them there, and copies through pinned memory.
-
-The chunks of such a transfer are known only once the device has finished, and the host must not wait for
-that. So the preparation of a transfer is an iterator of events, which continues when an event has happened.
-"""
+"""Sparse tensors on a GPU: compacted and encoded there; pulled rows are decoded there."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +16,7 @@ from zenps.codecs.base import Codec
 from zenps.codecs.coo import item_dtype
 from zenps.codecs.registry import CODECS, choose
 from zenps.config.settings import CudaConfig
-from zenps.errors import ProtocolError, TensorError, ZenPSError
+from zenps.errors import ProtocolError, TensorError
 from zenps.kernels.gpu.bitmap_codec import (
     BitmapChunk,
     decode_bitmap,
@@ -48,44 +43,12 @@ from ..core.transfer import (
     EncodedTensor,
     OneRound,
     Sharding,
-    Transfer,
     sparse_report,
 )
 from .accelerator import Accelerator, Event
-from .blocks import BlockTransfer
 from .quantizer import ValueCoder
 from .sparse import as_sparse, check_sparse, row_numbers
-from .streams import Plan
-
-
-class _Staged(Transfer):
-    """A transfer whose preparation continues whenever an event of the device has happened."""
-
-    is_staged = True
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-        self._steps = self._prepare()
-        self._event = next(self._steps, None)
-
-    def prepared(self) -> bool:
-        try:
-            while self._event is not None and self._event.query():
-                self._event = next(self._steps, None)
-        except ZenPSError:
-            raise
-        except Exception as error:  # e.g. out of memory; not retried: the iterator would look exhausted
-            raise TensorError(f"a tensor on {self._accelerator.device}: {error}") from error
-        return self._event is None
-
-    @abstractmethod
-    def _prepare(self) -> Iterator[Event]:
-        """Prepares the first push; yields an event whenever the device has to reach it first."""
-
-    def _to_host(self, tensor: Tensor) -> Tensor:
-        """Returns a pinned copy, which is complete at the next event."""
-        copy = self._accelerator.pinned.empty(tuple(tensor.shape), tensor.dtype)
-        return copy.copy_(tensor, non_blocking=True)
+from .staged import Staged
 
 
 @dataclass
@@ -100,7 +63,7 @@ class KeptMemory:
         return cls(HashMemory(settings.hash_functions, settings.parallel_factor, settings.serial_factor))
 
 
-class StagedSparse(_Staged, OneRound):
+class StagedSparse(Staged, OneRound):
     """A sparse COO tensor on a GPU; the bytes on the wire are those of ``SparseTransfer``.
 
     The preparation waits for two events: the number of rows must reach the host before the rows can be
@@ -346,69 +309,3 @@ class _Run(NamedTuple):
     codec: Codec
     fragment: int
     fragments: int
-
-
-class StagedDense(_Staged):
-    """A strided tensor on a GPU: copied to pinned memory, then transferred like one on the CPU.
-
-    Args:
-        tensor: of any shape; it must not change before the round has ended.
-        transfer: constructs the transfer of the copy, with results in pinned memory if they are large.
-    """
-
-    def __init__(
-        self, tensor: Tensor, transfer: Callable[[Tensor], Transfer], accelerator: Accelerator
-    ) -> None:
-        self.rows_given = tensor.numel()
-        self._tensor = tensor.detach()
-        self._make = transfer
-        super().__init__(accelerator)
-
-    def _prepare(self) -> Iterator[Event]:
-        gpu = self._accelerator
-        gpu.follow(self._tensor)
-        with gpu.stream():
-            copy = self._to_host(self._tensor)
-        yield gpu.mark()
-        del self._tensor
-        self._inner = self._make(copy)
-
-    def begin(self) -> Sequence[EncodedTensor]:
-        return self._inner.begin()
-
-    def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
-        return self._inner.on_answer(answer)
-
-    def restart(self, encoded: EncodedTensor) -> None:
-        self._inner.restart(encoded)
-
-    def finish(self) -> Tensor:
-        """Returns the sum: strided, contiguous, on the device."""
-        gpu = self._accelerator
-        pulled = self._inner.finish()
-        with gpu.stream():
-            result = pulled.to(gpu.device, non_blocking=True)
-        gpu.wait_for(gpu.mark())
-        gpu.hand_over(result)
-        return result
-
-    def report(self, progress: Progress) -> Report:
-        return self._inner.report(progress)
-
-
-class StagedBlocks(StagedDense):
-    """A strided tensor on a GPU: copied to pinned memory, then transferred in streams like one on the CPU.
-
-    Args:
-        tensor: of any shape; it must not change before the round has ended.
-        plan: how the tensor is divided into streams.
-        shardings: of each stream.
-    """
-
-    absorbs_on = BlockTransfer.absorbs_on
-
-    def __init__(
-        self, tensor: Tensor, plan: Plan, shardings: Sequence[Sharding], accelerator: Accelerator
-    ) -> None:
-        pinned = accelerator.pinned
-        super().__init__(tensor, lambda copy: BlockTransfer(copy, plan, shardings, pinned), accelerator)

@@ -26,10 +26,11 @@ from ..core.transfer import Sharding, Transfer, Transform
 from .accelerator import Accelerator, CudaAccelerator
 from .blocks import BlockTransfer
 from .dense import DenseTransfer, WholeTransfer
-from .gpu import KeptMemory, StagedBlocks, StagedDense, StagedSparse
+from .gpu import KeptMemory, StagedSparse
 from .quantizer import Quantizer, Unchanged, ValueCoder
 from .sharder import Sharder
 from .sparse import SparseTransfer
+from .staged import StagedBlocks, StagedDense
 from .streams import LONGEST_NAME, Plan, plan_streams
 from .transforms import TRANSFORMS
 

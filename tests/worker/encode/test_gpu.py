@@ -42,8 +42,9 @@ from zenps.worker.core.statistics import Progress, Statistics
 from zenps.worker.core.steps import Steps
 from zenps.worker.core.transfer import Answer, Sharding, Transfer
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
-from zenps.worker.encode.gpu import KeptMemory, StagedDense, StagedSparse
+from zenps.worker.encode.gpu import KeptMemory, StagedSparse
 from zenps.worker.encode.quantizer import Unchanged
+from zenps.worker.encode.staged import StagedDense
 from zenps.worker.transport.channel import Channel
 from zenps.worker.transport.submit_queue import SubmitQueue
 
