@@ -103,7 +103,7 @@ test-upstream: .venv/installed
 KERNELS  := bitmap_codec bitmap_compact hash_compact place scan_compact scatter sort_compact
 ON_GPU    = ZENPS_TEST_GPU=1 PYTEST_ADDOPTS="-p no:xdist"
 SANITIZE  = compute-sanitizer --error-exitcode 66 --target-processes all
-GPU_TESTS = $(KERNELS:%=tests/cuda/test_%.py) tests/cuda/test_hash_compact_dense.py
+GPU_TESTS = $(KERNELS:%=tests/cuda/test_%.py)
 
 test-gpu:
 	$(ON_GPU) $(BIN)/python -m pytest $(GPU_TESTS) tests/worker/encode/test_transfer.py tests/worker/encode/test_gpu.py

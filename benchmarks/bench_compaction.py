@@ -31,7 +31,6 @@ from zenps.kernels.gpu.bitmap_compact import bitmap_compact
 from zenps.kernels.gpu.hash_compact import (
     HashMemory,
     hash_compact,
-    hash_compact_dense,
     hash_compact_until_fits,
 )
 from zenps.kernels.gpu.launcher import Launcher
@@ -175,14 +174,13 @@ def rows_ways(bench: Bench, case: RowsCase) -> Plan:
     ids = zipf_ids(case, bench.device)
     values = torch.randn(case.ids, case.dim, device=bench.device).to(dtype)
     layout, device_layout = placed("rows", case.rows, 1, case.servers, bench.device)
-    bounds = torch.tensor(layout.server_bounds, device=bench.device)
     size = device_layout.size
 
     def positions() -> Tensor:
         return place_rows(launcher, device_layout, ids)[0]
 
     def hashed() -> DeviceRows:
-        compact = partial(hash_compact, launcher, positions(), values, bounds, size)
+        compact = partial(hash_compact, launcher, positions(), values, layout.server_bounds)
         return hash_compact_until_fits(compact, case.ids, HashMemory()).rows
 
     ours: dict[str, Callable[[], DeviceRows]] = {
@@ -229,16 +227,9 @@ def dense_ways(bench: Bench, case: DenseCase) -> Plan:
     dense[torch.rand(case.elements, device=bench.device) >= case.density] = 0
     indices = dense.nonzero().squeeze(1)
     count = len(indices)
-    layout, device_layout = placed("dense", case.elements, case.granule, case.servers, bench.device)
-    bounds = torch.tensor(layout.server_bounds, device=bench.device)
-
-    def hashed() -> DeviceRows:
-        compact = partial(hash_compact_dense, launcher, device_layout, dense, bounds)
-        return hash_compact_until_fits(compact, count, HashMemory()).rows
-
+    _, device_layout = placed("dense", case.elements, case.granule, case.servers, bench.device)
     ours: dict[str, Callable[[], DeviceRows]] = {
         "scan_compact": lambda: scan_compact(launcher, device_layout, dense, count * 5 // 4 + 1),
-        "hash_compact": hashed,
     }
     positions, order = place_rows(launcher, device_layout, indices)[0].long().sort()
     expected = dense[indices[order]].double()[:, None]

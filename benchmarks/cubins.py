@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,7 +72,29 @@ class Compiled(NamedTuple):
     """By name expression."""
 
 
+class Program(NamedTuple):
+    """What NVRTC made of one source for one architecture, and ptxas's report about it."""
+
+    ptx: str
+    cubin: bytes
+    log: str
+    lowered: dict[str, str]
+    """Mangled name of a kernel → its name expression."""
+
+
 def compile_source(source: str, expressions: Sequence[str], architecture: str) -> Compiled:
+    """Returns the sizes of the kernels of ``cuda/<source>.cu``.
+
+    Raises:
+        RuntimeError: the compiler refused it; the message is the compiler's.
+    """
+    program = compile_program(source, expressions, architecture, ("--ptxas-options=-v",))
+    return Compiled(len(program.cubin), read_usages(program.log, program.lowered))
+
+
+def compile_program(
+    source: str, expressions: Sequence[str], architecture: str, more_options: Sequence[str] = ()
+) -> Program:
     """Compiles ``cuda/<source>.cu`` with the options that CuPy's ``RawModule`` would use.
 
     Raises:
@@ -85,7 +107,7 @@ def compile_source(source: str, expressions: Sequence[str], architecture: str) -
         "-ftz=true",
         "--device-as-default-execution-space",
         f"--gpu-architecture={architecture}",
-        "--ptxas-options=-v",
+        *more_options,
     )
     program = _checked(
         nvrtc.nvrtcCreateProgram(source_text(source).encode(), f"{source}.cu".encode(), 0, [], [])
@@ -94,8 +116,7 @@ def compile_source(source: str, expressions: Sequence[str], architecture: str) -
         for expression in expressions:
             _checked(nvrtc.nvrtcAddNameExpression(program, expression.encode()))
         (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-        log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
-        _checked(nvrtc.nvrtcGetProgramLog(program, log))
+        log = _output(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
         text = log.decode().rstrip("\0")
         if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise RuntimeError(f"{source}.cu for {architecture}:\n{text}")
@@ -103,9 +124,17 @@ def compile_source(source: str, expressions: Sequence[str], architecture: str) -
             _checked(nvrtc.nvrtcGetLoweredName(program, expression.encode())).decode(): expression
             for expression in expressions
         }
-        return Compiled(_checked(nvrtc.nvrtcGetCUBINSize(program)), read_usages(text, lowered))
+        ptx = _output(program, nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
+        cubin = _output(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+        return Program(ptx.decode().rstrip("\0"), cubin, text, lowered)
     finally:
         _checked(nvrtc.nvrtcDestroyProgram(program))
+
+
+def _output(program: Any, size_of: Callable[..., Any], read: Callable[..., Any]) -> bytes:
+    written = bytearray(_checked(size_of(program)))
+    _checked(read(program, written))
+    return bytes(written)
 
 
 def _checked(answer: tuple[Any, ...]) -> Any:

@@ -17,6 +17,9 @@ static_assert(BITMAP_TILE == 1 << 16, "uint16 names a bit of a tile");
 
 constexpr int LISTED = 8192;  // bits that are listed at once, in 16 KB
 
+// The first bit of this thread's words in its tile.
+__device__ __forceinline__ uint32 first_of_words() { return threadIdx.x * (THREAD_WORDS * WORD_BITS); }
+
 // Loads this thread's words of its tile, from a bitmap of `bytes` at an address divisible by 16; words beyond
 // the end are zero. Returns the number of set bits.
 __device__ inline uint32 read_words(const uint8* bitmap, int64 bytes, int64 tile,
@@ -42,17 +45,18 @@ __device__ inline uint32 read_words(const uint8* bitmap, int64 bytes, int64 tile
 }
 
 // Calls use(rank, bit) for each of the `total` set bits of a tile, in order: the rank-th of them is bit
-// `bit` of the tile. The argument `rank` is the number of bits set before this thread's words, which are
-// cleared. A whole block takes part, and adjacent threads are called for adjacent ranks.
-template <typename Use>
-__device__ inline void for_each_bit(uint32 (&words)[THREAD_WORDS], uint32 rank, uint32 total, Use use) {
-    SHARED_ARRAY(uint16, listed, LISTED);
-    for (uint32 begin = 0; begin < total; begin += LISTED) {
-        const uint32 end = uint32(min_of(begin + LISTED, total));
-        for (int word = 0; word < THREAD_WORDS; ++word) {
-            const uint32 first = (threadIdx.x * THREAD_WORDS + word) * WORD_BITS;
+// `bit` of the tile. This thread's words, which are cleared, have the bits from `first` on; `rank` is the
+// number of bits set before them. MOST are listed at once. A whole block takes part, and adjacent threads are
+// called for adjacent ranks.
+template <int MOST, int WORDS, typename Use>
+__device__ inline void for_each_bit(uint32 (&words)[WORDS], uint32 first, uint32 rank, uint32 total, Use use) {
+    SHARED_ARRAY(uint16, listed, MOST);
+    for (uint32 begin = 0; begin < total; begin += MOST) {
+        const uint32 end = begin + MOST < total ? begin + MOST : total;
+        #pragma unroll
+        for (int word = 0; word < WORDS; ++word) {
             for (; words[word] && rank < end; ++rank) {
-                listed[rank - begin] = uint16(first + __ffs(int(words[word])) - 1);
+                listed[rank - begin] = uint16(first + word * WORD_BITS + __ffs(int(words[word])) - 1);
                 words[word] &= words[word] - 1;  // without its lowest bit
             }
         }

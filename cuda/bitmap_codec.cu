@@ -9,17 +9,29 @@
 #include "bitmap.cuh"
 #include "keyspace.cuh"
 
-// bitmap[w] = the 32 positions from start + 32 w on that are among positions[begin, end), which ascend. One
-// block makes one tile in shared memory from the positions that lie in it.
+// The columns of a table with a row for each chunk, which zenps/kernels/gpu/bitmap_codec.py writes. A chunk's
+// bitmap has the positions from `starts` on that are among positions[begins, ends), and `words` words.
+struct Chunks {
+    const int64 *first_tiles, *begins, *ends, *starts, *first_words, *words;
+
+    __device__ Chunks(const int64* table, int64 count)
+        : first_tiles(table), begins(table + count), ends(table + 2 * count), starts(table + 3 * count),
+          first_words(table + 4 * count), words(table + 5 * count) {}
+};
+
+// The bitmaps of all chunks, of positions that ascend within each. One block makes one tile in shared memory
+// from the positions that lie in it.
 template <typename Position>
-__global__ void encode_bitmap(const Position* positions, int64 begin, int64 end, int64 start, int64 words,
-                              uint32* bitmap) {
+__global__ void encode_bitmaps(const Position* positions, const int64* table, int64 count, uint32* bitmaps) {
     SHARED_ARRAY(uint32, tile_words, TILE_WORDS);
     SHARED_ARRAY(int64, bounds, 2);
-    const int64 tile_start = start + blockIdx.x * BITMAP_TILE;
+    const Chunks chunks(table, count);
+    const int64 chunk = upper_bound(chunks.first_tiles, count, blockIdx.x) - 1;
+    const int64 tile = blockIdx.x - chunks.first_tiles[chunk];
+    const int64 tile_start = chunks.starts[chunk] + tile * BITMAP_TILE;
     if (threadIdx.x < 2) {
-        const int64 bound = tile_start + threadIdx.x * BITMAP_TILE;
-        bounds[threadIdx.x] = begin + lower_bound(positions + begin, end - begin, bound);
+        const int64 bound = tile_start + threadIdx.x * BITMAP_TILE, begin = chunks.begins[chunk];
+        bounds[threadIdx.x] = begin + lower_bound(positions + begin, chunks.ends[chunk] - begin, bound);
     }
     for (int word = threadIdx.x; word < TILE_WORDS; word += THREADS) tile_words[word] = 0;
     __syncthreads();
@@ -28,9 +40,9 @@ __global__ void encode_bitmap(const Position* positions, int64 begin, int64 end,
         atomicOr(&tile_words[bit / WORD_BITS], 1u << (bit % WORD_BITS));
     }
     __syncthreads();
-    const int64 first = blockIdx.x * TILE_WORDS;
-    for (int64 word = threadIdx.x; word < min_of(TILE_WORDS, words - first); word += THREADS)
-        bitmap[first + word] = tile_words[word];
+    const int64 first = tile * TILE_WORDS, words = min_of(TILE_WORDS, chunks.words[chunk] - first);
+    uint32* const bitmap = bitmaps + chunks.first_words[chunk] + first;
+    for (int64 word = threadIdx.x; word < words; word += THREADS) bitmap[word] = tile_words[word];
 }
 
 // The table row at position start + relative, if relative lies in [0, span) and the position is a row's; else
@@ -56,7 +68,7 @@ __global__ void decode_bitmap(ScanState* state, const Placement* placement, cons
     const int64 before = tiles_before(state, tile, total);
     const bool last = (tile + 1) * BITMAP_TILE >= span;
     if (threadIdx.x == 0 && last && before + total != rows) atomicExch(error, 1ull);
-    for_each_bit(words, rank, total, [&](uint32 bit_rank, uint32 bit) {
+    for_each_bit<LISTED>(words, first_of_words(), rank, total, [&](uint32 bit_rank, uint32 bit) {
         const int64 row = checked_row(*placement, start, tile * BITMAP_TILE + bit, span, error);
         if (before + bit_rank < rows) table_rows[before + bit_rank] = row;
     });

@@ -70,7 +70,7 @@ __global__ void number_bits(ScanState* state, const uint8* bitmap, int64 words, 
             pack_at<Entry, 2>(directory, (first + k) / 2) = pair;
         }
     }
-    for_each_bit(word, rank, total, [&](uint32 bit_rank, uint32 bit) {
+    for_each_bit<LISTED>(word, first_of_words(), rank, total, [&](uint32 bit_rank, uint32 bit) {
         unique[before + bit_rank] = Position(tile * BITMAP_TILE + bit);
     });
 }
@@ -111,8 +111,7 @@ __global__ void add_others(const T* values, const int32* targets, int64 count, i
     const int32 target = ~targets[cell.row];
     if (target < 0) return;
     const auto row = widen(pack_at<T, LANES>(values, cell.row * packs + cell.pack));
-    for (int lane = 0; lane < LANES; ++lane)
-        atomicAdd(&sums[target * columns + cell.pack * LANES + lane], row.lane[lane]);
+    atomic_add(sums + target * columns + cell.pack * LANES, row);
 }
 
 // values = the first *count rows of sums, rounded.

@@ -4,11 +4,12 @@
 // slots that a few hashes of its position give, and a serial one for rows that find all of these taken.
 //
 // Pipeline:
-//   claim_rows       a slot for each position; for a dense tensor claim_nonzeros, for those of its non-zeros
+//   claim_rows       a slot for each position
 //   extract_keys     slots → positions, in one pass by look-back
 //   torch.sort       → positions in order, as they are sent
 //   rank_slots       the rank of each slot's position among them
-//   add_rows         sums the rows of each position with atomics; for a dense tensor, gather_values
+//   clear_sums       one row of -0.0 for each position
+//   add_rows         sums the rows of each position with atomics
 //
 // Differences from the paper, which leaves these to chance: A slot is claimed by compare-and-swap, not by
 // writing and reading again, so no row is overwritten. Serial slots are found by linear probing, not handed
@@ -19,13 +20,12 @@
 // A slot is never emptied, so all rows of a position probe the same taken slots and reach the same one.
 //
 // Not deterministic: the positions are always the same, but slots, counters and the last bits of sums depend
-// on the order of threads. The default compactions, sort_compact and scan_compact, are measured against this.
+// on the order of threads. The default, sort_compact, is measured against this.
 //
 // Lower bound: values are read once and their sums written twice, as -0.0 first; the index adds 20 bytes a
 // row and 16 a slot, with 2.2 slots for each expected row. The atomics add to that: one for each value.
 //
 // Source: Zen, OSDI 2025, §3.2 (https://www.usenix.org/conference/osdi25/presentation/wang-zhuang).
-#include "keyspace.cuh"
 #include "packs.cuh"
 #include "scan.cuh"
 
@@ -140,51 +140,6 @@ __global__ void claim_rows(const Key* positions, int64 rows, Key* slots, const i
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// A dense tensor
-
-constexpr int DENSE_ITEMS = 32;                             // values of a thread, a bit of its mask each
-constexpr int64 DENSE_TILE = DENSE_ITEMS * int64(THREADS);  // zenps.kernels.gpu.hash_compact.DENSE_TILE
-
-// Claims a slot for the position of each row of `dense` that is neither 0.0 nor -0.0. Bits is as wide as a
-// value. A block lists the non-zeros of its tile first: else few lanes of a warp would be busy.
-template <typename Bits, typename Key>
-__global__ void claim_nonzeros(const Placement* placement, const Bits* dense, Key* slots, const int64* cuts,
-                               const int64* bounds, int64 servers, int64 hashes, uint32* serial_taken,
-                               uint64* counters) {
-    SHARED_ARRAY(uint16, nonzeros, DENSE_TILE);
-    const int64 first = int64(blockIdx.x) * DENSE_TILE;
-    Bits bits[DENSE_ITEMS];
-    #pragma unroll
-    for (int item = 0; item < DENSE_ITEMS; ++item) {
-        const int64 row = first + item * THREADS + threadIdx.x;
-        bits[item] = row < placement->rows ? dense[row] : Bits(0);
-    }
-    uint32 mask = 0;
-    #pragma unroll
-    for (int item = 0; item < DENSE_ITEMS; ++item)
-        mask |= uint32(Bits(bits[item] << 1) != 0) << item;  // no float compare: it may flush subnormals
-
-    uint32 total, rank = block_exclusive_sum<THREADS>(__popc(mask), total);
-    for (uint32 left = mask; left; left &= left - 1)
-        nonzeros[rank++] = uint16((__ffs(int(left)) - 1) * THREADS + threadIdx.x);
-    __syncthreads();
-
-    const Table<Key> table{slots, cuts, bounds, servers, hashes, serial_taken};
-    Tally tally = {};
-    for (uint32 i = threadIdx.x; i < total; i += THREADS)
-        tally.add(table.claim(Key(position_of(*placement, first + nonzeros[i]))).outcome);
-    add_tallies(tally, counters);
-}
-
-// values[i] = the value at positions[i], for i below *count and `capacity`.
-template <typename Bits, typename Key>
-__global__ void gather_values(const Placement* placement, const Bits* dense, const Key* positions,
-                              const int64* count, int64 capacity, Bits* values) {
-    const int64 i = global_thread();
-    if (i < min_of(*count, capacity)) values[i] = dense[row_at(*placement, int64(positions[i]))];
-}
-
-// ---------------------------------------------------------------------------------------------------------
 // From slots to sorted rows
 
 constexpr int SLOT_ITEMS = 16;                            // slots of a thread, all in flight at once
@@ -237,30 +192,47 @@ __global__ void rank_slots(const int64* order, const int32* key_slots, const int
     if (rank < min_of(*count, capacity)) slot_ranks[key_slots[order[rank]]] = int32(rank);
 }
 
-constexpr int SUM_ITEMS = 4;                            // elements of a thread, all in flight at once
+constexpr int SUM_ITEMS = 4;                            // packs of a thread, all in flight at once
 constexpr int64 SUM_TILE = SUM_ITEMS * int64(THREADS);  // zenps.kernels.gpu.hash_compact.SUM_TILE
 
+// The first min(*count, capacity) rows of sums become neutral(). Each thread goes over packs of 16 bytes.
+__global__ void clear_sums(const int64* count, int64 capacity, int64 columns, float* sums) {
+    const int64 elements = min_of(*count, capacity) * columns, threads = int64(gridDim.x) * THREADS;
+    constexpr float ZERO = -0.0f;
+    for (int64 pack = global_thread(); pack < elements / 4; pack += threads)
+        pack_at<float, 4>(sums, pack) = {ZERO, ZERO, ZERO, ZERO};
+    const int64 rest = elements / 4 * 4 + global_thread();
+    if (rest < elements) sums[rest] = ZERO;
+}
+
 // Adds each row to the sums of its position, which are neutral() at first; does nothing if the positions
-// exceed `capacity`. Adjacent threads add adjacent columns: L2 combines the atomics of a sector.
-template <typename T>
+// exceed `capacity`.
+template <typename T, int LANES>
 __global__ void add_rows(const T* values, const int32* row_slots, const int32* slot_ranks, int64 rows,
                          int64 columns, const int64* count, int64 capacity, float* sums) {
     if (*count > capacity) return;
-    const int64 first = int64(blockIdx.x) * SUM_TILE + threadIdx.x, elements = rows * columns;
-    int32 slot[SUM_ITEMS], rank[SUM_ITEMS];
-    int64 column[SUM_ITEMS];
-    float value[SUM_ITEMS];
+    const int64 first = int64(blockIdx.x) * SUM_TILE + threadIdx.x, packs = columns / LANES;
+    int64 place[SUM_ITEMS];  // in `sums`, in packs
+    Pack<T, LANES> pack[SUM_ITEMS];
+    #pragma unroll
     for (int item = 0; item < SUM_ITEMS; ++item) {
-        const int64 element = first + item * THREADS;
-        slot[item] = NO_SLOT;
-        if (element >= elements) continue;
-        const Cell cell = cell_of(element, columns);
-        column[item] = cell.pack;
-        slot[item] = row_slots[cell.row];
-        value[item] = Number<T>::widen(values[element]);
+        const int64 index = first + item * THREADS;
+        const Cell cell = cell_of(index, packs);
+        place[item] = -1;
+        if (cell.row >= rows) continue;
+        pack[item] = pack_at<T, LANES>(values, index);
+        const int32 slot = row_slots[cell.row];
+        if (slot != NO_SLOT) place[item] = slot_ranks[slot] * packs + cell.pack;
     }
+    #pragma unroll
     for (int item = 0; item < SUM_ITEMS; ++item)
-        if (slot[item] != NO_SLOT) rank[item] = slot_ranks[slot[item]];
-    for (int item = 0; item < SUM_ITEMS; ++item)
-        if (slot[item] != NO_SLOT) atomicAdd(&sums[rank[item] * columns + column[item]], value[item]);
+        if (place[item] >= 0) atomic_add(sums + place[item] * LANES, widen(pack[item]));
+}
+
+// values = the first min(*count, capacity) rows of sums, rounded.
+template <typename T, int LANES>
+__global__ void round_rows(const float* sums, const int64* count, int64 capacity, int64 columns, T* values) {
+    const int64 pack = global_thread();
+    if (pack >= min_of(*count, capacity) * (columns / LANES)) return;
+    pack_at<T, LANES>(values, pack) = narrow<T, LANES>(pack_at<float, LANES>(sums, pack));
 }

@@ -8,11 +8,13 @@
 
 #include "common.cuh"
 
-// The sum of the lanes before this one. All 32 lanes take part.
+// The sum of the lanes before this one, valid in the first LANES. All 32 lanes take part.
+template <int LANES = WARP>
 __device__ inline uint32 warp_exclusive_sum(uint32 value) {
     const uint32 lane = threadIdx.x % WARP;
     uint32 sum = value;
-    for (int distance = 1; distance < WARP; distance *= 2) {
+    #pragma unroll
+    for (int distance = 1; distance < LANES; distance *= 2) {
         const uint32 other = __shfl_up_sync(ALL_LANES, sum, distance);
         if (lane >= uint32(distance)) sum += other;
     }
@@ -30,14 +32,11 @@ __device__ inline uint32 block_exclusive_sum(uint32 value, uint32& total) {
     const uint32 before = warp_exclusive_sum(value);
     if (lane == WARP - 1) warp_sums[warp] = before + value;
     __syncthreads();
-    uint32 warps_before = 0;
-    total = 0;
-    for (int other = 0; other < WARPS; ++other) {
-        if (other < int(warp)) warps_before += warp_sums[other];
-        total += warp_sums[other];
-    }
+    const uint32 warp_sum = lane < WARPS ? warp_sums[lane] : 0;
+    const uint32 warps_before = warp_exclusive_sum<WARPS>(warp_sum);
+    total = __shfl_sync(ALL_LANES, warps_before + warp_sum, WARPS - 1);
     __syncthreads();
-    return warps_before + before;
+    return __shfl_sync(ALL_LANES, warps_before, warp) + before;
 }
 
 // ---------------------------------------------------------------------------------------------------------

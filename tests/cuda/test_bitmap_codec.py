@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,13 @@ from tests.cuda.host.launcher import SIZES, HostLauncher
 from zenps.codecs.bitmap import Bitmap
 from zenps.codecs.coo import Coo
 from zenps.errors import ProtocolError, TensorError
-from zenps.kernels.gpu.bitmap_codec import decode_bitmap, decode_coo, encode_bitmap, encode_coo
+from zenps.kernels.gpu.bitmap_codec import (
+    BitmapChunk,
+    decode_bitmap,
+    decode_coo,
+    encode_bitmaps,
+    encode_coo,
+)
 from zenps.kernels.gpu.place import DeviceLayout
 from zenps.partition.device_layout import device_layout_on
 from zenps.partition.layout import Layout
@@ -43,6 +51,40 @@ def draw(span: int, density: float, seed: int = 0) -> Tensor:
 
 def packed(positions: Tensor, span: int) -> Tensor:
     return torch.from_numpy(Bitmap().encode(positions.numpy(), span))
+
+
+def encode_bitmap(
+    launcher: HostLauncher, positions: Tensor, begin: int, end: int, start: int, span: int
+) -> Tensor:
+    """The bitmap of one chunk."""
+    bitmaps, (place,) = encode_bitmaps(launcher, positions, [BitmapChunk(begin, end, start, span)])
+    return bitmaps[place]
+
+
+def test_the_bitmaps_of_all_chunks_come_from_one_launch(launcher: HostLauncher) -> None:
+    """Chunks of many sizes, none and several tiles among them, as the shards of several servers are."""
+    launches: list[str] = []
+
+    class Counting(HostLauncher):
+        def launch(
+            self, source: str, expression: str, grid: int, block: int, args: Sequence[Tensor | int]
+        ) -> None:
+            launches.append(expression)
+            super().launch(source, expression, grid, block, args)
+
+    spans = [70_000, 0, 5, 64, 0, 131_072, 33]
+    chunks, inside, begin, start = [], [], 0, 17
+    for number, span in enumerate(spans):
+        drawn = draw(span, 0.1, number)
+        chunks.append(BitmapChunk(begin, begin + len(drawn), start, span))
+        inside.append(drawn)
+        begin, start = begin + len(drawn), start + span
+    positions = torch.cat([each + chunk.start for each, chunk in zip(inside, chunks, strict=True)])
+    bitmaps, places = encode_bitmaps(Counting(launcher.seed), positions.int(), chunks)
+    assert launches == ["encode_bitmaps<int32>"]
+    for place, drawn, span in zip(places, inside, spans, strict=True):
+        assert torch.equal(bitmaps[place], packed(drawn, span))
+    assert encode_bitmaps(launcher, positions, [])[1] == []
 
 
 @pytest.mark.parametrize("density", [0.0, 0.01, 0.5, 1.0])

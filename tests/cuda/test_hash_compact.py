@@ -48,7 +48,7 @@ def hashing(
     launcher: HostLauncher, positions: Tensor, values: Tensor, bounds: Sequence[int]
 ) -> partial[Hashed]:
     """All but capacity and memory."""
-    return partial(hash_compact, launcher, positions, values, torch.tensor(bounds), bounds[-1])
+    return partial(hash_compact, launcher, positions, values, bounds)
 
 
 def assert_rows(hashed: Hashed, positions: Tensor, values: Tensor) -> None:
@@ -238,10 +238,12 @@ def test_nothing_beyond_the_capacity_is_written(launcher: HostLauncher) -> None:
     assert int(count) == 5000
     assert torch.equal(keys, slots[:700])
     assert torch.equal(key_slots, slots[:700])
-    sums = launcher.guarded(torch.full((700, 2), -0.0))
+    sums = launcher.guarded(torch.full((700, 2), 5.0))
+    launcher.launch("hash_compact", "clear_sums", 2, 256, (count, 700, 2, sums))
+    assert bool((sums == 0).all())
     values, ranks = torch.ones(5000, 2), torch.arange(5000, dtype=torch.int32)
     args = (values, slots, ranks, 5000, 2, count, 700, sums)
-    launcher.launch("hash_compact", "add_rows<float>", 10, 256, args)
+    launcher.launch("hash_compact", "add_rows<float, 2>", 5, 256, args)
     assert bool((sums == 0).all())
 
 
@@ -348,5 +350,5 @@ def test_arguments_that_a_kernel_would_misread_are_refused(launcher: HostLaunche
         hashing(launcher, positions, values[:, 0], [0, 10])(3, DEFAULT)
     with pytest.raises(TensorError, match="positions of dtype"):
         hashing(launcher, positions.float(), values, [0, 10])(3, DEFAULT)
-    with pytest.raises(TensorError, match="server bounds of shape"):
+    with pytest.raises(TensorError, match="1 server bounds: expected at least 2"):
         hashing(launcher, positions, values, [10])(3, DEFAULT)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.cuda.host.launcher import HostLauncher
 from zenps.kernels.gpu import bitmap_codec, place, scatter
 from zenps.kernels.gpu.bitmap_compact import bitmap_compact
-from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact, hash_compact_dense
+from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact
 from zenps.kernels.gpu.place import DeviceLayout
 from zenps.kernels.gpu.scan_compact import scan_compact
 from zenps.kernels.gpu.sort_compact import sort_compact
@@ -56,7 +56,6 @@ VALUES = torch.ones(300, 4)
 DENSE = torch.where(torch.arange(1000) % 7 == 0, 1.0, 0.0)
 COUNT = torch.tensor([300])
 BOUNDS = torch.tensor([0, 500, 1000])
-ELEMENT_BOUNDS = torch.tensor([0, 512, ELEMENTS.size])
 
 WRAPPERS: dict[str, Callable[[HostLauncher], object]] = {
     "place_rows": lambda launcher: place.place_rows(launcher, LAYOUT, ROWS),
@@ -65,14 +64,11 @@ WRAPPERS: dict[str, Callable[[HostLauncher], object]] = {
     "sort_compact": lambda launcher: sort_compact(launcher, POSITIONS, VALUES),
     "bitmap_compact": lambda launcher: bitmap_compact(launcher, POSITIONS, VALUES, 1000),
     "hash_compact": lambda launcher: hash_compact(
-        launcher, POSITIONS, VALUES, BOUNDS, 1000, 300, HashMemory()
-    ),
-    "hash_compact_dense": lambda launcher: hash_compact_dense(
-        launcher, ELEMENTS, DENSE, ELEMENT_BOUNDS, 300, HashMemory()
+        launcher, POSITIONS, VALUES, [0, 500, 1000], 300, HashMemory()
     ),
     "scan_compact": lambda launcher: scan_compact(launcher, ELEMENTS, DENSE, 300),
-    "encode_bitmap": lambda launcher: bitmap_codec.encode_bitmap(
-        launcher, torch.arange(300, dtype=torch.int32), 0, 300, 0, 1000
+    "encode_bitmaps": lambda launcher: bitmap_codec.encode_bitmaps(
+        launcher, torch.arange(300, dtype=torch.int32), [bitmap_codec.BitmapChunk(0, 300, 0, 1000)]
     ),
     "decode_bitmap": lambda launcher: bitmap_codec.decode_bitmap(
         launcher, LAYOUT, torch.full((125,), 255, dtype=torch.uint8), 1000, 0, 1000

@@ -37,7 +37,7 @@ def rerun(reruns: dict[Sanitizer, Rerun], request: pytest.FixtureRequest) -> Rer
 
 @pytest.mark.parametrize(
     "tested",
-    ["scan", *(pytest.param(name, marks=pytest.mark.long) for name in (*EXPRESSIONS, "hash_compact_dense"))],
+    ["scan", *(pytest.param(name, marks=pytest.mark.long) for name in EXPRESSIONS)],
 )
 @pytest.mark.parametrize("rerun", [Sanitizer.THREAD, Sanitizer.ADDRESS], indirect=True)
 def test_sanitizers_find_nothing(rerun: Rerun, tested: str) -> None:

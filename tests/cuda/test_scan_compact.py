@@ -71,6 +71,14 @@ def test_several_tiles(dtype: torch.dtype, density: float, rows: int, granule: i
     check(HostLauncher(resident=2), layout_of("balanced", rows, granule, [0, 1]), dense)
 
 
+@pytest.mark.parametrize("granule", [32, 1 << 12, 1 << 14])
+def test_the_last_granule_may_end_beyond_the_tensor(granule: int) -> None:
+    """Wherever the permutation puts it; at the end of each dtype's memory a sanitizer would notice a read."""
+    for dtype in DTYPES:
+        dense = dense_of(50_001, 0.5, dtype, seed=granule).clone()
+        check(HostLauncher(), layout_of("balanced", len(dense), granule, [0, 1, 2]), dense)
+
+
 @settings(deadline=None, max_examples=80)
 @given(
     name=st.sampled_from(["balanced", "parallel", "centralized"]),

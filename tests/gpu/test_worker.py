@@ -19,8 +19,9 @@ from zenps.partition.device_layout import device_layout_on
 from zenps.worker.core.transfer import Sharding, Transfer
 from zenps.worker.encode.accelerator import CudaAccelerator
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer
-from zenps.worker.encode.gpu import StagedDense, StagedSparse
+from zenps.worker.encode.gpu import StagedSparse
 from zenps.worker.encode.quantizer import Unchanged
+from zenps.worker.encode.staged import StagedDense
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

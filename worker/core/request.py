@@ -88,16 +88,25 @@ def check_request(request: Request) -> None:
 
     Raises:
         UsageError: the name is no string of 1 to 1024 characters that UTF-8 can encode, or the priority is no
-            integer.
+            integer, or a CUDA graph is being captured.
         TensorError: the tensor has an unsupported device, layout or dtype, or is an average of integers.
     """
     tensor, name, options = request
     _check_name(name)
+    if _is_capturing():
+        reason = "expected no CUDA graph to be captured, for its replays would not synchronise"
+        raise UsageError(f"tensor {name!r:.60}: {reason}; capture forward and backward alone")
     if options.is_reduction:
         _check_tensor(tensor, options.average)
     priority: object = options.priority
     if not isinstance(priority, int):
         raise UsageError(f"tensor {name!r}: priority {priority!r:.60}: expected an integer")
+
+
+def _is_capturing() -> bool:
+    # Without an initialised CUDA, the second function raises.
+    initialised: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return initialised and torch.cuda.is_current_stream_capturing()
 
 
 def wire_name(name: str) -> str:

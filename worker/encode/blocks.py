@@ -30,19 +30,25 @@ class BlockTransfer(Transfer):
         plan: how the tensor is divided into streams.
         shardings: of each stream.
         pool: for the blocks and the result.
+        found: the blocks that are not zero, ascending, and their values ``[n, block]`` on the CPU, which the
+            caller gives up. Then only shape and dtype of ``tensor`` are used. None: they are searched for.
     """
 
     absorbs_on = "poller"
 
-    def __init__(self, tensor: Tensor, plan: Plan, shardings: Sequence[Sharding], pool: BufferPool) -> None:
+    def __init__(
+        self,
+        tensor: Tensor,
+        plan: Plan,
+        shardings: Sequence[Sharding],
+        pool: BufferPool,
+        found: tuple[NDArray[np.int64], Tensor] | None = None,
+    ) -> None:
         self.rows_given = tensor.numel()
         self._plan = plan
         self._shardings = list(shardings)
-        table = _as_blocks(tensor, plan, pool)
-        held = np.flatnonzero(_not_zero(table))
-        # A copy, because the caller may change the tensor.
-        self._values = _items(pool.empty((len(held), plan.block), tensor.dtype))
-        np.take(_items(table), held, out=self._values, mode="clip")
+        held, values = found or _find_blocks(tensor, plan, pool)
+        self._values = _items(values)
         self._pulled = pool.empty((plan.blocks, plan.block), tensor.dtype).zero_()
         self._sums = _items(self._pulled)
         self._streams, self._firsts = [], []
@@ -102,6 +108,15 @@ class BlockTransfer(Transfer):
         self._pushed_bytes += frames[0].nbytes + frames[1].nbytes
         chunk = EncodedChunk(sharding.home, number, len(stream.asked), len(positions), "bitmap", frames)
         return (structs.replace(self._encoded, sharding=sharding, chunks=(chunk,), phase=stream.phase),)
+
+
+def _find_blocks(tensor: Tensor, plan: Plan, pool: BufferPool) -> tuple[NDArray[np.int64], Tensor]:
+    """Returns the blocks that are not zero, and a copy of them, because the caller may change the tensor."""
+    table = _as_blocks(tensor, plan, pool)
+    held = np.flatnonzero(_not_zero(table))
+    values = pool.empty((len(held), plan.block), tensor.dtype)
+    np.take(_items(table), held, out=_items(values), mode="clip")
+    return held, values
 
 
 def _as_blocks(tensor: Tensor, plan: Plan, pool: BufferPool) -> Tensor:

@@ -1,13 +1,9 @@
-"""Encoding of tensors on a GPU: compacts them there, and copies through pinned memory.
-
-The chunks of such a transfer are known only once the device has finished, and the host must not wait for
-that. So the preparation of a transfer is an iterator of events, which continues when an event has happened.
-"""
+"""Sparse tensors on a GPU: compacted and encoded there; pulled rows are decoded there."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -20,8 +16,14 @@ from zenps.codecs.base import Codec
 from zenps.codecs.coo import item_dtype
 from zenps.codecs.registry import CODECS, choose
 from zenps.config.settings import CudaConfig
-from zenps.errors import ProtocolError, TensorError, ZenPSError
-from zenps.kernels.gpu.bitmap_codec import decode_bitmap, decode_coo, encode_bitmap, encode_coo
+from zenps.errors import ProtocolError, TensorError
+from zenps.kernels.gpu.bitmap_codec import (
+    BitmapChunk,
+    decode_bitmap,
+    decode_coo,
+    encode_bitmaps,
+    encode_coo,
+)
 from zenps.kernels.gpu.bitmap_compact import bitmap_compact
 from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact
 from zenps.kernels.gpu.place import DeviceLayout, find_cuts, place_rows
@@ -41,47 +43,27 @@ from ..core.transfer import (
     EncodedTensor,
     OneRound,
     Sharding,
-    Transfer,
     sparse_report,
 )
 from .accelerator import Accelerator, Event
-from .blocks import BlockTransfer
 from .quantizer import ValueCoder
 from .sparse import as_sparse, check_sparse, row_numbers
-from .streams import Plan
+from .staged import Staged
 
 
-class _Staged(Transfer):
-    """A transfer whose preparation continues whenever an event of the device has happened."""
+@dataclass
+class KeptMemory:
+    """The hash memory of one tensor, which stays as large as its rows needed in an earlier push."""
 
-    is_staged = True
+    memory: HashMemory
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-        self._steps = self._prepare()
-        self._event = next(self._steps, None)
-
-    def prepared(self) -> bool:
-        try:
-            while self._event is not None and self._event.query():
-                self._event = next(self._steps, None)
-        except ZenPSError:
-            raise
-        except Exception as error:  # e.g. out of memory; not retried: the iterator would look exhausted
-            raise TensorError(f"a tensor on {self._accelerator.device}: {error}") from error
-        return self._event is None
-
-    @abstractmethod
-    def _prepare(self) -> Iterator[Event]:
-        """Prepares the first push; yields an event whenever the device has to reach it first."""
-
-    def _to_host(self, tensor: Tensor) -> Tensor:
-        """Returns a pinned copy, which is complete at the next event."""
-        copy = self._accelerator.pinned.empty(tuple(tensor.shape), tensor.dtype)
-        return copy.copy_(tensor, non_blocking=True)
+    @classmethod
+    def of(cls, settings: CudaConfig) -> KeptMemory:
+        """Returns the memory that the settings begin with."""
+        return cls(HashMemory(settings.hash_functions, settings.parallel_factor, settings.serial_factor))
 
 
-class StagedSparse(_Staged, OneRound):
+class StagedSparse(Staged, OneRound):
     """A sparse COO tensor on a GPU; the bytes on the wire are those of ``SparseTransfer``.
 
     The preparation waits for two events: the number of rows must reach the host before the rows can be
@@ -94,6 +76,7 @@ class StagedSparse(_Staged, OneRound):
         device_layout: returns a layout in the form that kernels read.
         coder: of the values. It quantizes on the host, where residuals are kept: on the device they would
             take as much memory as the table.
+        kept: the hash memory that the tensor's last push ended with; None: that of ``settings``.
     """
 
     def __init__(
@@ -106,7 +89,9 @@ class StagedSparse(_Staged, OneRound):
         accelerator: Accelerator,
         coder: ValueCoder,
         expected_rows: int = 0,
+        kept: KeptMemory | None = None,
     ) -> None:
+        self._kept = kept or KeptMemory.of(settings)
         self.rows_given = tensor._nnz()
         self._coder = coder
         self._sparse_dim = tensor.sparse_dim()
@@ -145,8 +130,7 @@ class StagedSparse(_Staged, OneRound):
     # ── push ────────────────────────────────────────────────────────────────────────────────────
 
     def _prepare(self) -> Iterator[Event]:
-        gpu, settings = self._accelerator, self._settings
-        memory = HashMemory(settings.hash_functions, settings.parallel_factor, settings.serial_factor)
+        gpu, kept = self._accelerator, self._kept
         gpu.follow(self._indices, self._values)
         with gpu.stream():
             positions, values, outside = self._positions()
@@ -154,55 +138,63 @@ class StagedSparse(_Staged, OneRound):
             stops = self._on_device([each.stop for each in self._ranges.values()])
         while True:
             with gpu.stream():
-                rows, counters = self._compact(positions, values, memory)
+                rows, counters = self._compact(positions, values, kept.memory)
                 offsets = find_cuts(gpu.launcher, rows.positions, rows.count, stops)
-                header = self._to_host(torch.cat([outside, counters, offsets]))
+                header = self._to_host(torch.cat([outside, *counters, offsets]))
             yield gpu.mark()
             if int(header[0]):
                 raise TensorError(
                     f"indices outside the tensor's shape {tuple(self.encoded.shape)}; check them"
                 )
-            self._hashed_rows += header[1:5].numpy()
-            if not int(header[4]):
+            hashed, ends = header[1 : -len(stops)].numpy(), header[-len(stops) :].tolist()
+            if not len(hashed):
                 break
-            memory = memory.doubled()
+            self._hashed_rows += hashed
+            if not hashed[3]:
+                break
+            kept.memory = kept.memory.doubled()
 
-        runs = self._runs(header[5:].tolist())
+        runs = self._runs(ends)
         total = runs[-1].end
         with gpu.stream():
             values = self._to_host(rows.values[:total])
-            numbers = self._to_host(self._relative_to_chunks(rows, starts)[:total])
-            bitmaps = {
-                run: self._to_host(self._encode_bitmap(rows, run))
-                for run in runs
-                if run.codec.name == "bitmap"
-            }
+            in_bitmaps = [run for run in runs if run.codec.name == "bitmap"]
+            numbers = None
+            if len(in_bitmaps) < len(runs) or self._coder.keeps_residual:
+                numbers = self._to_host(self._relative_to_chunks(rows, starts)[:total])
+            encoded, places = encode_bitmaps(
+                gpu.launcher,
+                rows.positions,
+                [BitmapChunk(run.begin, run.end, run.where.start, run.where.span) for run in in_bitmaps],
+            )
+            bits = self._to_host(encoded) if in_bitmaps else encoded
         yield gpu.mark()
 
         del self._indices, self._values
         data = tensor_bytes(self._coded(runs, numbers, values))
+        bitmaps = {run: bits[place] for run, place in zip(in_bitmaps, places, strict=True)}
         chunks = [self._chunk(run, numbers, bitmaps.get(run), data) for run in runs]
         self.encoded = structs.replace(self.encoded, chunks=chunks)
 
     def _positions(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns positions, values ``[nnz, columns]``, and ``[1]``: not 0 if an index is out of bounds."""
         rows, outside = row_numbers(self._indices, tuple(self.encoded.shape[: self._sparse_dim]))
-        positions, beyond = place_rows(self._accelerator.launcher, self._device_layout, rows)
+        positions, _ = place_rows(self._accelerator.launcher, self._device_layout, rows, outside)
         values = self._values.reshape(len(rows), self._columns).contiguous()
-        return positions, values, outside | beyond
+        return positions, values, outside
 
-    def _compact(self, positions: Tensor, values: Tensor, memory: HashMemory) -> tuple[DeviceRows, Tensor]:
-        """Returns the compacted rows by position, and the counters of hash compaction."""
+    def _compact(
+        self, positions: Tensor, values: Tensor, memory: HashMemory
+    ) -> tuple[DeviceRows, Sequence[Tensor]]:
+        """Returns the compacted rows by position, and the counters of hash compaction if there are any."""
         launcher, size = self._accelerator.launcher, self._device_layout.size
         if self._settings.compaction == "hash":
-            bounds = self._on_device(self._layout.server_bounds)
-            hashed = hash_compact(launcher, positions, values, bounds, size, len(positions), memory)
-            return hashed.rows, hashed.counters
+            bounds = self._layout.server_bounds
+            hashed = hash_compact(launcher, positions, values, bounds, len(positions), memory)
+            return hashed.rows, (hashed.counters,)
         if self._settings.compaction == "bitmap":
-            rows = bitmap_compact(launcher, positions, values, size)
-        else:
-            rows = sort_compact(launcher, positions, values)
-        return rows, torch.zeros(4, dtype=torch.int64, device=positions.device)
+            return bitmap_compact(launcher, positions, values, size), ()
+        return sort_compact(launcher, positions, values), ()
 
     def _relative_to_chunks(self, rows: DeviceRows, starts: Tensor) -> Tensor:
         """Returns each position relative to its chunk, as int32 if that is enough for all chunks."""
@@ -222,19 +214,19 @@ class StagedSparse(_Staged, OneRound):
                 runs.append(_Run(each, first, stop, chosen, fragment, len(cuts)))
         return runs
 
-    def _encode_bitmap(self, rows: DeviceRows, run: _Run) -> Tensor:
-        launcher, where = self._accelerator.launcher, run.where
-        return encode_bitmap(launcher, rows.positions, run.begin, run.end, where.start, where.span)
-
-    def _coded(self, runs: Sequence[_Run], numbers: Tensor, values: Tensor) -> Tensor:
+    def _coded(self, runs: Sequence[_Run], numbers: Tensor | None, values: Tensor) -> Tensor:
         if not self._coder.keeps_residual:
             return self._coder.encode(values)
+        assert numbers is not None
         positions = torch.cat([numbers[run.begin : run.end].long() + run.where.start for run in runs])
         return self._coder.encode_rows(values, self._layout, positions)
 
-    def _chunk(self, run: _Run, numbers: Tensor, bitmap: Tensor | None, values: memoryview) -> EncodedChunk:
+    def _chunk(
+        self, run: _Run, numbers: Tensor | None, bitmap: Tensor | None, values: memoryview
+    ) -> EncodedChunk:
         where, row_bytes = run.where, self.encoded.row_bytes
         if bitmap is None:
+            assert numbers is not None
             encoded = run.codec.encode(numbers[run.begin : run.end].numpy(), where.span).data
         else:
             encoded = tensor_bytes(bitmap)
@@ -317,69 +309,3 @@ class _Run(NamedTuple):
     codec: Codec
     fragment: int
     fragments: int
-
-
-class StagedDense(_Staged):
-    """A strided tensor on a GPU: copied to pinned memory, then transferred like one on the CPU.
-
-    Args:
-        tensor: of any shape; it must not change before the round has ended.
-        transfer: constructs the transfer of the copy, with results in pinned memory if they are large.
-    """
-
-    def __init__(
-        self, tensor: Tensor, transfer: Callable[[Tensor], Transfer], accelerator: Accelerator
-    ) -> None:
-        self.rows_given = tensor.numel()
-        self._tensor = tensor.detach()
-        self._make = transfer
-        super().__init__(accelerator)
-
-    def _prepare(self) -> Iterator[Event]:
-        gpu = self._accelerator
-        gpu.follow(self._tensor)
-        with gpu.stream():
-            copy = self._to_host(self._tensor)
-        yield gpu.mark()
-        del self._tensor
-        self._inner = self._make(copy)
-
-    def begin(self) -> Sequence[EncodedTensor]:
-        return self._inner.begin()
-
-    def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
-        return self._inner.on_answer(answer)
-
-    def restart(self, encoded: EncodedTensor) -> None:
-        self._inner.restart(encoded)
-
-    def finish(self) -> Tensor:
-        """Returns the sum: strided, contiguous, on the device."""
-        gpu = self._accelerator
-        pulled = self._inner.finish()
-        with gpu.stream():
-            result = pulled.to(gpu.device, non_blocking=True)
-        gpu.wait_for(gpu.mark())
-        gpu.hand_over(result)
-        return result
-
-    def report(self, progress: Progress) -> Report:
-        return self._inner.report(progress)
-
-
-class StagedBlocks(StagedDense):
-    """A strided tensor on a GPU: copied to pinned memory, then transferred in streams like one on the CPU.
-
-    Args:
-        tensor: of any shape; it must not change before the round has ended.
-        plan: how the tensor is divided into streams.
-        shardings: of each stream.
-    """
-
-    absorbs_on = BlockTransfer.absorbs_on
-
-    def __init__(
-        self, tensor: Tensor, plan: Plan, shardings: Sequence[Sharding], accelerator: Accelerator
-    ) -> None:
-        pinned = accelerator.pinned
-        super().__init__(tensor, lambda copy: BlockTransfer(copy, plan, shardings, pinned), accelerator)

@@ -26,10 +26,11 @@ from ..core.transfer import Sharding, Transfer, Transform
 from .accelerator import Accelerator, CudaAccelerator
 from .blocks import BlockTransfer
 from .dense import DenseTransfer, WholeTransfer
-from .gpu import StagedBlocks, StagedDense, StagedSparse
+from .gpu import KeptMemory, StagedSparse
 from .quantizer import Quantizer, Unchanged, ValueCoder
 from .sharder import Sharder
 from .sparse import SparseTransfer
+from .staged import StagedBlocks, StagedDense
 from .streams import LONGEST_NAME, Plan, plan_streams
 from .transforms import TRANSFORMS
 
@@ -56,6 +57,7 @@ class Planner:
         self._accelerators: dict[torch.device, Accelerator] = {}
         # Each device layout lives as long as its layout, that is, as long as any tensor is sharded by it.
         self._gpu_layouts: WeakKeyDictionary[Layout, dict[torch.device, DeviceLayout]] = WeakKeyDictionary()
+        self._hash_memories: dict[str, KeptMemory] = {}
         self._lock = threading.Lock()
 
     def count_names(self, request: Request) -> int:
@@ -113,9 +115,10 @@ class Planner:
         if gpu is None:
             return SparseTransfer(tensor, sharding, self._codec, self._kernels, coder, expected_rows)
         layout = partial(self._device_layout, gpu)
-        return StagedSparse(
-            tensor, sharding, self._codec, self._config.cuda, layout, gpu, coder, expected_rows
-        )
+        cuda = self._config.cuda
+        with self._lock:
+            kept = self._hash_memories.setdefault(request.name, KeptMemory.of(cuda))
+        return StagedSparse(tensor, sharding, self._codec, cuda, layout, gpu, coder, expected_rows, kept)
 
     def _plan(self, request: Request) -> Plan | None:
         """Returns how a tensor is divided into blocks and streams; None if it goes in chunks."""

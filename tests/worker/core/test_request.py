@@ -33,6 +33,14 @@ def without_rows(shape: tuple[int, int]) -> Tensor:
     return torch.sparse_coo_tensor(indices, torch.empty(0, *shape[1:]), shape, check_invariants=False)
 
 
+def test_a_push_while_a_cuda_graph_is_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph would have the compaction alone, and its replays would push nothing."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UsageError, match="expected no CUDA graph to be captured"):
+        check_tensor(torch.ones(3), average=True)
+
+
 @pytest.mark.parametrize(
     ("tensor", "average", "message"),
     [

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 
@@ -21,8 +22,8 @@ from zenps.wire.tensors import dtype_name
 from zenps.worker.core.statistics import Progress
 from zenps.worker.core.transfer import Answer, EncodedTensor, Sharding
 from zenps.worker.encode.blocks import BlockTransfer
-from zenps.worker.encode.gpu import StagedBlocks
 from zenps.worker.encode.reshard import reshard
+from zenps.worker.encode.staged import StagedBlocks
 from zenps.worker.encode.streams import Plan, plan_streams
 
 POOL = BufferPool(1 << 26)
@@ -219,3 +220,25 @@ def test_each_phase_of_a_stream_is_a_round_with_a_name_and_step_of_its_own() -> 
     begun = transfer.begin()
     assert [phase.round_of("t", 3) for phase in begun] == [(f"t#{n}", 3 * PHASES) for n in range(16)]
     assert structs.replace(begun[5], phase=2).round_of("t", 3) == ("t#5", 3 * PHASES + 2)
+
+
+def test_of_a_tensor_on_a_device_only_blocks_that_are_not_zero_are_copied() -> None:
+    """And a byte for each block. NaN, subnormal numbers and one element of the padded block are not zero."""
+    copied: list[int] = []
+
+    class Pool(BufferPool):
+        def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            copied.append(math.prod(shape) * dtype.itemsize)
+            return super().empty(shape, dtype)
+
+    accelerator = HostAccelerator()
+    accelerator.pinned = Pool(1 << 26)
+    tensor, plan = torch.zeros(1001), Plan(10, 101, 2, 5)
+    tensor[[17, 503, 1000]] = torch.tensor([NAN, 1e-42, 1.0])
+    tensor[42] = -0.0
+    transfer = StagedBlocks(tensor, plan, shardings_of(plan), accelerator)
+    while not transfer.prepared():
+        pass
+    # Flags, numbers and values of three blocks; then memory for the result.
+    assert copied[:3] == [101, 3 * 8, 3 * 10 * 4]
+    assert sum(len(phase.chunks) for phase in transfer.begin()) == 2

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.kernel_model import FREE, sort_cost
+from tests.cuda.host.launcher import HostLauncher
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
 from tests.worker.encode.test_transfer import (
     ACCELERATOR,
@@ -27,6 +30,7 @@ from tests.worker.encode.test_transfer import (
     synchronize,
 )
 from tests.worker.host_accelerator import HostAccelerator
+from zenps.buffers import BufferPool
 from zenps.config.settings import CudaConfig
 from zenps.errors import DeadlineError, ProtocolError, TensorError
 from zenps.observe.metrics import WorkerMetrics
@@ -38,8 +42,9 @@ from zenps.worker.core.statistics import Progress, Statistics
 from zenps.worker.core.steps import Steps
 from zenps.worker.core.transfer import Answer, Sharding, Transfer
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
-from zenps.worker.encode.gpu import StagedDense, StagedSparse
+from zenps.worker.encode.gpu import KeptMemory, StagedSparse
 from zenps.worker.encode.quantizer import Unchanged
+from zenps.worker.encode.staged import StagedDense
 from zenps.worker.transport.channel import Channel
 from zenps.worker.transport.submit_queue import SubmitQueue
 
@@ -89,6 +94,65 @@ def test_the_bytes_on_the_wire_are_those_of_the_cpu(codec: str) -> None:
     assert encoded_by(ours) == encoded_by(theirs)
 
 
+class _Counted(HostAccelerator):
+    """Counts the kernels of ZenPS, and buffers in pinned memory, of which each is copied once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: list[str] = []
+        self.copies = 0
+        counted = self
+
+        class Launcher(HostLauncher):
+            def launch(
+                self, source: str, expression: str, grid: int, block: int, args: Sequence[Tensor | int]
+            ) -> None:
+                counted.kernels.append(expression.partition("<")[0])
+                super().launch(source, expression, grid, block, args)
+
+        class Pool(BufferPool):
+            def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+                counted.copies += 1
+                return super().empty(shape, dtype)
+
+        self.launcher, self.pinned = Launcher(), Pool(keep_bytes=1 << 26)
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts PyTorch's launches, without copies."""
+
+    ON_THE_HOST = ("_nnz", "sparse_dim", "_indices", "_values", "_local_scalar_dense", "lift_fresh", "copy_")
+    launches = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name == "sort":
+            self.launches += sort_cost(args[0]).launches
+        elif name not in FREE and name not in self.ON_THE_HOST:
+            self.launches += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("servers", [2, 16])
+@pytest.mark.parametrize(("codec", "last"), [("bitmap", "encode_bitmaps"), ("coo", "encode_coo")])
+def test_launches_and_copies_of_a_push_do_not_grow_with_servers(codec: str, last: str, servers: int) -> None:
+    """7 of PyTorch's launches are the sort. Two copies go to the device, the bounds; three come back."""
+    layout = make_layout("balanced", 600, 1, list(range(servers)), 0)
+    tensor = sparse(torch.arange(0, 600, 2), torch.randn(300, 5), (600, 5))
+    counted, coder = _Counted(), Unchanged(tensor.dtype)
+    with _Operations() as operations:  # type: ignore[no-untyped-call]
+        transfer = StagedSparse(
+            tensor, Sharding(layout, 2, 0), codec, CudaConfig(), on_the_device, counted, coder
+        )
+        prepared(transfer)
+    assert len(encoded_by(transfer).chunks) >= servers
+    # 300 rows are 5 chunks of 64, whose partial sums are one.
+    assert counted.kernels == ["place_rows", "find_segments", "reduce_runs", "reduce_runs", "find_cuts", last]
+    assert (counted.copies, operations.launches) == (5, 7 + 3)
+
+
 def test_a_hash_memory_that_overflows_grows_until_no_row_is_lost() -> None:
     tensor = sparse(torch.arange(600), whole_numbers(600, 5, torch.float32), (600, 5))
     settings = CudaConfig(compaction="hash", parallel_factor=0.125, serial_factor=0.01, hash_functions=1)
@@ -101,6 +165,21 @@ def test_a_hash_memory_that_overflows_grows_until_no_row_is_lost() -> None:
     assert overflowed > 0
     # Each attempt counts all rows, however they ended.
     assert sum(hashed) % 600 == 0
+
+
+def test_the_next_push_begins_with_the_memory_that_the_last_one_needed() -> None:
+    tensor = sparse(torch.arange(600), whole_numbers(600, 5, torch.float32), (600, 5))
+    settings = CudaConfig(compaction="hash", parallel_factor=0.125, serial_factor=0.01, hash_functions=1)
+    kept = KeptMemory.of(settings)
+    overflowed = []
+    for _ in range(2):
+        coder, sharding = Unchanged(tensor.dtype), Sharding(LAYOUT, 2, 0)
+        transfer = prepared(
+            StagedSparse(tensor, sharding, "coo", settings, on_the_device, ACCELERATOR, coder, 0, kept)
+        )
+        overflowed.append(hashed_rows(transfer)[3])
+    assert overflowed[0] > 0
+    assert overflowed[1] == 0
 
 
 @pytest.mark.parametrize(

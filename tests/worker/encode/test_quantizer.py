@@ -39,12 +39,13 @@ from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.statistics import Progress
 from zenps.worker.core.transfer import Answer, EncodedTensor, Sharding, Transfer
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
-from zenps.worker.encode.gpu import StagedDense, StagedSparse
+from zenps.worker.encode.gpu import StagedSparse
 from zenps.worker.encode.planner import Planner
 from zenps.worker.encode.quantizer import Quantizer, Unchanged
 from zenps.worker.encode.reshard import reshard
 from zenps.worker.encode.sharder import Sharder
 from zenps.worker.encode.sparse import SparseTransfer
+from zenps.worker.encode.staged import StagedDense
 from zenps.worker.encode.streams import LONGEST_NAME
 from zenps.worker.training.buckets import Bucket
 

@@ -44,12 +44,12 @@ from zenps.wire.messages import Member, View
 from zenps.worker.core.request import Request, table_shape
 from zenps.worker.core.transfer import EncodedTensor, Sharding, Transfer
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
-from zenps.worker.encode.gpu import StagedDense
 from zenps.worker.encode.planner import Planner
 from zenps.worker.encode.quantizer import Unchanged
 from zenps.worker.encode.reshard import reshard
 from zenps.worker.encode.sharder import SPLIT_FROM_BYTES, Sharder
 from zenps.worker.encode.sparse import SparseTransfer
+from zenps.worker.encode.staged import StagedDense
 
 SERVERS = [[0], [0, 1], [2, 5, 9], [1, 2, 3, 4, 5, 6, 7]]
 RINGS = st.lists(

@@ -6,12 +6,16 @@ the flag when it needs the rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from zenps.errors import ProtocolError, TensorError
 
-from .launcher import BLOCK, Launcher, check_on_device, grid_of, scan_state
+from .launcher import BLOCK, Launcher, check_on_device, grid_of, scan_state, to_device
 from .place import DeviceLayout
 from .sources import position_name
 
@@ -24,30 +28,47 @@ BITMAP_ALIGNMENT = 16
 INTEGERS = (torch.int32, torch.int64)
 
 
-def encode_bitmap(
-    launcher: Launcher, positions: Tensor, begin: int, end: int, start: int, span: int
-) -> Tensor:
-    """Encodes the positions of one chunk as a bitmap.
+class BitmapChunk(NamedTuple):
+    """The positions from ``begin`` up to ``end`` of a tensor's, all within [``start``, ``start + span``)."""
+
+    begin: int
+    end: int
+    start: int
+    span: int
+
+
+def encode_bitmaps(
+    launcher: Launcher, positions: Tensor, chunks: Sequence[BitmapChunk]
+) -> tuple[Tensor, list[slice]]:
+    """Encodes the positions of all chunks as bitmaps, by one launch.
 
     Args:
-        positions: int32 or int64 ``[n]`` on the device; those from ``begin`` up to ``end``, the chunk's,
-            ascend strictly within [``start``, ``start + span``). Not checked.
-        begin, end: in [0, n].
-        start, span: of the chunk.
+        positions: int32 or int64 ``[n]`` on the device; those of a chunk ascend strictly. Not checked.
+        chunks: in [0, n], not checked.
 
     Returns:
-        uint8 ``[⌈span / 8⌉]`` on the device, the bytes of :meth:`zenps.codecs.bitmap.Bitmap.encode`.
+        uint8 on the device, and where in it each chunk's bitmap is, in ``⌈span / 8⌉`` bytes: those of
+        :meth:`zenps.codecs.bitmap.Bitmap.encode`.
 
     Raises:
-        TensorError: another dtype or shape.
+        TensorError: another dtype or shape, or too many positions for one launch.
     """
     check_on_device("positions", positions, INTEGERS, 1)
-    words = -(-span // 32)
-    bitmap = torch.empty(4 * words, dtype=torch.uint8, device=positions.device)
-    expression = f"encode_bitmap<{position_name(positions.dtype)}>"
-    args = (positions, begin, end, start, words, bitmap)
-    launcher.launch("bitmap_codec", expression, _bitmap_tiles(span), BLOCK, args)
-    return bitmap[: -(-span // 8)]
+    words = [-(-chunk.span // 32) for chunk in chunks]
+    tiles = [_bitmap_tiles(chunk.span) for chunk in chunks]
+    first_tiles, first_words = ([0, *accumulate(each)] for each in (tiles, words))
+    bitmaps = torch.empty(4 * first_words[-1], dtype=torch.uint8, device=positions.device)
+    if first_tiles[-1]:
+        begins, ends, starts, _ = zip(*chunks, strict=True)
+        columns = (first_tiles[:-1], begins, ends, starts, first_words[:-1], words)
+        table = to_device([number for column in columns for number in column], positions.device)
+        expression = f"encode_bitmaps<{position_name(positions.dtype)}>"
+        blocks = grid_of(first_tiles[-1] * BLOCK)
+        launcher.launch("bitmap_codec", expression, blocks, BLOCK, (positions, table, len(chunks), bitmaps))
+    firsts = [4 * first for first in first_words]
+    return bitmaps, [
+        slice(first, first - (-chunk.span // 8)) for first, chunk in zip(firsts[:-1], chunks, strict=True)
+    ]
 
 
 def decode_bitmap(

@@ -9,7 +9,7 @@ from zenps.errors import TensorError
 from zenps.kernels.base import ACCUMULATE
 
 from .bitmap_codec import BITMAP_TILE
-from .launcher import BLOCK, Launcher, grid_of, scan_state
+from .launcher import BLOCK, Launcher, grid_of, scan_state_and_count
 from .packs import check_rows, pack_lanes
 from .rows import DeviceRows
 from .sources import number_name, position_name
@@ -58,13 +58,13 @@ def _number_rows(launcher: Launcher, positions: Tensor, size: int) -> tuple[Tens
     directory = torch.empty(words, dtype=torch.int64, device=device)
     targets = torch.empty(rows, dtype=torch.int32, device=device)
     unique = torch.empty_like(positions)
-    count = torch.zeros(1, dtype=torch.int64, device=device)
     tiles = -(-size // BITMAP_TILE)
+    state, count = scan_state_and_count(tiles, device)
 
     grid = grid_of(-(-rows // ITEMS))
     marked = (positions, rows, bitmap, targets)
     launcher.launch("bitmap_compact", f"mark_positions<{position}>", grid, BLOCK, marked)
-    numbered = (scan_state(tiles, device), bitmap, words, directory, unique, count)
+    numbered = (state, bitmap, words, directory, unique, count)
     launcher.launch("bitmap_compact", f"number_bits<{position}>", tiles, BLOCK, numbered)
     found = (directory, positions, rows, targets)
     launcher.launch("bitmap_compact", f"find_targets<{position}>", grid_of(rows), BLOCK, found)

@@ -1,7 +1,7 @@
 """Kernel launches on a GPU, through CuPy's runtime compiler.
 
-CuPy keeps what it compiled in ``CUPY_CACHE_DIR`` (default ``~/.cupy/kernel_cache``), so only the first use on
-a machine pays for it.
+A kernel is compiled when it is first launched; what a training does not use is not compiled. CuPy keeps
+kernels in ``CUPY_CACHE_DIR`` (default ``~/.cupy/kernel_cache``): only the first use on a machine pays for it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class CupyLauncher(Launcher):
             expected = f"CuPy; run `pip install 'zenps[cuda]'` ({error})"
             raise ConfigError("device", "cuda", expected) from error
         self._cupy: Any = cupy
-        self._modules: dict[str, Any] = {}
         self._kernels: dict[tuple[str, str], Any] = {}
         """Kept here, because CuPy looks a kernel up by its whole source each time."""
 
@@ -50,20 +49,21 @@ class CupyLauncher(Launcher):
             self._kernel(source, expression)((grid,), (block,), words)
 
     def _kernel(self, source: str, expression: str) -> Any:
-        """CuPy's kernel; it serves all devices."""
+        """CuPy's kernel; it serves all devices.
+
+        Each is a program of its own: otherwise the first use of one of a source's kernels, which may be 60,
+        would wait for all of them.
+        """
         key = source, expression
         if key not in self._kernels:
-            self._kernels[key] = self._module(source).get_function(expression)
-        return self._kernels[key]
-
-    def _module(self, source: str) -> Any:
-        if source not in self._modules:
+            assert expression in EXPRESSIONS[source], expression
             # CuPy's cache ignores changes of headers: with their digest a changed header is a new program.
             options = (*OPTIONS, f"-I{folder()}", f"-DSOURCES_{digest()}")
-            self._modules[source] = self._cupy.RawModule(
-                code=source_text(source), options=options, name_expressions=EXPRESSIONS[source]
+            module = self._cupy.RawModule(
+                code=source_text(source), options=options, name_expressions=(expression,)
             )
-        return self._modules[source]
+            self._kernels[key] = module.get_function(expression)
+        return self._kernels[key]
 
 
 class _TorchStream:

@@ -6,8 +6,9 @@ It is the baseline for measuring the other compactions; it is neither determinis
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -15,16 +16,18 @@ from torch import Tensor
 
 from zenps.errors import ConfigError, TensorError
 
-from .launcher import BLOCK, Launcher, check_on_device, grid_of, scan_state
-from .place import INTEGERS, DeviceLayout
+from .launcher import BLOCK, Launcher, check_on_device, grid_of, multiprocessors, scan_state, to_device
+from .packs import pack_lanes
+from .place import INTEGERS
 from .rows import DeviceRows
-from .scan_compact import check_dense
 from .sources import number_name, word_name
 
 # constexprs of cuda/hash_compact.cu
-DENSE_TILE = 8192
 SLOT_TILE = 4096
 SUM_TILE = 1024
+
+CLEARING_BLOCKS = 8
+"""Of a multiprocessor, each of which goes over the sums."""
 
 SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 """The dtypes that atomics can add; all are summed in float32."""
@@ -87,8 +90,7 @@ def hash_compact(
     launcher: Launcher,
     positions: Tensor,
     values: Tensor,
-    bounds: Tensor,
-    size: int,
+    bounds: Sequence[int],
     capacity: int,
     memory: HashMemory,
 ) -> Hashed:
@@ -98,11 +100,10 @@ def hash_compact(
     a GPU's atomics flush subnormal sums to zero.
 
     Args:
-        positions: int32 or int64 ``[n]`` on the device, in any order, with duplicates; in [0, ``size``),
-            as :func:`~zenps.kernels.gpu.place.place_rows` makes them.
+        positions: int32 or int64 ``[n]`` on the device, in any order, with duplicates; within
+            ``bounds``, as :func:`~zenps.kernels.gpu.place.place_rows` makes them.
         values: float32, float16 or bfloat16 ``[n, columns]``, contiguous.
-        bounds: int64 ``[servers + 1]``: the first position of each server, and ``size``.
-        size: the number of positions.
+        bounds: the first position of each server, and the number of positions.
         capacity: the expected number of different positions; the output has room for as many.
         memory: the size of the hash memory.
 
@@ -121,7 +122,7 @@ def hash_compact(
     check_on_device("values", values, SUMMED, 2)
     if len(values) != len(positions):
         raise TensorError(f"{len(values)} rows of values: expected {len(positions)}, one for each position")
-    table = _new_table(bounds, size, positions.dtype, capacity, memory)
+    table = _new_table(bounds, positions, capacity, memory)
     row_slots = torch.empty(len(positions), dtype=torch.int32, device=positions.device)
     args = (positions, len(positions), *table.args, row_slots, table.counters)
     launcher.launch("hash_compact", f"claim_rows<{table.key}>", grid_of(len(positions)), BLOCK, args)
@@ -133,52 +134,19 @@ def hash_compact(
     launcher.launch("hash_compact", "rank_slots", grid_of(capacity), BLOCK, ranking)
 
     columns = values.shape[1]
-    # -0.0 is the neutral element: 0.0 would turn a sum of -0.0 into 0.0.
-    sums = torch.full((capacity, columns), -0.0, dtype=torch.float32, device=values.device)
-    adding = (values, row_slots, slot_ranks, len(values), columns, count, capacity, sums)
-    expression = f"add_rows<{number_name(values.dtype)}>"
-    launcher.launch("hash_compact", expression, grid_of(values.numel(), SUM_TILE), BLOCK, adding)
-    return Hashed(DeviceRows(unique, sums.to(values.dtype), count), table.counters)
-
-
-def hash_compact_dense(
-    launcher: Launcher,
-    layout: DeviceLayout,
-    dense: Tensor,
-    bounds: Tensor,
-    capacity: int,
-    memory: HashMemory,
-) -> Hashed:
-    """The elements of a tensor that are not zero, sorted by position; values keep their bits.
-
-    Both zeros, 0.0 and -0.0, are left out; subnormals and NaN are not.
-
-    Args:
-        layout: of the tensor's elements.
-        dense: float32, float16 or bfloat16 ``[rows]`` on the device.
-        bounds: int64 ``[servers + 1]``: the first position of each server, and ``layout.size``.
-        capacity: the expected number of elements; the output has room for as many.
-        memory: the size of the hash memory.
-
-    Returns:
-        positions ``[capacity]`` of ``layout.position_dtype``, values ``[capacity, 1]`` of the dtype of
-        ``dense``, and the counters.
-
-    Raises:
-        TensorError: as :func:`hash_compact`, or ``dense`` does not have the layout's rows.
-    """
-    check_dense(layout, dense)
-    table = _new_table(bounds, layout.size, layout.position_dtype, capacity, memory)
-    types = f"{word_name(dense.itemsize)}, {table.key}"
-    args = (layout.words, dense, *table.args, table.counters)
-    blocks = grid_of(len(dense), DENSE_TILE)
-    launcher.launch("hash_compact", f"claim_nonzeros<{types}>", blocks, BLOCK, args)
-
-    positions, _, count = _extract_sorted(launcher, table, capacity, key_slots=0)
-    values = torch.empty(capacity, 1, dtype=dense.dtype, device=dense.device)
-    gathering = (layout.words, dense, positions, count, capacity, values)
-    launcher.launch("hash_compact", f"gather_values<{types}>", grid_of(capacity), BLOCK, gathering)
-    return Hashed(DeviceRows(positions, values, count), table.counters)
+    sums = torch.empty(capacity, columns, dtype=torch.float32, device=values.device)
+    rounded = sums if values.dtype == torch.float32 else sums.new_empty(sums.shape, dtype=values.dtype)
+    if values.numel() and capacity:
+        grid = min(grid_of(-(-sums.numel() // 4)), CLEARING_BLOCKS * multiprocessors(values.device))
+        launcher.launch("hash_compact", "clear_sums", grid, BLOCK, (count, capacity, columns, sums))
+        lanes, number = pack_lanes(values), number_name(values.dtype)
+        adding = (values, row_slots, slot_ranks, len(values), columns, count, capacity, sums)
+        expression = f"add_rows<{number}, {lanes}>"
+        launcher.launch("hash_compact", expression, grid_of(values.numel() // lanes, SUM_TILE), BLOCK, adding)
+        if rounded is not sums:
+            expression, rounding = f"round_rows<{number}, {lanes}>", (sums, count, capacity, columns, rounded)
+            launcher.launch("hash_compact", expression, grid_of(sums.numel() // lanes), BLOCK, rounding)
+    return Hashed(DeviceRows(unique, rounded, count), table.counters)
 
 
 def hash_compact_until_fits(
@@ -190,7 +158,7 @@ def hash_compact_until_fits(
     takes one slot at most.
 
     Args:
-        compact: one of the functions above, with all other arguments bound.
+        compact: :func:`hash_compact`, with all other arguments bound.
         capacity, memory: the values of the first attempt.
 
     Raises:
@@ -218,35 +186,29 @@ class _Table(NamedTuple):
         return word_name(self.slots.itemsize)
 
 
-def _new_table(bounds: Tensor, size: int, dtype: torch.dtype, capacity: int, memory: HashMemory) -> _Table:
-    check_on_device("server bounds", bounds, (torch.int64,), 1)
-    servers, device = len(bounds) - 1, bounds.device
+def _new_table(bounds: Sequence[int], positions: Tensor, capacity: int, memory: HashMemory) -> _Table:
+    servers, size, device = len(bounds) - 1, bounds[-1], positions.device
     if servers < 1:
-        raise TensorError(f"server bounds of shape {tuple(bounds.shape)}: expected at least [2]")
+        raise TensorError(f"{len(bounds)} server bounds: expected at least 2")
     # One slot for each position is always enough.
     parallel = min(math.ceil(memory.parallel_factor * capacity), size)
     serial = min(math.ceil(memory.parallel_factor * memory.serial_factor * capacity), size)
     count = parallel + serial + 2 * servers * LEAST_SLOTS
     if count > MOST_SLOTS:
-        raise TensorError(
-            f"a hash memory of {count} slots: expected at most {MOST_SLOTS}; use sort_compact or scan_compact"
-        )
-    parallel_starts, serial_starts = _share(bounds, size, parallel), _share(bounds, size, serial)
-    cuts = torch.empty(2 * servers + 1, dtype=torch.int64, device=device)
-    cuts[0::2] = parallel_starts + serial_starts
-    cuts[1::2] = parallel_starts[1:] + serial_starts[:-1]
-    slots = torch.full((count,), -1, dtype=dtype, device=device)
-    taken = torch.zeros(servers, dtype=torch.int32, device=device)
-    counters = torch.zeros(4, dtype=torch.int64, device=device)
-    return _Table(slots, (slots, cuts, bounds, servers, memory.hashes, taken), counters)
-
-
-def _share(bounds: Tensor, size: int, slots: int) -> Tensor:
-    """The bounds of each server's share of ``slots``, with LEAST_SLOTS added to each share."""
-    # Both below 2**31, so that the product fits; the shares need not be exact.
-    shift = max(size.bit_length() - 31, 0)
-    starts = torch.div((bounds >> shift) * slots, size >> shift, rounding_mode="floor")
-    return starts + LEAST_SLOTS * torch.arange(len(bounds), device=bounds.device)
+        raise TensorError(f"a hash memory of {count} slots: expected at most {MOST_SLOTS}; use sort_compact")
+    starts = [
+        (bound * parallel // size + number * LEAST_SLOTS, bound * serial // size + number * LEAST_SLOTS)
+        for number, bound in enumerate(bounds)
+    ]
+    cuts = [starts[0][0] + starts[0][1]]
+    for (_, serial_start), (parallel_stop, serial_stop) in pairwise(starts):
+        cuts += [parallel_stop + serial_start, parallel_stop + serial_stop]
+    numbers = to_device([*cuts, *bounds], device)
+    slots = torch.full((count,), -1, dtype=positions.dtype, device=device)
+    zeroed = torch.zeros(4 + servers, dtype=torch.int64, device=device)
+    counters, taken = zeroed[:4], zeroed[4:].view(torch.int32)[:servers]
+    args = (slots, numbers[: len(cuts)], numbers[len(cuts) :], servers, memory.hashes, taken)
+    return _Table(slots, args, counters)
 
 
 def _extract_sorted(

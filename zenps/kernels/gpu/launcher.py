@@ -50,9 +50,28 @@ def grid_of(threads: int, block: int = BLOCK) -> int:
     return blocks
 
 
+def multiprocessors(device: torch.device) -> int:
+    """The number of the device's multiprocessors; 1 of the tests' runtime on the CPU."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Copies ``numbers`` to the device as int64, without waiting for it."""
+    host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
 def scan_state(tiles: int, device: torch.device) -> Tensor:
     """The zeroed state of a look-back over ``tiles`` tiles (``ScanState`` in ``cuda/scan.cuh``)."""
     return torch.zeros(1 + tiles, dtype=torch.int64, device=device)
+
+
+def scan_state_and_count(tiles: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The state of a look-back, and a zeroed int64 ``[1]``: one launch instead of two."""
+    zeroed = torch.zeros(2 + tiles, dtype=torch.int64, device=device)
+    return zeroed[:-1], zeroed[-1:]
 
 
 def check_on_device(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], dimensions: int) -> None:

@@ -45,11 +45,14 @@ KINDS: dict[Literal["identity", "feistel", "table"], int] = {"identity": 0, "fei
 """``enum`` of ``cuda/keyspace.cuh``."""
 
 
-def place_rows(launcher: Launcher, layout: DeviceLayout, rows: Tensor) -> tuple[Tensor, Tensor]:
+def place_rows(
+    launcher: Launcher, layout: DeviceLayout, rows: Tensor, outside: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The position of each row.
 
     Args:
         rows: int32 or int64 ``[n]`` on the device, in any order, with duplicates.
+        outside: the flag, if the caller has one to which this is added.
 
     Returns:
         positions ``[n]`` of ``layout.position_dtype``, and a flag, int64 ``[1]``: 1 if a row lies outside the
@@ -57,7 +60,8 @@ def place_rows(launcher: Launcher, layout: DeviceLayout, rows: Tensor) -> tuple[
     """
     check_on_device("row indices", rows, INTEGERS, 1)
     positions = torch.empty(len(rows), dtype=layout.position_dtype, device=rows.device)
-    outside = torch.zeros(1, dtype=torch.int64, device=rows.device)
+    if outside is None:
+        outside = torch.zeros(1, dtype=torch.int64, device=rows.device)
     expression = f"place_rows<{position_name(rows.dtype)}, {position_name(positions.dtype)}>"
     args = (layout.words, rows, len(rows), positions, outside)
     launcher.launch("place", expression, grid_of(len(rows)), BLOCK, args)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from zenps.errors import TensorError
 
-from .launcher import BLOCK, Launcher, check_on_device, scan_state
+from .launcher import BLOCK, Launcher, check_on_device, multiprocessors, scan_state
 from .place import DeviceLayout
 from .rows import DeviceRows
 from .sources import position_name, word_name
@@ -17,11 +17,10 @@ DENSE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # constexprs of cuda/scan_compact.cu
 PACKS = 8
-LANES = 4
+PACK_BYTES = 16
 LEAST_GRANULE_OF_PACKS = 32
-
-MOST_BLOCKS = 2048
-"""More than any GPU runs at once (an H200 396); each takes tiles until none is left."""
+RESIDENT = 3
+"""Blocks of a multiprocessor; each takes tiles until none is left."""
 
 
 def scan_compact(launcher: Launcher, layout: DeviceLayout, dense: Tensor, capacity: int) -> DeviceRows:
@@ -42,7 +41,7 @@ def scan_compact(launcher: Launcher, layout: DeviceLayout, dense: Tensor, capaci
         TensorError: ``dense`` has another dtype, more than one dimension, or not the layout's rows.
     """
     check_dense(layout, dense)
-    lanes = LANES if _takes_packs(layout, dense) else 1
+    lanes = PACK_BYTES // dense.itemsize if _takes_packs(layout, dense) else 1
     tiles = -(-layout.size // (BLOCK * PACKS * lanes))
     positions = torch.empty(capacity, dtype=layout.position_dtype, device=dense.device)
     values = torch.empty(capacity, 1, dtype=dense.dtype, device=dense.device)
@@ -50,7 +49,8 @@ def scan_compact(launcher: Launcher, layout: DeviceLayout, dense: Tensor, capaci
     state = scan_state(tiles, dense.device)
     expression = f"scan_compact<{word_name(dense.itemsize)}, {position_name(positions.dtype)}, {lanes}>"
     args = (state, layout.words, dense, capacity, positions, values, count)
-    launcher.launch("scan_compact", expression, min(tiles, MOST_BLOCKS), BLOCK, args)
+    blocks = min(tiles, RESIDENT * multiprocessors(dense.device))
+    launcher.launch("scan_compact", expression, blocks, BLOCK, args)
     return DeviceRows(positions, values, count)
 
 
@@ -66,6 +66,6 @@ def check_dense(layout: DeviceLayout, dense: Tensor) -> None:
 
 
 def _takes_packs(layout: DeviceLayout, dense: Tensor) -> bool:
-    """True if every load of LANES adjacent values is aligned and stays within a granule."""
-    aligned = dense.data_ptr() % (LANES * dense.itemsize) == 0
+    """True if every load of PACK_BYTES is aligned and stays within a granule."""
+    aligned = dense.data_ptr() % PACK_BYTES == 0
     return aligned and layout.granule >= LEAST_GRANULE_OF_PACKS

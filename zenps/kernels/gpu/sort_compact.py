@@ -7,7 +7,7 @@ from torch import Tensor
 
 from zenps.kernels.base import ACCUMULATE
 
-from .launcher import BLOCK, Launcher, grid_of, scan_state
+from .launcher import BLOCK, Launcher, grid_of, scan_state_and_count
 from .packs import check_rows, pack_lanes
 from .rows import DeviceRows
 from .sources import number_name, position_name
@@ -49,9 +49,8 @@ def sort_compact(launcher: Launcher, positions: Tensor, values: Tensor) -> Devic
     ordered, order = torch.sort(positions, stable=True)
     unique = torch.empty_like(positions)
     segments = torch.empty(len(positions), dtype=torch.int32, device=positions.device)
-    count = torch.zeros(1, dtype=torch.int64, device=positions.device)
     tiles = -(-len(positions) // SEGMENT_TILE)
-    state = scan_state(tiles, positions.device)
+    state, count = scan_state_and_count(tiles, positions.device)
     expression = f"find_segments<{position_name(positions.dtype)}>"
     args = (state, ordered, len(positions), unique, segments, count)
     launcher.launch("sort_compact", expression, tiles, BLOCK, args)

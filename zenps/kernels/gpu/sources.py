@@ -87,7 +87,7 @@ EXPRESSIONS: Final[Mapping[str, tuple[str, ...]]] = {
         *_packed("round_sums<{}, {}>", _SUMMED_WIDER),
     ),
     "bitmap_codec": (
-        *_specialise("encode_bitmap<{}>", _POSITION),
+        *_specialise("encode_bitmaps<{}>", _POSITION),
         "decode_bitmap",
         *_specialise("encode_coo<{}, {}>", _POSITION, _POSITION),
         *_specialise("decode_coo<{}>", _POSITION),
@@ -96,14 +96,17 @@ EXPRESSIONS: Final[Mapping[str, tuple[str, ...]]] = {
         *_specialise("put_rows<{}>", tuple(_WORDS.values())),
         *_specialise("gather_rows<{}>", tuple(_WORDS.values())),
     ),
-    "scan_compact": _specialise("scan_compact<{}, {}, {}>", ("uint32", "uint16"), _POSITION, (4, 1)),
+    "scan_compact": (
+        *_specialise("scan_compact<uint32, {}, {}>", _POSITION, (4, 1)),
+        *_specialise("scan_compact<uint16, {}, {}>", _POSITION, (8, 1)),
+    ),
     "hash_compact": (
         *_specialise("claim_rows<{}>", _KEYS),
-        *_specialise("claim_nonzeros<{}, {}>", ("uint32", "uint16"), _KEYS),
-        *_specialise("gather_values<{}, {}>", ("uint32", "uint16"), _KEYS),
         *_specialise("extract_keys<{}>", _KEYS),
         "rank_slots",
-        *_specialise("add_rows<{}>", ("float", "float16", "bfloat16")),
+        "clear_sums",
+        *_packed("add_rows<{}, {}>", (*_SUMMED_WIDER, torch.float32)),
+        *_packed("round_rows<{}, {}>", _SUMMED_WIDER),
     ),
 }
 """The stem of each source in ``cuda/`` → the name expressions of its kernels."""

@@ -1,0 +1,149 @@
+"""Cases of the performance model of the CUDA kernels: small samples of the gradients of ``bench_compaction``.
+
+A sample has the case's density, width and share of different rows; its table is smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.bench_compaction import DENSE_ELEMENTS, placed
+from zenps.kernels.gpu.bitmap_codec import (
+    BitmapChunk,
+    decode_bitmap,
+    decode_coo,
+    encode_bitmaps,
+    encode_coo,
+)
+from zenps.kernels.gpu.bitmap_compact import bitmap_compact
+from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact
+from zenps.kernels.gpu.launcher import Launcher
+from zenps.kernels.gpu.place import place_rows
+from zenps.kernels.gpu.scan_compact import scan_compact
+from zenps.kernels.gpu.scatter import merge, put_rows
+from zenps.kernels.gpu.sort_compact import sort_compact
+
+CPU = torch.device("cpu")
+SAMPLED_ELEMENTS, DENSITY, GRANULE, SERVERS = 1 << 16, 0.052, 256, 16
+SAMPLED_ROWS, ROWS, COLUMNS, UNIQUE = 1 << 12, 1_000_000, 64, 0.33
+"""Of a million look-ups by Zipf's law in a table of ten million rows, a third are different."""
+
+Prepared = tuple[Callable[[Launcher], object], int, float]
+"""What to run, the elements of the sample, and the bytes that every way must move for it."""
+
+
+class Case(NamedTuple):
+    """One row of the table: what is predicted for a gradient of ``elements``."""
+
+    elements: int
+    prepare: Callable[[], Prepared]
+
+
+def _dense(dtype: torch.dtype) -> Prepared:
+    dense = torch.randn(SAMPLED_ELEMENTS).to(dtype)
+    dense[torch.rand(SAMPLED_ELEMENTS) >= DENSITY] = 0
+    count = int(dense.count_nonzero())
+    _, device_layout = placed("dense", SAMPLED_ELEMENTS, GRANULE, SERVERS, CPU)
+
+    def run(launcher: Launcher) -> object:
+        return scan_compact(launcher, device_layout, dense, count * 5 // 4)
+
+    return run, len(dense), dense.nbytes + count * (dense.itemsize + 4)
+
+
+def _ids() -> Tensor:
+    """Look-ups of which :data:`UNIQUE` are different, some of them often."""
+    unique = int(UNIQUE * SAMPLED_ROWS)
+    repeated = (torch.rand(SAMPLED_ROWS - unique) ** 3 * unique).long()
+    return torch.cat([torch.arange(unique), repeated])[torch.randperm(SAMPLED_ROWS)] * 7
+
+
+def _rows(way: str, dtype: torch.dtype) -> Prepared:
+    ids, values = _ids(), torch.randn(SAMPLED_ROWS, COLUMNS).to(dtype)
+    layout, device_layout = placed("rows", 10 * SAMPLED_ROWS, 1, SERVERS, CPU)
+    row_bytes, unique = COLUMNS * dtype.itemsize, int(UNIQUE * SAMPLED_ROWS)
+
+    def run(launcher: Launcher) -> object:
+        positions, _ = place_rows(launcher, device_layout, ids)
+        if way == "sort":
+            return sort_compact(launcher, positions, values)
+        if way == "bitmap":
+            return bitmap_compact(launcher, positions, values, device_layout.size)
+        return hash_compact(launcher, positions, values, layout.server_bounds, SAMPLED_ROWS, HashMemory())
+
+    return run, values.numel(), ids.nbytes + values.nbytes + unique * (row_bytes + 4)
+
+
+def _codec(way: str) -> Prepared:
+    """One chunk with a twentieth of its positions set; elements are rows."""
+    span = 20 * SAMPLED_ROWS
+    _, device_layout = placed("codec", span, 1, 1, CPU)
+    positions = torch.randperm(span)[:SAMPLED_ROWS].sort()[0].int()
+    bits = torch.zeros(span, dtype=torch.uint8)
+    bits[positions.long()] = 1
+    weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
+    bitmap = (bits.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+    count, starts = torch.tensor([SAMPLED_ROWS]), torch.tensor([0])
+    runs: dict[str, tuple[Callable[[Launcher], object], float]] = {
+        "encode_bitmaps": (
+            lambda launcher: encode_bitmaps(launcher, positions, [BitmapChunk(0, SAMPLED_ROWS, 0, span)]),
+            positions.nbytes + bitmap.nbytes,
+        ),
+        "decode_bitmap": (
+            lambda launcher: decode_bitmap(launcher, device_layout, bitmap, SAMPLED_ROWS, 0, span),
+            bitmap.nbytes + 8 * SAMPLED_ROWS,
+        ),
+        "encode_coo": (
+            lambda launcher: encode_coo(launcher, positions, count, starts, torch.int32),
+            2 * positions.nbytes,
+        ),
+        "decode_coo": (
+            lambda launcher: decode_coo(launcher, device_layout, positions, 0, span),
+            positions.nbytes + 8 * SAMPLED_ROWS,
+        ),
+    }
+    run, floor_bytes = runs[way]
+    return run, SAMPLED_ROWS, floor_bytes
+
+
+def _scattered(way: str, dtype: torch.dtype) -> Prepared:
+    rows, values = torch.randperm(SAMPLED_ROWS), torch.randn(SAMPLED_ROWS, COLUMNS).to(dtype)
+    out = torch.empty_like(values)
+
+    def run(launcher: Launcher) -> object:
+        if way == "merge":
+            return merge(launcher, rows, values, SAMPLED_ROWS)
+        return put_rows(launcher, values, rows, out)
+
+    indices = rows.nbytes * (2 if way == "merge" else 1)
+    return run, values.numel(), 2 * values.nbytes + indices
+
+
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+VALUES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
+
+CASES: dict[str, Case] = {
+    **{
+        f"scan_compact, dense, {name}": Case(DENSE_ELEMENTS, partial(_dense, dtype))
+        for name, dtype in VALUES.items()
+    },
+    **{
+        f"{way}_compact, rows, {name}": Case(ROWS * COLUMNS, partial(_rows, way, dtype))
+        for way in ("sort", "bitmap", "hash")
+        for name, dtype in VALUES.items()
+    },
+    **{
+        way: Case(ROWS, partial(_codec, way))
+        for way in ("encode_bitmaps", "decode_bitmap", "encode_coo", "decode_coo")
+    },
+    **{
+        f"{way}, {name}": Case(ROWS * COLUMNS, partial(_scattered, way, dtype))
+        for way in ("merge", "put_rows")
+        for name, dtype in VALUES.items()
+    },
+}

@@ -1,0 +1,68 @@
+"""The launcher for CUDA devices, with a CuPy that only records what it is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from zenps.errors import ConfigError
+from zenps.kernels.gpu.cupy import CupyLauncher
+from zenps.kernels.gpu.sources import digest
+
+
+class FakeCupy:
+    """CuPy's names that the launcher uses."""
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
+        self.launched: list[tuple[str, tuple[Any, ...]]] = []
+        stream = SimpleNamespace(from_external=lambda stream: contextlib.nullcontext())
+        self.cuda = SimpleNamespace(Stream=stream, Device=lambda index: contextlib.nullcontext())
+
+    def RawModule(self, code: str, options: tuple[str, ...], name_expressions: tuple[str, ...]) -> Any:
+        assert "__global__" in code
+        self.compiled.append((name_expressions, options))
+
+        def get_function(expression: str) -> Any:
+            assert expression in name_expressions
+            return lambda grid, block, words: self.launched.append((expression, (grid, block, words)))
+
+        return SimpleNamespace(get_function=get_function)
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
+    fake = FakeCupy()
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    return fake
+
+
+def test_a_kernel_is_compiled_once_and_alone_when_it_is_first_launched(cupy: FakeCupy) -> None:
+    launcher = CupyLauncher()
+    assert cupy.compiled == []
+    numbers = torch.zeros(3, dtype=torch.int32)
+    for _ in range(2):
+        launcher.launch("place", "find_cuts<int32>", 2, 64, (numbers, numbers, numbers, 5, numbers))
+    launcher.launch("place", "find_cuts<int64>", 1, 64, (numbers, numbers, numbers, 5, numbers))
+    assert [names for names, _ in cupy.compiled] == [("find_cuts<int32>",), ("find_cuts<int64>",)]
+    assert all(f"-DSOURCES_{digest()}" in options for _, options in cupy.compiled)
+    address = numbers.data_ptr()
+    assert cupy.launched[0] == ("find_cuts<int32>", ((2,), (64,), (address, address, address, 5, address)))
+    assert len(cupy.launched) == 3
+
+
+def test_nothing_is_compiled_for_an_empty_grid(cupy: FakeCupy) -> None:
+    CupyLauncher().launch("place", "find_cuts<int32>", 0, 64, (torch.zeros(0),))
+    assert cupy.compiled == cupy.launched == []
+
+
+def test_a_missing_cupy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ConfigError, match=r"CuPy; run `pip install 'zenps\[cuda\]'`"):
+        CupyLauncher()

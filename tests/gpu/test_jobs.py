@@ -1,0 +1,116 @@
+"""Jobs whose gradients are on a GPU against the same jobs on the CPU: DDP's hook, two levels, sparsifiers.
+
+Never run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zenps as zps
+from tests.integration.cluster import Cluster
+
+DEVICE = "cuda"
+STEPS, RANKS = 5, 2
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def make_model() -> nn.Sequential:
+    """A sparse table and dense layers, in float64: devices then differ by less than 1e-9."""
+    torch.manual_seed(3)
+    layers = (
+        nn.Embedding(500, 16, sparse=True),
+        nn.Flatten(),
+        nn.Linear(48, 64),
+        nn.Tanh(),
+        nn.Linear(64, 1),
+    )
+    return nn.Sequential(*layers).double()
+
+
+def loss_of(model: nn.Module, step: int, device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + zps.rank())
+    ids = (500 * torch.rand((32, 3), generator=generator) ** 2).long()
+    wanted = torch.randn((32, 1), generator=generator, dtype=torch.float64)
+    return nn.functional.mse_loss(model(ids.to(device)), wanted.to(device))
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name.removeprefix("module."): weight.detach().cpu() for name, weight in model.named_parameters()}
+
+
+def train(device: str) -> dict[str, Tensor]:
+    model = make_model().to(device)
+    # Another prefix for each device, for names belong to one of them.
+    named = [(f"{device}/{name}", parameter) for name, parameter in model.named_parameters()]
+    optimizer = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), named)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step, device).backward()
+        optimizer.step()
+    return weights_of(model)
+
+
+def train_on_both() -> list[dict[str, Tensor]]:
+    return [train(device) for device in ("cpu", DEVICE)]
+
+
+def train_by_hook(device: str) -> dict[str, Tensor]:
+    model = DistributedDataParallel(make_model().to(device))
+    model.register_comm_hook(zps.CommHookState(), zps.comm_hook)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step, device).backward()
+        optimizer.step()
+    return weights_of(model)
+
+
+def train_by_hook_on_both(store: Path) -> list[dict[str, Tensor]]:
+    """DDP's own messages go over gloo, which takes tensors of both devices."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=zps.rank(), world_size=zps.size())
+    try:
+        return [train_by_hook(device) for device in ("cpu", DEVICE)]
+    finally:
+        dist.destroy_process_group()
+
+
+def compare(
+    settings: dict[str, object], function: Callable[..., list[dict[str, Tensor]]], *args: Path
+) -> None:
+    with Cluster(RANKS, 2, settings) as cluster:
+        results = cluster.run(function, *args)
+    expected = results[0][0]
+    for on_cpu, on_gpu in results:
+        for name, weight in expected.items():
+            torch.testing.assert_close(on_cpu[name], weight, rtol=0, atol=0)
+            torch.testing.assert_close(on_gpu[name], weight, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"sync.levels": 2},
+        {"sync.scheme": "omnireduce"},
+        {"sync.sparsifier": "topk", "sync.density": 0.1, "sparsifier.least_bytes": 1024},
+        {"sync.sparsifier": "topk", "sync.density": 0.1, "sparsifier.least_bytes": 1024, "sync.levels": 2},
+    ],
+    ids=["servers", "levels", "omnireduce", "topk", "topk-levels"],
+)
+def test_training_on_a_gpu_is_that_on_the_cpu(settings: dict[str, object]) -> None:
+    compare(settings, train_on_both)
+
+
+@pytest.mark.timeout(240)
+def test_the_hook_of_ddp_on_a_gpu_is_that_on_the_cpu(tmp_path: Path) -> None:
+    compare({}, train_by_hook_on_both, tmp_path / "store")
