@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -41,14 +42,23 @@ class Planner:
         config: all settings.
         scheme: of tensors that go over servers.
         sharder: distributes tensors over servers.
+        shared_pool: returns memory that servers on this host can read; None where there is none. Values that
+            are compacted into it need not be copied there.
     """
 
-    def __init__(self, config: Config, scheme: Scheme, sharder: Sharder) -> None:
+    def __init__(
+        self,
+        config: Config,
+        scheme: Scheme,
+        sharder: Sharder,
+        shared_pool: Callable[[], BufferPool | None] = lambda: None,
+    ) -> None:
         self._config = config
         self._wire = scheme.wire
         self._in_blocks = scheme.engine == "blocks"
         self._codec = scheme.wire.push_codec or config.sync.codec
         self._sharder = sharder
+        self._shared_pool = shared_pool
         self._pool = BufferPool(POOL_BYTES)
         # Values are broadcast once. Their buffers would only take the room of those that each step uses.
         self._unpooled = BufferPool(0)
@@ -111,7 +121,9 @@ class Planner:
         coder = self._coder(request, rows, columns)
         sharding = self._sharder.shard_sparse(request.name, rows, columns, tensor.dtype, expected_rows)
         if gpu is None:
-            return SparseTransfer(tensor, sharding, self._codec, self._kernels, coder, expected_rows)
+            # Quantized values are the coder's, and what it was given is not sent.
+            pool = self._shared_pool() if coder.form == "same" else None
+            return SparseTransfer(tensor, sharding, self._codec, self._kernels, coder, expected_rows, pool)
         layout = partial(self._device_layout, gpu)
         return StagedSparse(
             tensor, sharding, self._codec, self._config.cuda, layout, gpu, coder, expected_rows

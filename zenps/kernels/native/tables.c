@@ -1,0 +1,13 @@
+/* Look-up of rows and positions in the tables of a layout. */
+#include "native.h"
+
+int64_t zenps_look_up(const int32_t *table, int64_t bits, int64_t total, const Key *numbers, int64_t count, int64_t *found) {
+    uint64_t within = ((uint64_t)1 << bits) - 1;
+    for (int64_t index = 0; index < count; ++index) {
+        uint64_t number = (uint64_t)numbers[index];
+        if (number >= (uint64_t)total)
+            return index;
+        found[index] = (int64_t)((uint64_t)table[number >> bits] << bits | (number & within));
+    }
+    return count;
+}
