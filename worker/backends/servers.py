@@ -40,7 +40,7 @@ class ServerBackend(Backend):
         self.partition = scheme.wire.partition or session.config.sync.partition
         self._session = session
         self._steps = steps
-        self._planner = Planner(session.config, scheme, sharder, session.channel.shared_pool)
+        self._planner = Planner(session.config, scheme, sharder, lambda: session.channel.shared_pool())
         self._sparsification = session.sparsification
         self._queue = SubmitQueue(session.channel, steps, session.spans)
         self._waiting = Waiting(self._queue, session.timeout_seconds, session.statistics, session.spans)
