@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -42,23 +41,14 @@ class Planner:
         config: all settings.
         scheme: of tensors that go over servers.
         sharder: distributes tensors over servers.
-        shared_pool: returns memory that servers on this host can read; None where there is none. Values that
-            are compacted into it need not be copied there.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        scheme: Scheme,
-        sharder: Sharder,
-        shared_pool: Callable[[], BufferPool | None] = lambda: None,
-    ) -> None:
+    def __init__(self, config: Config, scheme: Scheme, sharder: Sharder) -> None:
         self._config = config
         self._wire = scheme.wire
         self._in_blocks = scheme.engine == "blocks"
         self._codec = scheme.wire.push_codec or config.sync.codec
         self._sharder = sharder
-        self._shared_pool = shared_pool
         self._pool = BufferPool(POOL_BYTES)
         # Values are broadcast once. Their buffers would only take the room of those that each step uses.
         self._unpooled = BufferPool(0)
@@ -87,11 +77,12 @@ class Planner:
             return ()
         return (transform(tensor, self._kernels),)
 
-    def begin(self, request: Request, expected_rows: int) -> Transfer:
+    def begin(self, request: Request, expected_rows: int, pool: BufferPool | None = None) -> Transfer:
         """Constructs the transfer of a transformed tensor. A tensor on the CPU is compacted on this thread.
 
         Args:
             expected_rows: how many rows of the tensor were pulled last time; equal on all ranks.
+            pool: memory that servers on this host can read. What is compacted into it need not be copied.
 
         Raises:
             TensorError: indices lie outside the tensor, a row is too large for a message, or there is no
@@ -101,7 +92,7 @@ class Planner:
         tensor, name, options = request
         gpu = self._accelerator(tensor)
         if tensor.is_sparse:
-            return self._begin_sparse(request, expected_rows, gpu)
+            return self._begin_sparse(request, expected_rows, gpu, pool)
         if self._in_blocks and (plan := self._plan(request)) is not None:
             shardings = self._sharder.shard_streams(name, plan.streams)
             if gpu is None:
@@ -115,14 +106,16 @@ class Planner:
         begin = partial(_begin_dense, sharding, gpu.pinned, options.contributes, coder)
         return StagedDense(tensor, begin, gpu)
 
-    def _begin_sparse(self, request: Request, expected_rows: int, gpu: Accelerator | None) -> Transfer:
+    def _begin_sparse(
+        self, request: Request, expected_rows: int, gpu: Accelerator | None, pool: BufferPool | None
+    ) -> Transfer:
         tensor = request.tensor
         rows, columns = table_shape(tensor)
         coder = self._coder(request, rows, columns)
         sharding = self._sharder.shard_sparse(request.name, rows, columns, tensor.dtype, expected_rows)
         if gpu is None:
             # Quantized values are the coder's, and what it was given is not sent.
-            pool = self._shared_pool() if coder.form == "same" else None
+            pool = pool if coder.form == "same" else None
             return SparseTransfer(tensor, sharding, self._codec, self._kernels, coder, expected_rows, pool)
         layout = partial(self._device_layout, gpu)
         return StagedSparse(
