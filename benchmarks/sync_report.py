@@ -114,9 +114,10 @@ def find_versions() -> dict[str, str]:
 
 
 def tabulate(measurements: Sequence[Measurement]) -> list[Table]:
-    """Times; bytes on the wire; balance, row formula and latency."""
+    """Times; processor times; bytes on the wire; balance, row formula and latency."""
     ways = list(measurements[0].block.table)
     times = _table("ms per step of the slowest rank, p50 / p95", [*ways, "speed-up"])
+    processor = _table("ms of processor time per step and worker", [*ways, f"{OURS}, 1 KB"])
     wire = _table("MB per step on the wire, all processes together", ways)
     rest = _table(
         "busiest server ÷ mean; bytes ÷ formula; µs for 1 KB, p50 / p95",
@@ -129,11 +130,13 @@ def tabulate(measurements: Sequence[Measurement]) -> list[Table]:
             *(_spread(timing, 1e3, 1) for timing in block.table.values()),
             f"{measured.speedup:.2f}×",
         )
+        every = (*block.table.values(), block.small[OURS])
+        processor.add_row(measured.label, *(_milliseconds(timing.processor_seconds) for timing in every))
         wire.add_row(measured.label, *(f"{count / 1e6:.1f}" for count in block.traffic.wire_bytes.values()))
         ratios = (block.imbalance, measured.pushed_ratio, measured.pulled_ratio)
         small = (_spread(timing, 1e6, 0) for timing in block.small.values())
         rest.add_row(measured.label, *(f"{ratio:.3f}" for ratio in ratios), *small)
-    return [times, wire, rest]
+    return [times, processor, wire, rest]
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
@@ -146,6 +149,10 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 def _spread(timing: Timing, scale: float, digits: int) -> str:
     return f"{scale * timing.p50_seconds:.{digits}f} / {scale * timing.p95_seconds:.{digits}f}"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:.2f}"
 
 
 def plot(measurements: Sequence[Measurement], path: Path) -> None:

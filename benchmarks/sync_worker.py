@@ -48,6 +48,9 @@ class Timing(msgspec.Struct):
 
     p50_seconds: float
     p95_seconds: float
+    processor_seconds: float | None = None
+    """Of one worker's process in a call, with all its threads: the mean over ranks, its median over calls.
+    Servers are processes of their own. None in results from before it was measured."""
 
 
 class Traffic(msgspec.Struct):
@@ -73,6 +76,13 @@ class Block(msgspec.Struct):
     traffic: Traffic
     imbalance: float
     """Rows pushed to the busiest server over the mean of all, on the worst rank."""
+
+
+class Elapsed(NamedTuple):
+    """Seconds of one call on one rank."""
+
+    wall: float
+    processor: float
 
 
 class Way(NamedTuple):
@@ -107,10 +117,10 @@ def measure(case: Case) -> Block:
     ways = _table_ways(case)
     check(ways, _gradient(case, 0))
     timed_steps = WARM_UP_STEPS + case.steps
-    seconds = [_timed_by_turns(ways, _gradient(case, 1 + step)) for step in range(timed_steps)]
+    elapsed = [_timed_by_turns(ways, _gradient(case, 1 + step)) for step in range(timed_steps)]
     traffic = _count(ways, [_gradient(case, 1 + timed_steps + step) for step in range(COUNTED_STEPS)])
     imbalance = float(_over_ranks([zps.stats().imbalance]).max())
-    return Block(_summarise(ways, seconds), _measure_small(), traffic, imbalance)
+    return Block(_summarise(ways, elapsed), _measure_small(), traffic, imbalance)
 
 
 def check(ways: dict[str, Way], gradient: Tensor) -> None:
@@ -176,22 +186,22 @@ def _gather_padded(part: Tensor, longest: int, counts: Sequence[int]) -> Tensor:
     return torch.cat([rank[:count] for rank, count in zip(gathered, counts, strict=True)])
 
 
-def _timed_by_turns(ways: dict[str, Way], gradient: Tensor) -> list[float]:
-    seconds = []
+def _timed_by_turns(ways: dict[str, Way], gradient: Tensor) -> list[Elapsed]:
+    elapsed = []
     for way in ways.values():
         prepared = way.prepare(gradient)
         dist.barrier()
-        seconds.append(_timed(way, prepared))
-    return seconds
+        elapsed.append(_timed(way, prepared))
+    return elapsed
 
 
-def _timed(way: Way, prepared: Tensor) -> float:
-    """Seconds of one call on this rank. Its result is dropped once the clock has stopped."""
-    begin = time.perf_counter()
+def _timed(way: Way, prepared: Tensor) -> Elapsed:
+    """Times one call on this rank. Its result is dropped once the clocks have stopped."""
+    began, processor_began = time.perf_counter(), time.process_time()
     result = way.call(prepared)
-    seconds = time.perf_counter() - begin
+    elapsed = Elapsed(time.perf_counter() - began, time.process_time() - processor_began)
     del result
-    return seconds
+    return elapsed
 
 
 def _count(ways: dict[str, Way], gradients: Sequence[Tensor]) -> Traffic:
@@ -238,21 +248,27 @@ def _measure_small() -> dict[str, Timing]:
         OURS: Way(lambda given: zps.push_pull(given, "small")),
         "gloo dense": Way(_all_reduce, Tensor.clone),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    elapsed: dict[str, list[Elapsed]] = {name: [] for name in ways}
     for _ in range(SMALL_TURNS):
         for name, way in ways.items():
             dist.barrier()
             calls = [_timed(way, way.prepare(tensor)) for _ in range(WARM_UP_STEPS + SMALL_CALLS)]
-            seconds[name] += calls[WARM_UP_STEPS:]
-    return {
-        name: Timing(*_over_ranks(_quantiles(calls)).amax(dim=0).tolist()) for name, calls in seconds.items()
-    }
+            elapsed[name] += calls[WARM_UP_STEPS:]
+    return {name: _summarise_small(calls) for name, calls in elapsed.items()}
 
 
-def _summarise(ways: dict[str, Way], seconds: list[list[float]]) -> dict[str, Timing]:
-    """Quantiles over steps of the slowest rank's time; ``seconds`` is this rank's, by step and way."""
-    slowest = _over_ranks(seconds).amax(dim=0)[WARM_UP_STEPS:].T.tolist()
-    return {name: Timing(*_quantiles(steps)) for name, steps in zip(ways, slowest, strict=True)}
+def _summarise_small(calls: list[Elapsed]) -> Timing:
+    """Quantiles over calls, of the rank where they are greatest."""
+    wall = _over_ranks(_quantiles([call.wall for call in calls])).amax(dim=0).tolist()
+    return Timing(*wall, _over_ranks([call.processor for call in calls]).mean(dim=0).median().item())
+
+
+def _summarise(ways: dict[str, Way], elapsed: list[list[Elapsed]]) -> dict[str, Timing]:
+    """Quantiles over steps of the slowest rank's time; ``elapsed`` is this rank's, by step and way."""
+    by_rank = _over_ranks(elapsed)[:, WARM_UP_STEPS:]
+    slowest = by_rank[..., 0].amax(dim=0).T.tolist()
+    processor = by_rank[..., 1].mean(dim=0).median(dim=0).values.tolist()
+    return {name: Timing(*_quantiles(slowest[way]), processor[way]) for way, name in enumerate(ways)}
 
 
 def _quantiles(seconds: list[float]) -> list[float]:

@@ -44,6 +44,8 @@ def test_tiny_run_is_measured_and_written(tmp_path: Path) -> None:
     assert set(block["table"]) == set(block["traffic"]["wire_bytes"]) == WAYS
     for timing in (*block["table"].values(), *block["small"].values()):
         assert 0 < timing["p50_seconds"] <= timing["p95_seconds"]
+        assert timing["processor_seconds"] > 0
+    assert "processor time" in done.stdout
     gloo = {way: timing["p50_seconds"] for way, timing in block["table"].items() if way != "zenps"}
     assert measured["best_gloo"] == min(gloo, key=gloo.__getitem__)
     ours = block["table"]["zenps"]["p50_seconds"]

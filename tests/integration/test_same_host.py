@@ -12,6 +12,8 @@ from torch import Tensor
 import zenps as zps
 from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, await_file, shared_bytes
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
+from zenps.kernels.native.library import find_library
+from zenps.wire.shared_memory.arena import Arena
 
 ROUNDS = 8
 ROWS, COLUMNS = 50_000, 16
@@ -59,6 +61,28 @@ def test_values_do_not_travel_and_are_the_same(settings: dict[str, object]) -> N
         for one, other in zip(near, far, strict=True):
             for kind, result in one.items():
                 assert_same_bits(result, other[kind])
+
+
+def count_copies() -> int:
+    """How often values of a sparse tensor are copied into shared memory once they are compacted."""
+    copies: list[int] = []
+    copy = Arena.copy
+
+    def counted(arena: Arena, data: memoryview, *, is_pooled: bool = True) -> memoryview:
+        copies.append(data.nbytes)
+        return copy(arena, data, is_pooled=is_pooled)
+
+    Arena.copy = counted  # type: ignore[method-assign]
+    for number in range(3):
+        zps.push_pull(make("sparse", number, zps.rank()), "sparse")
+    assert shared_bytes() > 3 * 400_000
+    return len(copies)
+
+
+@pytest.mark.skipif(find_library() is None, reason="native kernels were not built")
+def test_rows_are_compacted_into_shared_memory() -> None:
+    with Cluster() as cluster:
+        assert cluster.run(count_copies) == [0, 0]
 
 
 def test_a_server_that_shares_nothing_gets_all_by_tcp() -> None:

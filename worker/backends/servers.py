@@ -79,12 +79,13 @@ class ServerBackend(Backend):
     def _begin_transfer(
         self, request: Request, transforms: Sequence[Transform], expected_rows: int
     ) -> Transfer:
+        channel = self._session.channel
         agreed = next((each for each in transforms if isinstance(each, Agreed)), None)
         if agreed is None:
-            return self._planner.begin(request, expected_rows)
+            return self._planner.begin(request, expected_rows, channel.shared_pool())
 
         def begin(request: Request, rows: int = 0) -> OneRound:
-            transfer = self._planner.begin(request, rows)
+            transfer = self._planner.begin(request, rows, channel.shared_pool())
             assert isinstance(transfer, OneRound), "on the CPU, and not in blocks"
             return transfer
 

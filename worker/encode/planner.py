@@ -79,11 +79,12 @@ class Planner:
             return ()
         return (transform(tensor, self._kernels),)
 
-    def begin(self, request: Request, expected_rows: int) -> Transfer:
+    def begin(self, request: Request, expected_rows: int, pool: BufferPool | None = None) -> Transfer:
         """Constructs the transfer of a transformed tensor. A tensor on the CPU is compacted on this thread.
 
         Args:
             expected_rows: how many rows of the tensor were pulled last time; equal on all ranks.
+            pool: memory that servers on this host can read. What is compacted into it need not be copied.
 
         Raises:
             TensorError: indices lie outside the tensor, a row is too large for a message, or there is no
@@ -93,7 +94,7 @@ class Planner:
         tensor, name, options = request
         gpu = self._accelerator(tensor)
         if tensor.is_sparse:
-            return self._begin_sparse(request, expected_rows, gpu)
+            return self._begin_sparse(request, expected_rows, gpu, pool)
         if self._in_blocks and (plan := self._plan(request)) is not None:
             shardings = self._sharder.shard_streams(name, plan.streams)
             if gpu is None:
@@ -107,13 +108,17 @@ class Planner:
         begin = partial(_begin_dense, sharding, gpu.pinned, options.contributes, coder)
         return StagedDense(tensor, begin, gpu)
 
-    def _begin_sparse(self, request: Request, expected_rows: int, gpu: Accelerator | None) -> Transfer:
+    def _begin_sparse(
+        self, request: Request, expected_rows: int, gpu: Accelerator | None, pool: BufferPool | None
+    ) -> Transfer:
         tensor = request.tensor
         rows, columns = table_shape(tensor)
         coder = self._coder(request, rows, columns)
         sharding = self._sharder.shard_sparse(request.name, rows, columns, tensor.dtype, expected_rows)
         if gpu is None:
-            return SparseTransfer(tensor, sharding, self._codec, self._kernels, coder, expected_rows)
+            # Quantized values are the coder's, and what it was given is not sent.
+            pool = pool if coder.form == "same" else None
+            return SparseTransfer(tensor, sharding, self._codec, self._kernels, coder, expected_rows, pool)
         layout = partial(self._device_layout, gpu)
         cuda = self._config.cuda
         with self._lock:

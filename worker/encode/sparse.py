@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from zenps.buffers import BufferPool
 from zenps.codecs.registry import CODECS, choose
 from zenps.errors import ProtocolError, TensorError
 from zenps.kernels.base import Kernels, Rows
@@ -153,6 +154,7 @@ class SparseTransfer(OneRound):
         kernels: for compaction and scatter.
         coder: of the values.
         expected_rows: the number of rows for which ``sharding`` was computed.
+        pool: for compacted values; by default that of ``kernels``.
 
     Raises:
         TensorError: indices lie outside the tensor.
@@ -166,6 +168,7 @@ class SparseTransfer(OneRound):
         kernels: Kernels,
         coder: ValueCoder,
         expected_rows: int = 0,
+        pool: BufferPool | None = None,
     ) -> None:
         self._kernels = kernels
         self._coder = coder
@@ -176,7 +179,7 @@ class SparseTransfer(OneRound):
         assert layout is not None
         rows, values = as_table(tensor)
         self.rows_given, columns = values.shape
-        positions, values = kernels.compact(layout.positions(rows), values)
+        positions, values = kernels.compact(layout.positions(rows), values, pool)
         row_bytes = coder.size_bytes(1, columns)
         data = coder.encode_rows(values, layout, positions)
         self._layout, self._ranges = layout, sharding.ranges()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -173,6 +173,14 @@ class ParameterNames:
             missing = sum(parameter not in self._named for parameter in self._trained())
             if missing:
                 raise UsageError(f"{missing} parameter(s) of the optimizer are not in named_parameters")
+
+    def has_others(self, known: Container[Parameter]) -> bool:
+        """Returns whether a parameter needs gradients that is not known."""
+        return any(
+            parameter.requires_grad and parameter not in known
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+        )
 
     def trained(self) -> dict[str, Parameter]:
         """Returns the parameters that need gradients at present, by name."""

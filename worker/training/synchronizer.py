@@ -125,9 +125,9 @@ class GradientSynchronizer(Consistency):
 
     def _add_parameters(self) -> None:
         known = self._agreement.names
-        new = {name: each for name, each in self._names.trained().items() if each not in known}
-        if not new:
+        if not self._names.has_others(known):
             return
+        new = {name: each for name, each in self._names.trained().items() if each not in known}
         if taken := new.keys() & set(known.values()):
             raise self._refuse(f"a new parameter has the name {min(taken)!r} of another; give it its own")
         self._agreement.add(new)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import zmq
 from msgspec import structs
 
+from zenps.buffers import BufferPool
 from zenps.errors import PeerLostError, ProtocolError, UsageError, ZenPSError
 from zenps.observe import log
 from zenps.observe.clock import now_ns
@@ -138,6 +139,14 @@ class Channel(Waiter):
         rounds = [self._new_round(pending, encoded) for encoded in pending.begin()]
         self._post(_Submit(pending, rounds))
 
+    def shared_pool(self) -> BufferPool | None:
+        """Returns memory that servers on this host can read; None if there are none, or after a failure.
+
+        After a failure nothing new is put there: servers may still read, for other ranks, what was pushed
+        before.
+        """
+        return None if self._rounds.failure else self._servers.shared_pool
+
     def on_view(self, view: View) -> None:
         """Applies a new view: connects to new servers, and reshards rounds if the ring has changed."""
         self._post(view)
@@ -200,9 +209,7 @@ class Channel(Waiter):
         return Round(name, step, encoded.sharding.ring_epoch, outgoing, encoded, options, now_ns())
 
     def _share(self, encoded: EncodedTensor, options: Options) -> EncodedTensor:
-        # After a failure nothing new is put into shared memory: servers may still read, for other ranks, what
-        # was pushed before.
-        return encoded if self._rounds.failure else self._writer.share(encoded, options)
+        return encoded if self.shared_pool() is None else self._writer.share(encoded, options)
 
     # ── with the lock ───────────────────────────────────────────────────────────────────────────
 

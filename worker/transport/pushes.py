@@ -35,8 +35,10 @@ class PushWriter:
         self._servers = servers
 
     def share(self, encoded: EncodedTensor, options: Options) -> EncodedTensor:
-        """Returns ``encoded`` with its values copied into shared memory for servers on this host."""
-        if encoded.sharding.layout is None or not self._servers.has_shared_memory:
+        """Returns ``encoded`` with its values in shared memory where servers are on this host.
+
+        They are copied, except where they lie there already."""
+        if encoded.sharding.layout is None:
             return encoded
         share = partial(self._servers.share, is_pooled=options.purpose != "broadcast")
         chunks = [

@@ -9,6 +9,7 @@ from functools import partial
 import zmq
 from msgspec import structs
 
+from zenps.buffers import BufferPool
 from zenps.errors import ProtocolError
 from zenps.keys import node_name
 from zenps.wire.curve import Handshakes
@@ -75,17 +76,21 @@ class ServerSockets:
         return None
 
     @property
-    def has_shared_memory(self) -> bool:
-        """True if any server on this host may read this worker's memory. May be read from any thread."""
-        return bool(self._shared_memory)
+    def shared_pool(self) -> BufferPool | None:
+        """Memory that servers on this host may read; None if there are none. May be read from any thread."""
+        return self._arena.pool if self._arena is not None and self._shared_memory else None
 
     def share(self, rank: int, values: memoryview, *, is_pooled: bool) -> memoryview:
-        """Copies values of a push into shared memory if the server is on this host. From any thread.
+        """Returns values of a push in shared memory if the server is on this host. From any thread.
+
+        They are copied, except where they lie there already.
 
         Args:
             is_pooled: True if the memory is kept for other pushes.
         """
         if self._arena is None or rank not in self._shared_memory or values.nbytes < COPY_BELOW_BYTES:
+            return values
+        if self._arena.find(values) is not None:
             return values
         return self._arena.copy(values, is_pooled=is_pooled)
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zenps.buffers import BufferPool
+
 __all__ = ["ACCUMULATE", "Kernels", "Rows"]
 
 ACCUMULATE = {
@@ -32,12 +34,13 @@ class Kernels(ABC):
     """Compaction, aggregation and scatter of rows. Stateless except for pooled buffers."""
 
     @abstractmethod
-    def compact(self, positions: Tensor, values: Tensor) -> Rows:
+    def compact(self, positions: Tensor, values: Tensor, pool: BufferPool | None = None) -> Rows:
         """Sums rows of equal positions, and sorts the result by position.
 
         Args:
             positions: ``[n]`` int64, in any order, with duplicates.
             values: ``[n, columns]`` of a dtype in :data:`ACCUMULATE`, contiguous.
+            pool: for the sums, where it is another than the kernels' own. An implementation may ignore it.
 
         Returns:
             Sorted unique positions ``[u]`` and values ``[u, columns]`` of the input's dtype.

@@ -42,7 +42,7 @@ class CpuKernels(Kernels):
     def __init__(self, pool: BufferPool) -> None:
         self._pool = pool
 
-    def compact(self, positions: Tensor, values: Tensor) -> Rows:
+    def compact(self, positions: Tensor, values: Tensor, pool: BufferPool | None = None) -> Rows:
         keys, sums = self._sum_by_key(positions, values.to(ACCUMULATE[values.dtype]))
         return keys, sums.to(values.dtype)
 

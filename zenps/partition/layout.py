@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from zenps.errors import ConfigError, ProtocolError, TensorError
+from zenps.kernels.native.tables import look_up
 
 from .keyspace import Identity
 from .ring import SLOTS
@@ -109,6 +110,8 @@ class Layout:
         Raises:
             TensorError: another dtype, or a row outside [0, ``rows_total``).
         """
+        if (found := self._look_up(rows, self.rows_total, inverse=False)) is not None:
+            return found
         check_rows(rows, self.rows_total)
         return self._by_granule(rows, inverse=False)
 
@@ -123,10 +126,13 @@ class Layout:
             ProtocolError: a position that no row has. The last granule may have some that are below
                 ``size``; to walk whole ranges use :meth:`granule_order`.
         """
-        least, greatest = _range_of(positions)
-        if least < 0 or greatest >= self.size:
-            raise ProtocolError("payload", f"positions {least} to {greatest}, expected 0 to {self.size - 1}")
-        rows = self._by_granule(positions, inverse=True)
+        rows = self._look_up(positions, self.size, inverse=True)
+        if rows is None:
+            least, greatest = _range_of(positions)
+            if least < 0 or greatest >= self.size:
+                reason = f"positions {least} to {greatest}, expected 0 to {self.size - 1}"
+                raise ProtocolError("payload", reason)
+            rows = self._by_granule(positions, inverse=True)
         if self.size > self.rows_total and rows.numel() and int(rows.max()) >= self.rows_total:
             raise ProtocolError("payload", f"a position of row {int(rows.max())} of {self.rows_total}")
         return rows
@@ -159,6 +165,13 @@ class Layout:
             [(start + (stop - start) * chunk // chunks) * self.granule for chunk in range(chunks + 1)]
             for start, stop in pairwise(bounds)
         ]
+
+    def _look_up(self, values: Tensor, total: int, *, inverse: bool) -> Tensor | None:
+        """Checks and maps values in one pass. None if it cannot, or if one lies outside [0, ``total``)."""
+        tables = self._tables
+        if tables is None or values.dtype != torch.int64 or not values.is_contiguous():
+            return None
+        return look_up(tables.granules if inverse else tables.places, self._granule_bits, total, values)
 
     def _by_granule(self, values: Tensor, *, inverse: bool) -> Tensor:
         """Maps the values' granules and keeps each value's offset within its granule."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket as net
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,8 @@ from zenps.observe.metrics import WorkerMetrics
 from zenps.partition.ring import SLOTS
 from zenps.schemes.base import WireForm
 from zenps.wire.frames import Decoder
-from zenps.wire.messages import Member, Push, View
+from zenps.wire.messages import Hello, Member, Push, View
+from zenps.wire.shared_memory.handshake import Listener, server_name
 from zenps.worker.core.pending import Pending, Waiting
 from zenps.worker.core.request import Options
 from zenps.worker.core.spans import Spans
@@ -168,6 +170,21 @@ def test_views_that_come_in_a_heap_are_followed_one_after_the_other(
     assert [again.sharding.ring_epoch for again in transfer.restarted] == [2, 3]
     assert round_.unanswered.keys() == {(1, 0), (2, 0)}
     assert {out.push.ring_epoch for out in round_.unanswered.values()} == {3}
+
+
+def test_memory_is_shared_with_servers_of_this_host_until_a_failure(
+    ctx: zmq.Context[Any], view: View, sharder: NotingSharder, metrics: WorkerMetrics, channel: Channel
+) -> None:
+    assert channel.shared_pool() is None
+    listener = Listener(server_name(view.servers[0].address), net.SOCK_STREAM, Hello)
+    try:
+        near = open_channel(ctx, view, WireForm(), sharder, metrics)
+        assert near.shared_pool() is not None
+        near.fail(PeerLostError("the scheduler is gone"))
+        assert near.shared_pool() is None
+        near.close()
+    finally:
+        listener.close()
 
 
 def test_each_push_after_a_loss_fails_with_its_reason(channel: Channel) -> None:

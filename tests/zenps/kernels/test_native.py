@@ -111,6 +111,14 @@ def test_no_number_of_threads_changes_a_bit(library: object, dtype: torch.dtype,
         assert all(same(one, other) for one, other in zip(got, expected, strict=True))
 
 
+@every_native
+@pytest.mark.parametrize("columns", [16, 17, 32, 48, 80])
+def test_rows_of_whole_lines_and_others_are_placed(native: NativeKernels, columns: int) -> None:
+    keys = torch.randperm(700, generator=torch.Generator().manual_seed(5)).split([300, 1, 399])
+    ranks = [(some, random_values(len(some), columns, torch.float32, columns)) for some in keys]
+    assert same(native.scatter(ranks), TORCH.scatter(ranks))
+
+
 @every_library
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_16_bit_float_is_widened_and_rounded_as_torch_does(library: object, dtype: torch.dtype) -> None:

@@ -42,18 +42,18 @@ class NativeKernels(Kernels):
         self._threads, self._method = threads, method
         self._torch = CpuKernels(pool)
 
-    def compact(self, positions: Tensor, values: Tensor) -> Rows:
+    def compact(self, positions: Tensor, values: Tensor, pool: BufferPool | None = None) -> Rows:
         parts = [(positions, values)]
-        if (plan := self._plan(parts)) is None or (summed := self._sum(parts, plan)) is None:
-            return self._torch.compact(positions, values)
-        return summed
+        plan = self._plan(parts)
+        summed = None if plan is None else self._sum(parts, plan, pool or self._pool)
+        return self._torch.compact(positions, values) if summed is None else summed
 
     def aggregate(self, parts: Sequence[Rows], divisor: int) -> Rows:
         plan = self._plan(parts)
         if plan is None or (divisor != 1 and not parts[0][1].is_floating_point()):
             return self._torch.aggregate(parts, divisor)
         plan.divisor = divisor
-        summed = self._sum(parts, plan)
+        summed = self._sum(parts, plan, self._pool)
         return self._torch.aggregate(parts, divisor) if summed is None else summed
 
     def scatter(self, parts: Sequence[Rows]) -> Rows:
@@ -92,12 +92,12 @@ class NativeKernels(Kernels):
             raise TensorError(f"row numbers changed while they were read: {expected}")
         return given, ranks
 
-    def _sum(self, parts: Sequence[Rows], plan: Plan) -> Rows | None:
+    def _sum(self, parts: Sequence[Rows], plan: Plan, pool: BufferPool) -> Rows | None:
         if (ranked := self._rank(parts, plan)) is None:
             return None
         given, ranks = ranked
         keys = self._pool.empty((plan.unique,), torch.int64)
-        sums = self._pool.empty((plan.unique, plan.columns), parts[0][1].dtype)
+        sums = pool.empty((plan.unique, plan.columns), parts[0][1].dtype)
         memory = self._pool.empty((plan.sum_bytes,), torch.uint8)
         pointers = (ranks.data_ptr(), memory.data_ptr(), keys.data_ptr(), sums.data_ptr())
         self._library.zenps_sum(given, byref(plan), *pointers)

@@ -1,4 +1,4 @@
-/* Set bits of a bitmap, least significant first, as the codecs have them. */
+/* Bitmaps, least significant bit first, as the codecs have them. */
 #include "native.h"
 
 #include <string.h>
@@ -21,4 +21,15 @@ int64_t zenps_set_bits(const unsigned char *bitmap, int64_t bytes, int64_t *numb
             numbers[found++] = 8 * begin + __builtin_ctzll(word);
         }
     return found;
+}
+
+int zenps_mark_bits(const Key *numbers, int64_t count, unsigned char *bitmap, int64_t bytes) {
+    memset(bitmap, 0, (size_t)bytes);
+    for (int64_t index = 0; index < count; ++index) {
+        uint64_t number = (uint64_t)numbers[index];
+        if (number >= (uint64_t)bytes * 8)
+            return -1;
+        bitmap[number >> 3] = (unsigned char)(bitmap[number >> 3] | 1u << (number & 7));
+    }
+    return 0;
 }

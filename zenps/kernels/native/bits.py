@@ -1,9 +1,10 @@
-"""Set bits of a bitmap as numbers, for the codecs: in C where it was built, else by NumPy."""
+"""Bitmaps of the codecs, least significant bit first: in C where it was built, else by NumPy."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
-from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,40 +17,83 @@ Bitmap = NDArray[np.uint8]
 Numbers = NDArray[np.int64]
 
 
+class Bits(Protocol):
+    """Reads and writes bitmaps."""
+
+    def find(self, bitmap: Bitmap, count: int) -> Numbers:
+        """As :func:`set_bits`."""
+
+    def mark(self, numbers: Numbers, bits: int) -> Bitmap:
+        """As :func:`mark_bits`."""
+
+
 def set_bits(bitmap: Bitmap, count: int) -> Numbers:
-    """The numbers of the bits that are set, ascending; bits are least significant first.
+    """The numbers of the bits that are set, ascending.
 
     Args:
         bitmap: uint8 ``[n]``, contiguous.
-        count: how many bits are set. Count them first: numbers take 64 times the memory of a full bitmap.
+        count: how many bits are set, at most 8·n: numbers take 64 times the memory of a full bitmap.
 
     Raises:
-        ProtocolError: ``count`` is another number, as if someone writes to the memory meanwhile.
+        ProtocolError: another number of bits is set.
     """
-    return _reader()(bitmap, count)
+    return _bits().find(bitmap, count)
+
+
+def mark_bits(numbers: Numbers, bits: int) -> Bitmap:
+    """A bitmap of ``bits`` bits, uint8 ``[⌈bits / 8⌉]``, in which those with ``numbers`` are set.
+
+    Args:
+        numbers: ``[n]``, each in ``[0, bits)``.
+    """
+    return _bits().mark(numbers, bits)
+
+
+class ByNumpy:
+    """Where the library was not built."""
+
+    def find(self, bitmap: Bitmap, count: int) -> Numbers:
+        """As :func:`set_bits`."""
+        numbers = np.flatnonzero(np.unpackbits(bitmap, bitorder="little").view(np.bool_))
+        if len(numbers) != count:
+            raise _wrong(count)
+        return numbers
+
+    def mark(self, numbers: Numbers, bits: int) -> Bitmap:
+        """As :func:`mark_bits`."""
+        is_set = np.zeros(bits, np.bool_)
+        is_set[numbers] = True
+        return np.packbits(is_set, bitorder="little")
+
+
+class ByLibrary(NamedTuple):
+    """In C."""
+
+    library: ctypes.CDLL
+
+    def find(self, bitmap: Bitmap, count: int) -> Numbers:
+        """As :func:`set_bits`."""
+        numbers = np.empty(count, np.int64)
+        found = self.library.zenps_set_bits(bitmap.ctypes.data, bitmap.nbytes, numbers.ctypes.data, count)
+        if found != count:
+            raise _wrong(count)
+        return numbers
+
+    def mark(self, numbers: Numbers, bits: int) -> Bitmap:
+        """As :func:`mark_bits`."""
+        bitmap = np.empty(-(-bits // 8), np.uint8)
+        numbers = np.ascontiguousarray(numbers)
+        given = numbers.ctypes.data, len(numbers), bitmap.ctypes.data, bitmap.nbytes
+        if self.library.zenps_mark_bits(*given):
+            raise IndexError(f"numbers outside a bitmap of {bits} bits")
+        return bitmap
 
 
 @functools.cache
-def _reader() -> Callable[[Bitmap, int], Numbers]:
+def _bits() -> Bits:
     path = find_library()
-    return by_numpy if path is None else functools.partial(by_library, load_library(path).zenps_set_bits)
+    return ByNumpy() if path is None else ByLibrary(load_library(path))
 
 
-def by_numpy(bitmap: Bitmap, count: int) -> Numbers:
-    """As :func:`set_bits`."""
-    numbers = np.flatnonzero(np.unpackbits(bitmap, bitorder="little").view(np.bool_))
-    if len(numbers) != count:
-        raise _changed(count)
-    return numbers
-
-
-def by_library(find: Callable[[int, int, int, int], int], bitmap: Bitmap, count: int) -> Numbers:
-    """As :func:`set_bits`."""
-    numbers = np.empty(count, np.int64)
-    if find(bitmap.ctypes.data, bitmap.nbytes, numbers.ctypes.data, count) != count:
-        raise _changed(count)
-    return numbers
-
-
-def _changed(count: int) -> ProtocolError:
-    return ProtocolError("payload", f"another number of set bits than the {count} that were counted")
+def _wrong(count: int) -> ProtocolError:
+    return ProtocolError("payload", f"another number of set bits than the {count} that were expected")

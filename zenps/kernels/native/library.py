@@ -49,6 +49,8 @@ _SIGNATURES: Final = {
     "zenps_sum": (None, (c_void_p,) * 6),
     "zenps_place": (None, (c_void_p,) * 5),
     "zenps_set_bits": (c_int64, (c_void_p, c_int64, c_void_p, c_int64)),
+    "zenps_mark_bits": (c_int, (c_void_p, c_int64, c_void_p, c_int64)),
+    "zenps_look_up": (c_int64, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p)),
 }
 
 

@@ -5,6 +5,11 @@
 
 #include <string.h>
 
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#define HAS_STREAM
+#endif
+
 typedef uint16_t __attribute__((aligned(1), may_alias)) Half;
 typedef float __attribute__((aligned(1), may_alias)) Single;
 typedef double __attribute__((aligned(1), may_alias)) Double;
@@ -31,7 +36,6 @@ INLINE void fetch(const char *place, int64_t bytes) {
 
 /* Not target_clones: they need ifunc, which musl lacks, and which ThreadSanitizer does not survive. */
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(BASE_LOOPS_ONLY)
-#include <immintrin.h>
 #define HAS_F16C
 #define TARGET __attribute__((target("avx2,f16c,popcnt,bmi,bmi2")))
 #define NAMED(name) avx2_##name

@@ -184,7 +184,33 @@ TARGET INLINE void NAMED(place_bytes)(const Stretch *s, int64_t bytes) {
     }
 }
 
+/* Copies rows without reading the lines that they replace. */
+TARGET static void NAMED(stream)(const Stretch *s) {
+#ifdef HAS_STREAM
+    const char *values = s->values;
+    char *placed = s->sums;
+    int64_t bytes = s->columns;
+    uint32_t low = s->low, count = s->high - s->low;
+    for (int64_t row = 0; row < s->rows; ++row) {
+        uint32_t rank = (s->ranks[row] & ~FIRST) - low;
+        if (rank >= count)
+            continue;
+        const __m128i *from = (const void *)(values + row * bytes);
+        __m128i *to = (void *)(placed + (int64_t)rank * bytes);
+        for (int64_t index = 0; index < bytes / 16; ++index)
+            _mm_stream_si128(to + index, _mm_loadu_si128(from + index));
+    }
+    _mm_sfence();
+#else
+    NAMED(place_bytes)(s, s->columns);
+#endif
+}
+
 TARGET static void NAMED(place)(const Stretch *s) {
+    if (s->is_streamed) {
+        NAMED(stream)(s);
+        return;
+    }
     switch (s->columns) {
     case 1:
         NAMED(place_bytes)(s, 1);

@@ -24,6 +24,7 @@ typedef struct {
     int in_order;
     int64_t columns;
     void *sums; /* that of rank `low` first */
+    int is_streamed; /* 1 if rows are placed past the caches: each is whole lines, and begins one */
 } Stretch;
 
 typedef struct {

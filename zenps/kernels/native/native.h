@@ -58,4 +58,11 @@ void zenps_place(const Part *parts, const Plan *plan, const void *ranked, int64_
 /* Writes the numbers of the bits that are set. Returns how many there are, or -1 if there are more than `most`. */
 int64_t zenps_set_bits(const unsigned char *bitmap, int64_t bytes, int64_t *numbers, int64_t most);
 
+/* The inverse: clears the bitmap and sets these bits. Returns 0, or -1 if a number lies outside it. */
+int zenps_mark_bits(const Key *numbers, int64_t count, unsigned char *bitmap, int64_t bytes);
+
+/* Looks up the granule of each number in a table, and keeps the number's last `bits` bits, its place in the granule.
+ * Returns how many numbers were looked up: all, or those before the first that lies outside [0, total). */
+int64_t zenps_look_up(const int32_t *table, int64_t bits, int64_t total, const Key *numbers, int64_t count, int64_t *found);
+
 #endif
