@@ -17,7 +17,6 @@ class Consistency(ABC):
         step: the number of the step whose gradients backward computes.
         applied: the number of the step whose gradients are applied.
         staleness: how many steps later than they are computed gradients are applied.
-        sparsified: the parameters whose last gradients were sparsified.
         accumulates: whether backward only adds up gradients at present, and pushes none.
         announce: called before a step ends, with whether all ranks drop it, inside :func:`zenps.join`.
     """
@@ -26,9 +25,13 @@ class Consistency(ABC):
     step = 0
     applied = 0
     staleness = 0
-    sparsified: AbstractSet[Parameter] = frozenset()
     accumulates = False
     announce: Callable[[bool], None] | None = None
+
+    @property
+    def sparsified(self) -> AbstractSet[Parameter]:
+        """The parameters whose last gradients were sparsified."""
+        return frozenset()
 
     @property
     def is_periodic(self) -> bool:

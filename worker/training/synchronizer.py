@@ -9,23 +9,20 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 
-import torch
-from msgspec import structs
 from torch import Tensor
 from torch.nn import Parameter
 
-from zenps.errors import MismatchError, PeerLostError, UsageError, ZenPSError
+from zenps.errors import PeerLostError, UsageError, ZenPSError
 from zenps.sparsifiers.base import Momentum
 
-from ..core.request import Options, Request, describe, name_in_turn
-from ..core.residuals import Residuals
 from ..process import PROCESS
-from .agreement import ParameterAgreement, ParameterNames, name_of
+from .agreement import ParameterAgreement, ParameterNames
 from .averages import Averages
-from .buckets import Bucket, clip_factor
 from .consistency import Consistency
+from .gradient_pushes import GradientPushes, clip_norm
 from .passes import BackwardPasses
 from .snapshot import Snapshot, first_changed
 from .untraced import untraced
@@ -56,31 +53,18 @@ class GradientSynchronizer(Consistency):
         passes_per_step: int,
         momentum: Momentum | None = None,
     ) -> None:
-        self.sparsified: set[Parameter] = set()
         self.staleness = PROCESS.world.staleness
-        self._momentum = momentum
         self._names = names
-        self._average = average
         self._passes = BackwardPasses(passes_per_step)
-        self._prefix = PROCESS.new_prefix("optimizer")
-        self._agreement = ParameterAgreement(self._prefix, names.trained())
-        self._residuals = Residuals()
+        prefix = PROCESS.new_prefix("optimizer")
+        self._agreement = ParameterAgreement(prefix, names.trained())
+        self._pushes = GradientPushes(self._agreement, prefix, average, momentum)
         self._is_refused = False
         """Whether an error of backward or of :meth:`synchronize` has ended this step before its averages."""
-        self._pushed = Averages()
-        """Of the step whose gradients backward computes."""
         self._earlier: deque[Averages] = deque()
         """Of the ``staleness`` steps before, oldest first."""
-        self._drains = 0
-        """How often averages were taken between two steps. Ranks must agree about it."""
         self._is_agreed = True
         """Whether the others do the same with the step that ends."""
-        self._drops = 0
-        """How many steps were pushed and thrown away. Ranks must agree about it."""
-        self._outdated: set[Parameter | Bucket] = set()
-        """What backward has computed again since it was pushed in this step."""
-        self._dense: set[Parameter | Bucket] = set()
-        """Parameters whose gradients ranks agreed are sparse, and are dense at present."""
         self._computed: dict[Parameter, Snapshot] = {}
         """The gradients that backward has computed since the last :meth:`synchronize`, pushed or not yet."""
         self._watch(self._agreement.names)
@@ -94,14 +78,25 @@ class GradientSynchronizer(Consistency):
         return self.staleness > 0
 
     @property
+    def step(self) -> int:
+        return self._pushes.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._pushes.step = step
+
+    @property
+    def sparsified(self) -> AbstractSet[Parameter]:
+        return self._pushes.sparsified
+
+    @property
     def has_run_backward(self) -> bool:
         return self._passes.have_begun
 
     def adopt_agreement(self, root_rank: int) -> None:
         self._agreement.adopt(root_rank)
         self._passes = BackwardPasses(self._passes.per_step)
-        self._dense.clear()
-        self.step = self._drains = self._drops = 0
+        self._pushes.begin_anew()
 
     @untraced
     def synchronize(self) -> None:
@@ -150,7 +145,7 @@ class GradientSynchronizer(Consistency):
             raise UsageError(
                 "drain(), which state_dict() calls: expected it after step(), not between backward and step()"
             )
-        self._drains += 1
+        self._pushes.drains += 1
         self._take(self._earlier.popleft())
         return True
 
@@ -168,12 +163,16 @@ class GradientSynchronizer(Consistency):
             UsageError: what was pushed is missing in the residuals of a quantizer or sparsifier.
         """
         if self._is_refused:
-            self._pushed.is_dropped = True
+            self._pushes.averages.is_dropped = True
             return self._end_step() and self.staleness > 0
         if not self.has_run_backward:
             return False
-        for owner in self._pushed.handles:
-            self._check_without_residual(owner, "zero_grad()")
+        try:
+            for owner in self._pushes.averages.handles:
+                self._pushes.check_without_residual(owner, "zero_grad()")
+        except UsageError:
+            self._is_refused = True
+            raise
         # Not what is in flight on this rank: another one may have used other parameters.
         if self._pushes_early and self._agreement.is_known:
             return self.drop_together()
@@ -186,16 +185,16 @@ class GradientSynchronizer(Consistency):
     @property
     def _pushes_early(self) -> bool:
         """False if gradients wait for ``step()``, for too many were thrown away: the same on all ranks."""
-        return self._drops < 1 + self.step / STEPS_PER_DROP
+        return self._pushes.drops < 1 + self.step / STEPS_PER_DROP
 
     def drop_together(self) -> bool:
-        self._pushed.is_dropped = True
-        drops = self._drops + 1
+        self._pushes.averages.is_dropped = True
+        drops = self._pushes.drops + 1
         try:
             return self._end_step(all_drop=True) and self.staleness > 0
         finally:
             if self._is_agreed:
-                self._drops = drops
+                self._pushes.drops = drops
 
     def follow(self) -> None:
         self._end_step()
@@ -210,17 +209,15 @@ class GradientSynchronizer(Consistency):
         error: ZenPSError | None = None
         try:
             error = self._announce(all_drop)
-            self._push_rest()
-            if self._outdated:
-                self._push_again()
+            self._pushes.push_rest()
+            if self._pushes.outdated:
+                self._pushes.push_again()
         except ZenPSError as raised:
-            self._pushed.is_dropped, error = True, error or raised
+            self._pushes.averages.is_dropped, error = True, error or raised
         finally:
-            self._outdated.clear()
+            self._pushes.outdated.clear()
             self._passes.end_step()
-        self._earlier.append(self._pushed)
-        self._pushed = Averages()
-        self.step += 1
+        self._earlier.append(self._pushes.end_step())
         PROCESS.world.note_staleness(min(len(self._earlier), self.staleness))
         is_due = len(self._earlier) > self.staleness
         self._take(self._earlier.popleft() if is_due else Averages())
@@ -236,7 +233,7 @@ class GradientSynchronizer(Consistency):
             try:
                 self.announce(all_drop)
             except ZenPSError as error:
-                self._pushed.is_dropped, self._is_agreed = True, False
+                self._pushes.averages.is_dropped, self._is_agreed = True, False
                 return error
         return None
 
@@ -256,38 +253,6 @@ class GradientSynchronizer(Consistency):
         except PeerLostError:
             self._earlier.clear()
             raise
-
-    def _push_rest(self) -> None:
-        """Pushes what backward has not pushed."""
-        self._agreement.agree_on_kinds()
-        for parameter in self._agreement.sparse:
-            if parameter not in self._pushed.handles:
-                self._push_sparse(parameter)
-        rest = [bucket for bucket in self._agreement.buckets if bucket not in self._pushed.handles]
-        scale = clip_factor(rest, self._clip_norm)
-        for bucket in rest:
-            self._push_bucket(bucket, scale)
-
-    def _push_again(self) -> None:
-        """Drops what any rank has computed again since it was pushed, and pushes it again.
-
-        Only ranks that have computed something again know of it. So a rank that alone has waits for the
-        others until the deadline.
-        """
-        owners: list[Parameter | Bucket] = [*self._agreement.sparse, *self._agreement.buckets]
-        outdated = torch.tensor(
-            [owner in self._outdated for owner in owners], dtype=torch.int64, device="cpu"
-        )
-        counts = PROCESS.world.begin(Request(outdated, f"{self._prefix}/backward ran again")).wait()
-        self._outdated = {owner for owner, ranks in zip(owners, counts.tolist(), strict=True) if ranks}
-        for owner in owners:
-            if owner not in self._outdated:
-                continue
-            self._pushed.handles.pop(owner).wait()
-            if isinstance(owner, Bucket):
-                self._push_bucket(owner)
-            else:
-                self._push_sparse(owner)
 
     @untraced
     def _on_gradient(self, parameter: Tensor) -> None:
@@ -309,96 +274,18 @@ class GradientSynchronizer(Consistency):
         owner = bucket or parameter
         if passes >= self._passes.per_step and parameter.grad is not None:
             self._computed[parameter] = Snapshot(parameter.grad)
-        if owner in self._pushed.handles:
-            self._check_without_residual(owner, "backward again")
-            self._outdated.add(owner)
+        if owner in self._pushes.averages.handles:
+            self._pushes.check_without_residual(owner, "backward again")
+            self._pushes.outdated.add(owner)
         elif self.accumulates or not self._pushes_early or passes < self._passes.expected(parameter):
             return
         elif parameter in self._agreement.sparse:
-            self._push_sparse(parameter)
+            self._pushes.push_sparse(parameter)
         elif bucket:
             bucket.waiting_for.discard(parameter)
             # The norm of all gradients is known only once backward has ended.
-            if not (bucket.waiting_for or self._clip_norm):
-                self._push_bucket(bucket)
-
-    def _check_without_residual(self, owner: Parameter | Bucket, call: str) -> None:
-        """Checks that what is in flight may be dropped.
-
-        Raises:
-            UsageError: the rest of what was pushed, a residual, is pushed with the next gradients.
-        """
-        name = owner.name if isinstance(owner, Bucket) else self._agreement.names[owner]
-        if self._residuals.peek(self._round_name(name)) is not None:
-            raise self._refuse(
-                f"{name!r} was pushed, quantized or sparsified: expected step() next, got {call}; set "
-                "backward_passes_per_step, or run all but the last backward inside no_sync()"
-            )
-
-    def _push_sparse(self, parameter: Parameter) -> None:
-        gradient, sparse_dim = parameter.grad, self._agreement.sparse[parameter]
-        if gradient is None:
-            gradient = _without_rows(parameter, sparse_dim)
-        elif gradient.is_sparse:
-            self._check_kind(parameter, gradient, sparse_dim)
-            self._dense.discard(parameter)
-        else:  # tied to a dense layer since
-            self._dense.add(parameter)
-            gradient = gradient.to_sparse(sparse_dim)
-        options = self._options(parameter, gradient, [parameter])
-        request = Request(gradient, self._round_name(self._agreement.names[parameter]), options)
-        self._pushed.handles[parameter] = PROCESS.world.begin(request)
-        if parameter in self._dense:
-            self._pushed.dense.add(parameter)
-
-    def _push_bucket(self, bucket: Bucket, scale: float = 1.0) -> None:
-        name = self._round_name(bucket.name)
-        residual = self._residuals.peek(name)
-        fused = bucket.fused(scale, None if residual is None else residual.view(-1), name)
-        options = structs.replace(
-            self._options(bucket, fused, bucket.parameters),
-            is_sparsifiable=bucket.is_sparsifiable,
-            exact=bucket.exact,
-            momentum=self._momentum,
-        )
-        request, world = Request(fused, name, options), PROCESS.world
-        self._pushed.handles[bucket] = world.begin(request)
-        if world.sparsification is not None and world.sparsification.covers(request):
-            self.sparsified.update(bucket.parameters)
-        bucket.waiting_for = set(bucket.parameters)
-
-    @property
-    def _clip_norm(self) -> float:
-        sparsification = PROCESS.world.sparsification
-        return 0.0 if sparsification is None else sparsification.clip_norm
-
-    def _round_name(self, name: str) -> str:
-        """Returns the name under which this step pushes a gradient: several steps may be in flight."""
-        if not self.staleness:
-            return f"{self._prefix}/{name}"
-        return name_in_turn(self._prefix, self.step % (self.staleness + 1), name)
-
-    def _options(
-        self, owner: Parameter | Bucket, gradient: Tensor, parameters: Sequence[Parameter]
-    ) -> Options:
-        return Options(
-            average=self._average,
-            priority=max(self._agreement.priorities[parameter] for parameter in parameters),
-            purpose="gradient",
-            residuals=self._residuals,
-            given=self._given(owner, gradient),
-        )
-
-    def _given(self, owner: Parameter | Bucket, gradient: Tensor) -> str:
-        """Returns what ranks must agree about: else one would step with other gradients than the others."""
-        facts = [
-            (self._drains, f"after {self._drains} drained step(s)"),
-            (self._drops, f"after {self._drops} step(s) thrown away by zero_grad()"),
-            (owner in self._outdated, "computed again after it was pushed"),
-            (owner in self._dense, "dense at present"),
-        ]
-        said = [text for holds, text in facts if holds]
-        return " ".join([*said, describe(gradient)]) if said else ""
+            if not (bucket.waiting_for or clip_norm()):
+                self._pushes.push_bucket(bucket)
 
     def _check_gradients(self) -> None:
         if (changed := first_changed(self._computed)) is not None:
@@ -412,14 +299,6 @@ class GradientSynchronizer(Consistency):
         self._is_refused = True
         return UsageError(f"{reason}; zero_grad() ends this step")
 
-    def _check_kind(self, parameter: Parameter, gradient: Tensor, agreed: int) -> None:
-        now = gradient.sparse_dim() if gradient.is_sparse else 0
-        if now != agreed:
-            raise MismatchError(
-                f"gradient of {self._agreement.names[parameter]!r} on rank {PROCESS.world.rank}: "
-                f"{name_of(now)}, but ranks agreed that it is {name_of(agreed)}"
-            )
-
 
 def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     """Returns a hook that does not keep the method's object alive and does nothing once that is gone."""
@@ -430,12 +309,3 @@ def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
             alive(parameter)
 
     return hook
-
-
-def _without_rows(parameter: Parameter, sparse_dim: int) -> Tensor:
-    """Returns the gradient of a parameter that this rank did not use: without any row."""
-    indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device)
-    values = torch.empty((0, *parameter.shape[sparse_dim:]), dtype=parameter.dtype, device=parameter.device)
-    return torch.sparse_coo_tensor(
-        indices, values, parameter.shape, device=parameter.device, check_invariants=False
-    )

@@ -1,0 +1,195 @@
+"""Gradient pushes of one optimizer: the round of each gradient, and what ranks must agree about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from msgspec import structs
+from torch import Tensor
+from torch.nn import Parameter
+
+from zenps.errors import MismatchError, UsageError
+from zenps.sparsifiers.base import Momentum
+
+from ..core.request import Options, Request, describe, name_in_turn
+from ..core.residuals import Residuals
+from ..process import PROCESS
+from .agreement import ParameterAgreement, name_of
+from .averages import Averages
+from .buckets import Bucket, clip_factor
+
+
+class GradientPushes:
+    """The pushes of the step whose gradients backward computes.
+
+    Args:
+        agreement: on the parameters.
+        prefix: of the rounds' names.
+        average: divide by the number of ranks; otherwise gradients are summed.
+        momentum: for a sparsifier that takes it.
+
+    Attributes:
+        averages: of this step, to come.
+        outdated: what backward has computed again since it was pushed in this step.
+        sparsified: the parameters whose last gradients were sparsified.
+        step: the number of this step.
+        drains: how often averages were taken between two steps. Ranks must agree about it.
+        drops: how many steps were pushed and thrown away. Ranks must agree about it.
+    """
+
+    def __init__(
+        self, agreement: ParameterAgreement, prefix: str, average: bool, momentum: Momentum | None
+    ) -> None:
+        self.averages = Averages()
+        self.outdated: set[Parameter | Bucket] = set()
+        self.sparsified: set[Parameter] = set()
+        self.step = self.drains = self.drops = 0
+        self._staleness = PROCESS.world.staleness
+        self._agreement = agreement
+        self._prefix = prefix
+        self._average = average
+        self._momentum = momentum
+        self._residuals = Residuals()
+        self._dense: set[Parameter | Bucket] = set()
+        """Parameters whose gradients ranks agreed are sparse, and are dense at present."""
+
+    def begin_anew(self) -> None:
+        """Forgets what ranks agreed on step by step: one that has joined does not know it."""
+        self._dense.clear()
+        self.step = self.drains = self.drops = 0
+
+    def end_step(self) -> Averages:
+        """Returns the averages of this step, to come, and begins the next."""
+        ended, self.averages = self.averages, Averages()
+        self.step += 1
+        return ended
+
+    def push_rest(self) -> None:
+        """Pushes what backward has not pushed."""
+        self._agreement.agree_on_kinds()
+        for parameter in self._agreement.sparse:
+            if parameter not in self.averages.handles:
+                self.push_sparse(parameter)
+        rest = [bucket for bucket in self._agreement.buckets if bucket not in self.averages.handles]
+        scale = clip_factor(rest, clip_norm())
+        for bucket in rest:
+            self.push_bucket(bucket, scale)
+
+    def push_again(self) -> None:
+        """Drops what any rank has computed again since it was pushed, and pushes it again.
+
+        Only ranks that have computed something again know of it. So a rank that alone has waits for the
+        others until the deadline.
+        """
+        owners: list[Parameter | Bucket] = [*self._agreement.sparse, *self._agreement.buckets]
+        outdated = torch.tensor([owner in self.outdated for owner in owners], dtype=torch.int64, device="cpu")
+        counts = PROCESS.world.begin(Request(outdated, f"{self._prefix}/backward ran again")).wait()
+        self.outdated = {owner for owner, ranks in zip(owners, counts.tolist(), strict=True) if ranks}
+        for owner in owners:
+            if owner not in self.outdated:
+                continue
+            self.averages.handles.pop(owner).wait()
+            if isinstance(owner, Bucket):
+                self.push_bucket(owner)
+            else:
+                self.push_sparse(owner)
+
+    def check_without_residual(self, owner: Parameter | Bucket, call: str) -> None:
+        """Checks that what is in flight may be dropped.
+
+        Raises:
+            UsageError: the rest of what was pushed, a residual, is pushed with the next gradients.
+        """
+        name = owner.name if isinstance(owner, Bucket) else self._agreement.names[owner]
+        if self._residuals.peek(self._round_name(name)) is not None:
+            raise UsageError(
+                f"{name!r} was pushed, quantized or sparsified: expected step() next, got {call}; set "
+                "backward_passes_per_step, or run all but the last backward inside no_sync(); zero_grad() "
+                "ends this step"
+            )
+
+    def push_sparse(self, parameter: Parameter) -> None:
+        """Pushes a gradient that ranks agreed is sparse, whatever this rank has of it."""
+        gradient, sparse_dim = parameter.grad, self._agreement.sparse[parameter]
+        if gradient is None:
+            gradient = _without_rows(parameter, sparse_dim)
+        elif gradient.is_sparse:
+            self._check_kind(parameter, gradient, sparse_dim)
+            self._dense.discard(parameter)
+        else:  # tied to a dense layer since
+            self._dense.add(parameter)
+            gradient = gradient.to_sparse(sparse_dim)
+        options = self._options(parameter, gradient, [parameter])
+        request = Request(gradient, self._round_name(self._agreement.names[parameter]), options)
+        self.averages.handles[parameter] = PROCESS.world.begin(request)
+        if parameter in self._dense:
+            self.averages.dense.add(parameter)
+
+    def push_bucket(self, bucket: Bucket, scale: float = 1.0) -> None:
+        """Pushes dense gradients as one tensor, times ``scale``."""
+        name = self._round_name(bucket.name)
+        residual = self._residuals.peek(name)
+        fused = bucket.fused(scale, None if residual is None else residual.view(-1), name)
+        options = structs.replace(
+            self._options(bucket, fused, bucket.parameters),
+            is_sparsifiable=bucket.is_sparsifiable,
+            exact=bucket.exact,
+            momentum=self._momentum,
+        )
+        request, world = Request(fused, name, options), PROCESS.world
+        self.averages.handles[bucket] = world.begin(request)
+        if world.sparsification is not None and world.sparsification.covers(request):
+            self.sparsified.update(bucket.parameters)
+        bucket.waiting_for = set(bucket.parameters)
+
+    def _round_name(self, name: str) -> str:
+        """Returns the name under which this step pushes a gradient: several steps may be in flight."""
+        if not self._staleness:
+            return f"{self._prefix}/{name}"
+        return name_in_turn(self._prefix, self.step % (self._staleness + 1), name)
+
+    def _options(
+        self, owner: Parameter | Bucket, gradient: Tensor, parameters: Sequence[Parameter]
+    ) -> Options:
+        return Options(
+            average=self._average,
+            priority=max(self._agreement.priorities[parameter] for parameter in parameters),
+            purpose="gradient",
+            residuals=self._residuals,
+            given=self._given(owner, gradient),
+        )
+
+    def _given(self, owner: Parameter | Bucket, gradient: Tensor) -> str:
+        """Returns what ranks must agree about: else one would step with other gradients than the others."""
+        facts = [
+            (self.drains, f"after {self.drains} drained step(s)"),
+            (self.drops, f"after {self.drops} step(s) thrown away by zero_grad()"),
+            (owner in self.outdated, "computed again after it was pushed"),
+            (owner in self._dense, "dense at present"),
+        ]
+        said = [text for holds, text in facts if holds]
+        return " ".join([*said, describe(gradient)]) if said else ""
+
+    def _check_kind(self, parameter: Parameter, gradient: Tensor, agreed: int) -> None:
+        now = gradient.sparse_dim() if gradient.is_sparse else 0
+        if now != agreed:
+            raise MismatchError(
+                f"gradient of {self._agreement.names[parameter]!r} on rank {PROCESS.world.rank}: "
+                f"{name_of(now)}, but ranks agreed that it is {name_of(agreed)}"
+            )
+
+
+def clip_norm() -> float:
+    """Returns the norm that a sparsifier limits all gradients to; 0 if it does not."""
+    sparsification = PROCESS.world.sparsification
+    return 0.0 if sparsification is None else sparsification.clip_norm
+
+
+def _without_rows(parameter: Parameter, sparse_dim: int) -> Tensor:
+    """Returns the gradient of a parameter that this rank did not use: without any row."""
+    indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device)
+    values = torch.empty((0, *parameter.shape[sparse_dim:]), dtype=parameter.dtype, device=parameter.device)
+    return torch.sparse_coo_tensor(
+        indices, values, parameter.shape, device=parameter.device, check_invariants=False
+    )
