@@ -155,11 +155,10 @@ def same_bits(got: Any, other: Tensor) -> bool:
 
 SETTINGS: list[Any] = [
     {"sync.scheme": "zenps"},
-    {"sync.scheme": "byteps"},
     *(
         pytest.param(settings, marks=pytest.mark.long)
         for settings in (
-            *({"sync.scheme": name} for name in ("auto", "allreduce", "zen", "sparcml")),
+            *({"sync.scheme": name} for name in ("byteps", "auto", "allreduce", "zen", "sparcml")),
             {"sync.levels": 2},
             {"cluster.on_worker_loss": "continue"},
         )

@@ -263,6 +263,7 @@ def train_until_one_is_late() -> Any:
     return None
 
 
+@pytest.mark.long
 def test_a_rank_that_comes_too_late_is_named() -> None:
     with Cluster(2, settings=SETTINGS | {"cluster.deadline_seconds": 3}) as cluster:
         workers = [cluster.start(train_until_one_is_late, rank=rank) for rank in range(2)]

@@ -547,7 +547,7 @@ def run_all() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results() -> Iterator[list[dict[str, Any]]]:
     # Small buckets, so that there are several; a short deadline, in case a rank waits for nothing.
-    settings = {"sync.bucket_bytes": 1024, "cluster.deadline_seconds": 5}
+    settings = {"sync.bucket_bytes": 1024, "cluster.deadline_seconds": 3}
     with Cluster(settings=settings) as cluster:
         yield cluster.run(run_all)
 

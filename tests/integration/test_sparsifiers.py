@@ -185,7 +185,7 @@ def train_past_losses(directory: Path) -> tuple[dict[str, Tensor], int]:
 
 
 @pytest.mark.parametrize("name", ["exdyna", "topk"])
-@pytest.mark.parametrize("values", ["same", "int8"])
+@pytest.mark.parametrize("values", ["same", pytest.param("int8", marks=pytest.mark.long)])
 def test_servers_that_are_killed_change_no_bit(tmp_path: Path, name: str, values: str) -> None:
     settings = SETTINGS | {"sync.sparsifier": name, "sync.values": values}
     found = []
@@ -634,7 +634,7 @@ def train_in_two_jobs(directory: Path, begin: int, end: int) -> dict[str, Tensor
     return values_of(model)
 
 
-@pytest.mark.parametrize("scheme", ["zenps", "agsparse"])
+@pytest.mark.parametrize("scheme", ["zenps", pytest.param("agsparse", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["dgc", "exdyna", "micro", "randomk", "topk"])
 def test_a_resumed_training_has_the_same_bits(tmp_path: Path, name: str, scheme: str) -> None:
     settings = SETTINGS | {"sync.sparsifier": name, "sync.scheme": scheme, "sparsifier.warmup_steps": 8}
