@@ -88,7 +88,7 @@ def _locked_file(content: bytes) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.write(descriptor, content)
             os.rename(draft, path)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nobody else would remove the draft
             os.unlink(draft)
             raise
         yield

@@ -133,6 +133,14 @@ def hash_compact(
     ranking = (order, key_slots, count, capacity, slot_ranks)
     launcher.launch("hash_compact", "rank_slots", grid_of(capacity), BLOCK, ranking)
 
+    rounded = _add_rows(launcher, values, row_slots, slot_ranks, count, capacity)
+    return Hashed(DeviceRows(unique, rounded, count), table.counters)
+
+
+def _add_rows(
+    launcher: Launcher, values: Tensor, row_slots: Tensor, slot_ranks: Tensor, count: Tensor, capacity: int
+) -> Tensor:
+    """Returns the sums of the rows by the rank of their slot, ``[capacity, columns]``, rounded once."""
     columns = values.shape[1]
     sums = torch.empty(capacity, columns, dtype=torch.float32, device=values.device)
     rounded = sums if values.dtype == torch.float32 else sums.new_empty(sums.shape, dtype=values.dtype)
@@ -146,7 +154,7 @@ def hash_compact(
         if rounded is not sums:
             expression, rounding = f"round_rows<{number}, {lanes}>", (sums, count, capacity, columns, rounded)
             launcher.launch("hash_compact", expression, grid_of(sums.numel() // lanes), BLOCK, rounding)
-    return Hashed(DeviceRows(unique, rounded, count), table.counters)
+    return rounded
 
 
 def hash_compact_until_fits(
