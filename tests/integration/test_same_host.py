@@ -81,7 +81,7 @@ def count_copies() -> int:
 
 @pytest.mark.skipif(find_library() is None, reason="native kernels were not built")
 def test_rows_are_compacted_into_shared_memory() -> None:
-    with Cluster() as cluster:
+    with Cluster(settings={"kernels.backend": "native"}) as cluster:
         assert cluster.run(count_copies) == [0, 0]
 
 
