@@ -82,6 +82,7 @@ test-docker: .venv/installed
 # Lightning, Accelerate, Trainer, FSDP2, Ray.
 test-frameworks: .venv/frameworks
 	ZENPS_TEST_FRAMEWORKS=1 $(BIN)/pytest tests/frameworks
+
 # Source distribution and wheel: what is in them, and that they install and run. Fetches dependencies.
 test-package: .venv/package
 	TEST_PACKAGE=1 $(BIN)/pytest tests/package
