@@ -96,9 +96,9 @@ figures: .venv/installed
 	$(BIN)/python benchmarks/figures.py
 	$(MAKE) test-browser SCREENSHOT=docs/status.png
 
-# Horovod's own tests and BytePS's own examples: SOURCES is a folder with checkouts horovod and byteps.
+# Horovod's own tests, BytePS's own examples, DLRM's model: SOURCES has the checkouts horovod, byteps and dlrm.
 test-upstream: .venv/installed
-	ZENPS_TEST_UPSTREAM=$(SOURCES) $(BIN)/pytest tests/migration
+	TEST_UPSTREAM=$(SOURCES) $(BIN)/pytest tests/migration
 
 # The two below need a CUDA device. `make test-gpu BIN=…` takes another environment than .venv.
 KERNELS  := bitmap_codec bitmap_compact hash_compact place scan_compact scatter sort_compact

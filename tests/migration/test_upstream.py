@@ -17,12 +17,12 @@ import pytest
 from tests.migration.run_horovod import LEAVING, STAYING
 
 HERE = Path(__file__).parent
-SOURCES = os.environ.get("ZENPS_TEST_UPSTREAM", "")
+SOURCES = os.environ.get("TEST_UPSTREAM", "")
 DEADLINE_SECONDS = 280.0
 
 pytestmark = [
     pytest.mark.skipif(
-        not SOURCES, reason="ZENPS_TEST_UPSTREAM names no folder with Horovod's and BytePS's sources"
+        not SOURCES, reason="TEST_UPSTREAM names no folder with Horovod's and BytePS's sources"
     ),
     pytest.mark.timeout(300),
 ]
