@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import importlib
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -12,12 +12,8 @@ from tests.monitoring.prometheus import FOLDER
 
 
 @pytest.fixture(scope="session")
-def dashboard() -> ModuleType:
-    """Imports docker/grafana/dashboard.py, which is not on sys.path."""
-    spec = importlib.util.spec_from_file_location("dashboard", FOLDER / "grafana/dashboard.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["dashboard"] = module  # its dataclass looks itself up
-    spec.loader.exec_module(module)
-    return module
+def dashboard() -> Iterator[ModuleType]:
+    """Imports docker/grafana/dashboard.py as it is when run: with its folder on sys.path."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FOLDER / "grafana")
+        yield importlib.import_module("dashboard")
