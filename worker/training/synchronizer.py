@@ -7,11 +7,14 @@ of an earlier one. Unlike there, the delay is always the same, so that results d
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
+from typing import ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -25,12 +28,30 @@ from .consistency import Consistency
 from .gradient_pushes import GradientPushes, clip_norm
 from .passes import BackwardPasses
 from .snapshot import Snapshot, first_changed
-from .untraced import untraced
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 STEPS_PER_DROP = 100
 """If more steps are thrown away than one in so many, gradients wait for ``step()``: then none are pushed in
 vain.
 """
+
+
+def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorates a function that ``torch.compile`` must not trace, because it sends and waits.
+
+    As ``torch.compiler.disable``, which would import torch._dynamo, seconds of work, at once.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_compiling():
+            disabled: Callable[_P, _R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+            return disabled(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 class GradientSynchronizer(Consistency):
