@@ -75,19 +75,11 @@ class _Watermark(NamedTuple):
     number: int
 
 
-class _Reached(NamedTuple):
-    future: Future[None]
-
-
-class _Fail(NamedTuple):
-    error: ZenPSError
-
-
 class _Close:
     """The last command."""
 
 
-_Command = _Submit | View | _Watermark | _Departed | _Reached | _Fail | _Close
+_Command = _Submit | View | _Watermark | _Departed | Future[None] | ZenPSError | _Close
 
 
 class Channel(Waiter):
@@ -153,7 +145,7 @@ class Channel(Waiter):
 
     def then(self, reached: Future[None]) -> None:
         """Completes ``reached`` after all events that came before this call."""
-        self._post(_Reached(reached))
+        self._post(reached)
 
     def on_watermark(self, watermark: int) -> None:
         """Notes that the scheduler has begun a watermark."""
@@ -192,7 +184,7 @@ class Channel(Waiter):
 
     def fail(self, error: ZenPSError) -> None:
         """Fails all rounds, also those that are submitted later, with ``error``."""
-        self._post(_Fail(error))
+        self._post(error)
 
     def close(self) -> None:
         """Closes the sockets; rounds in flight fail."""
@@ -203,8 +195,7 @@ class Channel(Waiter):
     def _new_round(self, pending: Pending, encoded: EncodedTensor) -> Round:
         name, step = encoded.round_of(pending.name, pending.progress.step)
         options = structs.replace(pending.options, average=False) if encoded.is_summed else pending.options
-        if encoded.sharding.layout is not None:
-            encoded = self._share(encoded, options)
+        encoded = self._share(encoded, options)
         outgoing = self._writer.write(name, step, encoded, options)
         return Round(name, step, encoded.sharding.ring_epoch, outgoing, encoded, options, now_ns())
 
@@ -241,10 +232,10 @@ class Channel(Waiter):
                 self._rounds.on_watermark(number)
             case _Departed(server):
                 self._servers.connectivity.on_answer(server)
-            case _Reached(future):
-                future.set_result(None)
-            case _Fail(error):
-                self._execute(self._rounds.on_lost(error))
+            case Future():
+                command.set_result(None)
+            case ZenPSError():
+                self._execute(self._rounds.on_lost(command))
             case _Close():
                 self._close_sockets()
 
@@ -304,12 +295,10 @@ class Channel(Waiter):
             if isinstance(message, Result) and message.shared is not None:
                 frames.append(self._servers.values(rank, message.shared))
                 self._metrics.shared_bytes.inc(frames[-1].nbytes)
-        except CorruptedError as error:
-            self._refuse(rank, error)
-            self._execute(self._rounds.on_corrupted(rank, error.message))
-            return
         except ProtocolError as error:
             self._refuse(rank, error)
+            if isinstance(error, CorruptedError):
+                self._execute(self._rounds.on_corrupted(rank, error.message))
             return
         self._servers.connectivity.on_answer(rank)
         self._metrics.pull_bytes.inc(envelope.nbytes + sum([frame.nbytes for frame in frames]))
