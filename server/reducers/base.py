@@ -20,8 +20,8 @@ from msgspec import Struct
 from zenps.buffers import BufferPool
 from zenps.errors import ProtocolError
 from zenps.kernels.base import Kernels
-from zenps.wire.messages import POSITION_BYTES, Failure, Push, Result
-from zenps.wire.tensors import DTYPES
+from zenps.wire.messages import Failure, Push, Result
+from zenps.wire.tensors import DTYPES, POSITION_BYTES
 
 Kept = Literal["while there is room", "until the next step"]
 """How long an outcome is kept, so that a push that comes again is answered.

@@ -9,8 +9,8 @@ import torch
 from zenps.codecs.base import Positions
 from zenps.codecs.registry import BY_SPAN, CODECS, choose
 from zenps.errors import ProtocolError
-from zenps.wire.messages import POSITION_BYTES, Push, Result
-from zenps.wire.tensors import DTYPES, RECEIVE_BUFFER_BYTES, cut_fragments
+from zenps.wire.messages import Push, Result
+from zenps.wire.tensors import DTYPES, POSITION_BYTES, RECEIVE_BUFFER_BYTES, cut_fragments
 
 from .base import AllreduceOutcome, Part, Payload, Reducer
 from .values import check_frames, dequantize, divisor_of, pushed_rows, quantize

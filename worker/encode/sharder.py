@@ -14,7 +14,8 @@ from zenps.partition.strategies.centralized import home_slot
 from zenps.partition.strategies.parallel import Parallel
 from zenps.partition.strategies.registry import strategy
 from zenps.schemes.base import WireForm
-from zenps.wire.messages import POSITION_BYTES, View
+from zenps.wire.messages import View
+from zenps.wire.tensors import POSITION_BYTES
 
 from ..core.transfer import EncodedTensor, Sharding
 from .dense import DENSE_GRANULE

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from zenps.codecs.base import Positions
 from zenps.errors import ProtocolError
 from zenps.wire.blocks import NONE_LEFT, Ahead
-from zenps.wire.messages import POSITION_BYTES
+from zenps.wire.tensors import POSITION_BYTES
 
 Blocks = NDArray[np.int64]
 

@@ -19,25 +19,23 @@ Dtype = Literal["float16", "bfloat16", "float32", "float64", "int64", "uint8"]
 FailureKind = Literal["mismatch", "deadline", "lost", "size"]
 Kind = Literal["dense", "sparse", "blocks"]
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+LAST_BARRIER = (1 << 62) - 1
+"""The number of the barrier before workers leave. It is not counted, as a worker may reach it early."""
 Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
 MAX_NAME = 1024
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
 Text = Annotated[str, Meta(max_length=16384)]
 Host = Annotated[str, Meta(max_length=255)]
 Address = Annotated[str, Meta(max_length=300)]
+"""``host:port``, of a server's data socket with ``tcp://`` before it; empty if there is none."""
 # A row is moved as one NumPy item, which holds less than 2 GiB; so does a frame.
 MAX_COLUMNS = (1 << 28) - 1
-# Bytes that a row of a sparse tensor counts beside its values, when chunks are formed and bounded.
-POSITION_BYTES = 8
 SEAL_BYTES = 32
-# Ranks of one host.
-MAX_STANDS_FOR = 1024
-# Characters of what a worker waits for.
-MAX_WAIT = 1200
-# Messages in which one chunk travels, if its rows are too many for one.
-MAX_FRAGMENTS = 1 << 15
-Fragment = Annotated[int, Meta(ge=0, lt=MAX_FRAGMENTS)]
-Fragments = Annotated[int, Meta(ge=1, le=MAX_FRAGMENTS)]
+MAX_WAIT = 1200  # characters of what a worker waits for
+Fragment = Annotated[int, Meta(ge=0, lt=1 << 15)]
+"""Which fragment of a chunk a message is, in order of position."""
+Fragments = Annotated[int, Meta(ge=1, le=1 << 15)]
+"""In how many messages the rows of a chunk travel from the same sender."""
 Load = Annotated[dict[Annotated[str, Meta(max_length=64)], float], Meta(max_length=32)]
 """Numbers that a node reports with each heartbeat, for ``zenps status``."""
 Late = Annotated[dict[Rank, float], Meta(max_length=MOST_RANKS)]
@@ -54,9 +52,9 @@ class Member(Struct, frozen=True, array_like=True):
     host: Host
     pid: Count
     address: Address
-    """Of a server's data socket, ``tcp://host:port``; empty for a worker."""
+    """Of a server's data socket."""
     metrics: Address
-    """``host:port`` of its Prometheus endpoint; empty if it has none."""
+    """Of its Prometheus endpoint."""
     identity: Annotated[bytes, Meta(max_length=255)] = b""
     """A worker's ZeroMQ routing identity at servers. They accept a rank's pushes only from this identity."""
 
@@ -105,10 +103,6 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag="heartbeat"):
     """Of a worker: its longest wait for others, such as ``barrier``; empty if it does not wait."""
     waited_seconds: float = 0.0
     """How long that wait has lasted."""
-
-
-LAST_BARRIER = (1 << 62) - 1
-"""The number of the barrier before workers leave. It is not counted, as a worker may reach it early."""
 
 
 class Barrier(Struct, frozen=True, array_like=True, tag="barrier"):
@@ -252,7 +246,6 @@ class Change(Struct, frozen=True, array_like=True):
     seconds_ago: float
     who: Text
     state: Text
-    """The new state."""
     epoch: Count
 
 
@@ -268,7 +261,6 @@ class Status(Struct, frozen=True, array_like=True, tag="status!"):
     uptime_seconds: float = 0.0
     """Of this scheduler."""
     page: Address = ""
-    """``host:port`` of the status page; empty if there is none."""
     owners: Annotated[bytes, Meta(max_length=8192)] = b""
     """As in :class:`View`; empty before the first."""
     changes: tuple[Change, ...] = ()
@@ -312,14 +304,11 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
     """How the positions of the result should be encoded."""
     values: ValueForm = "same"
     """The form of the values, here and in the result. Unless it is ``same``, ``dtype`` is float32."""
-    stands_for: Annotated[tuple[Rank, ...], Meta(max_length=MAX_STANDS_FOR)] = ()
+    stands_for: Annotated[tuple[Rank, ...], Meta(max_length=1024)] = ()
     """Other ranks of the sender's host whose contributions are in this one. They push nothing."""
     shared: Shared | None = None
-    """The location of the values, if they are no frame."""
     fragment: Fragment = 0
-    """Which fragment of the chunk this is, in order of position."""
     fragments: Fragments = 1
-    """The number of fragments in which this rank's rows of the chunk travel."""
     given: Annotated[str, Meta(max_length=2048)] = ""
     """The caller's tensor, in words, if it travels in another form: the same on all ranks."""
 
@@ -367,11 +356,8 @@ class Result(ChunkReply, frozen=True, array_like=True, tag="result"):
     pushed: Count = 0
     """The sum of ``rows`` over all ranks' pushes; 0 except in fragment 0."""
     shared: Shared | None = None
-    """The location of the values, if they are no frame."""
     fragment: Fragment = 0
-    """Which fragment of the chunk this is, in order of position."""
     fragments: Fragments = 1
-    """The number of fragments in which the chunk's sum travels."""
 
 
 class Failure(ChunkReply, frozen=True, array_like=True, tag="failure"):

@@ -23,6 +23,9 @@ DTYPES: dict[Dtype, torch.dtype] = {
     "uint8": torch.uint8,
 }
 
+POSITION_BYTES = 8
+"""What a row of a sparse tensor counts beside its values, when chunks are formed and bounded."""
+
 # libzmq keeps smaller messages inside its receive buffer: at any address, and one message keeps the whole
 # buffer alive.
 RECEIVE_BUFFER_BYTES = 8192

@@ -13,8 +13,7 @@ from torch import Tensor
 from zenps.buffers import BufferPool
 from zenps.kernels.base import ACCUMULATE, Kernels
 from zenps.partition.layout import check_rows
-from zenps.wire.messages import POSITION_BYTES
-from zenps.wire.tensors import tensor_from_bytes
+from zenps.wire.tensors import POSITION_BYTES, tensor_from_bytes
 
 from ...core.pending import Pending
 from ...core.request import table_shape
