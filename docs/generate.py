@@ -19,7 +19,8 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
-from zenps.config.settings import FIELDS, Config, shared_settings
+from zenps.config.settings import FIELDS, Config
+from zenps.config.shared import shared_settings
 from zenps.config.values import choices, format_bytes
 from zenps.observe.metrics import SchedulerMetrics, ServerMetrics, WorkerMetrics
 from zenps.scheduler.membership.states import JOB

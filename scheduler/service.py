@@ -14,7 +14,8 @@ import msgspec
 import zmq
 from prometheus_client import CollectorRegistry
 
-from zenps.config.settings import Config, shared_settings
+from zenps.config.settings import Config
+from zenps.config.shared import shared_settings
 from zenps.config.values import parse_address
 from zenps.errors import PeerLostError, ProtocolError
 from zenps.keys import Keys, load_keys

@@ -9,7 +9,8 @@ from contextlib import ExitStack
 from prometheus_client import CollectorRegistry
 
 from zenps.config import sources
-from zenps.config.settings import Config, shared_settings
+from zenps.config.settings import Config
+from zenps.config.shared import shared_settings
 from zenps.kernels.factory import find_native
 from zenps.observe import metrics
 from zenps.observe.metrics import WorkerMetrics

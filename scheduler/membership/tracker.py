@@ -50,7 +50,7 @@ class Membership:
     Args:
         job: its name, for :class:`Status`.
         cluster: how many nodes to expect and how long to wait.
-        settings: the scheduler's own :func:`~zenps.config.settings.shared_settings`.
+        settings: the scheduler's own :func:`~zenps.config.shared.shared_settings`.
         now: the time of creation; all other times are on the same clock.
         secret: known to the job's schedulers alone, for seals of views; empty without keys.
 

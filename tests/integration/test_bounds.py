@@ -24,7 +24,7 @@ from tests.integration.scraping import parse, scrape
 from tests.integration.test_hostile import make_table, make_vector, resident_bytes, train
 from tests.integration.zmtp import MORE, connected, frame, knock
 from zenps.config import sources as config
-from zenps.config.settings import shared_settings
+from zenps.config.shared import shared_settings
 from zenps.wire.frames import encode
 from zenps.wire.identity import identity_at_servers
 from zenps.wire.messages import Push, StatusRequest

@@ -23,7 +23,8 @@ from tests.dealer import connect_dealer
 from tests.integration.cluster import Cluster, Raised, attempt, await_file
 from tests.integration.scraping import Samples, await_samples, parse, scrape
 from zenps.cli.status import fetch
-from zenps.config.settings import ClusterConfig, Config, shared_settings
+from zenps.config.settings import ClusterConfig, Config
+from zenps.config.shared import shared_settings
 from zenps.errors import ConfigError
 from zenps.keys import LIST_NAME, Keys, generate
 from zenps.wire import scheduler_link

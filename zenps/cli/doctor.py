@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
-from zenps.config.settings import PARTITIONS, SPARSIFIERS, Config, shared_settings
+from zenps.config.settings import PARTITIONS, SPARSIFIERS, Config
+from zenps.config.shared import shared_settings
 from zenps.config.sources import (
     allows_two_levels,
     check_partition,

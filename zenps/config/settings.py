@@ -395,32 +395,3 @@ def _fields() -> dict[str, Field]:
 
 FIELDS: Final = _fields()
 """Every setting, by ``section.field``, in the order of declaration."""
-
-
-def shared_settings(config: Config) -> dict[str, str | int | float]:
-    """The settings that must be equal on all workers: those of sharding and of what ranks do together."""
-    thinning = {
-        f"sparsifier.{name}": value for name, value in msgspec.structs.asdict(config.sparsifier).items()
-    }
-    return {
-        **thinning,
-        "cluster.max_message_bytes": config.cluster.max_message_bytes,
-        "cluster.on_worker_loss": config.cluster.on_worker_loss,
-        "sync.bandwidth_mbit": config.sync.bandwidth_mbit,
-        "sync.block": config.sync.block,
-        "sync.bucket_bytes": config.sync.bucket_bytes,
-        "sync.chunk_bytes": config.sync.chunk_bytes,
-        "sync.consistency": config.sync.consistency,
-        "sync.density": config.sync.density,
-        "sync.fusion": config.sync.fusion,
-        "sync.granule": config.sync.granule,
-        "sync.group": config.sync.group,
-        "sync.latency_us": config.sync.latency_us,
-        "sync.levels": config.sync.levels,
-        "sync.partition": config.sync.partition,
-        "sync.scheme": config.sync.scheme,
-        "sync.seed": config.sync.seed,
-        "sync.sparsifier": config.sync.sparsifier,
-        "sync.staleness": config.sync.staleness,
-        "sync.values": config.sync.values,
-    }

@@ -1,0 +1,37 @@
+"""Shared settings: those that must be equal on all workers, which the scheduler compares when they register.
+
+They decide how tensors are sharded, and what ranks do together.
+"""
+
+from __future__ import annotations
+
+from msgspec import structs
+
+from .settings import Config
+
+
+def shared_settings(config: Config) -> dict[str, str | int | float]:
+    """The settings that must be equal on all workers, by ``section.field``."""
+    thinning = {f"sparsifier.{name}": value for name, value in structs.asdict(config.sparsifier).items()}
+    return {
+        "cluster.max_message_bytes": config.cluster.max_message_bytes,
+        "cluster.on_worker_loss": config.cluster.on_worker_loss,
+        **thinning,
+        "sync.bandwidth_mbit": config.sync.bandwidth_mbit,
+        "sync.block": config.sync.block,
+        "sync.bucket_bytes": config.sync.bucket_bytes,
+        "sync.chunk_bytes": config.sync.chunk_bytes,
+        "sync.consistency": config.sync.consistency,
+        "sync.density": config.sync.density,
+        "sync.fusion": config.sync.fusion,
+        "sync.granule": config.sync.granule,
+        "sync.group": config.sync.group,
+        "sync.latency_us": config.sync.latency_us,
+        "sync.levels": config.sync.levels,
+        "sync.partition": config.sync.partition,
+        "sync.scheme": config.sync.scheme,
+        "sync.seed": config.sync.seed,
+        "sync.sparsifier": config.sync.sparsifier,
+        "sync.staleness": config.sync.staleness,
+        "sync.values": config.sync.values,
+    }
