@@ -1,7 +1,8 @@
 """Writes from the code what can be: ``python docs/generate.py``.
 
-That is docs/configuration.md, docs/metrics.md, and the diagrams in docs/protocol.md. A test compares the
-files with what this returns, so that they cannot fall behind.
+That is docs/configuration.md, docs/metrics.md, the modules in docs/architecture.md, and the diagrams in
+docs/protocol.md and docs/membership.md. A test compares the files with what this returns, so that they cannot
+fall behind.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -78,11 +80,11 @@ Which ranks the others wait for, as a share of the time: `rate(zenps_late_second
 """
 
 
-DIAGRAMS: dict[str, Transitions[Any, Any]] = {
-    "scheduler/membership/states.py": JOB,
-    "server/rounds/states.py": SERVER_ROUND,
-    "worker/rounds/states.py": WORKER_ROUND,
+DIAGRAMS: dict[str, dict[str, Transitions[Any, Any]]] = {
+    "membership.md": {"scheduler/membership/states.py": JOB},
+    "protocol.md": {"server/rounds/states.py": SERVER_ROUND, "worker/rounds/states.py": WORKER_ROUND},
 }
+"""By the page, and by the module that has the table."""
 
 
 def configuration() -> str:
@@ -110,10 +112,10 @@ def metrics() -> str:
     return "\n".join(lines)
 
 
-def protocol() -> str:
-    """docs/protocol.md as it is, with the diagrams that belong between its marks."""
-    text = _page("protocol.md")
-    for source, table in DIAGRAMS.items():
+def diagrams(page: str) -> str:
+    """A page as it is, with the diagrams that belong between its marks."""
+    text = _page(page)
+    for source, table in DIAGRAMS[page].items():
         text = _filled(text, source, f"```mermaid\n{diagram(table)}\n```\n")
     return text
 
@@ -260,7 +262,7 @@ FILES = {
     "architecture.md": architecture,
     "configuration.md": configuration,
     "metrics.md": metrics,
-    "protocol.md": protocol,
+    **{page: partial(diagrams, page) for page in DIAGRAMS},
 }
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """State transition tables of state machines, and their Mermaid diagrams.
 
 Each role has literal tables: for each state, the events that may come there and the state that follows. The
-code looks up its next state in the table, and ``docs/protocol.md`` shows the diagram, so they cannot differ.
+code looks up its next state in the table, and ``docs/`` shows the diagram, so they cannot differ.
 """
 
 from __future__ import annotations

@@ -9,8 +9,10 @@ import pytest
 
 from zenps.config.settings import FIELDS
 
+FILES = ("architecture.md", "configuration.md", "membership.md", "metrics.md", "protocol.md")
 
-@pytest.mark.parametrize("file", ["architecture.md", "configuration.md", "metrics.md", "protocol.md"])
+
+@pytest.mark.parametrize("file", FILES)
 def test_file_is_what_the_code_says(root: Path, generate: ModuleType, file: str) -> None:
     written = (root / "docs" / file).read_text("utf-8")
     assert written == generate.FILES[file](), "run: .venv/bin/python docs/generate.py"
@@ -32,6 +34,6 @@ def test_metrics_are_named_as_prometheus_sees_them(generate: ModuleType) -> None
 def test_a_diagram_without_its_place_is_noticed(
     generate: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(generate.DIAGRAMS, "nowhere.py", {"begin": {}})
+    monkeypatch.setitem(generate.DIAGRAMS["protocol.md"], "nowhere.py", {"begin": {}})
     with pytest.raises(ValueError, match=r"nowhere\.py"):
-        generate.protocol()
+        generate.diagrams("protocol.md")
