@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import configparser
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from fnmatch import fnmatch
@@ -12,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.tree import ROLES, ROOT, base, modules, outside, parsed
 
@@ -55,6 +57,16 @@ def test_setup_finds_the_package_and_nothing_else() -> None:
     assert setup["options"]["packages"] == "find_namespace:"
     assert setup["options.packages.find"]["include"].split() == ["zenps", "zenps.*"]
     assert "package_dir" not in setup["options"]
+
+
+def test_a_version_has_one_name() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    assert headings[0] == "[Unreleased]"
+    assert headings[1] == f"[{setup['metadata']['version']}] - {cited['date-released']}"
+    assert cited["version"] == setup["metadata"]["version"]
 
 
 def test_every_other_file_of_the_package_is_installed() -> None:

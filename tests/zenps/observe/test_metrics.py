@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import itertools
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from typing import get_args
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from tests.tree import ROOT
 from zenps.errors import ConfigError, ProtocolError
 from zenps.observe.collectors import DURATION_BUCKETS
 from zenps.observe.lateness import MOST_RANKS
@@ -151,10 +153,12 @@ def test_only_the_latest_of_thousands_of_ranks_have_series() -> None:
 
 
 def test_build_info_names_the_role() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
     registry = CollectorRegistry()
     ServerMetrics(registry)
     (sample,) = (s for f in registry.collect() for s in f.samples if s.name == "zenps_build_info")
-    assert sample.labels == {"role": "server", "version": "0.1.0"}
+    assert sample.labels == {"role": "server", "version": setup["metadata"]["version"]}
 
 
 def test_node_info_has_one_rank_at_a_time() -> None:
