@@ -26,7 +26,7 @@ from .replies import ReplySender
 from .rounds.states import Action, HeldPush, Reduce, Reply
 from .rounds.tracker import Actions, ServerRounds
 from .shared_memory import SharedMemoryPeers
-from .spans import chunk_args, size_bytes
+from .spans import chunk_args
 from .workers import Workers
 
 logger = logging.getLogger("zenps.server")
@@ -112,7 +112,7 @@ class Dispatcher:
         if push.shared is not None:
             tensors = [*tensors, self._shared_memory.read(peer, push.shared)]
         payload = reducer.read(push, tensors)
-        size = envelope.nbytes + size_bytes(tensors)
+        size = envelope.nbytes + sum([frame.nbytes for frame in tensors])
         if self._trace.is_on:
             about = chunk_args(push)
             self._trace.did(begin_ns, "receive", **about, rank=push.rank, rows=push.rows, bytes=size)

@@ -18,7 +18,7 @@ from zenps.wire.messages import Busy, Failure, FromServer, Shared
 from .rounds.states import Reply
 from .send_queue import SendQueue, StalledError
 from .shared_memory import SharedMemoryPeers
-from .spans import SEND_SPANS, chunk_args, size_bytes
+from .spans import SEND_SPANS, chunk_args
 from .workers import Workers
 
 logger = logging.getLogger("zenps.server")
@@ -95,7 +95,7 @@ class ReplySender:
                 continue
             if shared is not None:
                 self._shared_memory.lend(peer, shared, reply.frames)
-            size = len(envelope) + size_bytes(reply.frames)
+            size = len(envelope) + sum([frame.nbytes for frame in reply.frames])
             self._metrics.sent_bytes.inc(size)
             if self._trace.is_on:
                 span, rank = SEND_SPANS[type(reply.message)], self._workers.rank_of(peer)

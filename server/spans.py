@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from zenps.wire.messages import Busy, Failure, FromServer, Push, Resend, Result, Resume, Wanted
@@ -26,8 +25,3 @@ def chunk_args(message: Push | FromServer) -> dict[str, object]:
         "chunk": message.chunk,
         "epoch": message.ring_epoch,
     }
-
-
-def size_bytes(frames: Sequence[memoryview]) -> int:
-    """The size of all frames together."""
-    return sum([frame.nbytes for frame in frames])

@@ -229,9 +229,10 @@ class ClusterWorld(World):
         if self.is_joining:
             raise self._too_early(f"tensor {request.name!r}")
         # Messages of ZenPS between ranks, such as those before a broadcast, are integers.
-        self.has_reduced |= request.options.is_reduction and request.tensor.is_floating_point()
-        if self._recorder is not None and request.options.is_reduction:
-            self._recorder.note(request.tensor, request.name)
+        if request.options.is_reduction:
+            self.has_reduced |= request.tensor.is_floating_point()
+            if self._recorder is not None:
+                self._recorder.note(request.tensor, request.name)
         if (name := wire_name(request.name)) is not request.name:
             request = request._replace(name=name)
         with MASK:  # a name that is taken is either pushed or given back
