@@ -19,6 +19,7 @@ from zenps.config.settings import ClusterConfig, Config, SyncConfig
 from zenps.kernels.base import ACCUMULATE
 from zenps.kernels.cpu import CpuKernels
 from zenps.kernels.factory import make_kernels
+from zenps.kernels.native import magnitudes
 from zenps.scheduler.membership.tracker import Membership
 from zenps.schemes.registry import scheme_of
 from zenps.server.rounds.states import HeldPush, Reduce
@@ -227,6 +228,26 @@ class Kernels:
                 assert torch.equal(got, expected)
 
 
+class MagnitudesOfFloats:
+    """Selection among elements, beside NumPy's. The first frame is bound and most, the second has elements."""
+
+    def __init__(self) -> None:
+        self._numpy = magnitudes.ByNumpy()
+
+    def __call__(self, frames: Frames) -> None:
+        bound, most, wide = struct.unpack("<fHB", frames[0][:7].ljust(7, b"\0"))
+        bound = abs(bound)
+        data = frames[1] if len(frames) > 1 else b""
+        values = np.frombuffer(data[: len(data) // 8 * 8], np.float64 if wide % 2 else np.float32)
+        assert np.array_equal(magnitudes.find(values, bound), self._numpy.find(values, bound))
+        found = magnitudes.find_greatest(values, bound, most)
+        assert np.array_equal(found, self._numpy.find_greatest(values, bound, most))
+        if not bound > 0:
+            return
+        edges = bound * 1.05 ** np.arange(-32, 33)
+        assert np.array_equal(magnitudes.count(values, edges), self._numpy.count(values, edges))
+
+
 def _from_scheduler(frames: Frames) -> None:
     envelope, *others = map(memoryview, frames)
     message = _NODE_DECODER.decode(envelope, others)
@@ -249,6 +270,7 @@ TARGETS: dict[str, Callable[[], Callable[[Frames], None]]] = {
     "bfloat16": lambda: partial(_values, "bfloat16"),
     "int8": lambda: partial(_values, "int8"),
     "kernels": Kernels,
+    "magnitudes": MagnitudesOfFloats,
     "object": lambda: lambda frames: unpack_object(frames[0]) and None,
 }
 """By name, a function that makes a target."""
@@ -355,6 +377,10 @@ SEEDS: dict[str, list[Frames]] = {
         [b"\2\3", np.array([1, 7, 300]).tobytes(), np.array([7, 8]).tobytes()],
         [b"\0\1", np.array([5, 2, 5, -1, 2**62, 2**63 - 1, -(2**63)]).tobytes()],
         [b"\5\2", np.arange(0, 2**40, 2**36).tobytes(), b"", np.arange(64).tobytes()],
+    ],
+    "magnitudes": [
+        [struct.pack("<fHB", 0.5, 3, 0), np.linspace(-1, 1, 40, dtype=np.float32).tobytes()],
+        [struct.pack("<fHB", 0.0, 100, 1), np.geomspace(1e-300, 1e300, 300).tobytes()],
     ],
     "object": [
         [msgpack.packb(value)] for value in ({"a": [1, 2.5, None, "text", b"bytes"]}, [{1: True}, []], 7)

@@ -14,15 +14,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from zenps.config.settings import SparsifierConfig
+from zenps.kernels.native import magnitudes
 
 __all__ = ["Above", "Exchange", "Momentum", "Sparsifier", "Step", "Task", "generator", "target"]
-
-# A selection works through the elements in runs that stay in a core's cache.
-CHUNK = 1 << 14
 
 
 class Momentum(NamedTuple):
@@ -87,7 +84,7 @@ class Above(NamedTuple):
     Attributes:
         threshold: at least 0.
         start, stop: the elements that are looked at; ``stop`` None: up to the last one.
-        most: of more elements than this, the greatest are selected; None: all.
+        most: of more elements than this, the greatest are selected, and of equal ones the first; None: all.
     """
 
     threshold: float
@@ -104,25 +101,12 @@ class Above(NamedTuple):
         if self.start < 0 or (self.most or 0) < 0:
             raise ValueError(f"{self}: expected a start and most of 0 or more")
         array = values.detach().numpy()[self.start : self.stop]
-        found = not_below(self.threshold, array)
-        if self.most is not None and len(found) > self.most:
-            magnitudes = np.nan_to_num(np.abs(array[found]), nan=np.inf, posinf=np.inf)
-            cut = len(found) - self.most
-            found = found[np.argpartition(magnitudes, cut - 1)[cut:]]
-            found.sort()
-        return torch.from_numpy(found + self.start)
-
-
-def not_below(threshold: float, array: NDArray[Any]) -> NDArray[np.int64]:
-    """Returns the indices of elements that are NaN, or whose magnitude is at least ``threshold``."""
-    magnitudes = np.empty(min(CHUNK, len(array)), array.dtype)
-    below = np.empty(len(magnitudes), np.bool_)
-    found = [np.empty(0, np.int64)]
-    for begin in range(0, len(array), CHUNK):
-        part = array[begin : begin + CHUNK]
-        np.less(np.abs(part, out=magnitudes[: len(part)]), threshold, out=below[: len(part)])
-        found.append(np.flatnonzero(~below[: len(part)]) + begin)
-    return np.concatenate(found)
+        if self.most is None:
+            found = magnitudes.find(array, self.threshold)
+        else:
+            found = magnitudes.find_greatest(array, self.threshold, self.most)
+        found += self.start
+        return torch.from_numpy(found)
 
 
 class Sparsifier(ABC):

@@ -12,7 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .base import Step, not_below
+from zenps.kernels.native import magnitudes
+
+from .base import Step
 
 Values = NDArray[np.floating[Any]]
 
@@ -120,10 +122,7 @@ class Counts(Controller):
         return float(np.exp(np.interp(-wanted_log, -logs, np.log(self._edges()))))
 
     def count(self, values: Values, step: Step) -> Tensor:
-        edges = self._edges()
-        # Few are not below, so sorting them takes less than finding each one's place in the grid.
-        magnitudes = np.sort(np.abs(values[not_below(float(edges[0]), values)]))
-        return torch.from_numpy(len(magnitudes) - np.searchsorted(magnitudes, edges))
+        return torch.from_numpy(magnitudes.count(values, self._edges()))
 
     def state_dict(self) -> Mapping[str, float]:
         return {"center": self._center, "log_bias": self._log_bias}

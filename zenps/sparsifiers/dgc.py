@@ -13,7 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .base import Above, Momentum, Sparsifier, Step, Task, not_below, target
+from zenps.kernels.native import magnitudes
+
+from .base import Above, Momentum, Sparsifier, Step, Task, target
 
 # Of the published code (https://github.com/synxlin/deep-gradient-compression): the part of the elements that
 # is sampled, a stride by which all columns of a layer are met, and when a threshold is corrected.
@@ -51,7 +53,7 @@ class DGC(Sparsifier):
         wanted = target(len(values), warmed_up(step, self.task.settings.warmup_steps))
         threshold = self._sampled_threshold(values, wanted)
         for _ in range(MOST_TRIES):
-            if len(not_below(threshold, values.numpy())) >= TOO_FEW * wanted:
+            if len(magnitudes.find(values.numpy(), threshold)) >= TOO_FEW * wanted:
                 break
             threshold *= TOO_FEW
         return Above(threshold, most=wanted)
@@ -75,9 +77,8 @@ class DGC(Sparsifier):
         size = len(values)
         least = max(SAMPLED * size, LEAST_SAMPLED * size / wanted)
         stride = max(int(size / least) // STRIDE * STRIDE + 1, 1)
-        sample = values[::stride].abs().nan_to_num_(nan=torch.inf)
-        greatest = max(round(len(sample) * wanted / size), 1)
-        return float(sample.topk(greatest, sorted=False).values.min())
+        greatest = max(round(-(-size // stride) * wanted / size), 1)
+        return magnitudes.sample(values.numpy(), stride, greatest - 1)
 
 
 def warmed_up(step: Step, warmup_steps: int) -> float:

@@ -51,6 +51,10 @@ _SIGNATURES: Final = {
     "zenps_set_bits": (c_int64, (c_void_p, c_int64, c_void_p, c_int64)),
     "zenps_mark_bits": (c_int, (c_void_p, c_int64, c_void_p, c_int64)),
     "zenps_look_up": (c_int64, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p)),
+    "zenps_find": (c_int64, (c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64)),
+    "zenps_find_greatest": (c_int64, (c_int64, c_void_p, *(c_int64,) * 3, c_void_p, c_void_p, c_int64)),
+    "zenps_sample": (c_int64, (c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p)),
+    "zenps_count_edges": (None, (c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
 }
 
 

@@ -13,13 +13,23 @@
 typedef uint16_t __attribute__((aligned(1), may_alias)) Half;
 typedef float __attribute__((aligned(1), may_alias)) Single;
 typedef double __attribute__((aligned(1), may_alias)) Double;
-typedef uint64_t __attribute__((aligned(1), may_alias)) Unsigned; /* int64: its sums wrap around */
+typedef uint32_t __attribute__((aligned(1), may_alias)) SingleBits;
+typedef uint64_t __attribute__((aligned(1), may_alias)) Unsigned; /* int64: its sums wrap around; or a double's bits */
 
 /* Of what is added at a time; the compiler makes several of it where registers are narrower. */
 #define VECTOR_BYTES 32
 
 /* Columns of 16-bit floats that are made float32 at a time. */
 #define WIDE_COLUMNS 64
+
+/* Elements whose magnitudes are compared at a time; marks have a bit for each. */
+#define BLOCK 32
+
+/* Of a magnitude, for its rank: the exponent and more of a float32, the exponent of a float64. */
+#define DIGIT_BITS 11
+
+/* Ranges of magnitudes in the table of edges. */
+#define CELLS 1024
 
 #define INLINE static inline __attribute__((always_inline))
 

@@ -229,6 +229,43 @@ TARGET static void NAMED(place)(const Stretch *s) {
     }
 }
 
+/* ── magnitudes ────────────────────────────────────────────────────────────────────────────────────────────── */
+
+#define GIVEN SingleBits
+#define BITS uint32_t
+#define INFINITE 0x7f800000u
+#define VECTOR_OF(number) _mm256_set1_epi32((int)(number))
+#define VECTOR_GREATER _mm256_cmpgt_epi32
+#define VECTOR_MARKS(marked) _mm256_movemask_ps(_mm256_castsi256_ps(marked))
+#define FOR_DTYPE(name) NAMED(name##_magnitudes32)
+#include "magnitudes.h"
+#undef FOR_DTYPE
+#undef VECTOR_MARKS
+#undef VECTOR_GREATER
+#undef VECTOR_OF
+#undef INFINITE
+#undef BITS
+#undef GIVEN
+
+#define GIVEN Unsigned
+#define BITS uint64_t
+#define INFINITE 0x7ff0000000000000u
+#define VECTOR_OF(number) _mm256_set1_epi64x((long long)(number))
+#define VECTOR_GREATER _mm256_cmpgt_epi64
+#define VECTOR_MARKS(marked) _mm256_movemask_pd(_mm256_castsi256_pd(marked))
+#define FOR_DTYPE(name) NAMED(name##_magnitudes64)
+#include "magnitudes.h"
+#undef FOR_DTYPE
+#undef VECTOR_MARKS
+#undef VECTOR_GREATER
+#undef VECTOR_OF
+#undef INFINITE
+#undef BITS
+#undef GIVEN
+
+#define MAGNITUDES(dtype)                                                                                                  \
+    { NAMED(find_##dtype), NAMED(find_greatest_##dtype), NAMED(sample_##dtype), NAMED(count_edges_##dtype) }
+
 static const Loops NAMED(loops) = {
     .measure = NAMED(measure),
     .mark = NAMED(mark),
@@ -239,4 +276,6 @@ static const Loops NAMED(loops) = {
     .finish = {NAMED(finish_float16), NAMED(finish_bfloat16), NAMED(finish_float32), NAMED(finish_float64),
                NAMED(finish_int64), NAMED(finish_uint8)},
     .place = NAMED(place),
+    .magnitudes = {MAGNITUDES(magnitudes32), MAGNITUDES(magnitudes64)},
 };
+#undef MAGNITUDES

@@ -28,6 +28,14 @@ typedef struct {
 } Stretch;
 
 typedef struct {
+    int64_t (*find)(const void *values, int64_t count, uint64_t least, int64_t *found, int64_t most);
+    int64_t (*find_greatest)(const void *values, int64_t count, uint64_t least, int64_t most, int64_t *found, void *memory,
+                             int64_t room);
+    uint64_t (*sample)(const void *values, int64_t count, int64_t stride, int64_t rank, void *memory);
+    void (*count_edges)(const void *values, int64_t count, const uint64_t *edges, int64_t number, int64_t *counts);
+} MagnitudeLoops;
+
+typedef struct {
     void (*measure)(const Key *keys, int64_t rows, Plan *plan);
     int (*mark)(const Key *keys, int64_t rows, const Plan *plan, Word *words, uint32_t *offsets);
     uint64_t (*count)(Word *words, int64_t number);
@@ -35,6 +43,7 @@ typedef struct {
     int64_t (*sum[DTYPES])(const Stretch *stretch);
     void (*finish[DTYPES])(void *sums, void *values, int64_t count, int64_t divisor);
     void (*place)(const Stretch *stretch);
+    MagnitudeLoops magnitudes[2]; /* of float32, of float64 */
 } Loops;
 
 const Loops *zenps_loops(void);

@@ -65,4 +65,25 @@ int zenps_mark_bits(const Key *numbers, int64_t count, unsigned char *bitmap, in
  * Returns how many numbers were looked up: all, or those before the first that lies outside [0, total). */
 int64_t zenps_look_up(const int32_t *table, int64_t bits, int64_t total, const Key *numbers, int64_t count, int64_t *found);
 
+/* Magnitudes of `count` elements, FLOAT32 or FLOAT64. `least` is the bits of a magnitude: an element reaches it if it is
+ * as great, or NaN. */
+
+/* Writes the numbers of the first `most` elements that reach `least`. Returns how many reach it. */
+int64_t zenps_find(int64_t dtype, const void *values, int64_t count, int64_t least, int64_t *found, int64_t most);
+
+/* Writes the numbers of the elements that reach `least`, or of the `most` greatest of them, and returns how many. NaN
+ * and infinity are equal; of equal ones the first are taken. `found` has room for `room` numbers, `memory` for twice as
+ * many elements; `room` is greater than `most` by 32 at least, and more of it saves time. `most` is at least 1. */
+int64_t zenps_find_greatest(int64_t dtype, const void *values, int64_t count, int64_t least, int64_t most, int64_t *found,
+                            void *memory, int64_t room);
+
+/* The bits of the magnitude, infinity for NaN, that `rank` others precede in descending order, among every `stride`-th
+ * element. `memory` has room for these, which are more than `rank`. */
+int64_t zenps_sample(int64_t dtype, const void *values, int64_t count, int64_t stride, int64_t rank, void *memory);
+
+/* Counts the elements that reach each of `number` edges, ascending bits of magnitudes, 1 or more: that of edge i in
+ * `counts[i + 1]`. `counts` has `number` + 1. */
+void zenps_count_edges(int64_t dtype, const void *values, int64_t count, const uint64_t *edges, int64_t number,
+                       int64_t *counts);
+
 #endif
