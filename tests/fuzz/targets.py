@@ -229,7 +229,7 @@ class Kernels:
 
 
 class MagnitudesOfFloats:
-    """Selection among elements, beside NumPy's. The first frame is bound and most, the second has elements."""
+    """Selection of elements, beside NumPy's. The first frame is bound and most, the second the elements."""
 
     def __init__(self) -> None:
         self._numpy = magnitudes.ByNumpy()
