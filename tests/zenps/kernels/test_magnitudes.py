@@ -130,6 +130,14 @@ def test_edges_are_counted(way: Magnitudes, values: Floats, edges: list[float]) 
 
 
 @every_native
+@pytest.mark.parametrize("width", [1023, 1024, 1025, 2048])
+def test_edges_that_just_fill_the_table(native: ByLibrary, width: int) -> None:
+    bits = np.array([0, 1, 1023, 1024, 1025, width, width + 1], np.int32)
+    edges = np.array([0, width], np.int32).view(np.float32).astype(np.float64)
+    assert native.count(bits.view(np.float32), edges).tolist() == [7, int((bits >= width).sum())]
+
+
+@every_native
 @both_dtypes
 @pytest.mark.parametrize("size", [100_003, 1 << 16])
 def test_many_elements(native: ByLibrary, dtype: type, size: int) -> None:

@@ -155,12 +155,12 @@ TARGET static void FOR_DTYPE(count_edges)(const void *values, int64_t count, con
         uint32_t marks = FOR_DTYPE(mark_next)(elements + begin, count - begin, least);
         for (; marks; marks &= marks - 1) {
             BITS magnitude = FOR_DTYPE(magnitude_of)(elements[begin + __builtin_ctz(marks)]);
-            /* It is in bounds whatever others may have written there since it was marked. */
+            /* What others have written there since it was marked is above all edges, if it is below the first. */
             BITS cell = (BITS)(magnitude - least) >> shift;
             int32_t edge = reached[cell < cells ? cell : cells];
             while (edge < number && edges[edge] <= magnitude)
                 ++edge;
-            counts[edge] += edge > 0;
+            ++counts[edge];
         }
     }
 }
