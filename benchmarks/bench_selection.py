@@ -16,31 +16,41 @@ from sync_report import find_versions
 from torch import Tensor
 
 from zenps.config.settings import SparsifierConfig
+from zenps.kernels.native.library import find_library
 from zenps.sparsifiers.base import Above, Sparsifier, Step, Task
 from zenps.sparsifiers.registry import sparsifier_class
 
 HERE = Path(__file__).resolve().parent
 NAMES = ("topk", "dgc", "threshold", "micro", "exdyna")
 WORLD = 8
-DENSITY = 0.001
+DENSITIES = (0.001, 0.01)
 LEARNING_STEPS = 4
 
 
-class Report(msgspec.Struct):
-    """The JSON file. Seconds are medians."""
+class Run(msgspec.Struct):
+    """One density. Seconds are medians; each round takes all ways in turn."""
 
-    elements: int
-    world: int
     density: float
-    versions: dict[str, str]
     topk_seconds: float
     """Of ``torch.topk`` of the magnitudes."""
     seconds: dict[str, float]
     """Of selection, and of counting."""
 
 
+class Report(msgspec.Struct):
+    """The JSON file."""
+
+    elements: int
+    world: int
+    rounds: int
+    versions: dict[str, str]
+    native: bool
+    """True if the loops were compiled."""
+    runs: list[Run]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures all in turns, prints the table, writes JSON."""
+    """Measures all in turns, prints the tables, writes JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -50,47 +60,56 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     drawn = np.random.default_rng(0).standard_t(3, options.elements).astype(np.float32)
-    values, wanted = torch.from_numpy(drawn), round(DENSITY * options.elements)
+    runs = [measure(torch.from_numpy(drawn), density, options.rounds) for density in DENSITIES]
+    native = find_library() is not None
+    report = Report(options.elements, WORLD, options.rounds, find_versions(), native, runs)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_bytes(msgspec.json.encode(report) + b"\n")
+    for run in runs:
+        table = Table("sparsifier", "ms", "torch.topk ÷")
+        for name, seconds in run.seconds.items():
+            table.add_row(name, f"{1000 * seconds:.3f}", f"{run.topk_seconds / seconds:.1f}")
+        Console(width=100).print(
+            f"density {run.density}, torch.topk: {1000 * run.topk_seconds:.3f} ms", table
+        )
+    print(f"written: {options.json}")
+
+
+def measure(values: Tensor, density: float, rounds: int) -> Run:
+    """Measures the selection of one density."""
+    wanted = round(density * len(values))
     ways: dict[str, Callable[[], object]] = {
         "torch.topk": lambda: values.abs().topk(wanted, sorted=False),
-        **{way: run for name in NAMES for way, run in prepare(name, values).items()},
+        **{way: run for name in NAMES for way, run in prepare(name, values, density).items()},
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(options.rounds):
+    for _ in range(rounds):
         for name, run in ways.items():
             begin = time.perf_counter()
             run()
             times[name].append(time.perf_counter() - begin)
     medians = {name: float(np.median(each)) for name, each in times.items()}
-    topk_seconds = medians.pop("torch.topk")
-    report = Report(options.elements, WORLD, DENSITY, find_versions(), topk_seconds, medians)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_bytes(msgspec.json.encode(report) + b"\n")
-    table = Table("sparsifier", "ms", "torch.topk ÷")
-    for name, seconds in medians.items():
-        table.add_row(name, f"{1000 * seconds:.3f}", f"{topk_seconds / seconds:.1f}")
-    Console(width=100).print(f"torch.topk: {1000 * topk_seconds:.3f} ms", table)
-    print(f"written: {options.json}")
+    return Run(density, medians.pop("torch.topk"), medians)
 
 
-def prepare(name: str, values: Tensor) -> dict[str, Callable[[], object]]:
+def prepare(name: str, values: Tensor, density: float) -> dict[str, Callable[[], object]]:
     """What rank 0 of :data:`WORLD` does in a step: it selects and, if the exchange is agreed, counts.
 
     Before that, all ranks take some steps, in which they learn. They have the same values.
     """
     kind = sparsifier_class(name)
     assert kind is not None
-    settings = SparsifierConfig(threshold=float(np.quantile(np.abs(values.numpy()), 1 - DENSITY)))
+    settings = SparsifierConfig(threshold=float(np.quantile(np.abs(values.numpy()), 1 - density)))
     ranks = [kind(Task("layer", len(values), rank, WORLD, 0, settings)) for rank in range(WORLD)]
     counts: Tensor | None = None
     for number in range(LEARNING_STEPS if ranks[0].exchange == "agreed" else 0):
-        step = Step(number, DENSITY, counts)
+        step = Step(number, density, counts)
         union = torch.cat([select(each, values, step) for each in ranks]).unique()
         for each in ranks:
             each.learn(union, step)
         counted = [each.count(values, step) for each in ranks]
         counts = torch.stack([each for each in counted if each is not None]).sum(0)
-    step, rank = Step(LEARNING_STEPS, DENSITY, counts), ranks[0]
+    step, rank = Step(LEARNING_STEPS, density, counts), ranks[0]
     if rank.exchange == "own":
         return {name: lambda: select(rank, values, step)}
     return {

@@ -44,11 +44,22 @@ def test_selection_is_timed(tmp_path: Path) -> None:
     file = tmp_path / "new" / "selection.json"
     output = run("bench_selection.py", "--elements", "100000", "--rounds", "3", "--json", str(file))
     report = json.loads(file.read_text())
-    assert report["topk_seconds"] > 0
-    assert list(report["seconds"]) == [
-        *("topk", "dgc", "threshold", "micro", "micro and its counts", "exdyna", "exdyna and its counts"),
-    ]
-    assert all(name in output for name in report["seconds"])
+    assert [each["density"] for each in report["runs"]] == [0.001, 0.01]
+    for each in report["runs"]:
+        assert each["topk_seconds"] > 0
+        assert list(each["seconds"]) == [
+            *("topk", "dgc", "threshold", "micro", "micro and its counts", "exdyna", "exdyna and its counts"),
+        ]
+        assert all(name in output for name in each["seconds"])
+
+
+def test_committed_selections_take_an_eighth_of_torch_topk() -> None:
+    report = json.loads((RESULTS / "selection.json").read_text())
+    assert (report["elements"], report["native"]) == (1_000_000, True)
+    assert [each["density"] for each in report["runs"]] == [0.001, 0.01]
+    for each in report["runs"]:
+        for name in ("topk", "dgc", "threshold", "micro and its counts", "exdyna and its counts"):
+            assert each["seconds"][name] <= each["topk_seconds"] / 8
 
 
 def test_the_committed_results_reach_the_aims() -> None:

@@ -16,6 +16,7 @@ from zenps.config.settings import SparsifierConfig
 from zenps.errors import ConfigError
 from zenps.sparsifiers import Above, Sparsifier, Step, Task, sparsifier_class, sparsifier_names
 from zenps.sparsifiers.base import target
+from zenps.sparsifiers.topk import LEAST_STRIDE
 
 torch.set_num_threads(1)
 
@@ -79,15 +80,26 @@ def test_a_density_near_one_is_the_wanted_one(name: str, density: float) -> None
 
 def test_topk_is_exact_where_a_sample_misleads() -> None:
     """The elements of a stride are all small, or all great; or all elements are equal."""
-    misleading = drawn(200_000)
-    misleading[::31] = 0
-    misleading[::63] *= 1e-6
-    great = torch.zeros(200_000)
-    great[::31] = 5
-    for values in (misleading, great, torch.ones(200_000), torch.zeros(200_000), drawn(200_000) ** 7):
+    strides = (31, LEAST_STRIDE)
+    small, great = (torch.stack([drawn(200_000)] * len(strides)) for _ in range(2))
+    for stride, few, many in zip(strides, small, great, strict=True):
+        few[::stride] *= 1e-6
+        many[::stride] += 5
+    few_great = torch.zeros(200_000)
+    few_great[::LEAST_STRIDE] = 5
+    equal = torch.ones(200_000), torch.zeros(200_000)
+    for values in (*small, *great, few_great, *equal, drawn(200_000) ** 7):
         found = indices(make("topk", len(values)), values)
         expected = values.abs().topk(2000).values.sort().values
         assert torch.equal(values[found].abs().sort().values, expected)
+
+
+def test_of_equal_magnitudes_topk_selects_the_first() -> None:
+    values = torch.tensor([1.0, -2.0, 2.0, 3.0]).repeat(50_000)
+    assert indices(make("topk", 200_000), values).tolist() == list(range(3, 8000, 4))
+    assert indices(make("topk", 200_000), values, density=0.3).tolist() == sorted(
+        [*range(3, 200_000, 4), *range(1, 20_000, 4), *range(2, 20_000, 4)]
+    )
 
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=60), st.floats(0.01, 0.99))

@@ -25,6 +25,9 @@ typedef uint64_t __attribute__((aligned(1), may_alias)) Unsigned; /* int64: its 
 /* Elements whose magnitudes are compared at a time; marks have a bit for each. */
 #define BLOCK 32
 
+/* Bytes ahead of these elements that are fetched: a fifth less time where a hundredth of them is found. */
+#define FETCHED_AHEAD 2048
+
 /* Of a magnitude, for its rank: the exponent and more of a float32, the exponent of a float64. */
 #define DIGIT_BITS 11
 
