@@ -49,14 +49,15 @@ class DGC(Sparsifier):
             self._buffer += gradient
         residual += self._buffer
 
-    def select(self, values: Tensor, step: Step) -> Above:
+    def select(self, values: Tensor, step: Step) -> Tensor:
         wanted = target(len(values), warmed_up(step, self.task.settings.warmup_steps))
         threshold = self._sampled_threshold(values, wanted)
         for _ in range(MOST_TRIES):
-            if len(magnitudes.find(values.numpy(), threshold)) >= TOO_FEW * wanted:
-                break
+            found = Above(threshold, most=wanted).indices(values)
+            if len(found) >= TOO_FEW * wanted:
+                return found
             threshold *= TOO_FEW
-        return Above(threshold, most=wanted)
+        return Above(threshold, most=wanted).indices(values)
 
     def sent(self, indices: Tensor) -> None:
         if not bool(self._buffer[indices].isfinite().all()):

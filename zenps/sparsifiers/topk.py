@@ -15,9 +15,9 @@ from zenps.kernels.native import magnitudes
 
 from .base import Above, Sparsifier, Step, target
 
-# A sample reads one cache line in eight at most. Strides are odd, because rows of a layer have mostly an even
+# A sample reads one cache line in 16 at most. Strides are odd, because rows of a layer have mostly an even
 # number of elements, and a sample needs all columns.
-LEAST_STRIDE = 127
+LEAST_STRIDE = 251
 # Of the wanted elements, about so many are in a sample at most.
 SAMPLED = 64
 # Their number has a deviation of its root. A bound so many deviations below is hardly ever too high.

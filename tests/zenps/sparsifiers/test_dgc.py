@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zenps.config.settings import SparsifierConfig
-from zenps.sparsifiers.base import Above, Momentum, Step, Task
+from zenps.sparsifiers.base import Momentum, Step, Task
 from zenps.sparsifiers.dgc import DGC
 
 torch.set_num_threads(1)
@@ -24,9 +24,7 @@ def drawn(size: int, seed: int = 0) -> Tensor:
 
 
 def selected(sparsifier: DGC, values: Tensor, step: Step) -> Tensor:
-    selection = sparsifier.select(values, step)
-    assert isinstance(selection, Above)
-    return selection.indices(values)
+    return sparsifier.select(values, step)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
