@@ -80,8 +80,9 @@ class Published(Controller):
 class Counts(Controller):
     """Ranks count their elements above each threshold of a grid; the sum of counts gives the next threshold.
 
-    The grid lies around the present threshold. Counts lag by a step: the gradients that come meanwhile are
-    not counted. The bias makes up for them; it is learned from the numbers of selected elements.
+    The grid lies around the present threshold. Counts lag by a step: the gradient that comes meanwhile is not
+    counted. A residual of t gradients that do not depend on each other grows by √((t + 1) ÷ t); what differs
+    from that is made up for by a bias, which is learned from the numbers of selected elements.
     """
 
     deals_by_load = True
@@ -119,7 +120,8 @@ class Counts(Controller):
         wanted_log = math.log(wanted) - self._log_bias
         if not logs[-1] <= wanted_log <= logs[0]:
             return None
-        return float(np.exp(np.interp(-wanted_log, -logs, np.log(self._edges()))))
+        counted = float(np.exp(np.interp(-wanted_log, -logs, np.log(self._edges()))))
+        return counted * math.sqrt(1 + 1 / max(step.number, 1))
 
     def count(self, values: Values, step: Step) -> Tensor:
         return torch.from_numpy(magnitudes.count(values, self._edges()))

@@ -152,6 +152,20 @@ def test_density_and_balance(drop_at: int) -> None:
     assert np.mean(unequal[100:]) <= 1.35
 
 
+@pytest.mark.parametrize(("common", "most"), [(0.0, 1.3), (0.5, 2.0)])
+def test_the_first_steps_of_light_tailed_gradients_are_near_the_wanted_density(
+    common: float, most: float
+) -> None:
+    """Few normal elements are great, so the number above a threshold grows fast while residuals do."""
+    size, world, density = 100_000, 8, 0.005
+    generator = torch.Generator().manual_seed(1)
+    ranks, lasting = Ranks("exdyna", size, world, density), torch.randn(size, generator=generator)
+    for _ in range(12):
+        own = [torch.randn(size, generator=generator) + common * lasting for _ in range(world)]
+        union, _ = ranks.step(own)
+        assert 0.75 <= len(union) / target(size, density) <= most
+
+
 def test_micro_s_partitions_never_change_and_its_load_is_unequal() -> None:
     ranks, stream = Ranks("micro", 100_000, 8, 0.005), gradients_of(100_000, 8)
     bounds, unequal = ranks.sparsifiers[0].bounds.tolist(), []
