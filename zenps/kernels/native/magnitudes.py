@@ -160,10 +160,10 @@ class ByLibrary:
 
     def count(self, values: Floats, edges: Floats) -> Numbers:
         """As :func:`count`."""
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", under="ignore"):
             rounded = edges.astype(values.dtype)
-        # What reaches an edge between two numbers of this dtype reaches the next greater one.
-        reached = np.where(rounded < edges, np.nextafter(rounded, values.dtype.type(math.inf)), rounded)
+            # What reaches an edge between two numbers of this dtype reaches the next greater one.
+            reached = np.where(rounded < edges, np.nextafter(rounded, values.dtype.type(math.inf)), rounded)
         bits = reached.view(BITS[values.dtype]).astype(np.int64)
         counts = np.empty(len(edges) + 1, np.int64)
         given = bits.ctypes.data, len(edges), counts.ctypes.data
