@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 
 ENTRY = re.compile(r"\.entry (\w+)\(")
-PARAMETER = re.compile(r"\.param \.u64 (\w+)")
+PARAMETER = re.compile(r"\.param (?:\.u64|\.align 8 \.b8) (\w+)(?:\[(\d+)\])?")
 REGISTERS = re.compile(r"\.reg \.(\w+)\s+%(\w+)<(\d+)>;")
 VARIABLE = re.compile(r"\.(shared|local) (?:\.align (\d+) )?\.(\w+)\s+([\w$]+)(?:\[(\d+)\])?;")
 INSTRUCTION = re.compile(r"(?:@(!?)%(p\d+)\s+)?([a-z][\w.]*)\s*(.*);$")
@@ -35,7 +35,8 @@ class Kernel:
     """An entry function. Variables are named with their offset in shared or local memory."""
 
     name: str
-    parameters: list[str] = field(default_factory=list)
+    parameters: dict[str, int] = field(default_factory=dict)
+    """Name → size in bytes."""
     registers: dict[str, str] = field(default_factory=dict)
     """Register → its type, such as ``b32``."""
     shared: dict[str, int] = field(default_factory=dict)
@@ -69,7 +70,7 @@ def parse(text: str) -> dict[str, Kernel]:
             for variable in of_module:
                 kernel.add_variable(*variable)
         elif parameter := PARAMETER.match(stripped):
-            kernel.parameters.append(parameter[1])
+            kernel.parameters[parameter[1]] = int(parameter[2] or 8)
         elif declared := REGISTERS.match(stripped):
             for index in range(int(declared[3])):
                 kernel.registers[f"{declared[2]}{index}"] = declared[1]

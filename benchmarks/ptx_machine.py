@@ -55,7 +55,7 @@ class Machine:
         read, written: addresses of the sectors of global memory, each once for each instruction and thread.
     """
 
-    def __init__(self, kernel: Kernel, grid: int, block: int, words: list[int]) -> None:
+    def __init__(self, kernel: Kernel, grid: int, block: int, words: list[list[int]]) -> None:
         threads = grid * block
         self.kernel, self.block = kernel, block
         self.executions = np.zeros(len(kernel.code), dtype=np.int64)
@@ -67,7 +67,10 @@ class Machine:
             for name, kind in kernel.registers.items()
         }
         self._pc, self._status = np.zeros(threads, dtype=np.int64), np.zeros(threads, dtype=np.int8)
-        self._parameters = dict(zip(kernel.parameters, words, strict=True))
+        self._parameters = {}
+        for (name, size), each in zip(kernel.parameters.items(), words, strict=True):
+            self._parameters[name] = np.array(each, dtype=np.uint64)
+            assert self._parameters[name].nbytes == size, (name, size, len(each))
         self._shared = np.full((grid, kernel.shared_bytes // 8 + 2), -1, dtype=np.int64)
         self._local = np.zeros((threads, kernel.local_bytes // 8 + 2), dtype=np.int64)
         self._ends = self._block_ends()
@@ -155,6 +158,8 @@ class Machine:
         return {"%tid.x": self.thread, "%ctaid.x": self.number, "%laneid": self.thread % WARP}[name][lanes]
 
     def _address_of(self, name: str, lanes: Array) -> Array:
+        if name in self._parameters:
+            return np.full(len(lanes), self._parameters[name].ctypes.data, dtype=np.uint64)
         if name in self.kernel.shared:
             base, row, offset = self._shared, self.number[lanes], self.kernel.shared[name]
         else:
@@ -174,9 +179,6 @@ class Machine:
     def addresses(self, operand: str, lanes: Array) -> Array:
         base, _, offset = operand[1:-1].partition("+")
         return self.value(base, lanes, "u64") + np.uint64(int(offset or 0) & (1 << 64) - 1)
-
-    def parameter(self, operand: str) -> int:
-        return self._parameters[operand[1:-1]]
 
     def touch(self, addresses: Array, into: list[Array]) -> None:
         """Records sectors of global memory."""

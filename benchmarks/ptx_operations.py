@@ -212,11 +212,9 @@ def _lanes_of(operand: str) -> list[str]:
 def _load(machine: Machine, at: Instruction, lanes: Array) -> None:
     target, source = at.operands
     kind = at.opcode[-1]
-    if at.opcode[1] == "param":
-        machine.put(target, lanes, np.full(len(lanes), machine.parameter(source), dtype=np.int64))
-        return
     addresses, width = machine.addresses(source, lanes), dtype_of(kind).itemsize
-    machine.touch(addresses, machine.read)
+    if at.opcode[1] != "param":
+        machine.touch(addresses, machine.read)
     for number, part in enumerate(_lanes_of(target)):
         held = MEMORY[width][_words(width, addresses + np.uint64(number * width))]
         machine.put(part, lanes, held.view(dtype_of(kind)))

@@ -21,13 +21,12 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from benchmarks import ptx_operations  # noqa: F401  fills the interpreter's table
 from benchmarks.cubins import compile_program
 from benchmarks.ptx import Kernel, parse
 from benchmarks.ptx_machine import SECTOR_BITS, WARP, Machine
-from zenps.kernels.gpu.launcher import Launcher
+from zenps.kernels.gpu.launcher import Argument, Launcher, word_of
 from zenps.kernels.gpu.sources import EXPRESSIONS
 
 ARCHITECTURE = "sm_90"
@@ -160,15 +159,16 @@ class CountingLauncher(Launcher):
     def __init__(self) -> None:
         self.launches: list[Launch] = []
 
-    def launch(
-        self, source: str, expression: str, grid: int, block: int, args: Sequence[Tensor | int]
-    ) -> None:
+    def launch(self, source: str, expression: str, grid: int, block: int, args: Sequence[Argument]) -> None:
         assert expression in EXPRESSIONS[source]
         if not grid:
             return
         code = code_of(source, expression)
-        words = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
-        machine = Machine(code.kernel, grid, block, [word & (1 << 64) - 1 for word in words])
+        words = [
+            [word_of(word) & (1 << 64) - 1 for word in (arg if isinstance(arg, tuple) else (arg,))]
+            for arg in args
+        ]
+        machine = Machine(code.kernel, grid, block, words)
         machine.run()
         read, written = (_sectors(touched) << SECTOR_BITS for touched in (machine.read, machine.written))
         instructions = issued(code, machine.executions) * WARP

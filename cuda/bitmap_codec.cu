@@ -58,7 +58,7 @@ __device__ inline int64 checked_row(const Placement& placement, int64 start, int
 
 // table_rows[k] = the row at start + the k-th set bit of the bitmap of `span` positions, which are all below
 // the layout's size. *error is set if the number of set bits is not `rows`, or one is no row's position.
-__global__ void decode_bitmap(ScanState* state, const Placement* placement, const uint8* bitmap, int64 rows,
+__global__ void decode_bitmap(ScanState* state, const __grid_constant__ Placement placement, const uint8* bitmap, int64 rows,
                               int64 start, int64 span, int64* table_rows, uint64* error) {
     const int64 tile = take_tile(state);
     uint32 words[THREAD_WORDS];
@@ -69,7 +69,7 @@ __global__ void decode_bitmap(ScanState* state, const Placement* placement, cons
     const bool last = (tile + 1) * BITMAP_TILE >= span;
     if (threadIdx.x == 0 && last && before + total != rows) atomicExch(error, 1ull);
     for_each_bit<LISTED>(words, first_of_words(), rank, total, [&](uint32 bit_rank, uint32 bit) {
-        const int64 row = checked_row(*placement, start, tile * BITMAP_TILE + bit, span, error);
+        const int64 row = checked_row(placement, start, tile * BITMAP_TILE + bit, span, error);
         if (before + bit_rank < rows) table_rows[before + bit_rank] = row;
     });
 }
@@ -88,11 +88,11 @@ __global__ void encode_coo(const Position* positions, const int64* count, const 
 // table_rows[i] = the row at start + relative[i]; these positions are all below the layout's size.
 // *error is set if they do not increase, lie outside [0, span), or are no row's.
 template <typename Relative>
-__global__ void decode_coo(const Placement* placement, const Relative* relative, int64 rows, int64 start,
+__global__ void decode_coo(const __grid_constant__ Placement placement, const Relative* relative, int64 rows, int64 start,
                            int64 span, int64* table_rows, uint64* error) {
     const int64 i = global_thread();
     if (i >= rows) return;
     const int64 here = relative[i], previous = i ? int64(relative[i - 1]) : -1;
     if (here <= previous) atomicExch(error, 1ull);
-    table_rows[i] = checked_row(*placement, start, here, span, error);
+    table_rows[i] = checked_row(placement, start, here, span, error);
 }

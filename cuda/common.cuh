@@ -3,8 +3,8 @@
 // Three compilers build each source: NVRTC (which has no standard headers, so none are included), nvcc, and
 // g++ with tests/cuda/host, which runs the same kernels on the CPU and defines ZENPS_HOST.
 //
-// Conventions of all kernels: grids and blocks have one dimension; each parameter is eight bytes, a pointer
-// or an int64, so that a launch is a list of words; shared memory is static and declared by SHARED_ARRAY.
+// Conventions of all kernels: grids and blocks have one dimension; each parameter is a pointer, an int64 or a
+// struct of such words, so that a launch is a list of words; shared memory is static and declared by SHARED_ARRAY.
 #pragma once
 
 using uint8 = unsigned char;

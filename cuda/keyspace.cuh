@@ -15,7 +15,8 @@ struct Move {
     const int64* distances;
 };
 
-// The device layout: int64 words in device memory, which zenps/partition/device_layout.py writes.
+// The device layout: the words that zenps/partition/device_layout.py makes. Kernels get it by value, declared
+// __grid_constant__: then functions that take it by reference read it in constant memory, not in a copy.
 struct Placement {
     int64 rows;          // of the tensor
     int64 granule_bits;  // log2 of the rows of a granule

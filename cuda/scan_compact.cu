@@ -191,19 +191,19 @@ __device__ __forceinline__ uint32 first_bit() {
 // left. With LANES > 1, `dense` is aligned to packs, and granules have at least WARP rows.
 template <typename Bits, typename Position, int LANES>
 __global__ void __launch_bounds__(THREADS, RESIDENT)
-scan_compact(ScanState* state, const Placement* placement, const Bits* dense, int64 capacity,
+scan_compact(ScanState* state, const __grid_constant__ Placement placement, const Bits* dense, int64 capacity,
              Position* positions, Bits* values, int64* count) {
     SHARED_ARRAY(int64, rows_of_pieces, 2 * MOST_PIECES<LANES>);
     SHARED_ARRAY(uint64, marks, THREADS * PACKS / sizeof(uint64));
     SHARED_ARRAY(int64, shared_before, 1);
     SHARED_ARRAY(Ragged, ragged, 1);
-    const int64 rows = placement->rows;
-    const int64 tiles = ceil_div(placement->granules << placement->granule_bits, TILE<LANES>);
+    const int64 rows = placement.rows;
+    const int64 tiles = ceil_div(placement.granules << placement.granule_bits, TILE<LANES>);
 
-    if (threadIdx.x == 0) ragged->find(*placement, TILE<LANES>);
+    if (threadIdx.x == 0) ragged->find(placement, TILE<LANES>);
     int64 tile = take_tile(state);
-    Pieces<LANES> pieces{int(min_of(placement->granule_bits, 31)), rows_of_pieces};
-    if (tile < tiles) pieces.find(*placement, tile);
+    Pieces<LANES> pieces{int(min_of(placement.granule_bits, 31)), rows_of_pieces};
+    if (tile < tiles) pieces.find(placement, tile);
     __syncthreads();
     while (tile < tiles) {
         Slice<Bits, LANES> slice;
@@ -214,7 +214,7 @@ scan_compact(ScanState* state, const Placement* placement, const Bits* dense, in
         const int64 next = take_tile(state);
         Pieces<LANES> next_pieces = pieces;
         next_pieces.rows = rows_of_pieces + (pieces.rows == rows_of_pieces ? MOST_PIECES<LANES> : 0);
-        if (next < tiles) next_pieces.find(*placement, next);
+        if (next < tiles) next_pieces.find(placement, next);
 
         uint32 words[Slice<Bits, LANES>::WORDS];
         slice.mark(reinterpret_cast<uint8*>(marks), words);

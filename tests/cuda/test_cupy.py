@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -55,6 +56,15 @@ def test_a_kernel_is_compiled_once_and_alone_when_it_is_first_launched(cupy: Fak
     address = numbers.data_ptr()
     assert cupy.launched[0] == ("find_cuts<int32>", ((2,), (64,), (address, address, address, 5, address)))
     assert len(cupy.launched) == 3
+
+
+def test_a_struct_is_passed_by_value(cupy: FakeCupy) -> None:
+    """As an array of one item, whose bytes CuPy copies to the parameter."""
+    numbers = torch.zeros(3, dtype=torch.int64)
+    CupyLauncher().launch("place", "unplace_rows<int64>", 1, 64, ((5, numbers, -1), numbers))
+    struct, address = cupy.launched[0][1][2]
+    assert (struct.size, struct.nbytes, address) == (1, 24, numbers.data_ptr())
+    assert struct.tobytes() == np.array([5, address, -1], dtype=np.int64).tobytes()
 
 
 def test_nothing_is_compiled_for_an_empty_grid(cupy: FakeCupy) -> None:

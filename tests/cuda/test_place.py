@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.cuda.host.launcher import SIZES, HostLauncher
+from tests.cuda.host.launcher import SIZES, HostLauncher, KernelError
 from zenps.errors import ConfigError, TensorError
 from zenps.kernels.gpu.place import find_cuts, place_rows, unplace_rows
 from zenps.partition.device_layout import device_layout_on
@@ -112,3 +112,10 @@ def test_arguments_that_a_kernel_would_misread_are_refused() -> None:
     for rows in (torch.zeros(3), torch.zeros((3, 2), dtype=torch.int64), torch.arange(6)[::2]):
         with pytest.raises(TensorError, match="row indices"):
             place_rows(LAUNCHER, device_layout, rows)
+
+
+def test_a_layout_of_another_size_than_the_kernels_is_refused() -> None:
+    device_layout = device_layout_on(layout_of("balanced", 50, 1, [0, 1]), CPU)
+    longer = device_layout._replace(placement=(*device_layout.placement, 0))
+    with pytest.raises(KernelError, match=r"argument 0 \(19 words\) does not fit a parameter 'R'"):
+        place_rows(LAUNCHER, longer, torch.arange(3))

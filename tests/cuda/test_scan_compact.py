@@ -156,7 +156,7 @@ def launch(
     count = launcher.guarded(torch.empty(1, dtype=torch.int64))
     state = launcher.guarded(scan_state(-(-layout.size // 8192), CPU))
     expression = f"scan_compact<uint32, {str(position).removeprefix('torch.')}, 4>"
-    args = (state, device_layout.words, dense, capacity, positions, values, count)
+    args = (state, device_layout.placement, dense, capacity, positions, values, count)
     launcher.launch("scan_compact", expression, grid, BLOCK, args)
     assert int(count) == len(expected(layout, dense)[0])
     return positions, values

@@ -1,4 +1,4 @@
-"""Device layout: copies a :class:`Layout` to device memory, in the form that CUDA kernels read."""
+"""Device layout: a :class:`Layout` in the form that CUDA kernels read."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def device_layout_on(layout: Layout, device: torch.device) -> DeviceLayout:
             expected = f"at least {8 * granules} for {permutation!r}, which CUDA kernels must look up"
             raise ConfigError("sync.table_bytes", layout.table_bytes, expected)
         tables = tuple(built)
-    shifts = (layout.placing, layout.unplacing)
-    moves = [tensor for shift in shifts for tensor in (shift.starts, shift.distances)]
-    kept = tuple(tensor.to(device) for tensor in (*moves, *tables))
-    pointers = [tensor.data_ptr() for tensor in kept] + [0] * (6 - len(kept))
+    placing, unplacing = (
+        (len(shift.starts), shift.starts.to(device), shift.distances.to(device))
+        for shift in (layout.placing, layout.unplacing)
+    )
+    there = tuple(table.to(device) for table in tables) or (0, 0)
     granule_bits = layout.granule.bit_length() - 1
-    words = [layout.rows_total, granule_bits, granules, kind, *halves, *keys]
-    words += [len(layout.placing.starts), *pointers[:2], len(layout.unplacing.starts), *pointers[2:]]
-    words_there = torch.tensor(words, device=device)
-    return DeviceLayout(words_there, kept, layout.rows_total, layout.size, layout.granule)
+    numbers = (layout.rows_total, granule_bits, granules, kind, *halves, *keys)
+    placement = (*numbers, *placing, *unplacing, *there)
+    return DeviceLayout(placement, layout.rows_total, layout.size, layout.granule)

@@ -18,7 +18,7 @@ from tests.cuda.host.build import Sanitizer, build, build_runtime, source_folder
 from tests.cuda.mirror import ON_A_GPU, Mirror
 from zenps.kernels.gpu import sources
 from zenps.kernels.gpu.cupy import CupyLauncher
-from zenps.kernels.gpu.launcher import Launcher
+from zenps.kernels.gpu.launcher import Argument, Launcher, word_of
 
 SANITIZER: Final = Sanitizer(os.environ.get("ZENPS_HOST_SANITIZER", "none"))
 """The sanitizer of this process; :mod:`.rerun` sets it in processes that have loaded one."""
@@ -65,9 +65,7 @@ class HostLauncher(Launcher):
         self._expressions = expressions
         self._guarded: list[tuple[weakref.ref[Tensor], Tensor]] = []
 
-    def launch(
-        self, source: str, expression: str, grid: int, block: int, args: Sequence[Tensor | int]
-    ) -> None:
+    def launch(self, source: str, expression: str, grid: int, block: int, args: Sequence[Argument]) -> None:
         if not grid:
             return
         if not 0 < grid < 1 << 31 or not 0 < block <= 1024:
@@ -77,9 +75,12 @@ class HostLauncher(Launcher):
             return
         expressions = tuple(self._expressions.get(source, (expression,)))
         kernel = _kernels(self._folder / f"{source}.cu", expressions)[expression]
-        words = _words(expression, kernel.parameters.decode(), args)
+        _check(expression, kernel.parameters.decode(), args)
+        # A struct is given by its address, and copied before the kernel begins.
+        structs = {id(arg): _words(arg) for arg in args if isinstance(arg, tuple)}
+        words = [ctypes.addressof(structs[id(arg)]) if isinstance(arg, tuple) else arg for arg in args]
         with _one_at_a_time:
-            failure = _runtime().zenps_launch(kernel, words, grid, block, self._resident, self.seed)
+            failure = _runtime().zenps_launch(kernel, _words(words), grid, block, self._resident, self.seed)
         if failure is not None:
             raise KernelError(f"{expression}: {failure.decode()}")
         self._check_guards(expression)
@@ -142,21 +143,31 @@ def _kernels(source: Path, expressions: tuple[str, ...]) -> dict[str, _HostKerne
     return dict(zip(expressions, table, strict=True))
 
 
-def _words(expression: str, parameters: str, args: Sequence[Tensor | int]) -> ctypes.Array[ctypes.c_int64]:
-    """The arguments as eight bytes each. Raises for arguments that a GPU would silently misread."""
+def _words(args: Sequence[Tensor | int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(args))(*map(word_of, args))
+
+
+def _check(expression: str, parameters: str, args: Sequence[Argument]) -> None:
+    """Raises for arguments that a GPU would silently misread."""
     if len(args) != len(parameters):
         raise KernelError(f"{expression}: expected {len(parameters)} arguments, got {len(args)}")
     for place, (parameter, arg) in enumerate(zip(parameters, args, strict=True)):
-        if isinstance(arg, Tensor):
-            fits = parameter == "p" or (parameter != "i" and int(parameter) % arg.element_size() == 0)
-            fits = fits and arg.is_contiguous() and arg.device.type == "cpu"
-        else:
-            # A pointer may be given as its address: 0 where there is none.
-            fits = -(1 << 63) <= arg < 1 << 63
-        if not fits:
+        if not _fits(parameter, arg):
             given = f"{arg.dtype} {tuple(arg.shape)}" if isinstance(arg, Tensor) else arg
+            if isinstance(arg, tuple):
+                given = f"{len(arg)} words"
             raise KernelError(
                 f"{expression}: argument {place} ({given}) does not fit a parameter '{parameter}'"
             )
-    words = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
-    return (ctypes.c_int64 * len(words))(*words)
+
+
+def _fits(parameter: str, arg: Argument) -> bool:
+    if isinstance(arg, tuple):
+        return parameter == chr(ord("A") - 1 + len(arg)) and all(_fits("p", word) for word in arg)
+    if parameter.isupper():
+        return False
+    if isinstance(arg, Tensor):
+        fits = parameter == "p" or (parameter != "i" and int(parameter) % arg.element_size() == 0)
+        return fits and arg.is_contiguous() and arg.device.type == "cpu"
+    # A pointer may be given as its address: 0 where there is none.
+    return -(1 << 63) <= arg < 1 << 63

@@ -2,16 +2,21 @@
 // them on a GPU. The stub that build.py writes includes the source and lists kernel_of<…>() of each.
 #pragma once
 
+#include <type_traits>
 #include <utility>
 
 struct HostKernel {
     void (*call)(void* const* words);  // one for each parameter
     const char* parameters;            // of each: i for an integer, 1 to 8 for a pointer to so many bytes,
-                                       // p for any other pointer
+                                       // p for any other pointer, A to Z for a struct of 1 to 26 words
 };
 
 template <typename T>
-struct HostParameter;  // only these two kinds exist: each is eight bytes
+struct HostParameter {
+    static_assert(std::is_trivially_copyable_v<T> && sizeof(T) % 8 == 0 && sizeof(T) <= 26 * 8, "whole words");
+    static constexpr char KIND = char('A' - 1 + sizeof(T) / 8);
+    static const T& of(void* word) { return *static_cast<const T*>(word); }
+};
 
 template <>
 struct HostParameter<long long> {

@@ -94,10 +94,10 @@ def decode_bitmap(
     _check_address("bitmap", data, BITMAP_ALIGNMENT)
     if len(data) != -(-span // 8):
         raise ProtocolError("payload", f"bitmap: {len(data)} bytes for a span of {span}")
-    table_rows, error = _decoded(layout, rows, start, span)
+    table_rows, error = _decoded(layout, rows, start, span, data.device)
     tiles = _bitmap_tiles(span)
     state = scan_state(tiles, data.device)
-    args = (state, layout.words, data, rows, start, span, table_rows, error)
+    args = (state, layout.placement, data, rows, start, span, table_rows, error)
     launcher.launch("bitmap_codec", "decode_bitmap", tiles, BLOCK, args)
     return table_rows, error
 
@@ -149,9 +149,9 @@ def decode_coo(
     """
     check_on_device("relative positions", relative, INTEGERS, 1)
     _check_address("relative positions", relative, relative.itemsize)
-    table_rows, error = _decoded(layout, len(relative), start, span)
+    table_rows, error = _decoded(layout, len(relative), start, span, relative.device)
     expression = f"decode_coo<{position_name(relative.dtype)}>"
-    args = (layout.words, relative, len(relative), start, span, table_rows, error)
+    args = (layout.placement, relative, len(relative), start, span, table_rows, error)
     launcher.launch("bitmap_codec", expression, grid_of(len(relative)), BLOCK, args)
     return table_rows, error
 
@@ -166,10 +166,12 @@ def _bitmap_tiles(span: int) -> int:
     return grid_of(-(-span // BITMAP_TILE) * BLOCK)
 
 
-def _decoded(layout: DeviceLayout, rows: int, start: int, span: int) -> tuple[Tensor, Tensor]:
+def _decoded(
+    layout: DeviceLayout, rows: int, start: int, span: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Allocates table rows and the flag. The sender states ``rows``, which must not exceed ``span``."""
     assert 0 <= start <= start + span <= layout.size, (start, span, layout.size)
     if not 0 <= rows <= span:
         raise ProtocolError("payload", f"{rows} rows for a span of {span}")
-    table_rows = torch.empty(rows, dtype=torch.int64, device=layout.words.device)
-    return table_rows, torch.zeros(1, dtype=torch.int64, device=layout.words.device)
+    table_rows = torch.empty(rows, dtype=torch.int64, device=device)
+    return table_rows, torch.zeros(1, dtype=torch.int64, device=device)

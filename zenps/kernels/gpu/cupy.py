@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from zenps.errors import ConfigError
 
-from .launcher import Launcher
+from .launcher import Argument, Launcher, word_of
 from .sources import EXPRESSIONS, OPTIONS, digest, folder, source_text
 
 
@@ -35,14 +36,11 @@ class CupyLauncher(Launcher):
         self._kernels: dict[tuple[str, str], Any] = {}
         """Kept here, because CuPy looks a kernel up by its whole source each time."""
 
-    def launch(
-        self, source: str, expression: str, grid: int, block: int, args: Sequence[Tensor | int]
-    ) -> None:
+    def launch(self, source: str, expression: str, grid: int, block: int, args: Sequence[Argument]) -> None:
         if not grid:
             return
         device = next(arg.device for arg in args if isinstance(arg, Tensor))
-        # CuPy passes an int as int64, which is as wide as a pointer.
-        words = tuple(arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args)
+        words = tuple(_parameter(arg) for arg in args)
         # CuPy launches on its own current stream, which is not torch's.
         stream = self._cupy.cuda.Stream.from_external(_TorchStream(torch.cuda.current_stream(device)))
         with self._cupy.cuda.Device(device.index), stream:
@@ -64,6 +62,14 @@ class CupyLauncher(Launcher):
             )
             self._kernels[key] = module.get_function(expression)
         return self._kernels[key]
+
+
+def _parameter(arg: Argument) -> Any:
+    """What CuPy passes as one parameter: an int as int64, which is as wide as a pointer, and a NumPy array of
+    one item as the bytes of that item."""
+    if not isinstance(arg, tuple):
+        return word_of(arg)
+    return np.array([word_of(word) for word in arg], dtype=np.int64).view(f"V{8 * len(arg)}")
 
 
 class _TorchStream:

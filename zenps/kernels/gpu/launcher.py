@@ -19,14 +19,15 @@ BLOCK = 256
 
 MAX_GRID = (1 << 31) - 1
 
+Argument = Tensor | int | tuple[Tensor | int, ...]
+"""Of a kernel: a tuple is a struct of eight-byte words, which is passed by value."""
+
 
 class Launcher(ABC):
     """Runs kernels of ``cuda/`` on torch tensors, in order, on torch's current stream."""
 
     @abstractmethod
-    def launch(
-        self, source: str, expression: str, grid: int, block: int, args: Sequence[Tensor | int]
-    ) -> None:
+    def launch(self, source: str, expression: str, grid: int, block: int, args: Sequence[Argument]) -> None:
         """Enqueues one kernel and returns.
 
         Args:
@@ -36,6 +37,11 @@ class Launcher(ABC):
             block: threads of each.
             args: a pointer for each tensor, an int64 for each number, in the order of the parameters.
         """
+
+
+def word_of(arg: Tensor | int) -> int:
+    """The eight bytes that a kernel gets: an address, or a number."""
+    return arg.data_ptr() if isinstance(arg, Tensor) else arg
 
 
 def grid_of(threads: int, block: int = BLOCK) -> int:

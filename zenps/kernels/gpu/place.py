@@ -14,18 +14,17 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 class DeviceLayout(NamedTuple):
-    """A layout in device memory, as kernels read it.
+    """A layout as kernels read it.
 
     Attributes:
-        words: int64 on the device, ``struct Placement`` of ``cuda/keyspace.cuh``.
-        kept: the tensors that ``words`` points to.
+        placement: ``struct Placement`` of ``cuda/keyspace.cuh``, which kernels get by value; its tensors
+            are on the device.
         rows: the number of the tensor's rows.
         size: the number of positions.
         granule: the number of adjacent rows that stay together.
     """
 
-    words: Tensor
-    kept: tuple[Tensor, ...]
+    placement: tuple[Tensor | int, ...]
     rows: int
     size: int
     granule: int
@@ -63,7 +62,7 @@ def place_rows(
     if outside is None:
         outside = torch.zeros(1, dtype=torch.int64, device=rows.device)
     expression = f"place_rows<{position_name(rows.dtype)}, {position_name(positions.dtype)}>"
-    args = (layout.words, rows, len(rows), positions, outside)
+    args = (layout.placement, rows, len(rows), positions, outside)
     launcher.launch("place", expression, grid_of(len(rows)), BLOCK, args)
     return positions, outside
 
@@ -82,7 +81,7 @@ def unplace_rows(launcher: Launcher, layout: DeviceLayout, positions: Tensor) ->
     rows = torch.empty(len(positions), dtype=torch.int64, device=positions.device)
     outside = torch.zeros(1, dtype=torch.int64, device=positions.device)
     expression = f"unplace_rows<{position_name(positions.dtype)}>"
-    args = (layout.words, positions, len(positions), rows, outside)
+    args = (layout.placement, positions, len(positions), rows, outside)
     launcher.launch("place", expression, grid_of(len(positions)), BLOCK, args)
     return rows, outside
 

@@ -48,7 +48,7 @@ def scan_compact(launcher: Launcher, layout: DeviceLayout, dense: Tensor, capaci
     count = torch.empty(1, dtype=torch.int64, device=dense.device)
     state = scan_state(tiles, dense.device)
     expression = f"scan_compact<{word_name(dense.itemsize)}, {position_name(positions.dtype)}, {lanes}>"
-    args = (state, layout.words, dense, capacity, positions, values, count)
+    args = (state, layout.placement, dense, capacity, positions, values, count)
     blocks = min(tiles, RESIDENT * multiprocessors(dense.device))
     launcher.launch("scan_compact", expression, blocks, BLOCK, args)
     return DeviceRows(positions, values, count)
