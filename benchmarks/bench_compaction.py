@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,11 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 from zenps.kernels.gpu.bitmap_compact import bitmap_compact
-from zenps.kernels.gpu.hash_compact import (
-    HashMemory,
-    hash_compact,
-    hash_compact_until_fits,
-)
+from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact
 from zenps.kernels.gpu.launcher import Launcher
 from zenps.kernels.gpu.place import DeviceLayout, place_rows
 from zenps.kernels.gpu.rows import DeviceRows
@@ -177,11 +172,10 @@ def rows_ways(bench: Bench, case: RowsCase) -> Plan:
     size = device_layout.size
 
     def positions() -> Tensor:
-        return place_rows(launcher, device_layout, ids)[0]
+        return place_rows(launcher, device_layout, ids)
 
     def hashed() -> DeviceRows:
-        compact = partial(hash_compact, launcher, positions(), values, layout.server_bounds)
-        return hash_compact_until_fits(compact, case.ids, HashMemory()).rows
+        return hash_compact(launcher, positions(), values, layout.server_bounds, case.ids, HashMemory())
 
     ours: dict[str, Callable[[], DeviceRows]] = {
         "sort_compact": lambda: sort_compact(launcher, positions(), values),
@@ -231,7 +225,7 @@ def dense_ways(bench: Bench, case: DenseCase) -> Plan:
     ours: dict[str, Callable[[], DeviceRows]] = {
         "scan_compact": lambda: scan_compact(launcher, device_layout, dense, count * 5 // 4 + 1),
     }
-    positions, order = place_rows(launcher, device_layout, indices)[0].long().sort()
+    positions, order = place_rows(launcher, device_layout, indices).long().sort()
     expected = dense[indices[order]].double()[:, None]
     for way, run in ours.items():
         check(way, run(), positions, expected)

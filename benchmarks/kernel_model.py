@@ -38,6 +38,7 @@ LAUNCH_SECONDS = 3e-6
 FREE = {
     "empty", "view", "_unsafe_view", "as_strided", "slice", "select", "t", "detach", "alias", "unsqueeze",
     "squeeze", "empty_like", "new_empty", "reshape", "expand", "permute", "transpose", "split", "unbind",
+    "split_with_sizes",
 }  # fmt: skip
 """ATen operations that start nothing on a device."""
 

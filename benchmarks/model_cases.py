@@ -20,13 +20,14 @@ from zenps.kernels.gpu.bitmap_codec import (
     encode_bitmaps,
     encode_coo,
 )
-from zenps.kernels.gpu.bitmap_compact import bitmap_compact
+from zenps.kernels.gpu.bitmap_compact import bitmap_compact, bitmap_scratch_words
 from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact
 from zenps.kernels.gpu.launcher import Launcher
 from zenps.kernels.gpu.place import place_rows
+from zenps.kernels.gpu.rows import Header
 from zenps.kernels.gpu.scan_compact import scan_compact
 from zenps.kernels.gpu.scatter import merge, put_rows
-from zenps.kernels.gpu.sort_compact import sort_compact
+from zenps.kernels.gpu.sort_compact import sort_compact, sort_scratch_words
 
 CPU = torch.device("cpu")
 SAMPLED_ELEMENTS, DENSITY, GRANULE, SERVERS = 1 << 16, 0.052, 256, 16
@@ -67,14 +68,20 @@ def _rows(way: str, dtype: torch.dtype) -> Prepared:
     ids, values = _ids(), torch.randn(SAMPLED_ROWS, COLUMNS).to(dtype)
     layout, device_layout = placed("rows", 10 * SAMPLED_ROWS, 1, SERVERS, CPU)
     row_bytes, unique = COLUMNS * dtype.itemsize, int(UNIQUE * SAMPLED_ROWS)
+    cuts = torch.tensor(layout.server_bounds[1:])
 
     def run(launcher: Launcher) -> object:
-        positions, _ = place_rows(launcher, device_layout, ids)
-        if way == "sort":
-            return sort_compact(launcher, positions, values)
-        if way == "bitmap":
-            return bitmap_compact(launcher, positions, values, device_layout.size)
-        return hash_compact(launcher, positions, values, layout.server_bounds, SAMPLED_ROWS, HashMemory())
+        if way == "hash":
+            positions, bounds = place_rows(launcher, device_layout, ids), layout.server_bounds
+            return hash_compact(launcher, positions, values, bounds, SAMPLED_ROWS, HashMemory())
+        size, in_bitmap = device_layout.size, way == "bitmap"
+        header = Header.empty(
+            cuts, bitmap_scratch_words(size) if in_bitmap else sort_scratch_words(SAMPLED_ROWS)
+        )
+        positions = place_rows(launcher, device_layout, ids, header.words)
+        if in_bitmap:
+            return bitmap_compact(launcher, positions, values, size, header)
+        return sort_compact(launcher, positions, values, header)
 
     return run, values.numel(), ids.nbytes + values.nbytes + unique * (row_bytes + 4)
 

@@ -202,6 +202,15 @@ def _vote(machine: Machine, at: Instruction, lanes: Array) -> None:
     machine.put(at.operands[0], lanes, np.repeat(result, WARP))
 
 
+def _match(machine: Machine, at: Instruction, lanes: Array) -> None:
+    """Which lanes of the warp have the same word."""
+    _warps_of(lanes)
+    words = machine.value(at.operands[1], lanes, at.opcode[-1]).reshape(-1, WARP)
+    alike = words[:, :, None] == words[:, None, :]
+    result = np.packbits(alike, axis=2, bitorder="little").copy().view(np.uint32)
+    machine.put(at.operands[0], lanes, result.ravel())
+
+
 # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -263,7 +272,8 @@ EXECUTE.update(
         "shl": _shift, "shr": _shift, "mul": _multiply, "mad": _multiply, "cvt": _convert, "setp": _compare,
         "selp": _select, "mov": _move, "cvta": _move, "not": _unary(np.invert), "neg": _unary(np.negative),
         "popc": _unary(_popc), "brev": _unary(_reversed_bits), "clz": _unary(_leading_zeros), "bfind": _find,
-        "prmt": _permute_bytes, "bfi": _insert_bits, "shfl": _shuffle, "vote": _vote, "ld": _load,
+        "prmt": _permute_bytes, "bfi": _insert_bits, "shfl": _shuffle, "vote": _vote,
+        "match": _match, "ld": _load,
         "st": _store, "atom": _atomic, "red": _atomic,
     }
 )  # fmt: skip

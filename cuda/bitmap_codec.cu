@@ -58,8 +58,8 @@ __device__ inline int64 checked_row(const Placement& placement, int64 start, int
 
 // table_rows[k] = the row at start + the k-th set bit of the bitmap of `span` positions, which are all below
 // the layout's size. *error is set if the number of set bits is not `rows`, or one is no row's position.
-__global__ void decode_bitmap(ScanState* state, const __grid_constant__ Placement placement, const uint8* bitmap, int64 rows,
-                              int64 start, int64 span, int64* table_rows, uint64* error) {
+__global__ void decode_bitmap(ScanState* state, const __grid_constant__ Placement placement,
+                              const uint8* bitmap, int64 rows, int64 start, int64 span, int64* table_rows, uint64* error) {
     const int64 tile = take_tile(state);
     uint32 words[THREAD_WORDS];
     const uint32 set = read_words(bitmap, ceil_div(span, 8), tile, words);
@@ -88,8 +88,8 @@ __global__ void encode_coo(const Position* positions, const int64* count, const 
 // table_rows[i] = the row at start + relative[i]; these positions are all below the layout's size.
 // *error is set if they do not increase, lie outside [0, span), or are no row's.
 template <typename Relative>
-__global__ void decode_coo(const __grid_constant__ Placement placement, const Relative* relative, int64 rows, int64 start,
-                           int64 span, int64* table_rows, uint64* error) {
+__global__ void decode_coo(const __grid_constant__ Placement placement, const Relative* relative,
+                           int64 rows, int64 start, int64 span, int64* table_rows, uint64* error) {
     const int64 i = global_thread();
     if (i >= rows) return;
     const int64 here = relative[i], previous = i ? int64(relative[i - 1]) : -1;

@@ -21,15 +21,20 @@
 
 constexpr int ITEMS = 4;  // positions of a thread, all in flight at once
 
-// Sets the bit of each position. targets[i] = 1 if row i is the first of its position, else 0.
+// Sets the bit of each position. targets[i] = 1 if row i is the first of its position, else 0. A negative
+// position sets *outside, and counts as 0.
 template <typename Position>
-__global__ void mark_positions(const Position* positions, int64 count, uint32* bitmap, int32* targets) {
+__global__ void mark_positions(const Position* positions, int64 count, uint32* bitmap, int32* targets,
+                               uint64* outside) {
     const int64 first = int64(blockIdx.x) * (THREADS * ITEMS) + threadIdx.x;
     int64 position[ITEMS];
     uint32 found[ITEMS];
     for (int item = 0; item < ITEMS; ++item) {
         const int64 i = first + item * THREADS;
         position[item] = i < count ? positions[i] : 0;
+        if (position[item] >= 0) continue;
+        atomicExch(outside, 1ull);
+        position[item] = 0;
     }
     // A load first: atomics to one word run one at a time, so hot rows would wait for each other.
     for (int item = 0; item < ITEMS; ++item) found[item] = load_relaxed(&bitmap[position[item] / WORD_BITS]);
@@ -45,18 +50,27 @@ __global__ void mark_positions(const Position* positions, int64 count, uint32* b
 // A word of the bitmap and the number of set bits before it, loaded together.
 using Entry = Pack<uint32, 2>;
 
+// The number of set bits below a position.
+__device__ __forceinline__ int64 bits_below(const Entry* directory, int64 position) {
+    const Entry entry = directory[position / WORD_BITS];
+    return int64(entry.lane[1]) + __popc(entry.lane[0] & ((1u << (position % WORD_BITS)) - 1));
+}
+
 // unique[k] = the position of the k-th set bit, *unique_count = their number, directory[w] = the entry
-// of word w. `words` is a multiple of THREAD_WORDS.
+// of word w, offsets[c] = the number of set bits below cuts[c], which ascend. `words` is a multiple of
+// THREAD_WORDS.
 template <typename Position>
 __global__ void number_bits(ScanState* state, const uint8* bitmap, int64 words, Entry* directory,
-                            Position* unique, int64* unique_count) {
+                            Position* unique, int64* unique_count, const int64* cuts, int64 cut_count,
+                            int64* offsets) {
     const int64 tile = take_tile(state);
     uint32 word[THREAD_WORDS];
     const uint32 set = read_words(bitmap, words * int64(sizeof(uint32)), tile, word);
     uint32 total;
     const uint32 rank = block_exclusive_sum<THREADS>(set, total);
     const int64 before = tiles_before(state, tile, total);
-    if (threadIdx.x == 0 && (tile + 1) * TILE_WORDS >= words) *unique_count = before + total;
+    const bool is_last = (tile + 1) * TILE_WORDS >= words;
+    if (threadIdx.x == 0 && is_last) *unique_count = before + total;
 
     const int64 first = tile * TILE_WORDS + threadIdx.x * THREAD_WORDS;
     if (first < words) {
@@ -73,6 +87,14 @@ __global__ void number_bits(ScanState* state, const uint8* bitmap, int64 words, 
     for_each_bit<LISTED>(word, first_of_words(), rank, total, [&](uint32 bit_rank, uint32 bit) {
         unique[before + bit_rank] = Position(tile * BITMAP_TILE + bit);
     });
+
+    const int64 start = tile * BITMAP_TILE;
+    const int64 first_cut = lower_bound(cuts, cut_count, start);
+    const int64 last_cut = is_last ? cut_count : lower_bound(cuts, cut_count, start + BITMAP_TILE);
+    if (first_cut == last_cut) return;
+    __syncthreads();  // the tile's entries are there
+    for (int64 cut = first_cut + threadIdx.x; cut < last_cut; cut += THREADS)
+        offsets[cut] = cuts[cut] / WORD_BITS < words ? bits_below(directory, cuts[cut]) : before + total;
 }
 
 // targets[i] = the output row; for a row that is not the first of its position (0 before), its complement.
@@ -80,10 +102,7 @@ template <typename Position>
 __global__ void find_targets(const Entry* directory, const Position* positions, int64 count, int32* targets) {
     const int64 i = global_thread();
     if (i >= count) return;
-    const int64 position = positions[i];
-    const Entry entry = directory[position / WORD_BITS];
-    const uint32 bits_before = entry.lane[0] & ((1u << (position % WORD_BITS)) - 1);
-    const int32 target = int32(entry.lane[1]) + __popc(bits_before);
+    const int32 target = int32(bits_below(directory, max_of(positions[i], 0)));
     targets[i] = targets[i] ? target : ~target;
 }
 

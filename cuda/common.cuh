@@ -38,6 +38,11 @@ __device__ inline void store_relaxed(Word* address, Word value) {
     __atomic_store_n(address, value, __ATOMIC_RELAXED);
 }
 
+__device__ inline uint32 add_acq_rel(uint32* address, uint32 value) {
+    host_preempt();
+    return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);
+}
+
 __device__ inline float half_to_float(uint16 bits) {
     _Float16 half;
     __builtin_memcpy(&half, &bits, sizeof half);
@@ -75,6 +80,16 @@ __device__ __forceinline__ uint64 load_relaxed(const uint64* address) {
 
 __device__ __forceinline__ void store_relaxed(uint64* address, uint64 value) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+// Orders memory: what this thread, or before a barrier its block, has written is seen by who adds next.
+__device__ __forceinline__ uint32 add_acq_rel(uint32* address, uint32 value) {
+    uint32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(address), "r"(value)
+                 : "memory");
+    return before;
 }
 
 __device__ __forceinline__ float half_to_float(uint16 bits) {
@@ -167,17 +182,14 @@ __device__ __forceinline__ int64 ceil_div(int64 a, int64 b) { return (a + b - 1)
 // The index of this thread in the grid.
 __device__ __forceinline__ int64 global_thread() { return int64(blockIdx.x) * blockDim.x + threadIdx.x; }
 
-// The first of `count` ascending values that is greater than `value`.
+// The first of `count` ascending values, fewer than 2^31, that is greater than `value`. All threads halve the same
+// number, so that a warp does not diverge.
 template <typename T>
 __device__ inline int64 upper_bound(const T* ascending, int64 count, int64 value) {
-    int64 low = 0;
-    while (count > 0) {
-        const int64 half = count >> 1;
-        const bool right = int64(ascending[low + half]) <= value;
-        low = right ? low + half + 1 : low;
-        count = right ? count - half - 1 : half;
-    }
-    return low;
+    uint32 low = 0, left = uint32(count);
+    for (; left > 1; left -= left / 2)
+        if (int64(ascending[low + left / 2 - 1]) <= value) low += left / 2;
+    return left && int64(ascending[low]) <= value ? low + 1 : low;
 }
 
 // The first of `count` ascending values that is not less than `value`.

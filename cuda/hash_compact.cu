@@ -4,12 +4,12 @@
 // slots that a few hashes of its position give, and a serial one for rows that find all of these taken.
 //
 // Pipeline:
-//   claim_rows       a slot for each position
-//   extract_keys     slots → positions, in one pass by look-back
+//   claim_rows       a slot for each position, and the number of each row among those of its slot
+//   extract_keys     slots → positions, in one pass by look-back; the host waits for their number
 //   torch.sort       → positions in order, as they are sent
-//   rank_slots       the rank of each slot's position among them
-//   clear_sums       one row of -0.0 for each position
-//   add_rows         sums the rows of each position with atomics
+//   number_groups    → where the rows of each slot begin if rows lie in order of position
+//   order_rows       the order of rows, and the segments that sort_compact has of sorted positions
+//   reduce_runs      of sort_compact: sums the rows of each position
 //
 // Differences from the paper, which leaves these to chance: A slot is claimed by compare-and-swap, not by
 // writing and reading again, so no row is overwritten. Serial slots are found by linear probing, not handed
@@ -19,14 +19,13 @@
 //
 // A slot is never emptied, so all rows of a position probe the same taken slots and reach the same one.
 //
-// Not deterministic: the positions are always the same, but slots, counters and the last bits of sums depend
-// on the order of threads. The default, sort_compact, is measured against this.
+// Not deterministic: the positions are always the same, but slots, counters and the order in which the rows of
+// a position are added depend on the order of threads. The default, sort_compact, is measured against this.
 //
-// Lower bound: values are read once and their sums written twice, as -0.0 first; the index adds 20 bytes a
-// row and 16 a slot, with 2.2 slots for each expected row. The atomics add to that: one for each value.
+// Lower bound: values are read once and their sums written once; the index adds 36 bytes a row and 44 a slot,
+// with 2.2 slots for each expected row. No atomics on values, so hot rows do not wait for each other.
 //
 // Source: Zen, OSDI 2025, §3.2 (https://www.usenix.org/conference/osdi25/presentation/wang-zhuang).
-#include "packs.cuh"
 #include "scan.cuh"
 
 constexpr int THREADS = 256;  // zenps.kernels.gpu.launcher.BLOCK
@@ -37,7 +36,8 @@ constexpr int FULL_CHECK = 8;  // serial slots that a row probes between two rea
 template <typename Key>
 constexpr Key EMPTY = ~Key(0);
 
-enum Outcome : uint32 { FIRST_TRY, REHASHED, SERIAL, OVERFLOWED };  // zenps.kernels.gpu.hash_compact.Hashed
+// In the order of zenps.kernels.gpu.hash_compact.Hashed.
+enum Outcome : uint32 { FIRST_TRY, REHASHED, SERIAL, OVERFLOWED, NO_ROW };
 
 struct Claim {
     int32 slot;
@@ -105,38 +105,52 @@ private:
     }
 };
 
-// Counts of each outcome, in a thread or in a block: 16 bits for each.
-struct Tally {
-    uint32 halves[2];
-
-    __device__ void add(Outcome outcome) { halves[outcome / 2] += outcome % 2 ? 1u << 16 : 1u; }
-};
-
-// Adds a block's tallies, fewer than 2^16 in all, to the counters. A whole block takes part.
-__device__ void add_tallies(const Tally& tally, uint64* counters) {
-    Tally block;
-    for (int half = 0; half < 2; ++half)
-        block_exclusive_sum<THREADS>(tally.halves[half], block.halves[half]);
-    if (threadIdx.x >= 4) return;
-    const uint32 number = block.halves[threadIdx.x / 2] >> threadIdx.x % 2 * 16 & 0xffffu;
-    if (number) atomicAdd(&counters[threadIdx.x], uint64(number));
+// Adds the number of each outcome among a block's threads to the counters. A whole block takes part.
+__device__ void add_outcomes(Outcome outcome, uint64* counters) {
+    SHARED_ARRAY(uint32, totals, 4);
+    if (threadIdx.x < 4) totals[threadIdx.x] = 0;
+    __syncthreads();
+    for (uint32 each = FIRST_TRY; each <= OVERFLOWED; ++each) {
+        const uint32 alike = __ballot_sync(ALL_LANES, outcome == each);
+        if (threadIdx.x % WARP == each && alike) atomicAdd(&totals[each], uint32(__popc(alike)));
+    }
+    __syncthreads();
+    if (threadIdx.x < 4 && totals[threadIdx.x]) atomicAdd(&counters[threadIdx.x], uint64(totals[threadIdx.x]));
 }
 
-// row_slots[i] = the slot of positions[i], or NO_SLOT; counters[outcome] += the number of rows with it. One
-// thread for each row.
+// Adds one to slot_rows[slot] for each thread with a slot, and returns the value before. A whole warp takes
+// part: of the threads with one slot, one adds for all, because atomics to one word run one at a time.
+__device__ __forceinline__ uint32 count_in_slot(uint32* slot_rows, int32 slot) {
+    const uint32 lane = threadIdx.x % WARP, alike = __match_any_sync(ALL_LANES, slot);
+    const uint32 first = uint32(__ffs(int(alike))) - 1;
+    uint32 before = 0;
+    if (lane == first && slot != NO_SLOT) before = atomicAdd(&slot_rows[slot], uint32(__popc(alike)));
+    return __shfl_sync(ALL_LANES, before, first) + __popc(alike & ((1u << lane) - 1));
+}
+
+// row_slots[i] = the slot of positions[i], or NO_SLOT, and slot_rows[slot] the number of rows with it, of which
+// row i is number numbers[i]; counters[outcome] += the number of rows with it. A negative position sets
+// *outside, and counts as 0. One thread for each row.
 template <typename Key>
 __global__ void claim_rows(const Key* positions, int64 rows, Key* slots, const int64* cuts,
                            const int64* bounds, int64 servers, int64 hashes, uint32* serial_taken,
-                           int32* row_slots, uint64* counters) {
+                           int32* row_slots, uint32* slot_rows, uint32* numbers, uint64* counters,
+                           uint64* outside) {
     const Table<Key> table{slots, cuts, bounds, servers, hashes, serial_taken};
     const int64 row = global_thread();
-    Tally tally = {};
+    Claim claim = {NO_SLOT, NO_ROW};
     if (row < rows) {
-        const Claim claim = table.claim(positions[row]);
+        Key position = positions[row];
+        if (position == EMPTY<Key>) {
+            atomicExch(outside, 1ull);
+            position = 0;
+        }
+        claim = table.claim(position);
         row_slots[row] = claim.slot;
-        tally.add(claim.outcome);
     }
-    add_tallies(tally, counters);
+    const uint32 number = count_in_slot(slot_rows, claim.slot);
+    if (row < rows) numbers[row] = number;
+    add_outcomes(claim.outcome, counters);
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -145,11 +159,10 @@ __global__ void claim_rows(const Key* positions, int64 rows, Key* slots, const i
 constexpr int SLOT_ITEMS = 16;                            // slots of a thread, all in flight at once
 constexpr int64 SLOT_TILE = SLOT_ITEMS * int64(THREADS);  // zenps.kernels.gpu.hash_compact.SLOT_TILE
 
-// keys[i] = the key in the i-th claimed slot and key_slots[i] = the slot's number, for i below `capacity`;
-// *count = the number of claimed slots. `key_slots` may be null. A whole block takes part; each warp goes
-// over WARP * SLOT_ITEMS slots in order.
+// keys[i] = the key in the i-th claimed slot and key_slots[i] = the slot's number; *count = the number of
+// claimed slots. A whole block takes part; each warp goes over WARP * SLOT_ITEMS slots in order.
 template <typename Key>
-__global__ void extract_keys(ScanState* state, const Key* slots, int64 slot_count, int64 capacity, Key* keys,
+__global__ void extract_keys(ScanState* state, const Key* slots, int64 slot_count, Key* keys,
                              int32* key_slots, int64* count) {
     const int64 tile = take_tile(state);
     const uint32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -178,61 +191,38 @@ __global__ void extract_keys(ScanState* state, const Key* slots, int64 slot_coun
     for (int item = 0; item < SLOT_ITEMS; ++item) {
         const int64 i = next + __popc(claimed[item] & ((1u << lane) - 1));
         next += __popc(claimed[item]);
-        if (held[item] == EMPTY<Key> || i >= capacity) continue;
+        if (held[item] == EMPTY<Key>) continue;
         keys[i] = held[item];
-        if (key_slots) key_slots[i] = int32(first + item * WARP);
+        key_slots[i] = int32(first + item * WARP);
     }
 }
 
-// slot_ranks[slot] = the rank of the slot's position: `order` has the keys' indices before they were sorted.
-// One thread for each key.
-__global__ void rank_slots(const int64* order, const int32* key_slots, const int64* count, int64 capacity,
-                           int32* slot_ranks) {
-    const int64 rank = global_thread();
-    if (rank < min_of(*count, capacity)) slot_ranks[key_slots[order[rank]]] = int32(rank);
+// The rows of a slot in order of position: where they begin, and the rank of the position.
+using Group = Pack<uint32, 2>;
+
+// groups[slot] = the group of each claimed slot, for `count` positions that `order` sorts: it has the keys'
+// indices before. offsets[c] = the number of positions below cuts[c]. One thread for each key and each cut.
+template <typename Key>
+__global__ void number_groups(ScanState* state, const Key* positions, const int64* order,
+                              const int32* key_slots, const uint32* slot_rows, int64 count, Group* groups,
+                              const int64* cuts, int64 cut_count, int64* offsets) {
+    const int64 tile = take_tile(state), rank = tile * THREADS + threadIdx.x;
+    const int32 slot = rank < count ? key_slots[order[rank]] : NO_SLOT;
+    uint32 total;
+    const uint32 before = block_exclusive_sum<THREADS>(slot != NO_SLOT ? slot_rows[slot] : 0, total);
+    const uint32 begin = uint32(tiles_before(state, tile, total)) + before;
+    if (slot != NO_SLOT) groups[slot] = {begin, uint32(rank)};
+    if (rank < cut_count) offsets[rank] = lower_bound(positions, count, cuts[rank]);
 }
 
-constexpr int SUM_ITEMS = 4;                            // packs of a thread, all in flight at once
-constexpr int64 SUM_TILE = SUM_ITEMS * int64(THREADS);  // zenps.kernels.gpu.hash_compact.SUM_TILE
-
-// The first min(*count, capacity) rows of sums become neutral(). Each thread goes over packs of 16 bytes.
-__global__ void clear_sums(const int64* count, int64 capacity, int64 columns, float* sums) {
-    const int64 elements = min_of(*count, capacity) * columns, threads = int64(gridDim.x) * THREADS;
-    constexpr float ZERO = -0.0f;
-    for (int64 pack = global_thread(); pack < elements / 4; pack += threads)
-        pack_at<float, 4>(sums, pack) = {ZERO, ZERO, ZERO, ZERO};
-    const int64 rest = elements / 4 * 4 + global_thread();
-    if (rest < elements) sums[rest] = ZERO;
-}
-
-// Adds each row to the sums of its position, which are neutral() at first; does nothing if the positions
-// exceed `capacity`.
-template <typename T, int LANES>
-__global__ void add_rows(const T* values, const int32* row_slots, const int32* slot_ranks, int64 rows,
-                         int64 columns, const int64* count, int64 capacity, float* sums) {
-    if (*count > capacity) return;
-    const int64 first = int64(blockIdx.x) * SUM_TILE + threadIdx.x, packs = columns / LANES;
-    int64 place[SUM_ITEMS];  // in `sums`, in packs
-    Pack<T, LANES> pack[SUM_ITEMS];
-    #pragma unroll
-    for (int item = 0; item < SUM_ITEMS; ++item) {
-        const int64 index = first + item * THREADS;
-        const Cell cell = cell_of(index, packs);
-        place[item] = -1;
-        if (cell.row >= rows) continue;
-        pack[item] = pack_at<T, LANES>(values, index);
-        const int32 slot = row_slots[cell.row];
-        if (slot != NO_SLOT) place[item] = slot_ranks[slot] * packs + cell.pack;
-    }
-    #pragma unroll
-    for (int item = 0; item < SUM_ITEMS; ++item)
-        if (place[item] >= 0) atomic_add(sums + place[item] * LANES, widen(pack[item]));
-}
-
-// values = the first min(*count, capacity) rows of sums, rounded.
-template <typename T, int LANES>
-__global__ void round_rows(const float* sums, const int64* count, int64 capacity, int64 columns, T* values) {
-    const int64 pack = global_thread();
-    if (pack >= min_of(*count, capacity) * (columns / LANES)) return;
-    pack_at<T, LANES>(values, pack) = narrow<T, LANES>(pack_at<float, LANES>(sums, pack));
+// order[i] = the i-th row in order of position, and segments[i] the rank of its position. Every row has a slot.
+// One thread for each row.
+__global__ void order_rows(const int32* row_slots, const uint32* numbers, const Group* groups, int64 rows,
+                           int64* order, int32* segments) {
+    const int64 row = global_thread();
+    if (row >= rows) return;
+    const Group group = groups[row_slots[row]];
+    const int64 place = int64(group.lane[0]) + numbers[row];
+    order[place] = row;
+    segments[place] = int32(group.lane[1]);
 }

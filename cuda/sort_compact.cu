@@ -4,7 +4,7 @@
 //   find_segments   heads of runs of equal positions, numbered in one pass by look-back
 //   reduce_runs     sums the runs in chunks of CHUNK sorted rows; a run that crosses a chunk's edge leaves
 //                   partial sums, at most two for each chunk
-//   reduce_runs     again over the partial sums, until one chunk holds them all
+//   reduce_runs     again over the partial sums, until few are left, which the last block adds up
 //
 // The sum of a row that occurs 10^5 times is a tree of depth 4, not a queue: the time depends on the number
 // of rows alone. Deterministic: the positions alone fix the order of addition (described in
@@ -29,11 +29,13 @@ constexpr int BATCH = 8;     // rows that it loads at once
 constexpr int32 NONE = -1;   // the segment of a slot that holds no partial sum
 
 // segments[i] = the number of different positions before the i-th sorted one, unique[segments[i]] = that
-// position, *unique_count = the number of different positions. A whole block takes part; each warp goes over
+// position, *unique_count = the number of different positions, offsets[c] = the number of those below cuts[c],
+// which ascend; *outside = 1 if a position is negative. A whole block takes part; each warp goes over
 // WARP * ITEMS positions in order, so that all loads and stores are coalesced.
 template <typename Position>
 __global__ void find_segments(ScanState* state, const Position* sorted, int64 count, Position* unique,
-                              int32* segments, int64* unique_count) {
+                              int32* segments, int64* unique_count, const int64* cuts, int64 cut_count,
+                              int64* offsets, int64* outside) {
     const int64 tile = take_tile(state);
     const uint32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int64 first = tile * SEGMENT_TILE + warp * (WARP * ITEMS) + lane;
@@ -60,7 +62,19 @@ __global__ void find_segments(ScanState* state, const Position* sorted, int64 co
         if (heads[item] >> lane & 1u) unique[segment] = position[item];
         next += __popc(heads[item]);
     }
-    if (threadIdx.x == 0 && (tile + 1) * SEGMENT_TILE >= count) *unique_count = before + tile_heads;
+    const int64 begin = tile * SEGMENT_TILE, end = min_of(begin + SEGMENT_TILE, count);
+    if (threadIdx.x == 0 && begin == 0) *outside = sorted[0] < 0;
+    if (threadIdx.x == 0 && end == count) *unique_count = before + tile_heads;
+
+    // The cuts that lie behind the tile before and not behind this one, or behind all.
+    const int64 first_cut = begin ? upper_bound(cuts, cut_count, sorted[begin - 1]) : 0;
+    const int64 last_cut = end < count ? upper_bound(cuts, cut_count, sorted[end - 1]) : cut_count;
+    if (first_cut == last_cut) return;
+    __syncthreads();  // the tile's segments are there
+    for (int64 cut = first_cut + threadIdx.x; cut < last_cut; cut += THREADS) {
+        const int64 i = begin + lower_bound(sorted + begin, end - begin, cuts[cut]);
+        offsets[cut] = i < end ? segments[i] : before + tile_heads;
+    }
 }
 
 struct Batch {
@@ -91,13 +105,11 @@ __device__ __forceinline__ Batch read_batch(const int64* order, const int32* seg
 //
 // Each thread works alone, on LANES columns of one chunk.
 template <typename Row, typename T, int LANES>
-__global__ void reduce_runs(const Row* rows, const int64* order, const int32* segments, int64 count,
-                            int64 columns, T* sums, typename Number<T>::Sum* carries, int32* carry_segments) {
+__device__ __forceinline__ void reduce_chunk(Cell cell, const Row* rows, const int64* order,
+                                             const int32* segments, int64 count, int64 packs, T* sums,
+                                             typename Number<T>::Sum* carries, int32* carry_segments) {
     using Sum = typename Number<T>::Sum;
-    const int64 packs = columns / LANES;
-    const Cell cell = cell_of(global_thread(), packs);
     const int64 chunk = cell.row, begin = chunk * CHUNK, end = min_of(begin + CHUNK, count);
-    if (begin >= end) return;
 
     const int32 segment_before = begin > 0 ? segments[begin - 1] : NONE;
     const int32 segment_after = end < count ? segments[end] : NONE;
@@ -150,5 +162,40 @@ __global__ void reduce_runs(const Row* rows, const int64* order, const int32* se
     if (cell.pack == 0) {
         carry_segments[2 * chunk] = leading;
         carry_segments[2 * chunk + 1] = trailing;
+    }
+}
+
+// reduce_chunk() of all chunks. With `finished`, a zero at first, the block that ends last goes on over the
+// partial sums, whose own partial sums lie behind them, until one chunk is left. Without, the host launches
+// this kernel for them.
+template <typename Row, typename T, int LANES>
+__global__ void reduce_runs(const Row* rows, const int64* order, const int32* segments, int64 count,
+                            int64 columns, T* sums, typename Number<T>::Sum* carries, int32* carry_segments,
+                            uint32* finished) {
+    const int64 packs = columns / LANES;
+    int64 chunks = ceil_div(count, CHUNK), pack = global_thread();
+    if constexpr (sizeof(Row) < sizeof(*carries)) {
+        if (pack < chunks * packs)
+            reduce_chunk<Row, T, LANES>(cell_of(pack, packs), rows, order, segments, count, packs, sums, carries,
+                                        carry_segments);
+    } else {
+        SHARED_ARRAY(uint32, before, 1);  // blocks that have ended
+        int64 threads = int64(gridDim.x) * blockDim.x;
+        for (bool is_alone = false;; is_alone = true) {
+            for (; pack < chunks * packs; pack += threads)
+                reduce_chunk<Row, T, LANES>(cell_of(pack, packs), rows, order, segments, count, packs, sums,
+                                            carries, carry_segments);
+            if (!finished || chunks == 1) return;
+            __syncthreads();
+            if (!is_alone) {
+                if (threadIdx.x == 0) *before = add_acq_rel(finished, 1);
+                __syncthreads();
+                if (*before != gridDim.x - 1) return;
+            }
+            rows = carries, order = nullptr, segments = carry_segments;
+            count = 2 * chunks, chunks = ceil_div(count, CHUNK);
+            carries += count * columns, carry_segments += count;
+            pack = threadIdx.x, threads = blockDim.x;
+        }
     }
 }

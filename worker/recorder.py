@@ -73,7 +73,7 @@ def _as_push(tensor: Tensor, name: str, step: int) -> Push:
         pushed = int(tensor.count_nonzero())
         return Push(tensor=name, step=step, shape=shape, sparse_dims=0, item_bytes=item_bytes, pushed=pushed)
     dims = tensor.sparse_dim()
-    numbers, _ = row_numbers(tensor._indices(), shape[:dims])
+    numbers = row_numbers(tensor._indices(), shape[:dims])
     rows = torch.unique(numbers).cpu().numpy()
     halvings, kept = keep(rows)
     return Push(

@@ -14,7 +14,6 @@ from benchmarks.model_cases import CASES
 from benchmarks.ptx import parse
 from benchmarks.sass import CountingLauncher, code_of, disassembler, issued
 from tests.cuda.host.launcher import HostLauncher
-from zenps.kernels.gpu.hash_compact import Hashed
 from zenps.kernels.gpu.rows import DeviceRows
 
 ARCHIVED = json.loads(RESULTS.read_text(encoding="utf-8"))
@@ -63,8 +62,6 @@ def tensors_of(result: Any) -> list[Tensor]:
         return [result]
     if isinstance(result, slice):
         return []
-    if isinstance(result, Hashed):  # its counters depend on the order of threads
-        result = result.rows
     if isinstance(result, DeviceRows):
         count = int(result.count)
         return [result.positions[:count], result.values[:count], result.count]

@@ -41,6 +41,9 @@ BARRIER: Final = "__syncthreads();"
 BARRIER_TESTS: Final = {
     "bitmap.cuh": "bitmap_compact: every_position_of_a_tile",
     "bitmap_codec.cu": "bitmap_codec: codecs_bytes and 1025",
+    "bitmap_compact.cu": "bitmap_compact: offsets_of_cuts",
+    "hash_compact.cu": "hash_compact: test_sizes and 1025",
+    "sort_compact.cu": "sort_compact: offsets_of_cuts and 1025 or last_block",
     "scan.cuh": "scan: test",
     "scan_compact.cu": "scan_compact: test_sizes and 1025 or several_tiles and 20002 and float32",
 }
@@ -94,12 +97,20 @@ PLANTS: Final = (
         "bitmap_compact: test_sums and 1025 and float32",
     ),
     Plant(
-        "sums that are not cleared to their end",
+        "rows of a slot counted without an atomic",
         "hash_compact.cu",
-        "if (rest < elements) sums[rest] = ZERO;",
-        "",
-        COMPARED,
-        "hash_compact: types_and_widths and 3",
+        "before = atomicAdd(&slot_rows[slot], uint32(__popc(alike)));",
+        "{\n        before = slot_rows[slot];\n        slot_rows[slot] += __popc(alike);\n    }",
+        RACES,
+        "hash_compact: test_sizes and 1025",
+    ),
+    Plant(
+        "partial sums that are not published",
+        "sort_compact.cu",
+        "add_acq_rel(finished, 1)",
+        "atomicAdd(finished, 1u)",
+        RACES,
+        "sort_compact: last_block and 31",
     ),
     Plant(
         "a tile's bits set without an atomic",
@@ -191,12 +202,28 @@ PLANTS: Final = (
         "scan_compact: last_granule_may_end",
     ),
     Plant(
-        "rows beyond the capacity",
+        "one key too many is numbered",
         "hash_compact.cu",
-        "held[item] == EMPTY<Key> || i >= capacity",
-        "held[item] == EMPTY<Key>",
+        "rank < count ? key_slots[order[rank]]",
+        "rank <= count ? key_slots[order[rank]]",
         BOUNDS,
-        "hash_compact: more_positions_than_capacity",
+        "hash_compact: test_sizes and 33",
+    ),
+    Plant(
+        "words that are not cleared",
+        "place.cu",
+        "if (i < words) cleared[i] = 0;",
+        "",
+        COMPARED,
+        "place: of_the_layout",
+    ),
+    Plant(
+        "a cut counted with the tile before",
+        "sort_compact.cu",
+        "begin ? upper_bound(cuts, cut_count, sorted[begin - 1]) : 0",
+        "begin ? lower_bound(cuts, cut_count, sorted[begin - 1]) : 0",
+        COMPARED,
+        "sort_compact: offsets_of_cuts and 5000",
     ),
     # Wrong results
     Plant(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,12 +15,8 @@ from tests.cuda.host.build import Sanitizer
 from tests.cuda.host.launcher import SANITIZER, SIZES, HostLauncher
 from tests.cuda.test_scan_compact import BITS, DTYPES, every_dtype
 from zenps.errors import ConfigError, TensorError
-from zenps.kernels.gpu.hash_compact import (
-    Hashed,
-    HashMemory,
-    hash_compact,
-    hash_compact_until_fits,
-)
+from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact, hash_positions, sum_hashed
+from zenps.kernels.gpu.launcher import Argument
 from zenps.kernels.gpu.rows import DeviceRows
 
 CPU = torch.device("cpu")
@@ -44,19 +40,45 @@ def even_bounds(size: int, servers: int) -> list[int]:
     return [size * server // servers for server in range(servers + 1)]
 
 
-def hashing(
-    launcher: HostLauncher, positions: Tensor, values: Tensor, bounds: Sequence[int]
-) -> partial[Hashed]:
-    """All but capacity and memory."""
-    return partial(hash_compact, launcher, positions, values, bounds)
+class Compacted(NamedTuple):
+    """Compacted rows, and by outcome how many of the given rows took a slot without an overflow."""
+
+    rows: DeviceRows
+    counters: Tensor
 
 
-def assert_rows(hashed: Hashed, positions: Tensor, values: Tensor) -> None:
+Compact = Callable[[int, HashMemory], Compacted]
+
+
+def hashing(launcher: HostLauncher, positions: Tensor, values: Tensor, bounds: Sequence[int]) -> Compact:
+    """All but the expected rows and memory."""
+
+    def compact(expected: int, memory: HashMemory) -> Compacted:
+        hashed = hash_positions(launcher, positions, bounds, expected, memory)
+        outside, count, *outcomes = hashed.told.tolist()
+        assert not outside
+        assert not outcomes[3]
+        return Compacted(sum_hashed(launcher, hashed, values, count)[0], hashed.told[2:])
+
+    return compact
+
+
+def assert_rows(compacted: Compacted, positions: Tensor, values: Tensor) -> None:
     """Complete, and the same bits; the counters account for each row."""
-    unique, sums = reference(positions, values)
-    assert_same(hashed.rows, unique, sums)
-    assert int(hashed.counters[3]) == 0
-    assert int(hashed.counters.sum()) == len(positions)
+    assert_same(compacted.rows, *reference(positions, values))
+    assert int(compacted.counters.sum()) == len(positions)
+
+
+def assert_fits(
+    launcher: HostLauncher,
+    positions: Tensor,
+    values: Tensor,
+    bounds: Sequence[int],
+    memory: HashMemory = DEFAULT,
+) -> None:
+    """However small the memory is at first, the rows are complete."""
+    expected = reference(positions, values)
+    assert_same(hash_compact(launcher, positions, values, bounds, len(positions), memory), *expected)
 
 
 def assert_same(got: DeviceRows, unique: Tensor, sums: Tensor) -> None:
@@ -83,10 +105,7 @@ def test_sizes(launcher: HostLauncher, count: int, kind: str) -> None:
         "strided": torch.randperm(count, generator=generator) * 8192,
     }[kind].int()
     values = values_of(positions, 2, torch.float32)
-    hashed = hash_compact_until_fits(
-        hashing(launcher, positions, values, even_bounds(size, 3)), count, DEFAULT
-    )
-    assert_rows(hashed, positions, values)
+    assert_fits(launcher, positions, values, even_bounds(size, 3))
 
 
 @every_dtype
@@ -126,8 +145,7 @@ def test_any_rows(
     positions = positions.int() if size <= 1 << 31 else positions
     inner = torch.randint(0, size, (servers - 1,), generator=generator).sort().values.tolist()
     values = values_of(positions, 2, dtype)
-    compact = hashing(HostLauncher(seed), positions, values, [0, *inner, size])
-    assert_rows(hash_compact_until_fits(compact, count, memory), positions, values)
+    assert_fits(HostLauncher(seed), positions, values, [0, *inner, size], memory)
 
 
 def test_first_and_last_position(launcher: HostLauncher) -> None:
@@ -143,9 +161,9 @@ def test_all_rows_at_one_of_several_servers(launcher: HostLauncher, server: int)
     size = 700_000
     positions = (torch.arange(1000) * 97 + 100_000 * server).int()
     values = values_of(positions, 1, torch.float32)
-    compact = hashing(launcher, positions, values, even_bounds(size, 7))
-    assert int(compact(1000, DEFAULT).counters[3]) > 0
-    assert_rows(hash_compact_until_fits(compact, 1000, DEFAULT), positions, values)
+    bounds = even_bounds(size, 7)
+    assert int(hash_positions(launcher, positions, bounds, 1000, DEFAULT).told[-1]) > 0
+    assert_fits(launcher, positions, values, bounds)
 
 
 def test_servers_without_positions(launcher: HostLauncher) -> None:
@@ -194,20 +212,16 @@ def test_special_values(launcher: HostLauncher) -> None:
 
 def test_an_overflow_is_counted_and_more_memory_ends_it(launcher: HostLauncher) -> None:
     positions = torch.randperm(5000)[:1025].int()
-    values = values_of(positions, 1, torch.float32)
-    compact = hashing(launcher, positions, values, [0, 5000])
-    hashed = compact(1025, TINY)
-    stored, overflowed = int(hashed.rows.count), int(hashed.counters[3])
-    assert stored + overflowed == 1025  # all are distinct
-    assert stored == int(hashed.counters[:3].sum())
-    # What did find room is right.
-    assert_same(hashed.rows, *reference(*kept(positions, values, hashed.rows.positions[:stored])))
-    assert_rows(hash_compact_until_fits(compact, 1025, TINY), positions, values)
-
-
-def kept(positions: Tensor, values: Tensor, some: Tensor) -> tuple[Tensor, Tensor]:
-    is_kept = torch.isin(positions, some)
-    return positions[is_kept], values[is_kept]
+    values, bounds = values_of(positions, 1, torch.float32), [0, 5000]
+    hashed = hash_positions(launcher, positions, bounds, 1025, TINY)
+    _, stored, *outcomes = hashed.told.tolist()
+    assert stored + outcomes[3] == 1025  # all are distinct
+    assert stored == sum(outcomes[:3])
+    # Those that found room, each in a slot of its own.
+    slots = hashed.row_slots[hashed.row_slots >= 0]
+    assert (len(slots), len(slots.unique())) == (stored, stored)
+    assert torch.equal(hashed.keys[:stored].sort()[0], positions[hashed.row_slots >= 0].sort()[0])
+    assert_fits(launcher, positions, values, bounds, TINY)
 
 
 def test_memory_grows_at_most_to_a_slot_for_each_position(launcher: HostLauncher) -> None:
@@ -215,36 +229,25 @@ def test_memory_grows_at_most_to_a_slot_for_each_position(launcher: HostLauncher
     positions = torch.arange(300, dtype=torch.int32)
     values = values_of(positions, 1, torch.float32)
     memory = HashMemory(hashes=1, parallel_factor=1e-3, serial_factor=1e-3)
-    hashed = hash_compact_until_fits(hashing(launcher, positions, values, [0, 300]), 1, memory)
-    assert_rows(hashed, positions, values)
+    expected = reference(positions, values)
+    assert_same(hash_compact(launcher, positions, values, [0, 300], 1, memory), *expected)
 
 
-def test_more_positions_than_capacity_are_counted(launcher: HostLauncher) -> None:
-    positions = torch.arange(97, dtype=torch.int32)
-    values = values_of(positions, 3, torch.float32)
-    compact = hashing(launcher, positions, values, [0, 97])
-    assert int(compact(60, DEFAULT).rows.count) == 97
-    assert_rows(hash_compact_until_fits(compact, 60, DEFAULT), positions, values)
+@pytest.mark.parametrize("position", [torch.int32, torch.int64], ids=str)
+def test_a_negative_position_is_reported(launcher: HostLauncher, position: torch.dtype) -> None:
+    positions = torch.tensor([3, -1, 5], dtype=position)
+    assert hash_positions(launcher, positions, [0, 10], 3, DEFAULT).told[:2].tolist() == [1, 3]
 
 
-def test_nothing_beyond_the_capacity_is_written(launcher: HostLauncher) -> None:
-    slots = torch.arange(5000, dtype=torch.int32)
-    keys, key_slots = (launcher.guarded(torch.empty(700, dtype=torch.int32)) for _ in range(2))
-    count = launcher.guarded(torch.empty(1, dtype=torch.int64))
-    state = launcher.guarded(torch.zeros(3, dtype=torch.int64))
-    launcher.launch(
-        "hash_compact", "extract_keys<uint32>", 2, 256, (state, slots, 5000, 700, keys, key_slots, count)
-    )
-    assert int(count) == 5000
-    assert torch.equal(keys, slots[:700])
-    assert torch.equal(key_slots, slots[:700])
-    sums = launcher.guarded(torch.full((700, 2), 5.0))
-    launcher.launch("hash_compact", "clear_sums", 2, 256, (count, 700, 2, sums))
-    assert bool((sums == 0).all())
-    values, ranks = torch.ones(5000, 2), torch.arange(5000, dtype=torch.int32)
-    args = (values, slots, ranks, 5000, 2, count, 700, sums)
-    launcher.launch("hash_compact", "add_rows<float, 2>", 5, 256, args)
-    assert bool((sums == 0).all())
+@pytest.mark.parametrize("count", [0, 3, 1025])
+def test_offsets_of_cuts(launcher: HostLauncher, count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    positions = torch.randint(0, 5000, (count,), generator=generator).int()
+    cuts = torch.tensor([0, 0, 1, 2500, 4999, 5000])
+    hashed = hash_positions(launcher, positions, [0, 5000], count, DEFAULT)
+    rows, offsets = sum_hashed(launcher, hashed, torch.ones(count, 1), int(hashed.told[1]), cuts)
+    assert torch.equal(offsets, torch.searchsorted(positions.unique(), cuts))
+    assert int(rows.values.sum()) == count
 
 
 @pytest.mark.skipif(SANITIZER is not Sanitizer.NONE, reason="about the distribution of many rows")
@@ -270,19 +273,12 @@ def test_memories_fill_as_in_the_paper(servers: int, stride: int, position: torc
 class Recorder(HostLauncher):
     """Keeps what claim_rows was given."""
 
-    claimed: Sequence[Tensor | int]
+    claimed: Sequence[Argument]
 
-    def launch(
-        self, source: str, expression: str, grid: int, block: int, args: Sequence[Tensor | int]
-    ) -> None:
+    def launch(self, source: str, expression: str, grid: int, block: int, args: Sequence[Argument]) -> None:
         super().launch(source, expression, grid, block, args)
         if expression.startswith("claim_rows"):
             self.claimed = args
-
-    @property
-    def slots(self) -> Tensor:
-        assert isinstance(self.claimed[2], Tensor)
-        return self.claimed[2]
 
     @property
     def serial_taken(self) -> Tensor:
@@ -291,18 +287,16 @@ class Recorder(HostLauncher):
 
 
 def test_the_memory_is_for_the_rows_and_not_for_the_tensor() -> None:
-    launcher, positions = Recorder(), torch.arange(1000, dtype=torch.int32)
-    compact = hashing(launcher, positions, values_of(positions, 1, torch.float32), even_bounds(1 << 30, 4))
-    compact(1000, DEFAULT)
-    assert len(launcher.slots) == 2000 + 200 + 2 * 4 * 32
-    compact(1000, DEFAULT.doubled())
-    assert len(launcher.slots) == 2 * (2000 + 200) + 2 * 4 * 32
+    positions, bounds = torch.arange(1000, dtype=torch.int32), even_bounds(1 << 30, 4)
+    for factor, memory in ((1, DEFAULT), (2, DEFAULT.doubled())):
+        hashed = hash_positions(HostLauncher(), positions, bounds, 1000, memory)
+        assert len(hashed.slot_rows) == factor * (2000 + 200) + 2 * 4 * 32
 
 
 def test_serial_slots_are_counted_so_that_no_row_probes_all_in_vain() -> None:
     launcher, positions = Recorder(), torch.arange(1025, dtype=torch.int32)
     compact = hashing(launcher, positions, torch.ones(1025, 1), [0, 500, 2000])
-    compact(1025, TINY)
+    hash_positions(launcher, positions, [0, 500, 2000], 1025, TINY)
     assert launcher.serial_taken.tolist() == [32 + 2 * 500 // 2000, 32 + 2 - 2 * 500 // 2000]
     hashed = compact(1025, HashMemory(hashes=1, parallel_factor=0.01, serial_factor=300.0))
     assert launcher.serial_taken.sum() == hashed.counters[2]
@@ -328,10 +322,10 @@ def test_memory_out_of_range_is_refused(arguments: dict[str, float], message: st
         HashMemory(**arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.uint8])
-def test_dtypes_without_atomics_are_refused(launcher: HostLauncher, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.uint8])
+def test_dtypes_that_no_kernel_sums_are_refused(launcher: HostLauncher, dtype: torch.dtype) -> None:
     values = torch.ones((3, 1), dtype=dtype)
-    with pytest.raises(TensorError, match=r"which atomics can add; use sort_compact"):
+    with pytest.raises(TensorError, match=r"values of dtype .*: expected one of float16"):
         hashing(launcher, torch.arange(3), values, [0, 10])(3, DEFAULT)
 
 
@@ -344,7 +338,7 @@ def test_more_slots_than_32_bits_number_are_refused(launcher: HostLauncher) -> N
 
 def test_arguments_that_a_kernel_would_misread_are_refused(launcher: HostLauncher) -> None:
     positions, values = torch.arange(3), torch.ones(3, 1)
-    with pytest.raises(TensorError, match="2 rows of values: expected 3"):
+    with pytest.raises(TensorError, match="3 positions on cpu with 2 rows"):
         hashing(launcher, positions, values[:2], [0, 10])(3, DEFAULT)
     with pytest.raises(TensorError, match="values of shape"):
         hashing(launcher, positions, values[:, 0], [0, 10])(3, DEFAULT)

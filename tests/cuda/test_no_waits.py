@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.cuda.host.launcher import HostLauncher
 from zenps.kernels.gpu import bitmap_codec, place, scatter
 from zenps.kernels.gpu.bitmap_compact import bitmap_compact
-from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact
+from zenps.kernels.gpu.hash_compact import HashMemory, hash_positions, sum_hashed
 from zenps.kernels.gpu.place import DeviceLayout
 from zenps.kernels.gpu.scan_compact import scan_compact
 from zenps.kernels.gpu.sort_compact import sort_compact
@@ -57,15 +57,16 @@ DENSE = torch.where(torch.arange(1000) % 7 == 0, 1.0, 0.0)
 COUNT = torch.tensor([300])
 BOUNDS = torch.tensor([0, 500, 1000])
 
+HASHED = hash_positions(HostLauncher(), POSITIONS, [0, 500, 1000], 300, HashMemory())
+HASHED_COUNT = int(HASHED.told[1])
+
 WRAPPERS: dict[str, Callable[[HostLauncher], object]] = {
     "place_rows": lambda launcher: place.place_rows(launcher, LAYOUT, ROWS),
     "unplace_rows": lambda launcher: place.unplace_rows(launcher, LAYOUT, POSITIONS),
-    "find_cuts": lambda launcher: place.find_cuts(launcher, POSITIONS.sort()[0], COUNT, BOUNDS),
     "sort_compact": lambda launcher: sort_compact(launcher, POSITIONS, VALUES),
     "bitmap_compact": lambda launcher: bitmap_compact(launcher, POSITIONS, VALUES, 1000),
-    "hash_compact": lambda launcher: hash_compact(
-        launcher, POSITIONS, VALUES, [0, 500, 1000], 300, HashMemory()
-    ),
+    "hash_positions": lambda launcher: hash_positions(launcher, POSITIONS, [0, 500, 1000], 300, HashMemory()),
+    "sum_hashed": lambda launcher: sum_hashed(launcher, HASHED, VALUES, HASHED_COUNT, BOUNDS),
     "scan_compact": lambda launcher: scan_compact(launcher, ELEMENTS, DENSE, 300),
     "encode_bitmaps": lambda launcher: bitmap_codec.encode_bitmaps(
         launcher, torch.arange(300, dtype=torch.int32), [bitmap_codec.BitmapChunk(0, 300, 0, 1000)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.cuda.host.launcher import SIZES, HostLauncher, KernelError
 from zenps.errors import ConfigError, TensorError
-from zenps.kernels.gpu.place import find_cuts, place_rows, unplace_rows
+from zenps.kernels.gpu.place import place_rows, unplace_rows
 from zenps.partition.device_layout import device_layout_on
 from zenps.partition.keyspace import Identity
 from zenps.partition.layout import Layout
@@ -64,21 +63,21 @@ def test_rows_and_positions_are_those_of_the_layout(
     given_rows = torch.randint(0, limit, (count,), generator=generator)
     if count:
         given_rows[0], given_rows[-1] = 0, limit - 1
-    positions, outside = place_rows(LAUNCHER, device_layout, given_rows.to(dtype))
+    cleared = torch.ones(5, dtype=torch.int64)
+    positions = place_rows(LAUNCHER, device_layout, given_rows.to(dtype), cleared)
     assert positions.dtype == (torch.int32 if layout.size <= 2**31 else torch.int64)
     assert torch.equal(positions.long(), layout.positions(given_rows))
     back, no_row = unplace_rows(LAUNCHER, device_layout, positions)
     assert torch.equal(back, given_rows)
-    assert not int(outside)
+    assert not cleared.any()
     assert not int(no_row)
 
 
 @pytest.mark.parametrize("row", [-1, 50, 2**40, -(2**63)])
 def test_a_row_outside_the_tensor_is_reported(row: int) -> None:
     device_layout = device_layout_on(layout_of("balanced", 50, 1, [0, 1]), CPU)
-    positions, outside = place_rows(LAUNCHER, device_layout, torch.tensor([0, row, 49]))
-    assert int(outside) == 1
-    assert int(positions[1]) == 0
+    positions = place_rows(LAUNCHER, device_layout, torch.tensor([0, row, 49]))
+    assert (positions == -1).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("position", [-1, 64, 2**40, 33])
@@ -93,18 +92,6 @@ def test_a_position_of_no_row_is_reported(position: int) -> None:
 def test_a_permutation_that_no_kernel_knows_needs_its_tables() -> None:
     with pytest.raises(ConfigError, match=r"sync.table_bytes = 0: expected at least 8000 for Reversed"):
         device_layout_on(layout_of("reversed", 1000, 1, [0]), CPU)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("count", [0, 1, 700, 1000])
-def test_cuts(dtype: torch.dtype, count: int) -> None:
-    """Positions beyond the count are ignored."""
-    generator = torch.Generator().manual_seed(count)
-    positions = torch.randint(0, 5000, (1000,), generator=generator).unique().to(dtype)
-    count = min(count, len(positions))
-    cuts = torch.tensor([0, 0, 1, 2500, 4999, 5000, 2**40])
-    offsets = find_cuts(LAUNCHER, positions, torch.tensor([count]), cuts)
-    assert offsets.tolist() == np.searchsorted(positions[:count].numpy(), cuts.numpy()).tolist()
 
 
 def test_arguments_that_a_kernel_would_misread_are_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 from itertools import groupby
 
 import numpy as np
@@ -16,8 +17,9 @@ from torch import Tensor
 from tests.cuda.host.launcher import SIZES, HostLauncher
 from zenps.errors import TensorError
 from zenps.kernels.base import ACCUMULATE
-from zenps.kernels.gpu.rows import DeviceRows
-from zenps.kernels.gpu.sort_compact import CHUNK, sort_compact
+from zenps.kernels.gpu.launcher import Argument
+from zenps.kernels.gpu.rows import DeviceRows, Header
+from zenps.kernels.gpu.sort_compact import CHUNK, sort_compact, sort_scratch_words
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64]
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -144,6 +146,50 @@ def test_passes_after_the_second_skip_empty_slots() -> None:
     unique, sums = valid(sort_compact(HostLauncher(), positions, values))
     assert torch.equal(unique, torch.arange(hot + 1))
     assert sums[:, 0].tolist() == [hot, *[1] * (hot - 1), hot]
+
+
+@pytest.mark.parametrize("columns", [5, 31])
+@pytest.mark.parametrize("resident", [1, 8])
+def test_the_last_block_adds_what_the_others_left(columns: int, resident: int) -> None:
+    """One launch for all passes, whose blocks end in any order; 31 columns take five blocks, 5 one."""
+    positions, values = positions_of("zipf", 1025), values_of(1025, columns, torch.float32)
+    launches: list[str] = []
+
+    class Counting(HostLauncher):
+        def launch(
+            self, source: str, expression: str, grid: int, block: int, args: Sequence[Argument]
+        ) -> None:
+            launches.append(expression)
+            super().launch(source, expression, grid, block, args)
+
+    got = valid(sort_compact(Counting(resident=resident), positions, values))
+    assert launches == ["find_segments<int64>", "reduce_runs<float, float, 1>"]
+    assert_same_bits(got[1], expected_rows(positions, values)[1])
+
+
+@pytest.mark.parametrize("size", [0, 1, 33, 1025, 5000])
+@pytest.mark.parametrize("kind", ["strided", "distinct"])
+@pytest.mark.parametrize("position", [torch.int32, torch.int64], ids=str)
+def test_offsets_of_cuts(launcher: HostLauncher, position: torch.dtype, kind: str, size: int) -> None:
+    """Before the first position, between, at the ends of tiles, behind the last, and several in one gap."""
+    positions = positions_of(kind, size)
+    last = int(positions.max()) if size else 0
+    at = [0, 0, 1, 2047, 2048, 4095, 4096, 4097, last // 2, last // 2 + 1, last, last + 1, last + 2]
+    cuts = torch.tensor(sorted(at))
+    header = Header.empty(launcher.guarded(cuts), sort_scratch_words(size))
+    header.words.zero_()
+    rows = sort_compact(launcher, positions.to(position), torch.ones(size, 1), header)
+    unique, _ = valid(rows)
+    # Without rows there is no launch, and the header stays as it was cleared.
+    assert torch.equal(header.offsets, torch.searchsorted(unique.long(), cuts))
+    assert header.told.tolist() == [0, *header.offsets.tolist()]
+
+
+def test_a_negative_position_is_reported(launcher: HostLauncher) -> None:
+    header = Header.empty(torch.tensor([10]), sort_scratch_words(3))
+    header.words.zero_()
+    sort_compact(launcher, torch.tensor([3, -1, 5]), torch.ones(3, 1), header)
+    assert int(header.outside) == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:4], ids=str)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,12 +24,12 @@ from zenps.kernels.gpu.bitmap_codec import (
     encode_bitmaps,
     encode_coo,
 )
-from zenps.kernels.gpu.bitmap_compact import bitmap_compact
-from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact
-from zenps.kernels.gpu.place import DeviceLayout, find_cuts, place_rows
-from zenps.kernels.gpu.rows import DeviceRows
+from zenps.kernels.gpu.bitmap_compact import bitmap_compact, bitmap_scratch_words
+from zenps.kernels.gpu.hash_compact import HashMemory, hash_positions, sum_hashed
+from zenps.kernels.gpu.place import DeviceLayout, place_rows
+from zenps.kernels.gpu.rows import DeviceRows, Header
 from zenps.kernels.gpu.scatter import merge
-from zenps.kernels.gpu.sort_compact import sort_compact
+from zenps.kernels.gpu.sort_compact import sort_compact, sort_scratch_words
 from zenps.partition.layout import Layout
 from zenps.wire.messages import Result
 from zenps.wire.tensors import cut_fragments, tensor_bytes
@@ -49,6 +49,9 @@ from .accelerator import Accelerator, Event
 from .quantizer import ValueCoder
 from .sparse import as_sparse, check_sparse, row_numbers
 from .staged import Staged
+
+Compaction = Generator[Event, None, tuple[DeviceRows, Sequence[int]]]
+"""Waits for events; then returns the rows, and how many there are up to the end of each chunk."""
 
 
 @dataclass
@@ -130,30 +133,13 @@ class StagedSparse(Staged, OneRound):
     # ── push ────────────────────────────────────────────────────────────────────────────────────
 
     def _prepare(self) -> Iterator[Event]:
-        gpu, kept = self._accelerator, self._kept
+        gpu, ranges = self._accelerator, self._ranges.values()
         gpu.follow(self._indices, self._values)
         with gpu.stream():
-            positions, values, outside = self._positions()
-            starts = self._on_device([each.start for each in self._ranges.values()])
-            stops = self._on_device([each.stop for each in self._ranges.values()])
-        while True:
-            with gpu.stream():
-                rows, counters = self._compact(positions, values, kept.memory)
-                offsets = find_cuts(gpu.launcher, rows.positions, rows.count, stops)
-                header = self._to_host(torch.cat([outside, *counters, offsets]))
-            yield gpu.mark()
-            if int(header[0]):
-                raise TensorError(
-                    f"indices outside the tensor's shape {tuple(self.encoded.shape)}; check them"
-                )
-            hashed, ends = header[1 : -len(stops)].numpy(), header[-len(stops) :].tolist()
-            if not len(hashed):
-                break
-            self._hashed_rows += hashed
-            if not hashed[3]:
-                break
-            kept.memory = kept.memory.doubled()
-
+            bounds = [each.start for each in ranges] + [each.stop for each in ranges]
+            starts, stops = torch.split(self._on_device(bounds), len(ranges))
+        compact = self._compact_by_hashing if self._settings.compaction == "hash" else self._compact
+        rows, ends = yield from compact(stops)
         runs = self._runs(ends)
         total = runs[-1].end
         with gpu.stream():
@@ -176,25 +162,54 @@ class StagedSparse(Staged, OneRound):
         chunks = [self._chunk(run, numbers, bitmaps.get(run), data) for run in runs]
         self.encoded = structs.replace(self.encoded, chunks=chunks)
 
-    def _positions(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns positions, values ``[nnz, columns]``, and ``[1]``: not 0 if an index is out of bounds."""
-        rows, outside = row_numbers(self._indices, tuple(self.encoded.shape[: self._sparse_dim]))
-        positions, _ = place_rows(self._accelerator.launcher, self._device_layout, rows, outside)
-        values = self._values.reshape(len(rows), self._columns).contiguous()
-        return positions, values, outside
+    def _compact(self, stops: Tensor) -> Compaction:
+        """Compacts by sorting or by bitmap: by as few launches as possible, and one wait."""
+        gpu, size = self._accelerator, self._device_layout.size
+        in_bitmap = self._settings.compaction == "bitmap"
+        with gpu.stream():
+            words = bitmap_scratch_words(size) if in_bitmap else sort_scratch_words(self.rows_given)
+            header = Header.empty(stops, words)
+            positions, values = self._positions(header.words)
+            if in_bitmap:
+                rows = bitmap_compact(gpu.launcher, positions, values, size, header)
+            else:
+                rows = sort_compact(gpu.launcher, positions, values, header)
+            told = self._to_host(header.told)
+        yield gpu.mark()
+        self._check_inside(told)
+        return rows, told[1:].tolist()
 
-    def _compact(
-        self, positions: Tensor, values: Tensor, memory: HashMemory
-    ) -> tuple[DeviceRows, Sequence[Tensor]]:
-        """Returns the compacted rows by position, and the counters of hash compaction if there are any."""
-        launcher, size = self._accelerator.launcher, self._device_layout.size
-        if self._settings.compaction == "hash":
-            bounds = self._layout.server_bounds
-            hashed = hash_compact(launcher, positions, values, bounds, len(positions), memory)
-            return hashed.rows, (hashed.counters,)
-        if self._settings.compaction == "bitmap":
-            return bitmap_compact(launcher, positions, values, size), ()
-        return sort_compact(launcher, positions, values), ()
+    def _compact_by_hashing(self, stops: Tensor) -> Compaction:
+        """Waits once more: for the number of rows, and whether the hash memory was large enough."""
+        gpu, kept = self._accelerator, self._kept
+        with gpu.stream():
+            positions, values = self._positions()
+        while True:
+            with gpu.stream():
+                bounds = self._layout.server_bounds
+                hashed = hash_positions(gpu.launcher, positions, bounds, len(positions), kept.memory)
+                told = self._to_host(hashed.told)
+            yield gpu.mark()
+            self._check_inside(told)
+            self._hashed_rows += told[2:].numpy()
+            if not int(told[-1]):
+                break
+            kept.memory = kept.memory.doubled()
+        with gpu.stream():
+            rows, offsets = sum_hashed(gpu.launcher, hashed, values, int(told[1]), stops)
+            ends = self._to_host(offsets)
+        yield gpu.mark()
+        return rows, ends.tolist()
+
+    def _check_inside(self, told: Tensor) -> None:
+        if int(told[0]):
+            raise TensorError(f"indices outside the tensor's shape {tuple(self.encoded.shape)}; check them")
+
+    def _positions(self, cleared: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns positions, -1 for indices out of bounds, and values ``[nnz, columns]``."""
+        rows = row_numbers(self._indices, tuple(self.encoded.shape[: self._sparse_dim]))
+        positions = place_rows(self._accelerator.launcher, self._device_layout, rows, cleared)
+        return positions, self._values.reshape(len(rows), self._columns).contiguous()
 
     def _relative_to_chunks(self, rows: DeviceRows, starts: Tensor) -> Tensor:
         """Returns each position relative to its chunk, as int32 if that is enough for all chunks."""

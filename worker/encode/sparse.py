@@ -73,7 +73,7 @@ def coalesced(tensor: Tensor, kernels: Kernels) -> Tensor:
     return as_sparse(rows, values, tensor.shape, tensor.sparse_dim())
 
 
-def row_numbers(indices: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def row_numbers(indices: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Computes row numbers of sparse indices, on the device of the indices and without waiting for it.
 
     Args:
@@ -81,17 +81,17 @@ def row_numbers(indices: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]
         dims: the sparse dimensions.
 
     Returns:
-        int64 ``[nnz]``, contiguous; and int64 ``[1]``, 1 if an index lies outside its own dimension. Of a
-        single sparse dimension, indices are not checked here; the caller checks the row numbers.
+        int64 ``[nnz]``, contiguous; -1 where an index lies outside its own dimension. Of a single sparse
+        dimension, indices are not checked here; the caller checks the row numbers.
     """
-    outside = torch.zeros(1, dtype=torch.int64, device=indices.device)
     if len(dims) == 1:
-        return indices[0].contiguous(), outside
+        return indices[0].contiguous()
     rows = torch.zeros(indices.shape[1], dtype=torch.int64, device=indices.device)
+    outside = torch.zeros_like(rows, dtype=torch.bool)
     for dim, (index, size) in enumerate(zip(indices, dims, strict=True)):
         rows += index * math.prod(dims[dim + 1 :])
-        outside |= ((index < 0) | (index >= size)).any()
-    return rows, outside
+        outside |= (index < 0) | (index >= size)
+    return rows.masked_fill_(outside, -1)
 
 
 Ranges = Mapping[tuple[int, int], ChunkRange]

@@ -74,7 +74,7 @@ class ByElement(Transform):
         summed = coalesced(tensor, self._kernels)
         if self._columns <= 1:  # each row is one element
             return summed
-        numbers, _ = row_numbers(summed._indices(), tuple(self._shape[: self._sparse_dim]))
+        numbers = row_numbers(summed._indices(), tuple(self._shape[: self._sparse_dim]))
         within = torch.arange(self._columns, device=summed.device)
         elements = (numbers.unsqueeze(1) * self._columns + within).view(-1)
         size = torch.Size([self._rows * self._columns])

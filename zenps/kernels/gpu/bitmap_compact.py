@@ -9,9 +9,9 @@ from zenps.errors import TensorError
 from zenps.kernels.base import ACCUMULATE
 
 from .bitmap_codec import BITMAP_TILE
-from .launcher import BLOCK, Launcher, grid_of, scan_state_and_count
+from .launcher import BLOCK, Launcher, grid_of
 from .packs import check_rows, pack_lanes
-from .rows import DeviceRows
+from .rows import DeviceRows, Header
 from .sources import number_name, position_name
 
 ITEMS = 4
@@ -23,7 +23,18 @@ DIRECTORY_BITS = 256
 VALUES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def bitmap_compact(launcher: Launcher, positions: Tensor, values: Tensor, size: int) -> DeviceRows:
+def bitmap_scratch_words(size: int) -> int:
+    """The words of scratch memory that :func:`bitmap_compact` needs in a header."""
+    return 2 + -(-size // BITMAP_TILE) + _bitmap_words(size) // 2
+
+
+def _bitmap_words(size: int) -> int:
+    return -(-size // DIRECTORY_BITS) * (DIRECTORY_BITS // 32)
+
+
+def bitmap_compact(
+    launcher: Launcher, positions: Tensor, values: Tensor, size: int, header: Header | None = None
+) -> DeviceRows:
     """Sums the rows of equal positions and sorts them; not deterministic for 3 or more rows of a position.
 
     A position's only row keeps its bits, -0.0 too, and the sum of two rows has defined bits. The hardware
@@ -34,6 +45,7 @@ def bitmap_compact(launcher: Launcher, positions: Tensor, values: Tensor, size: 
             checked. n below 2**31.
         values: float16, bfloat16 or float32 ``[n, columns]`` on the same device.
         size: the number of positions. 3/8 of a byte for each are allocated during the call.
+        header: to be filled.
 
     Returns:
         The rows, with capacity n. Sums are made in float32 and rounded once.
@@ -45,26 +57,28 @@ def bitmap_compact(launcher: Launcher, positions: Tensor, values: Tensor, size: 
         expected = "expected float16, bfloat16 or float32; compact other dtypes with sort_compact"
         raise TensorError(f"values of dtype {values.dtype}: {expected}")
     check_rows(positions, values, VALUES)
-    targets, unique, count = _number_rows(launcher, positions, size)
+    header = header or Header.without_cuts(bitmap_scratch_words(size), positions.device)
+    targets, unique, count = _number_rows(launcher, positions, size, header)
     return DeviceRows(unique, _sum_rows(launcher, values, targets, count), count)
 
 
-def _number_rows(launcher: Launcher, positions: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+def _number_rows(
+    launcher: Launcher, positions: Tensor, size: int, header: Header
+) -> tuple[Tensor, Tensor, Tensor]:
     """The output row of each row (int32 ``[n]``), the sorted unique positions, and their count."""
     device, rows, position = positions.device, len(positions), position_name(positions.dtype)
-    blocks = -(-size // DIRECTORY_BITS)
-    words = blocks * (DIRECTORY_BITS // 32)
-    bitmap = torch.zeros(4 * words, dtype=torch.uint8, device=device)
+    words, tiles = _bitmap_words(size), -(-size // BITMAP_TILE)
+    bits, count, state = torch.split(header.scratch, [words // 2, 1, 1 + tiles])
+    bitmap = bits.view(torch.uint8)
     directory = torch.empty(words, dtype=torch.int64, device=device)
     targets = torch.empty(rows, dtype=torch.int32, device=device)
     unique = torch.empty_like(positions)
-    tiles = -(-size // BITMAP_TILE)
-    state, count = scan_state_and_count(tiles, device)
 
     grid = grid_of(-(-rows // ITEMS))
-    marked = (positions, rows, bitmap, targets)
+    marked = (positions, rows, bitmap, targets, header.outside)
     launcher.launch("bitmap_compact", f"mark_positions<{position}>", grid, BLOCK, marked)
-    numbered = (state, bitmap, words, directory, unique, count)
+    cuts = (header.cuts, len(header.cuts), header.offsets)
+    numbered = (state, bitmap, words, directory, unique, count, *cuts)
     launcher.launch("bitmap_compact", f"number_bits<{position}>", tiles, BLOCK, numbered)
     found = (directory, positions, rows, targets)
     launcher.launch("bitmap_compact", f"find_targets<{position}>", grid_of(rows), BLOCK, found)

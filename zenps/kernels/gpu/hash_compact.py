@@ -6,7 +6,7 @@ It is the baseline for measuring the other compactions; it is neither determinis
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,21 +16,15 @@ from torch import Tensor
 
 from zenps.errors import ConfigError, TensorError
 
-from .launcher import BLOCK, Launcher, check_on_device, grid_of, multiprocessors, scan_state, to_device
-from .packs import pack_lanes
+from .launcher import BLOCK, Launcher, check_on_device, grid_of, scan_state, to_device
+from .packs import check_rows
 from .place import INTEGERS
 from .rows import DeviceRows
-from .sources import number_name, word_name
+from .sort_compact import VALUES, sum_segments
+from .sources import word_name
 
-# constexprs of cuda/hash_compact.cu
 SLOT_TILE = 4096
-SUM_TILE = 1024
-
-CLEARING_BLOCKS = 8
-"""Of a multiprocessor, each of which goes over the sums."""
-
-SUMMED = (torch.float32, torch.float16, torch.bfloat16)
-"""The dtypes that atomics can add; all are summed in float32."""
+"""Slots of a tile; ``cuda/hash_compact.cu`` has the same."""
 
 LEAST_SLOTS = 32
 """Slots that each parallel and serial memory gets beside its share: few rows are seldom spread evenly."""
@@ -73,17 +67,92 @@ class HashMemory:
 
 
 class Hashed(NamedTuple):
-    """The result of compaction by hashing.
+    """Rows by the slots of a hash memory.
 
     Attributes:
-        rows: complete if ``rows.count`` is within the capacity and no row overflowed.
-        counters: int64 ``[4]`` on the device. The numbers of given rows that took, or shared, the slot of
-            their first hash, that of another hash, and a serial slot; and the number that *overflowed*: the
-            serial memory was full, and ``rows`` lacks them unless others of their position came before.
+        told: int64 ``[6]`` on the device. Whether a position is negative, and the rows mean nothing; the
+            number of different positions; the numbers of given rows that took, or shared, the slot of their
+            first hash, that of another hash, and a serial slot; and the number that *overflowed*: these have
+            no slot, for the serial memory was full.
+        keys: the different positions ``[n]``, in no order; the first ``told[1]`` are valid.
+        key_slots: int32 ``[n]``, the slot of each.
+        slot_rows: int32 ``[slots]``, how many rows each slot has.
+        row_slots: int32 ``[n]``, the slot of each row.
+        numbers: int32 ``[n]``, the number of each row among those of its slot.
     """
 
-    rows: DeviceRows
-    counters: Tensor
+    told: Tensor
+    keys: Tensor
+    key_slots: Tensor
+    slot_rows: Tensor
+    row_slots: Tensor
+    numbers: Tensor
+
+
+def hash_positions(
+    launcher: Launcher, positions: Tensor, bounds: Sequence[int], expected: int, memory: HashMemory
+) -> Hashed:
+    """Finds a slot for each position.
+
+    Args:
+        positions: int32 or int64 ``[n]`` on the device, in any order, with duplicates; within ``bounds``, or
+            -1, as :func:`~zenps.kernels.gpu.place.place_rows` makes them. n below 2**31.
+        bounds: the first position of each server, and the number of positions.
+        expected: the number of different positions that the memory is for.
+        memory: the size of the hash memory.
+
+    Raises:
+        TensorError: the hash memory has too many slots for 32 bits.
+    """
+    table = _new_table(bounds, positions, expected, memory)
+    rows, device, told = len(positions), positions.device, table.told
+    row_slots, numbers, key_slots = torch.empty((3, rows), dtype=torch.int32, device=device)
+    args = (positions, rows, *table.args, row_slots, table.slot_rows, numbers, told[2:], told[:1])
+    launcher.launch("hash_compact", f"claim_rows<{table.key}>", grid_of(rows), BLOCK, args)
+    keys = torch.empty_like(positions)
+    extracted = (table.state, table.slots, len(table.slots), keys, key_slots, told[1:2])
+    tiles = grid_of(len(table.slots), SLOT_TILE)
+    launcher.launch("hash_compact", f"extract_keys<{table.key}>", tiles, BLOCK, extracted)
+    return Hashed(told, keys, key_slots, table.slot_rows, row_slots, numbers)
+
+
+def sum_hashed(
+    launcher: Launcher, hashed: Hashed, values: Tensor, count: int, cuts: Tensor | None = None
+) -> tuple[DeviceRows, Tensor]:
+    """Sums the rows of equal positions and sorts them.
+
+    Args:
+        hashed: none of its rows overflowed.
+        values: ``[n, columns]`` of a dtype of ``sort_compact``, on the same device.
+        count: ``told[1]``, so that no more is sorted than there is.
+        cuts: int64 ``[c]`` on the device: positions that ascend.
+
+    Returns:
+        The rows, with capacity ``count``, whose values are summed as those of ``sort_compact``, but in no
+        particular order; and of each cut, the number of different positions below it, int64 ``[c]``.
+
+    Raises:
+        TensorError: ``values`` have another dtype or shape.
+    """
+    check_rows(hashed.row_slots, values, VALUES)
+    rows, device = len(values), values.device
+    cuts = torch.empty(0, dtype=torch.int64, device=device) if cuts is None else cuts
+    positions, order = torch.sort(hashed.keys[:count])
+    groups = torch.empty(len(hashed.slot_rows), dtype=torch.int64, device=device)
+    blocks, offsets = grid_of(max(count, len(cuts))), torch.empty_like(cuts)
+    cleared = scan_state(blocks + 1, device)
+    finished, state = cleared[:1].view(torch.int32), cleared[1:]
+    key = word_name(positions.itemsize)
+    numbering = (state, positions, order, hashed.key_slots, hashed.slot_rows, count, groups)
+    args = (*numbering, cuts, len(cuts), offsets)
+    launcher.launch("hash_compact", f"number_groups<{key}>", blocks, BLOCK, args)
+    row_order = torch.empty(rows, dtype=torch.int64, device=device)
+    segments = torch.empty_like(hashed.row_slots)
+    ordering = (hashed.row_slots, hashed.numbers, groups, rows, row_order, segments)
+    launcher.launch("hash_compact", "order_rows", grid_of(rows), BLOCK, ordering)
+    sums = values.new_empty((count, values.shape[1]))
+    sum_segments(launcher, values, row_order, segments, sums, finished)
+    return DeviceRows(positions, sums, hashed.told[1:2]), offsets
 
 
 def hash_compact(
@@ -91,95 +160,23 @@ def hash_compact(
     positions: Tensor,
     values: Tensor,
     bounds: Sequence[int],
-    capacity: int,
+    expected: int,
     memory: HashMemory,
-) -> Hashed:
-    """Sums the rows of equal positions and sorts them.
+) -> DeviceRows:
+    """:func:`hash_positions`, again with more memory until no row overflows, then :func:`sum_hashed`.
 
-    Duplicates are added in float32, in no particular order, and rounded once. A lone -0.0 keeps its sign;
-    a GPU's atomics flush subnormal sums to zero.
-
-    Args:
-        positions: int32 or int64 ``[n]`` on the device, in any order, with duplicates; within
-            ``bounds``, as :func:`~zenps.kernels.gpu.place.place_rows` makes them.
-        values: float32, float16 or bfloat16 ``[n, columns]``, contiguous.
-        bounds: the first position of each server, and the number of positions.
-        capacity: the expected number of different positions; the output has room for as many.
-        memory: the size of the hash memory.
-
-    Returns:
-        positions ``[capacity]`` and values ``[capacity, columns]`` of the dtypes given, and the counters.
+    Waits for the device each time. The loop ends: the memory doubles until each server has more serial slots
+    than positions, and a position takes one slot at most.
 
     Raises:
-        TensorError: a tensor has another dtype or shape; or the hash memory has too many slots for 32 bits.
-    """
-    check_on_device("positions", positions, INTEGERS, 1)
-    if values.dtype not in SUMMED:
-        raise TensorError(
-            f"values of dtype {values.dtype}: expected float32, float16 or bfloat16, which atomics can add; "
-            "use sort_compact"
-        )
-    check_on_device("values", values, SUMMED, 2)
-    if len(values) != len(positions):
-        raise TensorError(f"{len(values)} rows of values: expected {len(positions)}, one for each position")
-    table = _new_table(bounds, positions, capacity, memory)
-    row_slots = torch.empty(len(positions), dtype=torch.int32, device=positions.device)
-    args = (positions, len(positions), *table.args, row_slots, table.counters)
-    launcher.launch("hash_compact", f"claim_rows<{table.key}>", grid_of(len(positions)), BLOCK, args)
-
-    key_slots = torch.empty(capacity, dtype=torch.int32, device=positions.device)
-    unique, order, count = _extract_sorted(launcher, table, capacity, key_slots)
-    slot_ranks = torch.empty(len(table.slots), dtype=torch.int32, device=positions.device)
-    ranking = (order, key_slots, count, capacity, slot_ranks)
-    launcher.launch("hash_compact", "rank_slots", grid_of(capacity), BLOCK, ranking)
-
-    rounded = _add_rows(launcher, values, row_slots, slot_ranks, count, capacity)
-    return Hashed(DeviceRows(unique, rounded, count), table.counters)
-
-
-def _add_rows(
-    launcher: Launcher, values: Tensor, row_slots: Tensor, slot_ranks: Tensor, count: Tensor, capacity: int
-) -> Tensor:
-    """Returns the sums of the rows by the rank of their slot, ``[capacity, columns]``, rounded once."""
-    columns = values.shape[1]
-    sums = torch.empty(capacity, columns, dtype=torch.float32, device=values.device)
-    rounded = sums if values.dtype == torch.float32 else sums.new_empty(sums.shape, dtype=values.dtype)
-    if values.numel() and capacity:
-        grid = min(grid_of(-(-sums.numel() // 4)), CLEARING_BLOCKS * multiprocessors(values.device))
-        launcher.launch("hash_compact", "clear_sums", grid, BLOCK, (count, capacity, columns, sums))
-        lanes, number = pack_lanes(values), number_name(values.dtype)
-        adding = (values, row_slots, slot_ranks, len(values), columns, count, capacity, sums)
-        expression = f"add_rows<{number}, {lanes}>"
-        launcher.launch("hash_compact", expression, grid_of(values.numel() // lanes, SUM_TILE), BLOCK, adding)
-        if rounded is not sums:
-            expression, rounding = f"round_rows<{number}, {lanes}>", (sums, count, capacity, columns, rounded)
-            launcher.launch("hash_compact", expression, grid_of(sums.numel() // lanes), BLOCK, rounding)
-    return rounded
-
-
-def hash_compact_until_fits(
-    compact: Callable[[int, HashMemory], Hashed], capacity: int, memory: HashMemory
-) -> Hashed:
-    """Compacts again, with more memory, until no row overflows. Waits for the device each time.
-
-    The loop ends: the memory doubles until each server has more serial slots than positions, and a position
-    takes one slot at most.
-
-    Args:
-        compact: :func:`hash_compact`, with all other arguments bound.
-        capacity, memory: the values of the first attempt.
-
-    Raises:
-        TensorError: as ``compact``, or the memory needed has too many slots for 32 bits.
+        TensorError: as these two.
     """
     while True:
-        hashed = compact(capacity, memory)
-        overflowed, count = int(hashed.counters[3]), int(hashed.rows.count)
-        if not overflowed and count <= capacity:
-            return hashed
-        if overflowed:
-            memory = memory.doubled()
-        capacity = max(capacity, count)
+        hashed = hash_positions(launcher, positions, bounds, expected, memory)
+        told = hashed.told.tolist()
+        if not told[-1]:
+            return sum_hashed(launcher, hashed, values, told[1])[0]
+        memory = memory.doubled()
 
 
 class _Table(NamedTuple):
@@ -187,20 +184,23 @@ class _Table(NamedTuple):
 
     slots: Tensor
     args: tuple[Tensor | int, ...]
-    counters: Tensor
+    told: Tensor
+    slot_rows: Tensor
+    state: Tensor
 
     @property
     def key(self) -> str:
         return word_name(self.slots.itemsize)
 
 
-def _new_table(bounds: Sequence[int], positions: Tensor, capacity: int, memory: HashMemory) -> _Table:
+def _new_table(bounds: Sequence[int], positions: Tensor, expected: int, memory: HashMemory) -> _Table:
+    check_on_device("positions", positions, INTEGERS, 1)
     servers, size, device = len(bounds) - 1, bounds[-1], positions.device
     if servers < 1:
         raise TensorError(f"{len(bounds)} server bounds: expected at least 2")
     # One slot for each position is always enough.
-    parallel = min(math.ceil(memory.parallel_factor * capacity), size)
-    serial = min(math.ceil(memory.parallel_factor * memory.serial_factor * capacity), size)
+    parallel = min(math.ceil(memory.parallel_factor * expected), size)
+    serial = min(math.ceil(memory.parallel_factor * memory.serial_factor * expected), size)
     count = parallel + serial + 2 * servers * LEAST_SLOTS
     if count > MOST_SLOTS:
         raise TensorError(f"a hash memory of {count} slots: expected at most {MOST_SLOTS}; use sort_compact")
@@ -213,22 +213,9 @@ def _new_table(bounds: Sequence[int], positions: Tensor, capacity: int, memory: 
         cuts += [parallel_stop + serial_start, parallel_stop + serial_stop]
     numbers = to_device([*cuts, *bounds], device)
     slots = torch.full((count,), -1, dtype=positions.dtype, device=device)
-    zeroed = torch.zeros(4 + servers, dtype=torch.int64, device=device)
-    counters, taken = zeroed[:4], zeroed[4:].view(torch.int32)[:servers]
+    state_words = 1 + grid_of(count, SLOT_TILE)
+    cleared = torch.zeros(6 + state_words + servers + -(-count // 2), dtype=torch.int64, device=device)
+    told, state, taken, slot_rows = torch.split(cleared, [6, state_words, servers, -(-count // 2)])
+    taken, slot_rows = taken.view(torch.int32)[:servers], slot_rows.view(torch.int32)[:count]
     args = (slots, numbers[: len(cuts)], numbers[len(cuts) :], servers, memory.hashes, taken)
-    return _Table(slots, args, counters)
-
-
-def _extract_sorted(
-    launcher: Launcher, table: _Table, capacity: int, key_slots: Tensor | int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The sorted positions in the table, the index of each before sorting, and their number."""
-    slots = table.slots
-    # Padded with the greatest integer; a stable sort keeps the padding behind a position of that value, too.
-    keys = torch.full((capacity,), torch.iinfo(slots.dtype).max, dtype=slots.dtype, device=slots.device)
-    count = torch.empty(1, dtype=torch.int64, device=slots.device)
-    tiles = grid_of(len(slots), SLOT_TILE)
-    args = (scan_state(tiles, slots.device), slots, len(slots), capacity, keys, key_slots, count)
-    launcher.launch("hash_compact", f"extract_keys<{table.key}>", tiles, BLOCK, args)
-    positions, order = torch.sort(keys, stable=True)
-    return positions, order, count
+    return _Table(slots, args, told, slot_rows, state)

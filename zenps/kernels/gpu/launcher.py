@@ -74,12 +74,6 @@ def scan_state(tiles: int, device: torch.device) -> Tensor:
     return torch.zeros(1 + tiles, dtype=torch.int64, device=device)
 
 
-def scan_state_and_count(tiles: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The state of a look-back, and a zeroed int64 ``[1]``: one launch instead of two."""
-    zeroed = torch.zeros(2 + tiles, dtype=torch.int64, device=device)
-    return zeroed[:-1], zeroed[-1:]
-
-
 def check_on_device(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], dimensions: int) -> None:
     """Checks dtype, dimensions and contiguity of a tensor, which kernels take for granted.
 

@@ -45,26 +45,24 @@ KINDS: dict[Literal["identity", "feistel", "table"], int] = {"identity": 0, "fei
 
 
 def place_rows(
-    launcher: Launcher, layout: DeviceLayout, rows: Tensor, outside: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    launcher: Launcher, layout: DeviceLayout, rows: Tensor, cleared: Tensor | None = None
+) -> Tensor:
     """The position of each row.
 
     Args:
         rows: int32 or int64 ``[n]`` on the device, in any order, with duplicates.
-        outside: the flag, if the caller has one to which this is added.
+        cleared: int64 ``[w]`` on the device, which becomes 0: a launch less for the kernels that come next.
 
     Returns:
-        positions ``[n]`` of ``layout.position_dtype``, and a flag, int64 ``[1]``: 1 if a row lies outside the
-        tensor; the position of such a row is 0.
+        positions ``[n]`` of ``layout.position_dtype``; -1 for a row outside the tensor.
     """
     check_on_device("row indices", rows, INTEGERS, 1)
     positions = torch.empty(len(rows), dtype=layout.position_dtype, device=rows.device)
-    if outside is None:
-        outside = torch.zeros(1, dtype=torch.int64, device=rows.device)
+    words = 0 if cleared is None else len(cleared)
     expression = f"place_rows<{position_name(rows.dtype)}, {position_name(positions.dtype)}>"
-    args = (layout.placement, rows, len(rows), positions, outside)
-    launcher.launch("place", expression, grid_of(len(rows)), BLOCK, args)
-    return positions, outside
+    args = (layout.placement, rows, len(rows), positions, 0 if cleared is None else cleared, words)
+    launcher.launch("place", expression, grid_of(max(len(rows), words)), BLOCK, args)
+    return positions
 
 
 def unplace_rows(launcher: Launcher, layout: DeviceLayout, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,22 +82,3 @@ def unplace_rows(launcher: Launcher, layout: DeviceLayout, positions: Tensor) ->
     args = (layout.placement, positions, len(positions), rows, outside)
     launcher.launch("place", expression, grid_of(len(positions)), BLOCK, args)
     return rows, outside
-
-
-def find_cuts(launcher: Launcher, positions: Tensor, count: Tensor, cuts: Tensor) -> Tensor:
-    """Finds the offsets of shard bounds in sorted positions.
-
-    Args:
-        positions: int32 or int64 ``[capacity]``; the first ``count`` are sorted.
-        count: int64 ``[1]``.
-        cuts: int64 ``[c]``, the bounds.
-
-    Returns:
-        int64 ``[c]``: the number of positions below each bound.
-    """
-    check_on_device("positions", positions, INTEGERS, 1)
-    offsets = torch.empty_like(cuts)
-    expression = f"find_cuts<{position_name(positions.dtype)}>"
-    args = (positions, count, cuts, len(cuts), offsets)
-    launcher.launch("place", expression, grid_of(len(cuts)), BLOCK, args)
-    return offsets

@@ -70,7 +70,6 @@ EXPRESSIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "place": (
         *_specialise("place_rows<{}, {}>", _ROWS, _POSITION),
         *_specialise("unplace_rows<{}>", _POSITION),
-        *_specialise("find_cuts<{}>", _POSITION),
     ),
     "sort_compact": (
         *_specialise("find_segments<{}>", _POSITION),
@@ -103,10 +102,8 @@ EXPRESSIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "hash_compact": (
         *_specialise("claim_rows<{}>", _KEYS),
         *_specialise("extract_keys<{}>", _KEYS),
-        "rank_slots",
-        "clear_sums",
-        *_packed("add_rows<{}, {}>", (*_SUMMED_WIDER, torch.float32)),
-        *_packed("round_rows<{}, {}>", _SUMMED_WIDER),
+        *_specialise("number_groups<{}>", _KEYS),
+        "order_rows",
     ),
 }
 """The stem of each source in ``cuda/`` → the name expressions of its kernels."""
