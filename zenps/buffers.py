@@ -37,6 +37,7 @@ class BufferPool:
             make room for others: a model's shapes may change, and some are only used once.
         allocate: makes a block of the given number of bytes; by default from ordinary memory.
         smallest_bytes: smaller requests are served from ordinary memory, not from the pool.
+        sizes_per_doubling: how many sizes of blocks there are per power of two: 1, 2, 4, ….
     """
 
     def __init__(
@@ -44,9 +45,11 @@ class BufferPool:
         keep_bytes: int,
         allocate: Callable[[int], NDArray[np.uint8]] | None = None,
         smallest_bytes: int = SMALLEST_POOLED_BYTES,
+        sizes_per_doubling: int = 4,
     ) -> None:
         self.keep_bytes = keep_bytes
         self._smallest_bytes = smallest_bytes
+        self._step_bits = sizes_per_doubling.bit_length()
         self._allocate = allocate or _ordinary_block
         self._free: dict[int, deque[NDArray[np.uint8]]] = {}
         self._leases = count()
@@ -79,7 +82,7 @@ class BufferPool:
     def lease(self, wanted_bytes: int) -> torch.Tensor:
         """An uninitialised uint8 tensor ``[wanted_bytes]``, at least 1, in memory of the pool."""
         run_finalizers()
-        size = _size_class(wanted_bytes)
+        size = _size_class(wanted_bytes, self._step_bits)
         self._last_lease[size] = next(self._leases)
         try:
             block = self._free[size].pop()
@@ -128,7 +131,8 @@ def _ordinary_block(size: int) -> NDArray[np.uint8]:
     return memory[begin : begin + size]
 
 
-def _size_class(size: int) -> int:
-    """Rounds up to one of four sizes per power of two, so that sizes that differ a little share blocks."""
-    step = 1 << max(size.bit_length() - 3, 0)
+def _size_class(size: int, step_bits: int) -> int:
+    """Rounds up to one of 2 ** (``step_bits`` - 1) sizes per power of two, so that sizes that differ a little
+    share blocks."""
+    step = 1 << max(size.bit_length() - step_bits, 0)
     return -(-size // step) * step

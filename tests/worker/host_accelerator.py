@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.cuda.host.launcher import HostLauncher
 from zenps.buffers import BufferPool
-from zenps.worker.encode.accelerator import Accelerator, Event
+from zenps.worker.encode.accelerator import Accelerator, Event, Lane
 
 
 class _Late(Event):
@@ -23,6 +23,22 @@ class _Late(Event):
         return self._looks > 2
 
 
+class HostLane(Lane):
+    """One thread does everything in order."""
+
+    def current(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def follow(self, *inputs: Tensor) -> None:
+        """Nothing has to be waited for."""
+
+    def mark(self) -> Event:
+        return _Late()
+
+    def hand_over(self, *results: Tensor) -> None:
+        """Nothing has to be waited for."""
+
+
 class HostAccelerator(Accelerator):
     """CPU tensors, treated as a GPU's."""
 
@@ -31,15 +47,4 @@ class HostAccelerator(Accelerator):
         self.launcher = HostLauncher()
         self.pinned = BufferPool(keep_bytes=1 << 26)
         self.deadline_seconds = 20.0
-
-    def stream(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()
-
-    def follow(self, *inputs: Tensor) -> None:
-        """One thread does everything in order."""
-
-    def mark(self) -> Event:
-        return _Late()
-
-    def hand_over(self, *results: Tensor) -> None:
-        """One thread does everything in order."""
+        self.pushing, self.pulling = HostLane(), HostLane()

@@ -57,6 +57,16 @@ def test_a_buffer_is_at_most_a_quarter_too_large(count: int) -> None:
     assert count <= pool.kept_bytes <= count * 5 / 4
 
 
+@pytest.mark.parametrize(
+    ("wanted", "size"), [(1, 1), (5, 8), (4096, 4096), (4097, 8192), (1_234_567, 1 << 21)]
+)
+def test_blocks_of_pinned_memory_are_powers_of_two(wanted: int, size: int) -> None:
+    """As torch's allocator of pinned memory rounds: it would waste the rest of any other block."""
+    pool = BufferPool(PLENTY, smallest_bytes=1, sizes_per_doubling=1)
+    pool.empty((wanted,), torch.uint8)
+    assert pool.kept_bytes == size
+
+
 def test_small_tensors_are_not_pooled() -> None:
     pool = BufferPool(PLENTY)
     pool.empty((SMALLEST_POOLED_BYTES - 1,), torch.uint8)

@@ -1,7 +1,8 @@
-"""GPU access of the worker: a stream besides the caller's, pinned memory and events.
+"""GPU access of the worker: streams besides the caller's, pinned memory and events.
 
-No operation here synchronises a whole device. Compaction runs on its own stream, so that it starts as soon as
-its gradient is there, while backward goes on.
+No operation here synchronises a whole device. Compaction runs on a stream of its own, so that it starts as
+soon as its gradient is there, while backward goes on. What is pulled has another, so that copies in both
+directions overlap, and no result waits for gradients that came later.
 """
 
 from __future__ import annotations
@@ -34,12 +35,33 @@ class Event(Protocol):
         ...
 
 
-class Accelerator(ABC):
-    """One device, with a stream of ZenPS.
+class Lane(ABC):
+    """A stream of ZenPS on a device: what is enqueued here runs in order."""
+
+    @abstractmethod
+    def current(self) -> contextlib.AbstractContextManager[object]:
+        """Returns a context in which work is enqueued on this stream."""
+
+    @abstractmethod
+    def follow(self, *inputs: Tensor) -> None:
+        """Makes this stream wait for the caller's stream; it then reads ``inputs``."""
+
+    @abstractmethod
+    def mark(self) -> Event:
+        """Returns an event that happens when all work enqueued on this stream so far is done."""
+
+    @abstractmethod
+    def hand_over(self, *results: Tensor) -> None:
+        """Makes the caller's stream wait for this stream, so that it may use ``results``."""
+
+
+class Accelerator:
+    """One device, with streams of ZenPS.
 
     Attributes:
         device: of the tensors.
         launcher: runs kernels on the device.
+        pushing, pulling: the streams of the two directions.
         pinned: host memory that the device copies from and to asynchronously. Keep a buffer until an event
             says that no copy uses it any more.
         deadline_seconds: how long :meth:`wait_for` waits.
@@ -47,24 +69,10 @@ class Accelerator(ABC):
 
     device: torch.device
     launcher: Launcher
+    pushing: Lane
+    pulling: Lane
     pinned: BufferPool
     deadline_seconds: float
-
-    @abstractmethod
-    def stream(self) -> contextlib.AbstractContextManager[object]:
-        """Returns a context in which work is enqueued on ZenPS's stream."""
-
-    @abstractmethod
-    def follow(self, *inputs: Tensor) -> None:
-        """Makes ZenPS's stream wait for the caller's stream; it then reads ``inputs``."""
-
-    @abstractmethod
-    def mark(self) -> Event:
-        """Returns an event that happens when all work enqueued on ZenPS's stream so far is done."""
-
-    @abstractmethod
-    def hand_over(self, *results: Tensor) -> None:
-        """Makes the caller's stream wait for ZenPS's stream, so that it may use ``results``."""
 
     def wait_for(self, event: Event) -> None:
         """Returns once ``event`` has happened.
@@ -96,19 +104,27 @@ class CudaAccelerator(Accelerator):
     def __init__(self, device: torch.device, keep_bytes: int, deadline_seconds: float) -> None:
         self.device = device
         self.launcher = CupyLauncher()
-        self.pinned = BufferPool(keep_bytes, _pinned_block, smallest_bytes=1)
+        # torch's allocator of pinned memory rounds up to powers of two: of a block between two of them, the
+        # rest would be pinned and never used.
+        self.pinned = BufferPool(keep_bytes, _pinned_block, smallest_bytes=1, sizes_per_doubling=1)
         self.deadline_seconds = deadline_seconds
+        self.pushing, self.pulling = _CudaLane(device), _CudaLane(device)
+
+
+class _CudaLane(Lane):
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
-    def stream(self) -> Iterator[None]:
+    def current(self) -> Iterator[None]:
         # When torch.cuda.stream alone exits, it sets the thread's previous device, which creates a context
         # there: half a gigabyte of GPU 0 for each rank, because threads start with device 0.
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             yield
 
     def follow(self, *inputs: Tensor) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         for tensor in inputs:
             # The caller may drop its gradient at once, but the allocator must not reuse its memory yet.
             tensor.record_stream(self._stream)
@@ -119,7 +135,7 @@ class CudaAccelerator(Accelerator):
         return event
 
     def hand_over(self, *results: Tensor) -> None:
-        stream = torch.cuda.current_stream(self.device)
+        stream = torch.cuda.current_stream(self._device)
         stream.wait_stream(self._stream)
         for tensor in results:
             tensor.record_stream(stream)

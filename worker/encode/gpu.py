@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from msgspec import structs
-from numpy.typing import NDArray
 from torch import Tensor
 
 from zenps.codecs.base import Codec
@@ -18,6 +18,7 @@ from zenps.codecs.registry import CODECS, choose
 from zenps.config.settings import CudaConfig
 from zenps.errors import ProtocolError, TensorError
 from zenps.kernels.gpu.bitmap_codec import (
+    ALIGNMENT,
     BitmapChunk,
     decode_bitmap,
     decode_coo,
@@ -134,15 +135,15 @@ class StagedSparse(Staged, OneRound):
 
     def _prepare(self) -> Iterator[Event]:
         gpu, ranges = self._accelerator, self._ranges.values()
-        gpu.follow(self._indices, self._values)
-        with gpu.stream():
+        gpu.pushing.follow(self._indices, self._values)
+        with gpu.pushing.current():
             bounds = [each.start for each in ranges] + [each.stop for each in ranges]
             starts, stops = torch.split(self._on_device(bounds), len(ranges))
         compact = self._compact_by_hashing if self._settings.compaction == "hash" else self._compact
         rows, ends = yield from compact(stops)
         runs = self._runs(ends)
         total = runs[-1].end
-        with gpu.stream():
+        with gpu.pushing.current():
             values = self._to_host(rows.values[:total])
             in_bitmaps = [run for run in runs if run.codec.name == "bitmap"]
             numbers = None
@@ -154,7 +155,7 @@ class StagedSparse(Staged, OneRound):
                 [BitmapChunk(run.begin, run.end, run.where.start, run.where.span) for run in in_bitmaps],
             )
             bits = self._to_host(encoded) if in_bitmaps else encoded
-        yield gpu.mark()
+        yield gpu.pushing.mark()
 
         del self._indices, self._values
         data = tensor_bytes(self._coded(runs, numbers, values))
@@ -166,7 +167,7 @@ class StagedSparse(Staged, OneRound):
         """Compacts by sorting or by bitmap: by as few launches as possible, and one wait."""
         gpu, size = self._accelerator, self._device_layout.size
         in_bitmap = self._settings.compaction == "bitmap"
-        with gpu.stream():
+        with gpu.pushing.current():
             words = bitmap_scratch_words(size) if in_bitmap else sort_scratch_words(self.rows_given)
             header = Header.empty(stops, words)
             positions, values = self._positions(header.words)
@@ -175,30 +176,30 @@ class StagedSparse(Staged, OneRound):
             else:
                 rows = sort_compact(gpu.launcher, positions, values, header)
             told = self._to_host(header.told)
-        yield gpu.mark()
+        yield gpu.pushing.mark()
         self._check_inside(told)
         return rows, told[1:].tolist()
 
     def _compact_by_hashing(self, stops: Tensor) -> Compaction:
         """Waits once more: for the number of rows, and whether the hash memory was large enough."""
         gpu, kept = self._accelerator, self._kept
-        with gpu.stream():
+        with gpu.pushing.current():
             positions, values = self._positions()
         while True:
-            with gpu.stream():
+            with gpu.pushing.current():
                 bounds = self._layout.server_bounds
                 hashed = hash_positions(gpu.launcher, positions, bounds, len(positions), kept.memory)
                 told = self._to_host(hashed.told)
-            yield gpu.mark()
+            yield gpu.pushing.mark()
             self._check_inside(told)
             self._hashed_rows += told[2:].numpy()
             if not int(told[-1]):
                 break
             kept.memory = kept.memory.doubled()
-        with gpu.stream():
+        with gpu.pushing.current():
             rows, offsets = sum_hashed(gpu.launcher, hashed, values, int(told[1]), stops)
             ends = self._to_host(offsets)
-        yield gpu.mark()
+        yield gpu.pushing.mark()
         return rows, ends.tolist()
 
     def _check_inside(self, told: Tensor) -> None:
@@ -274,10 +275,9 @@ class StagedSparse(Staged, OneRound):
         if got != expected:
             raise ProtocolError("payload", f"frames of {got} bytes, expected {expected} for {count} rows")
         gpu = self._accelerator
-        with gpu.stream():
-            encoded = self._to_device(np.frombuffer(positions, np.uint8))
-            decoded = self._coder.decode(frames[1], (count, self._columns))
-            values = self._to_device(np.frombuffer(tensor_bytes(decoded), np.uint8))
+        decoded = tensor_bytes(self._coder.decode(frames[1], (count, self._columns)))
+        with gpu.pulling.current():
+            encoded, values = self._to_device(positions, decoded)
             if codec.name == "bitmap":
                 rows, fault = decode_bitmap(gpu.launcher, self._device_layout, encoded, count, start, span)
             else:
@@ -289,30 +289,43 @@ class StagedSparse(Staged, OneRound):
     def finish(self) -> Tensor:
         """Returns sparse COO, coalesced, on the device, with every row that any rank pushed."""
         gpu = self._accelerator
-        with gpu.stream():
-            rows, values = (torch.cat(tensors) for tensors in zip(*self._pulled, strict=True))
+        with gpu.pulling.current():
+            rows, values = map(_joined, zip(*self._pulled, strict=True))
             rows, values = merge(gpu.launcher, rows, values, self._layout.rows_total)
             result = as_sparse(rows, values, self.encoded.shape, self._sparse_dim)
-            fault = self._to_host(torch.cat(self._faults).amax(0, keepdim=True))
+            faults = self._to_host(_joined(self._faults))
         # Wait for two reasons: positions from the network are checked before their use, and copies from
         # pinned memory must end before it is reused.
-        gpu.wait_for(gpu.mark())
+        gpu.wait_for(gpu.pulling.mark())
         self._pulled.clear()
         self._held.clear()
-        if int(fault):
+        if faults.any():
             raise ProtocolError("payload", "positions that do not increase, or that no row has")
-        gpu.hand_over(result._indices(), result._values())
+        gpu.pulling.hand_over(result._indices(), result._values())
         return result
 
-    def _to_device(self, data: NDArray[np.uint8]) -> Tensor:
-        """Copies bytes to the device through pinned memory, which is kept until the round has ended."""
-        pinned = self._accelerator.pinned.empty((data.nbytes,), torch.uint8)
-        pinned.numpy()[:] = data
+    def _to_device(self, *parts: memoryview) -> list[Tensor]:
+        """Copies bytes to the device by one copy from pinned memory, which is kept until the round has ended.
+
+        Returns:
+            uint8, each at an address that is aligned for kernels.
+        """
+        sizes = [part.nbytes for part in parts]
+        begins = [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
+        pinned = self._accelerator.pinned.empty((begins[-1],), torch.uint8)
+        for begin, part in zip(begins[:-1], parts, strict=True):
+            pinned.numpy()[begin : begin + part.nbytes] = np.frombuffer(part, np.uint8)
         self._held.append(pinned)
-        return pinned.to(self._accelerator.device, non_blocking=True)
+        there = pinned.to(self._accelerator.device, non_blocking=True)
+        return [there[begin : begin + size] for begin, size in zip(begins[:-1], sizes, strict=True)]
 
     def _on_device(self, numbers: Sequence[int]) -> Tensor:
-        return self._to_device(np.array(numbers, np.int64).view(np.uint8)).view(torch.int64)
+        return self._to_device(np.array(numbers, np.int64).data.cast("B"))[0].view(torch.int64)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenates; a single part, as from one server, is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 class _Run(NamedTuple):

@@ -160,8 +160,9 @@ class Planner:
             if gpu.device not in gpu_layouts:
                 # Allocated on the stream that reads it, so that its memory is not reused before the stream is
                 # done with it.
-                with gpu.stream():
-                    gpu_layouts[gpu.device] = device_layout_on(layout, gpu.device)
+                with gpu.pushing.current():
+                    device_layout = gpu_layouts[gpu.device] = device_layout_on(layout, gpu.device)
+                    gpu.pulling.follow(*device_layout.tensors)
             return gpu_layouts[gpu.device]
 
 

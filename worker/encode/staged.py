@@ -72,10 +72,10 @@ class StagedDense(Staged):
 
     def _prepare(self) -> Iterator[Event]:
         gpu = self._accelerator
-        gpu.follow(self._tensor)
-        with gpu.stream():
+        gpu.pushing.follow(self._tensor)
+        with gpu.pushing.current():
             copy = self._to_host(self._tensor)
-        yield gpu.mark()
+        yield gpu.pushing.mark()
         del self._tensor
         self._inner = self._make(copy)
 
@@ -92,10 +92,10 @@ class StagedDense(Staged):
         """Returns the sum: strided, contiguous, on the device."""
         gpu = self._accelerator
         pulled = self._inner.finish()
-        with gpu.stream():
+        with gpu.pulling.current():
             result = pulled.to(gpu.device, non_blocking=True)
-        gpu.wait_for(gpu.mark())
-        gpu.hand_over(result)
+        gpu.wait_for(gpu.pulling.mark())
+        gpu.pulling.hand_over(result)
         return result
 
     def report(self, progress: Progress) -> Report:
@@ -125,20 +125,20 @@ class StagedBlocks(StagedDense):
 
     def _prepare(self) -> Iterator[Event]:
         gpu, plan = self._accelerator, self._plan
-        gpu.follow(self._tensor)
-        with gpu.stream():
+        gpu.pushing.follow(self._tensor)
+        with gpu.pushing.current():
             flat = self._tensor.resolve_neg().reshape(-1)
             padding = plan.blocks * plan.block - len(flat)
             table = (functional.pad(flat, (0, padding)) if padding else flat).view(plan.blocks, plan.block)
             flags = self._to_host((table != 0).any(1))
-        yield gpu.mark()
+        yield gpu.pushing.mark()
         held = np.flatnonzero(flags.numpy())
         pinned = gpu.pinned.empty((len(held),), torch.int64)
         pinned.numpy()[:] = held
-        with gpu.stream():
+        with gpu.pushing.current():
             order = pinned.to(gpu.device, non_blocking=True)
             values = self._to_host(gather_rows(gpu.launcher, table, order))
-        yield gpu.mark()
+        yield gpu.pushing.mark()
         like = torch.empty(self._tensor.shape, dtype=self._tensor.dtype, device="meta")
         del self._tensor
         self._inner = BlockTransfer(like, plan, self._shardings, gpu.pinned, (held, values))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, cast
 
 import pytest
@@ -29,7 +30,7 @@ from tests.worker.encode.test_transfer import (
     sparse,
     synchronize,
 )
-from tests.worker.host_accelerator import HostAccelerator
+from tests.worker.host_accelerator import HostAccelerator, HostLane
 from zenps.buffers import BufferPool
 from zenps.config.settings import CudaConfig
 from zenps.errors import DeadlineError, ProtocolError, TensorError
@@ -102,27 +103,39 @@ def test_the_bytes_on_the_wire_are_those_of_the_cpu(codec: str) -> None:
 
 
 class _Counted(HostAccelerator):
-    """Counts the kernels of ZenPS, and buffers in pinned memory, of which each is copied once."""
+    """Counts the kernels of ZenPS by stream, and buffers in pinned memory, of which each is copied once."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.kernels: list[str] = []
-        self.copies = 0
+        self.kernels: dict[str, list[str]] = {"pushing": [], "pulling": []}
+        self.copies = dict.fromkeys(self.kernels, 0)
+        self._now = "none"
         counted = self
 
         class Launcher(HostLauncher):
             def launch(
                 self, source: str, expression: str, grid: int, block: int, args: Sequence[Argument]
             ) -> None:
-                counted.kernels.append(expression.partition("<")[0])
+                counted.kernels[counted._now].append(expression.partition("<")[0])
                 super().launch(source, expression, grid, block, args)
 
         class Pool(BufferPool):
             def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-                counted.copies += 1
+                counted.copies[counted._now] += 1
                 return super().empty(shape, dtype)
 
+        class Counting(HostLane):
+            def __init__(self, name: str) -> None:
+                self._name = name
+
+            @contextlib.contextmanager
+            def current(self) -> Iterator[None]:
+                before, counted._now = counted._now, self._name
+                yield
+                counted._now = before
+
         self.launcher, self.pinned = Launcher(), Pool(keep_bytes=1 << 26)
+        self.pushing, self.pulling = Counting("pushing"), Counting("pulling")
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -156,8 +169,26 @@ def test_launches_and_copies_of_a_push_do_not_grow_with_servers(codec: str, last
         prepared(transfer)
     assert len(encoded_by(transfer).chunks) >= servers
     # 300 rows are 5 chunks of 64, whose partial sums the last block adds up.
-    assert counted.kernels == ["place_rows", "find_segments", "reduce_runs", last]
-    assert (counted.copies, operations.launches) == (4, 7)
+    assert counted.kernels["pushing"] == ["place_rows", "find_segments", "reduce_runs", last]
+    assert (counted.copies["pushing"], operations.launches) == (4, 7)
+
+
+def test_pulls_have_a_stream_of_their_own_and_one_copy_for_each_answer() -> None:
+    tensor = sparse(torch.arange(0, 600, 2), torch.randn(300, 5), (600, 5))
+    counted, coder = _Counted(), Unchanged(tensor.dtype)
+    transfer = prepared(
+        StagedSparse(tensor, Sharding(LAYOUT, 2, 0), "auto", CudaConfig(), on_the_device, counted, coder)
+    )
+    pushing = list(counted.kernels["pushing"])
+    answers = aggregate([transfer], average=False)
+    absorb_all(transfer, answers)
+    assert_same_bits(transfer.finish(), tensor.coalesce())
+    assert counted.kernels == {
+        "pushing": pushing,
+        "pulling": ["decode_bitmap"] * len(answers) + ["gather_rows"],
+    }
+    # The last one comes back: whether all positions were possible.
+    assert counted.copies["pulling"] == len(answers) + 1
 
 
 def test_a_hash_memory_that_overflows_grows_until_no_row_is_lost() -> None:
@@ -265,7 +296,7 @@ def whole(copy: Tensor) -> Transfer:
 
 
 def test_a_device_that_hangs_is_an_error() -> None:
-    class Hung(HostAccelerator):
+    class Hung(HostLane):
         def mark(self) -> Never:
             return Never()
 
@@ -273,16 +304,16 @@ def test_a_device_that_hangs_is_an_error() -> None:
         def query(self) -> bool:
             return False
 
-    hung = Hung()
-    hung.deadline_seconds = 0.05
+    hung = HostAccelerator()
+    hung.pushing, hung.deadline_seconds = Hung(), 0.05
     transfer = StagedDense(torch.ones(3), whole, hung)
     assert not transfer.prepared()
     with pytest.raises(DeadlineError, match=r"cpu did not finish its work within 0.05 s"):
-        hung.wait_for(hung.mark())
+        hung.wait_for(hung.pushing.mark())
 
 
 def test_device_that_fails_fails_its_round_alone() -> None:
-    class Full(HostAccelerator):
+    class Full(HostLane):
         def mark(self) -> Failing:
             return Failing()
 
@@ -295,11 +326,13 @@ def test_device_that_fails_fails_its_round_alone() -> None:
 
         submit = list[Pending].append
 
+    full = HostAccelerator()
+    full.pushing = Full()
     steps, submitted = Steps(WorkerMetrics(CollectorRegistry()).steps), Submitted()
     queue = SubmitQueue(cast(Channel, submitted), steps, Spans())
     waiting = Waiting(Signal(), 20.0, Statistics(WorkerMetrics(CollectorRegistry())), Spans())
     progress = steps.begin("weight", 1)
-    pending = Pending("weight", Options(), StagedDense(torch.ones(3), whole, Full()), progress, waiting)
+    pending = Pending("weight", Options(), StagedDense(torch.ones(3), whole, full), progress, waiting)
     queue.submit(pending)
     queue.advance(until=0.0)
     assert not submitted

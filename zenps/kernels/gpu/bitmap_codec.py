@@ -15,14 +15,14 @@ from torch import Tensor
 
 from zenps.errors import ProtocolError, TensorError
 
-from .launcher import BLOCK, Launcher, check_on_device, grid_of, scan_state, to_device
+from .launcher import BLOCK, Launcher, check_on_device, grid_of, to_device
 from .place import DeviceLayout
 from .sources import position_name
 
 BITMAP_TILE = 1 << 16
 """Positions that a block reads or writes as bits; ``cuda/bitmap.cuh`` has the same."""
 
-BITMAP_ALIGNMENT = 16
+ALIGNMENT = 16
 """Bitmaps are read sixteen bytes at once."""
 
 INTEGERS = (torch.int32, torch.int64)
@@ -91,12 +91,11 @@ def decode_bitmap(
         ProtocolError: the number of bytes or rows does not fit ``span``.
     """
     check_on_device("bitmap", data, (torch.uint8,), 1)
-    _check_address("bitmap", data, BITMAP_ALIGNMENT)
+    _check_address("bitmap", data, ALIGNMENT)
     if len(data) != -(-span // 8):
         raise ProtocolError("payload", f"bitmap: {len(data)} bytes for a span of {span}")
-    table_rows, error = _decoded(layout, rows, start, span, data.device)
     tiles = _bitmap_tiles(span)
-    state = scan_state(tiles, data.device)
+    table_rows, error, state = _decoded(layout, rows, start, span, data.device, 1 + tiles)
     args = (state, layout.placement, data, rows, start, span, table_rows, error)
     launcher.launch("bitmap_codec", "decode_bitmap", tiles, BLOCK, args)
     return table_rows, error
@@ -149,7 +148,7 @@ def decode_coo(
     """
     check_on_device("relative positions", relative, INTEGERS, 1)
     _check_address("relative positions", relative, relative.itemsize)
-    table_rows, error = _decoded(layout, len(relative), start, span, relative.device)
+    table_rows, error, _ = _decoded(layout, len(relative), start, span, relative.device)
     expression = f"decode_coo<{position_name(relative.dtype)}>"
     args = (layout.placement, relative, len(relative), start, span, table_rows, error)
     launcher.launch("bitmap_codec", expression, grid_of(len(relative)), BLOCK, args)
@@ -167,11 +166,16 @@ def _bitmap_tiles(span: int) -> int:
 
 
 def _decoded(
-    layout: DeviceLayout, rows: int, start: int, span: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Allocates table rows and the flag. The sender states ``rows``, which must not exceed ``span``."""
+    layout: DeviceLayout, rows: int, start: int, span: int, device: torch.device, state_words: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocates table rows, the flag, and the state of a look-back.
+
+    Raises:
+        ProtocolError: ``rows``, which the sender states, exceeds ``span``.
+    """
     assert 0 <= start <= start + span <= layout.size, (start, span, layout.size)
     if not 0 <= rows <= span:
         raise ProtocolError("payload", f"{rows} rows for a span of {span}")
     table_rows = torch.empty(rows, dtype=torch.int64, device=device)
-    return table_rows, torch.zeros(1, dtype=torch.int64, device=device)
+    cleared = torch.zeros(1 + state_words, dtype=torch.int64, device=device)
+    return table_rows, cleared[:1], cleared[1:]

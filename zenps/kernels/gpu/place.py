@@ -30,6 +30,11 @@ class DeviceLayout(NamedTuple):
     granule: int
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What kernels read on the device."""
+        return tuple(word for word in self.placement if isinstance(word, Tensor))
+
+    @property
     def position_dtype(self) -> torch.dtype:
         """The smallest dtype of the kernels that holds every position."""
         return position_dtype(self.size)
