@@ -33,6 +33,8 @@ CPU = torch.device("cpu")
 SAMPLED_ELEMENTS, DENSITY, GRANULE, SERVERS = 1 << 16, 0.052, 256, 16
 SAMPLED_ROWS, ROWS, COLUMNS, UNIQUE = 1 << 12, 1_000_000, 64, 0.33
 """Of a million look-ups by Zipf's law in a table of ten million rows, a third are different."""
+FAR_ROWS = 1 << 33
+"""Rows of a table whose positions take 64 bits."""
 
 Prepared = tuple[Callable[[Launcher], object], int, float]
 """What to run, the elements of the sample, and the bytes that every way must move for it."""
@@ -64,9 +66,9 @@ def _ids() -> Tensor:
     return torch.cat([torch.arange(unique), repeated])[torch.randperm(SAMPLED_ROWS)] * 7
 
 
-def _rows(way: str, dtype: torch.dtype) -> Prepared:
-    ids, values = _ids(), torch.randn(SAMPLED_ROWS, COLUMNS).to(dtype)
-    layout, device_layout = placed("rows", 10 * SAMPLED_ROWS, 1, SERVERS, CPU)
+def _rows(way: str, dtype: torch.dtype, table_rows: int = 10 * SAMPLED_ROWS) -> Prepared:
+    ids, values = _ids() * (table_rows // (10 * SAMPLED_ROWS)), torch.randn(SAMPLED_ROWS, COLUMNS).to(dtype)
+    layout, device_layout = placed("rows", table_rows, 1, SERVERS, CPU)
     row_bytes, unique = COLUMNS * dtype.itemsize, int(UNIQUE * SAMPLED_ROWS)
     cuts = torch.tensor(layout.server_bounds[1:])
 
@@ -83,7 +85,11 @@ def _rows(way: str, dtype: torch.dtype) -> Prepared:
             return bitmap_compact(launcher, positions, values, size, header)
         return sort_compact(launcher, positions, values, header)
 
-    return run, values.numel(), ids.nbytes + values.nbytes + unique * (row_bytes + 4)
+    return (
+        run,
+        values.numel(),
+        ids.nbytes + values.nbytes + unique * (row_bytes + device_layout.position_dtype.itemsize),
+    )
 
 
 def _codec(way: str) -> Prepared:
@@ -143,6 +149,10 @@ CASES: dict[str, Case] = {
         f"{way}_compact, rows, {name}": Case(ROWS * COLUMNS, partial(_rows, way, dtype))
         for way in ("sort", "bitmap", "hash")
         for name, dtype in VALUES.items()
+    },
+    **{
+        f"{way}_compact, far rows, float32": Case(ROWS * COLUMNS, partial(_rows, way, FLOAT32, FAR_ROWS))
+        for way in ("sort", "hash")
     },
     **{
         way: Case(ROWS, partial(_codec, way))

@@ -273,7 +273,6 @@ EXECUTE.update(
         "selp": _select, "mov": _move, "cvta": _move, "not": _unary(np.invert), "neg": _unary(np.negative),
         "popc": _unary(_popc), "brev": _unary(_reversed_bits), "clz": _unary(_leading_zeros), "bfind": _find,
         "prmt": _permute_bytes, "bfi": _insert_bits, "shfl": _shuffle, "vote": _vote,
-        "match": _match, "ld": _load,
-        "st": _store, "atom": _atomic, "red": _atomic,
+        "match": _match, "ld": _load, "st": _store, "atom": _atomic, "red": _atomic,
     }
 )  # fmt: skip

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
-from tests.worker.encode.test_transfer import encoded_by, make_layout, sparse, synchronize
+from tests.worker.encode.test_transfer import (
+    absorb_all,
+    aggregate,
+    encoded_by,
+    make_layout,
+    sparse,
+    synchronize,
+)
 from zenps.config.settings import CudaConfig
 from zenps.partition.device_layout import device_layout_on
 from zenps.worker.core.transfer import Sharding, Transfer
@@ -111,6 +118,24 @@ def test_the_callers_stream_goes_first(accelerator: CudaAccelerator) -> None:
     prepared(transfer, accelerator)
     for chunk in encoded_by(transfer).chunks:
         assert (torch.frombuffer(bytearray(chunk.frames[1]), dtype=torch.float32) == 6).all()
+
+
+def test_a_result_does_not_wait_for_gradients_that_came_later(accelerator: CudaAccelerator) -> None:
+    layout = make_layout("balanced", 1000, 1, [0, 1], 0)
+    device_layout = device_layout_on(layout, accelerator.device)
+    tensor = whole_numbers(1000, 4, 500, 1)
+    sharding, coder = Sharding(layout, 1, 0), Unchanged(tensor.dtype)
+    staged = StagedSparse(
+        tensor.cuda(), sharding, "auto", CudaConfig(), lambda _: device_layout, accelerator, coder
+    )
+    transfer = prepared(staged, accelerator)
+    absorb_all(transfer, aggregate([transfer], average=False))
+    with accelerator.pushing.current():
+        torch.cuda._sleep(4_000_000_000)
+    busy = accelerator.pushing.mark()
+    result = transfer.finish()
+    assert not busy.query()
+    assert_same_bits(result.cpu(), tensor.coalesce())
 
 
 def test_dense(accelerator: CudaAccelerator) -> None:
