@@ -56,7 +56,7 @@ def whole_numbers(rows: int, dim: int, nnz: int, seed: int) -> Tensor:
 
 
 def prepared(transfer: Transfer, accelerator: CudaAccelerator) -> Transfer:
-    for _ in range(3):
+    for _ in range(6):
         if not transfer.prepared():
             accelerator.wait_for(accelerator.pushing.mark())
     assert transfer.prepared()
