@@ -158,8 +158,8 @@ class Planner:
         with self._lock:
             gpu_layouts = self._gpu_layouts.setdefault(layout, {})
             if gpu.device not in gpu_layouts:
-                # Allocated on one stream that reads it, and known to the other, so that its memory is not reused
-                # before both are done with it.
+                # Allocated on one stream that reads it, and known to the other, so that its memory is not
+                # reused before both are done with it.
                 with gpu.pushing.current():
                     device_layout = gpu_layouts[gpu.device] = device_layout_on(layout, gpu.device)
                     gpu.pulling.follow(*device_layout.tensors)
