@@ -56,9 +56,7 @@ class Process:
             UsageError: this process has not joined.
         """
         if self._world is None:
-            raise UsageError(
-                FORKED if self._joined_by_parent else "not initialised; call zenps.init() first"
-            )
+            raise UsageError(FORKED if self._joined_by_parent else "not initialised; call zenps.init() first")
         return self._world
 
     def require_no_fork(self) -> None:

@@ -152,7 +152,7 @@ def test_a_fork_of_a_worker_is_refused_and_leaves_the_worker_alone() -> None:
 
 
 def in_a_fork_with_handles(go_on: Path) -> list[str]:
-    """What rank 0's fork reads of a handle in flight and of one whose result is there; then its own result."""
+    """What rank 0's fork reads of a handle in flight and of one with its result; then its own result."""
     if zps.rank():
         there = zps.push_pull(torch.ones(3), "there")
         await_file(go_on)

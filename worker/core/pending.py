@@ -148,8 +148,8 @@ class Pending:
         """Waits for the result and returns it, or raises the error of the round. May be called repeatedly.
 
         A wait that Ctrl-C has interrupted can be repeated. After one in which the handler of another signal
-        has raised while an answer was processed, this raises UsageError: the result is not complete. So it does
-        in a fork of the process that pushed, unless that had the result before.
+        has raised while an answer was processed, this raises UsageError: the result is not complete. So it
+        does in a fork of the process that pushed, unless that had the result before.
         """
         if self._result is None:
             self._require_no_fork()
