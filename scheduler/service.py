@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket as net
 import time
 from collections.abc import Callable, Sequence
@@ -136,7 +137,11 @@ class _Service:
         self._last_encoded: tuple[FromScheduler | None, bytes] = None, b""
         shared = shared_settings(config)
         secret = keys.secret if keys is not None else b""
-        self._membership = Membership(config.cluster.job, config.cluster, shared, time.monotonic(), secret)
+        # 53 bits, which every reader of JSON keeps; 0 is for nodes that know none.
+        incarnation = 1 + secrets.randbits(53)
+        self._membership = Membership(
+            config.cluster.job, config.cluster, shared, time.monotonic(), secret, incarnation
+        )
         self._ends = Ends(self._connections, self._membership.server_address)
         self._ended_at: float | None = None
         self._traced_epoch = 0

@@ -19,14 +19,10 @@ from zenps.config.settings import FIELDS, Config
 from zenps.errors import UsageError
 
 from .bootstrap import join_cluster
+from .core.pending import FORKED
 from .world import LocalWorld, World
 
 _SIGNALLED = 128
-
-_FORKED = (
-    "this process is a fork of a worker, such as a DataLoader's, and has none of its connections; call zenps "
-    "in the training process only, or start this process by spawn, not fork, to join a cluster of its own"
-)
 
 
 class Process:
@@ -60,9 +56,7 @@ class Process:
             UsageError: this process has not joined.
         """
         if self._world is None:
-            raise UsageError(
-                _FORKED if self._joined_by_parent else "not initialised; call zenps.init() first"
-            )
+            raise UsageError(FORKED if self._joined_by_parent else "not initialised; call zenps.init() first")
         return self._world
 
     def require_no_fork(self) -> None:
@@ -72,7 +66,7 @@ class Process:
             UsageError: it is one.
         """
         if self._joined_by_parent:
-            raise UsageError(_FORKED)
+            raise UsageError(FORKED)
 
     def has_joined(self, config: Config) -> bool:
         """Returns whether this process has joined with these settings, and has not left.

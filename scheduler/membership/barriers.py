@@ -27,17 +27,26 @@ class Barriers:
         is_elastic: False: once a worker has left or is lost, every later barrier fails.
         deadline_seconds: how long a barrier stays open; may be infinite.
         late: counts how long others waited for each rank.
+        incarnation: of the scheduler.
 
     Attributes:
         passed: the number of the last complete barrier.
         ended: True if all workers arrived at the barrier before they leave.
     """
 
-    def __init__(self, members: Members, is_elastic: bool, deadline_seconds: float, late: Lateness) -> None:
+    def __init__(
+        self,
+        members: Members,
+        is_elastic: bool,
+        deadline_seconds: float,
+        late: Lateness,
+        incarnation: int = 0,
+    ) -> None:
         self._members = members
         self._is_elastic = is_elastic
         self._deadline_seconds = deadline_seconds
         self._late = late
+        self._incarnation = incarnation
         self._open: dict[int, _Barrier] = {}
         self.passed = 0
         self.ended = False
@@ -45,11 +54,11 @@ class Barriers:
     def on_barrier(self, node: Node, sequence: int, now: float) -> list[Send]:
         """A worker has arrived, perhaps not for the first time. Answers all workers that may pass."""
         if sequence <= self.passed:
-            return [Send(node.peer, BarrierReply(sequence, ""))]
+            return [Send(node.peer, BarrierReply(sequence, "", self._incarnation))]
         gone = self._members.with_state("worker", "left", "lost")
         if gone and not self._is_elastic:
             error = f"barrier {sequence}: {names(gone)} left before it"
-            return [Send(node.peer, BarrierReply(sequence, error))]
+            return [Send(node.peer, BarrierReply(sequence, error, self._incarnation))]
         if sequence != LAST_BARRIER:  # a worker waits at one counted barrier, or any number would stay open
             self._withdraw(node.rank, sequence, LAST_BARRIER)
         world_size = len(self._members.present("worker"))
@@ -116,4 +125,4 @@ class Barriers:
 
     def _answer(self, sequence: int, error: str) -> list[Send]:
         peers = self._open.pop(sequence).waiting.values()
-        return [Send(peer, BarrierReply(sequence, error)) for peer in peers]
+        return [Send(peer, BarrierReply(sequence, error, self._incarnation)) for peer in peers]

@@ -33,13 +33,17 @@ def on_leave(job: Job, node: Node, now: float) -> list[Send]:
     return sends + job.begin_epoch("a worker left", now)
 
 
-def on_lost(job: Job, node: Node, now: float, why: str = "") -> list[Send]:
-    """A node has been silent for longer than its lease, or has ended for another reason ``why``."""
+def on_lost(job: Job, node: Node, now: float, why: str = "", *, has_ended: bool = False) -> list[Send]:
+    """A node has been silent for longer than its lease, or is lost for another reason ``why``.
+
+    If its process has not ended, it may still be there, at another scheduler.
+    """
     if job.state == "gathering" or node.state == "waiting":
         job.members.forget(node)
         return []
     was_leaving = node.state == "leaving"
     job.members.set_state(node, "lost")
+    node.may_be_elsewhere = not has_ended
     if job.state == "draining":
         return job.end_if_drained()
     silent, lease = now - node.last_heard, job.cluster.lease_seconds
@@ -49,6 +53,8 @@ def on_lost(job: Job, node: Node, now: float, why: str = "") -> list[Send]:
     sends = to_all(job.members.alive(), Departed(node.member, True, reason))
     if was_leaving or job.state in ("failed", "recovering"):
         return sends
+    if failure := job.fail_without_quorum(reason):
+        return sends + failure
     if node.role == "server":
         return sends + job.begin_epoch("members changed", now)
     if job.can_shrink() and not job.may_restart():

@@ -16,15 +16,13 @@ from .admission import JoiningWorkers
 from .barriers import Barriers
 from .drains import Drains
 from .members import Members, Node, names
+from .quorum import NO_QUORUM, Quorum
 from .recovery import RECOVERY_GRACE_SECONDS, Recovery
 from .registration import missing_from
 from .states import JOB, JobEvent, JobState
 from .views import Views
 
-NO_QUORUM: Final = (
-    "did not return after the scheduler was restarted: too many for the others to continue, because another "
-    "scheduler may have these; start the job again"
-)
+_NOT_RETURNED: Final = f"did not return after the scheduler was restarted: {NO_QUORUM}"
 
 
 class Job:
@@ -34,20 +32,24 @@ class Job:
         cluster: its settings.
         now: the time.
         secret: with which views are sealed; empty without keys.
+        incarnation: of the scheduler.
 
     Attributes:
         cluster: its settings.
         state: the current state.
         failure: why the state is ``failed``; empty in all other states.
         until: when :meth:`on_deadline` is due; infinite if the state may last.
+        incarnation: of the scheduler.
+        quorum: whether an elastic job may continue without those that are gone.
         generation: how often torchrun has restarted the workers.
         has_replaced: True if it has begun while nodes of a dead job of its name were left over.
         ended: the ranks of workers whose processes have ended, as far as that was reported.
     """
 
-    def __init__(self, cluster: ClusterConfig, now: float, secret: bytes = b"") -> None:
+    def __init__(self, cluster: ClusterConfig, now: float, secret: bytes = b"", incarnation: int = 0) -> None:
         self.cluster = cluster
         self._secret = secret
+        self.incarnation = incarnation
         self.state: JobState = "gathering"
         self.failure = ""
         self.has_replaced = False
@@ -58,7 +60,8 @@ class Job:
         cluster = self.cluster
         self.until = now + cluster.rendezvous_seconds
         self.members = Members()
-        self.views = Views(self.members, cluster.is_elastic, self._secret)
+        self.views = Views(self.members, cluster.is_elastic, self._secret, self.incarnation)
+        self.quorum = Quorum(self.members)
         self.recovery = Recovery(self.members)
         self.drains = Drains(self.members)
         self.joining = JoiningWorkers(self.members)
@@ -83,6 +86,7 @@ class Job:
         elif self.until == math.inf:  # another server may come
             self.until = now + self.cluster.rendezvous_seconds
         self.views.begin_epoch(keeps_ring=event in ("a worker left", "a worker removed"))
+        self.quorum.on_view(self.views.epoch)
         return cancelled + [self.send_view(node) for node in servers]
 
     def send_view(self, node: Node) -> Send:
@@ -136,6 +140,13 @@ class Job:
         """True if torchrun may restart the workers, or has done so."""
         return self.recovery.generation > self.generation or self._has_restarts()
 
+    def fail_without_quorum(self, reason: str) -> list[Send]:
+        """Ends an elastic job because of a loss, if another scheduler may continue it with those lost."""
+        if not self.can_shrink() or self.may_restart() or self.quorum.may_continue():
+            return []
+        gone = listing(self.quorum.missing())
+        return self.fail("a worker lost", "lost", f"{reason}; lost at once: {gone}, {NO_QUORUM}")
+
     def lose_worker(self, reason: str, now: float) -> list[Send]:
         """The job cannot continue without a worker: it waits for a restart by torchrun, or fails."""
         if not self.may_restart():
@@ -153,6 +164,7 @@ class Job:
             if node.role == "worker":
                 self.members.forget(node)
         self.views.admitted = 0
+        self.quorum = Quorum(self.members)
         self.generation = generation
         self.ended.clear()
         self.stragglers = Stragglers(self.cluster.workers)
@@ -163,7 +175,8 @@ class Job:
 
     def _new_barriers(self) -> Barriers:
         cluster = self.cluster
-        return Barriers(self.members, cluster.is_elastic, cluster.patience_seconds, self.stragglers.barriers)
+        late = self.stragglers.barriers
+        return Barriers(self.members, cluster.is_elastic, cluster.patience_seconds, late, self.incarnation)
 
     # ── recovery ────────────────────────────────────────────────────────────────────────────────
 
@@ -196,6 +209,7 @@ class Job:
         if self._is_dead() and any(node.role == "worker" for node in self.recovery.new_nodes()):
             return self._begin_anew(now)
         self.views.restore(self.recovery.newest)
+        self.quorum.restore(self.recovery.newest)
         self.barriers.passed = self.recovery.passed_barriers()
         self.recovery.restore_left(now)
         self.until = math.inf
@@ -203,8 +217,8 @@ class Job:
             if worker.epoch < self.views.admitted:  # its watermarks count from an older admission
                 self.members.report(worker, 0)
         lost = [member for member in self.recovery.missing() if member.role == "worker"]
-        if lost and self.can_shrink() and not self.recovery.has_quorum():
-            return self.fail("a worker lost", "lost", f"{listing(lost)} {NO_QUORUM}")
+        if lost and self.can_shrink() and not self.quorum.may_continue():
+            return self.fail("a worker lost", "lost", f"{listing(lost)} {_NOT_RETURNED}")
         if lost and (self.may_restart() or not self.can_shrink()):
             reason = f"{lost[0]} is lost: it did not return after the scheduler was restarted"
             return self.lose_worker(reason, now)

@@ -40,6 +40,7 @@ class Node(msgspec.Struct, eq=False):
         load: of its last heartbeat.
         rates: how fast the counters in its loads rise.
         watermark: the newest that it has reported, by :meth:`Members.report`.
+        may_be_elsewhere: True if it is lost, and its process may still be there, and at another scheduler.
     """
 
     peer: bytes
@@ -51,6 +52,7 @@ class Node(msgspec.Struct, eq=False):
     load: Load = {}
     rates: Rates = msgspec.field(default_factory=Rates)
     watermark: int = 0
+    may_be_elsewhere: bool = False
 
     @property
     def role(self) -> Role:

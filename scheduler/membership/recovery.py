@@ -6,8 +6,6 @@ with their view, and the newest of these views is the job as it was.
 
 from __future__ import annotations
 
-from collections import Counter
-
 from zenps.wire.identity import identity_at_servers
 from zenps.wire.messages import Member, Register, Role, View
 
@@ -47,7 +45,10 @@ class Recovery:
         if rank is None:
             self.generation = max(self.generation, message.generation)
         elif not any((node.role, node.rank) == (message.role, rank) for node in self._members):
-            epoch = view.epoch if view else 0
+            epoch = 0
+            if view is not None:  # two schedulers may have made views of one epoch: both take another
+                is_another = view.incarnation != self._view.incarnation and view.epoch == self._view.epoch
+                epoch = view.epoch - is_another
             self._members.add(Node(peer, message, rank, last_heard=now, epoch=epoch))
             self.waiting.pop(peer, None)
             return
@@ -72,18 +73,6 @@ class Recovery:
         nodes = [*self._members.present(), *self._members.with_state("worker", "left")]
         here = {(node.role, node.rank) for node in nodes}
         return [member for member in self._before() if (member.role, member.rank) not in here]
-
-    def has_quorum(self) -> bool:
-        """Returns whether most members of the newest view have returned to this scheduler.
-
-        The scheduler before may still be there, cut off from this one, and have the others. If both
-        continued, two halves of the job would train on apart. More than half of the workers are a quorum, and
-        so is half of them with more than half of the servers: two schedulers never have one of the same view.
-        """
-        gone = Counter(member.role for member in self.missing())
-        here = Counter(node.role for node in self._members.present())
-        workers, servers = (here[role] - gone[role] for role in ("worker", "server"))
-        return workers > 0 or (workers == 0 and servers > 0)
 
     def passed_barriers(self) -> int:
         """Returns how many barriers workers have passed since the newest admission."""

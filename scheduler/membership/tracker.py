@@ -26,6 +26,7 @@ from zenps.wire.messages import (
     StatusRequest,
     Stop,
     ToScheduler,
+    View,
     WhoAreYou,
 )
 
@@ -53,18 +54,26 @@ class Membership:
         settings: the scheduler's own :func:`~zenps.config.shared.shared_settings`.
         now: the time of creation; all other times are on the same clock.
         secret: known to the job's schedulers alone, for seals of views; empty without keys.
+        incarnation: a random number, by which nodes tell this scheduler from another; 0: they cannot.
 
     Attributes:
         step: the latest step that a worker has reported; None before the first.
     """
 
     def __init__(
-        self, job: str, cluster: ClusterConfig, settings: Settings, now: float, secret: bytes = b""
+        self,
+        job: str,
+        cluster: ClusterConfig,
+        settings: Settings,
+        now: float,
+        secret: bytes = b"",
+        incarnation: int = 0,
     ) -> None:
         self._name = job
         self._cluster = cluster
         self._settings = settings
-        self._job = Job(cluster, now, secret)
+        self._incarnation = incarnation
+        self._job = Job(cluster, now, secret, incarnation)
         self._began = now
         self._changes = Changes()
         self._stalls = Stalls(cluster.stall_seconds)
@@ -88,6 +97,8 @@ class Membership:
             return self._on_unknown_peer(peer, message, now)
         if node.state in ("lost", "left"):
             return departures.reply_to_departed(self._job, node)
+        if isinstance(message, Heartbeat) and self._is_for_another(message):
+            return [Send(peer, WhoAreYou(self._incarnation))]  # it renews no lease here until it registers
         node.last_heard = now
         if self.state == "failed" and not isinstance(message, Leave):
             return departures.reply_to_departed(self._job, node)
@@ -101,6 +112,8 @@ class Membership:
                 return self._job.on_admit(node, since, now) if self._is_at_work(node) else []
             case Leave():
                 return departures.on_leave(self._job, node, now)
+            case Register(view=view) if view is not None:
+                return self._on_return(node, message, view, now)
             case Register():
                 return []
 
@@ -123,7 +136,7 @@ class Membership:
         node = self._job.members.get(peer)
         assert node is not None
         why = f"its connection has ended, and nothing listens at {node.register.address} any more"
-        return departures.on_lost(self._job, node, now, why)
+        return departures.on_lost(self._job, node, now, why, has_ended=True)
 
     def abort(self, reason: str) -> list[Send]:
         """The scheduler has to end before the job has: fails the job."""
@@ -213,7 +226,26 @@ class Membership:
                 return self._on_register(peer, message, now)
             case Leave():
                 return []
-        return [Send(peer, WhoAreYou())]
+        return [Send(peer, WhoAreYou(self._incarnation))]
+
+    def _is_for_another(self, message: Heartbeat) -> bool:
+        """True if the sender has registered at another scheduler since it did so here."""
+        return bool(message.incarnation and self._incarnation) and message.incarnation != self._incarnation
+
+    def _on_return(self, node: Node, message: Register, view: View, now: float) -> list[Send]:
+        """A known node registers again, because it has been at another scheduler."""
+        if not self._job.views.is_genuine(view):
+            return []
+        if self.state == "recovering":
+            if view == node.register.view:
+                return []
+            self._job.members.forget(node)
+            return self._on_recovery(node.peer, message, now)
+        if not self._job.views.is_of_another(view):
+            return []
+        why = f"it has view {view.epoch} of another scheduler of this job; only one may be there"
+        sends = departures.on_lost(self._job, node, now, why)
+        return [*sends, Send(node.peer, Refused("lost", f"{node.member}: {why}"))]
 
     def _on_register(self, peer: bytes, message: Register, now: float) -> list[Send]:
         job = self._job
@@ -285,10 +317,11 @@ class Membership:
             self._stalls.report(node.rank, message.waits_for, message.waited_seconds, now)
         if self.state == "recovering":  # no watermark begins before all workers have returned
             job.members.report(node, message.watermark)
-            return [Send(node.peer, HeartbeatReply())]
+            return [Send(node.peer, HeartbeatReply(incarnation=self._incarnation))]
         node.epoch = min(message.epoch, self.epoch)
         job.members.report(node, message.watermark if node.epoch >= job.views.admitted else 0)
-        reply = HeartbeatReply(job.members.next_watermark(), len(job.joining.waiting()))
+        watermark, joining = job.members.next_watermark(), len(job.joining.waiting())
+        reply = HeartbeatReply(watermark, joining, incarnation=self._incarnation)
         sends = [Send(node.peer, reply)]
         if self._is_unneeded(node):
             return [*sends, Send(node.peer, Stop())]
@@ -304,7 +337,7 @@ class Membership:
             return sends
         for node in self._job.members.alive():
             if (node.role, node.rank, node.register.host) == (message.role, message.rank, message.host):
-                return departures.on_lost(self._job, node, now, "its process has ended")
+                return departures.on_lost(self._job, node, now, "its process has ended", has_ended=True)
         return []
 
     def _on_lost(self, node: Node, now: float) -> list[Send]:

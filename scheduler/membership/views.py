@@ -21,6 +21,7 @@ class Views:
         members: the table of nodes.
         is_elastic: True if views do not name workers that have left.
         secret: of the job's schedulers; they seal views with it. Empty: views have no seal.
+        incarnation: of this scheduler.
 
     Attributes:
         epoch: of the newest view; 0 before the first.
@@ -30,10 +31,13 @@ class Views:
         owners: ``[4096]`` uint16, the rank of each slot's server; empty before the first view.
     """
 
-    def __init__(self, members: Members, is_elastic: bool, secret: bytes) -> None:
+    def __init__(self, members: Members, is_elastic: bool, secret: bytes, incarnation: int) -> None:
         self._members = members
         self._is_elastic = is_elastic
         self._secret = secret
+        self._incarnation = incarnation
+        self._restored = 0, 0
+        """Epoch and incarnation of the view of an earlier scheduler from which this one continues."""
         self.epoch = self.newer_than = 0
         self.ring_epoch = 0
         self.admitted = 0
@@ -54,6 +58,14 @@ class Views:
         """Continues from the newest view of an earlier scheduler."""
         self.epoch, self.ring_epoch, self.admitted = view.epoch, view.ring_epoch, view.admitted
         self.owners = np.frombuffer(view.owners, dtype="<u2").astype(np.uint16)
+        self._restored = view.epoch, view.incarnation
+
+    def is_of_another(self, view: View) -> bool:
+        """Returns whether neither this scheduler has made ``view`` nor one from whose views it continues."""
+        if not (self._incarnation and view.incarnation) or view.incarnation == self._incarnation:
+            return False
+        epoch, incarnation = self._restored
+        return view.epoch > epoch or (view.epoch == epoch and view.incarnation != incarnation)
 
     def view_for(self, receiver: Node) -> View:
         """Returns the newest view as ``receiver`` gets it. Nodes of a role share all but their own rank."""
@@ -80,6 +92,7 @@ class Views:
             ring_epoch=self.ring_epoch,
             left=tuple(node.rank for node in nodes if node.state == "left"),
             admitted=self.admitted,
+            incarnation=self._incarnation,
         )
         return msgspec.structs.replace(view, seal=self._seal_of(view))
 

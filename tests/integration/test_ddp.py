@@ -193,6 +193,58 @@ def test_rank_that_looks_up_no_rows_gets_those_of_the_others(tmp_path: Path) -> 
     assert all(torch.equal(weights[name], weights_too[name]) for name in weights)
 
 
+def leave_a_table_out(store: Path, keeps: bool) -> Any:
+    """Rank 1 leaves the second table out in step 1, and both do in step 2; its gradients, or the error."""
+    join_group(store)
+    model = make_model()
+    parallel = DistributedDataParallel(_Choosing(model), find_unused_parameters=True)
+    parallel.register_comm_hook(zps.CommHookState(), zps.comm_hook)
+    gradients: list[Any] = []
+    for users in ((0, 1), (0,), (), (0, 1)):
+        parallel.zero_grad(set_to_none=not keeps)
+        failed = attempt(parallel(torch.arange(3) + 5 * zps.rank(), zps.rank() in users).backward)
+        if failed is not None:
+            return failed
+        assert model.bag.weight.grad is not None
+        gradients.append(model.bag.weight.grad.to_dense())
+    zps.barrier()
+    dist.destroy_process_group()
+    return gradients
+
+
+class _Choosing(nn.Module):
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.words, self.bag = model.words, model.bag
+
+    def forward(self, ids: Tensor, uses_both: bool) -> Tensor:
+        words = self.words(ids).square().sum()
+        return words + self.bag(ids[None]).square().sum() if uses_both else words
+
+
+def test_a_table_that_a_rank_leaves_out_needs_a_gradient_that_stays(tmp_path: Path) -> None:
+    """As docs/usage.md has it. PyTorch demands a gradient of each sparse parameter, if only an old one."""
+    weight = make_model().bag.weight.detach().requires_grad_()
+
+    def gradient(*ranks: int) -> Tensor:
+        losses = [nn.functional.embedding_bag((torch.arange(3) + 5 * r)[None], weight) for r in ranks]
+        total = sum(((each.square().sum()) for each in losses), start=0 * weight.sum())
+        return torch.autograd.grad(total, weight)[0] / RANKS
+
+    with Cluster() as cluster:
+        first, second = cluster.run(leave_a_table_out, tmp_path / "store", True)
+    for got, other, ranks in zip(first, second, ((0, 1), (0,), (), (0, 1)), strict=True):
+        torch.testing.assert_close(got, gradient(*ranks), rtol=1e-12, atol=1e-15)
+        assert torch.equal(got, other)
+
+
+def test_pytorch_refuses_a_table_that_a_rank_leaves_out(tmp_path: Path) -> None:
+    with Cluster() as cluster:
+        _, second = cluster.run(leave_a_table_out, tmp_path / "store", False)
+    assert second.kind == "RuntimeError"
+    assert "Expected sparse gradient to be defined" in second.text
+
+
 def train_until_alone(store: Path, kind: str, end: str) -> Any:
     """What each backward raises once rank 1 has gone."""
     join_group(store)

@@ -151,6 +151,41 @@ def test_a_fork_of_a_worker_is_refused_and_leaves_the_worker_alone() -> None:
     assert is_initialized == "False"
 
 
+def in_a_fork_with_handles(go_on: Path) -> list[str]:
+    """What rank 0's fork reads of a handle in flight and of one with its result; then its own result."""
+    if zps.rank():
+        there = zps.push_pull(torch.ones(3), "there")
+        await_file(go_on)
+        return [str(there.tolist()), str(zps.push_pull(torch.ones(3), "in flight").tolist())]
+    there = zps.push_pull_async(torch.ones(3), "there")
+    zps.synchronize(there)
+    handle = zps.push_pull_async(torch.ones(3), "in flight")
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        with os.fdopen(writer, "w") as out:
+            for call in (lambda: zps.synchronize(handle), handle.wait, lambda: zps.poll(handle)):
+                raised = attempt(call)
+                out.write(f"{raised.kind}: {raised.text}\n")
+            out.write(f"{zps.synchronize(there).tolist()}\n")
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as lines:
+        read = lines.read().splitlines()
+    assert os.waitpid(child, 0)[1] == 0
+    go_on.touch()
+    return [*read, str(zps.synchronize(handle).tolist())]
+
+
+def test_a_handle_in_flight_is_refused_in_a_fork_at_once(tmp_path: Path) -> None:
+    with Cluster(workers=2, servers=1) as cluster:
+        (*errors, there, own), others = cluster.run(in_a_fork_with_handles, tmp_path / "go on")
+    assert len(errors) == 3
+    said = "UsageError: tensor 'in flight': this process is a fork of a worker"
+    assert all(error.startswith(said) for error in errors), errors
+    assert there == own == "[1.0, 1.0, 1.0]"
+    assert others == [own, own]
+
+
 def without_memory() -> Any:
     """Pushes while there is no shared memory, and again when there is."""
     tensor = torch.ones(200_000)

@@ -12,7 +12,16 @@ import msgspec
 from zenps.scheduler.membership.actions import Send
 from zenps.scheduler.membership.tracker import Membership
 from zenps.server.rounds.tracker import ServerRounds
-from zenps.wire.messages import Drain, DrainReply, Heartbeat, Refused, Register, View, WhoAreYou
+from zenps.wire.messages import (
+    Drain,
+    DrainReply,
+    FromScheduler,
+    Heartbeat,
+    Refused,
+    Register,
+    View,
+    WhoAreYou,
+)
 from zenps.wire.registration import Registration
 from zenps.worker.rounds.tracker import WorkerRounds
 
@@ -87,7 +96,9 @@ class Scheduler(Node):
     def __init__(self, simulation: Simulation) -> None:
         super().__init__(simulation, SCHEDULER)
         self.started = self.now
-        self.membership = simulation.parts.membership("job", simulation.cluster, {}, self.now)
+        self.membership = simulation.parts.membership(
+            "job", simulation.cluster, {}, self.now, incarnation=next(simulation.incarnations)
+        )
         self.heard: dict[bytes, float] = {}
         """When a known member was last heard."""
         self._failed_at = math.inf
@@ -159,7 +170,8 @@ class Member(Node):
         if self.now - self._heard > self.simulation.cluster.rendezvous_seconds:
             self.end("the scheduler is lost")
             return
-        self.send(SCHEDULER, Heartbeat(self.view.epoch if self.view else 0, {}, {}, self.watermark))
+        epoch, incarnation = self.view.epoch if self.view else 0, self.registration.incarnation
+        self.send(SCHEDULER, Heartbeat(epoch, {}, {}, self.watermark, incarnation=incarnation))
 
     @abstractmethod
     def end(self, reason: str) -> None:
@@ -169,11 +181,13 @@ class Member(Node):
     def on_view(self, view: View) -> None:
         """Handles a view that is newer than those before."""
 
-    def on_scheduler(self, message: msgspec.Struct) -> None:
+    def on_scheduler(self, message: FromScheduler) -> None:
+        if self.registration.is_of_another(message):
+            return
         self._heard = self.now
         match message:
-            case WhoAreYou():
-                self.send(SCHEDULER, self.registration.again())
+            case WhoAreYou(incarnation=incarnation):
+                self.send(SCHEDULER, self.registration.again(incarnation))
             case View():
                 self.registration.follow(message)
                 if self.view is None or message.epoch > self.view.epoch:

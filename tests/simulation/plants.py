@@ -15,7 +15,7 @@ from zenps.scheduler.membership.admission import JoiningWorkers
 from zenps.scheduler.membership.barriers import Barriers
 from zenps.scheduler.membership.job import Job
 from zenps.scheduler.membership.members import Node
-from zenps.scheduler.membership.recovery import Recovery
+from zenps.scheduler.membership.quorum import Quorum
 from zenps.scheduler.membership.registration import Settings
 from zenps.scheduler.membership.tracker import Membership
 from zenps.server.rounds.states import HeldPush, Reduce, ServerRound
@@ -231,8 +231,10 @@ class _EagerJob(Job):
 class TellsWorkersFirst(Membership):
     """Shows workers a view that servers may not have."""
 
-    def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
-        super().__init__(job, cluster, settings, now)
+    def __init__(
+        self, job: str, cluster: ClusterConfig, settings: Settings, now: float, **others: Any
+    ) -> None:
+        super().__init__(job, cluster, settings, now, **others)
         self._job = _EagerJob(cluster, now)
 
 
@@ -254,22 +256,26 @@ class _LoyalJob(Job):
 class WaitsForADeadJob(Membership):
     """Takes a server that is left over for a member of this job, and waits for the others of its view."""
 
-    def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
-        super().__init__(job, cluster, settings, now)
+    def __init__(
+        self, job: str, cluster: ClusterConfig, settings: Settings, now: float, **others: Any
+    ) -> None:
+        super().__init__(job, cluster, settings, now, **others)
         self._job = _LoyalJob(cluster, now)
 
 
-class _AnyQuorum(Recovery):
-    def has_quorum(self) -> bool:
+class _AnyQuorum(Quorum):
+    def may_continue(self) -> bool:
         return True
 
 
 class ContinuesWithAnyHalf(Membership):
     """Continues after a restart with however few workers; those that are missing may do so elsewhere."""
 
-    def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
-        super().__init__(job, cluster, settings, now)
-        self._job.recovery = _AnyQuorum(self._job.members)
+    def __init__(
+        self, job: str, cluster: ClusterConfig, settings: Settings, now: float, **others: Any
+    ) -> None:
+        super().__init__(job, cluster, settings, now, **others)
+        self._job.quorum = _AnyQuorum(self._job.members)
 
 
 class _HastyBarriers(Barriers):
@@ -289,8 +295,10 @@ class _HastyJob(Job):
 class LetsOneThrough(Membership):
     """Ends a barrier when the second to last has come."""
 
-    def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
-        super().__init__(job, cluster, settings, now)
+    def __init__(
+        self, job: str, cluster: ClusterConfig, settings: Settings, now: float, **others: Any
+    ) -> None:
+        super().__init__(job, cluster, settings, now, **others)
         self._job = _HastyJob(cluster, now)
 
 
@@ -302,8 +310,10 @@ class _ImpatientJoiningWorkers(JoiningWorkers):
 class LetsInTooEarly(Membership):
     """Admits joining workers when the first member has reached the end of its step."""
 
-    def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
-        super().__init__(job, cluster, settings, now)
+    def __init__(
+        self, job: str, cluster: ClusterConfig, settings: Settings, now: float, **others: Any
+    ) -> None:
+        super().__init__(job, cluster, settings, now, **others)
         self._job.joining = _ImpatientJoiningWorkers(self._job.members)
 
 
@@ -318,8 +328,10 @@ class _ForgetfulJob(Job):
 class CountsBarriersOn(Membership):
     """Takes a barrier for passed because one of that number was passed before an admission."""
 
-    def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
-        super().__init__(job, cluster, settings, now)
+    def __init__(
+        self, job: str, cluster: ClusterConfig, settings: Settings, now: float, **others: Any
+    ) -> None:
+        super().__init__(job, cluster, settings, now, **others)
         self._job = _ForgetfulJob(cluster, now)
 
 
@@ -331,8 +343,10 @@ class _NamelessJob(Job):
 class NamesNobody(Membership):
     """Does not name the lost node in the error."""
 
-    def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
-        super().__init__(job, cluster, settings, now)
+    def __init__(
+        self, job: str, cluster: ClusterConfig, settings: Settings, now: float, **others: Any
+    ) -> None:
+        super().__init__(job, cluster, settings, now, **others)
         self._job = _NamelessJob(cluster, now)
 
 
@@ -361,8 +375,10 @@ class _MixingJob(Job):
 class MixesGenerations(Membership):
     """Begins a generation with workers of the previous one."""
 
-    def __init__(self, job: str, cluster: ClusterConfig, settings: Settings, now: float) -> None:
-        super().__init__(job, cluster, settings, now)
+    def __init__(
+        self, job: str, cluster: ClusterConfig, settings: Settings, now: float, **others: Any
+    ) -> None:
+        super().__init__(job, cluster, settings, now, **others)
         self._job = _MixingJob(cluster, now)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 
@@ -67,6 +68,7 @@ class Simulation:
         self.quiet_from = max((fault.at + fault.seconds for fault in script.faults), default=0.0)
         self._counts: Counter[str] = Counter()
         self.servers: list[Server] = []
+        self.incarnations = itertools.count(1)
         self.scheduler = Scheduler(self)
         if script.left_over:
             self.servers.append(LeftOver(self))

@@ -162,6 +162,8 @@ class Worker(Member):
                 server: Any = self._ranks[sender]
                 self.execute(self.rounds.on_reply(server, message, frames, self.now))  # type: ignore[arg-type]
         else:
+            if self.registration.is_of_another(message):
+                return
             self.on_scheduler(message)
             match message:
                 case BarrierReply(sequence=sequence, error=error):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -20,6 +21,11 @@ from .statistics import Counted, Progress, Report, Statistics
 from .transfer import Answer, EncodedTensor, SuppliedTransfer, Transfer, Transform
 
 NO_REPORT: Final = Report()
+
+FORKED: Final = (
+    "this process is a fork of a worker, such as a DataLoader's, and has none of its connections; call zenps "
+    "in the training process only, or start this process by spawn, not fork, to join a cluster of its own"
+)
 
 
 class Waiter(ABC):
@@ -117,6 +123,7 @@ class Pending:
         """What the transfer has finished, until its transforms are undone: Ctrl-C may come in between."""
         self._finishing = threading.Lock()
         self._result: Tensor | Exception | None = None
+        self._owner = os.getpid()
 
     def __repr__(self) -> str:
         return f"Pending({self.name!r}, done={self.progress.ended})"
@@ -127,8 +134,13 @@ class Pending:
         return self.progress.ended
 
     def done(self) -> bool:
-        """Processes what has arrived; returns whether :meth:`wait` need not wait for the network any more."""
+        """Processes what has arrived; returns whether :meth:`wait` need not wait for the network any more.
+
+        Raises:
+            UsageError: this process is a fork of the one that pushed, and the round had not ended by then.
+        """
         if not self.progress.ended:
+            self._require_no_fork()
             self._waiting.waiter.look(lambda: self.progress.ended)
         return self.progress.ended
 
@@ -136,8 +148,11 @@ class Pending:
         """Waits for the result and returns it, or raises the error of the round. May be called repeatedly.
 
         A wait that Ctrl-C has interrupted can be repeated. After one in which the handler of another signal
-        has raised while an answer was processed, this raises UsageError: the result is not complete.
+        has raised while an answer was processed, this raises UsageError: the result is not complete. So it
+        does in a fork of the process that pushed, unless that had the result before.
         """
+        if self._result is None:
+            self._require_no_fork()
         with self._finishing, MASK:
             if self._result is None:
                 assert self._transfer is not None
@@ -147,6 +162,11 @@ class Pending:
         if isinstance(self._result, Exception):
             raise self._result
         return self._result
+
+    def _require_no_fork(self) -> None:
+        """A fork has none of the threads and connections that bring answers, and may find locks held."""
+        if os.getpid() != self._owner and self._counted != "nothing":
+            raise UsageError(f"tensor {self.name!r}: {FORKED}")
 
     # ── for whoever begins the round ────────────────────────────────────────────────────────────
 

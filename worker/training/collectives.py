@@ -14,7 +14,7 @@ from zenps.config.settings import MOST_WORKERS
 from zenps.errors import MismatchError, TensorError, UsageError, ZenPSError, listing
 
 from ..core.pending import Pending
-from ..core.request import Options, Request, check_outside_graph, describe
+from ..core.request import Options, Purpose, Request, check_outside_graph, describe
 from ..process import PROCESS
 from .allgather import allgather_bytes, allgather_int
 from .plain_data import as_tensor, check_size, pack_object, pack_reason, unpack_object
@@ -160,12 +160,18 @@ def allreduce(tensor: Tensor, name: str, op: Op = "average") -> Tensor:
     Raises:
         TensorError: the tensor cannot be reduced.
         UsageError: there is no such ``op``.
-        MismatchError: ranks have other dtypes or shapes, or name different operations.
+        MismatchError: ranks have other dtypes or shapes, or name different operations, or one of them cannot
+            reduce its tensor.
         DeadlineError, PeerLostError: as :func:`zenps.push_pull`.
     """
     if op in ("average", "sum"):
-        check_outside_graph(tensor, name)
-        return PROCESS.world.begin(Request(tensor, name, Options(average=op == "average"))).wait()
+        try:
+            check_outside_graph(tensor, name)
+            pending = PROCESS.world.begin(Request(tensor, name, Options(average=op == "average")))
+        except TensorError as error:
+            _push_refusal(name, error, "value")
+            raise
+        return pending.wait()
     if op not in _COMBINED:
         raise UsageError(f"op {op!r:.60}: expected average, sum, min, max or product")
     given, refused = "", None
@@ -222,10 +228,10 @@ def _gather(tensor: Tensor, round_: _Round) -> list[Tensor]:
     return [from_bytes(part, dtype, (counts[rank] - 1, *row)) for rank, part in parts.items()]
 
 
-def _push_refusal(name: str, error: ZenPSError) -> None:
-    """Takes part in a broadcast for which this rank has no tensor, so that the others learn it at once."""
+def _push_refusal(name: str, error: ZenPSError, purpose: Purpose = "broadcast") -> None:
+    """Takes part in a round for which this rank has no tensor, so that the others learn it at once."""
     given = f"nothing: {error}"[:1024]
-    options = Options(contributes=False, purpose="broadcast", given=given)
+    options = Options(contributes=False, purpose=purpose, given=given)
     with contextlib.suppress(MismatchError):
         PROCESS.world.begin(Request(torch.empty(0, dtype=torch.uint8, device="cpu"), name, options)).wait()
 

@@ -103,6 +103,8 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag="heartbeat"):
     """Of a worker: its longest wait for others, such as ``barrier``; empty if it does not wait."""
     waited_seconds: float = 0.0
     """How long that wait has lasted."""
+    incarnation: Count = 0
+    """Of the scheduler at which the node has registered last; 0 before its first view."""
 
 
 class Barrier(Struct, frozen=True, array_like=True, tag="barrier"):
@@ -161,6 +163,8 @@ class View(Struct, frozen=True, array_like=True, tag="view"):
     """The epoch in which joining workers were last admitted. Workers count steps from 0 since then."""
     seal: Annotated[bytes, Meta(max_length=SEAL_BYTES)] = b""
     """Of the scheduler, by which its successor knows the view again; empty without keys."""
+    incarnation: Count = 0
+    """Of the scheduler: a random number that each of its processes draws. 0: not known."""
 
 
 class SharedView(Struct, frozen=True, array_like=True, tag="shared view"):
@@ -172,6 +176,9 @@ class SharedView(Struct, frozen=True, array_like=True, tag="shared view"):
 
 class WhoAreYou(Struct, frozen=True, array_like=True, tag="register?"):
     """The scheduler does not know the receiver, which has to register (again)."""
+
+    incarnation: Count = 0
+    """Of the scheduler: a random number that each of its processes draws. 0: not known."""
 
 
 class Refused(Struct, frozen=True, array_like=True, tag="refused"):
@@ -192,6 +199,8 @@ class HeartbeatReply(Struct, frozen=True, array_like=True, tag="heartbeat!"):
     """The ``clock_ns`` of that heartbeat."""
     clock_ns: Count = 0
     """The scheduler's clock."""
+    incarnation: Count = 0
+    """Of the scheduler: a random number that each of its processes draws. 0: not known."""
 
 
 class BarrierReply(Struct, frozen=True, array_like=True, tag="barrier!"):
@@ -199,6 +208,8 @@ class BarrierReply(Struct, frozen=True, array_like=True, tag="barrier!"):
 
     sequence: Count
     error: Text
+    incarnation: Count = 0
+    """Of the scheduler: a random number that each of its processes draws. 0: not known."""
 
 
 class Departed(Struct, frozen=True, array_like=True, tag="departed"):

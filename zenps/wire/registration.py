@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .messages import Register, View
+from .messages import FromScheduler, Register, View, WhoAreYou
 
 
 class Registration:
@@ -13,20 +13,34 @@ class Registration:
     Attributes:
         view: the newest view that the node has; None before the first.
         barriers: how many barriers the node has passed.
+        incarnation: of the scheduler that the node follows: which has asked it last to register, or has made
+            its first view. 0 before that.
     """
 
     def __init__(self, register: Register) -> None:
         self._register = register
         self.view: View | None = None
-        self.barriers = 0
+        self.barriers = self.incarnation = 0
+
+    def is_of_another(self, message: FromScheduler) -> bool:
+        """Returns whether a message is of another scheduler than the one that the node follows.
+
+        Two may be there, each with a part of the nodes, and a connection may lead to one and then the other.
+        """
+        if isinstance(message, WhoAreYou):  # it begins to follow this one
+            return False
+        sender: int = getattr(message, "incarnation", 0)
+        return bool(sender and self.incarnation) and sender != self.incarnation
 
     def follow(self, view: View) -> None:
         """Takes a view. Views may come twice, and in any order."""
+        self.incarnation = self.incarnation or view.incarnation
         if self.view is None or view.epoch > self.view.epoch:
             self.view = view
 
-    def again(self) -> Register:
-        """The registration for a scheduler that does not know this node."""
+    def again(self, incarnation: int = 0) -> Register:
+        """The registration for a scheduler that does not know this node, and that it follows from now on."""
+        self.incarnation = incarnation or self.incarnation
         if self.view is None:
             return self._register
         return msgspec.structs.replace(

@@ -196,11 +196,14 @@ class SchedulerLink:
             except ProtocolError as error:
                 log.once(logger, self._scheduler, "dropped a message of the scheduler: %s", error)
                 continue
+            if self.registration.is_of_another(message):
+                log.once(logger, "another", "dropped a message of another scheduler at %s", self._scheduler)
+                continue
             self._heard = time.monotonic()
             match message:
-                case WhoAreYou():
+                case WhoAreYou(incarnation=incarnation):
                     self.clock.reset()
-                    self.send(self.registration.again())
+                    self.send(self.registration.again(incarnation))
                     continue
                 case HeartbeatReply(heartbeat_ns=sent_ns, clock_ns=there_ns):
                     self.clock.add(sent_ns, there_ns, now_ns())
@@ -249,7 +252,8 @@ class SchedulerLink:
         ``wait`` is what this node waits for, and for how long.
         """
         self._next_beat = now + self._cluster.lease_seconds / BEATS_PER_LEASE
-        self.send(Heartbeat(epoch, load, late or {}, watermark, now_ns(), *wait))
+        incarnation = self.registration.incarnation
+        self.send(Heartbeat(epoch, load, late or {}, watermark, now_ns(), *wait, incarnation))
 
     def seconds_to_beat(self, now: float) -> float:
         """How long a poll may last until the next heartbeat is due."""

@@ -10,8 +10,9 @@ import pytest
 from tests.scheduler.membership.test_recovery import ENOUGH_SECONDS
 from tests.scheduler.nodes import LEASE_SECONDS, SETTINGS, confirm, only, register, sent, server, worker
 from zenps.config.settings import ClusterConfig
+from zenps.scheduler.membership.actions import Send
 from zenps.scheduler.membership.tracker import Membership
-from zenps.wire.messages import Heartbeat, Refused, Register, View
+from zenps.wire.messages import Ended, Heartbeat, Refused, Register, View, WhoAreYou
 
 SECRET = b"the scheduler's secret key"
 WORKERS, SERVERS = 4, 2
@@ -82,6 +83,122 @@ def test_of_two_restarted_schedulers_at_most_one_continues(count: int, servers: 
         halves[number >= servers].append(server(number))
     able = [half for half in halves if any(peer.startswith(b"worker") for peer in half)]
     assert sum(continues(scheduler(), returning, half) for half in able) <= 1
+
+
+def silence(membership: Membership, *silent: bytes, now: float) -> list[Send]:
+    """All but these are heard within a lease."""
+    for peer in registers().keys() - {*silent}:
+        membership.on_message(peer, Heartbeat(membership.epoch, {}), now - 1)
+    return membership.on_tick(now)
+
+
+@pytest.mark.parametrize(
+    ("lost", "does"),
+    [
+        ([worker(1), worker(2), worker(3), server(1)], False),
+        ([worker(1), worker(2), server(0), server(1)], False),
+        ([worker(1), worker(2), server(1)], True),
+        ([worker(1), worker(2), worker(3)], True),
+        ([server(1)], True),
+    ],
+    ids=["most", "half, and all servers", "half", "workers alone", "a server alone"],
+)
+def test_a_scheduler_ends_the_job_if_those_it_misses_may_continue_it(lost: list[bytes], does: bool) -> None:
+    membership = scheduler()
+    run(membership)
+    sends = silence(membership, *lost, now=LEASE_SECONDS + 1)
+    assert (membership.state != "failed") == does
+    if not does:
+        assert "lost at once: " in membership.failure
+        assert "another scheduler may have these" in membership.failure
+        assert isinstance(only_to(sends, worker(0)), Refused)
+
+
+def only_to(sends: Sequence[Send], peer: bytes) -> object:
+    return [send.message for send in sends if send.peer == peer][-1]
+
+
+def test_those_whose_processes_have_ended_are_at_no_other_scheduler() -> None:
+    membership = scheduler()
+    run(membership)
+    for rank in (1, 2, 3):
+        membership.on_message(b"status-1", Ended("worker", rank, "box"), 1.0)
+    membership.on_ended(server(1), 1.0)
+    assert membership.state == "confirming"
+    confirm(membership, [server(0)])
+    assert membership.state == "running"
+
+
+def test_members_may_be_lost_one_after_the_other() -> None:
+    """Whoever begins another scheduler with those that are lost has a view of too few."""
+    membership = scheduler()
+    run(membership)
+    for step, rank in enumerate((3, 2, 1)):
+        gone = [worker(each) for each in range(rank, WORKERS)] + [server(1)] * (step > 0)
+        silence(membership, *gone, now=(step + 1) * (LEASE_SECONDS + 1))
+        confirm(membership, [server(0), *([server(1)] * (step == 0)), *map(worker, range(rank))])
+        assert membership.state == "running", membership.failure
+    assert membership.live("worker") == 1
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_what_another_scheduler_told_a_node_confirms_no_view_here(knows: bool) -> None:
+    """Else either scheduler would continue: this one with workers 0 and 1, the other with those it has told.
+
+    Worker 4 is lost here, and the nodes of the other scheduler tell this one, too, that they have a view 2.
+    """
+    cluster = ClusterConfig(workers=5, servers=2, lease_seconds=LEASE_SECONDS, on_worker_loss="continue")
+    ours, others = (1, 2) if knows else (0, 0)
+    membership = Membership("job", cluster, SETTINGS, 0.0, incarnation=ours)
+    for number in range(5):
+        membership.on_message(worker(number), register("worker", number, number), 0.0)
+    for number in range(2):
+        membership.on_message(server(number), register("server", pid=50 + number), 0.0)
+    here, there = [worker(0), worker(1), server(0)], [worker(2), worker(3), server(1)]
+
+    def beat(epoch: int, now: float, *, is_told: bool = True) -> None:
+        for peer in here:
+            membership.on_message(peer, Heartbeat(epoch, {}, incarnation=ours), now)
+        for peer in there:
+            incarnation = others if is_told else ours
+            membership.on_message(peer, Heartbeat(epoch, {}, incarnation=incarnation), now)
+
+    beat(1, LEASE_SECONDS - 1, is_told=False)
+    membership.on_tick(LEASE_SECONDS + 1)
+    assert membership.epoch == 2
+    beat(2, LEASE_SECONDS + 2)
+    for peer in here:
+        membership.on_message(peer, Heartbeat(2, {}, incarnation=ours), 2 * LEASE_SECONDS)
+    membership.on_tick(2 * LEASE_SECONDS + 3)
+    assert (membership.state == "failed") == knows
+
+
+def test_a_node_with_a_view_of_another_scheduler_ends() -> None:
+    membership = Membership("job", ClusterConfig(workers=4, servers=2), SETTINGS, 0.0, incarnation=1)
+    returning = run(membership)
+    heartbeat = Heartbeat(1, {}, incarnation=2)
+    assert only(membership.on_message(worker(3), heartbeat, 1.0), worker(3)) == WhoAreYou(1)
+    assert membership.on_message(worker(3), returning[worker(3)], 1.0) == [], (
+        "it was there, and had no other view"
+    )
+    assert membership.state == "running"
+    theirs = run(Membership("job", ClusterConfig(workers=4, servers=2), SETTINGS, 0.0, incarnation=2))
+    sends = membership.on_message(worker(3), theirs[worker(3)], 1.0)
+    refused = only_to(sends, worker(3))
+    assert isinstance(refused, Refused)
+    assert "view 1 of another scheduler" in refused.reason
+
+
+def test_views_of_one_epoch_by_two_schedulers_give_way_to_a_third() -> None:
+    """Whichever comes first counts. It may be that of one that is gone, and all take the next."""
+    ours, theirs = (
+        run(Membership("job", ClusterConfig(workers=4, servers=2), SETTINGS, 0.0, incarnation=number))
+        for number in (1, 2)
+    )
+    after = Membership("job", ClusterConfig(workers=4, servers=2), SETTINGS, 0.0, incarnation=3)
+    for peer, message in (ours | {server(1): theirs[server(1)]}).items():
+        after.on_message(peer, message, 0.0)
+    assert (after.state, after.epoch) == ("confirming", 2)
 
 
 @pytest.mark.parametrize("on_worker_loss", ["continue", "fail"])

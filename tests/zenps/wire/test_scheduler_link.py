@@ -16,8 +16,10 @@ from zenps.config.settings import ClusterConfig
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, UsageError, ZenPSError
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.messages import (
+    BarrierReply,
     Departed,
     FromScheduler,
+    HeartbeatReply,
     Member,
     Refused,
     Register,
@@ -92,6 +94,21 @@ def test_what_follows_the_view_is_not_lost() -> None:
 def test_a_rendezvous_that_fails(message: FromScheduler, error: type[ZenPSError]) -> None:
     with scheduler_that_answers(messages(message)) as link, pytest.raises(error, match=r"^why$"):
         link.join(registration())
+
+
+def test_a_node_follows_the_scheduler_that_asked_it_last() -> None:
+    """Whatever else another says: its view may be newer, and its barrier that of the other half."""
+    first, other = msgspec.structs.replace(VIEW, incarnation=1), msgspec.structs.replace(VIEW, incarnation=2)
+    newer = msgspec.structs.replace(other, epoch=2)
+    heard = [first, newer, HeartbeatReply(watermark=9, incarnation=2), BarrierReply(1, "", 2), WhoAreYou(2)]
+    with scheduler_that_answers(messages(*heard, first, newer, Stop())) as link:
+        assert link.join(registration()) == first
+        following: list[FromScheduler] = []
+        while len(following) < 2:
+            assert link.socket.poll(WAIT_MS, zmq.POLLIN)
+            following += link.receive()
+        assert following == [newer, Stop()]
+        assert link.registration.incarnation == 2
 
 
 def test_a_departure_while_nodes_gather_is_no_failure() -> None:

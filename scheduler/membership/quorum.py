@@ -1,0 +1,98 @@
+"""Quorum of the members of a view: at most one of two schedulers of a job has one, and continues the job.
+
+A scheduler may be cut off from a part of its nodes, and another be started that these reach. Each takes the
+nodes of the other for lost. If both continued, two halves of the job would train on apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from typing import Final
+
+from zenps.wire.messages import Member, View
+
+from .members import Members
+
+NO_QUORUM: Final = (
+    "too many for the others to continue, because another scheduler may have these; start the job again"
+)
+
+
+def is_quorum(part: Collection[Member], whole: Collection[Member]) -> bool:
+    """Returns whether a restarted scheduler may continue a job with these members of its last view.
+
+    More than half of the workers and a server, or half of the workers and more than half of the servers: two
+    parts of one view that have no member in common are never both a quorum.
+    """
+    here, all_ = Counter(each.role for each in part), Counter(each.role for each in whole)
+    workers = 2 * here["worker"] - all_["worker"]
+    least = 1 if workers > 0 else all_["server"] // 2 + 1
+    return workers >= 0 and here["server"] >= least
+
+
+class Quorum:
+    """Whether this scheduler may continue with the members that it has.
+
+    It counts them by a *base*, the members of a view: whoever restarts the scheduler for a quorum of them
+    learns of every later view. So a newer view is the base only once so many have it that this is true again.
+
+    Args:
+        members: the table of nodes.
+    """
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._base: frozenset[Member] = frozenset()
+        self._is_ours = True
+        """False if an earlier scheduler has made the base: it may still be there, and continue."""
+        self._newest: frozenset[Member] = frozenset()
+        self._epoch = 0
+
+    def restore(self, view: View) -> None:
+        """This scheduler continues from a view of an earlier one."""
+        workers = (member for member in view.workers if member.rank not in view.left)
+        self._base = self._newest = frozenset(map(_known, (*workers, *view.servers)))
+        self._epoch, self._is_ours = view.epoch, False
+
+    def on_view(self, epoch: int) -> None:
+        """There is a view of the members that are present now."""
+        self._advance()
+        self._newest = frozenset(_known(node.member) for node in self._members.present())
+        self._epoch = epoch
+        self._base = self._base or self._newest
+
+    def may_continue(self) -> bool:
+        """Returns whether no other scheduler can continue with the members that are missing here."""
+        self._advance()
+        return self._suffices(self._here())
+
+    def missing(self) -> list[Member]:
+        """Returns those that may be at another scheduler, of the members that count."""
+        return sorted(self._base - self._here(), key=lambda each: (each.role, each.rank))
+
+    def _here(self) -> set[Member]:
+        """The nodes that are at no other scheduler: those that are here, and those that have ended."""
+        return {_known(node.member) for node in self._members if not node.may_be_elsewhere}
+
+    def _advance(self) -> None:
+        """Makes the newest view the base if enough members of the base have it."""
+        know = {
+            _known(node.member)
+            for node in self._members
+            if node.epoch >= self._epoch or (node.state in ("left", "lost") and not node.may_be_elsewhere)
+        }
+        if self._newest != self._base and self._suffices(know):
+            self._base, self._is_ours = self._newest, True
+
+    def _suffices(self, part: Collection[Member]) -> bool:
+        """A scheduler needs a quorum of another's base. Of its own, the rest must not be one."""
+        here = self._base.intersection(part)
+        if self._is_ours:
+            return not is_quorum(self._base - here, self._base)
+        return is_quorum(here, self._base)
+
+
+def _known(member: Member) -> Member:
+    """The member as all views have it: those of workers have no identities."""
+    return Member(member.role, member.rank, member.host, member.pid, member.address, "")
