@@ -21,6 +21,8 @@ Kind = Literal["dense", "sparse", "blocks"]
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 LAST_BARRIER = (1 << 62) - 1
 """The number of the barrier before workers leave. It is not counted, as a worker may reach it early."""
+Incarnation = Count
+"""Of a scheduler: a random number that each of its processes draws. 0: not known."""
 Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
 MAX_NAME = 1024
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
@@ -103,7 +105,7 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag="heartbeat"):
     """Of a worker: its longest wait for others, such as ``barrier``; empty if it does not wait."""
     waited_seconds: float = 0.0
     """How long that wait has lasted."""
-    incarnation: Count = 0
+    incarnation: Incarnation = 0
     """Of the scheduler at which the node has registered last; 0 before its first view."""
 
 
@@ -163,8 +165,7 @@ class View(Struct, frozen=True, array_like=True, tag="view"):
     """The epoch in which joining workers were last admitted. Workers count steps from 0 since then."""
     seal: Annotated[bytes, Meta(max_length=SEAL_BYTES)] = b""
     """Of the scheduler, by which its successor knows the view again; empty without keys."""
-    incarnation: Count = 0
-    """Of the scheduler: a random number that each of its processes draws. 0: not known."""
+    incarnation: Incarnation = 0
 
 
 class SharedView(Struct, frozen=True, array_like=True, tag="shared view"):
@@ -177,8 +178,7 @@ class SharedView(Struct, frozen=True, array_like=True, tag="shared view"):
 class WhoAreYou(Struct, frozen=True, array_like=True, tag="register?"):
     """The scheduler does not know the receiver, which has to register (again)."""
 
-    incarnation: Count = 0
-    """Of the scheduler: a random number that each of its processes draws. 0: not known."""
+    incarnation: Incarnation = 0
 
 
 class Refused(Struct, frozen=True, array_like=True, tag="refused"):
@@ -199,8 +199,7 @@ class HeartbeatReply(Struct, frozen=True, array_like=True, tag="heartbeat!"):
     """The ``clock_ns`` of that heartbeat."""
     clock_ns: Count = 0
     """The scheduler's clock."""
-    incarnation: Count = 0
-    """Of the scheduler: a random number that each of its processes draws. 0: not known."""
+    incarnation: Incarnation = 0
 
 
 class BarrierReply(Struct, frozen=True, array_like=True, tag="barrier!"):
@@ -208,8 +207,7 @@ class BarrierReply(Struct, frozen=True, array_like=True, tag="barrier!"):
 
     sequence: Count
     error: Text
-    incarnation: Count = 0
-    """Of the scheduler: a random number that each of its processes draws. 0: not known."""
+    incarnation: Incarnation = 0
 
 
 class Departed(Struct, frozen=True, array_like=True, tag="departed"):
