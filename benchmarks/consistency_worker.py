@@ -10,8 +10,8 @@ from typing import Literal
 
 import msgspec
 import torch
-from sklearn.datasets import load_digits
-from torch import Tensor, nn
+from digits import Digits
+from torch import Tensor
 from training_worker import run_worker
 
 import zenps as zps
@@ -33,9 +33,6 @@ class Case(msgspec.Struct, frozen=True):
     """Of ds-sync. static: those of the first step, in all steps; none: each worker alone."""
     momentum: float = 0.0
     learning_rate: float = 0.1
-    hidden: int = 128
-    batch: int = 32
-    """Of each rank, which draws from its own part of the data."""
 
 
 class Curve(msgspec.Struct):
@@ -50,23 +47,17 @@ class Curve(msgspec.Struct):
 
 
 def train(case: Case) -> Curve:
-    """Trains; each rank has the digits whose number leaves its rank as a remainder."""
-    torch.manual_seed(case.seed)
-    digits = load_digits()
-    inputs = torch.tensor(digits.data, dtype=torch.float32) / 16
-    labels = torch.tensor(digits.target, dtype=torch.int64)
-    model = nn.Sequential(nn.Linear(64, case.hidden), nn.ReLU(), nn.Linear(case.hidden, 10))
+    """Trains a classifier of digits."""
+    digits = Digits(case.seed)
+    model = digits.model
     optimizer = zps.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), case.learning_rate, case.momentum), model.named_parameters()
     )
     zps.broadcast_parameters(model.state_dict(), root_rank=0)
-    own = torch.arange(zps.rank(), len(labels), zps.size())
-    batches = torch.Generator().manual_seed(1000 * case.seed + zps.rank())
     losses, distances = [], []
     for step in range(case.steps):
-        chosen = own[torch.randint(len(own), (case.batch,), generator=batches)]
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs[chosen]), labels[chosen])
+        loss = digits.next_loss()
         loss.backward()
         optimizer.step()
         losses.append(round(zps.push_pull(loss.detach(), "loss").item(), 5))
@@ -74,9 +65,7 @@ def train(case: Case) -> Curve:
             distances.append(greatest_distance(list(model.parameters())))
     optimizer.drain()
     zps.average_parameters()
-    with torch.no_grad():
-        final_loss = float(nn.functional.cross_entropy(model(inputs), labels))
-    return Curve(losses, final_loss, sum(distances) / len(distances))
+    return Curve(losses, digits.final_loss(), sum(distances) / len(distances))
 
 
 def greatest_distance(parameters: Sequence[Tensor]) -> float:

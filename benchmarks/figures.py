@@ -39,7 +39,7 @@ def draw_net(report: net_report.Report, path: Path) -> None:
 PLOTS: dict[str, tuple[type[Any], Draw]] = {
     "codecs": (bench_codecs.Report, lambda report, path: bench_codecs.plot(report.sets, path)),
     "consistency": (bench_consistency.Report, bench_consistency.plot),
-    "convergence": (bench_convergence.Report, lambda report, path: bench_convergence.plot(report.runs, path)),
+    "convergence": (bench_convergence.Report, bench_convergence.plot),
     "density": (bench_density.Report, draw_density),
     "finetune": (bench_finetune.Report, lambda report, path: bench_finetune.plot(report.runs, path)),
     "loopback": (sync_report.Report, lambda report, path: sync_report.plot(report.measurements, path)),

@@ -43,6 +43,22 @@ class Feedback:
             "step": self.next_step,
         }
 
+    def shared_state(self) -> dict[str, Any]:
+        """Returns what all ranks have in common, with references to tensors."""
+        assert self.sparsifier is not None
+        shared = {"elements": len(self.residual), "step": self.next_step}
+        if self.sparsifier.exchange != "agreed":
+            return shared
+        return shared | {"sparsifier": dict(self.sparsifier.state_dict()), "counts": self.counts}
+
+    def adopt(self, shared: Mapping[str, Any]) -> None:
+        """Continues from the :meth:`shared_state` of another rank, in the tensor's step 0."""
+        assert self.sparsifier is not None
+        self.first_step = shared["step"]
+        if self.sparsifier.exchange == "agreed":
+            self.sparsifier.load_state_dict(shared["sparsifier"])
+            self.counts = shared["counts"]
+
     def load_state_dict(self, name: str, state: Mapping[str, Any], step: int) -> None:
         """Continues the tensor ``name`` from a state in its step ``step`` of this job.
 

@@ -68,6 +68,8 @@ class Sparsification:
         """States that no tensor has taken yet."""
         self._known: set[str] = set()
         """The tensors of the loaded state. One that was not pushed in each turn lacks some states."""
+        self._shared: dict[str, Mapping[str, Any]] = {}
+        """States shared by all ranks that no tensor has taken yet."""
 
     def covers(self, request: Request) -> bool:
         """Returns whether the tensor is sparsified, and not pushed whole."""
@@ -142,6 +144,16 @@ class Sparsification:
         self._loaded = dict(tensors)
         self._known = set(map(without_turn, tensors))
 
+    def shared_state(self) -> dict[str, Any]:
+        """Returns of all tensors what ranks have in common, for workers that join. It refers to tensors."""
+        # Of a worker that has joined and not pushed since, the state is still that which it got.
+        own = {name: each.shared_state() for name, each in sorted(self._feedback.items())}
+        return self._shared | own
+
+    def adopt(self, shared: Mapping[str, Any]) -> None:
+        """Continues from another rank's :meth:`shared_state`; each tensor takes its own in its step 0."""
+        self._shared = dict(shared)
+
     def _origin(self) -> dict[str, str | int]:
         controller = self._config.sparsifier.controller
         return {
@@ -156,9 +168,11 @@ class Sparsification:
         assert options.residuals is not None
         dtype = torch.promote_types(tensor.dtype, torch.float32)
         feedback = options.residuals.feedback(name, tensor.numel(), dtype)
+        shared = None
         if not step:
             feedback.first_step = 0
-        # Steps count from 0 again when workers join, which know nothing of what the others have learned.
+            shared = self._shared.pop(name, None)
+        # Steps count from 0 again when workers join. Then all ranks know the same: what is shared or nothing.
         if feedback.sparsifier is None or (not step and self.kind.exchange == "agreed"):
             if feedback.sparsifier is None and self._loaded and without_turn(name) not in self._known:
                 known = listing(sorted(self._known))
@@ -167,6 +181,8 @@ class Sparsification:
             seed, settings = config.sync.seed, config.sparsifier
             task = Task(name, tensor.numel(), *place, seed, settings, options.momentum)
             feedback.sparsifier, feedback.counts = self.kind(task), None
+        if shared is not None and shared["elements"] == tensor.numel():
+            feedback.adopt(shared)
         if (state := self._loaded.pop(name, None)) is not None:
             feedback.load_state_dict(name, state, step)
         self._feedback[name] = feedback

@@ -184,23 +184,38 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         UsageError: there is no such rank, or the root's state holds what is neither tensor nor plain data.
         MismatchError: ranks name different roots.
     """
+    state = broadcast_state(optimizer.state_dict, root_rank, "optimizer")
+    if PROCESS.world.rank != root_rank:
+        optimizer.load_state_dict(state)
+
+
+def broadcast_state(make: Callable[[], Any], root_rank: int, name: str) -> Any:
+    """Returns on every rank what ``make`` returns on the root: plain data, tuples and tensors.
+
+    Args:
+        make: called on the root only.
+        root_rank: the rank whose state all ranks get.
+        name: distinguishes broadcasts that run at the same time.
+
+    Raises:
+        UsageError, MismatchError: as :func:`broadcast_optimizer_state`.
+    """
     tensors: list[Tensor] = []
 
     def take_apart() -> Any:
-        skeleton = _take_apart(optimizer.state_dict(), tensors)
+        skeleton = _take_apart(make(), tensors)
         for tensor in tensors:
             if str(tensor.dtype) not in DTYPES:
-                raise UsageError(f"an optimizer state of {tensor.dtype}: expected one of {', '.join(DTYPES)}")
+                raise UsageError(f"an {name} state of {tensor.dtype}: expected one of {', '.join(DTYPES)}")
         # As the others have them, not expanded.
         tensors[:] = [tensor.contiguous() for tensor in tensors]
         return [skeleton, [[str(tensor.dtype), list(tensor.shape)] for tensor in tensors]]
 
-    skeleton, described = _broadcast_made(take_apart, root_rank, "optimizer")
+    skeleton, described = _broadcast_made(take_apart, root_rank, name)
     if PROCESS.world.rank != root_rank:
         tensors = [torch.empty(shape, dtype=DTYPES[dtype], device="cpu") for dtype, shape in described]
-    _overwrite({f"optimizer/{i}": tensor for i, tensor in enumerate(tensors)}, root_rank)
-    if PROCESS.world.rank != root_rank:
-        optimizer.load_state_dict(_put_together(skeleton, tensors))
+    _overwrite({f"{name}/{i}": tensor for i, tensor in enumerate(tensors)}, root_rank)
+    return _put_together(skeleton, tensors)
 
 
 def _begin(tensor: Tensor, name: str, root_rank: int) -> Pending:

@@ -18,7 +18,7 @@ from ..core.request import Request
 from ..encode.dense import RootLostError
 from ..process import PROCESS
 from .allgather import allgather_int
-from .broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from .broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters, broadcast_state
 from .optimizer import DistributedOptimizer
 
 
@@ -36,7 +36,7 @@ class TrainingState:
 
     Construction makes all ranks equal to the lowest one, so :func:`broadcast_parameters` is not needed. Where
     ``cluster.on_worker_loss`` is ``continue``, a worker that joins a running job gets the state of the others
-    at their next :meth:`commit`.
+    at their next :meth:`commit`. Of a sparsifier that is what all ranks share; residuals stay where they are.
 
     Args:
         model: parameters and buffers, the same names and shapes on all ranks.
@@ -103,5 +103,7 @@ class TrainingState:
             if isinstance(optimizer, DistributedOptimizer):
                 optimizer.adopt_agreement(root)
             broadcast_optimizer_state(optimizer, root)
+        if (sparsification := PROCESS.world.sparsification) is not None:
+            sparsification.adopt(broadcast_state(sparsification.shared_state, root, "sparsifier"))
         values = broadcast_object([self.__dict__[name] for name in self._names], root, "state/values")
         self.__dict__.update(zip(self._names, values, strict=True))

@@ -165,7 +165,10 @@ class Sparsifier(ABC):
         return None
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Returns what :meth:`select` depends on beside its arguments, for a checkpoint."""
+        """Returns what :meth:`select` depends on beside its arguments, for a checkpoint.
+
+        If the exchange is *agreed*, it is equal on all ranks: a worker that joins gets another's.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

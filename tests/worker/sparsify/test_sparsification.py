@@ -215,6 +215,28 @@ def test_steps_continue_from_a_state_and_begin_anew_when_workers_join() -> None:
     assert numbers == [5, 6, 0, 1]
 
 
+def test_a_joining_worker_gets_what_ranks_share() -> None:
+    sparsification, residuals = make(), Residuals()
+    for step in range(5):
+        transform(sparsification, gradient(step), step, options(residuals)).apply(gradient(step))
+    joined, its_own, again = make(rank=1), Residuals(), make(rank=2)
+    joined.adopt(sparsification.shared_state())
+    again.adopt(joined.shared_state())  # before the one that has joined has pushed anything
+    for each, its_residuals in ((joined, its_own), (again, Residuals())):
+        made = [transform(each, gradient(0), step, options(its_residuals)) for step in (0, 1, 0)]
+        assert [one.gradient.step.number for one in made] == [5, 6, 0], "once"
+        assert not made[0].gradient.residual.any()
+    assert joined.shared_state()["layer"] == {"elements": SIZE, "step": 1}
+
+
+def test_a_shared_state_of_a_tensor_that_has_another_size_now_is_not_taken() -> None:
+    sparsification, residuals, joined = make(), Residuals(), make(rank=1)
+    transform(sparsification, gradient(0), 0, options(residuals))
+    joined.adopt(sparsification.shared_state())
+    longer = gradient(0, 2 * SIZE)
+    assert transform(joined, longer, 0, options(Residuals())).gradient.step.number == 0
+
+
 def test_tensors_that_are_made_after_all_states_were_taken_begin_without() -> None:
     sparsification, residuals = make(), Residuals()
     sparsification.transform(Request(gradient(0), "layer", options(residuals)), 0)
