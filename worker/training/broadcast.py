@@ -206,7 +206,7 @@ def broadcast_state(make: Callable[[], Any], root_rank: int, name: str) -> Any:
         skeleton = _take_apart(make(), tensors)
         for tensor in tensors:
             if str(tensor.dtype) not in DTYPES:
-                raise UsageError(f"an {name} state of {tensor.dtype}: expected one of {', '.join(DTYPES)}")
+                raise UsageError(f"{name} state: got {tensor.dtype}, expected one of {', '.join(DTYPES)}")
         # As the others have them, not expanded.
         tensors[:] = [tensor.contiguous() for tensor in tensors]
         return [skeleton, [[str(tensor.dtype), list(tensor.shape)] for tensor in tensors]]
