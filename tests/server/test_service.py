@@ -13,6 +13,8 @@ from zenps.observe.trace import OFF
 from zenps.server.service import _Service
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder
 from zenps.wire.messages import Failure, Heartbeat, Member, ToScheduler, View
+from zenps.wire.registration import Registration
+from zenps.wire.scheduler_link import new_register
 from zenps.wire.sockets import bind_router, context
 
 WORKERS = tuple(Member("worker", rank, "box", 1, "", "", peer_of(rank)) for rank in range(2))
@@ -28,6 +30,7 @@ def test_a_view_that_comes_again_is_confirmed_and_changes_nothing(monkeypatch: p
         config = Config(cluster=ClusterConfig(scheduler=address, job="job", host="127.0.0.1"))
         service = _Service(config, ctx, ServerMetrics(CollectorRegistry()), OFF)
         try:
+            service._link.registration = Registration(new_register("server", None, "", "", {}))
             service._on_view(VIEW)
             service._rounds.on_departed(0, "worker 0 was dropped", 0.0)
             service._on_view(VIEW)
