@@ -154,7 +154,14 @@ def test_randomk_chooses_the_same_elements_on_all_ranks_and_others_in_each_step(
     assert changed > 5 * DENSITY * 12_000, "twelve steps choose nearly twelve times as many as one"
 
 
-@pytest.mark.parametrize("scheme", ["zenps", "zen", "sparse-ps", "agsparse", "auto"])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        "zenps",
+        "agsparse",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("zen", "sparse-ps", "auto")),
+    ],
+)
 @pytest.mark.parametrize("name", ["exdyna", "micro"])
 def test_an_agreed_exchange_is_that_of_one_process(scheme: str, name: str) -> None:
     settings = SETTINGS | {"sync.scheme": scheme, "sync.sparsifier": name}
@@ -635,7 +642,10 @@ def train_in_two_jobs(directory: Path, begin: int, end: int) -> dict[str, Tensor
 
 
 @pytest.mark.parametrize("scheme", ["zenps", pytest.param("agsparse", marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", ["dgc", "exdyna", "micro", "randomk", "topk"])
+@pytest.mark.parametrize(
+    "name",
+    ["dgc", "exdyna", "topk", *(pytest.param(name, marks=pytest.mark.long) for name in ("micro", "randomk"))],
+)
 def test_a_resumed_training_has_the_same_bits(tmp_path: Path, name: str, scheme: str) -> None:
     settings = SETTINGS | {"sync.sparsifier": name, "sync.scheme": scheme, "sparsifier.warmup_steps": 8}
     results = []
