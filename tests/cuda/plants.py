@@ -255,7 +255,7 @@ PLANTS: Final = (
         "hash_compact.cu",
         "constexpr Key EMPTY = ~Key(0);",
         "constexpr Key EMPTY = Key(0);",
-        COMPARED,
+        BOUNDS,
         "hash_compact: first_and_last",
     ),
     Plant(
