@@ -218,7 +218,8 @@ class Job:
                 self.members.report(worker, 0)
         lost = [member for member in self.recovery.missing() if member.role == "worker"]
         if lost and self.can_shrink() and not self.quorum.may_continue():
-            return self.fail("a worker lost", "lost", f"{listing(lost)} {_NOT_RETURNED}")
+            gone = listing(self.quorum.missing())
+            return self.fail("a worker lost", "lost", f"{gone} {_NOT_RETURNED}")
         if lost and (self.may_restart() or not self.can_shrink()):
             reason = f"{lost[0]} is lost: it did not return after the scheduler was restarted"
             return self.lose_worker(reason, now)

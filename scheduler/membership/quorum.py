@@ -22,10 +22,12 @@ NO_QUORUM: Final = (
 def is_quorum(part: Collection[Member], whole: Collection[Member]) -> bool:
     """Returns whether a restarted scheduler may continue a job with these members of its last view.
 
-    More than half of the workers and a server, or half of the workers and more than half of the servers: two
-    parts of one view that have no member in common are never both a quorum.
+    All workers, or more than half of them and a server, or half of them and more than half of the servers:
+    two parts of one view that have no member in common are never both a quorum.
     """
     here, all_ = Counter(each.role for each in part), Counter(each.role for each in whole)
+    if 0 < all_["worker"] == here["worker"]:
+        return True
     workers = 2 * here["worker"] - all_["worker"]
     least = 1 if workers > 0 else all_["server"] // 2 + 1
     return workers >= 0 and here["server"] >= least

@@ -55,10 +55,15 @@ class Judge:
             raise Violation(f"the job has failed: {reason}")
 
     def _is_without_quorum(self, reason: str) -> bool:
-        """True if a scheduler has failed the job, and misses no fewer workers than it has."""
+        """True if a scheduler has failed the job, and misses no fewer workers than it has.
+
+        If it was restarted, it may miss fewer, and a server: none of its view may be there then.
+        """
+        scheduler = self._simulation.scheduler
         missing = len(set(re.findall(r"worker \d+ \(host[^)]*\)", reason)))
-        live = self._simulation.scheduler.membership.live("worker")
-        return "another scheduler may have these" in reason and live <= missing
+        misses_both = scheduler.started > 0 and missing > 0 and "server " in reason
+        is_minority = scheduler.membership.live("worker") <= missing
+        return "another scheduler may have these" in reason and (is_minority or misses_both)
 
     def on_failed_round(self, worker: Worker, round_: Round, reason: str) -> None:
         """A round fails. That is right only if a rank was lost after it began, whose push may be missing."""

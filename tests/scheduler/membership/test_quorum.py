@@ -224,3 +224,13 @@ def test_views_of_another_secret_are_not_genuine() -> None:
     returning = run(scheduler(secret=b"of another job"))
     after = scheduler(secret=SECRET)
     assert isinstance(only(after.on_message(server(0), returning[server(0)], 0.0), server(0)), Refused)
+
+
+def test_a_restarted_scheduler_that_has_all_workers_may_lose_all_servers() -> None:
+    """Without a worker of the view, no other scheduler continues the job."""
+    returning = run(scheduler())
+    membership = scheduler()
+    assert continues(membership, returning, list(returning))
+    sends = silence(membership, server(0), server(1), now=ENOUGH_SECONDS + LEASE_SECONDS + 1)
+    assert membership.state != "failed", membership.failure
+    assert not sent(sends, Refused)
