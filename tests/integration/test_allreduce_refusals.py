@@ -9,18 +9,10 @@ import torch
 
 import zenps as zps
 from tests.integration.cluster import Cluster, Raised, attempt
+from tests.integration.test_collectives import SETTINGS
 
-SETTINGS: list[Any] = [
-    {"sync.scheme": "zenps"},
-    *(
-        pytest.param(settings, marks=pytest.mark.long)
-        for settings in (
-            *({"sync.scheme": name} for name in ("auto", "byteps", "omnireduce", "allreduce")),
-            *({"sync.scheme": name} for name in ("agsparse", "sparcml", "zen")),
-            {"sync.levels": 2},
-            {"cluster.on_worker_loss": "continue"},
-        )
-    ),
+MORE_SCHEMES = [
+    pytest.param({"sync.scheme": name}, marks=pytest.mark.long) for name in ("omnireduce", "agsparse")
 ]
 
 
@@ -40,7 +32,7 @@ def refuse_on_rank_0() -> tuple[list[Raised], list[float]]:
     return raised, [zps.allreduce(ones, name, "sum").unique().item() for name in cases if name != "graph"]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: " ".join(map(str, settings.values())))
+@pytest.mark.parametrize("settings", [*SETTINGS, *MORE_SCHEMES], ids=str)
 def test_others_learn_at_once_what_one_rank_refuses(settings: dict[str, Any]) -> None:
     with Cluster(settings=settings) as cluster:
         (first, sums), (second, sums_too) = cluster.run(refuse_on_rank_0)

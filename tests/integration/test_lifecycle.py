@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,22 +124,32 @@ def test_where_nobody_waits_a_second_init_says_what_to_do(seconds: float) -> Non
         cluster.drain()
 
 
-def in_a_fork() -> list[str]:
-    """What a fork of a worker reads of its errors, before the worker's next round."""
-    zps.push_pull(torch.ones(3), "x")
+def fork(refused: Sequence[Callable[[], object]], last: Callable[[], object]) -> list[str]:
+    """The errors of a fork's calls that are refused, and what its last call returns."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         with os.fdopen(writer, "w") as out:
-            for call in (lambda: zps.push_pull(torch.ones(3), "x"), zps.barrier, zps.rank, zps.init):
+            for call in refused:
                 raised = attempt(call)
                 out.write(f"{raised.kind}: {raised.text}\n")
-            zps.shutdown()
-            out.write(f"{zps.is_initialized()}\n")
+            out.write(f"{last()}\n")
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as lines:
         read = lines.read().splitlines()
     assert os.waitpid(child, 0)[1] == 0
+    return read
+
+
+def in_a_fork() -> list[str]:
+    """What a fork of a worker reads of its errors, before the worker's next round."""
+
+    def leave() -> bool:
+        zps.shutdown()
+        return zps.is_initialized()
+
+    zps.push_pull(torch.ones(3), "x")
+    read = fork([lambda: zps.push_pull(torch.ones(3), "x"), zps.barrier, zps.rank, zps.init], leave)
     assert zps.push_pull(torch.ones(3), "x").tolist() == [1, 1, 1]
     return read
 
@@ -160,18 +171,12 @@ def in_a_fork_with_handles(go_on: Path) -> list[str]:
     there = zps.push_pull_async(torch.ones(3), "there")
     zps.synchronize(there)
     handle = zps.push_pull_async(torch.ones(3), "in flight")
-    reader, writer = os.pipe()
-    if (child := os.fork()) == 0:
-        with os.fdopen(writer, "w") as out:
-            for call in (lambda: zps.synchronize(handle), handle.wait, lambda: zps.poll(handle)):
-                raised = attempt(call)
-                out.write(f"{raised.kind}: {raised.text}\n")
-            out.write(f"{zps.synchronize(there).tolist()}\n")
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as lines:
-        read = lines.read().splitlines()
-    assert os.waitpid(child, 0)[1] == 0
+    refused: list[Callable[[], object]] = [
+        lambda: zps.synchronize(handle),
+        handle.wait,
+        lambda: zps.poll(handle),
+    ]
+    read = fork(refused, lambda: zps.synchronize(there).tolist())
     go_on.touch()
     return [*read, str(zps.synchronize(handle).tolist())]
 
