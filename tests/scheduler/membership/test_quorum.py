@@ -6,13 +6,16 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.scheduler.membership.test_recovery import ENOUGH_SECONDS
 from tests.scheduler.nodes import LEASE_SECONDS, SETTINGS, confirm, only, register, sent, server, worker
 from zenps.config.settings import ClusterConfig
 from zenps.scheduler.membership.actions import Send
+from zenps.scheduler.membership.quorum import is_quorum
 from zenps.scheduler.membership.tracker import Membership
-from zenps.wire.messages import Ended, Heartbeat, Refused, Register, View, WhoAreYou
+from zenps.wire.messages import Ended, Heartbeat, Member, Refused, Register, View, WhoAreYou
 
 SECRET = b"the scheduler's secret key"
 WORKERS, SERVERS = 4, 2
@@ -83,6 +86,22 @@ def test_of_two_restarted_schedulers_at_most_one_continues(count: int, servers: 
         halves[number >= servers].append(server(number))
     able = [half for half in halves if any(peer.startswith(b"worker") for peer in half)]
     assert sum(continues(scheduler(), returning, half) for half in able) <= 1
+
+
+@given(
+    workers=st.integers(1, 5),
+    servers=st.integers(0, 5),
+    split=st.tuples(st.integers(0, 5), st.integers(0, 5)),
+)
+def test_two_parts_of_a_view_are_never_both_a_quorum(
+    workers: int, servers: int, split: tuple[int, int]
+) -> None:
+    whole = [Member("worker", rank, "box", rank, "", "") for rank in range(workers)]
+    whole += [Member("server", rank, "box", 10 + rank, "tcp://box:1", "") for rank in range(servers)]
+    one = [member for member in whole if member.rank < split[member.role == "server"]]
+    other = [member for member in whole if member not in one]
+    assert not (is_quorum(one, whole) and is_quorum(other, whole))
+    assert is_quorum(whole, whole)
 
 
 def silence(membership: Membership, *silent: bytes, now: float) -> list[Send]:
