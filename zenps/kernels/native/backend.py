@@ -73,7 +73,7 @@ class NativeKernels(Kernels):
         for keys, values in parts:
             if not (keys.dtype == torch.int64 and keys.dim() == 1 and keys.is_contiguous() and keys.is_cpu):
                 return None
-            if not (values.shape == (len(keys), columns) and values.dtype == first.dtype):
+            if not (values.shape == (*keys.shape, columns) and values.dtype == first.dtype):
                 return None
             if not (values.is_contiguous() and values.is_cpu):
                 return None
@@ -81,7 +81,8 @@ class NativeKernels(Kernels):
 
     def _rank(self, parts: Sequence[Rows], plan: Plan) -> tuple[ctypes.Array[c_int64], Tensor] | None:
         """The parts as C reads them, and the memory of ranks; None if keys are too far apart."""
-        words = [word for keys, rows in parts for word in (keys.data_ptr(), rows.data_ptr(), len(keys))]
+        # Not len(): that of a tensor is written in Python.
+        words = [word for keys, rows in parts for word in (keys.data_ptr(), rows.data_ptr(), keys.shape[0])]
         given = (c_int64 * len(words))(*words)
         self._library.zenps_measure(given, byref(plan))
         if plan.method == NONE:

@@ -36,6 +36,18 @@ typedef uint64_t __attribute__((aligned(1), may_alias)) Unsigned; /* int64: its 
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* Places are fetched so far ahead: about as many lines as a core waits for at a time. */
+#define AHEAD_BYTES (20 * LINE_BYTES)
+#define LEAST_AHEAD 4
+#define MOST_AHEAD 64
+
+INLINE int64_t rows_ahead(int64_t row_bytes) {
+    if (row_bytes * MOST_AHEAD <= AHEAD_BYTES)
+        return MOST_AHEAD;
+    int64_t rows = AHEAD_BYTES / row_bytes;
+    return rows > LEAST_AHEAD ? rows : LEAST_AHEAD;
+}
+
 INLINE void fetch(const char *place, int64_t bytes) {
     for (int64_t offset = 0; offset < bytes; offset += LINE_BYTES)
         __builtin_prefetch(place + offset, 1);

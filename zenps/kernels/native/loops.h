@@ -1,8 +1,5 @@
 /* The loops over keys and rows: included once for each instruction set, with TARGET and NAMED defined. */
 
-/* Rows ahead whose places are fetched into the cache. */
-#define AHEAD 16
-
 /* Keys that are compared before the loop looks if it may end. */
 #define RUN 512
 
@@ -170,13 +167,14 @@ TARGET INLINE void NAMED(place_bytes)(const Stretch *s, int64_t bytes) {
     const char *values = s->values;
     char *placed = s->sums;
     uint32_t low = s->low, count = s->high - s->low;
+    int64_t ahead = rows_ahead(bytes);
     int64_t fetched = bytes < FETCHED_BYTES ? bytes : FETCHED_BYTES;
     for (int64_t row = 0; row < s->rows; ++row) {
         uint32_t rank = (s->ranks[row] & ~FIRST) - low;
         if (rank >= count)
             continue;
-        if (row + AHEAD < s->rows) {
-            uint32_t next = (s->ranks[row + AHEAD] & ~FIRST) - low;
+        if (row + ahead < s->rows) {
+            uint32_t next = (s->ranks[row + ahead] & ~FIRST) - low;
             if (next < count)
                 fetch(placed + (int64_t)next * bytes, fetched);
         }

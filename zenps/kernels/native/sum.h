@@ -45,6 +45,7 @@ TARGET INLINE int64_t FOR_DTYPE(sum_columns)(const Stretch *s, int64_t columns) 
     const uint32_t *ranks = s->ranks;
     uint32_t low = s->low, count = s->high - s->low;
     int64_t row_bytes = columns * (int64_t)sizeof(NUMBER);
+    int64_t ahead = rows_ahead(row_bytes);
     int64_t fetched = row_bytes < FETCHED_BYTES ? row_bytes : FETCHED_BYTES;
     for (int64_t row = s->begin; row < s->rows; ++row) {
         uint32_t rank = (ranks[row] & ~FIRST) - low;
@@ -53,8 +54,8 @@ TARGET INLINE int64_t FOR_DTYPE(sum_columns)(const Stretch *s, int64_t columns) 
                 return row;
             continue;
         }
-        if (row + AHEAD < s->rows) {
-            uint32_t next = (ranks[row + AHEAD] & ~FIRST) - low;
+        if (row + ahead < s->rows) {
+            uint32_t next = (ranks[row + ahead] & ~FIRST) - low;
             if (next < count)
                 fetch((const char *)(sums + (int64_t)next * columns), fetched);
         }
