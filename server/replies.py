@@ -96,7 +96,7 @@ class ReplySender:
             if shared is not None:
                 self._shared_memory.lend(peer, shared, reply.frames)
             size = len(envelope) + sum([frame.nbytes for frame in reply.frames])
-            self._metrics.sent_bytes.inc(size)
+            self._metrics.sent_bytes.total += size
             if self._trace.is_on:
                 span, rank = SEND_SPANS[type(reply.message)], self._workers.rank_of(peer)
                 self._trace.did(begin_ns, span, **chunk_args(reply.message), rank=rank, bytes=size)

@@ -294,14 +294,14 @@ class Channel(Waiter):
             message = self._decoder.decode(envelope, frames)
             if isinstance(message, Result) and message.shared is not None:
                 frames.append(self._servers.values(rank, message.shared))
-                self._metrics.shared_bytes.inc(frames[-1].nbytes)
+                self._metrics.shared_bytes.total += frames[-1].nbytes
         except ProtocolError as error:
             self._refuse(rank, error)
             if isinstance(error, CorruptedError):
                 self._execute(self._rounds.on_corrupted(rank, error.message))
             return
         self._servers.connectivity.on_answer(rank)
-        self._metrics.pull_bytes.inc(envelope.nbytes + sum([frame.nbytes for frame in frames]))
+        self._metrics.pull_bytes.total += envelope.nbytes + sum([frame.nbytes for frame in frames])
         self._execute(self._rounds.on_reply(rank, message, frames, time.monotonic()))
 
     def _begin(self, round_: Round, pending: Pending) -> None:

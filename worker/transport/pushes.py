@@ -153,5 +153,5 @@ class Sender:
             if span:
                 where = {"chunk": push.chunk, "epoch": push.ring_epoch, "server": out.server}
                 span.note(**where, rows=push.rows, bytes=size, codec=push.codec)
-        self._metrics.push_bytes.inc(size)
-        self._metrics.shared_bytes.inc(shared)
+        self._metrics.push_bytes.total += size
+        self._metrics.shared_bytes.total += shared
