@@ -117,7 +117,7 @@ class Dispatcher:
             about = chunk_args(push)
             self._trace.did(begin_ns, "receive", **about, rank=push.rank, rows=push.rows, bytes=size)
         actions = self._rounds.on_push(HeldPush(peer, push, payload, payload.size_bytes), time.monotonic())
-        self._metrics.received_bytes.inc(size)
+        self._metrics.received_bytes.total += size
         return actions
 
     def _on_give_up(self, peer: bytes, message: GiveUp, envelope: memoryview) -> Actions:

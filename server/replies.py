@@ -73,6 +73,7 @@ class ReplySender:
             case Busy():
                 self._metrics.refused_pushes.inc()
         envelopes: dict[Shared | None, bytes] = {}
+        frames_bytes = sum([frame.nbytes for frame in reply.frames])
         for peer in reply.peers:
             if peer in self.dropped:
                 continue
@@ -95,8 +96,8 @@ class ReplySender:
                 continue
             if shared is not None:
                 self._shared_memory.lend(peer, shared, reply.frames)
-            size = len(envelope) + sum([frame.nbytes for frame in reply.frames])
-            self._metrics.sent_bytes.inc(size)
+            size = len(envelope) + frames_bytes
+            self._metrics.sent_bytes.total += size
             if self._trace.is_on:
                 span, rank = SEND_SPANS[type(reply.message)], self._workers.rank_of(peer)
                 self._trace.did(begin_ns, span, **chunk_args(reply.message), rank=rank, bytes=size)

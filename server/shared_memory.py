@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket as net
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import zmq
 
@@ -86,7 +86,7 @@ class SharedMemoryPeers:
         if self._arena is not None:
             try:
                 self._listener = Listener(server_name(address), net.SOCK_STREAM, Hello)
-                poller.register(self._listener, zmq.POLLIN)
+                poller.register(self._listener.fileno(), zmq.POLLIN)
             except OSError as error:
                 logger.warning("tensors will travel by TCP within this host, too: %s", error)
 
@@ -95,15 +95,15 @@ class SharedMemoryPeers:
         if self._listener is not None:
             for caller in self._listener.poll():
                 self._greet(self._listener, caller)
-        self._collect(self._peers)
+        for identity, peer in [*self._peers.items()]:
+            if not peer.collect():
+                self.forget(identity)
 
     def collect(self) -> None:
         """Takes back what workers have dropped. Asks only those that were lent anything."""
-        self._collect([identity for identity, peer in self._peers.items() if peer.loans.lent_bytes])
-
-    def _collect(self, identities: Iterable[bytes]) -> None:
-        for identity in [identity for identity in identities if not self._peers[identity].collect()]:
-            self.forget(identity)
+        for identity, peer in [*self._peers.items()]:
+            if peer.loans.lent_bytes and not peer.collect():
+                self.forget(identity)
 
     def forget(self, identity: bytes) -> None:
         """Closes the connection to a worker, and takes back what it was lent."""

@@ -46,7 +46,7 @@ class Workers:
             ProtocolError: ``peer`` has another rank; or the push stands for other ranks than different ones
                 of the same host.
         """
-        if not self.is_of(push, peer):
+        if self.peers.get(push.rank) != peer:
             raise ProtocolError("unexpected", f"push of rank {push.rank} by another peer")
         if not push.stands_for:
             return

@@ -282,7 +282,7 @@ class ClusterWorld(World):
 def _begin(backend: Backend, request: Request) -> Pending:
     """Begins a round. Narrow integers are summed as int64, and the sum is cast back: it wraps as in torch."""
     tensor, name, options = request
-    if not options.is_reduction or tensor.dtype not in NARROW:
+    if tensor.dtype not in NARROW or not options.is_reduction:
         return backend.begin(request)
     dtype, given = tensor.dtype, options.given or describe(tensor)
     pending = backend.begin(Request(tensor.detach().long(), name, structs.replace(options, given=given)))

@@ -68,7 +68,7 @@ class SaysItIsTheFirstTime(WorkerRounds):
         self, round_: Round, ring_epoch: int, encoded: object, outgoing: Sequence[Outgoing], now: float
     ) -> list[Action]:
         replace = msgspec.structs.replace
-        first = [out._replace(push=replace(out.push, again=False)) for out in outgoing]
+        first = [replace(out, push=replace(out.push, again=False)) for out in outgoing]
         return super().on_resharded(round_, ring_epoch, encoded, first, now)
 
 
@@ -109,7 +109,8 @@ class OverwritesWhatHasEnded(WorkerRounds):
     def _end(self, round_: Round, event: Any) -> None:
         super()._end(round_, event)
         round_.outgoing = [
-            out._replace(frames=[copy(frame) for frame in out.frames]) for out in round_.outgoing
+            msgspec.structs.replace(out, frames=[copy(frame) for frame in out.frames])
+            for out in round_.outgoing
         ]
 
 

@@ -79,18 +79,18 @@ class ServerBackend(Backend):
     def _begin_transfer(
         self, request: Request, transforms: Sequence[Transform], expected_rows: int
     ) -> Transfer:
-        channel = self._session.channel
-        agreed = next((each for each in transforms if isinstance(each, Agreed)), None)
-        if agreed is None:
-            return self._planner.begin(request, expected_rows, channel.shared_pool())
+        for transform in transforms:
+            if isinstance(transform, Agreed):
+                first = self._begin_one_round(request, transform.expected)
+                return AgreedTransfer(request.name, request.options, transform, first, self._begin_one_round)
+        # Only rows are compacted into memory that servers can read.
+        pool = self._session.channel.shared_pool() if request.tensor.is_sparse else None
+        return self._planner.begin(request, expected_rows, pool)
 
-        def begin(request: Request, rows: int = 0) -> OneRound:
-            transfer = self._planner.begin(request, rows, channel.shared_pool())
-            assert isinstance(transfer, OneRound), "on the CPU, and not in blocks"
-            return transfer
-
-        first = begin(request, agreed.expected)
-        return AgreedTransfer(request.name, request.options, agreed, first, begin)
+    def _begin_one_round(self, request: Request, expected_rows: int = 0) -> OneRound:
+        transfer = self._begin_transfer(request, (), expected_rows)
+        assert isinstance(transfer, OneRound), "on the CPU, and not in blocks"
+        return transfer
 
     def _transformed(self, request: Request, step: int) -> tuple[Request, list[Transform]]:
         """Applies all transforms of a tensor, in order."""

@@ -71,7 +71,9 @@ class InterruptMask:
         self._depth -= 1
         if not self._depth and self._is_replaced:
             self._is_replaced = False
-            self.restore()
+            signal(SIGINT, self._handler)
+            if self.is_held:
+                self.restore()
 
     def restore(self) -> None:
         """Sets the script's handler again, and calls it if a signal was held back. It may raise."""

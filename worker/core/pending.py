@@ -27,6 +27,18 @@ FORKED: Final = (
     "in the training process only, or start this process by spawn, not fork, to join a cluster of its own"
 )
 
+_forks = 0
+"""How many forks lead from the first process to this one."""
+
+
+def _after_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+# To ask the kernel at each call whose process this is would take longer.
+os.register_at_fork(after_in_child=_after_fork)
+
 
 class Waiter(ABC):
     """A way in which a thread waits for results that other threads or nodes produce."""
@@ -123,7 +135,7 @@ class Pending:
         """What the transfer has finished, until its transforms are undone: Ctrl-C may come in between."""
         self._finishing = threading.Lock()
         self._result: Tensor | Exception | None = None
-        self._owner = os.getpid()
+        self._forks = _forks
 
     def __repr__(self) -> str:
         return f"Pending({self.name!r}, done={self.progress.ended})"
@@ -140,7 +152,8 @@ class Pending:
             UsageError: this process is a fork of the one that pushed, and the round had not ended by then.
         """
         if not self.progress.ended:
-            self._require_no_fork()
+            if self._forks != _forks:
+                self._refuse_fork()
             self._waiting.waiter.look(lambda: self.progress.ended)
         return self.progress.ended
 
@@ -151,8 +164,8 @@ class Pending:
         has raised while an answer was processed, this raises UsageError: the result is not complete. So it
         does in a fork of the process that pushed, unless that had the result before.
         """
-        if self._result is None:
-            self._require_no_fork()
+        if self._result is None and self._forks != _forks:
+            self._refuse_fork()
         with self._finishing, MASK:
             if self._result is None:
                 assert self._transfer is not None
@@ -163,9 +176,9 @@ class Pending:
             raise self._result
         return self._result
 
-    def _require_no_fork(self) -> None:
+    def _refuse_fork(self) -> None:
         """A fork has none of the threads and connections that bring answers, and may find locks held."""
-        if os.getpid() != self._owner and self._counted != "nothing":
+        if self._counted != "nothing":
             raise UsageError(f"tensor {self.name!r}: {FORKED}")
 
     # ── for whoever begins the round ────────────────────────────────────────────────────────────
@@ -185,9 +198,11 @@ class Pending:
     def begin(self) -> Sequence[EncodedTensor]:
         """Returns the first pushes, once the transfer is prepared."""
         self.progress.compacted_seconds = time.perf_counter() - self.progress.began
-        rounds = self.transfer.begin()
+        assert self._transfer is not None
+        rounds = self._transfer.begin()
         self._rounds = len(rounds)
-        self._unabsorbed = sum([encoded.answers for encoded in rounds])
+        for encoded in rounds:
+            self._unabsorbed += encoded.answers
         return rounds
 
     def deliver(self, answer: Answer, last: bool) -> Sequence[EncodedTensor]:
@@ -199,10 +214,10 @@ class Pending:
         Raises:
             ProtocolError: the answer does not match the push.
         """
-        progress = self.progress
+        progress, transfer = self.progress, self._transfer
+        assert transfer is not None
         following: Sequence[EncodedTensor] = ()
-        result, transfer = answer.result, self.transfer
-        progress.pushed_rows += result.pushed
+        progress.pushed_rows += answer.result.pushed
         progress.pulled_rows += answer.rows
         progress.pulled_bytes += answer.pulled_bytes
         if transfer.absorbs_on == "poller":

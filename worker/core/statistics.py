@@ -194,7 +194,7 @@ class Statistics:
         stats.dense_bytes += report.dense_bytes
         stats.wait_seconds += waited
         stats.work_seconds += progress.compacted_seconds
-        counters.dense_bytes.inc(report.dense_bytes)
+        counters.dense_bytes.total += report.dense_bytes
         counters.push_pull_duration.observe(time.perf_counter() - progress.began)
         counters.wait_duration.observe(waited)
         counters.compaction_duration.observe(progress.compacted_seconds)

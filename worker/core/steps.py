@@ -65,7 +65,7 @@ class Steps:
                 progress.expected_rows = previous.pulled_rows
             if progress.step > self._last_step:
                 self._last_step = log.here.step = progress.step
-                self._counter.inc()
+                self._counter.total += 1
         return progress
 
     def take_back(self, name: str) -> None:

@@ -123,7 +123,7 @@ class EncodedTensor(Struct, frozen=True):
         return f"{name}#{self.stream}", step * PHASES + self.phase
 
 
-class Answer(NamedTuple):
+class Answer(Struct, frozen=True):
     """A server's answer for one chunk.
 
     Attributes:

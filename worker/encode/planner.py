@@ -27,7 +27,7 @@ from .accelerator import Accelerator, CudaAccelerator
 from .blocks import BlockTransfer
 from .dense import DenseTransfer, WholeTransfer
 from .gpu import KeptMemory, StagedSparse
-from .quantizer import Quantizer, Unchanged, ValueCoder
+from .quantizer import UNCHANGED, Quantizer, ValueCoder
 from .sharder import Sharder
 from .sparse import SparseTransfer
 from .staged import StagedBlocks, StagedDense
@@ -137,10 +137,10 @@ class Planner:
         """Returns the coder of the tensor's values. Only float32 gradients are quantized."""
         tensor, name, options = request
         if options.purpose != "gradient" or tensor.dtype != torch.float32 or not rows * columns:
-            return Unchanged(tensor.dtype)
+            return UNCHANGED[tensor.dtype]
         codec = value_codec(self._config.sync.values, columns, is_dense=not tensor.is_sparse)
         if codec is None or options.residuals is None:
-            return Unchanged(tensor.dtype)
+            return UNCHANGED[tensor.dtype]
         return Quantizer(codec, options.residuals.of(name, rows, columns), self._pool)
 
     def _accelerator(self, tensor: Tensor) -> Accelerator | None:

@@ -9,7 +9,7 @@ not affect them, and a repeated push has the same bytes. A joining worker begins
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from zenps.buffers import BufferPool
 from zenps.codecs.base import ValueCodec, ValueForm
 from zenps.kernels.cpu import put_rows
 from zenps.partition.layout import Layout
-from zenps.wire.tensors import copied_bytes, tensor_bytes, tensor_from_bytes
+from zenps.wire.tensors import DTYPES, copied_bytes, tensor_bytes, tensor_from_bytes
 
 
 class ValueCoder(ABC):
@@ -99,6 +99,10 @@ class Unchanged(ValueCoder):
 
     def decode_into(self, data: memoryview, out: Tensor) -> None:
         out.copy_(self.decode(data, tuple(out.shape)))
+
+
+UNCHANGED: Final = {dtype: Unchanged(dtype) for dtype in DTYPES.values()}
+"""By dtype; tensors share them, for they have no state."""
 
 
 class Quantizer(ValueCoder):

@@ -97,7 +97,8 @@ class _Ring:
         owners = np.frombuffer(view.owners, dtype="<u2").astype(np.uint16)
         # Sorting makes each server's slots contiguous, and keeps their number.
         self._owners = owners = np.sort(owners) if wire.contiguous else owners
-        self._homes: dict[str, int] = {}
+        self._whole: dict[str, Sharding] = {}
+        """Of tensors that go whole, by name."""
         chosen = strategy(wire.partition or config.sync.partition)
         servers = [server.rank for server in view.servers]
         self._sparse, self._dense = (
@@ -127,24 +128,25 @@ class _Ring:
         chunks = self._count_chunks(layout, expected_rows * row_bytes)
         if self._is_by_span:
             chunks = max(chunks, -(-_widest(layout) * POSITION_BYTES // most_bytes))
-        home, message_rows = self._home(name), max(most_bytes // row_bytes, 1)
+        home, message_rows = self._shard_whole(name).home, max(most_bytes // row_bytes, 1)
         return Sharding(layout, chunks, home, self.epoch, message_rows=message_rows)
 
     def shard_dense(self, name: str, count: int, dtype: torch.dtype) -> Sharding:
         size_bytes = count * dtype.itemsize
         if size_bytes < SPLIT_FROM_BYTES:
-            return Sharding(None, 1, self._home(name), self.epoch)
+            return self._shard_whole(name)
         layout = self._dense.get(name, count, DENSE_GRANULE)
         most_bytes = self._config.cluster.max_message_bytes // 2
         at_least = -(-_widest(layout) * dtype.itemsize // most_bytes)
         chunks = max(at_least, self._count_chunks(layout, size_bytes))
-        return Sharding(layout, chunks, self._home(name), self.epoch)
+        return Sharding(layout, chunks, self._shard_whole(name).home, self.epoch)
 
-    def _home(self, name: str) -> int:
-        home = self._homes.get(name)
-        if home is None:
-            home = self._homes[name] = int(self._owners[home_slot(name, self._config.sync.seed)])
-        return home
+    def _shard_whole(self, name: str) -> Sharding:
+        sharding = self._whole.get(name)
+        if sharding is None:
+            home = int(self._owners[home_slot(name, self._config.sync.seed)])
+            sharding = self._whole[name] = Sharding(None, 1, home, self.epoch)
+        return sharding
 
     def _count_chunks(self, layout: Layout, expected_bytes: int) -> int:
         """Returns chunks per server: each is expected to have at most ``sync.chunk_bytes``."""

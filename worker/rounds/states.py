@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence, Set
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 from msgspec import Struct
 
@@ -48,7 +48,7 @@ Frames = Sequence[memoryview]
 Fragment = tuple[Result, Frames]
 
 
-class Outgoing(NamedTuple):
+class Outgoing(Struct, frozen=True):
     """One push to a server. If the scheme has priorities, the highest priority is sent first."""
 
     server: int

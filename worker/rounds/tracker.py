@@ -273,9 +273,13 @@ class WorkerRounds:
     # ── transitions ─────────────────────────────────────────────────────────────────────────────
 
     def _push(self, round_: Round, now: float) -> list[Action]:
-        round_.unanswered = {(out.server, out.push.chunk): out for out in round_.outgoing}
+        actions: list[Action] = []
+        round_.unanswered = {}
+        for out in round_.outgoing:
+            round_.unanswered[out.server, out.push.chunk] = out
+            actions.append(SendPush(out))
         round_.repeat_at = now + round_.repeat_seconds
-        return [SendPush(outgoing) for outgoing in round_.outgoing]
+        return actions
 
     def _on_wanted(self, server: int, message: Wanted, now: float) -> list[Action]:
         """Sends a push again that a server needs to answer another rank.

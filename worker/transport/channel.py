@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 import zmq
-from msgspec import structs
+from msgspec import Struct, structs
 
 from zenps.buffers import BufferPool
 from zenps.errors import PeerLostError, ProtocolError, UsageError, ZenPSError
@@ -62,7 +62,7 @@ CLOSE_SECONDS = 1.0
 AHEAD_MESSAGES = 2
 
 
-class _Submit(NamedTuple):
+class _Submit(Struct, frozen=True):
     pending: Pending
     rounds: Sequence[Round]
 
@@ -170,13 +170,15 @@ class Channel(Waiter):
 
     def wait(self, ready: Callable[[], bool], until: float) -> None:
         """Polls, or sleeps while another thread does, until ``ready()`` or the monotonic time ``until``."""
-        while not ready() and time.monotonic() < until:
+        while True:
             with MASK:
                 if self._lock.take_or_sleep(ready, until):
                     try:
-                        self._poll(ready, until)
+                        return self._poll(ready, until)
                     finally:
                         self._release()
+            if ready() or time.monotonic() >= until:
+                return
 
     def look(self, ready: Callable[[], bool] = lambda: False) -> None:
         """Processes what has arrived in case no thread polls: another rank may need a round again."""
@@ -200,7 +202,10 @@ class Channel(Waiter):
         return Round(name, step, encoded.sharding.ring_epoch, outgoing, encoded, options, now_ns())
 
     def _share(self, encoded: EncodedTensor, options: Options) -> EncodedTensor:
-        return encoded if self.shared_pool() is None else self._writer.share(encoded, options)
+        # Without a layout it goes whole, and is below the size from which values are shared, or in blocks.
+        if encoded.sharding.layout is None or self.shared_pool() is None:
+            return encoded
+        return self._writer.share(encoded, options)
 
     # ── with the lock ───────────────────────────────────────────────────────────────────────────
 
@@ -294,14 +299,14 @@ class Channel(Waiter):
             message = self._decoder.decode(envelope, frames)
             if isinstance(message, Result) and message.shared is not None:
                 frames.append(self._servers.values(rank, message.shared))
-                self._metrics.shared_bytes.inc(frames[-1].nbytes)
+                self._metrics.shared_bytes.total += frames[-1].nbytes
         except ProtocolError as error:
             self._refuse(rank, error)
             if isinstance(error, CorruptedError):
                 self._execute(self._rounds.on_corrupted(rank, error.message))
             return
         self._servers.connectivity.on_answer(rank)
-        self._metrics.pull_bytes.inc(envelope.nbytes + sum([frame.nbytes for frame in frames]))
+        self._metrics.pull_bytes.total += envelope.nbytes + sum([frame.nbytes for frame in frames])
         self._execute(self._rounds.on_reply(rank, message, frames, time.monotonic()))
 
     def _begin(self, round_: Round, pending: Pending) -> None:

@@ -38,8 +38,6 @@ class PushWriter:
         """Returns ``encoded`` with its values in shared memory where servers are on this host.
 
         They are copied, except where they lie there already."""
-        if encoded.sharding.layout is None:
-            return encoded
         share = partial(self._servers.share, is_pooled=options.purpose != "broadcast")
         chunks = [
             structs.replace(chunk, frames=(chunk.frames[0], share(chunk.server, chunk.frames[1])))
@@ -153,5 +151,5 @@ class Sender:
             if span:
                 where = {"chunk": push.chunk, "epoch": push.ring_epoch, "server": out.server}
                 span.note(**where, rows=push.rows, bytes=size, codec=push.codec)
-        self._metrics.push_bytes.inc(size)
-        self._metrics.shared_bytes.inc(shared)
+        self._metrics.push_bytes.total += size
+        self._metrics.shared_bytes.total += shared

@@ -10,9 +10,8 @@ ROUND_TRIPS: Final = 8
 """As many as NTP's clock filter remembers: RFC 5905, section 10."""
 
 
-def now_ns() -> int:
-    """This machine's monotonic clock; all its processes read the same one."""
-    return time.monotonic_ns()
+now_ns: Final = time.monotonic_ns
+"""This machine's monotonic clock; all its processes read the same one."""
 
 
 class Offset(NamedTuple):

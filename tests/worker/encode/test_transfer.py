@@ -400,7 +400,7 @@ NOTHING = memoryview(b"")
 
 
 def damaged(answer: Answer) -> dict[str, Answer]:
-    server, result, frames, _ = answer
+    server, result, frames = answer.server, answer.result, answer.frames
     other_codec = "coo" if result.codec == "none" else "none"
     return {
         "rows": Answer(server, structs.replace(result, rows=result.rows + 1), frames),

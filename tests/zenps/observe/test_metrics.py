@@ -189,7 +189,7 @@ def test_roles_may_share_a_process_on_registries_of_their_own() -> None:
 def test_served_values_and_no_created_series() -> None:
     registry = CollectorRegistry()
     metrics = WorkerMetrics(registry)
-    metrics.push_bytes.inc(1000)
+    metrics.push_bytes.total += 1000
     metrics.wait_duration.observe(2e-4)
     exporter = serve(registry, "127.0.0.1", 0)
     try:

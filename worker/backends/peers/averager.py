@@ -128,7 +128,7 @@ class GroupAverager:
         metrics = self._session.metrics
         if step >= metrics.steps.total:
             log.here.step = step
-            metrics.steps.inc()
+            metrics.steps.total += 1
 
     def _on_lease_ended(self, ended: Future[None]) -> None:
         error = ended.exception()
@@ -176,8 +176,8 @@ class GroupAverager:
             if span:
                 span.note(group=list(members), distance=averaged.relative)
                 span.note(sent=transfer.sent_bytes, received=transfer.received_bytes)
-        metrics.push_bytes.inc(transfer.sent_bytes)
-        metrics.pull_bytes.inc(transfer.received_bytes)
+        metrics.push_bytes.total += transfer.sent_bytes
+        metrics.pull_bytes.total += transfer.received_bytes
         self._session.statistics.note_group(members, averaged.relative)
         pending.complete(transfer.tensors[0])
         self._signal.notify()

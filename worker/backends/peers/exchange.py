@@ -159,8 +159,8 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
             transfer.received_bytes = group.received_bytes - received
             if span:
                 span.note(sent=transfer.sent_bytes, received=transfer.received_bytes)
-        metrics.push_bytes.inc(transfer.sent_bytes)
-        metrics.pull_bytes.inc(transfer.received_bytes)
+        metrics.push_bytes.total += transfer.sent_bytes
+        metrics.pull_bytes.total += transfer.received_bytes
         progress.pushed_rows = sum(entry.rows for entry in round_.entries)
         progress.pulled_rows = transfer.pulled_rows
         self._end(round_, result)
