@@ -11,11 +11,6 @@ import zenps as zps
 from tests.integration.cluster import Cluster, Raised, attempt
 from tests.integration.test_collectives import SETTINGS
 
-MORE_SCHEMES = [
-    pytest.param({"sync.scheme": name}, marks=pytest.mark.long) for name in ("omnireduce", "agsparse")
-]
-
-
 def refuse_on_rank_0() -> tuple[list[Raised], list[float]]:
     first = zps.rank() == 0
     ones = torch.ones(40, 3)
@@ -32,7 +27,7 @@ def refuse_on_rank_0() -> tuple[list[Raised], list[float]]:
     return raised, [zps.allreduce(ones, name, "sum").unique().item() for name in cases if name != "graph"]
 
 
-@pytest.mark.parametrize("settings", [*SETTINGS, *MORE_SCHEMES], ids=str)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_others_learn_at_once_what_one_rank_refuses(settings: dict[str, Any]) -> None:
     with Cluster(settings=settings) as cluster:
         (first, sums), (second, sums_too) = cluster.run(refuse_on_rank_0)

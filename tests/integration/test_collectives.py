@@ -11,6 +11,7 @@ from torch import Tensor
 
 import zenps as zps
 from tests.integration.cluster import LEASE_SECONDS, Cluster, Raised, attempt
+from zenps.schemes.registry import scheme_names
 
 DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -85,6 +86,7 @@ def differ() -> dict[str, Any]:
     first = zps.rank() == 0
     ones, other = torch.ones(3, 2), torch.ones(3, 2, dtype=torch.float64)
     graph = (torch.nn.Parameter(ones) * 2).sum()
+    large = torch.ones(300_000)
     return {
         "gather dtype": attempt(zps.allgather, other if first else ones, "x"),
         "gather shape": attempt(zps.allgather, ones if first else torch.ones(3, 3), "x"),
@@ -102,6 +104,7 @@ def differ() -> dict[str, Any]:
         "reduce rows": attempt(zps.allreduce, torch.ones(4, 2) if first else ones, "x", "max"),
         "two operations": attempt(zps.allreduce, ones, "x", "min" if first else "max"),
         "a sum and a maximum": attempt(zps.allreduce, ones, "x", "sum" if first else "max"),
+        "a large sum and a maximum": attempt(zps.allreduce, large, "x", "sum" if first else "max"),
         "an average and a sum": attempt(zps.allreduce, ones, "x", "average" if first else "sum"),
         "no operation": attempt(zps.allreduce, ones, "x", "mean"),
         "sparse maximum": attempt(zps.allreduce, ones.to_sparse(1), "x", "max"),
@@ -134,6 +137,7 @@ ERRORS: dict[str, tuple[str, str, str]] = {
     "reduce rows": (MISMATCH, MISMATCH, "dense float32 (4, 2)"),
     "two operations": (MISMATCH, MISMATCH, "for its min"),
     "a sum and a maximum": (MISMATCH, MISMATCH, "for its max"),
+    "a large sum and a maximum": (MISMATCH, MISMATCH, "for its max"),
     "an average and a sum": (MISMATCH, MISMATCH, "averaged"),
     "no operation": (USAGE, USAGE, "expected average, sum, min, max or product"),
     "sparse maximum": (TENSOR, TENSOR, "use .to_dense()"),
@@ -158,7 +162,7 @@ SETTINGS: list[Any] = [
     *(
         pytest.param(settings, marks=pytest.mark.long)
         for settings in (
-            *({"sync.scheme": name} for name in ("byteps", "auto", "allreduce", "zen", "sparcml")),
+            *({"sync.scheme": name} for name in scheme_names() if name != "zenps"),
             {"sync.levels": 2},
             {"cluster.on_worker_loss": "continue"},
         )
