@@ -366,6 +366,22 @@ ONCE_FAILED = [
         ),
         scenario="continue",
     ),
+    # A restarted scheduler makes up an identity for a worker that had left, and tells servers.
+    Script(
+        seed=0,
+        workers=4,
+        servers=2,
+        steps=1,
+        settles=False,
+        slow_seconds=0.05,
+        duplicates=0.0,
+        faults=(
+            Fault(at=0.0, kind="cut", target=13, seconds=1.0),
+            Fault(at=1.0, kind="leave worker", target=1, seconds=1.0),
+            Fault(at=2.0, kind="crash scheduler", target=0, seconds=1.0),
+        ),
+        scenario="fail",
+    ),
 ]
 
 
