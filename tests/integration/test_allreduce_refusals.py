@@ -17,10 +17,10 @@ def refuse_on_rank_0() -> tuple[list[Raised], list[float]]:
     graph = (torch.nn.Parameter(ones) * 2).sum()
     cases = {
         "graph": (graph if first else torch.tensor(1.0), "sum"),
-        "integers": (ones.int() if first else ones, "average"),
-        "sparse": (ones.int() if first else ones.to_sparse(1), "average"),
+        "complex": (ones.to(torch.complex64) if first else ones, "average"),
+        "sparse": (ones.to(torch.complex64) if first else ones.to_sparse(1), "average"),
         "dtype": (ones.bool() if first else ones, "sum"),
-        "all": (ones.int(), "average"),
+        "all": (ones.to(torch.complex64), "average"),
     }
     raised = [attempt(zps.allreduce, tensor, name, op) for name, (tensor, op) in cases.items()]
     # The names are free, and rounds are counted alike.

@@ -115,7 +115,10 @@ def differ() -> dict[str, Any]:
             zps.push_pull, torch.ones(3, dtype=torch.int64 if first else torch.int8), "x", False
         ),
         "bool": attempt(zps.push_pull, ones.bool(), "x", False),
-        "average of integers": attempt(zps.allreduce, ones.int(), "x"),
+        "average of complex numbers": attempt(zps.allreduce, ones.to(torch.complex64), "x"),
+        "averages of integers and of floats": attempt(
+            zps.allreduce, ones.int() if first else ones.double(), "x"
+        ),
     }
 
 
@@ -146,7 +149,8 @@ ERRORS: dict[str, tuple[str, str, str]] = {
     "sum graph": (TENSOR, TENSOR, "pass tensor.detach()"),
     "narrow and wide": (MISMATCH, MISMATCH, "dense int8 (3,)"),
     "bool": (TENSOR, TENSOR, "allreduce(op='max')"),
-    "average of integers": (TENSOR, TENSOR, "pass tensor.double()"),
+    "average of complex numbers": (TENSOR, TENSOR, "expected one of float16"),
+    "averages of integers and of floats": (MISMATCH, MISMATCH, "dense int32 (3, 2), averaged"),
 }
 """What rank 0 gets, what the others get, and what all of their messages say."""
 
@@ -206,7 +210,9 @@ def wanted(op: str, stacked: Tensor) -> Tensor | None:
     dtype = stacked.dtype
     match op:
         case "average":
-            return stacked.double().mean(0).to(dtype) if dtype.is_floating_point else None
+            if dtype.is_complex:
+                return None
+            return stacked.double().mean(0).to(dtype if dtype.is_floating_point else torch.float64)
         case "sum":
             is_refused = dtype == torch.bool or dtype.is_complex
             return (

@@ -155,7 +155,8 @@ def allreduce(tensor: Tensor, name: str, op: Op = "average") -> Tensor:
             in ``torch.minimum``. Of bool, ``max`` is a logical or, ``min`` and ``product`` a logical and.
 
     Returns:
-        A new tensor of the same dtype, on the same device, which does not require a gradient.
+        A new tensor on the same device, which does not require a gradient: of the same dtype, but float64 if
+        integers or bool are averaged.
 
     Raises:
         TensorError: the tensor cannot be reduced.
