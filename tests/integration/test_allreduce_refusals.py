@@ -11,6 +11,7 @@ import zenps as zps
 from tests.integration.cluster import Cluster, Raised, attempt
 from tests.integration.test_collectives import SETTINGS
 
+
 def refuse_on_rank_0() -> tuple[list[Raised], list[float]]:
     first = zps.rank() == 0
     ones = torch.ones(40, 3)
