@@ -138,8 +138,8 @@ def push_pull_async(tensor: Tensor, name: str, average: bool = True, priority: i
 
     Args:
         tensor: on the CPU or a CUDA device, of float16, bfloat16, float32, float64, int64, int32, int16, int8
-            or uint8; bool has an average only. Strided of any shape, or sparse COO, coalesced or not. A tensor
-            on the CPU may be changed once this returns, one on a CUDA device once its result is there. A
+            or uint8; bool has an average only. Strided of any shape, or sparse COO, coalesced or not. One on
+            the CPU may be changed once this returns, one on a CUDA device once its result is there. A
             parameter is taken as its values; a tensor that autograd follows has to be detached.
         name: the same on all ranks and in all steps, and in flight once at a time.
         average: divide by the number of ranks, after summing in float32 or wider. Averages of integers and
