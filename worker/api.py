@@ -138,12 +138,12 @@ def push_pull_async(tensor: Tensor, name: str, average: bool = True, priority: i
 
     Args:
         tensor: on the CPU or a CUDA device, of float16, bfloat16, float32, float64, int64, int32, int16, int8
-            or uint8. Strided of any shape, or sparse COO, coalesced or not. A tensor on the CPU may be
-            changed once this returns, one on a CUDA device once its result is there. A parameter is taken as
-            its values; a tensor that autograd follows has to be detached.
+            or uint8; bool has an average only. Strided of any shape, or sparse COO, coalesced or not. One on
+            the CPU may be changed once this returns, one on a CUDA device once its result is there. A
+            parameter is taken as its values; a tensor that autograd follows has to be detached.
         name: the same on all ranks and in all steps, and in flight once at a time.
-        average: divide by the number of ranks, after summing in float32 or wider. Integers are only summed,
-            because their average is none; convert them to float64 by ``tensor.double()``.
+        average: divide by the number of ranks, after summing in float32 or wider. Averages of integers and
+            bool are float64: they are divided truly, as by ``/``, never rounded.
         priority: under ``sync.scheme = byteps``, pushes that wait for the network are sent by falling
             priority, in chunks of ``sync.chunk_bytes``. So a tensor that is needed first can overtake others
             that were pushed before. Other schemes send in order.
@@ -168,7 +168,8 @@ def push_pull(tensor: Tensor, name: str, average: bool = True) -> Tensor:
     Arguments and errors are those of :func:`push_pull_async`.
 
     Returns:
-        A new tensor of this dtype, on this device, detached from autograd. Dense in, dense out; sparse
+        A new tensor of this dtype, on this device, detached from autograd; averages of integers and bool are
+        float64. Dense in, dense out; sparse
         in, coalesced sparse out, with every row that any rank pushed, even where the sum is zero. Sums of
         integers that exceed their dtype wrap, as in torch.
 

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+import torch
 from msgspec import structs
 from prometheus_client import CollectorRegistry
 
@@ -280,11 +281,18 @@ class ClusterWorld(World):
 
 
 def _begin(backend: Backend, request: Request) -> Pending:
-    """Begins a round. Narrow integers are summed as int64, and the sum is cast back: it wraps as in torch."""
+    """Begins a round. Narrow integers are summed as int64, and the sum is cast back: it wraps as in torch.
+
+    Averages of integers and bool are in float64: divided truly, as by torch's ``/``.
+    """
     tensor, name, options = request
-    if tensor.dtype not in NARROW or not options.is_reduction:
+    dtype = tensor.dtype
+    is_divided = options.average and not dtype.is_floating_point
+    if not options.is_reduction or not (is_divided or dtype in NARROW):
         return backend.begin(request)
-    dtype, given = tensor.dtype, options.given or describe(tensor)
-    pending = backend.begin(Request(tensor.detach().long(), name, structs.replace(options, given=given)))
-    pending.convert_result(lambda total: total.to(dtype))
+    wide = tensor.detach().to(torch.float64 if is_divided else torch.int64)
+    options = structs.replace(options, given=options.given or describe(tensor))
+    pending = backend.begin(Request(wide, name, options))
+    if not is_divided:
+        pending.convert_result(lambda total: total.to(dtype))
     return pending

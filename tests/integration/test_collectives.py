@@ -11,6 +11,7 @@ from torch import Tensor
 
 import zenps as zps
 from tests.integration.cluster import LEASE_SECONDS, Cluster, Raised, attempt
+from zenps.schemes.registry import scheme_names
 
 DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -85,6 +86,7 @@ def differ() -> dict[str, Any]:
     first = zps.rank() == 0
     ones, other = torch.ones(3, 2), torch.ones(3, 2, dtype=torch.float64)
     graph = (torch.nn.Parameter(ones) * 2).sum()
+    large = torch.ones(300_000)
     return {
         "gather dtype": attempt(zps.allgather, other if first else ones, "x"),
         "gather shape": attempt(zps.allgather, ones if first else torch.ones(3, 3), "x"),
@@ -102,6 +104,7 @@ def differ() -> dict[str, Any]:
         "reduce rows": attempt(zps.allreduce, torch.ones(4, 2) if first else ones, "x", "max"),
         "two operations": attempt(zps.allreduce, ones, "x", "min" if first else "max"),
         "a sum and a maximum": attempt(zps.allreduce, ones, "x", "sum" if first else "max"),
+        "a large sum and a maximum": attempt(zps.allreduce, large, "x", "sum" if first else "max"),
         "an average and a sum": attempt(zps.allreduce, ones, "x", "average" if first else "sum"),
         "no operation": attempt(zps.allreduce, ones, "x", "mean"),
         "sparse maximum": attempt(zps.allreduce, ones.to_sparse(1), "x", "max"),
@@ -112,7 +115,10 @@ def differ() -> dict[str, Any]:
             zps.push_pull, torch.ones(3, dtype=torch.int64 if first else torch.int8), "x", False
         ),
         "bool": attempt(zps.push_pull, ones.bool(), "x", False),
-        "average of integers": attempt(zps.allreduce, ones.int(), "x"),
+        "average of complex numbers": attempt(zps.allreduce, ones.to(torch.complex64), "x"),
+        "averages of integers and of floats": attempt(
+            zps.allreduce, ones.int() if first else ones.double(), "x"
+        ),
     }
 
 
@@ -134,6 +140,7 @@ ERRORS: dict[str, tuple[str, str, str]] = {
     "reduce rows": (MISMATCH, MISMATCH, "dense float32 (4, 2)"),
     "two operations": (MISMATCH, MISMATCH, "for its min"),
     "a sum and a maximum": (MISMATCH, MISMATCH, "for its max"),
+    "a large sum and a maximum": (MISMATCH, MISMATCH, "for its max"),
     "an average and a sum": (MISMATCH, MISMATCH, "averaged"),
     "no operation": (USAGE, USAGE, "expected average, sum, min, max or product"),
     "sparse maximum": (TENSOR, TENSOR, "use .to_dense()"),
@@ -142,7 +149,8 @@ ERRORS: dict[str, tuple[str, str, str]] = {
     "sum graph": (TENSOR, TENSOR, "pass tensor.detach()"),
     "narrow and wide": (MISMATCH, MISMATCH, "dense int8 (3,)"),
     "bool": (TENSOR, TENSOR, "allreduce(op='max')"),
-    "average of integers": (TENSOR, TENSOR, "pass tensor.double()"),
+    "average of complex numbers": (TENSOR, TENSOR, "expected one of float16"),
+    "averages of integers and of floats": (MISMATCH, MISMATCH, "dense int32 (3, 2), averaged"),
 }
 """What rank 0 gets, what the others get, and what all of their messages say."""
 
@@ -158,7 +166,7 @@ SETTINGS: list[Any] = [
     *(
         pytest.param(settings, marks=pytest.mark.long)
         for settings in (
-            *({"sync.scheme": name} for name in ("byteps", "auto", "allreduce", "zen", "sparcml")),
+            *({"sync.scheme": name} for name in scheme_names() if name != "zenps"),
             {"sync.levels": 2},
             {"cluster.on_worker_loss": "continue"},
         )
@@ -202,7 +210,9 @@ def wanted(op: str, stacked: Tensor) -> Tensor | None:
     dtype = stacked.dtype
     match op:
         case "average":
-            return stacked.double().mean(0).to(dtype) if dtype.is_floating_point else None
+            if dtype.is_complex:
+                return None
+            return stacked.double().mean(0).to(dtype if dtype.is_floating_point else torch.float64)
         case "sum":
             is_refused = dtype == torch.bool or dtype.is_complex
             return (

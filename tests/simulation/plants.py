@@ -412,6 +412,7 @@ PLANTS: dict[Scenario, list[Parts]] = {
         Parts(worker_rounds=PushesWhatHasFailed),
         *(Parts(rounds=part) for part in (ContinuesWithoutAnybody, NeverContinuesWithout)),
         *(Parts(membership=part) for part in (LetsInTooEarly, CountsBarriersOn, ContinuesWithAnyHalf)),
+        Parts(membership=BeginsAnew),
     ],
     "restart": [
         *(Parts(membership=part) for part in (TakesGenerationsForOne, MixesGenerations)),

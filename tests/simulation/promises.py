@@ -20,8 +20,9 @@ Answer = dict[int, tuple[int, ...]]
 
 
 class Era(NamedTuple):
-    """A scope in which steps are numbered: a generation of torchrun's, and an admission of workers."""
+    """A scope in which steps are numbered: a job, a generation of torchrun's, and an admission of workers."""
 
+    job: int
     generation: int
     admitted: int
 
@@ -50,9 +51,27 @@ class Promises:
         self._simulation = simulation
         self._contributions: list[Contribution] = []
         self._answers: dict[tuple[Era, str, int], Answer] = {}
-        self._states: dict[tuple[int, int], int] = {}
+        self._states: dict[tuple[int, int, int], int] = {}
+        self._jobs = 1
         self.eras: set[Era] = set()
         self.ended: Counter[tuple[Era, str, int]] = Counter()
+
+    def job_of(self, worker: Worker) -> int:
+        """The number of the job that a worker becomes a member of by its first view.
+
+        Another job of the name may begin only when all members of the last are dead, and none of them had the
+        state. A scheduler that begins one earlier begins it under the same number, so that its answers are
+        compared with those of the last.
+        """
+        assert worker.view is not None
+        others = [other for other in self._simulation.workers if other.view and other is not worker]
+        pids = {member.pid for member in worker.view.workers}
+        for other in others:
+            if other.pid in pids:  # the first of a job may die before the second gets its view
+                return other.job
+        if others and not any(other.is_alive or other.training.has_state for other in others):
+            self._jobs += 1
+        return self._jobs
 
     def contribute(self, contribution: Contribution) -> Values:
         """The values of a contribution; no two contributions have any in common."""
@@ -103,7 +122,7 @@ class Promises:
 
     def check_state(self, worker: Worker, step: int, state: int) -> None:
         """All workers that have ended a step have the same bits, also across admissions."""
-        before = self._states.setdefault((worker.generation, step), state)
+        before = self._states.setdefault((worker.job, worker.generation, step), state)
         if state != before:
             raise Violation(f"{worker.name!r} has {state:x} after step {step}, others had {before:x}")
 

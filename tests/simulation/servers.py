@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 UNITS = 8
 """The rows of every tensor; a ring gives each to a server."""
+GONE = b"gone"
+"""The peer of a worker whose identity no node knows any more: it receives and pushes nothing."""
 NUMBER_LEFT_OVER = 900
 """That of no other server."""
 
@@ -75,7 +77,9 @@ class Server(MemberNode):
         self.is_alive = False
 
     def on_view(self, view: View) -> None:
-        names = {identity_at_servers(worker.name): worker.name for worker in self.simulation.workers}
+        # A restarted scheduler does not know the identity of a worker that had left, and makes one up.
+        names = {worker.identity: GONE for worker in view.workers if worker.rank in view.left}
+        names |= {identity_at_servers(worker.name): worker.name for worker in self.simulation.workers}
         self._peers = {worker.rank: names[worker.identity] for worker in view.workers}
         departed = {
             worker.rank: f"{worker} left the job" for worker in view.workers if worker.rank in view.left

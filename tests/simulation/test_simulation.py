@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from .nodes import Parts, Violation
-from .plants import PLANTS, OverwritesEarlierPushes, WaitsForADeadJob
+from .plants import PLANTS, BeginsAnew, OverwritesEarlierPushes, WaitsForADeadJob
 from .promises import Promises
 from .run import simulate
 from .script import (
@@ -347,6 +350,38 @@ ONCE_FAILED = [
         ),
         scenario="fail",
     ),
+    # All nodes of a job die before any worker has the state, and another job of the name begins.
+    Script(
+        seed=0,
+        workers=1,
+        servers=1,
+        steps=1,
+        settles=False,
+        slow_seconds=0.05,
+        duplicates=0.0,
+        faults=(
+            Fault(at=0.062, kind="crash server", target=0, seconds=1.0),
+            Fault(at=1.0, kind="crash scheduler", target=0, seconds=1.0),
+            Fault(at=3.0, kind="crash worker", target=0, seconds=1.0),
+        ),
+        scenario="continue",
+    ),
+    # A restarted scheduler makes up an identity for a worker that had left, and tells servers.
+    Script(
+        seed=0,
+        workers=4,
+        servers=2,
+        steps=1,
+        settles=False,
+        slow_seconds=0.05,
+        duplicates=0.0,
+        faults=(
+            Fault(at=0.0, kind="cut", target=13, seconds=1.0),
+            Fault(at=1.0, kind="leave worker", target=1, seconds=1.0),
+            Fault(at=2.0, kind="crash scheduler", target=0, seconds=1.0),
+        ),
+        scenario="fail",
+    ),
 ]
 
 
@@ -415,6 +450,41 @@ def test_a_server_of_a_dead_job_does_not_keep_the_next_from_beginning() -> None:
     assert Simulation(script).run().rounds
     with pytest.raises(Violation, match="did not return"):
         Simulation(script, Parts(membership=WaitsForADeadJob)).run()
+
+
+@pytest.mark.parametrize(
+    ("is_alive", "has_state", "seen", "job"),
+    [
+        (False, False, (1001,), 2),
+        (True, False, (1001,), 1),
+        (False, True, (1001,), 1),
+        (False, False, (1000, 1001), 1),
+    ],
+    ids=["all are dead", "one lives", "one had the state", "one is of the same view"],
+)
+def test_a_job_is_another_once_all_members_of_the_last_died_without_the_state(
+    is_alive: bool, has_state: bool, seen: tuple[int, ...], job: int
+) -> None:
+    simulation: Any = SimpleNamespace(workers=[])
+    promises = Promises(simulation)
+
+    def worker(pid: int, seen: tuple[int, ...]) -> Any:
+        view = SimpleNamespace(workers=[SimpleNamespace(pid=pid) for pid in seen])
+        training = SimpleNamespace(has_state=has_state)
+        made = SimpleNamespace(pid=pid, view=view, is_alive=is_alive, training=training)
+        simulation.workers.append(made)
+        made.job = promises.job_of(made)
+        return made
+
+    assert worker(1000, (1000,)).job == 1
+    assert worker(1001, seen).job == job
+
+
+def test_another_job_that_begins_while_members_of_the_last_live_is_found() -> None:
+    script = random_script(12, "continue")
+    with pytest.raises(Violation, match="but before"):
+        Simulation(script, Parts(membership=BeginsAnew)).run()
+    Simulation(script).run()
 
 
 def test_the_loss_of_a_worker_ends_all_others_with_an_error_that_names_it() -> None:

@@ -63,6 +63,7 @@ class Worker(Member):
 
     Attributes:
         number: of the process, among all that have ever run.
+        job: among those of the name, the one that it is a member of; 0 before its first view.
         rank: the one that it wants, then the one that it has; -1 for any.
         ended: how it ended; None while it runs.
         error: the error that ended it.
@@ -77,6 +78,8 @@ class Worker(Member):
         self, simulation: Simulation, number: int, rank: int, generation: int = 0, restarts: int = 0
     ) -> None:
         self.number = number
+        self.pid = 1000 + number
+        self.job = 0
         self.rank = rank
         self.generation = generation
         self.ended: End | None = None
@@ -102,7 +105,7 @@ class Worker(Member):
         self._ranks: dict[bytes, int] = {}
         self._owners: list[int] = []
         register = Register(
-            "worker", rank, "host", 1000 + number, "", "", {}, generation=generation, restarts=restarts
+            "worker", rank, "host", self.pid, "", "", {}, generation=generation, restarts=restarts
         )
         super().__init__(simulation, f"worker-{number}".encode(), register)
         self.training = Training(self, self._rng)
@@ -119,7 +122,7 @@ class Worker(Member):
     @property
     def era(self) -> Era:
         """Within what it counts its steps."""
-        return Era(self.generation, self.view.admitted if self.view else 0)
+        return Era(self.job, self.generation, self.view.admitted if self.view else 0)
 
     @property
     def is_gone(self) -> bool:
@@ -176,6 +179,7 @@ class Worker(Member):
     def on_view(self, view: View) -> None:
         if not self._owners:
             self.rank, self.is_joining = view.rank, view.admitted > 0
+            self.job = self.simulation.promises.job_of(self)
         if view.admitted > self._admitted:
             self._admitted = view.admitted
             self._asks = None

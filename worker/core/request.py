@@ -89,7 +89,7 @@ def check_request(request: Request) -> None:
     Raises:
         UsageError: the name is no string of 1 to 1024 characters that UTF-8 can encode, or the priority is no
             integer, or a CUDA graph is being captured.
-        TensorError: the tensor has an unsupported device, layout or dtype, or is an average of integers.
+        TensorError: the tensor has an unsupported device, layout or dtype.
     """
     tensor, name, options = request
     _check_name(name)
@@ -162,14 +162,10 @@ def _check_tensor(tensor: object, average: bool) -> None:
         raise TensorError(f"a table of {table_shape(tensor)[0]} rows: expected less than {MAX_SIZE}")
     if tensor.is_sparse and table_shape(tensor)[1] > MAX_COLUMNS:
         raise TensorError(f"rows of {table_shape(tensor)[1]} elements: expected at most {MAX_COLUMNS}")
-    if tensor.dtype not in _SUPPORTED:
+    if tensor.dtype not in _SUPPORTED and not (average and tensor.dtype == torch.bool):
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _SUPPORTED)
         advice = "; .int() counts, allreduce(op='max') is a logical or" if tensor.dtype == torch.bool else ""
         raise TensorError(f"dtype {tensor.dtype}: expected one of {names}{advice}")
-    if average and not tensor.dtype.is_floating_point:
-        raise TensorError(
-            f"dtype {tensor.dtype} cannot be averaged exactly; pass tensor.double(); average=False only sums"
-        )
 
 
 def check_outside_graph(tensor: object, name: str) -> None:

@@ -155,7 +155,8 @@ def allreduce(tensor: Tensor, name: str, op: Op = "average") -> Tensor:
             in ``torch.minimum``. Of bool, ``max`` is a logical or, ``min`` and ``product`` a logical and.
 
     Returns:
-        A new tensor of the same dtype, on the same device, which does not require a gradient.
+        A new tensor on the same device, which does not require a gradient: of the same dtype, but float64 if
+        integers or bool are averaged.
 
     Raises:
         TensorError: the tensor cannot be reduced.
@@ -183,8 +184,9 @@ def allreduce(tensor: Tensor, name: str, op: Op = "average") -> Tensor:
     except TensorError as error:  # raised below, once the other ranks know
         refused = error
     row = tensor.detach().unsqueeze(0) if refused is None else tensor
-    # Ranks that sum the tensor push it under its own name: there the difference is found.
-    parts = _gather(row, _Round(name, f"allreduce/{name}", given, refused))
+    # Ranks that sum the tensor push it under its own name, and as the scheme pushes values: there the
+    # difference is found. OmniReduce sends control in one piece, but values in streams of other names.
+    parts = _gather(row, _Round(name, f"allreduce/{name}", given, refused, "value"))
     return functools.reduce(_COMBINED[op], [part[0] for part in parts]).clone().to(tensor.device)
 
 
@@ -196,12 +198,14 @@ class _Round(NamedTuple):
         data: the name of the round of the tensors themselves.
         given: what ranks must agree about, in words.
         refused: why this rank's tensor cannot be gathered; None if it can.
+        purpose: of the agreement.
     """
 
     agreement: str
     data: str
     given: str
     refused: TensorError | None
+    purpose: Purpose = "control"
 
 
 def _gather(tensor: Tensor, round_: _Round) -> list[Tensor]:
@@ -211,9 +215,9 @@ def _gather(tensor: Tensor, round_: _Round) -> list[Tensor]:
         TensorError: ``refused``, once the other ranks know.
         MismatchError: ranks disagree.
     """
-    agreement, data, given, refused = round_
+    agreement, data, given, refused, purpose = round_
     counts: dict[int, int] = {}
-    options = Options(purpose="control", given=given or "no tensor that can be gathered")
+    options = Options(purpose=purpose, given=given or "no tensor that can be gathered")
     try:
         counts = allgather_int(1 if refused else 1 + len(tensor), agreement, options)
     except MismatchError:

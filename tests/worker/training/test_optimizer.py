@@ -595,6 +595,31 @@ def test_scaler_in_its_usual_order(
     assert world.waited == world.pushed
 
 
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_a_scaler_that_unscales_for_clipping_waits_for_averages(
+    world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer, is_enabled: bool
+) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=is_enabled)
+
+    def unscale_and_clip() -> None:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.last.parameters(), 0.1)
+
+    before = model.last.bias.detach().clone()
+    scaler.scale(model.loss()).backward()
+    unscale_and_clip()
+    with pytest.raises(UsageError, match=r"to clip or unscale, call"):
+        scaler.step(optimizer)
+    assert torch.equal(model.last.bias, before)
+    optimizer.zero_grad()
+    scaler.update()
+    scaler.scale(model.loss()).backward()
+    optimizer.synchronize()
+    unscale_and_clip()
+    scaler.step(optimizer)
+    assert not torch.equal(model.last.bias, before)
+
+
 def test_alone_a_scaler_needs_no_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PROCESS, "_world", LocalWorld(Config()))
     model = Model()
