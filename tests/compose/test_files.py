@@ -83,6 +83,15 @@ def test_what_images_install_is_pinned() -> None:
     assert {"triton", "cuda-toolkit", "nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13"} <= pinned
 
 
+def default_base_image() -> str:
+    return re.findall(r"^ARG BASE_IMAGE=(\S+)$", (DOCKER / "Dockerfile").read_text("utf-8"), re.MULTILINE)[0]
+
+
+def test_the_base_image_is_pinned_and_the_same_for_compose() -> None:
+    assert re.fullmatch(r"python:3\.11-slim-bookworm@sha256:[0-9a-f]{64}", default_base_image())
+    assert cluster()["scheduler"]["build"]["args"]["BASE_IMAGE"] == f"${{BASE_IMAGE:-{default_base_image()}}}"
+
+
 # ── claim ───────────────────────────────────────────────────────────────────────────────────────
 
 
