@@ -134,6 +134,23 @@ def test_settings_that_disagree_are_named() -> None:
     assert membership.live("worker") == 0
 
 
+@pytest.mark.parametrize("name", ["cluster.workers", "sync.chunk_bytes"])
+def test_a_server_that_plans_memory_for_others_is_refused(name: str) -> None:
+    there = {"sync.chunk_bytes": 8 << 20}
+    membership = make_membership(settings=there)
+    here = {"cluster.workers": 2} | there
+    message = msgspec.structs.replace(register("server"), settings=here)
+    assert membership.on_message(server(0), message, 0.0) == []
+    message = msgspec.structs.replace(message, pid=101, address="tcp://box:101", settings=here | {name: 1})
+    refused = only(membership.on_message(server(1), message, 0.0), server(1))
+    reason = f"not the scheduler's settings: {name} is 1 here and {here[name]} there"
+    assert isinstance(refused, Refused)
+    assert refused.kind == "mismatch"
+    assert refused.reason.startswith(reason)
+    limited = " (cluster.server_budget_bytes and cluster.workers limit it)"
+    assert refused.reason.endswith(limited) == (name == "sync.chunk_bytes")
+
+
 def test_one_worker_too_many() -> None:
     membership = make_membership(workers=1, servers=1)
     membership.on_message(b"first", register("worker"), 0.0)
