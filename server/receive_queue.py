@@ -2,8 +2,8 @@
 
 libzmq reads ahead for each worker, while the server sums, and knows no limit in bytes: only one in messages
 (``RCVHWM``). So the limit in messages is made from their greatest size and the number of workers; where these
-are many, chunks and messages are smaller (``Config.chunk_bytes``). What may lie unread counts against the byte
-budget, as pushes do that have been read.
+are many, messages are smaller (``Config.chunk_bytes``). What may lie unread counts against the byte budget,
+as pushes do that have been read.
 """
 
 from __future__ import annotations

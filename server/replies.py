@@ -74,7 +74,8 @@ class ReplySender:
                 self._metrics.refused_pushes.inc()
         envelopes: dict[Shared | None, bytes] = {}
         for peer in reply.peers:
-            if peer in self.dropped:
+            route = self._workers.routes.get(peer)
+            if route is None or peer in self.dropped:
                 continue
             begin_ns = now_ns()
             shared = self._shared_memory.find(peer, reply.frames)
@@ -83,7 +84,7 @@ class ReplySender:
                 envelopes[shared] = self._encode(reply.message, shared, frames)
             envelope = envelopes[shared]
             try:
-                self._send_queue.send(peer, envelope, frames)
+                self._send_queue.send(route, envelope, frames)
             except StalledError as error:
                 self._drop(peer, str(error))
                 continue
@@ -113,6 +114,6 @@ class ReplySender:
         self.dropped[peer] = f"{name} was dropped by the server at {self._address}: {reason}"
         logger.warning("%s", self.dropped[peer])
         self._metrics.cut_connections.inc()
-        self._send_queue.forget(peer)
+        self._send_queue.forget(self._workers.routes[peer])
         self._shared_memory.forget(peer)
         self._connections.cut(self.connection_of.pop(peer, -1))

@@ -103,17 +103,18 @@ class Admission:
         return True
 
     def why_too_large(self, held: HeldPush, ranks: int) -> str:
-        """Returns why a push in fragments is refused: of all ``ranks``, they exceed even the allowance.
+        """Returns why a push in fragments is refused: those of all ``ranks`` exceed even the allowance.
 
-        Empty if they fit. A round opens whatever its size if no other is open, but one of single messages, which
+        Empty if they fit. A round opens whatever its size if no other is open; one of single messages, which
         the budget bounds, is never as large.
         """
         most_bytes = WITH_ALLOWANCE * self.budget_bytes // ranks
         if held.whole_bytes <= most_bytes:
             return ""
         return (
-            f"rank {held.push.rank} pushes {held.whole_bytes} bytes to one server, expected at most {most_bytes} "
-            f"of each of {ranks} ranks; raise cluster.server_budget_bytes, add servers, or push fewer rows at first"
+            f"rank {held.push.rank} pushes {held.whole_bytes} bytes to one server, expected at most "
+            f"{most_bytes} of each of {ranks} ranks; raise cluster.server_budget_bytes, add servers, or push "
+            "fewer rows at first"
         )
 
     def reserve(self, round_: ServerRound, push_bytes: int, ranks: int) -> None:

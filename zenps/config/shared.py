@@ -11,7 +11,7 @@ from .settings import Config
 
 
 def server_settings(config: Config) -> dict[str, str | int | float]:
-    """The settings that must be equal on servers, too: what workers push must fit the memory that servers plan."""
+    """The settings that must be equal on servers, too: by these they plan memory for what workers push."""
     return {"cluster.workers": config.cluster.workers, "sync.chunk_bytes": config.chunk_bytes}
 
 

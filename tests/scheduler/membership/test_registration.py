@@ -23,7 +23,7 @@ from tests.scheduler.nodes import (
 from zenps.partition.ring import rebalance
 from zenps.scheduler.membership.actions import Send
 from zenps.wire.frames import Decoder, encode
-from zenps.wire.identity import identity_at_servers
+from zenps.wire.identity import public_identity
 from zenps.wire.messages import FromScheduler, Heartbeat, HeartbeatReply, Leave, Refused, View
 
 
@@ -34,7 +34,7 @@ def test_routing_identities_are_told_to_servers_alone() -> None:
         sends += membership.on_message(server(number), Heartbeat(1, {}), 0.0)
     views = {send.peer: send.message for send in sends if isinstance(send.message, View)}
     assert [node.identity for node in views[server(0)].workers] == [
-        identity_at_servers(worker(number)) for number in range(2)
+        public_identity(worker(number)) for number in range(2)
     ]
     for view in views.values():
         assert {node.identity for node in view.servers} == {b""}
