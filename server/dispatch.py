@@ -19,7 +19,8 @@ from zenps.observe.metrics import ServerMetrics
 from zenps.observe.trace import Trace
 from zenps.wire.curve import Authenticator
 from zenps.wire.frames import CorruptedError, Decoder
-from zenps.wire.messages import GiveUp, Push, Resend, ToServer
+from zenps.wire.identity import public_part
+from zenps.wire.messages import GiveUp, Here, Push, Resend, ToServer
 
 from .reducers.registry import make_reducers
 from .replies import ReplySender
@@ -70,25 +71,26 @@ class Dispatcher:
 
     # ── messages ────────────────────────────────────────────────────────────────────────────────
 
-    def receive(self, peer: bytes, descriptor: int, frames: Sequence[memoryview]) -> None:
+    def receive(self, route: bytes, descriptor: int, frames: Sequence[memoryview]) -> None:
         """Handles a message. One that is invalid is counted and dropped.
 
         Args:
-            peer: the routing identity of its sender.
+            route: the routing identity of its sender.
             descriptor: of the connection that it came by.
             frames: the envelope, and what follows it.
         """
+        peer = public_part(route)
         try:
-            actions = self._handle(peer, frames)
+            actions = self._handle(peer, route, frames)
         except ProtocolError as error:
             self._metrics.protocol_errors.labels(reason=error.reason).inc()
-            log.once(logger, peer, "dropped a message of peer %s: %s", peer.hex(), error)
+            log.once(logger, route, "dropped a message of peer %s: %s", route.hex(), error)
             actions = self._ask_again(peer, error) if isinstance(error, CorruptedError) else []
         else:
             self._replies.connection_of[peer] = descriptor
         self.execute(actions)
 
-    def _handle(self, peer: bytes, frames: Sequence[memoryview]) -> Actions:
+    def _handle(self, peer: bytes, route: bytes, frames: Sequence[memoryview]) -> Actions:
         if not frames:
             raise ProtocolError("envelope", "no envelope")
         begin_ns = now_ns()
@@ -96,15 +98,23 @@ class Dispatcher:
         message = self._decoder.decode(envelope, tensors)
         match message:
             case Push():
+                self._authenticator.check(envelope, "worker", message.rank)
+                self._workers.check(message, peer)
+                self._workers.recognise(peer, route)
                 return self._on_push(peer, message, envelope, tensors, begin_ns)
-            case GiveUp():
-                return self._on_give_up(peer, message, envelope)
+            case GiveUp() | Here():
+                rank = self._workers.rank_of(peer)
+                if rank is None:
+                    raise ProtocolError("unexpected", "a message by a peer that has no rank")
+                self._authenticator.check(envelope, "worker", rank)
+                self._workers.recognise(peer, route)
+                if isinstance(message, Here):
+                    return []
+                return self._rounds.on_give_up(rank, message, time.monotonic())
 
     def _on_push(
         self, peer: bytes, push: Push, envelope: memoryview, tensors: list[memoryview], begin_ns: int
     ) -> Actions:
-        self._authenticator.check(envelope, "worker", push.rank)
-        self._workers.check(push, peer)
         if peer in self._replies.dropped:
             raise ProtocolError("unexpected", f"push of rank {push.rank}, which was dropped")
         reducer = self._reducers[push.kind]
@@ -119,13 +129,6 @@ class Dispatcher:
         actions = self._rounds.on_push(HeldPush(peer, push, payload, payload.size_bytes), time.monotonic())
         self._metrics.received_bytes.total += size
         return actions
-
-    def _on_give_up(self, peer: bytes, message: GiveUp, envelope: memoryview) -> Actions:
-        rank = self._workers.rank_of(peer)
-        if rank is None:
-            raise ProtocolError("unexpected", "a round given up by a peer that has no rank")
-        self._authenticator.check(envelope, "worker", rank)
-        return self._rounds.on_give_up(rank, message, time.monotonic())
 
     def _ask_again(self, peer: bytes, error: CorruptedError) -> Actions:
         """Asks the peer of a rank to repeat a damaged message. Another peer gets no reply."""

@@ -1,23 +1,20 @@
 """Receive queue: how many pushes libzmq may hold unread, and what that takes of the byte budget.
 
 libzmq reads ahead for each worker, while the server sums, and knows no limit in bytes: only one in messages
-(``RCVHWM``). So the limit in messages is made from the size of a chunk and the number of workers. What may
-lie unread counts against the byte budget, as pushes do that have been read.
+(``RCVHWM``). So the limit in messages is made from their greatest size and the number of workers; where these
+are many, messages are smaller (``Config.chunk_bytes``). What may lie unread counts against the byte budget,
+as pushes do that have been read.
 """
 
 from __future__ import annotations
 
-import logging
 from typing import NamedTuple
 
 from zenps.config.settings import Config
 from zenps.wire.sockets import MAX_UNREAD_MESSAGES
 
-logger = logging.getLogger("zenps.server")
-
-# Of the byte budget: what unread pushes may take, and what rounds keep at least.
+# Of the byte budget, what unread pushes may take; two messages of each worker may lie there in any case.
 UNREAD_PART = 4
-ROUNDS_PART = 2
 
 
 class ReceiveQueue(NamedTuple):
@@ -35,21 +32,12 @@ class ReceiveQueue(NamedTuple):
 
 
 def size_receive_queue(config: Config) -> ReceiveQueue:
-    """The limits that fit the budget. Warns if the chunks of all workers are too large for it."""
+    """The limits that fit the budget."""
     budget_bytes = config.cluster.server_budget_bytes
-    chunks_bytes = config.cluster.workers * config.sync.chunk_bytes
+    messages_bytes = config.cluster.workers * config.message_bytes
     # One more is on its way: libzmq takes memory for a frame when its first byte comes.
-    fitting = budget_bytes // UNREAD_PART // chunks_bytes - 1
+    fitting = budget_bytes // UNREAD_PART // messages_bytes - 1
     max_messages = min(max(fitting, 1), MAX_UNREAD_MESSAGES)
-    unread_bytes = (max_messages + 1) * chunks_bytes
-    rounds_bytes = max(budget_bytes - unread_bytes, budget_bytes // ROUNDS_PART)
-    if rounds_bytes + unread_bytes > budget_bytes:
-        logger.warning(
-            "cluster.server_budget_bytes is %d: expected at least %d for %d workers and chunks of up to %d "
-            "bytes (sync.chunk_bytes), or this server may need more memory than that",
-            budget_bytes,
-            ROUNDS_PART * unread_bytes,
-            config.cluster.workers,
-            config.sync.chunk_bytes,
-        )
-    return ReceiveQueue(max_messages, unread_bytes, rounds_bytes)
+    unread_bytes = (max_messages + 1) * messages_bytes
+    assert unread_bytes <= budget_bytes // 2, "Config.chunk_bytes allows two messages of each worker"
+    return ReceiveQueue(max_messages, unread_bytes, budget_bytes - unread_bytes)

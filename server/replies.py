@@ -75,7 +75,8 @@ class ReplySender:
         envelopes: dict[Shared | None, bytes] = {}
         frames_bytes = sum([frame.nbytes for frame in reply.frames])
         for peer in reply.peers:
-            if peer in self.dropped:
+            route = self._workers.routes.get(peer)
+            if route is None or peer in self.dropped:
                 continue
             begin_ns = now_ns()
             shared = self._shared_memory.find(peer, reply.frames)
@@ -84,7 +85,7 @@ class ReplySender:
                 envelopes[shared] = self._encode(reply.message, shared, frames)
             envelope = envelopes[shared]
             try:
-                self._send_queue.send(peer, envelope, frames)
+                self._send_queue.send(route, envelope, frames)
             except StalledError as error:
                 self._drop(peer, str(error))
                 continue
@@ -114,6 +115,6 @@ class ReplySender:
         self.dropped[peer] = f"{name} was dropped by the server at {self._address}: {reason}"
         logger.warning("%s", self.dropped[peer])
         self._metrics.cut_connections.inc()
-        self._send_queue.forget(peer)
+        self._send_queue.forget(self._workers.routes[peer])
         self._shared_memory.forget(peer)
         self._connections.cut(self.connection_of.pop(peer, -1))

@@ -16,6 +16,7 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from zenps.config.settings import Config
+from zenps.config.shared import server_settings
 from zenps.config.sources import rank_from_environment
 from zenps.errors import PeerLostError
 from zenps.keys import load_keys
@@ -126,7 +127,9 @@ class _Service:
         counters.budget_bytes.set(cluster.server_budget_bytes)
 
     def run(self, metrics_address: str) -> None:
-        register = new_register("server", self._rank, self._address, metrics_address, {})
+        register = new_register(
+            "server", self._rank, self._address, metrics_address, server_settings(self._config)
+        )
         try:
             self._on_view(self._link.join(register))
             try:

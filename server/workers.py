@@ -9,12 +9,16 @@ from zenps.wire.messages import Push, View
 class Workers:
     """The workers of the latest view: every round waits for all of them.
 
+    They are known by their public identities.
+
     Attributes:
-        peers: their routing identities, by rank.
+        peers: these, by rank.
+        routes: the routing identity of each that has been heard, by public identity.
     """
 
     def __init__(self) -> None:
         self.peers: dict[int, bytes] = {}
+        self.routes: dict[bytes, bytes] = {}
         self._ranks: dict[bytes, int] = {}
         self._names: dict[bytes, str] = {}
         self._hosts: dict[int, str] = {}
@@ -25,7 +29,17 @@ class Workers:
         self._ranks = {worker.identity: worker.rank for worker in view.workers}
         self._names = {worker.identity: str(worker) for worker in view.workers}
         self._hosts = {worker.rank: worker.host for worker in view.workers}
+        self.routes = {peer: route for peer, route in self.routes.items() if peer in self._ranks}
         return {worker.rank: f"{worker} left the job" for worker in view.workers if worker.rank in view.left}
+
+    def recognise(self, peer: bytes, route: bytes) -> None:
+        """Notes by which routing identity a worker is reached. Its messages come from there alone.
+
+        Raises:
+            ProtocolError: it is reached by another.
+        """
+        if self.routes.setdefault(peer, route) != route:
+            raise ProtocolError("unexpected", f"a second connection of {self.name_of(peer)}")
 
     def rank_of(self, peer: bytes) -> int | None:
         """The rank of ``peer``; None of an unknown peer."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from zenps.config.values import is_loopback, parse_address
 from zenps.errors import listing
-from zenps.wire.identity import identity_at_servers
+from zenps.wire.identity import public_identity
 from zenps.wire.messages import Load, Member, NodeStatus, Register, Role
 
 from ..observe.rates import Rates
@@ -63,7 +63,7 @@ class Node(msgspec.Struct, eq=False):
     def member(self) -> Member:
         """The node as other nodes know it."""
         r = self.register
-        identity = identity_at_servers(self.peer)
+        identity = public_identity(self.peer)
         return Member(r.role, max(self.rank, 0), r.host, r.pid, r.address, r.metrics, identity)
 
 

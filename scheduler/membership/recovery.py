@@ -6,7 +6,7 @@ with their view, and the newest of these views is the job as it was.
 
 from __future__ import annotations
 
-from zenps.wire.identity import identity_at_servers
+from zenps.wire.identity import public_identity
 from zenps.wire.messages import Member, Register, Role, View
 
 from .members import Members, Node
@@ -119,6 +119,6 @@ class Recovery:
         """
         process = (message.role, message.host, message.pid, message.address)
         alike = [m for m in self._before() if (m.role, m.host, m.pid, m.address) == process]
-        ranks = [m.rank for m in alike if m.identity in (b"", identity_at_servers(peer))]
+        ranks = [m.rank for m in alike if m.identity in (b"", public_identity(peer))]
         # Containers on one machine's network have its name, and each has a process 1.
         return message.rank if message.rank in ranks else next(iter(ranks), None)

@@ -11,6 +11,9 @@ from .states import JobState
 
 Settings = dict[str, str | int | float]
 
+# What a setting is limited by, so that it may differ where all nodes were given the same.
+LIMITED = {"sync.chunk_bytes": " (cluster.server_budget_bytes and cluster.workers limit it)"}
+
 
 def refusal(
     message: Register, state: JobState, members: Members, cluster: ClusterConfig, settings: Settings
@@ -36,15 +39,21 @@ def refusal(
         return Refused("usage", f"rank {rank} is taken by {node.member}; give each {role} its own")
     if reason := _unreachable(message, members):
         return Refused("usage", reason)
-    if role == "worker" and message.settings != settings:
-        keys = sorted(message.settings.keys() | settings.keys())
-        differing = [
-            f"{key} is {message.settings.get(key)!r} here and {settings.get(key)!r} there"
-            for key in keys
-            if message.settings.get(key) != settings.get(key)
-        ]
-        return Refused("mismatch", f"not the scheduler's settings: {'; '.join(differing)}")
+    if role == "server":
+        settings = {"cluster.workers": cluster.workers} | settings
+        settings = {key: settings[key] for key in message.settings.keys() & settings.keys()}
+    if message.settings != settings:
+        return Refused("mismatch", f"not the scheduler's settings: {_differing(message.settings, settings)}")
     return None
+
+
+def _differing(here: Settings, there: Settings) -> str:
+    """Says which settings differ, and by what."""
+    return "; ".join(
+        f"{key} is {here.get(key)!r} here and {there.get(key)!r} there{LIMITED.get(key, '')}"
+        for key in sorted(here.keys() | there.keys())
+        if here.get(key) != there.get(key)
+    )
 
 
 def _unreachable(message: Register, members: Members) -> str:

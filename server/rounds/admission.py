@@ -29,10 +29,6 @@ WITH_ALLOWANCE = 2
 # How many rounds of one rank may be refused and waiting at a time; its pushes beyond that are dropped.
 MOST_REFUSED = 65536
 
-# A round opens whatever its size if no other is open. So a push in so many fragments is accepted then; one in
-# more must fit into the budget.
-FREE_FRAGMENTS = 64
-
 
 class Admission:
     """Which rounds may open.
@@ -106,14 +102,19 @@ class Admission:
             round_.beyond = rank
         return True
 
-    def why_too_large(self, held: HeldPush) -> str:
-        """Returns why a push in many fragments is refused: it alone exceeds the budget. Empty if it fits."""
-        if held.push.fragments <= FREE_FRAGMENTS or held.whole_bytes <= self.budget_bytes:
+    def why_too_large(self, held: HeldPush, ranks: int) -> str:
+        """Returns why a push in fragments is refused: those of all ``ranks`` exceed even the allowance.
+
+        Empty if they fit. A round opens whatever its size if no other is open; one of single messages, which
+        the budget bounds, is never as large.
+        """
+        most_bytes = WITH_ALLOWANCE * self.budget_bytes // ranks
+        if held.whole_bytes <= most_bytes:
             return ""
         return (
             f"rank {held.push.rank} pushes {held.whole_bytes} bytes to one server, expected at most "
-            f"{self.budget_bytes}; raise cluster.server_budget_bytes, add servers, or push fewer rows at "
-            "first"
+            f"{most_bytes} of each of {ranks} ranks; raise cluster.server_budget_bytes, add servers, or push "
+            "fewer rows at first"
         )
 
     def reserve(self, round_: ServerRound, push_bytes: int, ranks: int) -> None:

@@ -252,7 +252,7 @@ class ServerRounds:
         round_.held.setdefault(push.rank, held)
         self._admission.reserve(round_, held.whole_bytes, len(self._peers))
         if not is_whole:
-            reason = self._admission.why_too_large(held)
+            reason = self._admission.why_too_large(held, len(self._peers))
             failure = self._failure(round_.key, "size", reason)
             return self._fail(round_, "too large", failure, now) if reason else []
         self.late.wait((push.rank,), round_.arrivals, len(self._peers), now)

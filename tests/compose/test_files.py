@@ -14,6 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.server.memory_limit import most_server_bytes
+from zenps.config.settings import MOST_WORKERS
+from zenps.config.sources import load
+
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
 DEADLINE_SECONDS = 30.0
@@ -81,6 +85,25 @@ def test_what_images_install_is_pinned() -> None:
     assert names <= pinned
     # What torch with CUDA asks for is in nobody's environment here: its metadata is that of another build.
     assert {"triton", "cuda-toolkit", "nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13"} <= pinned
+
+
+def default_base_image() -> str:
+    return re.findall(r"^ARG BASE_IMAGE=(\S+)$", (DOCKER / "Dockerfile").read_text("utf-8"), re.MULTILINE)[0]
+
+
+def test_the_base_image_is_pinned_and_the_same_for_compose() -> None:
+    assert re.fullmatch(r"python:3\.11-slim-bookworm@sha256:[0-9a-f]{64}", default_base_image())
+    assert cluster()["scheduler"]["build"]["args"]["BASE_IMAGE"] == f"${{BASE_IMAGE:-{default_base_image()}}}"
+
+
+@pytest.mark.parametrize("workers", [1, 2, 64, MOST_WORKERS])
+def test_servers_have_the_memory_that_their_budget_needs(workers: int) -> None:
+    server = cluster()["server"]
+    environment = server["environment"] | {"ZENPS_CLUSTER_WORKERS": str(workers)}
+    values = {name: re.sub(r"^\$\{[^:]*:-(.*)\}$", r"\1", str(value)) for name, value in environment.items()}
+    config = load(environ=values, file=Path("/dev/null")).config
+    assert config.cluster.workers == workers
+    assert most_server_bytes(config) <= int(server["mem_limit"].removesuffix("m")) << 20
 
 
 # ── claim ───────────────────────────────────────────────────────────────────────────────────────

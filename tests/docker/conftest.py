@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.compose.test_files import default_base_image
 from tests.docker.compose import COMPOSE_FILE, GENERATIONS, call, docker
 
 IMAGE = "zenps:cpu"
@@ -75,7 +76,7 @@ def image(build_environment: dict[str, str]) -> str:
 
 @pytest.fixture(scope="session")
 def base_image() -> str:
-    return os.environ.get("BASE_IMAGE", "python:3.11-slim-bookworm")
+    return os.environ.get("BASE_IMAGE") or default_base_image()
 
 
 @pytest.fixture(scope="session")

@@ -38,6 +38,7 @@ from zenps.wire.messages import (
     FromServer,
     GiveUp,
     Heartbeat,
+    Here,
     Leave,
     Member,
     NodeStatus,
@@ -109,6 +110,8 @@ class Server:
     def __call__(self, frames: Frames) -> None:
         rest = [memoryview(bytearray(frame)) for frame in frames[1:]]
         push = self._decoder.decode(frames[0], rest)
+        if isinstance(push, Here):
+            return
         if isinstance(push, GiveUp):
             for rounds in self._rounds.values():
                 rounds.on_give_up(0, push, 0.0)
@@ -334,6 +337,7 @@ SEEDS: dict[str, list[Frames]] = {
         *map(_sealed, (BarrierReply(1, ""), Departed(MEMBER, True, "gone"), Stop(), _STATUS)),
     ],
     "server": [
+        _sealed(Here()),
         _sealed(PUSH, _POSITIONS, _ROWS),
         _sealed(msgspec.structs.replace(PUSH, codec="bitmap"), _encoded("bitmap", [1, 7, 300]), _ROWS),
         _sealed(msgspec.structs.replace(PUSH, codec="delta"), _encoded("delta", [1, 7, 300]), _ROWS),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -77,6 +78,50 @@ def test_a_budget_of_one_mebibyte(has_keys: bool, tmp_path: Path) -> None:
         # One round may exceed the budget, or what is larger could never finish.
         assert samples["zenps_held_bytes", ""] <= 4 * MIB
         assert samples["zenps_server_rounds_total", "failed"] == 0
+
+
+def push_much(path: Path) -> bool:
+    """Chunks of nothing but rows that no one expected, and dense ones; more than the budget, all at once."""
+    dense = torch.full((4_000_000,), 1.0)
+    sparse = torch.sparse_coo_tensor(
+        torch.arange(4000).unsqueeze(0), torch.ones(4000, 500), (4000, 500), check_invariants=True
+    )
+    await_file(path / "begin")
+    handles = [zps.push_pull_async(dense, f"dense{number}", average=False) for number in range(2)]
+    handles += [zps.push_pull_async(sparse, f"sparse{number}", average=False) for number in range(2)]
+    are_right = all(bool((handle.wait().to_dense() == zps.size()).all()) for handle in handles)
+    (path / f"pushed{zps.rank()}").touch()
+    await_file(path / "measured")
+    return are_right
+
+
+def test_the_memory_of_a_server_follows_its_budget_not_the_number_of_workers(tmp_path: Path) -> None:
+    workers, budget_bytes = 4, 32 * MIB
+    settings = {
+        "cluster.server_budget_bytes": budget_bytes,
+        "cluster.max_message_bytes": 16 * MIB,
+        "cluster.same_host": "tcp",
+    }
+    with Cluster(workers, 1, settings=settings) as cluster:
+        ranks = [cluster.start(push_much, tmp_path, rank=rank) for rank in range(workers)]
+        cluster.await_state("running")
+        server = cluster.nodes("server")[0].pid
+        before_bytes = most_resident_bytes(server)
+        (tmp_path / "begin").touch()
+        for rank in range(workers):
+            await_file(tmp_path / f"pushed{rank}")
+        grown_bytes = most_resident_bytes(server) - before_bytes
+        (tmp_path / "measured").touch()
+        assert all(rank.result() for rank in ranks)
+        cluster.drain()
+    print(f"a server with a budget of {budget_bytes / MIB:.0f} MiB took {grown_bytes / MIB:.0f} MiB")
+    assert grown_bytes < 2 * budget_bytes
+
+
+def most_resident_bytes(pid: int) -> int:
+    """The most memory that a process has had so far."""
+    (kib,) = re.findall(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return 1024 * int(kib)
 
 
 def disagree_and_continue(elements: int) -> float:

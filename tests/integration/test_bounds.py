@@ -26,7 +26,7 @@ from tests.integration.zmtp import MORE, connected, frame, knock
 from zenps.config import sources as config
 from zenps.config.shared import shared_settings
 from zenps.wire.frames import encode
-from zenps.wire.identity import identity_at_servers
+from zenps.wire.identity import identity_at
 from zenps.wire.messages import Push, StatusRequest
 from zenps.wire.scheduler_link import SchedulerLink, new_register
 from zenps.wire.sockets import context
@@ -252,7 +252,7 @@ def stall(address: str, settings: Sequence[str], stop: threading.Event) -> None:
         link = SchedulerLink(ctx, cluster.cluster, "worker")
         view = link.join(new_register("worker", 1, "", "", shared_settings(cluster)))
         socket = ctx.socket(zmq.DEALER)
-        socket.setsockopt(zmq.ROUTING_ID, identity_at_servers(link.identity))
+        socket.setsockopt(zmq.ROUTING_ID, identity_at(0, link.identity))
         socket.setsockopt(zmq.RCVHWM, 1)
         socket.setsockopt(zmq.RCVBUF, 8192)
         socket.setsockopt(zmq.SNDTIMEO, 200)

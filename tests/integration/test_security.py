@@ -29,10 +29,11 @@ from zenps.errors import ConfigError
 from zenps.keys import LIST_NAME, Keys, generate
 from zenps.wire import scheduler_link
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
-from zenps.wire.identity import identity_at_servers
+from zenps.wire.identity import identity_at, public_identity
 from zenps.wire.messages import (
     Barrier,
     FromScheduler,
+    Here,
     Leave,
     Push,
     Refused,
@@ -366,7 +367,9 @@ def train_as_known(directory: Path) -> float:
     slowest, until = 0.0, time.monotonic() + 100
     while not (directory / "stop").exists() or time.monotonic() > until:
         begin = time.monotonic()
-        more = zps.push_pull(torch.tensor([int((directory / "stop").exists())]), "stop", average=False)
+        # So many that each server has some.
+        stop = torch.full((20_000,), int((directory / "stop").exists()))
+        more = zps.push_pull(stop, "stop", average=False)
         slowest = max(slowest, time.monotonic() - begin)
         (directory / "trains").touch()
         if more.sum():
@@ -377,13 +380,13 @@ def train_as_known(directory: Path) -> float:
 
 
 def test_a_server_that_replays_a_worker_s_identity_changes_nothing(keys: Path, tmp_path: Path) -> None:
-    """It knows the identity that the worker has at servers."""
+    """It knows the identity that the worker has there."""
     with Cluster(servers=1, keys=keys) as cluster, zmq.Context() as ctx:
         workers = [cluster.start(train_as_known, tmp_path, rank=rank, init=False) for rank in range(2)]
         await_file(tmp_path / "trains")
         (server,) = cluster.nodes("server")
         thief = Intruder(ctx, cluster.keys("server", 0))
-        identity = identity_at_servers(KNOWN)
+        identity = identity_at(0, KNOWN)
         for address, peer in ((server.address, "server-0"), (f"tcp://{cluster.address}", "scheduler")):
             socket = thief.open(address, peer, identity)
             time.sleep(1)
@@ -393,6 +396,30 @@ def test_a_server_that_replays_a_worker_s_identity_changes_nothing(keys: Path, t
         assert max(worker.result() for worker in workers) < 10
         cluster.drain()
         assert "it has the key of server-0, expected one of a worker" in cluster.servers[0].log
+        ctx.destroy(linger=0)
+
+
+def test_who_has_a_server_and_another_worker_s_key_cuts_no_connection(keys: Path, tmp_path: Path) -> None:
+    """It replays the identity that worker 0 has at server 0, at server 1; and its public one."""
+    with Cluster(servers=2, keys=keys) as cluster, zmq.Context() as ctx:
+        workers = [cluster.start(train_as_known, tmp_path, rank=rank, init=False) for rank in range(2)]
+        await_file(tmp_path / "trains")
+        address, metrics = next((node.address, node.metrics) for node in cluster.nodes("server") if node.rank)
+        thief = Intruder(ctx, cluster.keys("worker", 1))
+        for _ in range(10):
+            for identity in (identity_at(0, KNOWN), public_identity(KNOWN)):
+                socket = thief.open(address, "server-1", identity)
+                for message in (Here(), push_as(0)):
+                    payload = [b"", bytes(12)] * isinstance(message, Push)
+                    frames = [*map(memoryview, payload)]
+                    socket.send_multipart([encode("default", message, frames), *payload])
+                time.sleep(0.1)
+                socket.close(linger=0)
+        await_samples(metrics, lambda samples: samples[ERRORS, "key"] >= 20)
+        (tmp_path / "stop").touch()
+        assert max(worker.result() for worker in workers) < 2
+        cluster.drain()
+        assert "a message of worker-0 by worker-1" in cluster.servers[1].log
         ctx.destroy(linger=0)
 
 

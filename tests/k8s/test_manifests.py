@@ -20,12 +20,12 @@ import pytest
 import yaml
 from msgspec import Meta
 
+from tests.server.memory_limit import most_server_bytes
 from zenps.cli.arguments import make_parser, split_command
 from zenps.cli.exit_codes import FAILED, REFUSED
-from zenps.config.settings import Config
+from zenps.config.settings import MOST_WORKERS, Config
 from zenps.config.sources import load
 from zenps.config.values import parse_address
-from zenps.server.receive_queue import size_receive_queue
 
 MANIFESTS = Path(__file__).parents[2] / "docker" / "k8s"
 FILES = ("jobset.yaml", "plain.yaml")
@@ -267,11 +267,11 @@ def test_settings_are_ours(file: str, role: str, tmp_path: Path) -> None:
         expected["scheduler"] = parse_address(config.cluster.scheduler)[1]
     if role == "server":
         expected["data"] = config.cluster.server_port
-        assert own["resources"]["limits"]["memory"] == "2Gi"
-        assert config.cluster.server_budget_bytes <= 1 << 30, "half of it"
-        many = msgspec.structs.replace(config.cluster, workers=32)
-        queue = size_receive_queue(msgspec.structs.replace(config, cluster=many))
-        assert queue.unread_bytes + queue.rounds_bytes <= config.cluster.server_budget_bytes
+        limit_bytes = int(own["resources"]["limits"]["memory"].removesuffix("Mi")) << 20
+        assert own["resources"]["requests"]["memory"] == own["resources"]["limits"]["memory"]
+        for workers in (1, 2, 64, MOST_WORKERS):
+            many = msgspec.structs.replace(config.cluster, workers=workers)
+            assert most_server_bytes(msgspec.structs.replace(config, cluster=many)) <= limit_bytes
     assert ports == expected
     assert pod(file, role)["metadata"]["annotations"]["prometheus.io/port"] == str(config.metrics.port)
 

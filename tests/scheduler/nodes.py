@@ -24,6 +24,7 @@ def make_membership(
     deadline_seconds: float = DEADLINE_SECONDS,
     now: float = 0.0,
     rejoin_seconds: float = 0.0,
+    settings: dict[str, str | int | float] = SETTINGS,
 ) -> Membership:
     cluster = ClusterConfig(
         workers=workers,
@@ -33,7 +34,7 @@ def make_membership(
         deadline_seconds=deadline_seconds,
         rejoin_seconds=rejoin_seconds,
     )
-    return Membership("job", cluster, SETTINGS, now)
+    return Membership("job", cluster, settings, now)
 
 
 def register(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 import time
@@ -11,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.dealer import connect_dealer
-from zenps.config.settings import Config
+from zenps.config.settings import MOST_WORKERS, Config
 from zenps.server.receive_queue import size_receive_queue
 from zenps.wire.sockets import MAX_UNREAD_MESSAGES, context
 
@@ -24,28 +23,21 @@ def config_of(workers: int, budget_bytes: int = GIB, chunk_bytes: int = 8 * MIB)
     return replace(config, cluster=cluster, sync=replace(config.sync, chunk_bytes=chunk_bytes))
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 8, 15, 16, 17, 32])
-def test_unread_pushes_and_rounds_fit_the_budget_together(
-    workers: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    queue = size_receive_queue(config_of(workers))
-    assert queue.unread_bytes == workers * (queue.max_messages + 1) * 8 * MIB
-    assert queue.unread_bytes + queue.rounds_bytes <= GIB
+@pytest.mark.parametrize("chunk_bytes", [4 * KIB, 64 * KIB, 8 * MIB, 128 * MIB])
+@pytest.mark.parametrize("workers", [1, 2, 3, 8, 15, 16, 17, 32, 64, 1000, MOST_WORKERS])
+def test_unread_pushes_and_rounds_fit_the_budget_together(workers: int, chunk_bytes: int) -> None:
+    config = config_of(workers, chunk_bytes=chunk_bytes)
+    queue = size_receive_queue(config)
+    assert queue.unread_bytes == workers * (queue.max_messages + 1) * config.message_bytes
+    assert queue.unread_bytes + queue.rounds_bytes == GIB
     assert queue.rounds_bytes >= GIB // 2
-    assert not caplog.records
+    assert 1 <= queue.max_messages <= MAX_UNREAD_MESSAGES
 
 
 def test_small_chunks_are_bounded_by_their_number() -> None:
     queue = size_receive_queue(config_of(2, chunk_bytes=64 * KIB))
     assert queue.max_messages == MAX_UNREAD_MESSAGES
-    assert queue.rounds_bytes == GIB - 2 * 65 * 64 * KIB
-
-
-def test_more_workers_than_fit_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "zenps.server"):
-        queue = size_receive_queue(config_of(64))
-    assert (queue.max_messages, queue.rounds_bytes) == (1, GIB // 2)
-    assert "expected at least 2147483648 for 64 workers" in caplog.text
+    assert queue.rounds_bytes == GIB - 2 * 65 * 128 * KIB
 
 
 # Binds as a server with these settings does; reads nothing. Says by how much it has grown.
@@ -68,23 +60,24 @@ with context() as ctx:
     print(resident_bytes() - before, flush=True)
 """
 
-WORKERS, CHUNK_BYTES, PUSHES = 4, 2 * MIB, 40
+WORKERS, CHUNK_BYTES, PUSHES = 4, 1 * MIB, 40
 
 
 def test_a_server_that_does_not_read_takes_no_more_than_it_counts() -> None:
     budget_bytes = 128 * MIB
-    queue = size_receive_queue(config_of(WORKERS, budget_bytes, CHUNK_BYTES))
+    config = config_of(WORKERS, budget_bytes, CHUNK_BYTES)
+    queue = size_receive_queue(config)
     arguments = [sys.executable, "-c", STANDS_STILL, str(WORKERS), str(budget_bytes), str(CHUNK_BYTES)]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdin is not None
         assert server.stdout is not None
         address = server.stdout.readline().strip()
         with context() as ctx:
-            chunk = memoryview(bytes(CHUNK_BYTES))
+            message = memoryview(bytes(config.message_bytes))
             for number in range(WORKERS):
                 worker = connect_dealer(ctx, address, b"worker%d" % number, 1 << 28)
                 for _ in range(PUSHES):
-                    worker.send_multipart([b"envelope", b"positions", chunk], copy=False)
+                    worker.send_multipart([b"envelope", b"positions", message], copy=False)
             time.sleep(2)
             server.stdin.write("\n")
             server.stdin.flush()

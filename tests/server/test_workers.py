@@ -9,6 +9,7 @@ from tests.server.rounds.test_tracker import KEY, make_held, peer_of
 from tests.server.test_service import VIEW, WORKERS
 from zenps.errors import ProtocolError
 from zenps.server.workers import Workers
+from zenps.wire.identity import identity_at
 
 ELSEWHERE = structs.replace(WORKERS[0], rank=2, host="elsewhere", identity=peer_of(2))
 
@@ -58,3 +59,16 @@ def test_a_rank_stands_for_no_others_than_those_of_its_host(
     workers.check(make_held(0, KEY, stands_for=(1,)).push, peer_of(0))
     with pytest.raises(ProtocolError, match="not others of its host"):
         workers.check(make_held(0, KEY, stands_for=stands_for).push, peer_of(0))
+
+
+def test_a_peer_is_reached_by_one_connection_as_long_as_a_view_names_it(workers: Workers) -> None:
+    route = identity_at(1, b"secret")
+    workers.recognise(peer_of(2), route)
+    workers.recognise(peer_of(2), route)
+    with pytest.raises(ProtocolError, match=r"unexpected: a second connection of worker 2"):
+        workers.recognise(peer_of(2), identity_at(2, b"secret"))
+    assert workers.routes == {peer_of(2): route}
+    workers.follow(structs.replace(VIEW, workers=(*WORKERS, ELSEWHERE)))
+    assert workers.routes == {peer_of(2): route}
+    workers.follow(VIEW)
+    assert workers.routes == {}

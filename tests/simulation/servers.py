@@ -13,7 +13,7 @@ from zenps.errors import ProtocolError
 from zenps.server.reducers.base import Answer, Outcome
 from zenps.server.rounds.admission import ROUND_BYTES
 from zenps.server.rounds.states import Action, HeldPush, Reduce, Reply
-from zenps.wire.identity import identity_at_servers
+from zenps.wire.identity import public_identity
 from zenps.wire.messages import GiveUp, Leave, Member, Push, Register, Result, Stop, View
 from zenps.wire.tensors import cut_fragments
 
@@ -79,7 +79,7 @@ class Server(MemberNode):
     def on_view(self, view: View) -> None:
         # A restarted scheduler does not know the identity of a worker that had left, and makes one up.
         names = {worker.identity: GONE for worker in view.workers if worker.rank in view.left}
-        names |= {identity_at_servers(worker.name): worker.name for worker in self.simulation.workers}
+        names |= {public_identity(worker.name): worker.name for worker in self.simulation.workers}
         self._peers = {worker.rank: names[worker.identity] for worker in view.workers}
         departed = {
             worker.rank: f"{worker} left the job" for worker in view.workers if worker.rank in view.left

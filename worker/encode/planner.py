@@ -130,7 +130,7 @@ class Planner:
         if not request.options.is_reduction:
             return None
         tensor = request.tensor
-        sync, most_bytes = self._config.sync, self._config.cluster.max_message_bytes
+        sync, most_bytes = self._config.sync, self._config.message_bytes
         return plan_streams(tensor.shape.numel(), tensor.dtype.itemsize, sync.block, sync.fusion, most_bytes)
 
     def _coder(self, request: Request, rows: int, columns: int) -> ValueCoder:

@@ -115,7 +115,6 @@ class _Ring:
         is_wide = columns > 1 or self._wire.keys == "elements"
         layout = self._sparse.get(name, rows, 1 if is_wide else self._config.sync.granule)
         row_bytes = columns * dtype.itemsize + POSITION_BYTES
-        # Half a message for rows leaves room for bitmaps and envelopes.
         most_bytes = self._config.cluster.max_message_bytes // 2
         if layout.granule * row_bytes > most_bytes:
             raise TensorError(
@@ -128,7 +127,7 @@ class _Ring:
         chunks = self._count_chunks(layout, expected_rows * row_bytes)
         if self._is_by_span:
             chunks = max(chunks, -(-_widest(layout) * POSITION_BYTES // most_bytes))
-        home, message_rows = self._shard_whole(name).home, max(most_bytes // row_bytes, 1)
+        home, message_rows = self._shard_whole(name).home, max(self._config.message_bytes // row_bytes, 1)
         return Sharding(layout, chunks, home, self.epoch, message_rows=message_rows)
 
     def shard_dense(self, name: str, count: int, dtype: torch.dtype) -> Sharding:
@@ -136,8 +135,7 @@ class _Ring:
         if size_bytes < SPLIT_FROM_BYTES:
             return self._shard_whole(name)
         layout = self._dense.get(name, count, DENSE_GRANULE)
-        most_bytes = self._config.cluster.max_message_bytes // 2
-        at_least = -(-_widest(layout) * dtype.itemsize // most_bytes)
+        at_least = -(-_widest(layout) * dtype.itemsize // self._config.message_bytes)
         chunks = max(at_least, self._count_chunks(layout, size_bytes))
         return Sharding(layout, chunks, self._shard_whole(name).home, self.epoch)
 
@@ -149,11 +147,11 @@ class _Ring:
         return sharding
 
     def _count_chunks(self, layout: Layout, expected_bytes: int) -> int:
-        """Returns chunks per server: each is expected to have at most ``sync.chunk_bytes``."""
+        """Returns chunks per server: each is expected to have at most ``Config.chunk_bytes``."""
         if not self._wire.chunked:
             return 1
         per_server = expected_bytes * _widest(layout) // layout.size
-        return max(1, -(-per_server // self._config.sync.chunk_bytes))
+        return max(1, -(-per_server // self._config.chunk_bytes))
 
 
 def _widest(layout: Layout) -> int:

@@ -57,12 +57,11 @@ def plan_streams(count: int, item_bytes: int, block: int, fusion: int, most_byte
     Args:
         item_bytes: of an element.
         block, fusion: the settings ``sync.block`` and ``sync.fusion``.
-        most_bytes: of a message.
+        most_bytes: of the values in a message.
     """
     block = max(1, min(block, count))
     blocks = -(-count // block)
-    # Half a message for the values leaves room for pointers and envelope.
-    columns = max(1, min(fusion, most_bytes // 2 // (block * item_bytes + POSITION_BYTES)))
+    columns = max(1, min(fusion, most_bytes // (block * item_bytes + POSITION_BYTES)))
     return Plan(block, blocks, max(1, min(MOST_STREAMS, blocks // columns)), columns)
 
 

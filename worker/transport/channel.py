@@ -235,6 +235,8 @@ class Channel(Waiter):
                 self._follow(command)
             case _Watermark(number):
                 self._rounds.on_watermark(number)
+                # What was sent to them may have been lost with a connection.
+                self._servers.greet()
             case _Departed(server):
                 self._servers.connectivity.on_answer(server)
             case Future():
@@ -287,9 +289,12 @@ class Channel(Waiter):
         if is_admission:
             self._steps.reset()
             self._execute(self._rounds.reset())
-        if not self._closed:
-            self._servers.follow({server.rank: server for server in view.servers}, time.monotonic())
         workers = frozenset(worker.rank for worker in view.workers)
+        if not self._closed:
+            servers = {server.rank: server for server in view.servers}
+            self._servers.follow(servers, time.monotonic())
+            if view.rank in workers:
+                self._servers.greet(servers)
         self._execute(self._rounds.on_view(view.ring_epoch, view.servers, workers))
         self._epoch = view.epoch
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from msgspec import Struct
 
@@ -44,6 +44,11 @@ class Connectivity:
         self._most_seconds = max(cluster.lease_seconds, cluster.rendezvous_seconds)
         self._why = why
         self._silent: dict[int, _Silent] = {}
+
+    @property
+    def silent(self) -> Iterable[int]:
+        """The ranks of those servers."""
+        return self._silent
 
     def on_connect(self, member: Member, now: float) -> None:
         """Begins to check a server to which a connection was begun."""

@@ -10,7 +10,6 @@ from zenps.config.settings import ClusterConfig, Config
 from zenps.keys import Keys, load_keys
 from zenps.observe import log
 from zenps.wire.curve import warn_if_open
-from zenps.wire.identity import identity_at_servers
 from zenps.wire.messages import Register, View
 from zenps.wire.scheduler_link import SchedulerLink
 from zenps.wire.sockets import Socket
@@ -25,7 +24,7 @@ class Membership(NamedTuple):
         cluster: limits and deadlines.
         ctx: for sockets to servers; the caller of :func:`join` destroys it.
         keys: of this worker, or None.
-        identity: routing identity of this worker at servers.
+        identity: routing identity of this worker at the scheduler, of which those at servers are made.
         view: the first view.
     """
 
@@ -63,5 +62,4 @@ def join(
     log.here.rank, log.here.epoch = view.rank, view.epoch
     spans.trace.name(view.rank)
     spans.trace.epoch(view.epoch, len(view.workers), len(view.servers))
-    identity = identity_at_servers(link.identity)
-    return Membership(cluster, zmq.Context(), keys, identity, view), link
+    return Membership(cluster, zmq.Context(), keys, link.identity, view), link

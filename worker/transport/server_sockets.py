@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import zmq
@@ -14,7 +14,8 @@ from zenps.errors import ProtocolError
 from zenps.keys import node_name
 from zenps.wire.curve import Handshakes
 from zenps.wire.frames import encode
-from zenps.wire.messages import GiveUp, Hello, Member, Push, Shared
+from zenps.wire.identity import identity_at, public_identity
+from zenps.wire.messages import GiveUp, Hello, Here, Member, Push, Shared
 from zenps.wire.shared_memory.arena import open_arena
 from zenps.wire.sockets import COPY_BELOW_BYTES, Socket, connect, open_dealer, send_frames
 
@@ -42,14 +43,14 @@ class ServerSockets:
         self.connectivity = Connectivity(cluster)
         self._ctx, self._keys = membership.ctx, membership.keys
         self._job = cluster.job
-        self._hello = Hello(cluster.job, membership.identity)
+        self._hello = Hello(cluster.job, public_identity(membership.identity))
         self._arena = open_arena(cluster, POOL_BYTES)
         self._shared_memory: dict[int, SharedMemoryPeer] = {}
         """Connections to the servers on this host, by rank."""
+        self._identity = membership.identity
         self._open = partial(
             open_dealer,
             self._ctx,
-            identity=membership.identity,
             max_message_bytes=cluster.max_message_bytes,
             keys=self._keys,
             max_queued=max_queued,
@@ -115,10 +116,18 @@ class ServerSockets:
         shared_bytes = 0 if shared is None else shared[1]
         return len(envelope) + sum([frame.nbytes for frame in frames]) + shared_bytes, shared_bytes
 
-    def tell(self, rank: int, message: GiveUp) -> None:
+    def tell(self, rank: int, message: GiveUp | Here) -> None:
         """Queues a message without tensors for a server; drops it if the server takes none now."""
         with contextlib.suppress(zmq.Again):
             send_frames(self._sockets[rank][1], [encode(self._job, message)], ())
+
+    def greet(self, ranks: Iterable[int] | None = None) -> None:
+        """Tells servers which connection is this worker's; by default those that have not answered yet.
+
+        A server can send to a worker once it has heard of it.
+        """
+        for rank in list(self.connectivity.silent if ranks is None else ranks):
+            self.tell(rank, Here())
 
     def values(self, rank: int, shared: Shared) -> memoryview:
         """Returns the values that a server's answer refers to, in the server's memory.
@@ -154,7 +163,9 @@ class ServerSockets:
                 self._connect(server, now)
 
     def _connect(self, server: Member, now: float) -> None:
-        socket = self._open(peer=node_name("server", server.rank))
+        socket = self._open(
+            identity=identity_at(server.rank, self._identity), peer=node_name("server", server.rank)
+        )
         if self._keys is not None:
             self._handshakes[server.rank] = handshakes = Handshakes(self._ctx, socket)
             self._poller.register(handshakes.socket, zmq.POLLIN)

@@ -10,6 +10,11 @@ from msgspec import structs
 from .settings import Config
 
 
+def server_settings(config: Config) -> dict[str, str | int | float]:
+    """The settings that must be equal on servers, too: by these they plan memory for what workers push."""
+    return {"cluster.workers": config.cluster.workers, "sync.chunk_bytes": config.chunk_bytes}
+
+
 def shared_settings(config: Config) -> dict[str, str | int | float]:
     """The settings that must be equal on all workers, by ``section.field``."""
     thinning = {f"sparsifier.{name}": value for name, value in structs.asdict(config.sparsifier).items()}
@@ -20,7 +25,7 @@ def shared_settings(config: Config) -> dict[str, str | int | float]:
         "sync.bandwidth_mbit": config.sync.bandwidth_mbit,
         "sync.block": config.sync.block,
         "sync.bucket_bytes": config.sync.bucket_bytes,
-        "sync.chunk_bytes": config.sync.chunk_bytes,
+        "sync.chunk_bytes": config.chunk_bytes,
         "sync.consistency": config.sync.consistency,
         "sync.density": config.sync.density,
         "sync.fusion": config.sync.fusion,

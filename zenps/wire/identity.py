@@ -1,8 +1,9 @@
-"""Routing identities: the one that a node has at the scheduler, and the one that a worker has at servers.
+"""Routing identities: the one that a node has at the scheduler, and those that a worker has at servers.
 
-With ``ROUTER_HANDOVER``, whoever knows the identity of a peer can take over its connection. The scheduler
-has to tell servers which identity pushes for which rank. So workers have another one there, from which nobody
-can compute the one that they have at the scheduler.
+With ``ROUTER_HANDOVER``, whoever knows the identity of a peer can take over its connection. So each
+connection has one that only its two ends know. Servers have to know which worker it is of: views tell them
+the public identity of each, with which its identities at servers begin; a message by the worker's key shows
+the rest.
 """
 
 from __future__ import annotations
@@ -22,8 +23,18 @@ def new_identity(role: Role) -> bytes:
 
 
 @functools.lru_cache(maxsize=2 * MOST_WORKERS)
-def identity_at_servers(identity: bytes) -> bytes:
-    """The identity at all servers of the worker that has ``identity`` at the scheduler."""
-    return (
-        b"worker-" + hashlib.blake2b(identity, digest_size=16, person=b"zenps-servers").hexdigest().encode()
-    )
+def public_identity(identity: bytes) -> bytes:
+    """What servers call the worker that has ``identity`` at the scheduler."""
+    digest = hashlib.blake2b(identity, digest_size=16, person=b"zenps-servers")
+    return b"worker-" + digest.hexdigest().encode()
+
+
+def identity_at(server: int, identity: bytes) -> bytes:
+    """The identity at the server of rank ``server``: a secret between it and the worker."""
+    digest = hashlib.blake2b(b"%d" % server, key=identity, digest_size=16)
+    return public_identity(identity) + b"-" + digest.hexdigest().encode()
+
+
+def public_part(identity: bytes) -> bytes:
+    """The public identity of the worker that has ``identity`` at a server."""
+    return identity.rpartition(b"-")[0]

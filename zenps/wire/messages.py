@@ -58,7 +58,7 @@ class Member(Struct, frozen=True, array_like=True):
     metrics: Address
     """Of its Prometheus endpoint."""
     identity: Annotated[bytes, Meta(max_length=255)] = b""
-    """A worker's ZeroMQ routing identity at servers. They accept a rank's pushes only from this identity."""
+    """A worker's public identity. Servers accept a rank's pushes only from one that begins so."""
 
     def __str__(self) -> str:
         return f"{self.role} {self.rank} (host {self.host}, pid {self.pid})"
@@ -337,12 +337,16 @@ class GiveUp(Struct, frozen=True, array_like=True, tag="give-up"):
     """If not -1: the rank may push others, but has no such chunk, which the server has asked for."""
 
 
+class Here(Struct, frozen=True, array_like=True, tag="here"):
+    """The first message on a connection, and again with each view: the server can send to this worker."""
+
+
 class Hello(Struct, frozen=True, array_like=True):
     """To a server of the same host by a Unix socket, with the descriptor of the worker's arena."""
 
     job: Text
     identity: Annotated[bytes, Meta(max_length=255)]
-    """The worker's ZeroMQ routing identity at servers."""
+    """The worker's public identity."""
 
 
 # ── server → worker ─────────────────────────────────────────────────────────────────────────────
@@ -405,5 +409,5 @@ FromScheduler = (
     | Status
     | DrainReply
 )
-ToServer = Push | GiveUp
+ToServer = Push | GiveUp | Here
 FromServer = Result | Failure | Busy | Resume | Resend | Wanted

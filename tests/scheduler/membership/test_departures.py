@@ -24,7 +24,7 @@ from tests.scheduler.nodes import (
     worker,
 )
 from zenps.scheduler.membership.actions import Send
-from zenps.wire.identity import identity_at_servers
+from zenps.wire.identity import public_identity
 from zenps.wire.messages import Departed, Ended, Heartbeat, Leave, Refused, Status, Stop, View
 
 # ── workers ─────────────────────────────────────────────────────────────────────────────────────
@@ -254,7 +254,7 @@ def test_a_node_whose_end_is_reported_is_lost_at_once(ended: bytes, message: End
     sends = membership.on_message(b"operator", message, 1.0)
     departed = sent(sends, Departed)[worker(0)]
     assert departed.lost
-    assert departed.member.identity == identity_at_servers(ended)
+    assert departed.member.identity == public_identity(ended)
     assert departed.reason.startswith(f"{departed.member} is lost: its process has ended")
     assert b"operator" in sent(sends, Status)
     again = membership.on_message(b"operator", message, 2.0)

@@ -23,7 +23,7 @@ from tests.scheduler.nodes import (
 )
 from zenps.scheduler.membership.actions import Send
 from zenps.scheduler.membership.tracker import Membership
-from zenps.wire.identity import identity_at_servers
+from zenps.wire.identity import public_identity
 from zenps.wire.messages import (
     LAST_BARRIER,
     Barrier,
@@ -176,9 +176,7 @@ def test_servers_come_and_go_while_workers_are_restarted() -> None:
     assert membership.on_message(server(0), Leave(), 21.0) == []
     assert membership.on_message(server(5), register("server"), 21.0) == []
     view = view_of(start(membership, 1, 22.0))
-    assert [m.identity for m in view.workers] == [
-        identity_at_servers(b"new-%d" % number) for number in range(2)
-    ]
+    assert [m.identity for m in view.workers] == [public_identity(b"new-%d" % number) for number in range(2)]
     assert ([m.rank for m in view.servers], view.rank) in (([0, 1], 0), ([0, 1], 1))
 
 

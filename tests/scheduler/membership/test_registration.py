@@ -23,7 +23,7 @@ from tests.scheduler.nodes import (
 from zenps.partition.ring import rebalance
 from zenps.scheduler.membership.actions import Send
 from zenps.wire.frames import Decoder, encode
-from zenps.wire.identity import identity_at_servers
+from zenps.wire.identity import public_identity
 from zenps.wire.messages import FromScheduler, Heartbeat, HeartbeatReply, Leave, Refused, View
 
 
@@ -34,7 +34,7 @@ def test_routing_identities_are_told_to_servers_alone() -> None:
         sends += membership.on_message(server(number), Heartbeat(1, {}), 0.0)
     views = {send.peer: send.message for send in sends if isinstance(send.message, View)}
     assert [node.identity for node in views[server(0)].workers] == [
-        identity_at_servers(worker(number)) for number in range(2)
+        public_identity(worker(number)) for number in range(2)
     ]
     for view in views.values():
         assert {node.identity for node in view.servers} == {b""}
@@ -132,6 +132,23 @@ def test_settings_that_disagree_are_named() -> None:
     assert "sync.partition is 'parallel' here and 'balanced' there" in refused.reason
     assert "seed" not in refused.reason
     assert membership.live("worker") == 0
+
+
+@pytest.mark.parametrize("name", ["cluster.workers", "sync.chunk_bytes"])
+def test_a_server_that_plans_memory_for_others_is_refused(name: str) -> None:
+    there = {"sync.chunk_bytes": 8 << 20}
+    membership = make_membership(settings=there)
+    here = {"cluster.workers": 2} | there
+    message = msgspec.structs.replace(register("server"), settings=here)
+    assert membership.on_message(server(0), message, 0.0) == []
+    message = msgspec.structs.replace(message, pid=101, address="tcp://box:101", settings=here | {name: 1})
+    refused = only(membership.on_message(server(1), message, 0.0), server(1))
+    reason = f"not the scheduler's settings: {name} is 1 here and {here[name]} there"
+    assert isinstance(refused, Refused)
+    assert refused.kind == "mismatch"
+    assert refused.reason.startswith(reason)
+    limited = " (cluster.server_budget_bytes and cluster.workers limit it)"
+    assert refused.reason.endswith(limited) == (name == "sync.chunk_bytes")
 
 
 def test_one_worker_too_many() -> None:

@@ -955,10 +955,18 @@ def test_a_push_larger_than_the_budget_fails_its_round() -> None:
     rounds = make_rounds(2, budget_bytes=10_000)
     (reply,) = push_fragment(rounds, 1, 0, fragments=101)
     assert reply.message.kind == "size"
-    assert "raise cluster.server_budget_bytes" in reply.message.reason
+    assert (
+        "expected at most 10000 of each of 2 ranks; raise cluster.server_budget_bytes" in reply.message.reason
+    )
     assert not rounds.open_rounds
     (again,) = push_fragment(rounds, 1, 1, fragments=101)
     assert again.message == reply.message
+
+
+def test_a_round_up_to_twice_the_budget_opens_alone() -> None:
+    rounds = make_rounds(2, budget_bytes=10_000)
+    assert push_fragment(rounds, 1, 0, fragments=100) == []
+    assert rounds.open_rounds == 1
 
 
 def test_a_refused_push_in_fragments_is_asked_for_once() -> None:

@@ -236,6 +236,19 @@ def test_a_new_ring_cuts_other_fragments() -> None:
     assert most[1] > most[0] > most[2] == 1
 
 
+@every_kind
+@pytest.mark.parametrize("scheme", ["zenps", "sparse-ps", "zen"])
+def test_no_message_of_many_workers_is_larger_than_servers_plan_for(scheme: str, tensor: Tensor) -> None:
+    """Nothing is expected yet, so all rows are in one chunk; and some schemes cut none."""
+    config = Config(cluster=ClusterConfig(workers=32, server_budget_bytes=1 << 20))
+    assert config.message_bytes == 8 << 10
+    sharder = Sharder(config, scheme_of(scheme).wire, view_of([0, 1]))
+    encoded = encode(Planner(config, scheme_of(scheme), sharder), tensor)
+    for chunk in encoded.chunks:
+        # Dense chunks end at granules.
+        assert sum(frame.nbytes for frame in chunk.frames) <= config.message_bytes + 4 * DENSE_GRANULE
+
+
 def test_streams_of_a_new_ring_lie_where_they_would_at_first() -> None:
     planner, sharder = make_planner([0, 1], "omnireduce")
     tensor = torch.ones(1_000_000)

@@ -21,8 +21,9 @@ from zenps.errors import PeerLostError
 from zenps.observe.metrics import WorkerMetrics
 from zenps.partition.ring import SLOTS
 from zenps.schemes.base import WireForm
-from zenps.wire.frames import Decoder
-from zenps.wire.messages import Hello, Member, Push, View
+from zenps.wire.frames import Decoder, encode
+from zenps.wire.identity import identity_at
+from zenps.wire.messages import Busy, Hello, Here, Member, Push, ToServer, View
 from zenps.wire.shared_memory.handshake import Listener, server_name
 from zenps.worker.core.pending import Pending, Waiting
 from zenps.worker.core.request import Options
@@ -224,6 +225,26 @@ def test_a_server_that_the_scheduler_misses_is_not_called_unreachable(
     assert answered == [1]
 
 
+def test_servers_are_told_how_this_worker_is_reached(ctx: zmq.Context[Any], metrics: WorkerMetrics) -> None:
+    """First of all, with each view that has this worker, and again while nothing comes from them."""
+    server = Server(ctx)
+    view = view_of(1, [server.member])
+    channel = open_channel(ctx, view, WireForm(), WholeSharder(view, WireForm()), metrics)
+    channel.on_view(view_of(2, [server.member]))
+    channel.on_view(structs.replace(view_of(3, [server.member]), workers=()))
+    channel.on_watermark(1)
+    submit_large(channel, [0])
+    push = server.receive()
+    assert server.greetings == 3
+    assert server.peers == {identity_at(0, b"worker-0")}
+    server.answer(Busy(push.ring_epoch, push.tensor, push.step, push.chunk))
+    channel.wait(lambda: not [*channel._servers.connectivity.silent], time.monotonic() + DEADLINE_SECONDS)
+    channel.on_watermark(2)
+    channel.submit(pending_of(channel, Given(whole("t1", 3)), "t1"))
+    assert server.receive().tensor == "t1"
+    assert server.greetings == 3
+
+
 # ── priorities ──────────────────────────────────────────────────────────────────────────────────
 
 PUSHES = 16
@@ -239,11 +260,23 @@ class Server:
         self._socket.setsockopt(zmq.RCVTIMEO, int(1000 * DEADLINE_SECONDS))
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self.member = Member("server", 0, "box", 50, f"tcp://127.0.0.1:{port}", "")
-        self._decoder = Decoder("default", Push)
+        self._decoder: Decoder[ToServer] = Decoder("default", ToServer)
+        self.greetings = 0
+        self.peers: set[bytes] = set()
 
     def receive(self) -> Push:
-        _, *frames = self._socket.recv_multipart(copy=False)
-        return self._decoder.decode(frames[0].buffer, [frame.buffer for frame in frames[1:]])
+        while True:
+            peer, *frames = self._socket.recv_multipart(copy=False)
+            self.peers.add(peer.bytes)
+            message = self._decoder.decode(frames[0].buffer, [frame.buffer for frame in frames[1:]])
+            if isinstance(message, Push):
+                return message
+            assert isinstance(message, Here)
+            self.greetings += 1
+
+    def answer(self, message: Busy) -> None:
+        (peer,) = self.peers
+        self._socket.send_multipart([peer, encode("default", message)])
 
 
 def whole(name: str, ring_epoch: int, size_bytes: int = 16) -> EncodedTensor:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zenps.config import sources as config_module
-from zenps.config.settings import FIELDS, PARTITIONS, SPARSIFIERS, Config
+from zenps.config.settings import FIELDS, MIB, PARTITIONS, SPARSIFIERS, Config
+from zenps.config.shared import server_settings, shared_settings
 from zenps.config.sources import (
     check_partition,
     describe,
@@ -226,6 +227,29 @@ def test_set_needs_an_equals_sign() -> None:
 def test_chunk_must_fit_a_message() -> None:
     line = refusal(sets=["cluster.max_message_bytes=4MiB"])
     assert line == "sync.chunk_bytes = 8388608: expected at most cluster.max_message_bytes = 4MiB"
+
+
+@pytest.mark.parametrize(
+    ("workers", "chunk_bytes"), [(1, 8 * MIB), (16, 8 * MIB), (17, 4 * MIB), (32, 4 * MIB), (4096, 32 << 10)]
+)
+def test_chunks_are_smaller_where_many_workers_share_a_budget(workers: int, chunk_bytes: int) -> None:
+    sets = [f"cluster.workers={workers}", "cluster.server_budget_bytes=1GiB"]
+    config = load(sets=sets, environ={}).config
+    assert (config.chunk_bytes, config.message_bytes) == (chunk_bytes, 2 * chunk_bytes)
+    assert shared_settings(config)["sync.chunk_bytes"] == chunk_bytes
+    assert server_settings(config) == {"cluster.workers": workers, "sync.chunk_bytes": chunk_bytes}
+
+
+def test_two_chunks_are_no_more_than_half_a_message() -> None:
+    config = load(sets=["cluster.max_message_bytes=8MiB"], environ={}).config
+    assert (config.chunk_bytes, config.message_bytes) == (8 * MIB, 4 * MIB)
+
+
+def test_a_budget_too_small_for_the_least_chunks_of_all_workers_is_refused() -> None:
+    sets = ["cluster.server_budget_bytes=1MiB", "cluster.workers=33"]
+    line = refusal(sets=sets)
+    assert line == "cluster.server_budget_bytes = 1048576: expected at least 1056KiB for cluster.workers = 33"
+    load(sets=[sets[0], "cluster.workers=32"], environ={})
 
 
 @pytest.mark.parametrize("scheme", ["allreduce", "agsparse", "sparcml", "hierarchical-centralization"])
