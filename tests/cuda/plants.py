@@ -283,10 +283,10 @@ PLANTS: Final = (
         "sort_compact: rounded_once and bfloat16",
     ),
     Plant(
-        "a block goes on with what others have not done",
+        "partial sums that no block goes on with",
         "sort_compact.cu",
-        "return mine == end - begin ||",
-        "return true ||",
+        "with_first ? first : first + 1",
+        "first + 1",
         COMPARED,
         "sort_compact: last_block and 5000",
     ),

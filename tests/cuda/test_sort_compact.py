@@ -157,11 +157,12 @@ def test_passes_after_the_second_skip_empty_slots() -> None:
 @pytest.mark.parametrize(("rows", "columns"), [(1025, 5), (1025, 31), (5000, 3)])
 @pytest.mark.parametrize("kind", ["zipf", "equal"])
 @pytest.mark.parametrize("resident", [1, 8])
-def test_the_last_block_adds_what_the_others_left(
-    kind: str, rows: int, columns: int, resident: int
-) -> None:
-    """One launch for all levels, whose blocks end in any order. 1025 rows of 31 columns take five blocks, those of
-    5 one; 5000 rows have three chunks on the second level, and blocks that have cells of two of them."""
+def test_the_last_block_adds_what_the_others_left(kind: str, rows: int, columns: int, resident: int) -> None:
+    """One launch for all levels, whose blocks end in any order.
+
+    1025 rows of 31 columns take five blocks, those of 5 one; 5000 rows have three chunks on the second level,
+    and blocks that have cells of two of them.
+    """
     positions, values = positions_of(kind, rows), values_of(rows, columns, torch.float32)
     launches: list[str] = []
 

@@ -82,10 +82,10 @@ class ServerBackend(Backend):
         channel = self._session.channel
         agreed = next((each for each in transforms if isinstance(each, Agreed)), None)
         if agreed is None:
-            return self._planner.begin(request, expected_rows, channel.shared_pool())
+            return self._planner.begin(request, expected_rows, channel.arena())
 
         def begin(request: Request, rows: int = 0) -> OneRound:
-            transfer = self._planner.begin(request, rows, channel.shared_pool())
+            transfer = self._planner.begin(request, rows, channel.arena())
             assert isinstance(transfer, OneRound), "on the CPU, and not in blocks"
             return transfer
 

@@ -72,9 +72,9 @@ class KeptMemory:
 class StagedSparse(Staged, OneRound):
     """A sparse COO tensor on a GPU; the bytes on the wire are those of ``SparseTransfer``.
 
-    The preparation waits for two events. First kernels find the positions, and write their number into memory of
-    the host. Then the host knows all sizes: rows are summed and positions encoded in one piece of memory, in the
-    order in which one copy brings it to the host, and frames are slices of that copy.
+    The preparation waits for two events. First kernels find the positions, and write their number into memory
+    of the host. Then the host knows all sizes: rows are summed and positions encoded in one piece of memory,
+    which one copy brings to the host, and frames are slices of that copy.
 
     Args:
         tensor: coalesced or not, on the accelerator's device. It must not change before the round has ended.
@@ -169,8 +169,8 @@ class StagedSparse(Staged, OneRound):
         """Sums the rows and encodes their positions.
 
         Returns:
-            uint8 on the device; where in it the values are, the positions relative to chunks, of all rows or of
-            none, and the bitmaps; and where among these each run's bitmap is.
+            uint8 on the device; where in it the values are, the positions relative to chunks, of all rows or
+            of none, and the bitmaps; and where among these each run's bitmap is.
         """
         launcher, count = self._accelerator.launcher, runs[-1].end
         in_bitmaps = [run for run in runs if run.codec.name == "bitmap"]
@@ -226,7 +226,7 @@ class StagedSparse(Staged, OneRound):
         return rows, offsets.tolist()
 
     def _told(self, words: int) -> Tensor:
-        """Returns memory of the host, int64 ``[words]``, 0, that kernels write to: no copy, and none to wait for."""
+        """Returns memory of the host that kernels write to: int64 ``[words]``, 0."""
         told = self._accelerator.pinned.empty((words,), torch.int64)
         told.numpy()[:] = 0
         return told
@@ -264,9 +264,7 @@ class StagedSparse(Staged, OneRound):
         positions = torch.cat([numbers[run.begin : run.end].long() + run.where.start for run in runs])
         return self._coder.encode_rows(values, self._layout, positions)
 
-    def _chunk(
-        self, run: _Run, numbers: Tensor, bitmap: Tensor | None, values: memoryview
-    ) -> EncodedChunk:
+    def _chunk(self, run: _Run, numbers: Tensor, bitmap: Tensor | None, values: memoryview) -> EncodedChunk:
         where, row_bytes = run.where, self.encoded.row_bytes
         if bitmap is None:
             encoded = run.codec.encode(numbers[run.begin : run.end].numpy(), where.span).data
@@ -349,7 +347,7 @@ class StagedSparse(Staged, OneRound):
 
 
 def _aligned(sizes: Sequence[int]) -> tuple[list[slice], int]:
-    """Where parts of these sizes lie behind one another, each aligned for kernels; and the size of them all."""
+    """Where parts of these sizes lie one after another, each aligned for kernels, and the size of all."""
     *begins, size = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
     return [slice(begin, begin + part) for begin, part in zip(begins, sizes, strict=True)], size
 

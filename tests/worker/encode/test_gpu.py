@@ -165,7 +165,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_launches_and_copies_of_a_push_grow_with_nothing(
     codec: str, last: str, rows: int, servers: int
 ) -> None:
-    """PyTorch launches the sort alone. One copy comes back, and what is sent is that memory: no copy of it."""
+    """PyTorch launches the sort alone. One copy comes back, and what is sent is that memory itself."""
     layout = make_layout("balanced", 600, 1, list(range(servers)), 0)
     tensor = sparse(torch.arange(0, 2 * rows, 2) % 600, torch.randn(rows, 5), (600, 5))
     counted, coder = _Counted(), Unchanged(tensor.dtype)

@@ -38,7 +38,7 @@ class BitmapChunk(NamedTuple):
 
 
 def place_bitmaps(chunks: Sequence[BitmapChunk]) -> tuple[list[slice], int]:
-    """Where each chunk's bitmap, of ``⌈span / 8⌉`` bytes, lies among those of all chunks; the bytes of them all."""
+    """Where each chunk's bitmap, of ``⌈span / 8⌉`` bytes, lies among those of all, and the bytes of all."""
     *firsts, size = accumulate((4 * _words(chunk) for chunk in chunks), initial=0)
     places = [slice(first, first - (-chunk.span // 8)) for first, chunk in zip(firsts, chunks, strict=True)]
     return places, size
@@ -52,8 +52,8 @@ def encode_bitmaps(
     Args:
         positions: int32 or int64 ``[n]`` on the device; those of a chunk ascend strictly. Not checked.
         chunks: in [0, n], not checked.
-        bitmaps: uint8 on the device, at an address divisible by 4, as large as :func:`place_bitmaps` says. Each
-            bitmap becomes that of :meth:`zenps.codecs.bitmap.Bitmap.encode`.
+        bitmaps: uint8 on the device, at an address divisible by 4, as large as :func:`place_bitmaps` says.
+            Each bitmap becomes that of :meth:`zenps.codecs.bitmap.Bitmap.encode`.
 
     Raises:
         TensorError: another dtype or shape, or too many positions for one launch.

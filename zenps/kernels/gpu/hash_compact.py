@@ -75,8 +75,8 @@ class Hashed(NamedTuple):
             number of different positions; the numbers of given rows that took, or shared, the slot of their
             first hash, that of another hash, and a serial slot; and the number that *overflowed*: these have
             no slot, for the serial memory was full.
-        count: int64 ``[1]`` on the device, the number of different positions.
-        keys: the different positions ``[n]``, in no order; the first ``count`` are valid.
+        unique_count: int64 ``[1]`` on the device, the number of different positions.
+        keys: the different positions ``[n]``, in no order; the first ``unique_count`` are valid.
         key_slots: int32 ``[n]``, the slot of each.
         slot_rows: int32 ``[slots]``, how many rows each slot has.
         row_slots: int32 ``[n]``, the slot of each row.
@@ -84,7 +84,7 @@ class Hashed(NamedTuple):
     """
 
     told: Tensor
-    count: Tensor
+    unique_count: Tensor
     keys: Tensor
     key_slots: Tensor
     slot_rows: Tensor
@@ -134,7 +134,7 @@ def sort_hashed(
     cuts: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> GroupedRows:
-    """Sorts the different positions; their rows are summed as those of ``sort_compact``, in no particular order.
+    """Sorts the different positions. Rows are summed as those of ``sort_compact``, but in no fixed order.
 
     Args:
         hashed: none of its rows overflowed.
@@ -154,7 +154,9 @@ def sort_hashed(
     positions, order = torch.sort(hashed.keys[:count])
     groups = torch.empty(len(hashed.slot_rows), dtype=torch.int64, device=device)
     blocks = grid_of(max(count, len(cuts)))
-    ended, state = torch.split(scan_state(ended_words(rows) + blocks, device), [ended_words(rows), 1 + blocks])
+    ended, state = torch.split(
+        scan_state(ended_words(rows) + blocks, device), [ended_words(rows), 1 + blocks]
+    )
     key = word_name(positions.itemsize)
     numbering = (state, positions, order, hashed.key_slots, hashed.slot_rows, count, groups)
     args = (*numbering, cuts, len(cuts), offsets)
@@ -164,7 +166,7 @@ def sort_hashed(
     ordering = (hashed.row_slots, hashed.numbers, groups, rows, row_order, segments)
     launcher.launch("hash_compact", "order_rows", grid_of(rows), BLOCK, ordering)
     sum_into = partial(Segments(row_order, segments, ended).sum_into, launcher, values)
-    return GroupedRows(positions, values, hashed.count, sum_into)
+    return GroupedRows(positions, values, hashed.unique_count, sum_into)
 
 
 def hash_compact(

@@ -27,13 +27,13 @@ class DeviceRows:
 
 @dataclass(frozen=True, slots=True)
 class GroupedRows:
-    """The positions of a compaction, whose rows are not summed yet: the caller may wait for their number first.
+    """The positions of a compaction, whose rows are not summed yet: the host may learn their number first.
 
     Attributes:
         positions, count: those of :class:`DeviceRows`.
         values: the rows that were given.
-        sum_into: writes the sums to a tensor ``[count, columns]`` or larger, of the dtype of ``values`` and at an
-            address divisible by 16. Call it once.
+        sum_into: writes the sums to a tensor ``[count, columns]`` or longer, of the dtype of ``values``; its
+            address is divisible by 16. Call it once.
     """
 
     positions: Tensor
@@ -54,8 +54,8 @@ class Header:
 
     Attributes:
         cuts: int64 ``[c]`` on the device: positions that ascend, such as the ends of chunks.
-        told: int64 ``[1 + c]``, 0 before the compaction: :attr:`outside`, :attr:`offsets`. It may be pinned memory
-            of the host, which kernels write themselves.
+        told: int64 ``[1 + c]``, 0 before the compaction: :attr:`outside`, :attr:`offsets`. It may be pinned
+            memory of the host, which kernels write themselves.
         scratch: int64 on the device, 0 before the compaction, at an address divisible by 16.
     """
 

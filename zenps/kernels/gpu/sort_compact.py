@@ -33,7 +33,7 @@ def sort_scratch_words(rows: int) -> int:
 
 
 def ended_words(rows: int) -> int:
-    """The int64 words of ``ended`` in :class:`Segments`: a counter for each chunk of all levels but the first."""
+    """The words of ``ended`` in :class:`Segments`: a counter for each chunk of all levels but the first."""
     return -(-sum(_levels(rows)[1:]) // 2)
 
 
