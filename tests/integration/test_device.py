@@ -110,6 +110,7 @@ def push_rows_twice() -> tuple[Tensor, int, float]:
     gradient = torch.sparse_coo_tensor(torch.arange(20_000)[None], torch.ones(20_000, 16), (20_000, 16))
     for _ in range(2):  # the servers may answer the handshake during the first round
         result = zps.push_pull(gradient, "weight", average=False)
+        zps.push_pull(torch.ones(200_000), "dense")
     return result.to_dense(), len(copies), shared_bytes()
 
 
