@@ -39,7 +39,7 @@ constexpr Key EMPTY = ~Key(0);
 // In the order of zenps.kernels.gpu.hash_compact.Hashed.
 enum Outcome : uint32 { FIRST_TRY, REHASHED, SERIAL, OVERFLOWED, NO_ROW };
 
-// zenps.kernels.gpu.hash_compact.Hashed.told: a flag, the number of positions, and one of rows for each outcome.
+// zenps.kernels.gpu.hash_compact.Hashed.told: a flag, the number of positions, and that of rows by outcome.
 constexpr int COUNT = 1, COUNTED = 6;
 
 struct Claim {
@@ -162,8 +162,9 @@ __global__ void claim_rows(const Key* positions, int64 rows, Key* slots, const i
 constexpr int SLOT_ITEMS = 16;                            // slots of a thread, all in flight at once
 constexpr int64 SLOT_TILE = SLOT_ITEMS * int64(THREADS);  // zenps.kernels.gpu.hash_compact.SLOT_TILE
 
-// keys[i] = the key in the i-th claimed slot and key_slots[i] = the slot's number; counted[COUNT] = the number of
-// claimed slots, and told[] = counted[], which may be memory of the host. A whole block takes part; each warp goes over WARP * SLOT_ITEMS slots in order.
+// keys[i] = the key in the i-th claimed slot and key_slots[i] = the slot's number; counted[COUNT] = the number
+// of claimed slots, and told[] = counted[], which may be memory of the host. A whole block takes part; each
+// warp goes over WARP * SLOT_ITEMS slots in order.
 template <typename Key>
 __global__ void extract_keys(ScanState* state, const Key* slots, int64 slot_count, Key* keys,
                              int32* key_slots, int64* counted, int64* told) {

@@ -98,8 +98,8 @@ __device__ __forceinline__ Batch<SIZE> read_batch(const int64* order, const int3
 
 // sums[s] = the sum of the rows of segment s, for each segment that lies within one chunk. `segments` of the
 // `count` rows ascend, except for NONE, which marks empty slots and never occurs within a run. Row i is
-// rows[order[i]], or rows[i] without an order. `before` and `after` are the segments on the other sides of the
-// chunk's two edges, NONE where there is nothing.
+// rows[order[i]], or rows[i] without an order. `before` and `after` are the segments on the other sides of
+// the chunk's two edges, NONE where there is nothing.
 //
 // If chunk c shares a segment with the chunk before, the sum of its rows in c goes to slot 2c of `carries`;
 // if c shares one only with the chunk after, to slot 2c + 1. A segment that fills the chunk from edge to edge
@@ -109,8 +109,9 @@ __device__ __forceinline__ Batch<SIZE> read_batch(const int64* order, const int3
 // Each thread works alone, on LANES columns of one chunk.
 template <typename Row, typename T, int LANES>
 __device__ __forceinline__ void reduce_chunk(Cell cell, int32 before, int32 after, const Row* rows,
-                                             const int64* order, const int32* segments, int64 count, int64 packs,
-                                             T* sums, typename Number<T>::Sum* carries, int32* carry_segments) {
+                                             const int64* order, const int32* segments, int64 count,
+                                             int64 packs, T* sums, typename Number<T>::Sum* carries,
+                                             int32* carry_segments) {
     using Sum = typename Number<T>::Sum;
     constexpr int SIZE = BATCH * int(sizeof(T)) / int(sizeof(Row));  // in as many registers for any Row
     const int64 chunk = cell.row, begin = chunk * CHUNK, end = min_of(begin + CHUNK, count);
@@ -172,8 +173,8 @@ struct Range {
 };
 
 // The chunks of the next level that a block goes on with, which has just done the cells `done` of a level of
-// `cells`: those, each of `width` cells of this level, of which no other block has any left to do. ended[chunk],
-// a zero at first, counts the cells of a chunk that several blocks share. Called by one thread.
+// `cells`: those, each of `width` cells of this level, of which no other block has any left to do.
+// ended[chunk], a zero at first, counts the cells of a chunk that several blocks share. Called by one thread.
 __device__ inline Range chunks_completed(Range done, int64 cells, int64 width, uint32* ended) {
     const auto completes = [&](int64 chunk) {
         const int64 begin = chunk * width, end = min_of(begin + width, cells);
@@ -185,17 +186,18 @@ __device__ inline Range chunks_completed(Range done, int64 cells, int64 width, u
     return {with_first ? first : first + 1, with_last ? last + 1 : last};
 }
 
-// The sum of each segment. The partial sums of a level's chunks are the rows of the next level, whose chunk has
-// those of FAMILY chunks: the block that ends last among theirs adds them up, and so on until one chunk is
+// The sum of each segment. The partial sums of a level's chunks are the rows of the next level, whose chunk
+// has those of FAMILY chunks: the block that ends last among theirs adds them up, and so on until one chunk is
 // left. carries and carry_segments have room for the slots of all levels, `ended` for a counter for each chunk
 // of all levels but the first.
 template <typename T, int LANES>
-__global__ void reduce_runs(const T* rows, const int64* order, const int32* segments, int64 count, int64 columns,
-                            T* sums, typename Number<T>::Sum* carries, int32* carry_segments, uint32* ended) {
+__global__ void reduce_runs(const T* rows, const int64* order, const int32* segments, int64 count,
+                            int64 columns, T* sums, typename Number<T>::Sum* carries, int32* carry_segments,
+                            uint32* ended) {
     using Sum = typename Number<T>::Sum;
     SHARED_ARRAY(Range, completed, 1);
     const int64 packs = columns / LANES;
-    int64 chunks = ceil_div(count, CHUNK), span = CHUNK;  // the given rows that a chunk of this level is made of
+    int64 chunks = ceil_div(count, CHUNK), span = CHUNK;  // of this level, and the given rows of each
     // Sorted, so what two chunks of any level share shows on both sides of the edge between them.
     const auto before = [&](int64 chunk) { return chunk ? segments[chunk * span - 1] : NONE; };
     const auto after = [&](int64 chunk) {
@@ -205,8 +207,8 @@ __global__ void reduce_runs(const T* rows, const int64* order, const int32* segm
     cells.end = min_of(cells.begin + blockDim.x, chunks * packs);
     if (global_thread() < cells.end) {
         const Cell cell = cell_of(global_thread(), packs);
-        reduce_chunk<T, T, LANES>(cell, before(cell.row), after(cell.row), rows, order, segments, count, packs,
-                                  sums, carries, carry_segments);
+        reduce_chunk<T, T, LANES>(cell, before(cell.row), after(cell.row), rows, order, segments, count,
+                                  packs, sums, carries, carry_segments);
     }
     while (chunks > 1) {
         __syncthreads();
@@ -221,8 +223,8 @@ __global__ void reduce_runs(const T* rows, const int64* order, const int32* segm
         carries += slots * columns, carry_segments += slots, ended += chunks;
         for (int64 index = cells.begin + threadIdx.x; index < cells.end; index += blockDim.x) {
             const Cell cell = cell_of(index, packs);
-            reduce_chunk<Sum, T, LANES>(cell, before(cell.row), after(cell.row), parts, nullptr, part_segments,
-                                        slots, packs, sums, carries, carry_segments);
+            reduce_chunk<Sum, T, LANES>(cell, before(cell.row), after(cell.row), parts, nullptr,
+                                        part_segments, slots, packs, sums, carries, carry_segments);
         }
     }
 }
