@@ -26,6 +26,7 @@ constexpr int64 SEGMENT_TILE = THREADS * ITEMS;  // zenps.kernels.gpu.sort_compa
 constexpr int64 CHUNK = 64;  // rows that one thread adds up; zenps.kernels.gpu.sort_compact.CHUNK
 constexpr int64 FAMILY = CHUNK / 2;  // chunks whose partial sums are a chunk of the next level
 constexpr int BATCH = 8;     // rows that it loads at once
+constexpr int PART_BATCH = 4;  // partial sums, which are few: with 8 the kernel takes 102 registers, not 96
 constexpr int32 NONE = -1;   // the segment of a slot that holds no partial sum
 
 // segments[i] = the number of different positions before the i-th sorted one, unique[segments[i]] = that
@@ -106,14 +107,13 @@ __device__ __forceinline__ Batch<SIZE> read_batch(const int64* order, const int3
 // has both slots, the second with the neutral element, so that a segment's slots are adjacent and another
 // level can read them as rows. Other slots get NONE and no number.
 //
-// Each thread works alone, on LANES columns of one chunk.
-template <typename Row, typename T, int LANES>
+// Each thread works alone, on LANES columns of one chunk, and loads SIZE rows at once.
+template <int SIZE, typename Row, typename T, int LANES>
 __device__ __forceinline__ void reduce_chunk(Cell cell, int32 before, int32 after, const Row* rows,
                                              const int64* order, const int32* segments, int64 count,
                                              int64 packs, T* sums, typename Number<T>::Sum* carries,
                                              int32* carry_segments) {
     using Sum = typename Number<T>::Sum;
-    constexpr int SIZE = BATCH * int(sizeof(T)) / int(sizeof(Row));  // in as many registers for any Row
     const int64 chunk = cell.row, begin = chunk * CHUNK, end = min_of(begin + CHUNK, count);
 
     int32 leading = NONE, trailing = NONE;
@@ -207,8 +207,8 @@ __global__ void reduce_runs(const T* rows, const int64* order, const int32* segm
     cells.end = min_of(cells.begin + blockDim.x, chunks * packs);
     if (global_thread() < cells.end) {
         const Cell cell = cell_of(global_thread(), packs);
-        reduce_chunk<T, T, LANES>(cell, before(cell.row), after(cell.row), rows, order, segments, count,
-                                  packs, sums, carries, carry_segments);
+        reduce_chunk<BATCH, T, T, LANES>(cell, before(cell.row), after(cell.row), rows, order, segments, count,
+                                         packs, sums, carries, carry_segments);
     }
     while (chunks > 1) {
         __syncthreads();
@@ -223,8 +223,8 @@ __global__ void reduce_runs(const T* rows, const int64* order, const int32* segm
         carries += slots * columns, carry_segments += slots, ended += chunks;
         for (int64 index = cells.begin + threadIdx.x; index < cells.end; index += blockDim.x) {
             const Cell cell = cell_of(index, packs);
-            reduce_chunk<Sum, T, LANES>(cell, before(cell.row), after(cell.row), parts, nullptr,
-                                        part_segments, slots, packs, sums, carries, carry_segments);
+            reduce_chunk<PART_BATCH, Sum, T, LANES>(cell, before(cell.row), after(cell.row), parts, nullptr,
+                                                    part_segments, slots, packs, sums, carries, carry_segments);
         }
     }
 }
