@@ -71,16 +71,16 @@ def _rows(way: str, dtype: torch.dtype, table_rows: int = 10 * SAMPLED_ROWS) -> 
     layout, device_layout = placed("rows", table_rows, 1, SERVERS, CPU)
     row_bytes, unique = COLUMNS * dtype.itemsize, int(UNIQUE * SAMPLED_ROWS)
     cuts = torch.tensor(layout.server_bounds[1:])
+    told = torch.zeros(1 + len(cuts), dtype=torch.int64)
 
     def run(launcher: Launcher) -> object:
         if way == "hash":
             positions, bounds = place_rows(launcher, device_layout, ids), layout.server_bounds
             return hash_compact(launcher, positions, values, bounds, SAMPLED_ROWS, HashMemory())
         size, in_bitmap = device_layout.size, way == "bitmap"
-        header = Header.empty(
-            cuts, bitmap_scratch_words(size) if in_bitmap else sort_scratch_words(SAMPLED_ROWS)
-        )
-        positions = place_rows(launcher, device_layout, ids, header.words)
+        words = bitmap_scratch_words(size) if in_bitmap else sort_scratch_words(SAMPLED_ROWS)
+        header = Header(cuts, told, torch.empty(words, dtype=torch.int64))
+        positions = place_rows(launcher, device_layout, ids, header.scratch)
         if in_bitmap:
             return bitmap_compact(launcher, positions, values, size, header)
         return sort_compact(launcher, positions, values, header)
@@ -101,10 +101,10 @@ def _codec(way: str) -> Prepared:
     bits[positions.long()] = 1
     weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
     bitmap = (bits.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
-    count, starts = torch.tensor([SAMPLED_ROWS]), torch.tensor([0])
+    chunk, starts = BitmapChunk(0, SAMPLED_ROWS, 0, span), torch.tensor([0])
     runs: dict[str, tuple[Callable[[Launcher], object], float]] = {
         "encode_bitmaps": (
-            lambda launcher: encode_bitmaps(launcher, positions, [BitmapChunk(0, SAMPLED_ROWS, 0, span)]),
+            lambda launcher: encode_bitmaps(launcher, positions, [chunk], torch.empty_like(bitmap)),
             positions.nbytes + bitmap.nbytes,
         ),
         "decode_bitmap": (
@@ -112,7 +112,7 @@ def _codec(way: str) -> Prepared:
             bitmap.nbytes + 8 * SAMPLED_ROWS,
         ),
         "encode_coo": (
-            lambda launcher: encode_coo(launcher, positions, count, starts, torch.int32),
+            lambda launcher: encode_coo(launcher, positions, starts, torch.empty_like(positions)),
             2 * positions.nbytes,
         ),
         "decode_coo": (

@@ -74,13 +74,12 @@ __global__ void decode_bitmap(ScanState* state, const __grid_constant__ Placemen
     });
 }
 
-// relative[i] = the i-th of *count positions minus the start of its chunk. starts[0] is not greater than any
-// position.
+// relative[i] = positions[i] minus the start of its chunk. starts[0] is not greater than any position.
 template <typename Position, typename Relative>
-__global__ void encode_coo(const Position* positions, const int64* count, const int64* starts, int64 chunks,
+__global__ void encode_coo(const Position* positions, int64 count, const int64* starts, int64 chunks,
                            Relative* relative) {
     const int64 i = global_thread();
-    if (i >= *count) return;
+    if (i >= count) return;
     const int64 position = positions[i];
     relative[i] = Relative(position - starts[upper_bound(starts, chunks, position) - 1]);
 }

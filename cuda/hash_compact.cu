@@ -39,6 +39,9 @@ constexpr Key EMPTY = ~Key(0);
 // In the order of zenps.kernels.gpu.hash_compact.Hashed.
 enum Outcome : uint32 { FIRST_TRY, REHASHED, SERIAL, OVERFLOWED, NO_ROW };
 
+// zenps.kernels.gpu.hash_compact.Hashed.told: a flag, the number of positions, and that of rows by outcome.
+constexpr int COUNT = 1, COUNTED = 6;
+
 struct Claim {
     int32 slot;
     Outcome outcome;
@@ -159,11 +162,12 @@ __global__ void claim_rows(const Key* positions, int64 rows, Key* slots, const i
 constexpr int SLOT_ITEMS = 16;                            // slots of a thread, all in flight at once
 constexpr int64 SLOT_TILE = SLOT_ITEMS * int64(THREADS);  // zenps.kernels.gpu.hash_compact.SLOT_TILE
 
-// keys[i] = the key in the i-th claimed slot and key_slots[i] = the slot's number; *count = the number of
-// claimed slots. A whole block takes part; each warp goes over WARP * SLOT_ITEMS slots in order.
+// keys[i] = the key in the i-th claimed slot and key_slots[i] = the slot's number; counted[COUNT] = the number
+// of claimed slots, and told[] = counted[], which may be memory of the host. A whole block takes part; each
+// warp goes over WARP * SLOT_ITEMS slots in order.
 template <typename Key>
 __global__ void extract_keys(ScanState* state, const Key* slots, int64 slot_count, Key* keys,
-                             int32* key_slots, int64* count) {
+                             int32* key_slots, int64* counted, int64* told) {
     const int64 tile = take_tile(state);
     const uint32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int64 first = tile * SLOT_TILE + warp * (WARP * SLOT_ITEMS) + lane;
@@ -184,7 +188,10 @@ __global__ void extract_keys(ScanState* state, const Key* slots, int64 slot_coun
     uint32 total;
     const uint32 warps_before = block_exclusive_sum<THREADS>(lane == WARP - 1 ? warp_claimed : 0, total);
     const int64 before = tiles_before(state, tile, total);
-    if (threadIdx.x == 0 && (tile + 1) * SLOT_TILE >= slot_count) *count = before + total;
+    if (threadIdx.x < COUNTED && (tile + 1) * SLOT_TILE >= slot_count) {
+        if (threadIdx.x == COUNT) counted[COUNT] = before + total;
+        told[threadIdx.x] = counted[threadIdx.x];
+    }
 
     int64 next = before + warps_before;
     #pragma unroll

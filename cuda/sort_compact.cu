@@ -3,8 +3,7 @@
 // Pipeline, after a stable sort of the positions (torch.sort):
 //   find_segments   heads of runs of equal positions, numbered in one pass by look-back
 //   reduce_runs     sums the runs in chunks of CHUNK sorted rows; a run that crosses a chunk's edge leaves
-//                   partial sums, at most two for each chunk
-//   reduce_runs     again over the partial sums, until few are left, which the last block adds up
+//                   partial sums, at most two for each chunk, which the last block to end goes on with
 //
 // The sum of a row that occurs 10^5 times is a tree of depth 4, not a queue: the time depends on the number
 // of rows alone. Deterministic: the positions alone fix the order of addition (described in
@@ -25,7 +24,9 @@ constexpr int ITEMS = 8;      // positions of a thread
 constexpr int64 SEGMENT_TILE = THREADS * ITEMS;  // zenps.kernels.gpu.sort_compact.SEGMENT_TILE
 
 constexpr int64 CHUNK = 64;  // rows that one thread adds up; zenps.kernels.gpu.sort_compact.CHUNK
+constexpr int64 FAMILY = CHUNK / 2;  // chunks whose partial sums are a chunk of the next level
 constexpr int BATCH = 8;     // rows that it loads at once
+constexpr int PART_BATCH = 4;  // partial sums, which are few: with 8 the kernel takes 102 registers, not 96
 constexpr int32 NONE = -1;   // the segment of a slot that holds no partial sum
 
 // segments[i] = the number of different positions before the i-th sorted one, unique[segments[i]] = that
@@ -77,16 +78,18 @@ __global__ void find_segments(ScanState* state, const Position* sorted, int64 co
     }
 }
 
+template <int SIZE>
 struct Batch {
-    int32 segment[BATCH];
-    uint32 source[BATCH];  // the row's index
+    int32 segment[SIZE];
+    uint32 source[SIZE];  // the row's index
 };
 
 // The sorted rows from `first` on, NONE from `end` on.
-__device__ __forceinline__ Batch read_batch(const int64* order, const int32* segments, int64 first,
-                                            int64 end) {
-    Batch batch;
-    for (int k = 0; k < BATCH; ++k) {
+template <int SIZE>
+__device__ __forceinline__ Batch<SIZE> read_batch(const int64* order, const int32* segments, int64 first,
+                                                  int64 end) {
+    Batch<SIZE> batch;
+    for (int k = 0; k < SIZE; ++k) {
         const int64 i = first + k;
         batch.segment[k] = i < end ? segments[i] : NONE;
         batch.source[k] = uint32(order && i < end ? order[i] : i);
@@ -96,29 +99,29 @@ __device__ __forceinline__ Batch read_batch(const int64* order, const int32* seg
 
 // sums[s] = the sum of the rows of segment s, for each segment that lies within one chunk. `segments` of the
 // `count` rows ascend, except for NONE, which marks empty slots and never occurs within a run. Row i is
-// rows[order[i]], or rows[i] without an order.
+// rows[order[i]], or rows[i] without an order. `before` and `after` are the segments on the other sides of
+// the chunk's two edges, NONE where there is nothing.
 //
 // If chunk c shares a segment with the chunk before, the sum of its rows in c goes to slot 2c of `carries`;
 // if c shares one only with the chunk after, to slot 2c + 1. A segment that fills the chunk from edge to edge
 // has both slots, the second with the neutral element, so that a segment's slots are adjacent and another
-// pass can read them as rows. Other slots get NONE and no number.
+// level can read them as rows. Other slots get NONE and no number.
 //
-// Each thread works alone, on LANES columns of one chunk.
-template <typename Row, typename T, int LANES>
-__device__ __forceinline__ void reduce_chunk(Cell cell, const Row* rows, const int64* order,
-                                             const int32* segments, int64 count, int64 packs, T* sums,
-                                             typename Number<T>::Sum* carries, int32* carry_segments) {
+// Each thread works alone, on LANES columns of one chunk, and loads SIZE rows at once.
+template <int SIZE, typename Row, typename T, int LANES>
+__device__ __forceinline__ void reduce_chunk(Cell cell, int32 before, int32 after, const Row* rows,
+                                             const int64* order, const int32* segments, int64 count,
+                                             int64 packs, T* sums, typename Number<T>::Sum* carries,
+                                             int32* carry_segments) {
     using Sum = typename Number<T>::Sum;
     const int64 chunk = cell.row, begin = chunk * CHUNK, end = min_of(begin + CHUNK, count);
 
-    const int32 segment_before = begin > 0 ? segments[begin - 1] : NONE;
-    const int32 segment_after = end < count ? segments[end] : NONE;
     int32 leading = NONE, trailing = NONE;
     int32 open = NONE;  // the segment that `sum` belongs to
     Pack<Sum, LANES> sum = {};
     const auto close = [&] {
         if (open == NONE) return;
-        if (open == segment_before) {
+        if (open == before) {
             leading = open;
             pack_at<Sum, LANES>(carries, 2 * chunk * packs + cell.pack) = sum;
         } else {
@@ -127,16 +130,16 @@ __device__ __forceinline__ void reduce_chunk(Cell cell, const Row* rows, const i
     };
 
     // The order and segments of the next batch are loaded before the rows of this batch are used.
-    Batch next = read_batch(order, segments, begin, end);
-    for (int64 i = begin; i < end; i += BATCH) {
-        const Batch batch = next;
-        Pack<Row, LANES> row[BATCH];
-        for (int k = 0; k < BATCH; ++k) {
+    Batch<SIZE> next = read_batch<SIZE>(order, segments, begin, end);
+    for (int64 i = begin; i < end; i += SIZE) {
+        const Batch<SIZE> batch = next;
+        Pack<Row, LANES> row[SIZE];
+        for (int k = 0; k < SIZE; ++k) {
             if (batch.segment[k] == NONE) continue;
             row[k] = pack_at<Row, LANES>(rows, batch.source[k] * packs + cell.pack);
         }
-        next = read_batch(order, segments, i + BATCH, end);
-        for (int k = 0; k < BATCH; ++k) {
+        next = read_batch<SIZE>(order, segments, i + SIZE, end);
+        for (int k = 0; k < SIZE; ++k) {
             if (batch.segment[k] == NONE) continue;
             const Pack<Sum, LANES> wide = widen(row[k]);
             if (batch.segment[k] != open) {
@@ -149,11 +152,11 @@ __device__ __forceinline__ void reduce_chunk(Cell cell, const Row* rows, const i
         }
     }
 
-    if (open == NONE || open != segment_after) {
+    if (open == NONE || open != after) {
         close();
     } else {
         trailing = open;
-        if (open == segment_before) {
+        if (open == before) {
             close();
             for (int lane = 0; lane < LANES; ++lane) sum.lane[lane] = neutral<Sum>();
         }
@@ -165,37 +168,63 @@ __device__ __forceinline__ void reduce_chunk(Cell cell, const Row* rows, const i
     }
 }
 
-// reduce_chunk() of all chunks. With `finished`, a zero at first, the block that ends last goes on over the
-// partial sums, whose own partial sums lie behind them, until one chunk is left. Without, the host launches
-// this kernel for them.
-template <typename Row, typename T, int LANES>
-__global__ void reduce_runs(const Row* rows, const int64* order, const int32* segments, int64 count,
+struct Range {
+    int64 begin, end;
+};
+
+// The chunks of the next level that a block goes on with, which has just done the cells `done` of a level of
+// `cells`: those, each of `width` cells of this level, of which no other block has any left to do.
+// ended[chunk], a zero at first, counts the cells of a chunk that several blocks share. Called by one thread.
+__device__ inline Range chunks_completed(Range done, int64 cells, int64 width, uint32* ended) {
+    const auto completes = [&](int64 chunk) {
+        const int64 begin = chunk * width, end = min_of(begin + width, cells);
+        const uint32 mine = uint32(min_of(done.end, end) - max_of(done.begin, begin));
+        return mine == end - begin || add_acq_rel(&ended[chunk], mine) + mine == end - begin;
+    };
+    const int64 first = done.begin / width, last = (done.end - 1) / width;
+    const bool with_first = completes(first), with_last = last == first ? with_first : completes(last);
+    return {with_first ? first : first + 1, with_last ? last + 1 : last};
+}
+
+// The sum of each segment. The partial sums of a level's chunks are the rows of the next level, whose chunk
+// has those of FAMILY chunks: the block that ends last among theirs adds them up, and so on until one chunk is
+// left. carries and carry_segments have room for the slots of all levels, `ended` for a counter for each chunk
+// of all levels but the first.
+template <typename T, int LANES>
+__global__ void reduce_runs(const T* rows, const int64* order, const int32* segments, int64 count,
                             int64 columns, T* sums, typename Number<T>::Sum* carries, int32* carry_segments,
-                            uint32* finished) {
+                            uint32* ended) {
+    using Sum = typename Number<T>::Sum;
+    SHARED_ARRAY(Range, completed, 1);
     const int64 packs = columns / LANES;
-    int64 chunks = ceil_div(count, CHUNK), pack = global_thread();
-    if constexpr (sizeof(Row) < sizeof(*carries)) {
-        if (pack < chunks * packs)
-            reduce_chunk<Row, T, LANES>(cell_of(pack, packs), rows, order, segments, count, packs, sums, carries,
-                                        carry_segments);
-    } else {
-        SHARED_ARRAY(uint32, before, 1);  // blocks that have ended
-        int64 threads = int64(gridDim.x) * blockDim.x;
-        for (bool is_alone = false;; is_alone = true) {
-            for (; pack < chunks * packs; pack += threads)
-                reduce_chunk<Row, T, LANES>(cell_of(pack, packs), rows, order, segments, count, packs, sums,
-                                            carries, carry_segments);
-            if (!finished || chunks == 1) return;
-            __syncthreads();
-            if (!is_alone) {
-                if (threadIdx.x == 0) *before = add_acq_rel(finished, 1);
-                __syncthreads();
-                if (*before != gridDim.x - 1) return;
-            }
-            rows = carries, order = nullptr, segments = carry_segments;
-            count = 2 * chunks, chunks = ceil_div(count, CHUNK);
-            carries += count * columns, carry_segments += count;
-            pack = threadIdx.x, threads = blockDim.x;
+    int64 chunks = ceil_div(count, CHUNK), span = CHUNK;  // of this level, and the given rows of each
+    // Sorted, so what two chunks of any level share shows on both sides of the edge between them.
+    const auto before = [&](int64 chunk) { return chunk ? segments[chunk * span - 1] : NONE; };
+    const auto after = [&](int64 chunk) {
+        return (chunk + 1) * span < count ? segments[(chunk + 1) * span] : NONE;
+    };
+    Range cells = {int64(blockIdx.x) * blockDim.x, 0};
+    cells.end = min_of(cells.begin + blockDim.x, chunks * packs);
+    if (global_thread() < cells.end) {
+        const Cell cell = cell_of(global_thread(), packs);
+        reduce_chunk<BATCH, T, T, LANES>(cell, before(cell.row), after(cell.row), rows, order, segments, count,
+                                         packs, sums, carries, carry_segments);
+    }
+    while (chunks > 1) {
+        __syncthreads();
+        if (threadIdx.x == 0) *completed = chunks_completed(cells, chunks * packs, FAMILY * packs, ended);
+        __syncthreads();
+        if (completed->begin >= completed->end) return;
+        cells = {completed->begin * packs, completed->end * packs};
+        const Sum* const parts = carries;
+        const int32* const part_segments = carry_segments;
+        const int64 slots = 2 * chunks;
+        chunks = ceil_div(slots, CHUNK), span *= FAMILY;
+        carries += slots * columns, carry_segments += slots, ended += chunks;
+        for (int64 index = cells.begin + threadIdx.x; index < cells.end; index += blockDim.x) {
+            const Cell cell = cell_of(index, packs);
+            reduce_chunk<PART_BATCH, Sum, T, LANES>(cell, before(cell.row), after(cell.row), parts, nullptr,
+                                                    part_segments, slots, packs, sums, carries, carry_segments);
         }
     }
 }

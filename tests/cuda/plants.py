@@ -107,8 +107,8 @@ PLANTS: Final = (
     Plant(
         "partial sums that are not published",
         "sort_compact.cu",
-        "add_acq_rel(finished, 1)",
-        "atomicAdd(finished, 1u)",
+        "add_acq_rel(&ended[chunk], mine)",
+        "atomicAdd(&ended[chunk], mine)",
         RACES,
         "sort_compact: last_block and 31",
     ),
@@ -281,6 +281,14 @@ PLANTS: Final = (
         "0x8000u",
         COMPARED,
         "sort_compact: rounded_once and bfloat16",
+    ),
+    Plant(
+        "partial sums that no block goes on with",
+        "sort_compact.cu",
+        "with_first ? first : first + 1",
+        "first + 1",
+        COMPARED,
+        "sort_compact: last_block and 5000",
     ),
     Plant(
         "a segment counted one too far",

@@ -21,6 +21,7 @@ from zenps.kernels.gpu.bitmap_codec import (
     decode_coo,
     encode_bitmaps,
     encode_coo,
+    place_bitmaps,
 )
 from zenps.kernels.gpu.place import DeviceLayout
 from zenps.partition.device_layout import device_layout_on
@@ -57,8 +58,14 @@ def encode_bitmap(
     launcher: HostLauncher, positions: Tensor, begin: int, end: int, start: int, span: int
 ) -> Tensor:
     """The bitmap of one chunk."""
-    bitmaps, (place,) = encode_bitmaps(launcher, positions, [BitmapChunk(begin, end, start, span)])
-    return bitmaps[place]
+    (bitmap,) = encode_all(launcher, positions, [BitmapChunk(begin, end, start, span)])
+    return bitmap
+
+
+def encode_all(launcher: HostLauncher, positions: Tensor, chunks: Sequence[BitmapChunk]) -> list[Tensor]:
+    places, size = place_bitmaps(chunks)
+    bitmaps = encode_bitmaps(launcher, positions, chunks, torch.empty(size, dtype=torch.uint8))
+    return [bitmaps[place] for place in places]
 
 
 def test_the_bitmaps_of_all_chunks_come_from_one_launch(launcher: HostLauncher) -> None:
@@ -80,11 +87,11 @@ def test_the_bitmaps_of_all_chunks_come_from_one_launch(launcher: HostLauncher) 
         inside.append(drawn)
         begin, start = begin + len(drawn), start + span
     positions = torch.cat([each + chunk.start for each, chunk in zip(inside, chunks, strict=True)])
-    bitmaps, places = encode_bitmaps(Counting(launcher.seed), positions.int(), chunks)
+    bitmaps = encode_all(Counting(launcher.seed), positions.int(), chunks)
     assert launches == ["encode_bitmaps<int32>"]
-    for place, drawn, span in zip(places, inside, spans, strict=True):
-        assert torch.equal(bitmaps[place], packed(drawn, span))
-    assert encode_bitmaps(launcher, positions, [])[1] == []
+    for bitmap, drawn, span in zip(bitmaps, inside, spans, strict=True):
+        assert torch.equal(bitmap, packed(drawn, span))
+    assert encode_all(launcher, positions, []) == []
 
 
 @pytest.mark.parametrize("density", [0.0, 0.01, 0.5, 1.0])
@@ -152,7 +159,7 @@ def test_round_trips(
     assert torch.equal(got, expected)
 
     starts = torch.tensor([0, start, stop])
-    relative = encode_coo(launcher, positions, torch.tensor([len(positions)]), starts, torch.int32)
+    relative = encode_coo(launcher, positions, starts, torch.empty_like(positions, dtype=torch.int32))
     got, error = decode_coo(launcher, device_layout, relative[begin:end], start, stop - start)
     assert not int(error)
     assert torch.equal(got, expected)
@@ -213,15 +220,13 @@ def test_positions_without_a_row_are_reported() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [size for size in SIZES if size])
 def test_coo_has_the_codecs_bytes(launcher: HostLauncher, size: int, dtype: torch.dtype) -> None:
-    """Several chunks, two of them empty, and a count below the capacity."""
+    """Several chunks, two of them empty."""
     layout, device_layout = placed(8 * size)
     positions = draw(8 * size, 0.5)
     cuts = torch.tensor([0, size, size, 3 * size, 3 * size, 8 * size])
-    capacity = torch.cat([positions, torch.full((5,), 2**31 - 1)])
-    count = torch.tensor([len(positions)])
     for positions_dtype in DTYPES:
-        relative = encode_coo(launcher, capacity.to(positions_dtype), count, cuts[:-1], dtype)
-        assert relative.dtype == dtype
+        relative = launcher.guarded(torch.empty_like(positions, dtype=dtype))
+        encode_coo(launcher, positions.to(positions_dtype), cuts[:-1], relative)
         for start, stop in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
             begin, end = np.searchsorted(positions.numpy(), [start, stop]).tolist()
             expected = Coo().encode(positions[begin:end].numpy() - start, stop - start)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.cuda.host.launcher import SIZES, HostLauncher
+from tests.cuda.test_sort_compact import header_of
 from zenps.errors import TensorError
 from zenps.kernels.gpu.bitmap_compact import bitmap_compact, bitmap_scratch_words
-from zenps.kernels.gpu.rows import Header
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 BITS = {2: torch.int16, 4: torch.int32}
@@ -75,16 +75,14 @@ def test_offsets_of_cuts(launcher: HostLauncher, position: torch.dtype, begin: i
     """Also of cuts in tiles that have no bit, and of one behind the last position."""
     positions = begin + torch.randint(0, 1000, (1025,))
     cuts = torch.tensor([0, 1, 500, 65_536, 65_537, 70_500, 131_072, 139_500, 139_999, 140_000])
-    header = Header.empty(launcher.guarded(cuts), bitmap_scratch_words(140_000))
-    header.words.zero_()
+    header = header_of(launcher.guarded(cuts), bitmap_scratch_words(140_000))
     bitmap_compact(launcher, positions.to(position), torch.ones(1025, 1), 140_000, header)
     assert torch.equal(header.offsets, torch.searchsorted(positions.unique(), cuts))
     assert not int(header.outside)
 
 
 def test_a_negative_position_is_reported(launcher: HostLauncher) -> None:
-    header = Header.empty(torch.tensor([10]), bitmap_scratch_words(10))
-    header.words.zero_()
+    header = header_of(torch.tensor([10]), bitmap_scratch_words(10))
     bitmap_compact(launcher, torch.tensor([3, -1, 5]), torch.ones(3, 1), 10, header)
     assert int(header.outside) == 1
 

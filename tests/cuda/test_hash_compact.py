@@ -15,7 +15,7 @@ from tests.cuda.host.build import Sanitizer
 from tests.cuda.host.launcher import SANITIZER, SIZES, HostLauncher
 from tests.cuda.test_scan_compact import BITS, DTYPES, every_dtype
 from zenps.errors import ConfigError, TensorError
-from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact, hash_positions, sum_hashed
+from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact, hash_positions, sort_hashed
 from zenps.kernels.gpu.launcher import Argument
 from zenps.kernels.gpu.rows import DeviceRows
 
@@ -58,7 +58,7 @@ def hashing(launcher: HostLauncher, positions: Tensor, values: Tensor, bounds: S
         outside, count, *outcomes = hashed.told.tolist()
         assert not outside
         assert not outcomes[3]
-        return Compacted(sum_hashed(launcher, hashed, values, count)[0], hashed.told[2:])
+        return Compacted(sort_hashed(launcher, hashed, values, count).summed(count), hashed.told[2:])
 
     return compact
 
@@ -245,7 +245,8 @@ def test_offsets_of_cuts(launcher: HostLauncher, count: int) -> None:
     positions = torch.randint(0, 5000, (count,), generator=generator).int()
     cuts = torch.tensor([0, 0, 1, 2500, 4999, 5000])
     hashed = hash_positions(launcher, positions, [0, 5000], count, DEFAULT)
-    rows, offsets = sum_hashed(launcher, hashed, torch.ones(count, 1), int(hashed.told[1]), cuts)
+    unique, offsets = int(hashed.told[1]), torch.empty_like(cuts)
+    rows = sort_hashed(launcher, hashed, torch.ones(count, 1), unique, cuts, offsets).summed(unique)
     assert torch.equal(offsets, torch.searchsorted(positions.unique(), cuts))
     assert int(rows.values.sum()) == count
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.cuda.host.launcher import HostLauncher
 from zenps.kernels.gpu import bitmap_codec, place, scatter
 from zenps.kernels.gpu.bitmap_compact import bitmap_compact
-from zenps.kernels.gpu.hash_compact import HashMemory, hash_positions, sum_hashed
+from zenps.kernels.gpu.hash_compact import HashMemory, hash_positions, sort_hashed
 from zenps.kernels.gpu.place import DeviceLayout
 from zenps.kernels.gpu.scan_compact import scan_compact
 from zenps.kernels.gpu.sort_compact import sort_compact
@@ -56,6 +56,7 @@ VALUES = torch.ones(300, 4)
 DENSE = torch.where(torch.arange(1000) % 7 == 0, 1.0, 0.0)
 COUNT = torch.tensor([300])
 BOUNDS = torch.tensor([0, 500, 1000])
+BITMAPS, OFFSETS = torch.empty(128, dtype=torch.uint8), torch.empty(3, dtype=torch.int64)
 
 HASHED = hash_positions(HostLauncher(), POSITIONS, [0, 500, 1000], 300, HashMemory())
 HASHED_COUNT = int(HASHED.told[1])
@@ -66,16 +67,18 @@ WRAPPERS: dict[str, Callable[[HostLauncher], object]] = {
     "sort_compact": lambda launcher: sort_compact(launcher, POSITIONS, VALUES),
     "bitmap_compact": lambda launcher: bitmap_compact(launcher, POSITIONS, VALUES, 1000),
     "hash_positions": lambda launcher: hash_positions(launcher, POSITIONS, [0, 500, 1000], 300, HashMemory()),
-    "sum_hashed": lambda launcher: sum_hashed(launcher, HASHED, VALUES, HASHED_COUNT, BOUNDS),
+    "sort_hashed": lambda launcher: sort_hashed(
+        launcher, HASHED, VALUES, HASHED_COUNT, BOUNDS, OFFSETS
+    ).summed(HASHED_COUNT),
     "scan_compact": lambda launcher: scan_compact(launcher, ELEMENTS, DENSE, 300),
     "encode_bitmaps": lambda launcher: bitmap_codec.encode_bitmaps(
-        launcher, torch.arange(300, dtype=torch.int32), [bitmap_codec.BitmapChunk(0, 300, 0, 1000)]
+        launcher, torch.arange(300), [bitmap_codec.BitmapChunk(0, 300, 0, 1000)], BITMAPS
     ),
     "decode_bitmap": lambda launcher: bitmap_codec.decode_bitmap(
         launcher, LAYOUT, torch.full((125,), 255, dtype=torch.uint8), 1000, 0, 1000
     ),
     "encode_coo": lambda launcher: bitmap_codec.encode_coo(
-        launcher, POSITIONS, COUNT, BOUNDS[:2], torch.int32
+        launcher, POSITIONS, BOUNDS[:2], torch.empty(300, dtype=torch.int32)
     ),
     "decode_coo": lambda launcher: bitmap_codec.decode_coo(
         launcher, LAYOUT, torch.arange(300, dtype=torch.int32), 0, 1000

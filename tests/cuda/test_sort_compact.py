@@ -73,6 +73,12 @@ def expected_rows(positions: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return unique, torch.stack(sums).to(values.dtype) if sums else values[:0]
 
 
+def header_of(cuts: Tensor, scratch_words: int) -> Header:
+    """One that is cleared."""
+    told, scratch = (torch.zeros(words, dtype=torch.int64) for words in (1 + len(cuts), scratch_words))
+    return Header(cuts, told, scratch)
+
+
 def valid(rows: DeviceRows) -> tuple[Tensor, Tensor]:
     count = int(rows.count)
     return rows.positions[:count], rows.values[:count]
@@ -148,11 +154,16 @@ def test_passes_after_the_second_skip_empty_slots() -> None:
     assert sums[:, 0].tolist() == [hot, *[1] * (hot - 1), hot]
 
 
-@pytest.mark.parametrize("columns", [5, 31])
+@pytest.mark.parametrize(("rows", "columns"), [(1025, 5), (1025, 31), (5000, 3)])
+@pytest.mark.parametrize("kind", ["zipf", "equal"])
 @pytest.mark.parametrize("resident", [1, 8])
-def test_the_last_block_adds_what_the_others_left(columns: int, resident: int) -> None:
-    """One launch for all passes, whose blocks end in any order; 31 columns take five blocks, 5 one."""
-    positions, values = positions_of("zipf", 1025), values_of(1025, columns, torch.float32)
+def test_the_last_block_adds_what_the_others_left(kind: str, rows: int, columns: int, resident: int) -> None:
+    """One launch for all levels, whose blocks end in any order.
+
+    1025 rows of 31 columns take five blocks, those of 5 one; 5000 rows have three chunks on the second level,
+    and blocks that have cells of two of them.
+    """
+    positions, values = positions_of(kind, rows), values_of(rows, columns, torch.float32)
     launches: list[str] = []
 
     class Counting(HostLauncher):
@@ -163,7 +174,7 @@ def test_the_last_block_adds_what_the_others_left(columns: int, resident: int) -
             super().launch(source, expression, grid, block, args)
 
     got = valid(sort_compact(Counting(resident=resident), positions, values))
-    assert launches == ["find_segments<int64>", "reduce_runs<float, float, 1>"]
+    assert launches == ["find_segments<int64>", "reduce_runs<float, 1>"]
     assert_same_bits(got[1], expected_rows(positions, values)[1])
 
 
@@ -176,8 +187,7 @@ def test_offsets_of_cuts(launcher: HostLauncher, position: torch.dtype, kind: st
     last = int(positions.max()) if size else 0
     at = [0, 0, 1, 2047, 2048, 4095, 4096, 4097, last // 2, last // 2 + 1, last, last + 1, last + 2]
     cuts = torch.tensor(sorted(at))
-    header = Header.empty(launcher.guarded(cuts), sort_scratch_words(size))
-    header.words.zero_()
+    header = header_of(launcher.guarded(cuts), sort_scratch_words(size))
     rows = sort_compact(launcher, positions.to(position), torch.ones(size, 1), header)
     unique, _ = valid(rows)
     # Without rows there is no launch, and the header stays as it was cleared.
@@ -186,8 +196,7 @@ def test_offsets_of_cuts(launcher: HostLauncher, position: torch.dtype, kind: st
 
 
 def test_a_negative_position_is_reported(launcher: HostLauncher) -> None:
-    header = Header.empty(torch.tensor([10]), sort_scratch_words(3))
-    header.words.zero_()
+    header = header_of(torch.tensor([10]), sort_scratch_words(3))
     sort_compact(launcher, torch.tensor([3, -1, 5]), torch.ones(3, 1), header)
     assert int(header.outside) == 1
 

@@ -23,6 +23,7 @@ from tests.worker.encode.test_transfer import (
 )
 from zenps.config.settings import CudaConfig
 from zenps.partition.device_layout import device_layout_on
+from zenps.wire.shared_memory.arena import Arena
 from zenps.worker.core.transfer import Sharding, Transfer
 from zenps.worker.encode.accelerator import CudaAccelerator
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer
@@ -136,6 +137,32 @@ def test_a_result_does_not_wait_for_gradients_that_came_later(accelerator: CudaA
     result = transfer.finish()
     assert not busy.query()
     assert_same_bits(result.cpu(), tensor.coalesce())
+
+
+def test_what_is_pushed_lies_where_servers_of_this_host_read() -> None:
+    accelerator = CudaAccelerator(torch.device("cuda", 0), 1 << 30, DEADLINE_SECONDS)
+    arena = Arena(1 << 26)
+    try:
+        pool = accelerator.pinned_in(arena)
+        assert pool is not accelerator.pinned, "the driver did not pin it"
+        layout = make_layout("balanced", 100_000, 1, [0, 1, 2], 0)
+        device_layout = device_layout_on(layout, accelerator.device)
+
+        def begin(tensor: Tensor) -> Transfer:
+            sharding, coder, cuda = Sharding(layout, 2, 0), Unchanged(tensor.dtype), CudaConfig()
+            staged = StagedSparse(
+                tensor.cuda(), sharding, "coo", cuda, lambda _: device_layout, accelerator, coder, pool=pool
+            )
+            return prepared(staged, accelerator)
+
+        tensors = [whole_numbers(100_000, 32, 60_000, rank) for rank in range(2)]
+        results, transfer = synchronize(tensors, begin, average=False)
+        for result in results:
+            assert_same_bits(result.cpu(), reduce_in_rank_order(tensors, average=False))
+        frames = [chunk.frames[1] for chunk in encoded_by(transfer).chunks]
+        assert all(arena.find(frame) is not None for frame in frames)
+    finally:
+        arena.close()
 
 
 def test_dense(accelerator: CudaAccelerator) -> None:

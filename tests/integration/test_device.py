@@ -11,9 +11,10 @@ from torch import Tensor
 
 import zenps as zps
 from tests.integration import test_training
-from tests.integration.cluster import Cluster, Raised, attempt
+from tests.integration.cluster import Cluster, Raised, attempt, shared_bytes
 from tests.integration.embedding_model import OPTIMIZERS, assert_same
 from tests.worker.host_accelerator import HostAccelerator
+from zenps.wire.shared_memory.arena import Arena
 from zenps.worker.encode.accelerator import Accelerator, Event
 from zenps.worker.encode.planner import Planner
 from zenps.worker.process import PROCESS
@@ -93,6 +94,33 @@ def test_hash_compaction_loses_nothing_and_is_counted() -> None:
         for result, overflowed in cluster.run(hash_rows):
             assert torch.equal(result, torch.full((1000, 4), 4.0))
             assert overflowed > 0
+
+
+def push_rows_twice() -> tuple[Tensor, int, float]:
+    """The sum, how often pushed values were copied to shared memory, and the bytes that are read there."""
+    pretend_that_the_cpu_is_a_gpu()
+    copies: list[int] = []
+    copy = Arena.copy
+
+    def counting(arena: Arena, data: memoryview, *, is_pooled: bool = True) -> memoryview:
+        copies.append(data.nbytes)
+        return copy(arena, data, is_pooled=is_pooled)
+
+    Arena.copy = counting  # type: ignore[method-assign]
+    gradient = torch.sparse_coo_tensor(torch.arange(20_000)[None], torch.ones(20_000, 16), (20_000, 16))
+    for _ in range(2):  # the servers may answer the handshake during the first round
+        result = zps.push_pull(gradient, "weight", average=False)
+        zps.push_pull(torch.ones(200_000), "dense")
+    return result.to_dense(), len(copies), shared_bytes()
+
+
+def test_what_a_gpu_pushes_is_shared_with_servers_without_another_copy() -> None:
+    with Cluster(RANKS) as cluster:
+        for result, copies, read_bytes in cluster.run(push_rows_twice):
+            assert torch.equal(result, torch.full((20_000, 16), 2.0))
+            assert copies == 0
+            # In the second round at least, to the servers and from them.
+            assert read_bytes >= 2 * 20_000 * 16 * 4
 
 
 def push_what_is_outside_first() -> tuple[object, Tensor, list[float]]:

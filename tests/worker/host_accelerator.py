@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.cuda.host.launcher import HostLauncher
 from zenps.buffers import BufferPool
+from zenps.wire.shared_memory.arena import Arena
 from zenps.worker.encode.accelerator import Accelerator, Event, Lane
 
 
@@ -48,3 +49,6 @@ class HostAccelerator(Accelerator):
         self.pinned = BufferPool(keep_bytes=1 << 26)
         self.deadline_seconds = 20.0
         self.pushing, self.pulling = HostLane(), HostLane()
+
+    def pinned_in(self, arena: Arena | None) -> BufferPool:
+        return self.pinned if arena is None else arena.pool

@@ -83,9 +83,10 @@ class ServerBackend(Backend):
             if isinstance(transform, Agreed):
                 first = self._begin_one_round(request, transform.expected)
                 return AgreedTransfer(request.name, request.options, transform, first, self._begin_one_round)
-        # Only rows are compacted into memory that servers can read.
-        pool = self._session.channel.shared_pool() if request.tensor.is_sparse else None
-        return self._planner.begin(request, expected_rows, pool)
+        # Only rows, and what comes from a device, are put into memory that servers can read.
+        is_copied = request.tensor.is_sparse or not request.tensor.is_cpu
+        arena = self._session.channel.arena() if is_copied else None
+        return self._planner.begin(request, expected_rows, arena)
 
     def _begin_one_round(self, request: Request, expected_rows: int = 0) -> OneRound:
         transfer = self._begin_transfer(request, (), expected_rows)

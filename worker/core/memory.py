@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 # Unused buffers that a worker keeps for the next step, which has gradients and results of the same size: this
-# much ordinary memory, this much shared memory, and this much pinned memory for each GPU.
+# much ordinary memory and this much shared memory, and for each GPU this much pinned memory of either kind.
 POOL_BYTES = 1 << 30
 
 # glibc raises its threshold only for blocks up to 32 MiB, including a few bytes of its own.

@@ -13,15 +13,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from zenps.buffers import BufferPool
 from zenps.errors import DeadlineError
 from zenps.kernels.gpu.cupy import CupyLauncher
 from zenps.kernels.gpu.launcher import Launcher
+from zenps.wire.shared_memory.arena import Arena
+
+from .pinned import pinned_pool, shared_pinned_pool
 
 # Between two queries of an event: short against a round, long against the query itself.
 LOOK_SECONDS = 50e-6
@@ -55,7 +56,7 @@ class Lane(ABC):
         """Makes the caller's stream wait for this stream, so that it may use ``results``."""
 
 
-class Accelerator:
+class Accelerator(ABC):
     """One device, with streams of ZenPS.
 
     Attributes:
@@ -73,6 +74,13 @@ class Accelerator:
     pulling: Lane
     pinned: BufferPool
     deadline_seconds: float
+
+    @abstractmethod
+    def pinned_in(self, arena: Arena | None) -> BufferPool:
+        """Returns pinned memory that servers on this host can read: in ``arena``, each time the same one.
+
+        Without an arena, or if its memory cannot be pinned, returns :attr:`pinned`.
+        """
 
     def wait_for(self, event: Event) -> None:
         """Returns once ``event`` has happened.
@@ -104,11 +112,17 @@ class CudaAccelerator(Accelerator):
     def __init__(self, device: torch.device, keep_bytes: int, deadline_seconds: float) -> None:
         self.device = device
         self.launcher = CupyLauncher()
-        # torch's allocator of pinned memory rounds up to powers of two: of a block between two of them, the
-        # rest would be pinned and never used.
-        self.pinned = BufferPool(keep_bytes, _pinned_block, smallest_bytes=1, sizes_per_doubling=1)
+        self.pinned = pinned_pool(keep_bytes)
+        self._shared: BufferPool | None = None
         self.deadline_seconds = deadline_seconds
         self.pushing, self.pulling = _CudaLane(device), _CudaLane(device)
+
+    def pinned_in(self, arena: Arena | None) -> BufferPool:
+        if arena is None:
+            return self.pinned
+        if self._shared is None:
+            self._shared = shared_pinned_pool(arena) or self.pinned
+        return self._shared
 
 
 class _CudaLane(Lane):
@@ -139,8 +153,3 @@ class _CudaLane(Lane):
         stream.wait_stream(self._stream)
         for tensor in results:
             tensor.record_stream(stream)
-
-
-def _pinned_block(size: int) -> NDArray[np.uint8]:
-    block: NDArray[np.uint8] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
-    return block

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -12,6 +12,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
+from zenps.buffers import BufferPool
 from zenps.codecs.base import Codec
 from zenps.codecs.coo import item_dtype
 from zenps.codecs.registry import CODECS, choose
@@ -24,13 +25,14 @@ from zenps.kernels.gpu.bitmap_codec import (
     decode_coo,
     encode_bitmaps,
     encode_coo,
+    place_bitmaps,
 )
-from zenps.kernels.gpu.bitmap_compact import bitmap_compact, bitmap_scratch_words
-from zenps.kernels.gpu.hash_compact import HashMemory, hash_positions, sum_hashed
+from zenps.kernels.gpu.bitmap_compact import bitmap_rows, bitmap_scratch_words
+from zenps.kernels.gpu.hash_compact import HashMemory, hash_positions, sort_hashed
 from zenps.kernels.gpu.place import DeviceLayout, place_rows
-from zenps.kernels.gpu.rows import DeviceRows, Header
+from zenps.kernels.gpu.rows import GroupedRows, Header
 from zenps.kernels.gpu.scatter import merge
-from zenps.kernels.gpu.sort_compact import sort_compact, sort_scratch_words
+from zenps.kernels.gpu.sort_compact import sort_rows, sort_scratch_words
 from zenps.partition.layout import Layout
 from zenps.wire.messages import Result
 from zenps.wire.tensors import cut_fragments, tensor_bytes
@@ -51,7 +53,7 @@ from .quantizer import ValueCoder
 from .sparse import as_sparse, check_sparse, row_numbers
 from .staged import Staged
 
-Compaction = Generator[Event, None, tuple[DeviceRows, Sequence[int]]]
+Compaction = Generator[Event, None, tuple[GroupedRows, Sequence[int]]]
 """Waits for events; then returns the rows, and how many there are up to the end of each chunk."""
 
 
@@ -70,8 +72,9 @@ class KeptMemory:
 class StagedSparse(Staged, OneRound):
     """A sparse COO tensor on a GPU; the bytes on the wire are those of ``SparseTransfer``.
 
-    The preparation waits for two events: the number of rows must reach the host before the rows can be
-    copied, and the copy must end before they can be sent.
+    The preparation waits for two events. First kernels find the positions, and write their number into memory
+    of the host. Then the host knows all sizes: rows are summed and positions encoded in one piece of memory,
+    which one copy brings to the host, and frames are slices of that copy.
 
     Args:
         tensor: coalesced or not, on the accelerator's device. It must not change before the round has ended.
@@ -81,6 +84,7 @@ class StagedSparse(Staged, OneRound):
         coder: of the values. It quantizes on the host, where residuals are kept: on the device they would
             take as much memory as the table.
         kept: the hash memory that the tensor's last push ended with; None: that of ``settings``.
+        pool: pinned memory for what is pushed; by default the accelerator's.
     """
 
     def __init__(
@@ -94,7 +98,9 @@ class StagedSparse(Staged, OneRound):
         coder: ValueCoder,
         expected_rows: int = 0,
         kept: KeptMemory | None = None,
+        pool: BufferPool | None = None,
     ) -> None:
+        self._pool = pool
         self._kept = kept or KeptMemory.of(settings)
         self.rows_given = tensor._nnz()
         self._coder = coder
@@ -142,43 +148,61 @@ class StagedSparse(Staged, OneRound):
         compact = self._compact_by_hashing if self._settings.compaction == "hash" else self._compact
         rows, ends = yield from compact(stops)
         runs = self._runs(ends)
-        total = runs[-1].end
         with gpu.pushing.current():
-            values = self._to_host(rows.values[:total])
-            in_bitmaps = [run for run in runs if run.codec.name == "bitmap"]
-            numbers = None
-            if len(in_bitmaps) < len(runs) or self._coder.keeps_residual:
-                numbers = self._to_host(self._relative_to_chunks(rows, starts)[:total])
-            encoded, places = encode_bitmaps(
-                gpu.launcher,
-                rows.positions,
-                [BitmapChunk(run.begin, run.end, run.where.start, run.where.span) for run in in_bitmaps],
-            )
-            bits = self._to_host(encoded) if in_bitmaps else encoded
+            payload, places, bitmaps = self._payload(rows, runs, starts)
+            copy = self._to_host(payload, self._pool)
         yield gpu.pushing.mark()
 
         del self._indices, self._values
+        values, numbers, bits = (copy[place] for place in places)
+        values = values.view(self.encoded.dtype).view(runs[-1].end, self._columns)
+        numbers = numbers.view(self._number_dtype())
         data = tensor_bytes(self._coded(runs, numbers, values))
-        bitmaps = {run: bits[place] for run, place in zip(in_bitmaps, places, strict=True)}
-        chunks = [self._chunk(run, numbers, bitmaps.get(run), data) for run in runs]
+        chunks = [
+            self._chunk(run, numbers, bits[bitmaps[run]] if run in bitmaps else None, data) for run in runs
+        ]
         self.encoded = structs.replace(self.encoded, chunks=chunks)
+
+    def _payload(
+        self, rows: GroupedRows, runs: Sequence[_Run], starts: Tensor
+    ) -> tuple[Tensor, Sequence[slice], Mapping[_Run, slice]]:
+        """Sums the rows and encodes their positions.
+
+        Returns:
+            uint8 on the device; where in it the values are, the positions relative to chunks, of all rows or
+            of none, and the bitmaps; and where among these each run's bitmap is.
+        """
+        launcher, count = self._accelerator.launcher, runs[-1].end
+        in_bitmaps = [run for run in runs if run.codec.name == "bitmap"]
+        chunks = [BitmapChunk(run.begin, run.end, run.where.start, run.where.span) for run in in_bitmaps]
+        numbered = count if len(in_bitmaps) < len(runs) or self._coder.keeps_residual else 0
+        bitmaps, bitmaps_bytes = place_bitmaps(chunks)
+        value_bytes = count * self._columns * self.encoded.dtype.itemsize
+        number_dtype = self._number_dtype()
+        places, size = _aligned([value_bytes, numbered * number_dtype.itemsize, bitmaps_bytes])
+        payload = torch.empty(size, dtype=torch.uint8, device=self._accelerator.device)
+        values, numbers, bits = (payload[place] for place in places)
+        rows.sum_into(values.view(self.encoded.dtype).view(count, self._columns))
+        encode_coo(launcher, rows.positions[:numbered], starts, numbers.view(number_dtype))
+        encode_bitmaps(launcher, rows.positions, chunks, bits)
+        return payload, places, dict(zip(in_bitmaps, bitmaps, strict=True))
 
     def _compact(self, stops: Tensor) -> Compaction:
         """Compacts by sorting or by bitmap: by as few launches as possible, and one wait."""
         gpu, size = self._accelerator, self._device_layout.size
         in_bitmap = self._settings.compaction == "bitmap"
+        words = bitmap_scratch_words(size) if in_bitmap else sort_scratch_words(self.rows_given)
         with gpu.pushing.current():
-            words = bitmap_scratch_words(size) if in_bitmap else sort_scratch_words(self.rows_given)
-            header = Header.empty(stops, words)
-            positions, values = self._positions(header.words)
+            scratch = torch.empty(words, dtype=torch.int64, device=gpu.device)
+            header = Header(stops, self._told(1 + len(stops)), scratch)
+            positions, values = self._positions(header.scratch)
             if in_bitmap:
-                rows = bitmap_compact(gpu.launcher, positions, values, size, header)
+                rows = bitmap_rows(gpu.launcher, positions, values, size, header)
             else:
-                rows = sort_compact(gpu.launcher, positions, values, header)
-            told = self._to_host(header.told)
+                rows = sort_rows(gpu.launcher, positions, values, header)
         yield gpu.pushing.mark()
-        self._check_inside(told)
-        return rows, told[1:].tolist()
+        self._check_inside(header.outside)
+        return rows, header.offsets.tolist()
 
     def _compact_by_hashing(self, stops: Tensor) -> Compaction:
         """Waits once more: for the number of rows, and whether the hash memory was large enough."""
@@ -187,20 +211,25 @@ class StagedSparse(Staged, OneRound):
             positions, values = self._positions()
         while True:
             with gpu.pushing.current():
-                bounds = self._layout.server_bounds
-                hashed = hash_positions(gpu.launcher, positions, bounds, len(positions), kept.memory)
-                told = self._to_host(hashed.told)
+                bounds, told = self._layout.server_bounds, self._told(6)
+                hashed = hash_positions(gpu.launcher, positions, bounds, len(positions), kept.memory, told)
             yield gpu.pushing.mark()
             self._check_inside(told)
             self._hashed_rows += told[2:].numpy()
             if not int(told[-1]):
                 break
             kept.memory = kept.memory.doubled()
+        offsets = self._told(len(stops))
         with gpu.pushing.current():
-            rows, offsets = sum_hashed(gpu.launcher, hashed, values, int(told[1]), stops)
-            ends = self._to_host(offsets)
+            rows = sort_hashed(gpu.launcher, hashed, values, int(told[1]), stops, offsets)
         yield gpu.pushing.mark()
-        return rows, ends.tolist()
+        return rows, offsets.tolist()
+
+    def _told(self, words: int) -> Tensor:
+        """Returns memory of the host that kernels write to: int64 ``[words]``, 0."""
+        told = self._accelerator.pinned.empty((words,), torch.int64)
+        told.numpy()[:] = 0
+        return told
 
     def _check_inside(self, told: Tensor) -> None:
         if int(told[0]):
@@ -212,11 +241,10 @@ class StagedSparse(Staged, OneRound):
         positions = place_rows(self._accelerator.launcher, self._device_layout, rows, cleared)
         return positions, self._values.reshape(len(rows), self._columns).contiguous()
 
-    def _relative_to_chunks(self, rows: DeviceRows, starts: Tensor) -> Tensor:
-        """Returns each position relative to its chunk, as int32 if that is enough for all chunks."""
+    def _number_dtype(self) -> torch.dtype:
+        """Returns the dtype of positions relative to their chunk: int32 if that is enough for all chunks."""
         widest = max(each.span for each in self._ranges.values())
-        dtype = torch.int32 if item_dtype(widest).itemsize == 4 else torch.int64
-        return encode_coo(self._accelerator.launcher, rows.positions, rows.count, starts, dtype)
+        return torch.int32 if item_dtype(widest).itemsize == 4 else torch.int64
 
     def _runs(self, ends: Sequence[int]) -> list[_Run]:
         """Returns the rows of each fragment of each chunk, given the number of rows up to a chunk's end."""
@@ -230,19 +258,15 @@ class StagedSparse(Staged, OneRound):
                 runs.append(_Run(each, first, stop, chosen, fragment, len(cuts)))
         return runs
 
-    def _coded(self, runs: Sequence[_Run], numbers: Tensor | None, values: Tensor) -> Tensor:
+    def _coded(self, runs: Sequence[_Run], numbers: Tensor, values: Tensor) -> Tensor:
         if not self._coder.keeps_residual:
             return self._coder.encode(values)
-        assert numbers is not None
         positions = torch.cat([numbers[run.begin : run.end].long() + run.where.start for run in runs])
         return self._coder.encode_rows(values, self._layout, positions)
 
-    def _chunk(
-        self, run: _Run, numbers: Tensor | None, bitmap: Tensor | None, values: memoryview
-    ) -> EncodedChunk:
+    def _chunk(self, run: _Run, numbers: Tensor, bitmap: Tensor | None, values: memoryview) -> EncodedChunk:
         where, row_bytes = run.where, self.encoded.row_bytes
         if bitmap is None:
-            assert numbers is not None
             encoded = run.codec.encode(numbers[run.begin : run.end].numpy(), where.span).data
         else:
             encoded = tensor_bytes(bitmap)
@@ -310,17 +334,22 @@ class StagedSparse(Staged, OneRound):
         Returns:
             uint8, each at an address that is aligned for kernels.
         """
-        sizes = [part.nbytes for part in parts]
-        begins = [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
-        pinned = self._accelerator.pinned.empty((begins[-1],), torch.uint8)
-        for begin, part in zip(begins[:-1], parts, strict=True):
-            pinned.numpy()[begin : begin + part.nbytes] = np.frombuffer(part, np.uint8)
+        places, size = _aligned([part.nbytes for part in parts])
+        pinned = self._accelerator.pinned.empty((size,), torch.uint8)
+        for place, part in zip(places, parts, strict=True):
+            pinned.numpy()[place] = np.frombuffer(part, np.uint8)
         self._held.append(pinned)
         there = pinned.to(self._accelerator.device, non_blocking=True)
-        return [there[begin : begin + size] for begin, size in zip(begins[:-1], sizes, strict=True)]
+        return [there[place] for place in places]
 
     def _on_device(self, numbers: Sequence[int]) -> Tensor:
         return self._to_device(np.array(numbers, np.int64).data.cast("B"))[0].view(torch.int64)
+
+
+def _aligned(sizes: Sequence[int]) -> tuple[list[slice], int]:
+    """Where parts of these sizes lie one after another, each aligned for kernels, and the size of all."""
+    *begins, size = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
+    return [slice(begin, begin + part) for begin, part in zip(begins, sizes, strict=True)], size
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

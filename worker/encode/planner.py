@@ -19,6 +19,7 @@ from zenps.kernels.gpu.place import DeviceLayout
 from zenps.partition.device_layout import device_layout_on
 from zenps.partition.layout import Layout
 from zenps.schemes.base import Scheme
+from zenps.wire.shared_memory.arena import Arena
 
 from ..core.memory import POOL_BYTES
 from ..core.request import Request, table_shape
@@ -79,12 +80,12 @@ class Planner:
             return ()
         return (transform(tensor, self._kernels),)
 
-    def begin(self, request: Request, expected_rows: int, pool: BufferPool | None = None) -> Transfer:
+    def begin(self, request: Request, expected_rows: int, arena: Arena | None = None) -> Transfer:
         """Constructs the transfer of a transformed tensor. A tensor on the CPU is compacted on this thread.
 
         Args:
             expected_rows: how many rows of the tensor were pulled last time; equal on all ranks.
-            pool: memory that servers on this host can read. What is compacted into it need not be copied.
+            arena: memory that servers on this host can read. What is compacted into it need not be copied.
 
         Raises:
             TensorError: indices lie outside the tensor, a row is too large for a message, or there is no
@@ -94,7 +95,7 @@ class Planner:
         tensor, name, options = request
         gpu = self._accelerator(tensor)
         if tensor.is_sparse:
-            return self._begin_sparse(request, expected_rows, gpu, pool)
+            return self._begin_sparse(request, expected_rows, gpu, arena)
         if self._in_blocks and (plan := self._plan(request)) is not None:
             shardings = self._sharder.shard_streams(name, plan.streams)
             if gpu is None:
@@ -105,25 +106,34 @@ class Planner:
         if gpu is None:
             pool = self._unpooled if options.purpose == "broadcast" else self._pool
             return _begin_dense(sharding, pool, options.contributes, coder, tensor)
-        begin = partial(_begin_dense, sharding, gpu.pinned, options.contributes, coder)
+        pool = self._pinned(gpu, None if options.purpose == "broadcast" else arena)
+        begin = partial(_begin_dense, sharding, pool, options.contributes, coder)
         return StagedDense(tensor, begin, gpu)
 
     def _begin_sparse(
-        self, request: Request, expected_rows: int, gpu: Accelerator | None, pool: BufferPool | None
+        self, request: Request, expected_rows: int, gpu: Accelerator | None, arena: Arena | None
     ) -> Transfer:
         tensor = request.tensor
         rows, columns = table_shape(tensor)
         coder = self._coder(request, rows, columns)
         sharding = self._sharder.shard_sparse(request.name, rows, columns, tensor.dtype, expected_rows)
+        if coder.form != "same":
+            arena = None  # quantized values are the coder's, and what it was given is not sent
         if gpu is None:
-            # Quantized values are the coder's, and what it was given is not sent.
-            pool = pool if coder.form == "same" else None
+            pool = None if arena is None else arena.pool
             return SparseTransfer(tensor, sharding, self._codec, self._kernels, coder, expected_rows, pool)
         layout = partial(self._device_layout, gpu)
         cuda = self._config.cuda
         with self._lock:
             kept = self._hash_memories.setdefault(request.name, KeptMemory.of(cuda))
-        return StagedSparse(tensor, sharding, self._codec, cuda, layout, gpu, coder, expected_rows, kept)
+        pool = self._pinned(gpu, arena)
+        return StagedSparse(
+            tensor, sharding, self._codec, cuda, layout, gpu, coder, expected_rows, kept, pool
+        )
+
+    def _pinned(self, gpu: Accelerator, arena: Arena | None) -> BufferPool:
+        with self._lock:
+            return gpu.pinned_in(arena)
 
     def _plan(self, request: Request) -> Plan | None:
         """Returns how a tensor is divided into blocks and streams; None if it goes in chunks."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from zenps.buffers import BufferPool
 from zenps.errors import TensorError, ZenPSError
 from zenps.kernels.gpu.scatter import gather_rows
 
@@ -48,9 +49,9 @@ class Staged(Transfer):
     def _prepare(self) -> Iterator[Event]:
         """Prepares the first push; yields an event whenever the device has to reach it first."""
 
-    def _to_host(self, tensor: Tensor) -> Tensor:
-        """Returns a pinned copy, which is complete at the next event."""
-        copy = self._accelerator.pinned.empty(tuple(tensor.shape), tensor.dtype)
+    def _to_host(self, tensor: Tensor, pool: BufferPool | None = None) -> Tensor:
+        """Returns a copy in pinned memory, by default the accelerator's; it is complete at the next event."""
+        copy = (pool or self._accelerator.pinned).empty(tuple(tensor.shape), tensor.dtype)
         return copy.copy_(tensor, non_blocking=True)
 
 

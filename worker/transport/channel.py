@@ -19,7 +19,6 @@ from typing import NamedTuple
 import zmq
 from msgspec import Struct, structs
 
-from zenps.buffers import BufferPool
 from zenps.errors import PeerLostError, ProtocolError, UsageError, ZenPSError
 from zenps.observe import log
 from zenps.observe.clock import now_ns
@@ -27,6 +26,7 @@ from zenps.observe.metrics import WorkerMetrics
 from zenps.schemes.base import WireForm
 from zenps.wire.frames import CorruptedError, Decoder
 from zenps.wire.messages import FromServer, Result, View
+from zenps.wire.shared_memory.arena import Arena
 from zenps.wire.sockets import Socket, receive_frames
 
 from ..core.interrupts import MASK
@@ -131,13 +131,13 @@ class Channel(Waiter):
         rounds = [self._new_round(pending, encoded) for encoded in pending.begin()]
         self._post(_Submit(pending, rounds))
 
-    def shared_pool(self) -> BufferPool | None:
+    def arena(self) -> Arena | None:
         """Returns memory that servers on this host can read; None if there are none, or after a failure.
 
         After a failure nothing new is put there: servers may still read, for other ranks, what was pushed
         before.
         """
-        return None if self._rounds.failure else self._servers.shared_pool
+        return None if self._rounds.failure else self._servers.arena
 
     def on_view(self, view: View) -> None:
         """Applies a new view: connects to new servers, and reshards rounds if the ring has changed."""
@@ -203,7 +203,7 @@ class Channel(Waiter):
 
     def _share(self, encoded: EncodedTensor, options: Options) -> EncodedTensor:
         # Without a layout it goes whole, and is below the size from which values are shared, or in blocks.
-        if encoded.sharding.layout is None or self.shared_pool() is None:
+        if encoded.sharding.layout is None or self.arena() is None:
             return encoded
         return self._writer.share(encoded, options)
 

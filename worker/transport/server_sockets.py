@@ -9,14 +9,13 @@ from functools import partial
 import zmq
 from msgspec import structs
 
-from zenps.buffers import BufferPool
 from zenps.errors import ProtocolError
 from zenps.keys import node_name
 from zenps.wire.curve import Handshakes
 from zenps.wire.frames import encode
 from zenps.wire.identity import identity_at, public_identity
 from zenps.wire.messages import GiveUp, Hello, Here, Member, Push, Shared
-from zenps.wire.shared_memory.arena import open_arena
+from zenps.wire.shared_memory.arena import Arena, open_arena
 from zenps.wire.sockets import COPY_BELOW_BYTES, Socket, connect, open_dealer, send_frames
 
 from ..core.memory import POOL_BYTES
@@ -77,9 +76,9 @@ class ServerSockets:
         return None
 
     @property
-    def shared_pool(self) -> BufferPool | None:
+    def arena(self) -> Arena | None:
         """Memory that servers on this host may read; None if there are none. May be read from any thread."""
-        return self._arena.pool if self._arena is not None and self._shared_memory else None
+        return self._arena if self._shared_memory else None
 
     def share(self, rank: int, values: memoryview, *, is_pooled: bool) -> memoryview:
         """Returns values of a push in shared memory if the server is on this host. From any thread.

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, cast
 
+import numpy as np
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
@@ -103,12 +104,12 @@ def test_the_bytes_on_the_wire_are_those_of_the_cpu(codec: str) -> None:
 
 
 class _Counted(HostAccelerator):
-    """Counts the kernels of ZenPS by stream, and buffers in pinned memory, of which each is copied once."""
+    """Notes the kernels of ZenPS by stream, and buffers in pinned memory."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kernels: dict[str, list[str]] = {"pushing": [], "pulling": []}
-        self.copies = dict.fromkeys(self.kernels, 0)
+        self.pinned_buffers: list[Tensor] = []
         self._now = "none"
         counted = self
 
@@ -116,13 +117,14 @@ class _Counted(HostAccelerator):
             def launch(
                 self, source: str, expression: str, grid: int, block: int, args: Sequence[Argument]
             ) -> None:
-                counted.kernels[counted._now].append(expression.partition("<")[0])
+                if grid:
+                    counted.kernels[counted._now].append(expression.partition("<")[0])
                 super().launch(source, expression, grid, block, args)
 
         class Pool(BufferPool):
             def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-                counted.copies[counted._now] += 1
-                return super().empty(shape, dtype)
+                counted.pinned_buffers.append(super().empty(shape, dtype))
+                return counted.pinned_buffers[-1]
 
         class Counting(HostLane):
             def __init__(self, name: str) -> None:
@@ -139,10 +141,10 @@ class _Counted(HostAccelerator):
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts PyTorch's launches, without copies."""
+    """Counts PyTorch's launches, and apart from them copies to the host."""
 
-    ON_THE_HOST = ("_nnz", "sparse_dim", "_indices", "_values", "_local_scalar_dense", "lift_fresh", "copy_")
-    launches = 0
+    ON_THE_HOST = ("_nnz", "sparse_dim", "_indices", "_values", "_local_scalar_dense", "lift_fresh")
+    launches = copies = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -150,27 +152,38 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         if name == "sort":
             self.launches += sort_cost(args[0]).launches
+        elif name == "copy_":
+            self.copies += 1
         elif name not in FREE and name not in self.ON_THE_HOST:
             self.launches += 1
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("servers", [2, 16])
+@pytest.mark.parametrize("rows", [300, 70_000])
 @pytest.mark.parametrize(("codec", "last"), [("bitmap", "encode_bitmaps"), ("coo", "encode_coo")])
-def test_launches_and_copies_of_a_push_do_not_grow_with_servers(codec: str, last: str, servers: int) -> None:
-    """PyTorch launches the sort alone. One copy goes to the device, the bounds; three come back."""
+def test_launches_and_copies_of_a_push_grow_with_nothing(
+    codec: str, last: str, rows: int, servers: int
+) -> None:
+    """PyTorch launches the sort alone. One copy comes back, and what is sent is that memory itself."""
     layout = make_layout("balanced", 600, 1, list(range(servers)), 0)
-    tensor = sparse(torch.arange(0, 600, 2), torch.randn(300, 5), (600, 5))
+    tensor = sparse(torch.arange(0, 2 * rows, 2) % 600, torch.randn(rows, 5), (600, 5))
     counted, coder = _Counted(), Unchanged(tensor.dtype)
     with _Operations() as operations:  # type: ignore[no-untyped-call]
         transfer = StagedSparse(
             tensor, Sharding(layout, 2, 0), codec, CudaConfig(), on_the_device, counted, coder
         )
         prepared(transfer)
-    assert len(encoded_by(transfer).chunks) >= servers
-    # 300 rows are 5 chunks of 64, whose partial sums the last block adds up.
+    chunks = encoded_by(transfer).chunks
+    assert len(chunks) >= servers
     assert counted.kernels["pushing"] == ["place_rows", "find_segments", "reduce_runs", last]
-    assert (counted.copies["pushing"], operations.launches) == (4, 7)
+    assert (operations.copies, operations.launches) == (1, 7)
+    # The bounds, which go to the device, and what kernels tell the host, are small.
+    *_, payload = counted.pinned_buffers
+    assert len(counted.pinned_buffers) == 3
+    frames = [frame for chunk in chunks for frame in chunk.frames if frame.nbytes]
+    assert len(frames) == 2 * len(chunks)
+    assert all(np.shares_memory(np.frombuffer(frame, np.uint8), payload.numpy()) for frame in frames)
 
 
 def test_pulls_have_a_stream_of_their_own_and_one_copy_for_each_answer() -> None:
@@ -180,6 +193,7 @@ def test_pulls_have_a_stream_of_their_own_and_one_copy_for_each_answer() -> None
         StagedSparse(tensor, Sharding(LAYOUT, 2, 0), "auto", CudaConfig(), on_the_device, counted, coder)
     )
     pushing = list(counted.kernels["pushing"])
+    counted.pinned_buffers.clear()
     answers = aggregate([transfer], average=False)
     absorb_all(transfer, answers)
     assert_same_bits(transfer.finish(), tensor.coalesce())
@@ -187,8 +201,8 @@ def test_pulls_have_a_stream_of_their_own_and_one_copy_for_each_answer() -> None
         "pushing": pushing,
         "pulling": ["decode_bitmap"] * len(answers) + ["gather_rows"],
     }
-    # The last one comes back: whether all positions were possible.
-    assert counted.copies["pulling"] == len(answers) + 1
+    # Each is copied once. The last one comes back: whether all positions were possible.
+    assert len(counted.pinned_buffers) == len(answers) + 1
 
 
 def test_a_hash_memory_that_overflows_grows_until_no_row_is_lost() -> None:

@@ -176,13 +176,13 @@ def test_views_that_come_in_a_heap_are_followed_one_after_the_other(
 def test_memory_is_shared_with_servers_of_this_host_until_a_failure(
     ctx: zmq.Context[Any], view: View, sharder: NotingSharder, metrics: WorkerMetrics, channel: Channel
 ) -> None:
-    assert channel.shared_pool() is None
+    assert channel.arena() is None
     listener = Listener(server_name(view.servers[0].address), net.SOCK_STREAM, Hello)
     try:
         near = open_channel(ctx, view, WireForm(), sharder, metrics)
-        assert near.shared_pool() is not None
+        assert near.arena() is not None
         near.fail(PeerLostError("the scheduler is gone"))
-        assert near.shared_pool() is None
+        assert near.arena() is None
         near.close()
     finally:
         listener.close()

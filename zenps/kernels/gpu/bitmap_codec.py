@@ -37,38 +37,40 @@ class BitmapChunk(NamedTuple):
     span: int
 
 
+def place_bitmaps(chunks: Sequence[BitmapChunk]) -> tuple[list[slice], int]:
+    """Where each chunk's bitmap, of ``⌈span / 8⌉`` bytes, lies among those of all, and the bytes of all."""
+    *firsts, size = accumulate((4 * _words(chunk) for chunk in chunks), initial=0)
+    places = [slice(first, first - (-chunk.span // 8)) for first, chunk in zip(firsts, chunks, strict=True)]
+    return places, size
+
+
 def encode_bitmaps(
-    launcher: Launcher, positions: Tensor, chunks: Sequence[BitmapChunk]
-) -> tuple[Tensor, list[slice]]:
-    """Encodes the positions of all chunks as bitmaps, by one launch.
+    launcher: Launcher, positions: Tensor, chunks: Sequence[BitmapChunk], bitmaps: Tensor
+) -> Tensor:
+    """Encodes the positions of all chunks as bitmaps, by one launch; returns ``bitmaps``.
 
     Args:
         positions: int32 or int64 ``[n]`` on the device; those of a chunk ascend strictly. Not checked.
         chunks: in [0, n], not checked.
-
-    Returns:
-        uint8 on the device, and where in it each chunk's bitmap is, in ``⌈span / 8⌉`` bytes: those of
-        :meth:`zenps.codecs.bitmap.Bitmap.encode`.
+        bitmaps: uint8 on the device, at an address divisible by 4, as large as :func:`place_bitmaps` says.
+            Each bitmap becomes that of :meth:`zenps.codecs.bitmap.Bitmap.encode`.
 
     Raises:
         TensorError: another dtype or shape, or too many positions for one launch.
     """
     check_on_device("positions", positions, INTEGERS, 1)
-    words = [-(-chunk.span // 32) for chunk in chunks]
+    words = [_words(chunk) for chunk in chunks]
     tiles = [_bitmap_tiles(chunk.span) for chunk in chunks]
     first_tiles, first_words = ([0, *accumulate(each)] for each in (tiles, words))
-    bitmaps = torch.empty(4 * first_words[-1], dtype=torch.uint8, device=positions.device)
-    if first_tiles[-1]:
-        begins, ends, starts, _ = zip(*chunks, strict=True)
-        columns = (first_tiles[:-1], begins, ends, starts, first_words[:-1], words)
-        table = to_device([number for column in columns for number in column], positions.device)
-        expression = f"encode_bitmaps<{position_name(positions.dtype)}>"
-        blocks = grid_of(first_tiles[-1] * BLOCK)
-        launcher.launch("bitmap_codec", expression, blocks, BLOCK, (positions, table, len(chunks), bitmaps))
-    firsts = [4 * first for first in first_words]
-    return bitmaps, [
-        slice(first, first - (-chunk.span // 8)) for first, chunk in zip(firsts[:-1], chunks, strict=True)
-    ]
+    if not first_tiles[-1]:
+        return bitmaps
+    begins, ends, starts, _ = zip(*chunks, strict=True)
+    columns = (first_tiles[:-1], begins, ends, starts, first_words[:-1], words)
+    table = to_device([number for column in columns for number in column], positions.device)
+    expression = f"encode_bitmaps<{position_name(positions.dtype)}>"
+    blocks = grid_of(first_tiles[-1] * BLOCK)
+    launcher.launch("bitmap_codec", expression, blocks, BLOCK, (positions, table, len(chunks), bitmaps))
+    return bitmaps
 
 
 def decode_bitmap(
@@ -101,29 +103,23 @@ def decode_bitmap(
     return table_rows, error
 
 
-def encode_coo(
-    launcher: Launcher, positions: Tensor, count: Tensor, starts: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Encodes the positions of all chunks at once: each relative to the start of its chunk.
+def encode_coo(launcher: Launcher, positions: Tensor, starts: Tensor, relative: Tensor) -> Tensor:
+    """Encodes the positions of all chunks at once, each relative to its chunk's start; returns ``relative``.
 
     Args:
-        positions: int32 or int64 ``[capacity]`` on the device; the first ``count`` are valid.
-        count: int64 ``[1]``.
+        positions: int32 or int64 ``[n]`` on the device.
         starts: int64 ``[chunks]``, ascending, the first not greater than any position.
-        dtype: int32, or int64 for chunks of more than 2**31 positions.
-
-    Returns:
-        ``[capacity]`` of ``dtype``; the first ``count`` are valid.
+        relative: ``[n]``, becomes the result: int32, or int64 for chunks of more than 2**31 positions.
 
     Raises:
         TensorError: another dtype or shape.
     """
     check_on_device("positions", positions, INTEGERS, 1)
     check_on_device("chunk starts", starts, (torch.int64,), 1)
-    assert dtype in INTEGERS, dtype
-    relative = torch.empty(len(positions), dtype=dtype, device=positions.device)
-    expression = f"encode_coo<{position_name(positions.dtype)}, {position_name(dtype)}>"
-    args = (positions, count, starts, len(starts), relative)
+    check_on_device("relative positions", relative, INTEGERS, 1)
+    assert len(relative) == len(positions), (relative.shape, positions.shape)
+    expression = f"encode_coo<{position_name(positions.dtype)}, {position_name(relative.dtype)}>"
+    args = (positions, len(positions), starts, len(starts), relative)
     launcher.launch("bitmap_codec", expression, grid_of(len(positions)), BLOCK, args)
     return relative
 
@@ -159,6 +155,10 @@ def _check_address(name: str, tensor: Tensor, alignment: int) -> None:
     if tensor.data_ptr() % alignment:
         address = f"{tensor.data_ptr():#x}"
         raise TensorError(f"{name} at address {address}: expected a multiple of {alignment}; copy them")
+
+
+def _words(chunk: BitmapChunk) -> int:
+    return -(-chunk.span // 32)
 
 
 def _bitmap_tiles(span: int) -> int:

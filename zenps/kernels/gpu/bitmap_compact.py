@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from zenps.kernels.base import ACCUMULATE
 from .bitmap_codec import BITMAP_TILE
 from .launcher import BLOCK, Launcher, grid_of
 from .packs import check_rows, pack_lanes
-from .rows import DeviceRows, Header
+from .rows import DeviceRows, GroupedRows, Header
 from .sources import number_name, position_name
 
 ITEMS = 4
@@ -53,13 +55,20 @@ def bitmap_compact(
     Raises:
         TensorError: another dtype or shape, or too many rows. ``sort_compact`` takes other dtypes too.
     """
+    return bitmap_rows(launcher, positions, values, size, header).summed(len(positions))
+
+
+def bitmap_rows(
+    launcher: Launcher, positions: Tensor, values: Tensor, size: int, header: Header | None = None
+) -> GroupedRows:
+    """:func:`bitmap_compact`, whose sums are left to the caller."""
     if values.dtype not in VALUES:
         expected = "expected float16, bfloat16 or float32; compact other dtypes with sort_compact"
         raise TensorError(f"values of dtype {values.dtype}: {expected}")
     check_rows(positions, values, VALUES)
     header = header or Header.without_cuts(bitmap_scratch_words(size), positions.device)
     targets, unique, count = _number_rows(launcher, positions, size, header)
-    return DeviceRows(unique, _sum_rows(launcher, values, targets, count), count)
+    return GroupedRows(unique, values, count, partial(_sum_rows, launcher, values, targets, count))
 
 
 def _number_rows(
@@ -85,20 +94,18 @@ def _number_rows(
     return targets, unique, count
 
 
-def _sum_rows(launcher: Launcher, values: Tensor, targets: Tensor, count: Tensor) -> Tensor:
-    rows, columns = values.shape
-    sums = torch.empty(rows, columns, dtype=ACCUMULATE[values.dtype], device=values.device)
+def _sum_rows(launcher: Launcher, values: Tensor, targets: Tensor, count: Tensor, out: Tensor) -> None:
     if not values.numel():
-        return sums.to(values.dtype)
+        return
+    rows, columns = values.shape
+    dtype = ACCUMULATE[values.dtype]
+    sums = out if out.dtype == dtype else torch.empty_like(out, dtype=dtype)
     specialisation = f"<{number_name(values.dtype)}, {pack_lanes(values)}>"
-    grid = grid_of(rows * (columns // pack_lanes(values)))
+    packs = columns // pack_lanes(values)
     args = (values, targets, rows, columns, sums)
     for kernel in ("put_first", "add_others"):
-        launcher.launch("bitmap_compact", kernel + specialisation, grid, BLOCK, args)
-    if sums.dtype == values.dtype:
-        return sums
-    rounded = torch.empty_like(values)
-    launcher.launch(
-        "bitmap_compact", "round_sums" + specialisation, grid, BLOCK, (sums, count, columns, rounded)
-    )
-    return rounded
+        launcher.launch("bitmap_compact", kernel + specialisation, grid_of(rows * packs), BLOCK, args)
+    if sums is not out:
+        rounded = (sums, count, columns, out)
+        grid = grid_of(len(out) * packs)
+        launcher.launch("bitmap_compact", "round_sums" + specialisation, grid, BLOCK, rounded)

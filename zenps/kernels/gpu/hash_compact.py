@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -19,8 +20,8 @@ from zenps.errors import ConfigError, TensorError
 from .launcher import BLOCK, Launcher, check_on_device, grid_of, scan_state, to_device
 from .packs import check_rows
 from .place import INTEGERS
-from .rows import DeviceRows
-from .sort_compact import VALUES, sum_segments
+from .rows import DeviceRows, GroupedRows
+from .sort_compact import VALUES, Segments, ended_words
 from .sources import word_name
 
 SLOT_TILE = 4096
@@ -70,11 +71,12 @@ class Hashed(NamedTuple):
     """Rows by the slots of a hash memory.
 
     Attributes:
-        told: int64 ``[6]`` on the device. Whether a position is negative, and the rows mean nothing; the
+        told: int64 ``[6]``. Whether a position is negative, and the rows mean nothing; the
             number of different positions; the numbers of given rows that took, or shared, the slot of their
             first hash, that of another hash, and a serial slot; and the number that *overflowed*: these have
             no slot, for the serial memory was full.
-        keys: the different positions ``[n]``, in no order; the first ``told[1]`` are valid.
+        unique_count: int64 ``[1]`` on the device, the number of different positions.
+        keys: the different positions ``[n]``, in no order; the first ``unique_count`` are valid.
         key_slots: int32 ``[n]``, the slot of each.
         slot_rows: int32 ``[slots]``, how many rows each slot has.
         row_slots: int32 ``[n]``, the slot of each row.
@@ -82,6 +84,7 @@ class Hashed(NamedTuple):
     """
 
     told: Tensor
+    unique_count: Tensor
     keys: Tensor
     key_slots: Tensor
     slot_rows: Tensor
@@ -90,7 +93,12 @@ class Hashed(NamedTuple):
 
 
 def hash_positions(
-    launcher: Launcher, positions: Tensor, bounds: Sequence[int], expected: int, memory: HashMemory
+    launcher: Launcher,
+    positions: Tensor,
+    bounds: Sequence[int],
+    expected: int,
+    memory: HashMemory,
+    told: Tensor | None = None,
 ) -> Hashed:
     """Finds a slot for each position.
 
@@ -100,48 +108,55 @@ def hash_positions(
         bounds: the first position of each server, and the number of positions.
         expected: the number of different positions that the memory is for.
         memory: the size of the hash memory.
+        told: int64 ``[6]`` for that of the result, on the device or in pinned memory of the host.
 
     Raises:
         TensorError: the hash memory has too many slots for 32 bits.
     """
     table = _new_table(bounds, positions, expected, memory)
-    rows, device, told = len(positions), positions.device, table.told
+    rows, device, counted = len(positions), positions.device, table.counted
+    told = counted if told is None else told
     row_slots, numbers, key_slots = torch.empty((3, rows), dtype=torch.int32, device=device)
-    args = (positions, rows, *table.args, row_slots, table.slot_rows, numbers, told[2:], told[:1])
+    args = (positions, rows, *table.args, row_slots, table.slot_rows, numbers, counted[2:], counted[:1])
     launcher.launch("hash_compact", f"claim_rows<{table.key}>", grid_of(rows), BLOCK, args)
     keys = torch.empty_like(positions)
-    extracted = (table.state, table.slots, len(table.slots), keys, key_slots, told[1:2])
+    extracted = (table.state, table.slots, len(table.slots), keys, key_slots, counted, told)
     tiles = grid_of(len(table.slots), SLOT_TILE)
     launcher.launch("hash_compact", f"extract_keys<{table.key}>", tiles, BLOCK, extracted)
-    return Hashed(told, keys, key_slots, table.slot_rows, row_slots, numbers)
+    return Hashed(told, counted[1:2], keys, key_slots, table.slot_rows, row_slots, numbers)
 
 
-def sum_hashed(
-    launcher: Launcher, hashed: Hashed, values: Tensor, count: int, cuts: Tensor | None = None
-) -> tuple[DeviceRows, Tensor]:
-    """Sums the rows of equal positions and sorts them.
+def sort_hashed(
+    launcher: Launcher,
+    hashed: Hashed,
+    values: Tensor,
+    count: int,
+    cuts: Tensor | None = None,
+    offsets: Tensor | None = None,
+) -> GroupedRows:
+    """Sorts the different positions. Rows are summed as those of ``sort_compact``, but in no fixed order.
 
     Args:
         hashed: none of its rows overflowed.
         values: ``[n, columns]`` of a dtype of ``sort_compact``, on the same device.
         count: ``told[1]``, so that no more is sorted than there is.
         cuts: int64 ``[c]`` on the device: positions that ascend.
-
-    Returns:
-        The rows, with capacity ``count``, whose values are summed as those of ``sort_compact``, but in no
-        particular order; and of each cut, the number of different positions below it, int64 ``[c]``.
+        offsets: int64 ``[c]``, on the device or in pinned memory of the host: becomes the number of different
+            positions below each cut.
 
     Raises:
         TensorError: ``values`` have another dtype or shape.
     """
     check_rows(hashed.row_slots, values, VALUES)
     rows, device = len(values), values.device
-    cuts = torch.empty(0, dtype=torch.int64, device=device) if cuts is None else cuts
+    if cuts is None or offsets is None:
+        cuts = offsets = torch.empty(0, dtype=torch.int64, device=device)
     positions, order = torch.sort(hashed.keys[:count])
     groups = torch.empty(len(hashed.slot_rows), dtype=torch.int64, device=device)
-    blocks, offsets = grid_of(max(count, len(cuts))), torch.empty_like(cuts)
-    cleared = scan_state(blocks + 1, device)
-    finished, state = cleared[:1].view(torch.int32), cleared[1:]
+    blocks = grid_of(max(count, len(cuts)))
+    ended, state = torch.split(
+        scan_state(ended_words(rows) + blocks, device), [ended_words(rows), 1 + blocks]
+    )
     key = word_name(positions.itemsize)
     numbering = (state, positions, order, hashed.key_slots, hashed.slot_rows, count, groups)
     args = (*numbering, cuts, len(cuts), offsets)
@@ -150,9 +165,8 @@ def sum_hashed(
     segments = torch.empty_like(hashed.row_slots)
     ordering = (hashed.row_slots, hashed.numbers, groups, rows, row_order, segments)
     launcher.launch("hash_compact", "order_rows", grid_of(rows), BLOCK, ordering)
-    sums = values.new_empty((count, values.shape[1]))
-    sum_segments(launcher, values, row_order, segments, sums, finished)
-    return DeviceRows(positions, sums, hashed.told[1:2]), offsets
+    sum_into = partial(Segments(row_order, segments, ended).sum_into, launcher, values)
+    return GroupedRows(positions, values, hashed.unique_count, sum_into)
 
 
 def hash_compact(
@@ -163,7 +177,7 @@ def hash_compact(
     expected: int,
     memory: HashMemory,
 ) -> DeviceRows:
-    """:func:`hash_positions`, again with more memory until no row overflows, then :func:`sum_hashed`.
+    """:func:`hash_positions`, again with more memory until no row overflows, then :func:`sort_hashed`.
 
     Waits for the device each time. The loop ends: the memory doubles until each server has more serial slots
     than positions, and a position takes one slot at most.
@@ -175,7 +189,7 @@ def hash_compact(
         hashed = hash_positions(launcher, positions, bounds, expected, memory)
         told = hashed.told.tolist()
         if not told[-1]:
-            return sum_hashed(launcher, hashed, values, told[1])[0]
+            return sort_hashed(launcher, hashed, values, told[1]).summed(told[1])
         memory = memory.doubled()
 
 
@@ -184,7 +198,7 @@ class _Table(NamedTuple):
 
     slots: Tensor
     args: tuple[Tensor | int, ...]
-    told: Tensor
+    counted: Tensor
     slot_rows: Tensor
     state: Tensor
 
@@ -215,7 +229,7 @@ def _new_table(bounds: Sequence[int], positions: Tensor, expected: int, memory: 
     slots = torch.full((count,), -1, dtype=positions.dtype, device=device)
     state_words = 1 + grid_of(count, SLOT_TILE)
     cleared = torch.zeros(6 + state_words + servers + -(-count // 2), dtype=torch.int64, device=device)
-    told, state, taken, slot_rows = torch.split(cleared, [6, state_words, servers, -(-count // 2)])
+    counted, state, taken, slot_rows = torch.split(cleared, [6, state_words, servers, -(-count // 2)])
     taken, slot_rows = taken.view(torch.int32)[:servers], slot_rows.view(torch.int32)[:count]
     args = (slots, numbers[: len(cuts)], numbers[len(cuts) :], servers, memory.hashes, taken)
-    return _Table(slots, args, told, slot_rows, state)
+    return _Table(slots, args, counted, slot_rows, state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,49 +26,55 @@ class DeviceRows:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupedRows:
+    """The positions of a compaction, whose rows are not summed yet: the host may learn their number first.
+
+    Attributes:
+        positions, count: those of :class:`DeviceRows`.
+        values: the rows that were given.
+        sum_into: writes the sums to a tensor ``[count, columns]`` or longer, of the dtype of ``values``; its
+            address is divisible by 16. Call it once.
+    """
+
+    positions: Tensor
+    values: Tensor
+    count: Tensor
+    sum_into: Callable[[Tensor], None]
+
+    def summed(self, capacity: int) -> DeviceRows:
+        """The rows with their sums, of which there are at most ``capacity``."""
+        sums = self.values.new_empty((capacity, self.values.shape[1]))
+        self.sum_into(sums)
+        return DeviceRows(self.positions, sums, self.count)
+
+
+@dataclass(frozen=True, slots=True)
 class Header:
-    """What the host has to know of a compaction, in one memory: one launch clears it, and one copies it.
+    """What a compaction tells the host, and its scratch memory.
 
     Attributes:
         cuts: int64 ``[c]`` on the device: positions that ascend, such as the ends of chunks.
-        words: int64 on the device, 0 before the compaction, for which the rest is scratch memory.
+        told: int64 ``[1 + c]``, 0 before the compaction: :attr:`outside`, :attr:`offsets`. It may be pinned
+            memory of the host, which kernels write themselves.
+        scratch: int64 on the device, 0 before the compaction, at an address divisible by 16.
     """
 
     cuts: Tensor
-    words: Tensor
-
-    @classmethod
-    def empty(cls, cuts: Tensor, scratch_words: int) -> Header:
-        """Returns one that :func:`~zenps.kernels.gpu.place.place_rows` has to clear."""
-        words = _told_words(len(cuts)) + scratch_words
-        return cls(cuts, torch.empty(words, dtype=torch.int64, device=cuts.device))
+    told: Tensor
+    scratch: Tensor
 
     @classmethod
     def without_cuts(cls, scratch_words: int, device: torch.device) -> Header:
         """Returns a cleared one."""
-        words = torch.zeros(_told_words(0) + scratch_words, dtype=torch.int64, device=device)
-        return cls(words[:0], words)
-
-    @property
-    def told(self) -> Tensor:
-        """int64 ``[1 + c]``: what the host has to know, :attr:`outside` and :attr:`offsets`."""
-        return self.words[: 1 + len(self.cuts)]
+        words = torch.zeros(2 + scratch_words, dtype=torch.int64, device=device)
+        return cls(words[:0], words[:1], words[2:])
 
     @property
     def outside(self) -> Tensor:
         """int64 ``[1]``: 1 if a position is negative; then the rows mean nothing."""
-        return self.words[:1]
+        return self.told[:1]
 
     @property
     def offsets(self) -> Tensor:
         """int64 ``[c]``: of each cut, the number of different positions below it."""
-        return self.words[1 : 1 + len(self.cuts)]
-
-    @property
-    def scratch(self) -> Tensor:
-        """The rest, at an address divisible by 16."""
-        return self.words[_told_words(len(self.cuts)) :]
-
-
-def _told_words(cuts: int) -> int:
-    return (1 + cuts + 1) // 2 * 2
+        return self.told[1:]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from zenps.kernels.base import ACCUMULATE
 
 from .launcher import BLOCK, Launcher, grid_of
 from .packs import check_rows, pack_lanes
-from .rows import DeviceRows, Header
+from .rows import DeviceRows, GroupedRows, Header
 from .sources import number_name, position_name
 
 CHUNK = 64
@@ -23,16 +24,50 @@ SEGMENT_TILE = BLOCK * 8
 REDUCE_BLOCK = 128
 """Threads that reduce rows take 60 to 100 registers: more blocks fit a multiprocessor if they are smaller."""
 
-ALONE_PACKS = 2 * REDUCE_BLOCK
-"""If a pass has no more packs than this, the last block of the pass before adds them up alone: two rounds of
-its threads, which should take no longer than another launch. Unmeasured."""
-
 VALUES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64)
 
 
 def sort_scratch_words(rows: int) -> int:
     """The words of scratch memory that :func:`sort_compact` needs in a header."""
-    return 3 + -(-rows // SEGMENT_TILE)
+    return 2 + -(-rows // SEGMENT_TILE) + ended_words(rows)
+
+
+def ended_words(rows: int) -> int:
+    """The words of ``ended`` in :class:`Segments`: a counter for each chunk of all levels but the first."""
+    return -(-sum(_levels(rows)[1:]) // 2)
+
+
+class Segments(NamedTuple):
+    """Rows in the order of the sums that they are part of.
+
+    Attributes:
+        order: int64 ``[n]``, the rows.
+        segments: int32 ``[n]``, the segment of each of these, which ascend from 0 on without a gap.
+        ended: int64 ``[ended_words(n)]``, 0; used up by one :meth:`sum_into`.
+    """
+
+    order: Tensor
+    segments: Tensor
+    ended: Tensor
+
+    def sum_into(self, launcher: Launcher, values: Tensor, sums: Tensor) -> None:
+        """Writes the sum of each segment's rows of ``values``, by one launch, whatever their number.
+
+        Args:
+            sums: a row for each segment, of the dtype of ``values``, at an address divisible by 16.
+        """
+        if not values.numel():
+            return
+        rows, columns = values.shape
+        levels, lanes = _levels(rows), pack_lanes(values)
+        slots = 2 * sum(levels)
+        carries = values.new_empty((slots, columns), dtype=ACCUMULATE[values.dtype])
+        carry_segments = self.segments.new_empty(slots)
+        expression = f"reduce_runs<{number_name(values.dtype)}, {lanes}>"
+        grid = grid_of(levels[0] * (columns // lanes), REDUCE_BLOCK)
+        ended = self.ended.view(torch.int32)
+        args = (values, self.order, self.segments, rows, columns, sums, carries, carry_segments, ended)
+        launcher.launch("sort_compact", expression, grid, REDUCE_BLOCK, args)
 
 
 def sort_compact(
@@ -59,59 +94,32 @@ def sort_compact(
     Raises:
         TensorError: another dtype or shape, or too many rows.
     """
+    return sort_rows(launcher, positions, values, header).summed(len(positions))
+
+
+def sort_rows(
+    launcher: Launcher, positions: Tensor, values: Tensor, header: Header | None = None
+) -> GroupedRows:
+    """:func:`sort_compact`, whose sums are left to the caller."""
     check_rows(positions, values, VALUES)
-    header = header or Header.without_cuts(sort_scratch_words(len(positions)), positions.device)
-    finished, count, state = header.scratch[:1].view(torch.int32), header.scratch[1:2], header.scratch[2:]
+    rows = len(positions)
+    header = header or Header.without_cuts(sort_scratch_words(rows), positions.device)
+    tiles = -(-rows // SEGMENT_TILE)
+    count, state, ended = torch.split(header.scratch, [1, 1 + tiles, ended_words(rows)])
     ordered, order = torch.sort(positions, stable=True)
     unique = torch.empty_like(positions)
-    segments = torch.empty(len(positions), dtype=torch.int32, device=positions.device)
-    tiles = -(-len(positions) // SEGMENT_TILE)
+    segments = torch.empty(rows, dtype=torch.int32, device=positions.device)
     expression = f"find_segments<{position_name(positions.dtype)}>"
     cuts = (header.cuts, len(header.cuts), header.offsets, header.outside)
-    args = (state, ordered, len(positions), unique, segments, count, *cuts)
+    args = (state, ordered, rows, unique, segments, count, *cuts)
     launcher.launch("sort_compact", expression, tiles, BLOCK, args)
-    sums = torch.empty_like(values)
-    sum_segments(launcher, values, order, segments, sums, finished)
-    return DeviceRows(unique, sums, count)
+    sum_into = partial(Segments(order, segments, ended).sum_into, launcher, values)
+    return GroupedRows(unique, values, count, sum_into)
 
 
-def sum_segments(
-    launcher: Launcher, values: Tensor, order: Tensor, segments: Tensor, sums: Tensor, finished: Tensor
-) -> None:
-    """The sum of each segment's rows. The number of passes depends on the shape of ``values`` alone.
-
-    Args:
-        order: int64 ``[n]``, the rows of ``values`` in the order of their segments.
-        segments: int32 ``[n]``, the segment of each of these, which ascend from 0 on without a gap.
-        sums: where the sums go, of the dtype of ``values``.
-        finished: int32 ``[1]``, 0.
-    """
-    if not values.numel():
-        return
-    columns, dtype = values.shape[1], ACCUMULATE[values.dtype]
-    rows: Tensor = values
-    row_order: Tensor | int = order  # 0: the rows lie in order
-    while True:
-        lanes = pack_lanes(rows)
-        chunks, packs = -(-len(rows) // CHUNK), columns // lanes
-        slots = 2 * chunks
-        is_last = chunks == 1 or (rows.dtype == dtype and -(-slots // CHUNK) * packs <= ALONE_PACKS)
-        room = sum(_slots_of_passes(chunks)) if is_last else slots
-        carries = rows.new_empty((room, columns), dtype=dtype)
-        carry_segments = segments.new_empty(room)
-        expression = f"reduce_runs<{number_name(rows.dtype)}, {number_name(values.dtype)}, {lanes}>"
-        alone = finished if is_last and chunks > 1 else 0
-        args = (rows, row_order, segments, len(rows), columns, sums, carries, carry_segments, alone)
-        grid = grid_of(chunks * packs, REDUCE_BLOCK)
-        launcher.launch("sort_compact", expression, grid, REDUCE_BLOCK, args)
-        if is_last:
-            return
-        rows, row_order, segments = carries, 0, carry_segments
-
-
-def _slots_of_passes(chunks: int) -> Iterator[int]:
-    """The partial sums of each pass, from that over ``chunks`` chunks on."""
-    while chunks > 1:
-        yield 2 * chunks
-        chunks = -(-2 * chunks // CHUNK)
-    yield 2
+def _levels(rows: int) -> list[int]:
+    """The chunks of each level: of the rows, then of the partial sums of the level before."""
+    chunks = [-(-rows // CHUNK)]
+    while chunks[-1] > 1:
+        chunks.append(-(-2 * chunks[-1] // CHUNK))
+    return chunks

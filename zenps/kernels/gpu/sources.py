@@ -73,9 +73,7 @@ EXPRESSIONS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "sort_compact": (
         *_specialise("find_segments<{}>", _POSITION),
-        *_packed("reduce_runs<{0}, {0}, {1}>", _NUMBERS),
-        *_packed("reduce_runs<{}, float16, {}>", (torch.float32,)),
-        *_packed("reduce_runs<{}, bfloat16, {}>", (torch.float32,)),
+        *_packed("reduce_runs<{}, {}>", _NUMBERS),
     ),
     "bitmap_compact": (
         *_specialise("mark_positions<{}>", _POSITION),

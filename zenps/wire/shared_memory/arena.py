@@ -58,7 +58,7 @@ class Arena:
     Memory is used again once nobody in this process refers to it any more: others must have read it by then.
 
     Args:
-        keep_bytes: at most so much unused memory is kept.
+        keep_bytes: each pool keeps at most so much unused memory.
 
     Attributes:
         fd: the descriptor to give to readers.
@@ -77,8 +77,20 @@ class Arena:
         """Offsets of blocks whose pages were given back to the system, by size of the block."""
         self._growing = threading.Lock()
         self._owner = os.getpid()
+        self._keep_bytes = keep_bytes
         self.pool = BufferPool(keep_bytes, self._allocate)
+        self._pools = [self.pool]
         self._unpooled = BufferPool(0, self._allocate)
+
+    def make_pool(self, prepare: Callable[[NDArray[np.uint8]], NDArray[np.uint8]]) -> BufferPool:
+        """Another pool of this memory, closed with the arena.
+
+        Args:
+            prepare: called with each new block, of whole pages; returns what the pool is to keep of it.
+        """
+        pool = BufferPool(self._keep_bytes, lambda size: prepare(self._allocate(size)), smallest_bytes=1)
+        self._pools.append(pool)
+        return pool
 
     def lease(self, size_bytes: int) -> tuple[int, Tensor]:
         """Uninitialised memory: its offset in the file, and a uint8 tensor ``[size_bytes]``, at least 1.
@@ -106,8 +118,9 @@ class Arena:
         if self._owner:
             self._owner = 0
             os.close(self.fd)
-            # Its unused blocks would keep the mapping, which has a descriptor of its own.
-            self.pool.close()
+            # Their unused blocks would keep the mapping, which has a descriptor of its own.
+            for pool in self._pools:
+                pool.close()
 
     def _allocate(self, size: int) -> NDArray[np.uint8]:
         with self._growing:

@@ -1,0 +1,74 @@
+"""Pinned memory, which a GPU copies to and from asynchronously; one kind of it servers on this host read."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from zenps.buffers import BufferPool
+from zenps.errors import TensorError
+from zenps.finalizers import call_after
+from zenps.wire.shared_memory.arena import Arena
+
+logger = logging.getLogger("zenps.worker")
+
+# cudaHostRegisterPortable: pinned for all devices, not only for the current one (CUDA Runtime API, "Memory
+# Management").
+PORTABLE = 1
+
+
+def pinned_pool(keep_bytes: int) -> BufferPool:
+    """Pinned memory of this process. The device's kernels can write there, too."""
+    # torch's allocator of pinned memory rounds up to powers of two: of a block between two of them, the rest
+    # would be pinned and never used.
+    return BufferPool(keep_bytes, _pinned_block, smallest_bytes=1, sizes_per_doubling=1)
+
+
+def shared_pinned_pool(arena: Arena) -> BufferPool | None:
+    """Pinned memory in ``arena``, which is unpinned once the arena is closed and nobody uses it.
+
+    Returns:
+        None if the driver cannot pin memory of an arena; that is logged.
+    """
+    pool = arena.make_pool(_registered)
+    try:
+        pool.lease(1)
+    except TensorError as error:
+        logger.warning("what a GPU pushes is copied once more for servers on this host: %s", error)
+        return None
+    return pool
+
+
+def _pinned_block(size: int) -> NDArray[np.uint8]:
+    block: NDArray[np.uint8] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
+    return block
+
+
+def _registered(block: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Pins a block, which nobody else has pages of, until nobody refers to the result any more."""
+    address = block.ctypes.data
+    if error := int(_runtime().cudaHostRegister(address, block.nbytes, PORTABLE)):
+        raise TensorError(
+            f"cudaHostRegister cannot pin {block.nbytes} bytes of shared memory (CUDA error {error}); "
+            'keep fewer tensors in flight, or set cluster.same_host to "tcp"'
+        )
+    registered = block[:]
+    # It keeps the block until then, whose pages are given back afterwards.
+    call_after(registered, _unregister, address, block, os.getpid())
+    return registered
+
+
+def _unregister(address: int, block: NDArray[np.uint8], owner: int) -> None:
+    if os.getpid() != owner:  # a forked child has not pinned it, and cannot use CUDA
+        return
+    if error := int(_runtime().cudaHostUnregister(address)):
+        raise TensorError(f"cudaHostUnregister of {block.nbytes} bytes failed (CUDA error {error})")
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
