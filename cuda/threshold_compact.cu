@@ -22,6 +22,8 @@ constexpr int LANES = 4;  // of a pack; zenps.kernels.gpu.threshold_compact.LANE
 constexpr int RESIDENT = 4;  // blocks of a multiprocessor; zenps.kernels.gpu.threshold_compact.RESIDENT
 constexpr int TILE = THREADS * PACKS * LANES;  // zenps.kernels.gpu.threshold_compact.TILE
 
+constexpr uint32 INFINITE = 0x7f800000u;
+
 using Sums = Pack<float, LANES>;
 
 __device__ __forceinline__ uint32 magnitude(float value) { return __float_as_uint(value) & 0x7fffffffu; }
@@ -49,7 +51,8 @@ threshold_compact(ScanState* state, const T* gradient, float* residual, int64 si
     SHARED_ARRAY(uint32, marks, THREADS * PACKS / sizeof(uint32));
     SHARED_ARRAY(int64, shared_before, 1);
     const uint32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const uint32 bound = uint32(max_of(least ? int32(__float_as_uint(*least)) : least_bits, 0));  // negative: none
+    const uint32 given = least ? __float_as_uint(*least) : uint32(least_bits);
+    const uint32 bound = given <= INFINITE ? given : 0u;  // neither a negative number nor NaN bounds anything
     const int64 tiles = ceil_div(size, TILE);
     uint8* const of_warp = reinterpret_cast<uint8*>(marks) + warp * (WARP * PACKS);
 

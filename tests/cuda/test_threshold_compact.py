@@ -1,4 +1,4 @@
-"""Selection by magnitude on a device: what the CPU selects of the same sums, and the residual that is left."""
+"""Selection by magnitude on a device: what the CPU selects of the same sums, and what is left of them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_several_tiles(dtype: torch.dtype, threshold: float) -> None:
     data=st.data(),
     size=st.integers(0, 700),
     dtype=st.sampled_from(DTYPES),
-    threshold=st.sampled_from([-1.0, 0.0, 1e-42, 0.125, 1.7, 1e38, 1e300, math.inf]),
+    threshold=st.sampled_from([-1.0, 0.0, 1e-42, 0.125, 1.7, 1e38, 1e300, math.inf, math.nan]),
     is_on_device=st.booleans(),
     takes=st.booleans(),
     misaligned=st.booleans(),
@@ -98,7 +98,7 @@ def test_any_gradient_is_selected_from_as_on_the_cpu(
     bounds = start, data.draw(st.integers(start, size))
     gradient = drawn(size + 1, seed, dtype)[1:] if misaligned else drawn(size, seed, dtype)
     given = gradient if data.draw(st.booleans()) else None
-    how = {"takes": takes, "is_on_device": is_on_device and threshold < 1e300}
+    how = {"takes": takes, "is_on_device": is_on_device and threshold != 1e300}
     check(HostLauncher(seed), drawn(size, seed + 1), given, threshold, bounds, **how)
 
 
@@ -144,7 +144,7 @@ def test_any_number_of_blocks_writes_the_same(launcher: HostLauncher, grid: int)
         (
             torch.zeros(9, dtype=torch.float64),
             None,
-            "a residual of dtype torch.float64: expected one of float32",
+            "a residual of dtype torch.float64: expected",
         ),
         (torch.zeros(9), torch.zeros(9, dtype=torch.float64), "float64: expected one of float32, float16"),
         (torch.zeros(9), torch.zeros(9, 1), "expected 1 dimensions"),

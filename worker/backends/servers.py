@@ -16,8 +16,8 @@ from ..core.steps import Steps
 from ..core.transfer import OneRound, Transfer, Transform
 from ..encode.planner import Planner
 from ..encode.sharder import Sharder
-from ..encode.transforms import ToHost
 from ..sparsify.agreed import Agreed, AgreedTransfer
+from ..sparsify.sparsification import Sparsified
 from ..transport.submit_queue import SubmitQueue
 from .base import Backend, Session
 
@@ -80,28 +80,29 @@ class ServerBackend(Backend):
         self, request: Request, transforms: Sequence[Transform], expected_rows: int
     ) -> Transfer:
         channel = self._session.channel
-        agreed = next((each for each in transforms if isinstance(each, Agreed)), None)
-        if agreed is None:
-            return self._planner.begin(request, expected_rows, channel.shared_pool())
 
-        def begin(request: Request, rows: int = 0) -> OneRound:
-            transfer = self._planner.begin(request, rows, channel.shared_pool())
+        def begin(request: Request, rows: int = expected_rows) -> Transfer:
+            return self._planner.begin(request, rows, channel.shared_pool())
+
+        def begin_round(request: Request, rows: int = 0) -> OneRound:
+            transfer = begin(request, rows)
             assert isinstance(transfer, OneRound), "on the CPU, and not in blocks"
             return transfer
 
-        first = begin(request, agreed.expected)
-        return AgreedTransfer(request.name, request.options, agreed, first, begin)
+        for transform in transforms:
+            if isinstance(transform, Sparsified):
+                return transform.begin(request, begin)
+            if isinstance(transform, Agreed):
+                first = begin_round(request, transform.expected)
+                return AgreedTransfer(request.name, request.options, transform, first, begin_round)
+        return begin(request)
 
     def _transformed(self, request: Request, step: int) -> tuple[Request, list[Transform]]:
         """Applies all transforms of a tensor, in order."""
-        transforms: list[Transform] = []
         sparsification = self._sparsification
-        if sparsification is not None and (sparsified := sparsification.transform(request, step)) is not None:
-            if not request.tensor.is_cpu:
-                transforms.append(ToHost(request.tensor.device))
-            transforms.append(sparsified)
-            for transform in transforms:
-                request = request._replace(tensor=transform.apply(request.tensor))
+        transforms = [] if sparsification is None else sparsification.transforms(request, step)
+        for transform in transforms:
+            request = request._replace(tensor=transform.apply(request.tensor))
         for transform in self._planner.transforms(request.tensor):
             request = request._replace(tensor=transform.apply(request.tensor))
             transforms.append(transform)

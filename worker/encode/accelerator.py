@@ -8,6 +8,7 @@ directions overlap, and no result waits for gradients that came later.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -88,6 +89,11 @@ class Accelerator:
                 )
             time.sleep(LOOK_SECONDS)
 
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Returns a pinned copy, which is complete once the current stream has reached this point."""
+        copy = self.pinned.empty(tuple(tensor.shape), tensor.dtype)
+        return copy.copy_(tensor, non_blocking=True)
+
 
 class CudaAccelerator(Accelerator):
     """A CUDA device.
@@ -109,6 +115,33 @@ class CudaAccelerator(Accelerator):
         self.pinned = BufferPool(keep_bytes, _pinned_block, smallest_bytes=1, sizes_per_doubling=1)
         self.deadline_seconds = deadline_seconds
         self.pushing, self.pulling = _CudaLane(device), _CudaLane(device)
+
+
+class Accelerators:
+    """The accelerators of all devices, each made when it is first asked for. Thread-safe.
+
+    Args:
+        keep_bytes, deadline_seconds: of each.
+    """
+
+    def __init__(self, keep_bytes: int, deadline_seconds: float) -> None:
+        self._keep_bytes, self._deadline_seconds = keep_bytes, deadline_seconds
+        self._made: dict[torch.device, Accelerator] = {}
+        self._lock = threading.Lock()
+
+    def of(self, tensor: Tensor) -> Accelerator | None:
+        """Returns the accelerator of the tensor's device; None for the CPU.
+
+        Raises:
+            ConfigError: CuPy is not installed.
+        """
+        if tensor.is_cpu:
+            return None
+        device = tensor.device
+        with self._lock:
+            if device not in self._made:
+                self._made[device] = CudaAccelerator(device, self._keep_bytes, self._deadline_seconds)
+            return self._made[device]
 
 
 class _CudaLane(Lane):

@@ -23,7 +23,7 @@ from zenps.schemes.base import Scheme
 from ..core.memory import POOL_BYTES
 from ..core.request import Request, table_shape
 from ..core.transfer import Sharding, Transfer, Transform
-from .accelerator import Accelerator, CudaAccelerator
+from .accelerator import Accelerator, Accelerators
 from .blocks import BlockTransfer
 from .dense import DenseTransfer, WholeTransfer
 from .gpu import KeptMemory, StagedSparse
@@ -54,7 +54,7 @@ class Planner:
         # Values are broadcast once. Their buffers would only take the room of those that each step uses.
         self._unpooled = BufferPool(0)
         self._kernels = make_kernels(self._pool, config.kernels.backend, kernel_threads(config))
-        self._accelerators: dict[torch.device, Accelerator] = {}
+        self._accelerators = Accelerators(POOL_BYTES, config.cluster.patience_seconds)
         # Each device layout lives as long as its layout, that is, as long as any tensor is sharded by it.
         self._gpu_layouts: WeakKeyDictionary[Layout, dict[torch.device, DeviceLayout]] = WeakKeyDictionary()
         self._hash_memories: dict[str, KeptMemory] = {}
@@ -92,7 +92,7 @@ class Planner:
             ConfigError: the tensor is on a GPU, and CuPy is not installed.
         """
         tensor, name, options = request
-        gpu = self._accelerator(tensor)
+        gpu = self._accelerators.of(tensor)
         if tensor.is_sparse:
             return self._begin_sparse(request, expected_rows, gpu, pool)
         if self._in_blocks and (plan := self._plan(request)) is not None:
@@ -142,17 +142,6 @@ class Planner:
         if codec is None or options.residuals is None:
             return Unchanged(tensor.dtype)
         return Quantizer(codec, options.residuals.of(name, rows, columns), self._pool)
-
-    def _accelerator(self, tensor: Tensor) -> Accelerator | None:
-        """Returns the accelerator of the tensor's device; None for the CPU."""
-        if tensor.is_cpu:
-            return None
-        device = tensor.device
-        with self._lock:
-            if device not in self._accelerators:
-                deadline_seconds = self._config.cluster.patience_seconds
-                self._accelerators[device] = CudaAccelerator(device, POOL_BYTES, deadline_seconds)
-            return self._accelerators[device]
 
     def _device_layout(self, gpu: Accelerator, layout: Layout) -> DeviceLayout:
         with self._lock:

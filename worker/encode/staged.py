@@ -50,8 +50,7 @@ class Staged(Transfer):
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         """Returns a pinned copy, which is complete at the next event."""
-        copy = self._accelerator.pinned.empty(tuple(tensor.shape), tensor.dtype)
-        return copy.copy_(tensor, non_blocking=True)
+        return self._accelerator.to_host(tensor)
 
 
 class StagedDense(Staged):

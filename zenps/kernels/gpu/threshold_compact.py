@@ -6,6 +6,7 @@ The same selections as :mod:`zenps.kernels.native.magnitudes` makes on the CPU. 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,12 +87,16 @@ def sample(values: Tensor, rank: int) -> Tensor:
     return _magnitudes(values).topk(min(rank + 1, len(values))).values[-1:]
 
 
-def count(values: Tensor, edges: NDArray[np.float64]) -> Tensor:
-    """How many elements have |element| ≥ each of ``edges``, which ascend from 0 or more. It waits for the device."""
+def count(values: Tensor, edges: NDArray[np.floating[Any]]) -> Tensor:
+    """How many elements have |element| ≥ each of ``edges``, which ascend from 0 or more.
+
+    It waits for the device, which tells how many reach the first edge.
+    """
     magnitudes = _magnitudes(values)
     # Few reach the first edge. Its rounding to their dtype cannot leave one out.
     few = magnitudes[magnitudes >= float(edges[0])].double()
-    reached = torch.bucketize(few, torch.from_numpy(edges).to(values.device), right=True)
+    ascending = torch.from_numpy(edges.astype(np.float64)).to(values.device)
+    reached = torch.bucketize(few, ascending, right=True)
     exactly = torch.bincount(reached, minlength=len(edges) + 1)
     return exactly.flip(0).cumsum(0).flip(0)[1:]
 
