@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,7 +61,7 @@ class DeviceGradient(Gradient):
             for begin, end in self.exact:
                 self.residual[begin:end] = gradient[begin:end]
             indices = self.gpu.to_host(self._with_exact(found.indices))
-        return indices.sort().values if self.exact else indices
+        return self._unique(indices)[0]
 
     def select_and_take(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         gradient = self._following(tensor)
@@ -70,15 +71,13 @@ class DeviceGradient(Gradient):
             if not found.are_taken or self.dtype != self.residual.dtype:
                 self.residual[found.indices] = (found.values - pushed).nan_to_num_(0, 0, 0)
             exact = [gradient[begin:end] for begin, end in self.exact]
-            is_finite = torch.cat([found.values, *exact]).isfinite().all()
+            is_finite = torch.cat([*exact, found.values]).isfinite().all()
             indices = self.gpu.to_host(self._with_exact(found.indices))
-            values = self.gpu.to_host(torch.cat([pushed, *exact]))
+            values = self.gpu.to_host(torch.cat([*exact, pushed]))
             told = self.gpu.to_host(is_finite)
         self._clean_up(found.indices, told)
-        if not self.exact:
-            return indices, values
-        ascending = indices.sort()
-        return ascending.values, values[ascending.indices]
+        indices, first = self._unique(indices)
+        return indices, values if first is None else values[first]
 
     def take(self, indices: Tensor) -> Tensor:
         residual, gpu = self.residual, self.gpu
@@ -193,7 +192,17 @@ class DeviceGradient(Gradient):
 
     def _with_exact(self, indices: Tensor) -> Tensor:
         exact = [torch.arange(*bounds, device=indices.device) for bounds in self.exact]
-        return torch.cat([indices, *exact]) if exact else indices
+        return torch.cat([*exact, indices]) if exact else indices
+
+    def _unique(self, indices: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns what :meth:`_with_exact` has made, ascending, and where the exact ones of equal ones are.
+
+        Where too little is not zero, the sparsifier may have chosen exact elements, which were 0 for it.
+        """
+        if not self.exact:
+            return indices, None
+        ascending, first = np.unique(indices.numpy(), return_index=True)
+        return torch.from_numpy(ascending), torch.from_numpy(first)
 
     def _clean_up(self, taken: Tensor, is_finite: Tensor) -> None:
         """Ends a selection as on the CPU, once elements were taken from the residual."""

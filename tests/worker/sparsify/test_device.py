@@ -82,7 +82,9 @@ class Rank:
         sent = made.apply(tensor)
         selected = sent.indices().clone(), sent.values().clone()
         made.begin(request._replace(tensor=sent), lambda request: self._planner.begin(request, 0))
-        return made, torch.sparse_coo_tensor(*selected, sent.shape, is_coalesced=True)
+        return made, torch.sparse_coo_tensor(
+            *selected, sent.shape, is_coalesced=True, check_invariants=True
+        )
 
     def state(self) -> dict[str, Any]:
         return dict(self.sparsification.state_dict()["tensors"]["layer"])
