@@ -129,15 +129,12 @@ class Accelerators:
         self._made: dict[torch.device, Accelerator] = {}
         self._lock = threading.Lock()
 
-    def of(self, tensor: Tensor) -> Accelerator | None:
-        """Returns the accelerator of the tensor's device; None for the CPU.
+    def of(self, device: torch.device) -> Accelerator:
+        """Returns the accelerator of a device, which is not the CPU.
 
         Raises:
             ConfigError: CuPy is not installed.
         """
-        if tensor.is_cpu:
-            return None
-        device = tensor.device
         with self._lock:
             if device not in self._made:
                 self._made[device] = CudaAccelerator(device, self._keep_bytes, self._deadline_seconds)

@@ -92,7 +92,7 @@ class Planner:
             ConfigError: the tensor is on a GPU, and CuPy is not installed.
         """
         tensor, name, options = request
-        gpu = self._accelerators.of(tensor)
+        gpu = self._accelerator(tensor)
         if tensor.is_sparse:
             return self._begin_sparse(request, expected_rows, gpu, pool)
         if self._in_blocks and (plan := self._plan(request)) is not None:
@@ -142,6 +142,10 @@ class Planner:
         if codec is None or options.residuals is None:
             return Unchanged(tensor.dtype)
         return Quantizer(codec, options.residuals.of(name, rows, columns), self._pool)
+
+    def _accelerator(self, tensor: Tensor) -> Accelerator | None:
+        """Returns the accelerator of the tensor's device; None for the CPU."""
+        return None if tensor.is_cpu else self._accelerators.of(tensor.device)
 
     def _device_layout(self, gpu: Accelerator, layout: Layout) -> DeviceLayout:
         with self._lock:

@@ -24,7 +24,7 @@ from ..core.request import Request, without_turn
 from ..core.residuals import CPU, Feedback, Residuals
 from ..core.statistics import Statistics
 from ..core.transfer import Transfer, Transform
-from ..encode.accelerator import Accelerators
+from ..encode.accelerator import Accelerator, Accelerators
 from ..encode.sparse import as_sparse
 from ..encode.transforms import ToHost
 from .agreed import ROUNDS, Agreed
@@ -32,23 +32,19 @@ from .device import DeviceGradient
 from .selection import Gradient
 
 
-def make_sparsification(
-    config: Config, rank: int, statistics: Statistics, accelerators: Accelerators | None = None
-) -> Sparsification | None:
+def make_sparsification(config: Config, rank: int, statistics: Statistics) -> Sparsification | None:
     """Returns what sparsifies the gradients of one worker; None if they are pushed whole.
 
     Args:
         config: all settings.
         rank: of this worker.
         statistics: count the elements.
-        accelerators: of the gradients' devices; by default made of the settings.
     """
     kind = sparsifier_class(config.sync.sparsifier)
     # At a density of 1 nothing is left out, and a residual would turn -0.0 into 0.0.
     if kind is None or config.sync.density == 1:
         return None
-    accelerators = accelerators or Accelerators(POOL_BYTES, config.cluster.patience_seconds)
-    return Sparsification(kind, config, rank, statistics, accelerators)
+    return Sparsification(kind, config, rank, statistics)
 
 
 class Sparsification:
@@ -59,7 +55,6 @@ class Sparsification:
         config: all settings. The world size is that of the whole job, also while workers are lost.
         rank: of this worker.
         statistics: count the elements.
-        accelerators: of the gradients' devices.
 
     Attributes:
         name: the setting.
@@ -67,14 +62,7 @@ class Sparsification:
         clip_norm: limit of the norm of all gradients of this rank; 0: none.
     """
 
-    def __init__(
-        self,
-        kind: type[Sparsifier],
-        config: Config,
-        rank: int,
-        statistics: Statistics,
-        accelerators: Accelerators,
-    ) -> None:
+    def __init__(self, kind: type[Sparsifier], config: Config, rank: int, statistics: Statistics) -> None:
         world = config.cluster.workers
         self.name = config.sync.sparsifier
         self.kind = kind
@@ -82,7 +70,7 @@ class Sparsification:
         self._config = config
         self._rank, self._world = rank, world
         self._statistics = statistics
-        self._accelerators = accelerators
+        self._accelerators = Accelerators(POOL_BYTES, config.cluster.patience_seconds)
         self._feedback: WeakValueDictionary[str, Feedback] = WeakValueDictionary()
         """By name of the tensor."""
         self._loaded: dict[str, Mapping[str, Any]] = {}
@@ -137,7 +125,7 @@ class Sparsification:
         tensor, name, options = request
         gpu = None
         if self.kind.on_device and tensor.dtype in DTYPES:
-            gpu = self._accelerators.of(tensor)
+            gpu = self._accelerator(tensor)
         with contextlib.nullcontext() if gpu is None else gpu.pushing.current():
             feedback = self._feedback_of(request, step, CPU if gpu is None else gpu.device)
         feedback.next_step = feedback.first_step + step + 1
@@ -193,6 +181,10 @@ class Sparsification:
     def adopt(self, shared: Mapping[str, Any]) -> None:
         """Continues from another rank's :meth:`shared_state`; each tensor takes its own in its step 0."""
         self._shared = dict(shared)
+
+    def _accelerator(self, tensor: Tensor) -> Accelerator | None:
+        """Returns the accelerator of the tensor's device; None for the CPU."""
+        return None if tensor.is_cpu else self._accelerators.of(tensor.device)
 
     def _origin(self) -> dict[str, str | int]:
         controller = self._config.sparsifier.controller

@@ -22,7 +22,7 @@ from zenps.worker.core.request import Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.statistics import Progress, Statistics
 from zenps.worker.core.transfer import Answer, EncodedTensor, OneRound, Transfer
-from zenps.worker.encode.accelerator import Accelerators
+from zenps.worker.encode.accelerator import Accelerator
 from zenps.worker.encode.planner import Planner
 from zenps.worker.encode.sharder import Sharder
 from zenps.worker.sparsify.agreed import COUNTS, VALUES, Agreed, AgreedTransfer
@@ -37,15 +37,17 @@ EXACT = ((SIZE - 300, SIZE),)
 class Rank:
     """One rank, whose servers are simulated."""
 
-    def __init__(self, rank: int, *sets: str, accelerators: Accelerators | None = None) -> None:
+    def __init__(self, rank: int, *sets: str, gpu: Accelerator | None = None) -> None:
         config: Config = load(sets=[*SETS, *sets], environ={}).config
         self.metrics = WorkerMetrics(CollectorRegistry())
         statistics = Statistics(self.metrics)
         self.scheme = scheme_of("zenps")
         self.sharder = Sharder(config, self.scheme.wire, view_of(RINGS[0]))
         self.planner = Planner(config, self.scheme, self.sharder)
-        made = make_sparsification(config, rank, statistics, accelerators)
+        made = make_sparsification(config, rank, statistics)
         assert made is not None
+        if gpu is not None:
+            made._accelerator = lambda _: gpu  # type: ignore[method-assign]
         self.sparsification = made
         self.residuals = Residuals()
         self.statistics = statistics
@@ -84,8 +86,8 @@ def answers_to(pushes: Sequence[EncodedTensor], name: str) -> list[Answer]:
 class Job:
     """All ranks, and the ring that serves them."""
 
-    def __init__(self, seed: int, *sets: str, accelerators: Accelerators | None = None) -> None:
-        self.ranks = [Rank(rank, *sets, accelerators=accelerators) for rank in range(RANKS)]
+    def __init__(self, seed: int, *sets: str, gpu: Accelerator | None = None) -> None:
+        self.ranks = [Rank(rank, *sets, gpu=gpu) for rank in range(RANKS)]
         self._chosen = random.Random(seed)
 
     def step(self, number: int, change: bool) -> list[Tensor]:

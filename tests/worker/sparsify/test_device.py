@@ -26,48 +26,37 @@ from zenps.sparsifiers import Above, Sparsifier, Step, Sums
 from zenps.worker.core.request import Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.statistics import Statistics
-from zenps.worker.encode.accelerator import Accelerators
+from zenps.worker.encode.accelerator import Accelerator
 from zenps.worker.encode.planner import Planner
 from zenps.worker.encode.sharder import Sharder
 from zenps.worker.sparsify.sparsification import Sparsification, Sparsified, make_sparsification
 
 torch.set_num_threads(1)
 
-SIZE = 150_000
+SIZE = 30_000
 OWN = ("topk", "dgc", "threshold")
-BUCKET, VECTORS = ((SIZE - 300, SIZE),), ((100, 300), (70_000, 70_001), (SIZE - 50, SIZE - 1))
+BUCKET, VECTORS = ((SIZE - 300, SIZE),), ((100, 300), (20_000, 20_001), (SIZE - 50, SIZE - 1))
 """Elements that are pushed in any case: at the end of a bucket, and anywhere in one of DDP's."""
 
 
-class Fake(Accelerators):
-    """Has one device, on which all tensors of the CPU are."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 20.0)
-        self.gpu = HostAccelerator()
-
-    def of(self, tensor: Tensor) -> HostAccelerator:
-        return self.gpu
-
-
-def make(
-    accelerators: Accelerators | None, *sets: str, kind: type[Sparsifier] | None = None
-) -> Sparsification:
+def make(gpu: Accelerator | None, *sets: str, kind: type[Sparsifier] | None = None) -> Sparsification:
+    """With a GPU, all tensors of the CPU are on it."""
     settings: Config = config(
         "cluster.workers=3", "sparsifier.threshold=1.5", "sparsifier.least_bytes=1", *sets
     )
-    statistics = Statistics(WorkerMetrics(CollectorRegistry()))
-    made = make_sparsification(settings, 1, statistics, accelerators)
+    made = make_sparsification(settings, 1, Statistics(WorkerMetrics(CollectorRegistry())))
     assert made is not None
     made.kind = kind or made.kind
+    if gpu is not None:
+        made._accelerator = lambda _: gpu  # type: ignore[method-assign]
     return made
 
 
 class Rank:
     """One rank that pushes its own selection, on the CPU or on a device."""
 
-    def __init__(self, accelerators: Accelerators | None, *sets: str, **changes: Any) -> None:
-        self.sparsification = make(accelerators, *sets)
+    def __init__(self, gpu: Accelerator | None, *sets: str, **changes: Any) -> None:
+        self.sparsification = make(gpu, *sets)
         self.residuals = Residuals()
         settings, scheme = config(*sets), scheme_of("zenps")
         self._planner = Planner(settings, scheme, Sharder(settings, scheme.wire, view_of([0, 1])))
@@ -78,13 +67,10 @@ class Rank:
         request = Request(tensor, "layer", options(self.residuals, **self._changes))
         made = self.sparsification.transform(request, step)
         assert isinstance(made, Sparsified)
-        assert made.gradient.on_device == isinstance(self.sparsification._accelerators, Fake)
         sent = made.apply(tensor)
         selected = sent.indices().clone(), sent.values().clone()
         made.begin(request._replace(tensor=sent), lambda request: self._planner.begin(request, 0))
-        return made, torch.sparse_coo_tensor(
-            *selected, sent.shape, is_coalesced=True, check_invariants=True
-        )
+        return made, torch.sparse_coo_tensor(*selected, sent.shape, is_coalesced=True, check_invariants=True)
 
     def state(self) -> dict[str, Any]:
         return dict(self.sparsification.state_dict()["tensors"]["layer"])
@@ -109,7 +95,7 @@ def mostly_zero(seed: int) -> Tensor:
 
 def with_nan(seed: int) -> Tensor:
     tensor = gradient(seed, SIZE)
-    tensor[[5 * seed, 99_999]] = torch.tensor([math.nan, math.inf])
+    tensor[[5 * seed, 19_999]] = torch.tensor([math.nan, math.inf])
     return tensor
 
 
@@ -131,9 +117,10 @@ def test_what_is_pushed_and_left_has_the_bits_of_the_cpu(
     name: str, kind: str, exact: tuple[tuple[int, int], ...]
 ) -> None:
     sets = (f"sync.sparsifier={name}", "sync.density=0.01")
-    cpu, device = (Rank(accelerators, *sets, exact=exact) for accelerators in (None, Fake()))
-    for step in range(4):
-        (_, expected), (_, got) = (rank.push(KINDS[kind](step), step) for rank in (cpu, device))
+    cpu, device = (Rank(gpu, *sets, exact=exact) for gpu in (None, HostAccelerator()))
+    for step in range(3):
+        (before, expected), (made, got) = (rank.push(KINDS[kind](step), step) for rank in (cpu, device))
+        assert (before.gradient.on_device, made.gradient.on_device) == (False, True)
         assert_same(got.indices(), expected.indices())
         assert_same(got.values(), expected.values())
         assert_same(device.state(), cpu.state())
@@ -142,7 +129,7 @@ def test_what_is_pushed_and_left_has_the_bits_of_the_cpu(
 @pytest.mark.parametrize("values", ["bfloat16", "int8"])
 @pytest.mark.parametrize("exact", [(), BUCKET], ids=["", "bucket"])
 def test_what_quantization_takes_stays_on_the_device(values: str, exact: tuple[tuple[int, int], ...]) -> None:
-    ranks = [Rank(each, f"sync.values={values}", exact=exact) for each in (None, Fake())]
+    ranks = [Rank(each, f"sync.values={values}", exact=exact) for each in (None, HostAccelerator())]
     for step in range(3):
         for rank in ranks:
             rank.push(gradient(step, SIZE), step)
@@ -153,7 +140,7 @@ def test_what_quantization_takes_stays_on_the_device(values: str, exact: tuple[t
 
 def test_more_is_selected_than_there_is_room_for() -> None:
     sets = ("sync.sparsifier=threshold", "sparsifier.threshold=0.01")
-    cpu, device = Rank(None, *sets), Rank(Fake(), *sets)
+    cpu, device = Rank(None, *sets), Rank(HostAccelerator(), *sets)
     for step in range(2):
         (_, expected), (_, got) = (rank.push(gradient(step, SIZE), step) for rank in (cpu, device))
         assert expected._nnz() > SIZE // 2
@@ -162,12 +149,11 @@ def test_more_is_selected_than_there_is_room_for() -> None:
         assert_same(device.state(), cpu.state())
 
 
-@pytest.mark.parametrize("name", ["exdyna", "micro"])
-@pytest.mark.parametrize("values", ["same", "int8"])
+@pytest.mark.parametrize(("name", "values"), [("exdyna", "int8"), ("micro", "same")])
 def test_an_agreed_exchange_has_the_bits_of_the_cpu(name: str, values: str) -> None:
     sets = (f"sync.sparsifier={name}", f"sync.values={values}")
-    cpu, device = Job(0, *sets), Job(0, *sets, accelerators=Fake())
-    for step in range(5):
+    cpu, device = Job(0, *sets), Job(0, *sets, gpu=HostAccelerator())
+    for step in range(3):
         expected, got = cpu.step(step, change=False), device.step(step, change=False)
         for left, right in zip(got, expected, strict=True):
             assert_same(left, right)
@@ -176,13 +162,13 @@ def test_an_agreed_exchange_has_the_bits_of_the_cpu(name: str, values: str) -> N
 
 
 def test_a_training_goes_on_from_a_state_of_either() -> None:
-    ranks = {"cpu": Rank(None), "device": Rank(Fake())}
+    ranks = {"cpu": Rank(None), "device": Rank(HostAccelerator())}
     for step in range(3):
         for rank in ranks.values():
             rank.push(gradient(step, SIZE), step)
     pushed = []
     for saved in ranks.values():
-        for resumed in (Rank(None), Rank(Fake())):
+        for resumed in (Rank(None), Rank(HostAccelerator())):
             resumed.sparsification.load_state_dict(saved.sparsification.state_dict())
             pushed.append(resumed.push(gradient(3, SIZE), 0)[1])
     for each in pushed[1:]:
@@ -205,9 +191,9 @@ def test_only_what_is_selected_comes_to_the_host_and_one_kernel_reads_the_gradie
             copied.append(made.nbytes)
             return made
 
-    fake = Fake()
-    fake.gpu.launcher, fake.gpu.pinned = Counting(), Pool(keep_bytes=1 << 20)
-    rank = Rank(fake)
+    gpu = HostAccelerator()
+    gpu.launcher, gpu.pinned = Counting(), Pool(keep_bytes=1 << 20)
+    rank = Rank(gpu)
     made, sent = rank.push(gradient(0, SIZE), 0)
     assert launched == ["threshold_compact"]
     # The number of candidates, the selected indices and values, and whether all are finite.
@@ -227,7 +213,7 @@ class OnTheCPU(Sparsifier):
 
 
 def test_a_plug_in_without_a_selection_on_devices_gets_its_gradient_on_the_cpu() -> None:
-    sparsification, tensor = make(Fake(), kind=OnTheCPU), gradient(0, SIZE)
+    sparsification, tensor = make(HostAccelerator(), kind=OnTheCPU), gradient(0, SIZE)
     made = sparsification.transform(Request(tensor, "layer", options(Residuals())), 0)
     assert isinstance(made, Sparsified)
     assert not made.gradient.on_device
@@ -236,7 +222,7 @@ def test_a_plug_in_without_a_selection_on_devices_gets_its_gradient_on_the_cpu()
 
 def test_float64_is_sparsified_on_the_cpu() -> None:
     tensor = gradient(0, SIZE, torch.float64)
-    made = make(Fake()).transform(Request(tensor, "layer", options(Residuals())), 0)
+    made = make(HostAccelerator()).transform(Request(tensor, "layer", options(Residuals())), 0)
     assert isinstance(made, Sparsified)
     assert not made.gradient.on_device
 
@@ -246,8 +232,8 @@ def test_a_tensor_of_another_device_is_copied_to_the_host_first() -> None:
     names = [type(each).__name__ for each in make(None, kind=OnTheCPU).transforms(request, 0)]
     assert names == ["ToHost", "Sparsified"]
     request = Request(gradient(0, SIZE), "layer", options(Residuals()))
-    for accelerators in (None, Fake()):
-        assert len(make(accelerators).transforms(request, 0)) == 1
+    for gpu in (None, HostAccelerator()):
+        assert len(make(gpu).transforms(request, 0)) == 1
 
 
 class Wrong(Sparsifier):
@@ -279,7 +265,7 @@ class Negative(Wrong):
 )
 def test_a_wrong_plug_in_is_named(kind: type[Sparsifier], message: str) -> None:
     tensor = gradient(0, SIZE)
-    made = make(Fake(), kind=kind).transform(Request(tensor, "layer", options(Residuals())), 0)
+    made = make(HostAccelerator(), kind=kind).transform(Request(tensor, "layer", options(Residuals())), 0)
     assert made is not None
     with pytest.raises(UsageError, match=message):
         made.apply(tensor)
@@ -292,9 +278,9 @@ def test_a_device_that_fails_is_an_error_that_names_the_tensor() -> None:
         ) -> None:
             raise RuntimeError("out of memory")
 
-    fake, tensor = Fake(), gradient(0, SIZE)
-    fake.gpu.launcher = Full()
-    made = make(fake).transform(Request(tensor, "layer", options(Residuals())), 0)
+    gpu, tensor = HostAccelerator(), gradient(0, SIZE)
+    gpu.launcher = Full()
+    made = make(gpu).transform(Request(tensor, "layer", options(Residuals())), 0)
     assert made is not None
     with pytest.raises(TensorError, match="tensor 'layer' on cpu: out of memory"):
         made.apply(tensor)
