@@ -72,10 +72,11 @@ class DeviceGradient(Gradient):
                 self.residual[found.indices] = (found.values - pushed).nan_to_num_(0, 0, 0)
             exact = [gradient[begin:end] for begin, end in self.exact]
             is_finite = torch.cat([*exact, found.values]).isfinite().all()
-            indices = self.gpu.to_host(self._with_exact(found.indices))
+            taken = self._with_exact(found.indices)
+            indices = self.gpu.to_host(taken)
             values = self.gpu.to_host(torch.cat([*exact, pushed]))
             told = self.gpu.to_host(is_finite)
-        self._clean_up(found.indices, told)
+        self._clean_up(taken, told)
         indices, first = self._unique(indices)
         return indices, values if first is None else values[first]
 

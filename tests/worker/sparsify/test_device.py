@@ -23,6 +23,7 @@ from zenps.kernels.gpu.launcher import Argument
 from zenps.observe.metrics import WorkerMetrics
 from zenps.schemes.registry import scheme_of
 from zenps.sparsifiers import Above, Sparsifier, Step, Sums
+from zenps.sparsifiers.base import Momentum
 from zenps.worker.core.request import Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.statistics import Statistics
@@ -121,6 +122,18 @@ def test_what_is_pushed_and_left_has_the_bits_of_the_cpu(
     for step in range(3):
         (before, expected), (made, got) = (rank.push(KINDS[kind](step), step) for rank in (cpu, device))
         assert (before.gradient.on_device, made.gradient.on_device) == (False, True)
+        assert_same(got.indices(), expected.indices())
+        assert_same(got.values(), expected.values())
+        assert_same(device.state(), cpu.state())
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("kind", ["normal", "bfloat16", "not finite"])
+def test_momentum_stays_on_the_device(kind: str, nesterov: bool) -> None:
+    changes = {"momentum": Momentum(0.9, nesterov), "exact": BUCKET}
+    cpu, device = (Rank(gpu, "sync.sparsifier=dgc", **changes) for gpu in (None, HostAccelerator()))
+    for step in range(3):
+        (_, expected), (_, got) = (rank.push(KINDS[kind](step), step) for rank in (cpu, device))
         assert_same(got.indices(), expected.indices())
         assert_same(got.values(), expected.values())
         assert_same(device.state(), cpu.state())
