@@ -28,11 +28,14 @@ from zenps.kernels.gpu.rows import Header
 from zenps.kernels.gpu.scan_compact import scan_compact
 from zenps.kernels.gpu.scatter import merge, put_rows
 from zenps.kernels.gpu.sort_compact import sort_compact, sort_scratch_words
+from zenps.kernels.gpu.threshold_compact import threshold_compact
 
 CPU = torch.device("cpu")
 SAMPLED_ELEMENTS, DENSITY, GRANULE, SERVERS = 1 << 16, 0.052, 256, 16
 SAMPLED_ROWS, ROWS, COLUMNS, UNIQUE = 1 << 12, 1_000_000, 64, 0.33
 """Of a million look-ups by Zipf's law in a table of ten million rows, a third are different."""
+BUCKET_ELEMENTS = 1 << 20
+"""Of float32 in ``sync.bucket_bytes``."""
 FAR_ROWS = 1 << 33
 """Rows of a table whose positions take 64 bits."""
 
@@ -57,6 +60,20 @@ def _dense(dtype: torch.dtype) -> Prepared:
         return scan_compact(launcher, device_layout, dense, count * 5 // 4)
 
     return run, len(dense), dense.nbytes + count * (dense.itemsize + 4)
+
+
+def _thinned(dtype: torch.dtype) -> Prepared:
+    """A gradient and its residual, of which a hundredth is selected by a threshold on the device."""
+    gradient, residual = torch.randn(SAMPLED_ELEMENTS).to(dtype), torch.randn(SAMPLED_ELEMENTS)
+    count = SAMPLED_ELEMENTS // 100
+    threshold = (residual + gradient).abs().topk(count).values[-1:].clone()
+
+    def run(launcher: Launcher) -> object:
+        bounds = (0, SAMPLED_ELEMENTS)
+        found = threshold_compact(launcher, residual, gradient, threshold, bounds, 2 * count, takes=True)
+        return found, residual
+
+    return run, SAMPLED_ELEMENTS, gradient.nbytes + 2 * residual.nbytes + count * 8
 
 
 def _ids() -> Tensor:
@@ -145,6 +162,11 @@ CASES: dict[str, Case] = {
         f"scan_compact, dense, {name}": Case(DENSE_ELEMENTS, partial(_dense, dtype))
         for name, dtype in VALUES.items()
     },
+    **{
+        f"threshold_compact, dense, {name}": Case(DENSE_ELEMENTS, partial(_thinned, dtype))
+        for name, dtype in VALUES.items()
+    },
+    "threshold_compact, a bucket, float32": Case(BUCKET_ELEMENTS, partial(_thinned, FLOAT32)),
     **{
         f"{way}_compact, rows, {name}": Case(ROWS * COLUMNS, partial(_rows, way, dtype))
         for way in ("sort", "bitmap", "hash")

@@ -44,6 +44,12 @@ __device__ inline uint32 read_words(const uint8* bitmap, int64 bytes, int64 tile
     return set;
 }
 
+// The lower halves of four bytes, as 16 bits.
+__device__ __forceinline__ uint32 join_nibbles(uint32 bytes) {
+    const uint32 pairs = (bytes | bytes >> 4) & 0x00ff00ffu;
+    return (pairs | pairs >> 8) & 0xffffu;
+}
+
 // Calls use(rank, bit) for each of the `total` set bits of a tile, in order: the rank-th of them is bit
 // `bit` of the tile. This thread's words, which are cleared, have the bits from `first` on; `rank` is the
 // number of bits set before them. MOST are listed at once. A whole block takes part, and adjacent threads are

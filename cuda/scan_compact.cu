@@ -142,12 +142,6 @@ struct Slice {
             words[0] = join_nibbles(mine.lane[0]) | join_nibbles(mine.lane[1]) << 16;
         }
     }
-
-    // The lower halves of four bytes, as 16 bits.
-    __device__ static uint32 join_nibbles(uint32 bytes) {
-        const uint32 pairs = (bytes | bytes >> 4) & 0x00ff00ffu;
-        return (pairs | pairs >> 8) & 0xffffu;
-    }
 };
 
 // A thread's values, for tensors that are not aligned to packs and granules that are smaller.

@@ -17,6 +17,7 @@ from zenps.kernels.gpu.hash_compact import HashMemory, hash_positions, sort_hash
 from zenps.kernels.gpu.place import DeviceLayout
 from zenps.kernels.gpu.scan_compact import scan_compact
 from zenps.kernels.gpu.sort_compact import sort_compact
+from zenps.kernels.gpu.threshold_compact import greatest, sample, threshold_compact
 from zenps.partition.device_layout import device_layout_on
 from zenps.partition.layout import LayoutCache
 from zenps.partition.ring import rebalance
@@ -71,6 +72,10 @@ WRAPPERS: dict[str, Callable[[HostLauncher], object]] = {
         launcher, HASHED, VALUES, HASHED_COUNT, BOUNDS, OFFSETS
     ).summed(HASHED_COUNT),
     "scan_compact": lambda launcher: scan_compact(launcher, ELEMENTS, DENSE, 300),
+    "threshold_compact": lambda launcher: threshold_compact(
+        launcher, DENSE.clone(), DENSE, sample(DENSE, 9), (0, 1000), 300
+    ),
+    "greatest": lambda launcher: greatest(DENSE, 9),
     "encode_bitmaps": lambda launcher: bitmap_codec.encode_bitmaps(
         launcher, torch.arange(300), [bitmap_codec.BitmapChunk(0, 300, 0, 1000)], BITMAPS
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from zenps.wire.shared_memory.arena import Arena
 from zenps.worker.encode.accelerator import Accelerator, Event
 from zenps.worker.encode.planner import Planner
 from zenps.worker.process import PROCESS
+from zenps.worker.sparsify.sparsification import Sparsification
 from zenps.worker.world import ClusterWorld
 
 RANKS = 2
@@ -86,6 +87,54 @@ def hash_rows() -> tuple[Tensor, float]:
     assert isinstance(world, ClusterWorld)
     metrics = world._session.metrics
     return result.to_dense(), metrics.hashed_rows.labels(outcome="overflowed")._value.get()
+
+
+def sparsify(prefix: str) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    layers = torch.nn.Linear(60, 80), torch.nn.Tanh(), torch.nn.Linear(80, 1, bias=False)
+    model = torch.nn.Sequential(*layers)
+    named = [(f"{prefix}/{name}", parameter) for name, parameter in model.named_parameters()]
+    optimizer = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), named)
+    for step in range(5):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(100 * step + zps.rank())
+        model(torch.randn(16, 60, generator=generator)).square().mean().backward()
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def sparsify_on_both() -> list[dict[str, Tensor]]:
+    on_the_cpu, accelerator = sparsify("cpu"), HostAccelerator()
+    launched, launch = list[str](), accelerator.launcher.launch
+
+    def noted(source: str, *args: Any) -> None:
+        launched.append(source)
+        launch(source, *args)
+
+    accelerator.launcher.launch = noted  # type: ignore[method-assign]
+    Sparsification._accelerator = lambda self, tensor: accelerator  # type: ignore[method-assign]
+    on_a_device = sparsify("device")
+    assert set(launched) == {"threshold_compact"}
+    return [on_the_cpu, on_a_device]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sync.sparsifier": "topk"},
+        {"sync.sparsifier": "topk", "sync.values": "bfloat16"},
+        {"sync.sparsifier": "topk", "sync.scheme": "omnireduce"},
+        {"sync.sparsifier": "exdyna"},
+        {"sync.sparsifier": "exdyna", "sync.scheme": "agsparse"},
+    ],
+    ids=["topk", "topk-bfloat16", "topk-omnireduce", "exdyna", "exdyna-agsparse"],
+)
+def test_sparsifiers_select_on_a_device_what_they_select_on_the_cpu(settings: dict[str, object]) -> None:
+    settings = {**settings, "sync.density": 0.1, "sparsifier.least_bytes": 1024}
+    with Cluster(RANKS, settings=settings) as cluster:
+        for on_the_cpu, on_a_device in cluster.run(sparsify_on_both):
+            for name, weight in on_the_cpu.items():
+                torch.testing.assert_close(on_a_device[name], weight, rtol=0, atol=0)
 
 
 def test_hash_compaction_loses_nothing_and_is_counted() -> None:

@@ -16,8 +16,8 @@ from ..core.steps import Steps
 from ..core.transfer import OneRound, Transfer, Transform
 from ..encode.planner import Planner
 from ..encode.sharder import Sharder
-from ..encode.transforms import ToHost
 from ..sparsify.agreed import Agreed, AgreedTransfer
+from ..sparsify.sparsification import Sparsified
 from ..transport.submit_queue import SubmitQueue
 from .base import Backend, Session
 
@@ -79,30 +79,31 @@ class ServerBackend(Backend):
     def _begin_transfer(
         self, request: Request, transforms: Sequence[Transform], expected_rows: int
     ) -> Transfer:
-        for transform in transforms:
-            if isinstance(transform, Agreed):
-                first = self._begin_one_round(request, transform.expected)
-                return AgreedTransfer(request.name, request.options, transform, first, self._begin_one_round)
-        # Only rows, and what comes from a device, are put into memory that servers can read.
-        is_copied = request.tensor.is_sparse or not request.tensor.is_cpu
-        arena = self._session.channel.arena() if is_copied else None
-        return self._planner.begin(request, expected_rows, arena)
+        def begin(request: Request, rows: int = expected_rows) -> Transfer:
+            # Only rows, and what comes from a device, are put into memory that servers can read.
+            is_copied = request.tensor.is_sparse or not request.tensor.is_cpu
+            arena = self._session.channel.arena() if is_copied else None
+            return self._planner.begin(request, rows, arena)
 
-    def _begin_one_round(self, request: Request, expected_rows: int = 0) -> OneRound:
-        transfer = self._begin_transfer(request, (), expected_rows)
-        assert isinstance(transfer, OneRound), "on the CPU, and not in blocks"
-        return transfer
+        def begin_round(request: Request, rows: int = 0) -> OneRound:
+            transfer = begin(request, rows)
+            assert isinstance(transfer, OneRound), "on the CPU, and not in blocks"
+            return transfer
+
+        for transform in transforms:
+            if isinstance(transform, Sparsified):
+                return transform.begin(request, begin)
+            if isinstance(transform, Agreed):
+                first = begin_round(request, transform.expected)
+                return AgreedTransfer(request.name, request.options, transform, first, begin_round)
+        return begin(request)
 
     def _transformed(self, request: Request, step: int) -> tuple[Request, list[Transform]]:
         """Applies all transforms of a tensor, in order."""
-        transforms: list[Transform] = []
         sparsification = self._sparsification
-        if sparsification is not None and (sparsified := sparsification.transform(request, step)) is not None:
-            if not request.tensor.is_cpu:
-                transforms.append(ToHost(request.tensor.device))
-            transforms.append(sparsified)
-            for transform in transforms:
-                request = request._replace(tensor=transform.apply(request.tensor))
+        transforms = [] if sparsification is None else sparsification.transforms(request, step)
+        for transform in transforms:
+            request = request._replace(tensor=transform.apply(request.tensor))
         for transform in self._planner.transforms(request.tensor):
             request = request._replace(tensor=transform.apply(request.tensor))
             transforms.append(transform)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -14,13 +14,15 @@ from torch import Tensor
 from zenps.errors import TensorError, UsageError
 from zenps.sparsifiers.base import Sparsifier
 
+CPU: Final = torch.device("cpu")
+
 
 @dataclass
 class Feedback:
     """The residual of one gradient, and what selects from it.
 
     Attributes:
-        residual: ``[elements]``, float32 or float64, on the CPU.
+        residual: ``[elements]``, float32 or float64, on the CPU; or float32 on the gradient's device.
         sparsifier: of this tensor; None before its first push.
         counts: for the sparsifier's next step.
         first_step: the number of the sparsifier's step in which the tensor had step 0 in this job.
@@ -34,10 +36,10 @@ class Feedback:
     next_step: int = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns everything for a checkpoint, with references to tensors."""
+        """Returns everything for a checkpoint, with references to tensors on the CPU and copies of others."""
         assert self.sparsifier is not None
         return {
-            "residual": self.residual,
+            "residual": self.residual.cpu(),
             "sparsifier": dict(self.sparsifier.state_dict()),
             "counts": self.counts,
             "step": self.next_step,
@@ -98,13 +100,13 @@ class Residuals:
         self._feedback: dict[str, Feedback] = {}
         self._lock = threading.Lock()
 
-    def feedback(self, name: str, elements: int, dtype: torch.dtype) -> Feedback:
+    def feedback(self, name: str, elements: int, dtype: torch.dtype, device: torch.device = CPU) -> Feedback:
         """Returns the residual of a dense gradient that is sparsified, with its sparsifier.
 
         Raises:
             TensorError: there is no memory for the residual.
         """
-        table = self.of(name, elements, 1, dtype)
+        table = self.of(name, elements, 1, dtype, device)
         with self._lock:
             feedback = self._feedback.get(name)
             if feedback is None or feedback.residual.data_ptr() != table.data_ptr():
@@ -120,7 +122,14 @@ class Residuals:
         with self._lock:
             return self._tables.pop(name, None)
 
-    def of(self, name: str, rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def of(
+        self,
+        name: str,
+        rows: int,
+        columns: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
+    ) -> Tensor:
         """Returns the residual of a tensor, ``[rows, columns]``; zeros if it is new or changed shape.
 
         Raises:
@@ -128,14 +137,20 @@ class Residuals:
         """
         with self._lock:
             table = self._tables.get(name)
-            if table is None or table.shape != (rows, columns) or table.dtype != dtype:
+            known = None if table is None else (table.shape, table.dtype, table.device)
+            if table is None or known != ((rows, columns), dtype, device):
                 try:
-                    # NumPy's zeros come from calloc, untouched; torch would write each page.
-                    zeros = np.zeros((rows, columns), str(dtype).removeprefix("torch."))
-                except MemoryError:
+                    table = self._tables[name] = _zeros(rows, columns, dtype, device)
+                except (MemoryError, torch.OutOfMemoryError):
                     raise TensorError(
                         f"tensor {name!r}: no memory for the residuals of {rows} × {columns} values; "
                         "set sync.values to same and sync.sparsifier to none, on all workers"
                     ) from None
-                table = self._tables[name] = torch.from_numpy(zeros)
             return table
+
+
+def _zeros(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros((rows, columns), dtype=dtype, device=device)
+    # NumPy's zeros come from calloc, untouched; torch would write each page.
+    return torch.from_numpy(np.zeros((rows, columns), str(dtype).removeprefix("torch.")))

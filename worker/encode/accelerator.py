@@ -8,6 +8,7 @@ directions overlap, and no result waits for gradients that came later.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -96,6 +97,14 @@ class Accelerator(ABC):
                 )
             time.sleep(LOOK_SECONDS)
 
+    def to_host(self, tensor: Tensor, pool: BufferPool | None = None) -> Tensor:
+        """Returns a copy in pinned memory, by default :attr:`pinned`.
+
+        It is complete once the current stream has reached this point.
+        """
+        copy = (pool or self.pinned).empty(tuple(tensor.shape), tensor.dtype)
+        return copy.copy_(tensor, non_blocking=True)
+
 
 class CudaAccelerator(Accelerator):
     """A CUDA device.
@@ -123,6 +132,30 @@ class CudaAccelerator(Accelerator):
         if self._shared is None:
             self._shared = shared_pinned_pool(arena) or self.pinned
         return self._shared
+
+
+class Accelerators:
+    """The accelerators of all devices, each made when it is first asked for. Thread-safe.
+
+    Args:
+        keep_bytes, deadline_seconds: of each.
+    """
+
+    def __init__(self, keep_bytes: int, deadline_seconds: float) -> None:
+        self._keep_bytes, self._deadline_seconds = keep_bytes, deadline_seconds
+        self._made: dict[torch.device, Accelerator] = {}
+        self._lock = threading.Lock()
+
+    def of(self, device: torch.device) -> Accelerator:
+        """Returns the accelerator of a device, which is not the CPU.
+
+        Raises:
+            ConfigError: CuPy is not installed.
+        """
+        with self._lock:
+            if device not in self._made:
+                self._made[device] = CudaAccelerator(device, self._keep_bytes, self._deadline_seconds)
+            return self._made[device]
 
 
 class _CudaLane(Lane):

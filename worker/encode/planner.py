@@ -24,7 +24,7 @@ from zenps.wire.shared_memory.arena import Arena
 from ..core.memory import POOL_BYTES
 from ..core.request import Request, table_shape
 from ..core.transfer import Sharding, Transfer, Transform
-from .accelerator import Accelerator, CudaAccelerator
+from .accelerator import Accelerator, Accelerators
 from .blocks import BlockTransfer
 from .dense import DenseTransfer, WholeTransfer
 from .gpu import KeptMemory, StagedSparse
@@ -55,7 +55,7 @@ class Planner:
         # Values are broadcast once. Their buffers would only take the room of those that each step uses.
         self._unpooled = BufferPool(0)
         self._kernels = make_kernels(self._pool, config.kernels.backend, kernel_threads(config))
-        self._accelerators: dict[torch.device, Accelerator] = {}
+        self._accelerators = Accelerators(POOL_BYTES, config.cluster.patience_seconds)
         # Each device layout lives as long as its layout, that is, as long as any tensor is sharded by it.
         self._gpu_layouts: WeakKeyDictionary[Layout, dict[torch.device, DeviceLayout]] = WeakKeyDictionary()
         self._hash_memories: dict[str, KeptMemory] = {}
@@ -155,14 +155,7 @@ class Planner:
 
     def _accelerator(self, tensor: Tensor) -> Accelerator | None:
         """Returns the accelerator of the tensor's device; None for the CPU."""
-        if tensor.is_cpu:
-            return None
-        device = tensor.device
-        with self._lock:
-            if device not in self._accelerators:
-                deadline_seconds = self._config.cluster.patience_seconds
-                self._accelerators[device] = CudaAccelerator(device, POOL_BYTES, deadline_seconds)
-            return self._accelerators[device]
+        return None if tensor.is_cpu else self._accelerators.of(tensor.device)
 
     def _device_layout(self, gpu: Accelerator, layout: Layout) -> DeviceLayout:
         with self._lock:

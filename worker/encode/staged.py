@@ -51,8 +51,7 @@ class Staged(Transfer):
 
     def _to_host(self, tensor: Tensor, pool: BufferPool | None = None) -> Tensor:
         """Returns a copy in pinned memory, by default the accelerator's; it is complete at the next event."""
-        copy = (pool or self._accelerator.pinned).empty(tuple(tensor.shape), tensor.dtype)
-        return copy.copy_(tensor, non_blocking=True)
+        return self._accelerator.to_host(tensor, pool)
 
 
 class StagedDense(Staged):

@@ -94,7 +94,7 @@ class Agreed(Transform):
         values = gradient.take(self._union)
         with blaming(sparsifier, "learn or count"):
             sparsifier.learn(indices, gradient.step)
-            counts: object = sparsifier.count(gradient.residual, gradient.step)
+        counts = gradient.count()
         if counts is None:  # on all ranks, or their rounds do not match
             counts = torch.empty(0, dtype=torch.int64)
         if not isinstance(counts, Tensor) or counts.dtype != torch.int64 or counts.dim() != 1:
@@ -109,7 +109,7 @@ class Agreed(Transform):
 
     def keep_rounding(self, errors: Tensor) -> None:
         """Adds what quantization has taken of the values at the union to the residual: ``[at least n]``."""
-        self.gradient.residual[self._union] += errors[: len(self._union)]
+        self.gradient.keep_rounding(self._union, errors[: len(self._union)])
 
     def note_counts(self, total: Tensor) -> None:
         """Notes the counts of all ranks for the next step."""
@@ -117,7 +117,7 @@ class Agreed(Transform):
 
     def undo(self, result: Tensor) -> Tensor:
         """Returns the sum as a strided tensor: 0 where no rank has selected."""
-        return self.gradient.spread(self._union.to(result.device), result, self._selected)
+        return self.gradient.spread(self._union, result, self._selected)
 
 
 class AgreedTransfer(Transfer):

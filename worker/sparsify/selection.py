@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -21,8 +22,9 @@ from ..core.residuals import Feedback
 from ..core.statistics import Elements, Statistics
 
 
-class Gradient(NamedTuple):
-    """What is sparsified in one step.
+@dataclass(frozen=True, eq=False)
+class Gradient:
+    """What is sparsified in one step, on the CPU.
 
     Attributes:
         name: of the tensor.
@@ -32,7 +34,10 @@ class Gradient(NamedTuple):
         feedback: of the tensor.
         step: of the tensor.
         statistics: count the elements.
+        on_device: True if gradient and residual are on a device. Indices and values that go on are not.
     """
+
+    on_device: ClassVar[bool] = False
 
     name: str
     shape: torch.Size
@@ -45,7 +50,7 @@ class Gradient(NamedTuple):
 
     @property
     def residual(self) -> Tensor:
-        """``[elements]``, float32 or float64, on the CPU."""
+        """``[elements]``, float32 or float64."""
         return self.feedback.residual
 
     def select(self, tensor: Tensor) -> Tensor:
@@ -68,6 +73,11 @@ class Gradient(NamedTuple):
                 residual[begin:end] = gradient[begin:end]
         return indices
 
+    def select_and_take(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """As :meth:`select`, then :meth:`take`: returns indices and values."""
+        indices = self.select(tensor)
+        return indices, self.take(indices)
+
     def take(self, indices: Tensor) -> Tensor:
         """Returns the residual's values there, in the gradient's dtype, and leaves what rounding takes.
 
@@ -85,6 +95,19 @@ class Gradient(NamedTuple):
             self.sparsifier.sent(indices)
         return pushed
 
+    def keep_rounding(self, indices: Tensor, errors: Tensor) -> None:
+        """Adds to the residual what quantization has taken of the values there."""
+        self.residual[indices] += errors
+
+    def count(self) -> object:
+        """Returns what the sparsifier counts.
+
+        Raises:
+            UsageError: the sparsifier has raised an error.
+        """
+        with blaming(self.sparsifier, "learn or count"):
+            return self.sparsifier.count(self.residual, self.step)
+
     def spread(self, indices: Tensor, values: Tensor, selected: int) -> Tensor:
         """Returns the sum as a strided tensor of the gradient's shape: 0 where no rank has pushed.
 
@@ -93,10 +116,14 @@ class Gradient(NamedTuple):
             values: the sums there.
             selected: elements that this rank has selected.
         """
-        self.statistics.count_elements(Elements(len(self.residual), selected, len(indices)))
+        self.note_spread(selected, len(indices))
         total = torch.zeros(len(self.residual), dtype=values.dtype, device=values.device)
         total[indices] = values
         return total.view(self.shape)
+
+    def note_spread(self, selected: int, union: int) -> None:
+        """Counts the elements of the gradient, of which so many were selected here, and by all ranks."""
+        self.statistics.count_elements(Elements(len(self.residual), selected, union))
 
     def exact_indices(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """The indices of all ``exact`` ranges, ascending."""

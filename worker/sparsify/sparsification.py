@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from zenps.config.settings import Config
 from zenps.errors import UsageError, listing
+from zenps.kernels.gpu.threshold_compact import DTYPES
 from zenps.sparsifiers.base import Sparsifier, Step, Task
 from zenps.sparsifiers.registry import sparsifier_class
 
+from ..core.memory import POOL_BYTES
 from ..core.request import Request, without_turn
-from ..core.residuals import Feedback
+from ..core.residuals import CPU, Feedback, Residuals
 from ..core.statistics import Statistics
-from ..core.transfer import Transform
+from ..core.transfer import Transfer, Transform
+from ..encode.accelerator import Accelerator, Accelerators
 from ..encode.sparse import as_sparse
+from ..encode.transforms import ToHost
 from .agreed import ROUNDS, Agreed
+from .device import DeviceGradient
 from .selection import Gradient
 
 
@@ -62,6 +70,7 @@ class Sparsification:
         self._config = config
         self._rank, self._world = rank, world
         self._statistics = statistics
+        self._accelerators = Accelerators(POOL_BYTES, config.cluster.patience_seconds)
         self._feedback: WeakValueDictionary[str, Feedback] = WeakValueDictionary()
         """By name of the tensor."""
         self._loaded: dict[str, Mapping[str, Any]] = {}
@@ -86,11 +95,25 @@ class Sparsification:
         """Returns how many names the tensor's rounds take."""
         return ROUNDS if self.kind.exchange == "agreed" and self.covers(request) else 1
 
+    def transforms(self, request: Request, step: int) -> list[Transform]:
+        """Returns the transforms of a gradient, of which the last one is :meth:`transform`'s, if any.
+
+        Args:
+            request: of which the tensor is on any device.
+            step: as for :meth:`transform`.
+        """
+        made = self.transform(request, step)
+        if made is None:
+            return []
+        to_host = not request.tensor.is_cpu and not made.gradient.on_device
+        return [ToHost(request.tensor.device), made] if to_host else [made]
+
     def transform(self, request: Request, step: int) -> Sparsified | Agreed | None:
         """Returns the transform of a gradient; None for a tensor that is pushed whole.
 
         Args:
-            request: of which the tensor is on the CPU, or will be copied there before.
+            request: of which the tensor is on the CPU, or will be copied there before if it is not selected
+                from on its device.
             step: of the tensor in this job, from 0; equal on all ranks.
 
         Raises:
@@ -100,10 +123,15 @@ class Sparsification:
         if not self.covers(request):
             return None
         tensor, name, options = request
-        feedback = self._feedback_of(request, step)
+        gpu = None
+        if self.kind.on_device and tensor.dtype in DTYPES:
+            gpu = self._accelerator(tensor)
+        with contextlib.nullcontext() if gpu is None else gpu.pushing.current():
+            feedback = self._feedback_of(request, step, CPU if gpu is None else gpu.device)
         feedback.next_step = feedback.first_step + step + 1
         assert feedback.sparsifier is not None
-        gradient = Gradient(
+        made = Gradient if gpu is None else partial(DeviceGradient, gpu=gpu)
+        gradient = made(
             name,
             tensor.shape,
             tensor.dtype,
@@ -154,6 +182,10 @@ class Sparsification:
         """Continues from another rank's :meth:`shared_state`; each tensor takes its own in its step 0."""
         self._shared = dict(shared)
 
+    def _accelerator(self, tensor: Tensor) -> Accelerator | None:
+        """Returns the accelerator of the tensor's device; None for the CPU."""
+        return None if tensor.is_cpu else self._accelerators.of(tensor.device)
+
     def _origin(self) -> dict[str, str | int]:
         controller = self._config.sparsifier.controller
         return {
@@ -163,11 +195,11 @@ class Sparsification:
             "world": self._world,
         }
 
-    def _feedback_of(self, request: Request, step: int) -> Feedback:
+    def _feedback_of(self, request: Request, step: int, device: torch.device) -> Feedback:
         tensor, name, options = request
         assert options.residuals is not None
         dtype = torch.promote_types(tensor.dtype, torch.float32)
-        feedback = options.residuals.feedback(name, tensor.numel(), dtype)
+        feedback = options.residuals.feedback(name, tensor.numel(), dtype, device)
         shared = None
         if not step:
             feedback.first_step = 0
@@ -200,7 +232,7 @@ class Sparsified(Transform):
 
     def __init__(self, gradient: Gradient) -> None:
         self.gradient = gradient
-        self._selected = 0
+        self._indices = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Returns the selected elements: sparse COO of one dimension, coalesced, of the gradient's dtype.
@@ -208,10 +240,25 @@ class Sparsified(Transform):
         Raises:
             UsageError: the sparsifier has returned indices that it must not return.
         """
-        indices = self.gradient.select(tensor)
-        self._selected = len(indices)
-        return as_sparse(indices, self.gradient.take(indices), torch.Size([len(self.gradient.residual)]), 1)
+        self._indices, values = self.gradient.select_and_take(tensor)
+        return as_sparse(self._indices, values, torch.Size([len(self.gradient.residual)]), 1)
+
+    def begin(self, request: Request, begin: Callable[[Request], Transfer]) -> Transfer:
+        """Returns the transfer of what was selected.
+
+        Args:
+            request: of that.
+            begin: makes the transfer.
+        """
+        if not self.gradient.on_device:
+            return begin(request)
+        # What rounding takes on the host belongs to the residual on the device.
+        rounding = Residuals()
+        transfer = begin(request._replace(options=structs.replace(request.options, residuals=rounding)))
+        if (errors := rounding.taken(request.name)) is not None:
+            self.gradient.keep_rounding(self._indices, errors.view(-1)[self._indices])
+        return transfer
 
     def undo(self, result: Tensor) -> Tensor:
         """Returns the sum as a strided tensor: 0 where no rank has pushed."""
-        return self.gradient.spread(result._indices()[0], result._values(), self._selected)
+        return self.gradient.spread(result._indices()[0], result._values(), len(self._indices))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Above, Sparsifier, Step, Task
+from .base import Above, Sparsifier, Step, Sums, Task
 from .registry import sparsifier_class, sparsifier_names
 
-__all__ = ["Above", "Sparsifier", "Step", "Task", "sparsifier_class", "sparsifier_names"]
+__all__ = ["Above", "Sparsifier", "Step", "Sums", "Task", "sparsifier_class", "sparsifier_names"]

@@ -9,17 +9,19 @@ setting ``sync.sparsifier`` as ``package.module:Class``, or install it as an ent
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from zenps.config.settings import SparsifierConfig
+from zenps.kernels.gpu import threshold_compact as on_device
 from zenps.kernels.native import magnitudes
 
-__all__ = ["Above", "Exchange", "Momentum", "Sparsifier", "Step", "Task", "generator", "target"]
+__all__ = ["Above", "Exchange", "Momentum", "Sparsifier", "Step", "Sums", "Task", "generator", "target"]
 
 
 class Momentum(NamedTuple):
@@ -82,15 +84,20 @@ class Above(NamedTuple):
     NaN and infinite elements are always selected.
 
     Attributes:
-        threshold: at least 0.
+        threshold: at least 0; for values on a device perhaps float32 of one element there.
         start, stop: the elements that are looked at; ``stop`` None: up to the last one.
         most: of more elements than this, the greatest are selected, and of equal ones the first; None: all.
+        least: if they are fewer than this, the threshold was too high. Needs a ``most``.
+        lowering: then the threshold is multiplied by this, until they are enough, but at most
+            :data:`MOST_TRIES` times.
     """
 
-    threshold: float
+    threshold: float | Tensor
     start: int = 0
     stop: int | None = None
     most: int | None = None
+    least: int = 0
+    lowering: float = 0.0
 
     def indices(self, values: Tensor) -> Tensor:
         """Returns the selected indices, int64, ascending.
@@ -98,15 +105,60 @@ class Above(NamedTuple):
         Args:
             values: floating point ``[n]`` on the CPU.
         """
-        if self.start < 0 or (self.most or 0) < 0:
-            raise ValueError(f"{self}: expected a start and most of 0 or more")
-        array = values.detach().numpy()[self.start : self.stop]
-        if self.most is None:
-            found = magnitudes.find(array, self.threshold)
-        else:
-            found = magnitudes.find_greatest(array, self.threshold, self.most)
-        found += self.start
+        start, stop = self.bounds(len(values))
+        array = values.detach().numpy()[start:stop]
+        thresholds = self.thresholds()
+        found = self._find(array, next(thresholds))
+        for threshold in thresholds:
+            if len(found) >= self.least:
+                break
+            found = self._find(array, threshold)
+        found += start
         return torch.from_numpy(found)
+
+    def bounds(self, size: int) -> tuple[int, int]:
+        """Returns the first of ``size`` elements that is looked at, and the one behind the last."""
+        if self.start < 0 or (self.most or 0) < 0 or (self.least and self.most is None):
+            raise ValueError(f"{self}: expected a start and most of 0 or more, and most beside least")
+        start, stop, _ = slice(self.start, self.stop).indices(size)
+        return start, max(start, stop)
+
+    def thresholds(self) -> Iterator[float | Tensor]:
+        """Yields the thresholds to try, until one has selected enough elements."""
+        threshold = self.threshold
+        yield threshold
+        for _ in range(MOST_TRIES if self.lowering else 1):
+            threshold = threshold * self.lowering
+            yield threshold
+
+    def _find(self, array: NDArray[np.floating[Any]], threshold: float | Tensor) -> NDArray[np.int64]:
+        if self.most is None:
+            return magnitudes.find(array, float(threshold))
+        return magnitudes.find_greatest(array, float(threshold), self.most)
+
+
+MOST_TRIES = 10
+"""How often a threshold is lowered at most."""
+
+
+class Sums(NamedTuple):
+    """A gradient and its residual on a device, where nothing has added one to the other yet.
+
+    Attributes:
+        residual: float32 ``[n]``.
+        gradient: ``[n]``; None if the residual is the sum already.
+    """
+
+    residual: Tensor
+    gradient: Tensor | None
+
+    def sample(self, stride: int, rank: int) -> Tensor:
+        """Returns the magnitude that ``rank`` others precede in descending order, of every ``stride``-th sum.
+
+        It stays on the device: one element, float32.
+        """
+        sampled = self.residual[::stride]
+        return on_device.sample(sampled if self.gradient is None else sampled + self.gradient[::stride], rank)
 
 
 class Sparsifier(ABC):
@@ -118,10 +170,13 @@ class Sparsifier(ABC):
     Attributes:
         exchange: how ranks combine what they have selected.
         takes_momentum: True if :meth:`accumulate` applies the optimizer's momentum, instead of the optimizer.
+        on_device: True if gradients on a device are selected from there, by :meth:`select_on_device`. Then
+            all methods but :meth:`learn` are given tensors on the device; states are on the CPU nevertheless.
     """
 
     exchange: ClassVar[Exchange] = "own"
     takes_momentum: ClassVar[bool] = False
+    on_device: ClassVar[bool] = False
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -143,6 +198,13 @@ class Sparsifier(ABC):
         Returns:
             A selection by magnitude; or unique ascending indices, int64 ``[n]``. None need be selected.
         """
+
+    def select_on_device(self, sums: Sums, step: Step) -> Above:
+        """As :meth:`select`, but the elements are found in the pass that adds the gradient to the residual.
+
+        Only if :attr:`on_device`. A threshold that stays on the device does not make the host wait for it.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.on_device: expected a select_on_device beside it")
 
     def sent(self, indices: Tensor) -> None:  # noqa: B027  # most keep nothing but the residual
         """Called after the residual's values at ``indices``, int64 ``[n]``, were taken to be pushed."""

@@ -12,11 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from zenps.kernels.gpu import threshold_compact as on_device
 from zenps.kernels.native import magnitudes
 
 from .base import Step
 
-Values = NDArray[np.floating[Any]]
+Edges = NDArray[np.floating[Any]]
 
 
 class Controller(ABC):
@@ -37,7 +38,7 @@ class Controller(ABC):
     def learn(self, selected: int, wanted: int, step: Step) -> None:
         """Learns how many elements all ranks together have selected."""
 
-    def count(self, values: Values, step: Step) -> Tensor | None:
+    def count(self, values: Tensor, step: Step) -> Tensor | None:
         """As :meth:`Sparsifier.count`, of the part from which this rank selects next."""
         return None
 
@@ -87,8 +88,8 @@ class Counts(Controller):
 
     deals_by_load = True
 
-    GRID: ClassVar[Values] = 1.05 ** np.arange(-32, 33)
-    FIRST_GRID: ClassVar[Values] = 16.0 ** np.arange(-32, 33)
+    GRID: ClassVar[Edges] = 1.05 ** np.arange(-32, 33)
+    FIRST_GRID: ClassVar[Edges] = 16.0 ** np.arange(-32, 33)
     """All float32 magnitudes. As long as ``GRID``: if training goes on after errors, ranks may have learned
     different numbers of steps, and their counts must still match."""
     GAIN = 0.3
@@ -123,8 +124,10 @@ class Counts(Controller):
         counted = float(np.exp(np.interp(-wanted_log, -logs, np.log(self._edges()))))
         return counted * math.sqrt(1 + 1 / max(step.number, 1))
 
-    def count(self, values: Values, step: Step) -> Tensor:
-        return torch.from_numpy(magnitudes.count(values, self._edges()))
+    def count(self, values: Tensor, step: Step) -> Tensor:
+        if values.is_cpu:
+            return torch.from_numpy(magnitudes.count(values.numpy(), self._edges()))
+        return on_device.count(values, self._edges())
 
     def state_dict(self) -> Mapping[str, float]:
         return {"center": self._center, "log_bias": self._log_bias}
@@ -132,5 +135,5 @@ class Counts(Controller):
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         self._center, self._log_bias = state["center"], state["log_bias"]
 
-    def _edges(self) -> Values:
+    def _edges(self) -> Edges:
         return self._center * self.GRID if self._center else self.FIRST_GRID

@@ -7,7 +7,9 @@ own gradient before it adds it to the residual. *Masking* forgets the momentum o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,21 +17,23 @@ from torch import Tensor
 
 from zenps.kernels.native import magnitudes
 
-from .base import Above, Momentum, Sparsifier, Step, Task, target
+from .base import Above, Momentum, Sparsifier, Step, Sums, Task, target
+from .topk import Sample
 
 # Of the published code (https://github.com/synxlin/deep-gradient-compression): the part of the elements that
 # is sampled, a stride by which all columns of a layer are met, and when a threshold is corrected.
 SAMPLED = 0.01
 STRIDE = 32
 LEAST_SAMPLED = 2
-TOO_FEW = 0.8
-MOST_TRIES = 10
+LOWERING = 0.8
+"""Fewer than this part of the wanted elements are too few; then their threshold is lowered by this factor."""
 
 
 class DGC(Sparsifier):
     """The elements of the greatest magnitude, about density · size, never more."""
 
     takes_momentum: ClassVar[bool] = True
+    on_device: ClassVar[bool] = True
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
@@ -41,7 +45,7 @@ class DGC(Sparsifier):
         if not factor:
             residual += gradient
             return
-        self._buffer = self._buffer.to(residual.dtype).mul_(factor)
+        self._buffer = self._buffer.to(residual).mul_(factor)  # its dtype, and its device
         if nesterov:
             self._buffer.add_(gradient, alpha=factor)
             residual += gradient
@@ -49,15 +53,11 @@ class DGC(Sparsifier):
             self._buffer += gradient
         residual += self._buffer
 
-    def select(self, values: Tensor, step: Step) -> Tensor:
-        wanted = target(len(values), warmed_up(step, self.task.settings.warmup_steps))
-        threshold = self._sampled_threshold(values, wanted)
-        for _ in range(MOST_TRIES):
-            found = Above(threshold, most=wanted).indices(values)
-            if len(found) >= TOO_FEW * wanted:
-                return found
-            threshold *= TOO_FEW
-        return Above(threshold, most=wanted).indices(values)
+    def select(self, values: Tensor, step: Step) -> Above:
+        return self._above(step, partial(magnitudes.sample, values.numpy()))
+
+    def select_on_device(self, sums: Sums, step: Step) -> Above:
+        return self._above(step, sums.sample)
 
     def sent(self, indices: Tensor) -> None:
         if not bool(self._buffer[indices].isfinite().all()):
@@ -66,7 +66,7 @@ class DGC(Sparsifier):
             self._buffer[indices] = 0
 
     def state_dict(self) -> Mapping[str, Any]:
-        return {"momentum": self._buffer}
+        return {"momentum": self._buffer.cpu()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         momentum: Tensor = state["momentum"]
@@ -74,12 +74,14 @@ class DGC(Sparsifier):
             raise ValueError(f"momentum of {len(momentum)} elements, expected {len(self._buffer)}")
         self._buffer = momentum.clone()
 
-    def _sampled_threshold(self, values: Tensor, wanted: int) -> float:
-        size = len(values)
+    def _above(self, step: Step, sample: Sample) -> Above:
+        size = self.task.size
+        wanted = target(size, warmed_up(step, self.task.settings.warmup_steps))
         least = max(SAMPLED * size, LEAST_SAMPLED * size / wanted)
         stride = max(int(size / least) // STRIDE * STRIDE + 1, 1)
         greatest = max(round(-(-size // stride) * wanted / size), 1)
-        return magnitudes.sample(values.numpy(), stride, greatest - 1)
+        threshold = sample(stride, greatest - 1)
+        return Above(threshold, most=wanted, least=math.ceil(LOWERING * wanted), lowering=LOWERING)
 
 
 def warmed_up(step: Step, warmup_steps: int) -> float:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor
 
-from .base import Above, Exchange, Sparsifier, Step, Task, target
+from .base import Above, Exchange, Sparsifier, Step, Sums, Task, target
 from .controllers import Controller, Counts, Published
 
 CONTROLLERS: Mapping[str, type[Controller]] = {"counts": Counts, "published": Published}
@@ -23,6 +23,7 @@ class Exclusive(Sparsifier):
     """Elements above a threshold, within the partition whose turn it is on this rank."""
 
     exchange: ClassVar[Exchange] = "agreed"
+    on_device: ClassVar[bool] = True
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
@@ -31,6 +32,25 @@ class Exclusive(Sparsifier):
         """int64 ``[world + 1]``: where the partitions begin and end."""
 
     def select(self, values: Tensor, step: Step) -> Above:
+        return self._above(step)
+
+    def select_on_device(self, sums: Sums, step: Step) -> Above:
+        return self._above(step)
+
+    def learn(self, union: Tensor, step: Step) -> None:
+        self.controller.learn(len(union), target(self.task.size, step.density), step)
+
+    def count(self, values: Tensor, step: Step) -> Tensor | None:
+        start, stop = self._turn(step.number + 1)
+        return self.controller.count(values[start:stop], step)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self.controller.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.controller.load_state_dict(state)
+
+    def _above(self, step: Step) -> Above:
         wanted = target(self.task.size, step.density)
         start, stop = self._turn(step.number)
         threshold = self.controller.threshold(wanted, step)
@@ -38,19 +58,6 @@ class Exclusive(Sparsifier):
             return Above(threshold, start, stop)
         share = (wanted + self._partition(step.number)) // self.task.world
         return Above(0.0, start, stop, most=share)
-
-    def learn(self, union: Tensor, step: Step) -> None:
-        self.controller.learn(len(union), target(self.task.size, step.density), step)
-
-    def count(self, values: Tensor, step: Step) -> Tensor | None:
-        start, stop = self._turn(step.number + 1)
-        return self.controller.count(values.numpy()[start:stop], step)
-
-    def state_dict(self) -> Mapping[str, Any]:
-        return self.controller.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.controller.load_state_dict(state)
 
     def _partition(self, step: int) -> int:
         return (step + self.task.rank) % self.task.world

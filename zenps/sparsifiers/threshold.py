@@ -6,13 +6,20 @@ follows from the gradients; ``sync.density`` has no effect.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
-from .base import Above, Sparsifier, Step
+from .base import Above, Sparsifier, Step, Sums
 
 
 class Threshold(Sparsifier):
     """All elements of at least a fixed magnitude."""
 
+    on_device: ClassVar[bool] = True
+
     def select(self, values: Tensor, step: Step) -> Above:
+        return Above(self.task.settings.threshold)
+
+    def select_on_device(self, sums: Sums, step: Step) -> Above:
         return Above(self.task.settings.threshold)

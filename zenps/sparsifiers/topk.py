@@ -8,12 +8,15 @@ compared. The result is exact. Of equal magnitudes, the first are taken.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar
 
 from torch import Tensor
 
 from zenps.kernels.native import magnitudes
 
-from .base import Above, Sparsifier, Step, target
+from .base import Above, Sparsifier, Step, Sums, target
 
 # A sample reads one cache line in 16 at most. Strides are odd, because rows of a layer have mostly an even
 # number of elements, and a sample needs all columns.
@@ -24,18 +27,26 @@ SAMPLED = 64
 DEVIATIONS = 4
 
 
+Sample = Callable[[int, int], float | Tensor]
+"""The magnitude that so many others precede in a sample, by stride and number."""
+
+
 class TopK(Sparsifier):
     """The k = density · size elements of the greatest magnitude."""
 
-    def select(self, values: Tensor, step: Step) -> Tensor:
-        wanted = target(len(values), step.density)
-        found = Above(sampled_bound(values, wanted), most=wanted).indices(values)
-        return found if len(found) == wanted else Above(0.0, most=wanted).indices(values)
+    on_device: ClassVar[bool] = True
+
+    def select(self, values: Tensor, step: Step) -> Above:
+        return greatest(values, target(len(values), step.density), partial(magnitudes.sample, values.numpy()))
+
+    def select_on_device(self, sums: Sums, step: Step) -> Above:
+        return greatest(sums.residual, target(self.task.size, step.density), sums.sample)
 
 
-def sampled_bound(values: Tensor, wanted: int) -> float:
-    """Returns a magnitude that ``wanted`` elements most likely reach, by a sample; 0 if that is too small."""
+def greatest(values: Tensor, wanted: int, sample: Sample) -> Above:
+    """Returns the selection of the ``wanted`` greatest values: above a bound that they most likely reach."""
     stride = max(LEAST_STRIDE, wanted // SAMPLED | 1)
     sampled = wanted / stride
     rank = round(sampled + DEVIATIONS * math.sqrt(sampled))
-    return magnitudes.sample(values.numpy(), stride, rank) if rank < len(values) // stride else 0.0
+    bound = sample(stride, rank) if rank < len(values) // stride else 0.0
+    return Above(bound, most=wanted, least=wanted)

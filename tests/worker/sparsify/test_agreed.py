@@ -22,6 +22,7 @@ from zenps.worker.core.request import Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.statistics import Progress, Statistics
 from zenps.worker.core.transfer import Answer, EncodedTensor, OneRound, Transfer
+from zenps.worker.encode.accelerator import Accelerator
 from zenps.worker.encode.planner import Planner
 from zenps.worker.encode.sharder import Sharder
 from zenps.worker.sparsify.agreed import COUNTS, VALUES, Agreed, AgreedTransfer
@@ -36,7 +37,7 @@ EXACT = ((SIZE - 300, SIZE),)
 class Rank:
     """One rank, whose servers are simulated."""
 
-    def __init__(self, rank: int, *sets: str) -> None:
+    def __init__(self, rank: int, *sets: str, gpu: Accelerator | None = None) -> None:
         config: Config = load(sets=[*SETS, *sets], environ={}).config
         self.metrics = WorkerMetrics(CollectorRegistry())
         statistics = Statistics(self.metrics)
@@ -45,6 +46,8 @@ class Rank:
         self.planner = Planner(config, self.scheme, self.sharder)
         made = make_sparsification(config, rank, statistics)
         assert made is not None
+        if gpu is not None:
+            made._accelerator = lambda _: gpu  # type: ignore[method-assign]
         self.sparsification = made
         self.residuals = Residuals()
         self.statistics = statistics
@@ -83,8 +86,8 @@ def answers_to(pushes: Sequence[EncodedTensor], name: str) -> list[Answer]:
 class Job:
     """All ranks, and the ring that serves them."""
 
-    def __init__(self, seed: int, *sets: str) -> None:
-        self.ranks = [Rank(rank, *sets) for rank in range(RANKS)]
+    def __init__(self, seed: int, *sets: str, gpu: Accelerator | None = None) -> None:
+        self.ranks = [Rank(rank, *sets, gpu=gpu) for rank in range(RANKS)]
         self._chosen = random.Random(seed)
 
     def step(self, number: int, change: bool) -> list[Tensor]:

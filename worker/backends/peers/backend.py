@@ -75,12 +75,13 @@ class PeerBackend(Backend):
 
     def _transformed(self, request: Request) -> tuple[Request, list[Transform]]:
         """Applies all transforms of a tensor, in order."""
-        transforms: list[Transform] = [] if request.tensor.is_cpu else [ToHost(request.tensor.device)]
+        transforms: list[Transform] = []
         if self._sparsification is not None:
             step = self._steps.get(request.name, 0)
-            if (sparsified := self._sparsification.transform(request, step)) is not None:
+            if transforms := self._sparsification.transforms(request, step):
                 self._steps[request.name] = step + 1
-                transforms.append(sparsified)
+        if not transforms and not request.tensor.is_cpu:
+            transforms = [ToHost(request.tensor.device)]
         for transform in transforms:
             request = request._replace(tensor=transform.apply(request.tensor))
         if request.tensor.is_sparse and (kind := TRANSFORMS[self._scheme.wire.keys]) is not None:

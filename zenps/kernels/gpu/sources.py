@@ -97,6 +97,9 @@ EXPRESSIONS: Final[Mapping[str, tuple[str, ...]]] = {
         *_specialise("scan_compact<uint32, {}, {}>", _POSITION, (4, 1)),
         *_specialise("scan_compact<uint16, {}, {}>", _POSITION, (8, 1)),
     ),
+    "threshold_compact": tuple(
+        f"threshold_compact<{_NUMBERS[dtype]}>" for dtype in (*_SUMMED_WIDER, torch.float32)
+    ),
     "hash_compact": (
         *_specialise("claim_rows<{}>", _KEYS),
         *_specialise("extract_keys<{}>", _KEYS),

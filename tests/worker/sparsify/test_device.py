@@ -1,0 +1,299 @@
+"""Sparsification on a device: the bits of the CPU, and nothing comes to the host but what is selected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from torch import Tensor
+
+from tests.cuda.host.launcher import HostLauncher
+from tests.worker.encode.test_reshard import view_of
+from tests.worker.host_accelerator import HostAccelerator
+from tests.worker.sparsify.test_agreed import Job
+from tests.worker.sparsify.test_sparsification import config, gradient, options
+from zenps.buffers import BufferPool
+from zenps.config.settings import Config
+from zenps.errors import TensorError, UsageError
+from zenps.kernels.gpu.launcher import Argument
+from zenps.observe.metrics import WorkerMetrics
+from zenps.schemes.registry import scheme_of
+from zenps.sparsifiers import Above, Sparsifier, Step, Sums
+from zenps.sparsifiers.base import Momentum
+from zenps.worker.core.request import Request
+from zenps.worker.core.residuals import Residuals
+from zenps.worker.core.statistics import Statistics
+from zenps.worker.encode.accelerator import Accelerator
+from zenps.worker.encode.planner import Planner
+from zenps.worker.encode.sharder import Sharder
+from zenps.worker.sparsify.sparsification import Sparsification, Sparsified, make_sparsification
+
+torch.set_num_threads(1)
+
+SIZE = 30_000
+OWN = ("topk", "dgc", "threshold")
+BUCKET, VECTORS = ((SIZE - 300, SIZE),), ((100, 300), (20_000, 20_001), (SIZE - 50, SIZE - 1))
+"""Elements that are pushed in any case: at the end of a bucket, and anywhere in one of DDP's."""
+
+
+def make(gpu: Accelerator | None, *sets: str, kind: type[Sparsifier] | None = None) -> Sparsification:
+    """With a GPU, all tensors of the CPU are on it."""
+    settings: Config = config(
+        "cluster.workers=3", "sparsifier.threshold=1.5", "sparsifier.least_bytes=1", *sets
+    )
+    made = make_sparsification(settings, 1, Statistics(WorkerMetrics(CollectorRegistry())))
+    assert made is not None
+    made.kind = kind or made.kind
+    if gpu is not None:
+        made._accelerator = lambda _: gpu  # type: ignore[method-assign]
+    return made
+
+
+class Rank:
+    """One rank that pushes its own selection, on the CPU or on a device."""
+
+    def __init__(self, gpu: Accelerator | None, *sets: str, **changes: Any) -> None:
+        self.sparsification = make(gpu, *sets)
+        self.residuals = Residuals()
+        settings, scheme = config(*sets), scheme_of("zenps")
+        self._planner = Planner(settings, scheme, Sharder(settings, scheme.wire, view_of([0, 1])))
+        self._changes = changes
+
+    def push(self, tensor: Tensor, step: int) -> tuple[Sparsified, Tensor]:
+        """What is pushed, once its values are rounded."""
+        request = Request(tensor, "layer", options(self.residuals, **self._changes))
+        made = self.sparsification.transform(request, step)
+        assert isinstance(made, Sparsified)
+        sent = made.apply(tensor)
+        selected = sent.indices().clone(), sent.values().clone()
+        made.begin(request._replace(tensor=sent), lambda request: self._planner.begin(request, 0))
+        return made, torch.sparse_coo_tensor(*selected, sent.shape, is_coalesced=True, check_invariants=True)
+
+    def state(self) -> dict[str, Any]:
+        return dict(self.sparsification.state_dict()["tensors"]["layer"])
+
+
+def assert_same(left: Any, right: Any) -> None:
+    assert type(left) is type(right)
+    if isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert_same(left[key], right[key])
+    elif isinstance(left, Tensor):
+        assert left.dtype == right.dtype
+        torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
+    else:
+        assert left == right
+
+
+def mostly_zero(seed: int) -> Tensor:
+    return gradient(seed, SIZE) * (gradient(seed + 50, SIZE) > 3)
+
+
+def with_nan(seed: int) -> Tensor:
+    tensor = gradient(seed, SIZE)
+    tensor[[5 * seed, 19_999]] = torch.tensor([math.nan, math.inf])
+    return tensor
+
+
+KINDS: dict[str, Callable[[int], Tensor]] = {
+    "normal": lambda seed: gradient(seed, SIZE),
+    "float16": lambda seed: gradient(seed, SIZE, torch.float16),
+    "bfloat16": lambda seed: gradient(seed, SIZE, torch.bfloat16),
+    "heavy tails": lambda seed: gradient(seed, SIZE) ** 7,
+    "mostly zero": mostly_zero,
+    "not finite": with_nan,
+    "transposed": lambda seed: gradient(seed, SIZE).view(300, -1).t(),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("exact", [(), BUCKET, VECTORS], ids=["", "bucket", "vectors"])
+def test_what_is_pushed_and_left_has_the_bits_of_the_cpu(
+    name: str, kind: str, exact: tuple[tuple[int, int], ...]
+) -> None:
+    sets = (f"sync.sparsifier={name}", "sync.density=0.01")
+    cpu, device = (Rank(gpu, *sets, exact=exact) for gpu in (None, HostAccelerator()))
+    for step in range(3):
+        (before, expected), (made, got) = (rank.push(KINDS[kind](step), step) for rank in (cpu, device))
+        assert (before.gradient.on_device, made.gradient.on_device) == (False, True)
+        assert_same(got.indices(), expected.indices())
+        assert_same(got.values(), expected.values())
+        assert_same(device.state(), cpu.state())
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("kind", ["normal", "bfloat16", "not finite"])
+def test_momentum_stays_on_the_device(kind: str, nesterov: bool) -> None:
+    changes = {"momentum": Momentum(0.9, nesterov), "exact": BUCKET}
+    cpu, device = (Rank(gpu, "sync.sparsifier=dgc", **changes) for gpu in (None, HostAccelerator()))
+    for step in range(3):
+        (_, expected), (_, got) = (rank.push(KINDS[kind](step), step) for rank in (cpu, device))
+        assert_same(got.indices(), expected.indices())
+        assert_same(got.values(), expected.values())
+        assert_same(device.state(), cpu.state())
+
+
+@pytest.mark.parametrize("values", ["bfloat16", "int8"])
+@pytest.mark.parametrize("exact", [(), BUCKET], ids=["", "bucket"])
+def test_what_quantization_takes_stays_on_the_device(values: str, exact: tuple[tuple[int, int], ...]) -> None:
+    ranks = [Rank(each, f"sync.values={values}", exact=exact) for each in (None, HostAccelerator())]
+    for step in range(3):
+        for rank in ranks:
+            rank.push(gradient(step, SIZE), step)
+        left = [rank.residuals.of("layer", SIZE, 1)[: SIZE - 300] for rank in ranks]
+        assert_same(left[1], left[0])
+        assert int((left[0] != 0).sum()) > SIZE * 0.97
+
+
+def test_more_is_selected_than_there_is_room_for() -> None:
+    sets = ("sync.sparsifier=threshold", "sparsifier.threshold=0.01")
+    cpu, device = Rank(None, *sets), Rank(HostAccelerator(), *sets)
+    for step in range(2):
+        (_, expected), (_, got) = (rank.push(gradient(step, SIZE), step) for rank in (cpu, device))
+        assert expected._nnz() > SIZE // 2
+        assert_same(got.indices(), expected.indices())
+        assert_same(got.values(), expected.values())
+        assert_same(device.state(), cpu.state())
+
+
+@pytest.mark.parametrize(("name", "values"), [("exdyna", "int8"), ("micro", "same")])
+def test_an_agreed_exchange_has_the_bits_of_the_cpu(name: str, values: str) -> None:
+    sets = (f"sync.sparsifier={name}", f"sync.values={values}")
+    cpu, device = Job(0, *sets), Job(0, *sets, gpu=HostAccelerator())
+    for step in range(3):
+        expected, got = cpu.step(step, change=False), device.step(step, change=False)
+        for left, right in zip(got, expected, strict=True):
+            assert_same(left, right)
+    for left, right in zip(device.ranks, cpu.ranks, strict=True):
+        assert_same(left.sparsification.state_dict(), right.sparsification.state_dict())
+
+
+def test_a_training_goes_on_from_a_state_of_either() -> None:
+    ranks = {"cpu": Rank(None), "device": Rank(HostAccelerator())}
+    for step in range(3):
+        for rank in ranks.values():
+            rank.push(gradient(step, SIZE), step)
+    pushed = []
+    for saved in ranks.values():
+        for resumed in (Rank(None), Rank(HostAccelerator())):
+            resumed.sparsification.load_state_dict(saved.sparsification.state_dict())
+            pushed.append(resumed.push(gradient(3, SIZE), 0)[1])
+    for each in pushed[1:]:
+        assert_same(each.to_dense(), pushed[0].to_dense())
+
+
+def test_only_what_is_selected_comes_to_the_host_and_one_kernel_reads_the_gradient() -> None:
+    launched, copied = list[str](), list[int]()
+
+    class Counting(HostLauncher):
+        def launch(
+            self, source: str, expression: str, grid: int, block: int, args: Sequence[Argument]
+        ) -> None:
+            launched.append(source)
+            super().launch(source, expression, grid, block, args)
+
+    class Pool(BufferPool):
+        def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            made = super().empty(shape, dtype)
+            copied.append(made.nbytes)
+            return made
+
+    gpu = HostAccelerator()
+    gpu.launcher, gpu.pinned = Counting(), Pool(keep_bytes=1 << 20)
+    rank = Rank(gpu)
+    made, sent = rank.push(gradient(0, SIZE), 0)
+    assert launched == ["threshold_compact"]
+    # The number of candidates, the selected indices and values, and whether all are finite.
+    selected = SIZE // 100
+    assert sent._nnz() == selected
+    assert copied == [8, 8 * selected, 4 * selected, 1]
+    result = made.undo(sent)
+    assert len(copied) == 4
+    assert torch.equal(result, sent.to_dense())
+
+
+class OnTheCPU(Sparsifier):
+    """A plug-in that knows nothing of devices."""
+
+    def select(self, values: Tensor, step: Step) -> Tensor:
+        return values.abs().topk(3).indices.sort().values
+
+
+def test_a_plug_in_without_a_selection_on_devices_gets_its_gradient_on_the_cpu() -> None:
+    sparsification, tensor = make(HostAccelerator(), kind=OnTheCPU), gradient(0, SIZE)
+    made = sparsification.transform(Request(tensor, "layer", options(Residuals())), 0)
+    assert isinstance(made, Sparsified)
+    assert not made.gradient.on_device
+    assert made.apply(tensor)._nnz() == 3
+
+
+def test_float64_is_sparsified_on_the_cpu() -> None:
+    tensor = gradient(0, SIZE, torch.float64)
+    made = make(HostAccelerator()).transform(Request(tensor, "layer", options(Residuals())), 0)
+    assert isinstance(made, Sparsified)
+    assert not made.gradient.on_device
+
+
+def test_a_tensor_of_another_device_is_copied_to_the_host_first() -> None:
+    request = Request(torch.empty(SIZE, device="meta"), "layer", options(Residuals()))
+    names = [type(each).__name__ for each in make(None, kind=OnTheCPU).transforms(request, 0)]
+    assert names == ["ToHost", "Sparsified"]
+    request = Request(gradient(0, SIZE), "layer", options(Residuals()))
+    for gpu in (None, HostAccelerator()):
+        assert len(make(gpu).transforms(request, 0)) == 1
+
+
+class Wrong(Sparsifier):
+    """Says that it selects on devices, and does not."""
+
+    on_device = True
+
+    def select(self, values: Tensor, step: Step) -> Above:
+        return Above(1.0)
+
+
+class Indices(Wrong):
+    def select_on_device(self, sums: Sums, step: Step) -> Above:
+        return sums.residual.topk(3).indices  # type: ignore[return-value]
+
+
+class Negative(Wrong):
+    def select_on_device(self, sums: Sums, step: Step) -> Above:
+        return Above(1.0, start=-1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Wrong, "Wrong.on_device: expected a select_on_device beside it"),
+        (Indices, "expected Above of select_on_device, got torch.int64"),
+        (Negative, "expected a start and most of 0 or more"),
+    ],
+)
+def test_a_wrong_plug_in_is_named(kind: type[Sparsifier], message: str) -> None:
+    tensor = gradient(0, SIZE)
+    made = make(HostAccelerator(), kind=kind).transform(Request(tensor, "layer", options(Residuals())), 0)
+    assert made is not None
+    with pytest.raises(UsageError, match=message):
+        made.apply(tensor)
+
+
+def test_a_device_that_fails_is_an_error_that_names_the_tensor() -> None:
+    class Full(HostLauncher):
+        def launch(
+            self, source: str, expression: str, grid: int, block: int, args: Sequence[Argument]
+        ) -> None:
+            raise RuntimeError("out of memory")
+
+    gpu, tensor = HostAccelerator(), gradient(0, SIZE)
+    gpu.launcher = Full()
+    made = make(gpu).transform(Request(tensor, "layer", options(Residuals())), 0)
+    assert made is not None
+    with pytest.raises(TensorError, match="tensor 'layer' on cpu: out of memory"):
+        made.apply(tensor)

@@ -1,0 +1,116 @@
+"""Selection by magnitude on the device: wraps ``cuda/threshold_compact.cu``, and chooses, samples and counts.
+
+The same selections as :mod:`zenps.kernels.native.magnitudes` makes on the CPU. NaN is above all magnitudes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from zenps.errors import TensorError
+
+from .launcher import BLOCK, Launcher, check_on_device, multiprocessors, scan_state
+from .rows import DeviceRows
+from .sources import number_name
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""The dtypes of a gradient; its residual is float32."""
+
+# constexprs of cuda/threshold_compact.cu
+LANES = 4
+TILE = 4096
+RESIDENT = 4
+
+
+def threshold_compact(
+    launcher: Launcher,
+    residual: Tensor,
+    gradient: Tensor | None,
+    threshold: float | Tensor,
+    bounds: tuple[int, int],
+    capacity: int,
+    takes: bool = False,
+) -> DeviceRows:
+    """Adds a gradient to its residual, and finds the elements of the sum with |element| ≥ ``threshold``.
+
+    Args:
+        residual: float32 ``[n]`` on the device; changed.
+        gradient: of one of :data:`DTYPES`, ``[n]`` on the device; None: the residual alone is searched.
+        threshold: rounded to float32; or float32 of one element on the device.
+        bounds: the first element that is searched, and the one behind the last.
+        capacity: the number of elements that the output has room for.
+        takes: True to leave 0 in the residual where an element was written.
+
+    Returns:
+        positions, int64 ``[capacity]``: the elements' indices; and their sums ``[capacity, 1]``.
+
+    Raises:
+        TensorError: wrong dtypes, dimensions or sizes.
+    """
+    check_on_device("a residual", residual, (torch.float32,), 1)
+    if gradient is not None:
+        check_on_device("a dense gradient", gradient, DTYPES, 1)
+        if len(gradient) != len(residual):
+            raise TensorError(f"a dense gradient of {len(gradient)} elements: expected {len(residual)}")
+        gradient = _aligned(gradient)
+    assert residual.data_ptr() % (LANES * residual.itemsize) == 0, "it begins its own memory"
+    device, tiles = residual.device, -(-len(residual) // TILE)
+    indices = torch.empty(capacity, dtype=torch.int64, device=device)
+    values = torch.empty(capacity, 1, dtype=torch.float32, device=device)
+    state = scan_state(tiles + 1, device)
+    # The last word of a zeroed memory: without tiles no kernel writes it.
+    count = state[-1:]
+    least = (threshold, 0) if isinstance(threshold, Tensor) else (0, _bits(threshold))
+    added = 0 if gradient is None else gradient
+    output = (capacity, indices, values, count)
+    args = (state, added, residual, len(residual), *bounds, *least, int(takes), *output)
+    name = number_name(torch.float32 if gradient is None else gradient.dtype)
+    blocks = min(tiles, RESIDENT * multiprocessors(device))
+    launcher.launch("threshold_compact", f"threshold_compact<{name}>", blocks, BLOCK, args)
+    return DeviceRows(indices, values, count)
+
+
+def greatest(values: Tensor, most: int) -> Tensor:
+    """The numbers of the ``most`` elements of the greatest magnitude, ascending; of equal ones the first."""
+    order = _magnitudes(values).sort(descending=True, stable=True).indices
+    return order[:most].sort().values
+
+
+def sample(values: Tensor, rank: int) -> Tensor:
+    """The magnitude that ``rank`` others precede in descending order, or the least: one element, float32."""
+    return _magnitudes(values).topk(min(rank + 1, len(values))).values[-1:]
+
+
+def count(values: Tensor, edges: NDArray[np.floating[Any]]) -> Tensor:
+    """How many elements have |element| ≥ each of ``edges``, which ascend from 0 or more.
+
+    It waits for the device, which tells how many reach the first edge.
+    """
+    magnitudes = _magnitudes(values)
+    # Few reach the first edge. Its rounding to their dtype cannot leave one out.
+    few = magnitudes[magnitudes >= float(edges[0])].double()
+    ascending = torch.from_numpy(edges.astype(np.float64)).to(values.device)
+    reached = torch.bucketize(few, ascending, right=True)
+    exactly = torch.bincount(reached, minlength=len(edges) + 1)
+    return exactly.flip(0).cumsum(0).flip(0)[1:]
+
+
+def _magnitudes(values: Tensor) -> Tensor:
+    return values.abs().nan_to_num_(nan=math.inf, posinf=math.inf)
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy, at an address where packs begin."""
+    return tensor if tensor.data_ptr() % (LANES * tensor.itemsize) == 0 else tensor.clone()
+
+
+def _bits(threshold: float) -> int:
+    """The bits of a float32; what is not greater than 0 bounds nothing."""
+    with np.errstate(over="ignore"):
+        return int(np.float32(threshold).view(np.int32)) if threshold > 0 else 0
