@@ -222,7 +222,7 @@ ONCE_FAILED = [
         steps=44,
         slow_seconds=2.0,
         duplicates=0.02,
-        budget_bytes=1,
+        budget_bytes=1024,
         faults=(Fault(at=40.535, kind="stop server", target=43, seconds=3.801),),
         settles=False,
         message_units=4,
