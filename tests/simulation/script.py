@@ -39,8 +39,8 @@ KINDS: tuple[Kind, ...] = Kind.__args__[:10]  # type: ignore[attr-defined]
 MOST_SECONDS = 25.0
 """How long a fault lasts at most: more than two leases, so that a stalled server is lost."""
 BUDGETS = (1 << 20, 8 << 10, 1 << 10)
-"""The small budgets admit few rounds: the pushes of a rank before it waits do not fit at once. The smallest is
-less than any round takes, and half of all that four ranks push in one: more in fragments would be refused."""
+"""The small budgets admit few rounds: the pushes of a rank before it waits do not fit at once. The smallest
+is less than any round takes, and half of what four ranks push in one, beyond which fragments are refused."""
 RESHARD_SECONDS = (0.0, 2.0, 15.0)
 """Within the longest, a worker may hear of more views, and of the loss of another worker."""
 MESSAGE_UNITS = (1 << 10, 4, 1)
