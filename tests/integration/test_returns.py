@@ -1,4 +1,4 @@
-"""Workers that come back to an elastic job, having wrapped other optimizers and left fewer blocks of ``join``."""
+"""Workers that come back to an elastic job with other optimizers and fewer blocks of ``join`` behind them."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class AveragingWorld(FakeWorld):
 @pytest.fixture
 def join() -> Iterator[Callable[[FakeWorld], FakeWorld]]:
     """Joins a world after leaving that of before."""
-    PROCESS.leave()
+    PROCESS._world = FakeWorld()  # in which other tests may have taken numbers
 
     def join(world: FakeWorld) -> FakeWorld:
         PROCESS.leave()
