@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from types import FrameType
 
@@ -23,6 +23,34 @@ from .core.pending import FORKED
 from .world import LocalWorld, World
 
 _SIGNALLED = 128
+
+
+class Prefix:
+    """A prefix of tensor names that no other object of this process has in the same world.
+
+    Prefixes are numbered from 0 in each world, because other ranks may have joined no other. An object that
+    goes on from an earlier world keeps its number, as ranks do that never left, unless another object has
+    taken it. A prefix that is made by itself takes its number when it is first used.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._number: int | None = None
+        self._taken: set[int] | None = None
+        """The numbers of the world in which it has its own."""
+
+    def take(self, taken: set[int]) -> None:
+        """Takes a number in the world that has given these."""
+        if self._number is None or self._number in taken:
+            self._number = max(taken, default=-1) + 1
+        taken.add(self._number)
+        self._taken = taken
+
+    def __str__(self) -> str:
+        taken = PROCESS.numbers(self._kind)
+        if self._taken is not taken:
+            self.take(taken)
+        return f"{self._kind}{self._number}"
 
 
 class Process:
@@ -40,7 +68,8 @@ class Process:
         nothing of it is closed here."""
         self._scheduler = ""
         """That of the last cluster that this process has joined."""
-        self._prefixes: Counter[str] = Counter()
+        self._numbers: defaultdict[str, set[int]] = defaultdict(set)
+        """Of the prefixes in this world, by kind; before a process joins, of those to come."""
         self._before_leaving: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     @property
@@ -124,6 +153,7 @@ class Process:
                 finally:
                     self._world.close(together=together)
                     self._world = None
+                    self._numbers = defaultdict(set)
                     self._restore_sigterm()
 
     def before_leaving(self, call: Callable[[], None]) -> None:
@@ -148,11 +178,15 @@ class Process:
             self._joined_by_parent, self._world = self._world, None
         self._changing = threading.Lock()  # another thread of the parent may hold it
 
-    def new_prefix(self, kind: str) -> str:
+    def new_prefix(self, kind: str) -> Prefix:
         """Returns a new prefix of tensor names. All ranks must request prefixes of a kind in one order."""
-        number = self._prefixes[kind]
-        self._prefixes[kind] += 1
-        return f"{kind}{number}"
+        prefix = Prefix(kind)
+        prefix.take(self._numbers[kind])
+        return prefix
+
+    def numbers(self, kind: str) -> set[int]:
+        """Returns the numbers of the prefixes of a kind in this world: one set for each world."""
+        return self._numbers[kind]
 
     def _exit(self, number: int, _: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)

@@ -16,7 +16,7 @@ from torch import Tensor
 import zenps as zps
 from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, Raised, attempt, await_file
 from tests.integration.embedding_model import OPTIMIZERS, Model, assert_same, loss_of, make_model, state_of
-from tests.integration.progress import await_step, step_of
+from tests.integration.progress import await_step, report, step_of
 from zenps.worker.process import PROCESS
 from zenps.worker.training import elastic
 
@@ -65,7 +65,7 @@ def train(path: Path, fail_at: int = -1) -> dict[int, Step]:
         ranks = tuple(rank for rank in ALL if int(who[0]) >> rank & 1)
         own = copy.deepcopy([optimizer.state_dict() for optimizer in optimizers])
         steps[state.step] = Step(ranks, zps.size(), state_of(model), own)
-        _report(path, state.step)
+        report(path, zps.rank(), state.step)
         state.step += 1
         state.has_ended = bool(has_ended)
         state.commit()
@@ -87,12 +87,6 @@ def train_in_one_process(steps: dict[int, Step], since: int, count: int, ranks: 
         for optimizer in optimizers:
             optimizer.step()
     return state_of(model)
-
-
-def _report(path: Path, step: int) -> None:
-    partial = path / f"{zps.rank()}.partial"
-    partial.write_text(str(step))
-    partial.rename(path / f"step{zps.rank()}")
 
 
 class Training:

@@ -208,7 +208,11 @@ class Sparsification:
         if feedback.sparsifier is None or (not step and self.kind.exchange == "agreed"):
             if feedback.sparsifier is None and self._loaded and without_turn(name) not in self._known:
                 known = listing(sorted(self._known))
-                raise UsageError(f"sparsifier state: expected one of tensor {name!r}, got {known}")
+                raise UsageError(
+                    f"sparsifier state: expected one of tensor {name!r}, got {known}; optimizers are "
+                    "numbered in the order in which they are wrapped after zenps.init(): wrap as many before "
+                    "as in the saved job, or resume after shutdown() and init()"
+                )
             config, place = self._config, options.pusher or (self._rank, self._world)
             seed, settings = config.sync.seed, config.sparsifier
             task = Task(name, tensor.numel(), *place, seed, settings, options.momentum)

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from zenps.errors import MismatchError, UsageError, listing
 
 from ..core.request import Request
-from ..process import PROCESS
+from ..process import PROCESS, Prefix
 from .allgather import allgather_int
 from .broadcast import broadcast_object
 from .buckets import Bucket, fuse
@@ -36,7 +36,7 @@ class ParameterAgreement:
         MismatchError: the ranks' parameters differ.
     """
 
-    def __init__(self, prefix: str, own: dict[str, Parameter]) -> None:
+    def __init__(self, prefix: Prefix, own: dict[str, Parameter]) -> None:
         self._prefix = prefix
         self._own = own
         names = list(own) if PROCESS.world.is_joining else self._agree_on_names(own)

@@ -28,7 +28,7 @@ from zenps.errors import UsageError
 from ..core.pending import Pending
 from ..core.request import Options, Request
 from ..core.residuals import Residuals
-from ..process import PROCESS
+from ..process import PROCESS, Prefix
 
 
 class _Bucket(NamedTuple):
@@ -50,7 +50,7 @@ class CommHookState:
     dense_group: dist.ProcessGroup | None = None
     """The group whose allreduce averages the dense buckets; None sends them over ZenPS too."""
 
-    _prefix: str = field(default_factory=lambda: PROCESS.new_prefix("ddp"))
+    _prefix: Prefix = field(default_factory=lambda: PROCESS.new_prefix("ddp"))
     _residuals: Residuals = field(default_factory=Residuals)
     _pushed: set[str] = field(default_factory=set)
     """The names of all buckets so far."""
@@ -98,7 +98,7 @@ class CommHookState:
     def __copy__(self) -> CommHookState:
         # Its prefix is taken when it is used: a copy that one rank alone makes, such as that of an averaged
         # model, must not shift the prefixes of this rank.
-        return CommHookState(self.dense_group, _prefix="")
+        return CommHookState(self.dense_group, _prefix=Prefix("ddp"))
 
     def __deepcopy__(self, _: object) -> CommHookState:
         return copy(self)
@@ -114,7 +114,7 @@ def _vectors(bucket: GradBucket) -> tuple[tuple[int, int], ...]:
     return tuple(ranges)
 
 
-_default = CommHookState()
+_default = CommHookState(_prefix=Prefix("ddp"))
 
 
 def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]:
@@ -127,13 +127,13 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
         bucket: sparse, ``[rows, columns…]`` COO; or dense, ``[n]``; of any dtype of ``push_pull``.
     """
     state = state or _default
-    state._prefix = state._prefix or PROCESS.new_prefix("ddp")
     gradient = bucket.buffer()
     if not gradient.is_sparse and state.dense_group is not None:
         gradient.div_(dist.get_world_size(state.dense_group))
         work = dist.all_reduce(gradient, group=state.dense_group, async_op=True)
         averaged: Future[Tensor] = work.get_future().then(lambda reduced: reduced.value()[0])
         return averaged
+    world = PROCESS.world
     name = f"{state._prefix}/{'sparse' if gradient.is_sparse else 'dense'}/{state._content(bucket)}"
     # DDP numbers its buckets in the order in which backward fills them: the last ones hold the first layers.
     options = Options(
@@ -144,7 +144,6 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
         is_sparsifiable=state._is_repeated(name),
         exact=() if gradient.is_sparse else _vectors(bucket),
     )
-    world = PROCESS.world
     if world.staleness or world.averages_models:
         got = "ds-sync" if world.averages_models else f"ssp with sync.staleness = {world.staleness}"
         raise UsageError(

@@ -14,7 +14,7 @@ from zenps.sparsifiers.base import Momentum
 
 from ..core.request import Options, Request, describe, name_in_turn
 from ..core.residuals import Residuals
-from ..process import PROCESS
+from ..process import PROCESS, Prefix
 from .agreement import ParameterAgreement, name_of
 from .averages import Averages
 from .buckets import Bucket, clip_factor
@@ -39,7 +39,7 @@ class GradientPushes:
     """
 
     def __init__(
-        self, agreement: ParameterAgreement, prefix: str, average: bool, momentum: Momentum | None
+        self, agreement: ParameterAgreement, prefix: Prefix, average: bool, momentum: Momentum | None
     ) -> None:
         self.averages = Averages()
         self.outdated: set[Parameter | Bucket] = set()
@@ -147,7 +147,7 @@ class GradientPushes:
         """Returns the name under which this step pushes a gradient: several steps may be in flight."""
         if not self._staleness:
             return f"{self._prefix}/{name}"
-        return name_in_turn(self._prefix, self.step % (self._staleness + 1), name)
+        return name_in_turn(str(self._prefix), self.step % (self._staleness + 1), name)
 
     def _options(
         self, owner: Parameter | Bucket, gradient: Tensor, parameters: Sequence[Parameter]

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from zenps.errors import MismatchError, UsageError, listing
 
 from ..process import PROCESS
 from .allgather import allgather_int
 from .optimizer import DistributedOptimizer
+
+_NAME: Final = "join"
+"""Of the rounds of every block. A worker that joins a running job has not counted the blocks before."""
 
 
 @contextlib.contextmanager
@@ -65,9 +68,9 @@ def join(*optimizers: DistributedOptimizer) -> Iterator[None]:
     while (step := rounds.next()) is not None:
         step.optimizer.step_for_others(is_dropped=step.is_dropped)
     for number, optimizer in enumerate(optimizers):
-        optimizer.drop_leftovers(f"{rounds.name}/{number}")
+        optimizer.drop_leftovers(f"{_NAME}/{number}")
         if rounds.was_uneven:
-            optimizer.adopt(rounds.last, f"{rounds.name}/{number}")
+            optimizer.adopt(rounds.last, f"{_NAME}/{number}")
 
 
 class _Step(NamedTuple):
@@ -82,14 +85,12 @@ class _Rounds:
     """The rounds in which ranks say what they do next.
 
     Attributes:
-        name: prefix of the rounds' names.
         last: a rank whose input has ended last.
         was_uneven: whether the input of a rank has ended while others took steps.
     """
 
     def __init__(self, optimizers: Sequence[DistributedOptimizer]) -> None:
         self._optimizers = optimizers
-        self.name = PROCESS.new_prefix("join")
         self.last = 0
         self.was_uneven = False
 
@@ -110,7 +111,7 @@ class _Rounds:
         return _Step(self._optimizers[number], bool(is_dropped)) if said else None
 
     def _tell(self, said: int) -> int:
-        by_rank = allgather_int(said, f"{self.name}/next")
+        by_rank = allgather_int(said, f"{_NAME}/next")
         if by_rank:
             self.last = min(by_rank)
             self.was_uneven |= len(by_rank) < len(PROCESS.world.ranks)

@@ -91,7 +91,7 @@ class ModelAveraging(Consistency):
         averager.settle()
         for fused in self._fused:
             fused.gather()
-        averager.average(self._name, step, [fused.flat for fused in self._fused])
+        averager.average(str(self._name), step, [fused.flat for fused in self._fused])
         for fused in self._fused:
             fused.spread()
 

@@ -55,9 +55,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             step on. :meth:`no_sync` says the same for single passes.
 
     Raises:
-        UsageError: ``zenps.init()`` was not called, a parameter has no name, two have the same name,
-            ``sync.sparsifier`` cannot take the optimizer's momentum, the optimizer is LBFGS, an embedding has
-            ``max_norm``, or DistributedDataParallel has the same parameters.
+        UsageError: ``zenps.init()`` was not called, the optimizer is wrapped already, a parameter has no
+            name, two have the same name, ``sync.sparsifier`` cannot take the optimizer's momentum, the
+            optimizer is LBFGS, an embedding has ``max_norm``, or DistributedDataParallel has the same
+            parameters.
         MismatchError: the ranks' parameters differ.
     """
 
@@ -73,6 +74,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Not super().__init__: the state is the wrapped optimizer's, reached by __getattr__.
         if backward_passes_per_step < 1:
             raise UsageError(f"backward_passes_per_step = {backward_passes_per_step}: expected at least 1")
+        if isinstance(optimizer, DistributedOptimizer):
+            raise UsageError(
+                "DistributedOptimizer: expected an optimizer that is not wrapped yet, got a "
+                "DistributedOptimizer, which averages gradients already; use that one"
+            )
         self._inner = optimizer
         self._skip = False
         names = ParameterNames(optimizer, named_parameters)

@@ -83,7 +83,7 @@ _ABSENT: Final = {
     "grouped_reducescatter_async",
     "the setting sync.trace records a timeline": "start_timeline stop_timeline",
     "use torch.nn.SyncBatchNorm with a process group of torch": "SyncBatchNorm",
-    "use zenps.TrainingState with cluster.on_worker_loss and cluster.join: docs/operations.md": "elastic",
+    "use zenps.init, zenps.TrainingState and cluster.on_worker_loss: docs/operations.md": "elastic",
 }
 """Names of Horovod that have no counterpart, and what to do instead."""
 

@@ -15,6 +15,8 @@ from prometheus_client import CollectorRegistry
 from torch import Tensor, nn
 
 import zenps as zps
+import zenps.byteps as bps
+import zenps.horovod as hvd
 from zenps.config.settings import Config
 from zenps.errors import DeadlineError, UsageError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
@@ -121,6 +123,15 @@ def train_one_step(model: Model, optimizer: zps.DistributedOptimizer) -> None:
     model.loss().backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def test_wrapping_twice_is_refused(model: Model) -> None:
+    """As a framework and a script do between them: each of the two would average the gradients."""
+    optimizer = wrap(model)
+    for wrap_again in (zps.DistributedOptimizer, hvd.DistributedOptimizer, bps.DistributedOptimizer):
+        with pytest.raises(UsageError, match=r"not wrapped.*use that one"):
+            wrap_again(optimizer, model.named_parameters())
+    train_one_step(model, optimizer)
 
 
 @pytest.fixture
