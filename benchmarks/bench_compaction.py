@@ -1,8 +1,8 @@
 """Benchmark of compaction on a GPU: ZenPS's kernels and PyTorch's own operations, on the same gradients.
 
-Two kinds of gradient: rows of an embedding (ids with duplicates, drawn by Zipf's law) and a dense tensor
-whose zeros are skipped. Each case has a floor: the bytes that it must move at least, over the bandwidth
-measured at the start. The times of all ways are compared with that floor.
+Gradients are rows of an embedding: ids with duplicates, drawn by Zipf's law. Each case has a floor: the bytes
+that it must move at least, over the bandwidth measured at the start. The times of all ways are compared with
+that floor.
 
 Without a GPU, ``--host`` runs tiny cases with the kernels on the CPU, to test the script. Its times mean
 nothing, and it writes no file.
@@ -31,7 +31,6 @@ from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact
 from zenps.kernels.gpu.launcher import Launcher
 from zenps.kernels.gpu.place import DeviceLayout, place_rows
 from zenps.kernels.gpu.rows import DeviceRows
-from zenps.kernels.gpu.scan_compact import scan_compact
 from zenps.kernels.gpu.sort_compact import sort_compact
 from zenps.partition.device_layout import device_layout_on
 from zenps.partition.layout import Layout, LayoutCache
@@ -42,10 +41,9 @@ RESULTS = Path(__file__).resolve().parent / "results"
 WARM_UPS, REPEATS = 3, 15
 HEAD_START_CYCLES = 4_000_000  # some 2 ms
 FLUSH_BYTES = 256 << 20  # more than any GPU's L2, so that each repetition reads memory
-DENSE_ELEMENTS = 214_000_000  # DeepFM's embeddings in Zen (OSDI'25, Table 2)
 
 
-class RowsCase(NamedTuple):
+class Case(NamedTuple):
     """Gradient of an embedding: ``ids`` look-ups in a table of ``rows`` × ``dim``."""
 
     ids: int = 1_000_000
@@ -56,38 +54,20 @@ class RowsCase(NamedTuple):
     dtype: str = "float32"
 
 
-class DenseCase(NamedTuple):
-    """A dense tensor of which ``density`` is not zero, in granules of ``granule``."""
-
-    elements: int = DENSE_ELEMENTS
-    density: float = 0.052
-    granule: int = 256
-    servers: int = 16
-    dtype: str = "float32"
-
-
-ROWS_SWEEP: tuple[RowsCase, ...] = (
-    *(RowsCase(zipf=zipf) for zipf in (1.0, 0.0, 0.8, 1.2)),
-    *(RowsCase(dim=dim) for dim in (1, 8, 16, 32, 128, 256)),
-    *(RowsCase(ids=ids) for ids in (10_000, 100_000)),
-    *(RowsCase(rows=rows) for rows in (100_000, 100_000_000)),
-    *(RowsCase(servers=servers) for servers in (2, 128)),
-    *(RowsCase(dtype=dtype) for dtype in ("float16", "bfloat16")),
+SWEEP: tuple[Case, ...] = (
+    *(Case(zipf=zipf) for zipf in (1.0, 0.0, 0.8, 1.2)),
+    *(Case(dim=dim) for dim in (1, 8, 16, 32, 128, 256)),
+    *(Case(ids=ids) for ids in (10_000, 100_000)),
+    *(Case(rows=rows) for rows in (100_000, 100_000_000)),
+    *(Case(servers=servers) for servers in (2, 128)),
+    *(Case(dtype=dtype) for dtype in ("float16", "bfloat16")),
 )
-DENSE_SWEEP: tuple[DenseCase, ...] = (
-    *(DenseCase(density=density) for density in (0.052, 0.028, 0.01, 0.001, 0.2)),
-    *(DenseCase(granule=granule) for granule in (32, 64, 128)),
-    *(DenseCase(servers=servers) for servers in (2, 128)),
-    DenseCase(dtype="bfloat16"),
-)
-TINY_ROWS = (RowsCase(300, 4, 1000, 1.0, 3), RowsCase(200, 1, 50, 0.0, 2, "bfloat16"))
-TINY_DENSE = (DenseCase(5000, 0.05, 32, 3), DenseCase(3000, 0.2, 256, 2, "bfloat16"))
+TINY = (Case(300, 4, 1000, 1.0, 3), Case(200, 1, 50, 0.0, 2, "bfloat16"))
 
 
 class Result(msgspec.Struct):
     """One way in one case. GB/s is the floor's bytes over the median time, so only useful bytes count."""
 
-    kind: str
     case: dict[str, float | str]
     way: str
     p50_ms: float
@@ -163,12 +143,12 @@ class Plan(NamedTuple):
 # ── the ways ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def rows_ways(bench: Bench, case: RowsCase) -> Plan:
+def plan_of(bench: Bench, case: Case) -> Plan:
     """Ways to sum rows and sort them by position, and PyTorch's alternatives."""
     dtype, launcher = getattr(torch, case.dtype), bench.launcher
     ids = zipf_ids(case, bench.device)
     values = torch.randn(case.ids, case.dim, device=bench.device).to(dtype)
-    layout, device_layout = placed("rows", case.rows, 1, case.servers, bench.device)
+    layout, device_layout = placed("rows", case.rows, case.servers, bench.device)
     size = device_layout.size
 
     def positions() -> Tensor:
@@ -196,7 +176,7 @@ def rows_ways(bench: Bench, case: RowsCase) -> Plan:
     return Plan(ours | torchs, floor_bytes, len(unique))
 
 
-def coalesce_by_owner(ids: Tensor, values: Tensor, case: RowsCase) -> list[Tensor]:
+def coalesce_by_owner(ids: Tensor, values: Tensor, case: Case) -> list[Tensor]:
     """PyTorch's alternative: sum duplicates, then select each owner's rows."""
     coalesced = torch.sparse_coo_tensor(
         ids[None], values, (case.rows, case.dim), check_invariants=False
@@ -214,32 +194,6 @@ def unique_index_add(ids: Tensor, values: Tensor) -> Tensor:
     )
 
 
-def dense_ways(bench: Bench, case: DenseCase) -> Plan:
-    """Ways to extract non-zeros in order of position, and PyTorch's alternatives."""
-    dtype, launcher = getattr(torch, case.dtype), bench.launcher
-    dense = torch.randn(case.elements, device=bench.device).to(dtype)
-    dense[torch.rand(case.elements, device=bench.device) >= case.density] = 0
-    indices = dense.nonzero().squeeze(1)
-    count = len(indices)
-    _, device_layout = placed("dense", case.elements, case.granule, case.servers, bench.device)
-    ours: dict[str, Callable[[], DeviceRows]] = {
-        "scan_compact": lambda: scan_compact(launcher, device_layout, dense, count * 5 // 4 + 1),
-    }
-    positions, order = place_rows(launcher, device_layout, indices).long().sort()
-    expected = dense[indices[order]].double()[:, None]
-    for way, run in ours.items():
-        check(way, run(), positions, expected)
-    torchs = {"read once": dense.amax, "torch: nonzero, index_select": lambda: nonzero_values(dense)}
-    floor_bytes = case.elements * dtype.itemsize + count * (dtype.itemsize + 4)
-    return Plan(ours | torchs, floor_bytes, count)
-
-
-def nonzero_values(dense: Tensor) -> tuple[Tensor, Tensor]:
-    """PyTorch's alternative; its result is neither partitioned nor permuted."""
-    indices = dense.nonzero().squeeze(1)
-    return indices, dense.index_select(0, indices)
-
-
 def check(way: str, rows: DeviceRows, positions: Tensor, sums: Tensor) -> None:
     """Raises AssertionError if a way's result is wrong, before it is timed."""
     count = int(rows.count)
@@ -250,7 +204,7 @@ def check(way: str, rows: DeviceRows, positions: Tensor, sums: Tensor) -> None:
         raise SystemExit(f"{way}: wrong result; {count} rows, expected {len(positions)}")
 
 
-def zipf_ids(case: RowsCase, device: torch.device) -> Tensor:
+def zipf_ids(case: Case, device: torch.device) -> Tensor:
     """``[ids]`` int64: row i drawn with a probability ∝ (i + 1) ** -zipf, rows shuffled."""
     weights = torch.arange(1, case.rows + 1, dtype=torch.float64, device=device).pow_(-case.zipf)
     cumulative = weights.cumsum(0)
@@ -259,29 +213,27 @@ def zipf_ids(case: RowsCase, device: torch.device) -> Tensor:
     return torch.randperm(case.rows, device=device)[ranks]
 
 
-def placed(
-    name: str, rows: int, granule: int, servers: int, device: torch.device
-) -> tuple[Layout, DeviceLayout]:
+def placed(name: str, rows: int, servers: int, device: torch.device) -> tuple[Layout, DeviceLayout]:
     """The balanced layout over that many servers, on the host and on the device."""
     ranks = range(servers)
     cache = LayoutCache(strategy("balanced"), 7, rebalance(None, ranks), ranks, 0)
-    layout = cache.get(name, rows, granule)
+    layout = cache.get(name, rows, 1)
     return layout, device_layout_on(layout, device)
 
 
 # ── the run ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def measure(bench: Bench, kind: str, case: RowsCase | DenseCase) -> Iterator[Result]:
+def measure(bench: Bench, case: Case) -> Iterator[Result]:
     """Times every way of one case."""
     torch.manual_seed(1)
-    plan = rows_ways(bench, case) if isinstance(case, RowsCase) else dense_ways(bench, case)
+    plan = plan_of(bench, case)
     floor_ms = plan.floor_bytes / bench.bytes_per_second * 1000
     for way, run in plan.ways.items():
         times = bench.milliseconds(run)
         p50, p95 = statistics.median(times), times[math.ceil(0.95 * len(times)) - 1]
         yield Result(
-            kind, case._asdict(), way, p50, p95, plan.floor_bytes, floor_ms, p50 / floor_ms,
+            case._asdict(), way, p50, p95, plan.floor_bytes, floor_ms, p50 / floor_ms,
             plan.floor_bytes / p50 / 1e6, plan.rows_out,
         )  # fmt: skip
 
@@ -324,9 +276,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     started = datetime.now(UTC).isoformat(timespec="seconds")
     bench = _host_bench() if options.host else _gpu_bench()
-    cases = (TINY_ROWS, TINY_DENSE) if options.host else (ROWS_SWEEP, DENSE_SWEEP)
-    results = [result for case in cases[0] for result in measure(bench, "rows", case)]
-    results += [result for case in cases[1] for result in measure(bench, "dense", case)]
+    cases = TINY if options.host else SWEEP
+    results = [result for case in cases for result in measure(bench, case)]
     Console(width=150).print(tabulate(results))
     if not options.host:
         device = describe(bench)

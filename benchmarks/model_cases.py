@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.bench_compaction import DENSE_ELEMENTS, placed
+from benchmarks.bench_compaction import placed
 from zenps.kernels.gpu.bitmap_codec import (
     BitmapChunk,
     decode_bitmap,
@@ -25,13 +25,13 @@ from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact
 from zenps.kernels.gpu.launcher import Launcher
 from zenps.kernels.gpu.place import place_rows
 from zenps.kernels.gpu.rows import Header
-from zenps.kernels.gpu.scan_compact import scan_compact
 from zenps.kernels.gpu.scatter import merge, put_rows
 from zenps.kernels.gpu.sort_compact import sort_compact, sort_scratch_words
 from zenps.kernels.gpu.threshold_compact import threshold_compact
 
 CPU = torch.device("cpu")
-SAMPLED_ELEMENTS, DENSITY, GRANULE, SERVERS = 1 << 16, 0.052, 256, 16
+SAMPLED_ELEMENTS, SERVERS = 1 << 16, 16
+DENSE_ELEMENTS = 214_000_000  # DeepFM's embeddings in Zen (OSDI'25, Table 2)
 SAMPLED_ROWS, ROWS, COLUMNS, UNIQUE = 1 << 12, 1_000_000, 64, 0.33
 """Of a million look-ups by Zipf's law in a table of ten million rows, a third are different."""
 BUCKET_ELEMENTS = 1 << 20
@@ -48,18 +48,6 @@ class Case(NamedTuple):
 
     elements: int
     prepare: Callable[[], Prepared]
-
-
-def _dense(dtype: torch.dtype) -> Prepared:
-    dense = torch.randn(SAMPLED_ELEMENTS).to(dtype)
-    dense[torch.rand(SAMPLED_ELEMENTS) >= DENSITY] = 0
-    count = int(dense.count_nonzero())
-    _, device_layout = placed("dense", SAMPLED_ELEMENTS, GRANULE, SERVERS, CPU)
-
-    def run(launcher: Launcher) -> object:
-        return scan_compact(launcher, device_layout, dense, count * 5 // 4)
-
-    return run, len(dense), dense.nbytes + count * (dense.itemsize + 4)
 
 
 def _thinned(dtype: torch.dtype) -> Prepared:
@@ -85,7 +73,7 @@ def _ids() -> Tensor:
 
 def _rows(way: str, dtype: torch.dtype, table_rows: int = 10 * SAMPLED_ROWS) -> Prepared:
     ids, values = _ids() * (table_rows // (10 * SAMPLED_ROWS)), torch.randn(SAMPLED_ROWS, COLUMNS).to(dtype)
-    layout, device_layout = placed("rows", table_rows, 1, SERVERS, CPU)
+    layout, device_layout = placed("rows", table_rows, SERVERS, CPU)
     row_bytes, unique = COLUMNS * dtype.itemsize, int(UNIQUE * SAMPLED_ROWS)
     cuts = torch.tensor(layout.server_bounds[1:])
     told = torch.zeros(1 + len(cuts), dtype=torch.int64)
@@ -112,7 +100,7 @@ def _rows(way: str, dtype: torch.dtype, table_rows: int = 10 * SAMPLED_ROWS) -> 
 def _codec(way: str) -> Prepared:
     """One chunk with a twentieth of its positions set; elements are rows."""
     span = 20 * SAMPLED_ROWS
-    _, device_layout = placed("codec", span, 1, 1, CPU)
+    _, device_layout = placed("codec", span, 1, CPU)
     positions = torch.randperm(span)[:SAMPLED_ROWS].sort()[0].int()
     bits = torch.zeros(span, dtype=torch.uint8)
     bits[positions.long()] = 1
@@ -158,10 +146,6 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 VALUES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
 
 CASES: dict[str, Case] = {
-    **{
-        f"scan_compact, dense, {name}": Case(DENSE_ELEMENTS, partial(_dense, dtype))
-        for name, dtype in VALUES.items()
-    },
     **{
         f"threshold_compact, dense, {name}": Case(DENSE_ELEMENTS, partial(_thinned, dtype))
         for name, dtype in VALUES.items()

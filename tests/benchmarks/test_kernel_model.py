@@ -21,7 +21,7 @@ RENEW = "if that is meant, run `python benchmarks/kernel_model.py`"
 WORSE = 1.1
 
 # Each interprets other sources; all of them take a minute.
-SHORT = ("scan_compact, dense, bfloat16", "merge, bfloat16")
+SHORT = ("threshold_compact, dense, bfloat16", "merge, bfloat16")
 every_case = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in CASES]
 )

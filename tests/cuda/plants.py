@@ -45,7 +45,6 @@ BARRIER_TESTS: Final = {
     "hash_compact.cu": "hash_compact: test_sizes and 1025",
     "sort_compact.cu": "sort_compact: offsets_of_cuts and 1025 or last_block",
     "scan.cuh": "scan: test",
-    "scan_compact.cu": "scan_compact: test_sizes and 1025 or several_tiles and 20002 and float32",
 }
 """For each source with barriers, the tests that fail without one of them."""
 
@@ -154,14 +153,6 @@ PLANTS: Final = (
         "sort_compact: stated_bits and 33 and float32",
     ),
     Plant(
-        "the tensor's last pack",
-        "scan_compact.cu",
-        "if (row + LANES <= rows)",
-        "if (row < rows)",
-        BOUNDS,
-        "scan_compact: test_sizes and 1025",
-    ),
-    Plant(
         "more bits than rows were announced",
         "bitmap_codec.cu",
         "if (before + bit_rank < rows) ",
@@ -183,23 +174,7 @@ PLANTS: Final = (
         "words[word] && rank < end",
         "words[word] && rank <= end",
         COMPARED,
-        "scan_compact: several_tiles and 20002 and float32",
-    ),
-    Plant(
-        "marks are read before the warp wrote them",
-        "scan_compact.cu",
-        "__syncwarp();",
-        "",
-        RACES,
-        "scan_compact: several_tiles and 20002 and float32",
-    ),
-    Plant(
-        "the tile after that of the last granule",
-        "scan_compact.cu",
-        "tile <= last; }",
-        "tile < last; }",
-        BOUNDS,
-        "scan_compact: last_granule_may_end",
+        "bitmap_compact: every_position_of_a_tile",
     ),
     Plant(
         "the last pack of a gradient and its residual",

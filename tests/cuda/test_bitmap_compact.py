@@ -8,13 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.cuda.dtypes import BITS, DTYPES, every_dtype
 from tests.cuda.host.launcher import SIZES, HostLauncher
 from tests.cuda.test_sort_compact import header_of
 from zenps.errors import TensorError
 from zenps.kernels.gpu.bitmap_compact import bitmap_compact, bitmap_scratch_words
-
-DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-BITS = {2: torch.int16, 4: torch.int32}
 
 
 def integers(count: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -34,7 +32,7 @@ def check(launcher: HostLauncher, positions: Tensor, values: Tensor, size: int) 
     assert torch.equal(got.values[:count].double(), sums)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 @pytest.mark.parametrize("kind", ["equal", "distinct", "strided", "drawn"])
 @pytest.mark.parametrize("size", [size for size in SIZES if size <= 1025])
 def test_sums(launcher: HostLauncher, size: int, kind: str, dtype: torch.dtype) -> None:
@@ -50,7 +48,7 @@ def test_sums(launcher: HostLauncher, size: int, kind: str, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("size", [size for size in SIZES if size > 1025])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 def test_many_rows(launcher: HostLauncher, size: int, dtype: torch.dtype) -> None:
     """Tiles with more bits than are listed at once, and tiles with none."""
     dense = torch.randperm(60_000)
@@ -59,7 +57,7 @@ def test_many_rows(launcher: HostLauncher, size: int, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("columns", [0, 1, 2, 4, 6, 8, 24])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 def test_every_width_of_rows(dtype: torch.dtype, columns: int) -> None:
     positions = torch.randint(0, 500, (300,))
     check(HostLauncher(), positions, integers(300, columns, dtype), 500)
@@ -87,7 +85,7 @@ def test_a_negative_position_is_reported(launcher: HostLauncher) -> None:
     assert int(header.outside) == 1
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 def test_one_and_two_rows_have_defined_bits(launcher: HostLauncher, dtype: torch.dtype) -> None:
     """-0.0 and the least subnormal keep theirs; the sum of two does not depend on their order."""
     least = torch.ones(1, dtype=BITS[dtype.itemsize]).view(dtype)
@@ -115,7 +113,7 @@ def test_any_positions_under_any_schedule(
     check(launcher, keys, integers(len(keys), columns, dtype, seed), 70_001)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 def test_sums_are_close_to_exact_ones(launcher: HostLauncher, dtype: torch.dtype) -> None:
     """Sums are made in float32 and rounded once, in any order."""
     positions, values = torch.randint(0, 50, (1000,)), torch.randn(1000, 4).to(dtype)

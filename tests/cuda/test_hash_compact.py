@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.cuda.dtypes import BITS, DTYPES, every_dtype
 from tests.cuda.host.build import Sanitizer
 from tests.cuda.host.launcher import SANITIZER, SIZES, HostLauncher
-from tests.cuda.test_scan_compact import BITS, DTYPES, every_dtype
 from zenps.errors import ConfigError, TensorError
 from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact, hash_positions, sort_hashed
 from zenps.kernels.gpu.launcher import Argument

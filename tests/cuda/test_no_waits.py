@@ -15,7 +15,6 @@ from zenps.kernels.gpu import bitmap_codec, place, scatter
 from zenps.kernels.gpu.bitmap_compact import bitmap_compact
 from zenps.kernels.gpu.hash_compact import HashMemory, hash_positions, sort_hashed
 from zenps.kernels.gpu.place import DeviceLayout
-from zenps.kernels.gpu.scan_compact import scan_compact
 from zenps.kernels.gpu.sort_compact import sort_compact
 from zenps.kernels.gpu.threshold_compact import greatest, sample, threshold_compact
 from zenps.partition.device_layout import device_layout_on
@@ -45,12 +44,12 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def device_layout_of(rows: int, granule: int) -> DeviceLayout:
+def device_layout_of(rows: int) -> DeviceLayout:
     cache = LayoutCache(strategy("balanced"), 7, rebalance(None, [0, 1]), [0, 1], 0)
-    return device_layout_on(cache.get("weight", rows, granule), torch.device("cpu"))
+    return device_layout_on(cache.get("weight", rows, 1), torch.device("cpu"))
 
 
-LAYOUT, ELEMENTS = device_layout_of(1000, 1), device_layout_of(1000, 32)
+LAYOUT = device_layout_of(1000)
 ROWS = torch.randint(0, 1000, (300,), generator=torch.Generator().manual_seed(1))
 POSITIONS = ROWS.int()
 VALUES = torch.ones(300, 4)
@@ -71,7 +70,6 @@ WRAPPERS: dict[str, Callable[[HostLauncher], object]] = {
     "sort_hashed": lambda launcher: sort_hashed(
         launcher, HASHED, VALUES, HASHED_COUNT, BOUNDS, OFFSETS
     ).summed(HASHED_COUNT),
-    "scan_compact": lambda launcher: scan_compact(launcher, ELEMENTS, DENSE, 300),
     "threshold_compact": lambda launcher: threshold_compact(
         launcher, DENSE.clone(), DENSE, sample(DENSE, 9), (0, 1000), 300
     ),

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.cuda.dtypes import BITS
 from tests.cuda.host.launcher import SIZES, HostLauncher
 from zenps.errors import TensorError
 from zenps.kernels.base import ACCUMULATE
@@ -22,7 +23,6 @@ from zenps.kernels.gpu.rows import DeviceRows, Header
 from zenps.kernels.gpu.sort_compact import CHUNK, sort_compact, sort_scratch_words
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64]
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def values_of(count: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor:

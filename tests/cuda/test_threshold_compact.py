@@ -11,16 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.cuda.dtypes import DTYPES, every_dtype
 from tests.cuda.host.launcher import SIZES, HostLauncher
 from zenps.errors import TensorError
 from zenps.kernels.gpu.launcher import BLOCK, scan_state
 from zenps.kernels.gpu.threshold_compact import TILE, count, greatest, sample, threshold_compact
 from zenps.kernels.native import magnitudes
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SPECIAL = [0.0, -0.0, math.nan, -math.nan, math.inf, -math.inf, 1e-42, -1e-42, 1.0, -1.0]
-
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def drawn(size: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

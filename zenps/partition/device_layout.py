@@ -46,4 +46,4 @@ def device_layout_on(layout: Layout, device: torch.device) -> DeviceLayout:
     granule_bits = layout.granule.bit_length() - 1
     numbers = (layout.rows_total, granule_bits, granules, kind, *halves, *keys)
     placement = (*numbers, *placing, *unplacing, *there)
-    return DeviceLayout(placement, layout.rows_total, layout.size, layout.granule)
+    return DeviceLayout(placement, layout.size)

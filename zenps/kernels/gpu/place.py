@@ -19,15 +19,11 @@ class DeviceLayout(NamedTuple):
     Attributes:
         placement: ``struct Placement`` of ``cuda/keyspace.cuh``, which kernels get by value; its tensors
             are on the device.
-        rows: the number of the tensor's rows.
         size: the number of positions.
-        granule: the number of adjacent rows that stay together.
     """
 
     placement: tuple[Tensor | int, ...]
-    rows: int
     size: int
-    granule: int
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -93,10 +93,6 @@ EXPRESSIONS: Final[Mapping[str, tuple[str, ...]]] = {
         *_specialise("put_rows<{}>", tuple(_WORDS.values())),
         *_specialise("gather_rows<{}>", tuple(_WORDS.values())),
     ),
-    "scan_compact": (
-        *_specialise("scan_compact<uint32, {}, {}>", _POSITION, (4, 1)),
-        *_specialise("scan_compact<uint16, {}, {}>", _POSITION, (8, 1)),
-    ),
     "threshold_compact": tuple(
         f"threshold_compact<{_NUMBERS[dtype]}>" for dtype in (*_SUMMED_WIDER, torch.float32)
     ),
