@@ -162,11 +162,13 @@ class Admission:
         return None
 
     def refused_by(self, ranks: Set[int]) -> ServerRound | None:
-        """The first round whose pushes by all ``ranks`` were refused. Nobody has to come for it.
+        """The first round whose pushes by all ``ranks`` were refused, unless the budget is exceeded already.
 
-        It may open beyond the budget once all that is open waits: ranks that wait in different orders would
+        It opens though it does not fit if all that is open waits: ranks that wait in different orders would
         else wait for each other.
         """
+        if not self.make_room(0, 0, must=False):
+            return None
         return next((round_ for round_ in self._refused.values() if round_.refused.keys() >= ranks), None)
 
     def first_refused_again(self, ranks: int) -> ServerRound | None:
