@@ -3,7 +3,8 @@
 Held pushes, kept outcomes and the history count against the budget. When it is used up, a push that would
 open a round is refused, and the oldest outcomes are forgotten. Pushes for rounds that are open are always
 admitted, so that what is open can finish. If it cannot, because each open round waits for a rank that may
-itself wait for a refused one, a refused round opens that all ranks have pushed; one at a time.
+itself wait for a refused one, a refused round opens that all ranks have pushed, if the budget is not
+exceeded yet.
 
 Recovery rounds have as much again (the allowance): when a server has died, all that is in flight comes at
 once, and others cannot go on before it has ended. Beyond that, each rank has one round open. So the round
