@@ -2,7 +2,9 @@
 
 Held pushes, kept outcomes and the history count against the budget. When it is used up, a push that would
 open a round is refused, and the oldest outcomes are forgotten. Pushes for rounds that are open are always
-admitted, so that what is open can finish.
+admitted, so that what is open can finish. If it cannot, because each open round waits for a rank that may
+itself wait for a refused one, a refused round opens that all ranks have pushed, if the budget is not
+exceeded yet.
 
 Recovery rounds have as much again (the allowance): when a server has died, all that is in flight comes at
 once, and others cannot go on before it has ended. Beyond that, each rank has one round open. So the round
@@ -12,7 +14,7 @@ that each waits for first is open, and one after the other all end.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Literal
 
 from zenps.errors import ProtocolError
@@ -160,6 +162,16 @@ class Admission:
                 return round_
             self.dismiss(round_, "nobody left")
         return None
+
+    def refused_by(self, ranks: Set[int]) -> ServerRound | None:
+        """The first round whose pushes by all ``ranks`` were refused, unless the budget is exceeded already.
+
+        It opens though it does not fit if all that is open waits: ranks that wait in different orders would
+        else wait for each other.
+        """
+        if not self.make_room(0, 0, must=False):
+            return None
+        return next((round_ for round_ in self._refused.values() if round_.refused.keys() >= ranks), None)
 
     def first_refused_again(self, ranks: int) -> ServerRound | None:
         """A recovery round that may open now: the first of a rank that has room for it."""

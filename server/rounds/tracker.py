@@ -177,7 +177,7 @@ class ServerRounds:
         """Ends rounds that have waited long enough, and asks ranks for pushes that they may not send."""
         self._count_late(now)
         ended = [self._expire(round_, now) for round_ in list(self._open.values())]
-        return [*chain.from_iterable(ended), *self._ask(now)]
+        return [*chain.from_iterable(ended), *self._readmit(now), *self._ask(now)]
 
     # ── transitions ─────────────────────────────────────────────────────────────────────────────
 
@@ -221,9 +221,12 @@ class ServerRounds:
         while (round_ := self._admission.first_refused_again(len(self._peers))) is not None:
             actions += self._offer(round_, now)
         while (round_ := self._admission.first_refused()) is not None:
-            must = not self._open
-            if not self._admission.make_room(round_.most_refused_bytes, len(self._peers), must=must):
-                break
+            if not self._admission.make_room(
+                round_.most_refused_bytes, len(self._peers), must=not self._open
+            ):
+                waits = all(open_.held and open_.state == "open" for open_ in self._open.values())
+                beyond = self._admission.refused_by(self._peers.keys()) if waits else None
+                return actions if beyond is None else actions + self._offer(beyond, now)
             actions += self._offer(round_, now)
         return actions
 

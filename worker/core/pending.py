@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zenps.errors import DeadlineError, UsageError, ZenPSError
 
-from .interrupts import MASK
+from .interrupts import MASK, Sleepers
 from .request import Options
 from .spans import Spans
 from .statistics import Counted, Progress, Report, Statistics
@@ -56,19 +56,17 @@ class Signal(Waiter):
     """Waits for results that another thread of this worker produces; it calls :meth:`notify` after each."""
 
     def __init__(self) -> None:
-        self._news = threading.Condition()
+        self._sleepers = Sleepers()
 
     def wait(self, ready: Callable[[], bool], until: float) -> None:
-        with MASK.lifted, self._news:
-            self._news.wait_for(ready, min(until - time.monotonic(), threading.TIMEOUT_MAX))
+        self._sleepers.sleep(ready, until)
 
     def look(self, ready: Callable[[], bool]) -> None:
         """Does nothing: the other thread needs no help."""
 
     def notify(self) -> None:
         """Wakes all waiting threads."""
-        with self._news:
-            self._news.notify_all()
+        self._sleepers.wake()
 
 
 class Waiting(NamedTuple):

@@ -25,11 +25,25 @@ def pack_object(value: object) -> bytes:
     """
     try:
         data: bytes = msgpack.packb(value)
+        _check_keys(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"cannot send {type(value).__name__}: {error}; expected plain data") from None
     if len(data) > MOST_OBJECT_BYTES:
         raise UsageError(f"an object of {len(data)} bytes: expected at most {MOST_OBJECT_BYTES}; use tensors")
     return data
+
+
+def _check_keys(value: object) -> None:
+    """Refuses tuples as keys, which MessagePack writes as lists: no rank could read them."""
+    values = [value]
+    while values:
+        each = values.pop()
+        if isinstance(each, dict):
+            if wrong := [key for key in each if isinstance(key, tuple)]:
+                raise TypeError(f"a dict has the key {wrong[0]!r:.100}, and a key has to be a scalar")
+            values += each.values()
+        elif isinstance(each, list | tuple):
+            values += each
 
 
 def pack_reason(error: Exception) -> bytes:

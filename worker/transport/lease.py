@@ -35,6 +35,7 @@ from zenps.wire.messages import (
 )
 from zenps.wire.scheduler_link import BEATS_PER_LEASE, SchedulerLink
 
+from ..core.interrupts import MASK
 from ..core.spans import Spans
 from ..core.statistics import Statistics
 from ..rounds.tracker import PATIENCE_SECONDS
@@ -116,6 +117,10 @@ class Lease:
         self._barriers: dict[int, Future[None]] = {}
         self._admission: _AwaitAdmission | None = None
         self._barrier_sequence = 0
+        # What a caller waits for, until it has taken the result. Ctrl-C may end the wait before, but the
+        # caller has arrived: to repeat the wait is to go on with it.
+        self._barrier_call: Future[None] | None = None
+        self._admission_call: Future[None] | None = None
         self._arrived = 0.0
         """When a caller came to the last barrier, or admission."""
         self._events = EventThread(channel, self._cluster.lease_seconds / BEATS_PER_LEASE)
@@ -125,31 +130,41 @@ class Lease:
     def barrier(self) -> None:
         """Waits until all workers have called this equally often.
 
+        After one that Ctrl-C has interrupted, the next call goes on with that wait.
+
         Raises:
             DeadlineError: a worker did not come in time; it is named.
             PeerLostError: a node was lost meanwhile.
         """
-        reached: Future[None] = Future()
-        self._barrier_sequence += 1
-        self._post(_AwaitBarrier(self._barrier_sequence, reached))
+        with MASK:
+            if (reached := self._barrier_call) is None:
+                reached = self._barrier_call = Future()
+                self._barrier_sequence += 1
+                self._post(_AwaitBarrier(self._barrier_sequence, reached))
         # The scheduler's deadline expires first, because its error names the missing workers.
         seconds = 2 * self._cluster.deadline_seconds
         # Without a deadline, only a failure of the lease ends this wait early.
-        if not self._await(reached, seconds or math.inf):
+        is_answered = self._await(reached, seconds or math.inf)
+        self._barrier_call = None
+        if not is_answered:
             raise DeadlineError(f"barrier: no answer from the scheduler within {seconds:g} s")
         reached.result()
 
     def admit(self) -> None:
         """Waits until all workers have called this and joining workers are admitted.
 
-        Then all workers count steps and barriers from 0 again.
+        Then all workers count steps and barriers from 0 again. After a call that Ctrl-C has interrupted,
+        the next one goes on with that wait.
 
         Raises:
             PeerLostError: the job has failed meanwhile.
         """
-        reached: Future[None] = Future()
-        self._post(_AwaitAdmission(self.view.admitted, reached))
+        with MASK:
+            if (reached := self._admission_call) is None:
+                reached = self._admission_call = Future()
+                self._post(_AwaitAdmission(self.view.admitted, reached))
         self._await(reached, math.inf)
+        self._admission_call = None
         reached.result()
 
     def close(self, *, together: bool) -> None:
@@ -305,6 +320,7 @@ class Lease:
         is_admission = view.admitted > self.view.admitted
         if is_admission:
             self._barrier_sequence = self._link.registration.barriers = 0
+            self._barrier_call = None
             self.joining = 0
         self.view = view
         self._events.post(partial(self._channel.on_view, view))

@@ -11,12 +11,11 @@ from __future__ import annotations
 import contextlib
 import socket as net
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from ..core.interrupts import MASK
+from ..core.interrupts import Sleepers
 
 Command = TypeVar("Command")
 
@@ -36,9 +35,8 @@ class CombiningLock(Generic[Command]):
         self._waker.setblocking(False)
         self._guard = threading.RLock()
         """Guards the fields below. Reentrant, because a signal handler may run on a thread that holds it."""
-        self._news = threading.Condition(self._guard)
-        """Wakes sleepers when a result is there or the lock is free."""
-        self._sleepers = 0
+        self._sleepers = Sleepers()
+        """Are woken when a result is there or the lock is free."""
         self._taken = False
         self.commands: deque[Command] = deque()
 
@@ -63,29 +61,20 @@ class CombiningLock(Generic[Command]):
             if not self._taken:
                 self._taken = True
                 return True
-            self._sleepers += 1
-            try:
-                # Checks ready() with the guard held: there is no wake-up for what happened before.
-                seconds = min(until - time.monotonic(), threading.TIMEOUT_MAX)
-                with MASK.lifted:
-                    self._news.wait_for(lambda: ready() or not self._taken, seconds)
-            finally:
-                self._sleepers -= 1
-            return False
+        self._sleepers.sleep(lambda: ready() or not self._taken, until)
+        return False
 
     def notify(self) -> None:
         """Wakes all sleepers; each checks whether it is ready."""
-        with self._guard:
-            if self._sleepers:
-                self._news.notify_all()
+        if self._sleepers.alarms:
+            self._sleepers.wake()
 
     def wake_all(self) -> None:
         """Wakes all sleepers, and the owner if it polls, without taking the lock."""
         with self._guard:
             if self._taken:
                 self._wake_owner()
-            if self._sleepers:
-                self._news.notify_all()
+        self._sleepers.wake()
 
     def _wake_owner(self) -> None:
         # A full socket already holds wake-ups; if it is closed, its owner is about to release the lock.
@@ -100,9 +89,9 @@ class CombiningLock(Generic[Command]):
             if self.commands:
                 return False
             self._taken = False
-            if self._sleepers:
-                self._news.notify_all()
-            return True
+        if self._sleepers.alarms:
+            self._sleepers.wake()
+        return True
 
     def on_wake(self) -> None:
         """Reads the wake-ups from :attr:`wake`."""

@@ -204,7 +204,8 @@ class Supervisor:
             self._grace_ends = time.monotonic() + GRACE_SECONDS
             status = self._status()
             if status is not None and status.state == "gathering":
-                self._say("not all workers joined the cluster; does CMD call zenps.init()?")
+                if not status.epoch:  # else the job has run, and a worker has come that would continue it
+                    self._say("not all workers joined the cluster; does CMD call zenps.init()?")
                 self._send_next_signal()
             elif status is not None and status.state == "draining":
                 for worker in self._processes:

@@ -713,6 +713,26 @@ def test_empty_results_count_too() -> None:
     assert rounds.held_bytes <= 10 * ROUND_BYTES
 
 
+def test_a_round_that_all_push_opens_beyond_the_budget_if_every_open_one_waits() -> None:
+    """One rank pushes a tensor that the other pushes once it has the result of a round that was refused."""
+    rounds = make_rounds(2, budget_bytes=10 * ROUND_BYTES)
+    rounds.on_push(make_held(0, KEY), 0.0)
+    refused = [Key("b", 0, 0), Key("c", 0, 0), Key("d", 0, 0)]
+    for rank, key in ((0, refused[0]), (0, refused[1]), (1, refused[1]), (1, refused[2]), (0, refused[2])):
+        assert rounds.on_push(make_held(rank, key, 8000), 0.0) == [Reply([peer_of(rank)], Busy(1, *key))]
+    resumed = rounds.on_tick(0.5)
+    for key, ranks in ((refused[1], (0, 1)), (refused[2], (1, 0))):
+        assert resumed == [Reply([peer_of(rank) for rank in ranks], Resume(1, *key))]
+        assert rounds.on_tick(1.0) == []  # one at a time
+        assert rounds.on_push(make_held(0, key, 8000), 1.0) == []
+        assert rounds.on_tick(1.5) == []
+        (reduce,) = rounds.on_push(make_held(1, key, 8000), 1.0)
+        assert isinstance(reduce, Reduce)
+        assert rounds.on_tick(1.5) == []
+        resumed = rounds.finish(key, FixedOutcome(key), 1.5)[1:]
+    assert resumed == []  # only one rank has pushed the other
+
+
 def test_departure_fails_rounds_that_need_the_rank_now_and_later() -> None:
     rounds = make_rounds(3)
     without, with_it = Key("a", 0, 0), Key("b", 0, 0)

@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
+from typing import Any
 
 import pytest
 
 from zenps.worker.core.interrupts import MASK
+from zenps.worker.core.pending import Signal
+from zenps.worker.transport.lock import CombiningLock
 
 
 @pytest.fixture(autouse=True)
@@ -115,3 +121,46 @@ def test_on_other_threads_it_does_nothing() -> None:
 def press_raises() -> None:
     with pytest.raises(KeyboardInterrupt):
         press()
+
+
+def wait_of_a_signal() -> None:
+    Signal().wait(lambda: False, time.monotonic() + 0.01)
+
+
+def wait_for_a_lock_that_is_taken() -> None:
+    lock: CombiningLock[None] = CombiningLock()
+    assert lock.take_or_sleep(lambda: False, 0.0)
+    try:
+        assert not lock.take_or_sleep(lambda: False, time.monotonic() + 0.01)
+    finally:
+        assert lock.release()
+        lock.close()
+
+
+@pytest.mark.parametrize("wait", [wait_of_a_signal, wait_for_a_lock_that_is_taken])
+def test_a_wait_may_be_interrupted_at_any_line(wait: Callable[[], None]) -> None:
+    """The interrupt is what is raised, not that a lock was lost to it."""
+    for number in itertools.count():
+        lines = itertools.count()
+
+        def trace(_frame: FrameType, event: str, _arg: object, lines=lines, number=number) -> Any:
+            is_lifted = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            if event == "line" and is_lifted and next(lines) == number:
+                raise KeyboardInterrupt
+            return trace
+
+        def work() -> None:
+            with MASK:
+                before = sys.gettrace()
+                sys.settrace(trace)
+                try:
+                    wait()
+                finally:
+                    sys.settrace(before)
+
+        try:
+            work()
+        except KeyboardInterrupt:
+            continue
+        break
+    assert number > 3, "the mask was never lifted"

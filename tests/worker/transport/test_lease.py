@@ -29,6 +29,7 @@ from zenps.observe.metrics import WorkerMetrics
 from zenps.schemes.base import WireForm
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.messages import (
+    Admit,
     Barrier,
     BarrierReply,
     Departed,
@@ -232,6 +233,56 @@ def test_the_thread_that_sends_heartbeats_never_takes_the_lock(
             reached.result(DEADLINE_SECONDS)
     assert "zenps-events" in takers
     assert "zenps-lease" not in takers
+
+
+def interrupt(rig: Rig, monkeypatch: pytest.MonkeyPatch, call: Callable[[], None]) -> None:
+    """As Ctrl-C, once the caller waits."""
+
+    def wait(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.channel, "wait", wait)
+        with pytest.raises(KeyboardInterrupt):
+            call()
+
+
+def test_a_barrier_that_was_interrupted_is_gone_on_with(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its caller has arrived: a second barrier would wait for ranks that wait for nothing."""
+
+    def pass_barrier() -> set[int]:
+        asked = set()
+        with ThreadPoolExecutor() as pool:
+            reached = pool.submit(rig.lease.barrier)
+            while not reached.done():
+                if isinstance(message := rig.receive(0.1), Barrier):
+                    asked.add(message.sequence)
+                    rig.send(BarrierReply(message.sequence, ""))
+            reached.result(DEADLINE_SECONDS)
+        return asked
+
+    interrupt(rig, monkeypatch, rig.lease.barrier)
+    assert pass_barrier() == {1}
+    assert pass_barrier() == {2}
+    interrupt(rig, monkeypatch, rig.lease.barrier)
+    rig.send(Refused("lost", "the job has failed"))
+    for _ in range(2):
+        with pytest.raises(PeerLostError, match="the job has failed"):
+            rig.lease.barrier()
+
+
+def test_an_admission_that_was_interrupted_is_gone_on_with(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meanwhile it may have come: nobody would answer a second call."""
+    interrupt(rig, monkeypatch, rig.lease.admit)
+    while not isinstance(message := rig.receive(DEADLINE_SECONDS), Admit):
+        assert message is not None
+    rig.send(structs.replace(view_of(2, silent_servers([0])), admitted=2))
+    until = time.monotonic() + DEADLINE_SECONDS
+    while rig.lease.view.admitted < 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    pool = ThreadPoolExecutor()
+    pool.submit(rig.lease.admit).result(DEADLINE_SECONDS)
+    pool.shutdown()
 
 
 def test_names_of_servers_are_resolved_on_another_thread_of_libzmq(rig: Rig) -> None:

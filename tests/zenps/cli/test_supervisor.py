@@ -55,17 +55,19 @@ class Worker:
 
 
 def make_job(monkeypatch: pytest.MonkeyPatch, on_worker_loss: str) -> Any:
-    """Two workers, of which worker 0 has left. The scheduler answers after 1 s, with this and ``state``."""
+    """Two workers, of which worker 0 has left. The scheduler answers after 1 s: this, the state and epoch."""
     clock = Clock()
     monkeypatch.setattr(supervisor, "time", clock)
     sets = ["cluster.workers=2", f"cluster.on_worker_loss={on_worker_loss}"]
     job: Any = Supervisor(load(sets=sets, environ={}).config, [])
-    job.clock, job.state = clock, "running"
+    job.clock, job.state, job.epoch = clock, "running", 1
     left = [SimpleNamespace(role="worker", rank=0, state="left", silent_seconds=1.0)]
     job._address = b"host:1\n"
     job._processes = [Worker(name, clock) for name in ("worker 0", "worker 1")]
     job._read = clock.wait
-    job._ask = lambda question: clock.wait(1.0) or SimpleNamespace(state=job.state, nodes=left)
+    job._ask = lambda question: (
+        clock.wait(1.0) or SimpleNamespace(state=job.state, epoch=job.epoch, nodes=left)
+    )
     return job
 
 
@@ -160,6 +162,21 @@ def test_an_elastic_job_does_not_continue_before_all_have_joined(elastic: Any) -
     elastic._processes[1].end(7)
     elastic._turn()
     assert elastic._code == 7
+
+
+@pytest.mark.parametrize(("epoch", "is_asked"), [(0, True), (3, False)])
+def test_only_a_job_that_never_ran_is_asked_whether_it_joins(
+    elastic: Any, monkeypatch: pytest.MonkeyPatch, epoch: int, is_asked: bool
+) -> None:
+    """Nodes gather, too, once a job has run and a worker waits that came late."""
+    said: list[str] = []
+    monkeypatch.setattr(elastic, "_say", said.append)
+    elastic.state, elastic.epoch = "gathering", epoch
+    for worker in elastic._processes:
+        worker.end(0)
+        elastic._turn()
+    assert elastic._code == 0
+    assert any("does CMD call zenps.init()?" in line for line in said) == is_asked
 
 
 def test_without_an_answer_of_the_scheduler_an_elastic_job_continues(elastic: Any) -> None:
