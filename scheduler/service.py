@@ -166,7 +166,7 @@ class _Service:
     # ── the loop ────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
-        next_tick = 0.0
+        next_tick = time.monotonic()
         poller = zmq.Poller()
         for waiting in (self._socket, self._connections.monitor, *self._authenticator.sockets):
             poller.register(waiting, zmq.POLLIN)
@@ -180,13 +180,13 @@ class _Service:
             for ended in self._ends.look(now):
                 self._send(self._membership.on_ended(ended, now))
             if now >= next_tick:  # a tick looks at every node and connection: too much for each message
-                self._on_tick(now)
+                self._on_tick(now, now - next_tick)
                 if self._has_ended(now):
                     return
                 next_tick = now + TICK_SECONDS
 
-    def _on_tick(self, now: float) -> None:
-        self._send(self._membership.on_tick(now))
+    def _on_tick(self, now: float, late_seconds: float) -> None:
+        self._send(self._membership.on_tick(now, late_seconds))
         if self._page.has_questions:
             self._page.answer(self._complete(self._membership.status(time.monotonic())))
         for address in self._connections.cut_endless():

@@ -117,9 +117,16 @@ class Membership:
             case Register():
                 return []
 
-    def on_tick(self, now: float) -> list[Send]:
-        """Time has passed: leases may have expired, the rendezvous and barriers may be at their deadlines."""
+    def on_tick(self, now: float, late_seconds: float = 0.0) -> list[Send]:
+        """Time has passed: leases may have expired, the rendezvous and barriers may be at their deadlines.
+
+        Args:
+            now: the time.
+            late_seconds: by how much this tick is late: the scheduler was stopped, or had no processor.
+        """
         sends: list[Send] = []
+        # Nodes return to a restarted scheduler by two messages, and it has to answer the first.
+        self._job.until += late_seconds
         for node in self._job.members.alive():
             if now - node.last_heard > self._cluster.lease_seconds:
                 sends += self._on_lost(node, now)

@@ -59,7 +59,7 @@ def waiting(scheduler: _Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[li
             raise Enough
         return -1, [memoryview(b"unknown"), envelope]
 
-    def tick(_: float) -> list[Send]:
+    def tick(*_: float) -> list[Send]:
         taken.append("tick")
         return []
 
@@ -125,7 +125,7 @@ def test_the_metrics_agree_with_a_status(scheduler: _Service, registry: Collecto
 def test_nodes_are_told_when_the_scheduler_ends_by_an_error_of_its_own(
     scheduler: _Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tick(_: float) -> None:
+    def tick(*_: float) -> None:
         if scheduler._membership.live("server"):
             raise RuntimeError("planted")
 

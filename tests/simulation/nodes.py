@@ -102,6 +102,7 @@ class Scheduler(Node):
         self.heard: dict[bytes, float] = {}
         """When a known member was last heard."""
         self._failed_at = math.inf
+        self._next_tick = self.now + TICK_SECONDS
         self.every(TICK_SECONDS, self._tick)
 
     def receive(self, sender: bytes, message: Any, frames: Frames) -> None:
@@ -122,7 +123,8 @@ class Scheduler(Node):
 
     def _tick(self) -> None:
         before = self.membership.state
-        self._execute(self.membership.on_tick(self.now))
+        self._execute(self.membership.on_tick(self.now, max(self.now - self._next_tick, 0.0)))
+        self._next_tick = self.now + TICK_SECONDS
         self._check_quorum(before)
         # After a failure, nodes that register in the meantime are told why.
         ends_at = self._failed_at + self.simulation.cluster.lease_seconds

@@ -350,6 +350,17 @@ ONCE_FAILED = [
         ),
         scenario="fail",
     ),
+    # A restarted scheduler is stopped before members have returned, until after they should have.
+    Script(
+        seed=1,
+        workers=1,
+        steps=1,
+        slow_seconds=0.05,
+        faults=(
+            Fault(at=17.0, kind="crash scheduler", seconds=25.0),
+            Fault(at=43.0, kind="stall scheduler", seconds=15.0),
+        ),
+    ),
     # All nodes of a job die before any worker has the state, and another job of the name begins.
     Script(
         seed=0,

@@ -199,6 +199,17 @@ def test_a_worker_that_does_not_return_fails_the_job() -> None:
     )
 
 
+def test_members_have_as_long_to_return_if_the_scheduler_was_stopped() -> None:
+    nodes, after = Nodes(), make_membership()
+    nodes.come(after, [worker(0), server(0)])
+    for peer in (worker(0), server(0)):
+        after.on_message(peer, Heartbeat(1, {}), ENOUGH_SECONDS)
+    after.on_tick(ENOUGH_SECONDS, late_seconds=ENOUGH_SECONDS)
+    assert after.state == "recovering"
+    nodes.come(after, [worker(1), server(1)], ENOUGH_SECONDS)
+    assert after.state == "confirming"
+
+
 def test_a_node_that_is_lost_after_its_return_is_missing() -> None:
     nodes, after = Nodes(), make_membership()
     nodes.come(after, [worker(0), worker(1), server(0)])
