@@ -207,7 +207,7 @@ def test_members_have_as_long_to_return_if_the_scheduler_was_stopped() -> None:
     after.on_tick(ENOUGH_SECONDS, late_seconds=ENOUGH_SECONDS)
     assert after.state == "recovering"
     nodes.come(after, [worker(1), server(1)], ENOUGH_SECONDS)
-    assert after.state == "confirming"
+    assert after.state == "running"
 
 
 def test_a_node_that_is_lost_after_its_return_is_missing() -> None:
