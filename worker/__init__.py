@@ -19,11 +19,11 @@ from .api import (
     stats,
     synchronize,
 )
+from .collectives.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from .collectives.tensors import allgather, allgather_object, allreduce, broadcast, broadcast_async
 from .core.pending import Pending
 from .core.statistics import Stats
-from .training.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .training.clipping import clip_grad_norm_, clip_grad_value_
-from .training.collectives import allgather, allgather_object, allreduce, broadcast, broadcast_async
 from .training.ddp import CommHookState, comm_hook
 from .training.elastic import TrainingState
 from .training.join import join

@@ -59,6 +59,7 @@ from zenps.wire.messages import (
     WhoAreYou,
 )
 from zenps.wire.views import ViewEncoder, decode_view
+from zenps.worker.collectives.plain_data import unpack_object
 from zenps.worker.core.request import Options, Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.transfer import Answer, Sharding, Transfer
@@ -68,7 +69,6 @@ from zenps.worker.encode.sharder import Sharder
 from zenps.worker.encode.streams import Plan
 from zenps.worker.rounds.states import Deliver, Outgoing, Round
 from zenps.worker.rounds.tracker import WorkerRounds
-from zenps.worker.training.plain_data import unpack_object
 
 Frames = list[bytes]
 JOB = "job"

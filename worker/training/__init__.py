@@ -1,1 +1,1 @@
-"""Training integrations: optimizer wrapper, DDP hook, broadcasts, elastic state."""
+"""Training integrations: optimizer wrapper, DDP hook, elastic state, clipping."""

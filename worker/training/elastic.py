@@ -14,11 +14,16 @@ from torch import nn
 
 from zenps.errors import PeerLostError, UsageError
 
+from ..collectives.allgather import allgather_int
+from ..collectives.broadcast import (
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    broadcast_state,
+)
 from ..core.request import Request
 from ..encode.dense import RootLostError
 from ..process import PROCESS
-from .allgather import allgather_int
-from .broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters, broadcast_state
 from .optimizer import DistributedOptimizer
 
 

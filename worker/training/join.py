@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 
 from zenps.errors import MismatchError, UsageError, listing
 
+from ..collectives.allgather import allgather_int
 from ..process import PROCESS
-from .allgather import allgather_int
 from .optimizer import DistributedOptimizer
 
 _NAME: Final = "join"

@@ -17,10 +17,10 @@ from torch.nn import Parameter
 
 from zenps.errors import UsageError
 
+from ..collectives.broadcast import check_alike
 from ..core.request import Options, Request
 from ..process import PROCESS
-from .broadcast import check_alike
-from .consistency import Consistency
+from .gradients.consistency import Consistency
 
 
 class ModelAveraging(Consistency):

@@ -13,15 +13,15 @@ from torch.nn import Parameter
 
 from zenps.errors import UsageError
 
+from ..collectives.allgather import allgather_int
+from ..collectives.broadcast import broadcast_optimizer_state, broadcast_parameters
 from ..process import PROCESS
-from .agreement import ParameterNames
-from .allgather import allgather_int
-from .broadcast import broadcast_optimizer_state, broadcast_parameters
-from .consistency import Consistency
+from .gradients.agreement import ParameterNames
+from .gradients.consistency import Consistency
+from .gradients.synchronizer import GradientSynchronizer
 from .hazards import check_modules, check_optimizer
 from .model_averaging import ModelAveraging
 from .momentum import take_momentum
-from .synchronizer import GradientSynchronizer
 
 logger = logging.getLogger("zenps.worker")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zenps.errors import ProtocolError
-from zenps.worker.training.raw_bytes import DTYPES, as_bytes, from_bytes
+from zenps.worker.collectives.raw_bytes import DTYPES, as_bytes, from_bytes
 
 _TAG: Final = "zenps.horovod"
 """The one key of a dict that stands for a value which plain data lacks."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zenps import worker
 from zenps.errors import UsageError
-from zenps.worker.training.agreement import ParameterNames
+from zenps.worker.training.gradients.agreement import ParameterNames
 
 from .compression import Compression, Compressor, warn_of_optimizer
 from .process import ProcessSet, check_process_set, global_process_set

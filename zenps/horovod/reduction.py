@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zenps import worker
-from zenps.worker.training.raw_bytes import DTYPES
+from zenps.worker.collectives.raw_bytes import DTYPES
 
 
 class Reduction:

@@ -47,7 +47,7 @@ from zenps.worker.encode.sharder import Sharder
 from zenps.worker.encode.sparse import SparseTransfer
 from zenps.worker.encode.staged import StagedDense
 from zenps.worker.encode.streams import LONGEST_NAME
-from zenps.worker.training.buckets import Bucket
+from zenps.worker.training.gradients.buckets import Bucket
 
 ROWS, STEPS, RANKS = 600, 6, 3
 STEP_OF_PUSHES = 3  # what `aggregate` calls it

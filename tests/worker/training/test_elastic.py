@@ -15,12 +15,12 @@ from zenps.partition.layout import Layout, LayoutCache
 from zenps.partition.ring import rebalance
 from zenps.partition.strategies.registry import strategy
 from zenps.wire.messages import FromServer, Member, Push, Result, Wanted
+from zenps.worker.collectives.allgather import allgather_int
 from zenps.worker.core.transfer import Answer, Sharding
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from zenps.worker.encode.quantizer import Unchanged
 from zenps.worker.rounds.states import Action, Deliver, Fail, Outgoing, Reshard, Round, SendGiveUp, SendPush
 from zenps.worker.rounds.tracker import WorkerRounds
-from zenps.worker.training.allgather import allgather_int
 
 ALL = frozenset({0, 1, 2})
 FRAMES = (memoryview(b""), memoryview(b"values"))

@@ -460,7 +460,7 @@ def test_what_left_a_residual_is_neither_pushed_again_nor_thrown_away(
 ) -> None:
     residual = torch.zeros(1)
     monkeypatch.setattr("zenps.worker.core.residuals.Residuals.peek", lambda self, name: residual)
-    monkeypatch.setattr("zenps.worker.training.buckets.Bucket.fused", lambda *_: residual)
+    monkeypatch.setattr("zenps.worker.training.gradients.buckets.Bucket.fused", lambda *_: residual)
     model.words(torch.tensor([1])).sum().backward()
     with pytest.raises(UsageError, match=r"'words.weight'.*sparsified.*no_sync\(\)"):
         model.words(torch.tensor([1])).sum().backward()

@@ -21,12 +21,12 @@ from torch.nn import Parameter
 from zenps.errors import PeerLostError, UsageError, ZenPSError
 from zenps.sparsifiers.base import Momentum
 
-from ..process import PROCESS
+from ...process import PROCESS
 from .agreement import ParameterAgreement, ParameterNames
 from .averages import Averages
 from .consistency import Consistency
-from .gradient_pushes import GradientPushes, clip_norm
 from .passes import BackwardPasses
+from .pushes import GradientPushes, clip_norm
 from .snapshot import Snapshot, first_changed
 
 _P = ParamSpec("_P")

@@ -6,7 +6,7 @@ from torch.nn import Parameter
 
 from zenps.errors import ZenPSError
 
-from ..core.pending import Pending
+from ...core.pending import Pending
 from .buckets import Bucket
 
 

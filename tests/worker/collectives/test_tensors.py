@@ -10,9 +10,9 @@ import torch
 import zenps as zps
 from zenps.config.settings import Config
 from zenps.errors import TensorError, UsageError
+from zenps.worker.collectives.allgather import allgather_bytes
+from zenps.worker.collectives.tensors import Op
 from zenps.worker.process import PROCESS
-from zenps.worker.training.allgather import allgather_bytes
-from zenps.worker.training.collectives import Op
 
 OPS: tuple[Op, ...] = ("average", "sum", "min", "max", "product")
 

@@ -11,10 +11,10 @@ from torch.nn import Parameter
 
 from zenps.errors import MismatchError, UsageError, listing
 
-from ..core.request import Request
-from ..process import PROCESS, Prefix
-from .allgather import allgather_int
-from .broadcast import broadcast_object
+from ...collectives.allgather import allgather_int
+from ...collectives.broadcast import broadcast_object
+from ...core.request import Request
+from ...process import PROCESS, Prefix
 from .buckets import Bucket, fuse
 
 

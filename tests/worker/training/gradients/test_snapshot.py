@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zenps.worker.training import snapshot
-from zenps.worker.training.snapshot import Snapshot, first_changed
+from zenps.worker.training.gradients import snapshot
+from zenps.worker.training.gradients.snapshot import Snapshot, first_changed
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex128]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from zenps.worker.training.buckets import Bucket, clip_factor, fuse
+from zenps.worker.training.gradients.buckets import Bucket, clip_factor, fuse
 
 
 def presence(bucket: Bucket) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zenps.errors import UsageError
-from zenps.worker.training.plain_data import pack_object, unpack_object
+from zenps.worker.collectives.plain_data import pack_object, unpack_object
 
 
 @pytest.mark.parametrize("value", [{(1, 2): 3}, {(): 3}, [{"a": ({"b": {("c",): 1}},)}]])

@@ -12,9 +12,9 @@ from torch.nn import Parameter
 from zenps.errors import MismatchError, UsageError
 from zenps.sparsifiers.base import Momentum
 
-from ..core.request import Options, Request, describe, name_in_turn
-from ..core.residuals import Residuals
-from ..process import PROCESS, Prefix
+from ...core.request import Options, Request, describe, name_in_turn
+from ...core.residuals import Residuals
+from ...process import PROCESS, Prefix
 from .agreement import ParameterAgreement, name_of
 from .averages import Averages
 from .buckets import Bucket, clip_factor

@@ -1,0 +1,1 @@
+"""Collectives: broadcast, allgather and allreduce of tensors and of plain objects."""

@@ -1,0 +1,1 @@
+"""Gradient synchronization of one optimizer: pushes while backward runs, and averages for its step."""
