@@ -80,10 +80,7 @@ class ServerBackend(Backend):
         self, request: Request, transforms: Sequence[Transform], expected_rows: int
     ) -> Transfer:
         def begin(request: Request, rows: int = expected_rows) -> Transfer:
-            # Only rows, and what comes from a device, are put into memory that servers can read.
-            is_copied = request.tensor.is_sparse or not request.tensor.is_cpu
-            arena = self._session.channel.arena() if is_copied else None
-            return self._planner.begin(request, rows, arena)
+            return self._planner.begin(request, rows, self._session.channel.arena())
 
         def begin_round(request: Request, rows: int = 0) -> OneRound:
             transfer = begin(request, rows)

@@ -10,8 +10,9 @@ ROUND_TRIPS: Final = 8
 """As many as NTP's clock filter remembers: RFC 5905, section 10."""
 
 
-now_ns: Final = time.monotonic_ns
-"""This machine's monotonic clock; all its processes read the same one."""
+def now_ns() -> int:
+    """This machine's monotonic clock; all its processes read the same one."""
+    return time.monotonic_ns()
 
 
 class Offset(NamedTuple):
