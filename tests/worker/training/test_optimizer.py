@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import signal
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -158,6 +159,27 @@ def test_round_that_fails_leaves_no_other_in_flight(
     optimizer.step()
     assert world.pushed - pushed == {name: 1 for name in pushed if pushed[name] > 1}
     assert world.waited == world.pushed
+
+
+@pytest.mark.parametrize("interrupted", ["words", "bucket"])
+def test_synchronize_that_ctrl_c_ends_pushes_nothing_again_when_it_is_repeated(
+    world: FakeWorld, model: Model, monkeypatch: pytest.MonkeyPatch, interrupted: str
+) -> None:
+    optimizer, begin = wrap(model), world.begin
+
+    def begin_then_interrupt(request: Request) -> Pending:
+        pending = begin(request)
+        if interrupted in request.name and world.pushed[request.name] == 1:
+            signal.raise_signal(signal.SIGINT)
+        return pending
+
+    monkeypatch.setattr(world, "begin", begin_then_interrupt)
+    model.loss().backward()
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.synchronize()
+    optimizer.synchronize()
+    assert world.waited == world.pushed
+    assert any(interrupted in name for name in world.pushed)
 
 
 def test_gradients_of_the_first_layers_have_the_highest_priority(

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from zenps.errors import MismatchError, UsageError
 from zenps.sparsifiers.base import Momentum
 
+from ...core.interrupts import MASK
 from ...core.request import Options, Request, describe, name_in_turn
 from ...core.residuals import Residuals
 from ...process import PROCESS, Prefix
@@ -122,7 +123,8 @@ class GradientPushes:
             gradient = gradient.to_sparse(sparse_dim)
         options = self._options(parameter, gradient, [parameter])
         request = Request(gradient, self._round_name(self._agreement.names[parameter]), options)
-        self.averages.handles[parameter] = PROCESS.world.begin(request)
+        with MASK:  # what is pushed is known: the next call does not push it again
+            self.averages.handles[parameter] = PROCESS.world.begin(request)
         if parameter in self._dense:
             self.averages.dense.add(parameter)
 
@@ -138,7 +140,8 @@ class GradientPushes:
             momentum=self._momentum,
         )
         request, world = Request(fused, name, options), PROCESS.world
-        self.averages.handles[bucket] = world.begin(request)
+        with MASK:
+            self.averages.handles[bucket] = world.begin(request)
         if world.sparsification is not None and world.sparsification.covers(request):
             self.sparsified.update(bucket.parameters)
         bucket.waiting_for = set(bucket.parameters)
