@@ -2,8 +2,8 @@
 
 libzmq reads ahead for each worker, while the server sums, and knows no limit in bytes: only one in messages
 (``RCVHWM``). So the limit in messages is made from their greatest size and the number of workers; where these
-are many, messages are smaller (``Config.chunk_bytes``). What may lie unread counts against the byte budget,
-as pushes do that have been read.
+are many, messages are smaller (:mod:`zenps.config.sizes`). What may lie unread counts against the byte
+budget, as pushes do that have been read.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from zenps.config.settings import Config
+from zenps.config.sizes import MOST_UNREAD_PART, message_bytes
 from zenps.wire.sockets import MAX_UNREAD_MESSAGES
 
-# Of the byte budget, what unread pushes may take; two messages of each worker may lie there in any case.
+# Of the byte budget, what unread pushes may take; if two messages of each worker take less.
 UNREAD_PART = 4
 
 
@@ -34,10 +35,12 @@ class ReceiveQueue(NamedTuple):
 def size_receive_queue(config: Config) -> ReceiveQueue:
     """The limits that fit the budget."""
     budget_bytes = config.cluster.server_budget_bytes
-    messages_bytes = config.cluster.workers * config.message_bytes
+    messages_bytes = config.cluster.workers * message_bytes(config)
     # One more is on its way: libzmq takes memory for a frame when its first byte comes.
     fitting = budget_bytes // UNREAD_PART // messages_bytes - 1
     max_messages = min(max(fitting, 1), MAX_UNREAD_MESSAGES)
     unread_bytes = (max_messages + 1) * messages_bytes
-    assert unread_bytes <= budget_bytes // 2, "Config.chunk_bytes allows two messages of each worker"
+    assert unread_bytes <= budget_bytes // MOST_UNREAD_PART, (
+        "the size of chunks allows two messages of each worker"
+    )
     return ReceiveQueue(max_messages, unread_bytes, budget_bytes - unread_bytes)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.dealer import connect_dealer
 from zenps.config.settings import MOST_WORKERS, Config
+from zenps.config.sizes import message_bytes
 from zenps.server.receive_queue import size_receive_queue
 from zenps.wire.sockets import MAX_UNREAD_MESSAGES, context
 
@@ -28,7 +29,7 @@ def config_of(workers: int, budget_bytes: int = GIB, chunk_bytes: int = 8 * MIB)
 def test_unread_pushes_and_rounds_fit_the_budget_together(workers: int, chunk_bytes: int) -> None:
     config = config_of(workers, chunk_bytes=chunk_bytes)
     queue = size_receive_queue(config)
-    assert queue.unread_bytes == workers * (queue.max_messages + 1) * config.message_bytes
+    assert queue.unread_bytes == workers * (queue.max_messages + 1) * message_bytes(config)
     assert queue.unread_bytes + queue.rounds_bytes == GIB
     assert queue.rounds_bytes >= GIB // 2
     assert 1 <= queue.max_messages <= MAX_UNREAD_MESSAGES
@@ -73,7 +74,7 @@ def test_a_server_that_does_not_read_takes_no_more_than_it_counts() -> None:
         assert server.stdout is not None
         address = server.stdout.readline().strip()
         with context() as ctx:
-            message = memoryview(bytes(config.message_bytes))
+            message = memoryview(bytes(message_bytes(config)))
             for number in range(WORKERS):
                 worker = connect_dealer(ctx, address, b"worker%d" % number, 1 << 28)
                 for _ in range(PUSHES):

@@ -12,6 +12,7 @@ from torch import Tensor
 from zenps.buffers import BufferPool
 from zenps.codecs.values import value_codec
 from zenps.config.settings import Config
+from zenps.config.sizes import message_bytes
 from zenps.config.sources import kernel_threads
 from zenps.errors import UsageError
 from zenps.kernels.factory import make_kernels
@@ -140,7 +141,7 @@ class Planner:
         if not request.options.is_reduction:
             return None
         tensor = request.tensor
-        sync, most_bytes = self._config.sync, self._config.message_bytes
+        sync, most_bytes = self._config.sync, message_bytes(self._config)
         return plan_streams(tensor.shape.numel(), tensor.dtype.itemsize, sync.block, sync.fusion, most_bytes)
 
     def _coder(self, request: Request, rows: int, columns: int) -> ValueCoder:

@@ -7,6 +7,7 @@ import torch
 
 from zenps.codecs.registry import BY_SPAN
 from zenps.config.settings import Config
+from zenps.config.sizes import chunk_bytes, message_bytes
 from zenps.errors import TensorError
 from zenps.partition.layout import Layout, LayoutCache
 from zenps.partition.ring import SLOTS
@@ -92,6 +93,7 @@ class _Ring:
     def __init__(self, config: Config, wire: WireForm, view: View) -> None:
         self.epoch = view.ring_epoch
         self._config = config
+        self._chunk_bytes, self._message_bytes = chunk_bytes(config), message_bytes(config)
         self._wire = wire
         self._is_by_span = not BY_SPAN.isdisjoint({wire.push_codec or config.sync.codec, wire.pull_codec})
         owners = np.frombuffer(view.owners, dtype="<u2").astype(np.uint16)
@@ -127,7 +129,7 @@ class _Ring:
         chunks = self._count_chunks(layout, expected_rows * row_bytes)
         if self._is_by_span:
             chunks = max(chunks, -(-_widest(layout) * POSITION_BYTES // most_bytes))
-        home, message_rows = self._shard_whole(name).home, max(self._config.message_bytes // row_bytes, 1)
+        home, message_rows = self._shard_whole(name).home, max(self._message_bytes // row_bytes, 1)
         return Sharding(layout, chunks, home, self.epoch, message_rows=message_rows)
 
     def shard_dense(self, name: str, count: int, dtype: torch.dtype) -> Sharding:
@@ -135,7 +137,7 @@ class _Ring:
         if size_bytes < SPLIT_FROM_BYTES:
             return self._shard_whole(name)
         layout = self._dense.get(name, count, DENSE_GRANULE)
-        at_least = -(-_widest(layout) * dtype.itemsize // self._config.message_bytes)
+        at_least = -(-_widest(layout) * dtype.itemsize // self._message_bytes)
         chunks = max(at_least, self._count_chunks(layout, size_bytes))
         return Sharding(layout, chunks, self._shard_whole(name).home, self.epoch)
 
@@ -147,11 +149,11 @@ class _Ring:
         return sharding
 
     def _count_chunks(self, layout: Layout, expected_bytes: int) -> int:
-        """Returns chunks per server: each is expected to have at most ``Config.chunk_bytes``."""
+        """Returns chunks per server: each is expected to have at most :func:`chunk_bytes`."""
         if not self._wire.chunked:
             return 1
         per_server = expected_bytes * _widest(layout) // layout.size
-        return max(1, -(-per_server // self._config.chunk_bytes))
+        return max(1, -(-per_server // self._chunk_bytes))
 
 
 def _widest(layout: Layout) -> int:

@@ -33,9 +33,6 @@ MOST_WORKERS: Final = 4096
 
 LEAST_CHUNK_BYTES: Final = 4 * KIB
 
-MESSAGE_CHUNKS: Final = 2
-"""A push larger than so many chunks travels in several messages."""
-
 MOST_NAMES: Final = 65536
 """The number of different tensor names that a job may use. Workers and servers remember each of them."""
 
@@ -373,25 +370,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     metrics: MetricsConfig = msgspec.field(default_factory=MetricsConfig)
     status: StatusConfig = msgspec.field(default_factory=StatusConfig)
     log: LogConfig = msgspec.field(default_factory=LogConfig)
-
-    @property
-    def chunk_bytes(self) -> int:
-        """``sync.chunk_bytes``, or what a server's budget allows for each worker if that is less.
-
-        Two messages of each worker may lie unread at a server: half of its budget. The power of two keeps the
-        number where workers are a few more or fewer.
-        """
-        most_bytes = self.cluster.server_budget_bytes // (2 * 2 * MESSAGE_CHUNKS * self.cluster.workers)
-        return min(self.sync.chunk_bytes, 1 << most_bytes.bit_length() >> 1)
-
-    @property
-    def message_bytes(self) -> int:
-        """What the rows of one push may take.
-
-        Half a message leaves room for bitmaps and envelopes. Chunks are cut by the rows that are expected: a
-        second one leaves room for more.
-        """
-        return min(self.cluster.max_message_bytes // 2, MESSAGE_CHUNKS * self.chunk_bytes)
 
     @property
     def combination(self) -> Combination:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from msgspec import structs
 
 from .settings import Config
+from .sizes import chunk_bytes
 
 
 def server_settings(config: Config) -> dict[str, str | int | float]:
     """The settings that must be equal on servers, too: by these they plan memory for what workers push."""
-    return {"cluster.workers": config.cluster.workers, "sync.chunk_bytes": config.chunk_bytes}
+    return {"cluster.workers": config.cluster.workers, "sync.chunk_bytes": chunk_bytes(config)}
 
 
 def shared_settings(config: Config) -> dict[str, str | int | float]:
@@ -25,7 +26,7 @@ def shared_settings(config: Config) -> dict[str, str | int | float]:
         "sync.bandwidth_mbit": config.sync.bandwidth_mbit,
         "sync.block": config.sync.block,
         "sync.bucket_bytes": config.sync.bucket_bytes,
-        "sync.chunk_bytes": config.chunk_bytes,
+        "sync.chunk_bytes": chunk_bytes(config),
         "sync.consistency": config.sync.consistency,
         "sync.density": config.sync.density,
         "sync.fusion": config.sync.fusion,

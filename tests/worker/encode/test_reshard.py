@@ -36,6 +36,7 @@ from tests.worker.encode.test_transfer import (
     rows_of,
 )
 from zenps.config.settings import ClusterConfig, Config, SyncConfig
+from zenps.config.sizes import message_bytes
 from zenps.partition.layout import LayoutCache
 from zenps.partition.ring import rebalance
 from zenps.partition.strategies import strategy
@@ -241,12 +242,12 @@ def test_a_new_ring_cuts_other_fragments() -> None:
 def test_no_message_of_many_workers_is_larger_than_servers_plan_for(scheme: str, tensor: Tensor) -> None:
     """Nothing is expected yet, so all rows are in one chunk; and some schemes cut none."""
     config = Config(cluster=ClusterConfig(workers=32, server_budget_bytes=1 << 20))
-    assert config.message_bytes == 8 << 10
+    assert message_bytes(config) == 8 << 10
     sharder = Sharder(config, scheme_of(scheme).wire, view_of([0, 1]))
     encoded = encode(Planner(config, scheme_of(scheme), sharder), tensor)
     for chunk in encoded.chunks:
         # Dense chunks end at granules.
-        assert sum(frame.nbytes for frame in chunk.frames) <= config.message_bytes + 4 * DENSE_GRANULE
+        assert sum(frame.nbytes for frame in chunk.frames) <= message_bytes(config) + 4 * DENSE_GRANULE
 
 
 def test_streams_of_a_new_ring_lie_where_they_would_at_first() -> None:

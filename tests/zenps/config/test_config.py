@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zenps.config import sizes
 from zenps.config import sources as config_module
 from zenps.config.settings import FIELDS, MIB, PARTITIONS, SPARSIFIERS, Config
 from zenps.config.shared import server_settings, shared_settings
@@ -235,14 +236,14 @@ def test_chunk_must_fit_a_message() -> None:
 def test_chunks_are_smaller_where_many_workers_share_a_budget(workers: int, chunk_bytes: int) -> None:
     sets = [f"cluster.workers={workers}", "cluster.server_budget_bytes=1GiB"]
     config = load(sets=sets, environ={}).config
-    assert (config.chunk_bytes, config.message_bytes) == (chunk_bytes, 2 * chunk_bytes)
+    assert (sizes.chunk_bytes(config), sizes.message_bytes(config)) == (chunk_bytes, 2 * chunk_bytes)
     assert shared_settings(config)["sync.chunk_bytes"] == chunk_bytes
     assert server_settings(config) == {"cluster.workers": workers, "sync.chunk_bytes": chunk_bytes}
 
 
 def test_two_chunks_are_no_more_than_half_a_message() -> None:
     config = load(sets=["cluster.max_message_bytes=8MiB"], environ={}).config
-    assert (config.chunk_bytes, config.message_bytes) == (8 * MIB, 4 * MIB)
+    assert (sizes.chunk_bytes(config), sizes.message_bytes(config)) == (8 * MIB, 4 * MIB)
 
 
 def test_a_budget_too_small_for_the_least_chunks_of_all_workers_is_refused() -> None:

@@ -1,0 +1,39 @@
+"""Sizes of chunks and messages: as set, or less where many workers share a server's byte budget."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .settings import Config
+
+UNREAD_MESSAGES: Final = 2
+"""Of each worker, which may lie unread at a server."""
+
+MOST_UNREAD_PART: Final = 2
+"""Of a server's budget, one part in so many, which unread messages may take."""
+
+MESSAGE_CHUNKS: Final = 2
+"""A push larger than so many chunks travels in several messages."""
+
+
+def chunk_bytes(config: Config) -> int:
+    """Returns ``sync.chunk_bytes``, or what a server's budget allows for each worker if that is less.
+
+    A power of two: it stays where workers are a few more or fewer.
+    """
+    most_bytes = config.cluster.server_budget_bytes // least_budget_bytes(config.cluster.workers, 1)
+    return min(config.sync.chunk_bytes, 1 << most_bytes.bit_length() >> 1)
+
+
+def least_budget_bytes(workers: int, chunk_bytes: int) -> int:
+    """Returns the least budget with which chunks of so many workers may be so large."""
+    return MOST_UNREAD_PART * UNREAD_MESSAGES * MESSAGE_CHUNKS * workers * chunk_bytes
+
+
+def message_bytes(config: Config) -> int:
+    """Returns what the rows of one push may take.
+
+    Half of ``cluster.max_message_bytes`` leaves room for bitmaps and envelopes. Chunks are cut by the rows
+    that are expected: a second one leaves room for more.
+    """
+    return min(config.cluster.max_message_bytes // 2, MESSAGE_CHUNKS * chunk_bytes(config))
