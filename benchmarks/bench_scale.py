@@ -23,8 +23,9 @@ from zenps.server.rounds.states import HeldPush, Reduce
 from zenps.server.rounds.tracker import ServerRounds
 from zenps.wire.connections import LOOK_SECONDS, MOST_TIME, _bytes_received
 from zenps.wire.frames import encode
-from zenps.wire.messages import Barrier, Heartbeat, Leave, Push, Register, Result, View
+from zenps.wire.messages import Push, Result
 from zenps.wire.scheduler_link import BEATS_PER_LEASE
+from zenps.wire.scheduler_messages import Barrier, Heartbeat, Leave, Register, View
 from zenps.wire.views import ViewEncoder
 
 HERE = Path(__file__).resolve().parent

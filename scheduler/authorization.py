@@ -6,7 +6,7 @@ import msgspec
 
 from zenps.errors import ProtocolError
 from zenps.keys import node_name
-from zenps.wire.messages import Drain, Ended, Register, StatusRequest, ToScheduler
+from zenps.wire.scheduler_messages import Drain, Ended, Register, StatusRequest, ToScheduler
 
 
 def authorize(message: ToScheduler, owner: str, registered: str) -> ToScheduler:

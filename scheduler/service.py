@@ -28,7 +28,7 @@ from zenps.termination import TERMINATION
 from zenps.wire.connections import Connections
 from zenps.wire.curve import Authenticator, warn_if_open
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
-from zenps.wire.messages import (
+from zenps.wire.scheduler_messages import (
     BarrierReply,
     Departed,
     FromScheduler,

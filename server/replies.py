@@ -12,8 +12,9 @@ from zenps.observe.clock import now_ns
 from zenps.observe.metrics import ServerMetrics
 from zenps.observe.trace import Trace
 from zenps.wire.connections import Connections
+from zenps.wire.fields import Shared
 from zenps.wire.frames import encode
-from zenps.wire.messages import Busy, Failure, FromServer, Shared
+from zenps.wire.messages import Busy, Failure, FromServer
 
 from .rounds.states import Reply
 from .send_queue import SendQueue, StalledError

@@ -28,9 +28,10 @@ from zenps.termination import TERMINATION
 from zenps.wire.addresses import find_host
 from zenps.wire.connections import LOOK_SECONDS, Connections
 from zenps.wire.curve import Authenticator, warn_if_open
+from zenps.wire.fields import Late, Load
 from zenps.wire.frames import MAX_ENVELOPE_BYTES
-from zenps.wire.messages import Departed, Late, Load, Refused, Stop, View
 from zenps.wire.scheduler_link import SchedulerLink, new_register
+from zenps.wire.scheduler_messages import Departed, Refused, Stop, View
 from zenps.wire.sockets import Socket, bind_router, context, receive_routed
 
 from .dispatch import Dispatcher

@@ -17,7 +17,8 @@ import zmq
 from zenps.buffers import BufferPool
 from zenps.config.settings import ClusterConfig
 from zenps.errors import ProtocolError
-from zenps.wire.messages import Hello, Shared
+from zenps.wire.fields import Shared
+from zenps.wire.messages import Hello
 from zenps.wire.shared_memory.arena import Window, open_arena
 from zenps.wire.shared_memory.handshake import Caller, Listener, server_name
 from zenps.wire.shared_memory.loans import DROPPED, Loans

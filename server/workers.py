@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from zenps.errors import ProtocolError, listing
-from zenps.wire.messages import Push, View
+from zenps.wire.messages import Push
+from zenps.wire.scheduler_messages import View
 
 
 class Workers:

@@ -72,7 +72,10 @@ SOCKETS_CLOCKS_THREADS = {
     *("zenps.wire.sockets", "zenps.wire.connections", "zenps.wire.scheduler_link", "zenps.wire.admin_client"),
 }
 ONLY = {
-    "zenps.worker.rounds": ("zenps.worker", "zenps.wire.messages", "zenps.errors", "zenps.transitions"),
+    "zenps.worker.rounds": (
+        *("zenps.worker", "zenps.errors", "zenps.transitions"),
+        *("zenps.wire.fields", "zenps.wire.messages", "zenps.wire.scheduler_messages"),
+    ),
 }
 """All of zenps that a pure part imports; its layer says what of its role."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from zenps.wire.messages import FromScheduler
+from zenps.wire.scheduler_messages import FromScheduler
 
 from .members import Node
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from msgspec import Struct
 
 from zenps.observe.lateness import Lateness
-from zenps.wire.messages import LAST_BARRIER, BarrierReply
+from zenps.wire.fields import LAST_BARRIER
+from zenps.wire.scheduler_messages import BarrierReply
 
 from .actions import Send
 from .members import Members, Node, names

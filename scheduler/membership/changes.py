@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
-from zenps.wire.messages import Change
+from zenps.wire.scheduler_messages import Change
 
 from .members import Node
 from .states import JobState

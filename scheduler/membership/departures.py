@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zenps.wire.messages import Departed, Refused
+from zenps.wire.scheduler_messages import Departed, Refused
 
 from .actions import Send, to_all
 from .job import Job

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zenps.wire.messages import DrainReply
+from zenps.wire.scheduler_messages import DrainReply
 
 from .actions import Send
 from .members import Members

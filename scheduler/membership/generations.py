@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zenps.wire.messages import Register
+from zenps.wire.scheduler_messages import Register
 
 from .job import Job
 

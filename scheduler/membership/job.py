@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 from zenps.config.settings import ClusterConfig
 from zenps.errors import listing
-from zenps.wire.messages import Refused, Stop
+from zenps.wire.scheduler_messages import Refused, Stop
 
 from ..observe.stragglers import Stragglers
 from .actions import Send, to_all

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from zenps.config.values import is_loopback, parse_address
 from zenps.errors import listing
+from zenps.wire.fields import Load, Role
 from zenps.wire.identity import public_identity
-from zenps.wire.messages import Load, Member, NodeStatus, Register, Role
+from zenps.wire.scheduler_messages import Member, NodeStatus, Register
 
 from ..observe.rates import Rates
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Final
 
-from zenps.wire.messages import Member, View
+from zenps.wire.scheduler_messages import Member, View
 
 from .members import Members
 

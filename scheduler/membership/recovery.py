@@ -6,8 +6,9 @@ with their view, and the newest of these views is the job as it was.
 
 from __future__ import annotations
 
+from zenps.wire.fields import Role
 from zenps.wire.identity import public_identity
-from zenps.wire.messages import Member, Register, Role, View
+from zenps.wire.scheduler_messages import Member, Register, View
 
 from .members import Members, Node
 

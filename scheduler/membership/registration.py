@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from zenps.config.settings import ClusterConfig
 from zenps.errors import listing
-from zenps.wire.messages import Refused, Register, Role
+from zenps.wire.fields import Role
+from zenps.wire.scheduler_messages import Refused, Register
 
 from .members import ALIVE, Members, is_on_loopback, names
 from .states import JobState

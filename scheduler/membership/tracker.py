@@ -11,7 +11,8 @@ import math
 
 from zenps.config.settings import ClusterConfig
 from zenps.keys import node_name
-from zenps.wire.messages import (
+from zenps.wire.fields import Role
+from zenps.wire.scheduler_messages import (
     Admit,
     Barrier,
     Drain,
@@ -21,7 +22,6 @@ from zenps.wire.messages import (
     Leave,
     Refused,
     Register,
-    Role,
     Status,
     StatusRequest,
     Stop,

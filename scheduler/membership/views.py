@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 
 from zenps.partition.ring import rebalance
-from zenps.wire.messages import SEAL_BYTES, Role, View
+from zenps.wire.fields import SEAL_BYTES, Role
+from zenps.wire.scheduler_messages import View
 
 from .members import Members, Node
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from zenps.wire.messages import Load
+from zenps.wire.fields import Load
 
 COUNTERS: Final = frozenset({"rounds", "step"}) | {
     *("pushed_bytes", "pulled_bytes", "wait_seconds"),

@@ -23,7 +23,7 @@ import msgspec
 
 from zenps.config.settings import StatusConfig
 from zenps.observe.http_server import Endpoint, Handler, listen
-from zenps.wire.messages import Status
+from zenps.wire.scheduler_messages import Status
 from zenps.wire.status import to_tree
 
 FRESH_SECONDS: Final = 0.25

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final, get_args
 
 from zenps.kernels.factory import Backend, make_kernels
-from zenps.wire.messages import Kind
+from zenps.wire.fields import Kind
 
 from .base import Reducer, ResultMemory
 from .blocks import BlocksReducer

@@ -17,7 +17,8 @@ from zenps.buffers import BufferPool
 from zenps.codecs.values import VALUE_CODECS
 from zenps.errors import ProtocolError
 from zenps.kernels.base import ACCUMULATE
-from zenps.wire.messages import Dtype, Push
+from zenps.wire.fields import Dtype
+from zenps.wire.messages import Push
 from zenps.wire.tensors import DTYPES, check_size, tensor_bytes, tensor_from_bytes
 
 from .base import Payload

@@ -14,7 +14,8 @@ from typing import Literal
 
 from zenps.errors import ProtocolError, listing
 from zenps.observe.lateness import Lateness
-from zenps.wire.messages import Busy, Failure, FailureKind, GiveUp, Resume, Wanted
+from zenps.wire.fields import FailureKind
+from zenps.wire.messages import Busy, Failure, GiveUp, Resume, Wanted
 
 from ..reducers.base import Outcome
 from .admission import Admission

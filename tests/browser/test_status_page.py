@@ -21,7 +21,7 @@ from tests.integration.cluster import Cluster
 from zenps.config.settings import StatusConfig
 from zenps.partition.ring import rebalance
 from zenps.scheduler.page import endpoint as page
-from zenps.wire.messages import Change, NodeStatus, Status
+from zenps.wire.scheduler_messages import Change, NodeStatus, Status
 
 DEADLINE_SECONDS = 60.0
 LEASE_SECONDS = 4.0

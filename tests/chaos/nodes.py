@@ -21,7 +21,7 @@ from zenps.cli import commands as cli
 from zenps.cli.status import fetch
 from zenps.config.settings import ClusterConfig
 from zenps.errors import DeadlineError
-from zenps.wire.messages import Status
+from zenps.wire.scheduler_messages import Status
 
 WORKERS = 2
 SERVERS = 3

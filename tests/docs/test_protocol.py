@@ -1,4 +1,4 @@
-"""docs/protocol.md has every message, field by field, as zenps/wire/messages.py defines it.
+"""docs/protocol.md has every message, field by field, as zenps/wire defines it.
 
 docs/encoding.md has every position codec.
 """
@@ -13,20 +13,13 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 import pytest
 
+from zenps.codecs.base import CodecName
 from zenps.errors import ProtocolError
-from zenps.wire import messages
+from zenps.wire import fields as wire_fields
+from zenps.wire import messages, scheduler_messages
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, PROTOCOL_VERSION
-from zenps.wire.messages import (
-    Change,
-    ChunkReply,
-    FromScheduler,
-    FromServer,
-    Hello,
-    Member,
-    NodeStatus,
-    ToScheduler,
-    ToServer,
-)
+from zenps.wire.messages import ChunkReply, FromServer, Hello, ToServer
+from zenps.wire.scheduler_messages import Change, FromScheduler, Member, NodeStatus, ToScheduler
 
 # Headings of level 2 in the document, and what is sent in that direction.
 DIRECTIONS = {
@@ -42,7 +35,7 @@ PARTS = {
     "Hello": Hello,
     "Chunk reply": ChunkReply,
 }
-# Types of messages.py that the document names, and spells out once.
+# Types of fields that the document names, and spells out once.
 NAMED = ("Count", "Rank", "Name", "Text", "Host", "Address", "Load", "Late", "Role", "Dtype")
 
 Row = tuple[str, ...]
@@ -76,8 +69,8 @@ def table(text: str, first_column: str) -> list[Row]:
 
 def fields(struct: type[msgspec.Struct], generate: ModuleType) -> list[Row]:
     """Name and type of each field that is not inherited, as the document has to write them."""
-    names = {getattr(messages, name): name.lower() for name in NAMED}
-    names |= {part: heading.lower() for heading, part in PARTS.items()} | {messages.View: "view"}
+    names = {getattr(wire_fields, name): name.lower() for name in NAMED}
+    names |= {part: heading.lower() for heading, part in PARTS.items()} | {scheduler_messages.View: "view"}
     hints = get_type_hints(struct, include_extras=True)
     (base,) = struct.__bases__
     own = struct.__struct_fields__[len(base.__struct_fields__) :]
@@ -113,11 +106,12 @@ def test_message_has_its_fields_in_order(
 
 def test_named_types_are_the_code_s(protocol: str, generate: ModuleType) -> None:
     documented = table(sections(protocol, 2)["Envelope"], "type")
-    assert documented == [(name.lower(), generate.type_text(getattr(messages, name))) for name in NAMED]
+    assert documented == [(name.lower(), generate.type_text(getattr(wire_fields, name))) for name in NAMED]
 
 
 def test_every_message_of_the_code_is_sent_in_some_direction() -> None:
-    structs = {s for s in vars(messages).values() if isinstance(s, type) and issubclass(s, msgspec.Struct)}
+    defined = [*vars(messages).values(), *vars(scheduler_messages).values()]
+    structs = {s for s in defined if isinstance(s, type) and issubclass(s, msgspec.Struct)}
     assert structs - {msgspec.Struct} == {s for d in DIRECTIONS.values() for s in d} | {*PARTS.values()}
 
 
@@ -129,7 +123,7 @@ def test_reasons_are_the_code_s(protocol: str) -> None:
 def test_codecs_are_the_code_s(root: Path) -> None:
     encoding = (root / "docs/encoding.md").read_text("utf-8")
     rows = table(sections(encoding, 2)["Position codecs"], "codec")
-    assert [row[0] for row in rows] == [f"`{name}`" for name in (*get_args(messages.CodecName), "none")]
+    assert [row[0] for row in rows] == [f"`{name}`" for name in (*get_args(CodecName), "none")]
 
 
 def test_envelope_limit_is_the_code_s(protocol: str) -> None:

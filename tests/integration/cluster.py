@@ -30,7 +30,7 @@ from zenps.config import sources as config
 from zenps.config.settings import SecurityConfig
 from zenps.keys import LIST_NAME, Keys, Player, load_keys
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
-from zenps.wire.messages import FromScheduler, NodeStatus, Status, StatusRequest
+from zenps.wire.scheduler_messages import FromScheduler, NodeStatus, Status, StatusRequest
 from zenps.worker.process import PROCESS
 
 DEADLINE_SECONDS = 60.0

@@ -27,8 +27,9 @@ from zenps.config import sources as config
 from zenps.config.shared import shared_settings
 from zenps.wire.frames import encode
 from zenps.wire.identity import identity_at
-from zenps.wire.messages import Push, StatusRequest
+from zenps.wire.messages import Push
 from zenps.wire.scheduler_link import SchedulerLink, new_register
+from zenps.wire.scheduler_messages import StatusRequest
 from zenps.wire.sockets import context
 from zenps.worker.rounds.tracker import MOST_REPETITIONS
 from zenps.worker.transport import channel

@@ -29,26 +29,20 @@ from tests.integration.reference import assert_same_bits, reduce_in_rank_order
 from tests.integration.scraping import Samples, parse, scrape
 from zenps.errors import ProtocolError
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, PROTOCOL_VERSION, encode
-from zenps.wire.messages import (
+from zenps.wire.messages import Busy, Failure, GiveUp, Push, Result, Resume, Wanted
+from zenps.wire.scheduler_messages import (
     Barrier,
     BarrierReply,
-    Busy,
     Departed,
     Drain,
-    Failure,
-    GiveUp,
     Heartbeat,
     Leave,
     Member,
-    Push,
     Refused,
     Register,
-    Result,
-    Resume,
     StatusRequest,
     Stop,
     View,
-    Wanted,
     WhoAreYou,
 )
 

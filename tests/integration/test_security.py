@@ -30,12 +30,11 @@ from zenps.keys import LIST_NAME, Keys, generate
 from zenps.wire import scheduler_link
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.identity import identity_at, public_identity
-from zenps.wire.messages import (
+from zenps.wire.messages import Here, Push
+from zenps.wire.scheduler_messages import (
     Barrier,
     FromScheduler,
-    Here,
     Leave,
-    Push,
     Refused,
     Register,
     Status,

@@ -10,7 +10,8 @@ import msgspec
 from zenps.config.settings import ClusterConfig
 from zenps.scheduler.membership.actions import Send
 from zenps.scheduler.membership.tracker import Membership
-from zenps.wire.messages import Departed, FromScheduler, Heartbeat, Refused, Register, Role, View
+from zenps.wire.fields import Role
+from zenps.wire.scheduler_messages import Departed, FromScheduler, Heartbeat, Refused, Register, View
 
 LEASE_SECONDS, RENDEZVOUS_SECONDS, DEADLINE_SECONDS = 10.0, 60.0, 30.0
 SETTINGS: dict[str, str | int | float] = {"sync.partition": "balanced", "sync.seed": 7}

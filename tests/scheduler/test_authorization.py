@@ -7,7 +7,7 @@ import pytest
 from tests.scheduler.nodes import register
 from zenps.errors import ProtocolError
 from zenps.scheduler.authorization import authorize
-from zenps.wire.messages import Drain, Ended, Leave, Register, StatusRequest, ToScheduler
+from zenps.wire.scheduler_messages import Drain, Ended, Leave, Register, StatusRequest, ToScheduler
 
 OWN = register("worker", 3)
 

@@ -18,7 +18,7 @@ from zenps.scheduler.membership.actions import Send
 from zenps.scheduler.page.endpoint import Page
 from zenps.scheduler.service import Outputs, _Service
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
-from zenps.wire.messages import Departed, Heartbeat, Member, Refused, Register
+from zenps.wire.scheduler_messages import Departed, Heartbeat, Member, Refused, Register
 from zenps.wire.sockets import context, open_dealer
 
 

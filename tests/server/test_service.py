@@ -12,9 +12,10 @@ from zenps.observe.metrics import ServerMetrics
 from zenps.observe.trace import OFF
 from zenps.server.service import _Service
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder
-from zenps.wire.messages import Failure, Heartbeat, Member, ToScheduler, View
+from zenps.wire.messages import Failure
 from zenps.wire.registration import Registration
 from zenps.wire.scheduler_link import new_register
+from zenps.wire.scheduler_messages import Heartbeat, Member, ToScheduler, View
 from zenps.wire.sockets import bind_router, context
 
 WORKERS = tuple(Member("worker", rank, "box", 1, "", "", peer_of(rank)) for rank in range(2))

@@ -12,7 +12,8 @@ import msgspec
 from zenps.scheduler.membership.actions import Send
 from zenps.scheduler.membership.tracker import Membership
 from zenps.server.rounds.tracker import ServerRounds
-from zenps.wire.messages import (
+from zenps.wire.registration import Registration
+from zenps.wire.scheduler_messages import (
     Drain,
     DrainReply,
     FromScheduler,
@@ -22,7 +23,6 @@ from zenps.wire.messages import (
     View,
     WhoAreYou,
 )
-from zenps.wire.registration import Registration
 from zenps.worker.rounds.tracker import WorkerRounds
 
 from .network import Frames

@@ -15,19 +15,19 @@ import msgspec
 
 from zenps.config.settings import ClusterConfig
 from zenps.scheduler.membership.tracker import Membership
-from zenps.wire.messages import (
+from zenps.wire.fields import Role
+from zenps.wire.registration import Registration
+from zenps.wire.scheduler_messages import (
     FromScheduler,
     Heartbeat,
     Member,
     Refused,
     Register,
-    Role,
     Stop,
     ToScheduler,
     View,
     WhoAreYou,
 )
-from zenps.wire.registration import Registration
 
 from .nodes import Violation
 

@@ -20,7 +20,8 @@ from zenps.scheduler.membership.registration import Settings
 from zenps.scheduler.membership.tracker import Membership
 from zenps.server.rounds.states import HeldPush, Reduce, ServerRound
 from zenps.server.rounds.tracker import Actions, ServerRounds
-from zenps.wire.messages import FromServer, GiveUp, Member, Register
+from zenps.wire.messages import FromServer, GiveUp
+from zenps.wire.scheduler_messages import Member, Register
 from zenps.worker.rounds.states import Action, Frames, Outgoing, Round, SendPush
 from zenps.worker.rounds.tracker import WorkerRounds
 

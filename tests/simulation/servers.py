@@ -14,7 +14,8 @@ from zenps.server.reducers.base import Answer, Outcome
 from zenps.server.rounds.admission import ROUND_BYTES
 from zenps.server.rounds.states import Action, HeldPush, Reduce, Reply
 from zenps.wire.identity import public_identity
-from zenps.wire.messages import GiveUp, Leave, Member, Push, Register, Result, Stop, View
+from zenps.wire.messages import GiveUp, Push, Result
+from zenps.wire.scheduler_messages import Leave, Member, Register, Stop, View
 from zenps.wire.tensors import cut_fragments
 
 from .network import OVERWRITTEN, Frame, Frames

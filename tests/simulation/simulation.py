@@ -9,7 +9,7 @@ from collections import Counter
 import msgspec
 
 from zenps.config.settings import ClusterConfig
-from zenps.wire.messages import Heartbeat, Leave, Refused, Register, WhoAreYou
+from zenps.wire.scheduler_messages import Heartbeat, Leave, Refused, Register, WhoAreYou
 
 from .faults import Faults, Moment
 from .judge import Judge

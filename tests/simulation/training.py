@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
-from zenps.wire.messages import LAST_BARRIER
+from zenps.wire.fields import LAST_BARRIER
 
 from .promises import Answer, Contribution
 

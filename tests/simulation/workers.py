@@ -10,17 +10,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from zenps.errors import MismatchError
-from zenps.wire.messages import (
-    LAST_BARRIER,
-    Admit,
-    Barrier,
-    BarrierReply,
-    HeartbeatReply,
-    Leave,
-    Push,
-    Register,
-    View,
-)
+from zenps.wire.fields import LAST_BARRIER
+from zenps.wire.messages import Push
+from zenps.wire.scheduler_messages import Admit, Barrier, BarrierReply, HeartbeatReply, Leave, Register, View
 from zenps.wire.tensors import cut_fragments
 from zenps.worker.rounds.states import (
     Action,

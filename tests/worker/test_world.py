@@ -19,7 +19,7 @@ from zenps.observe.metrics import WorkerMetrics
 from zenps.observe.recording import read
 from zenps.partition.ring import rebalance
 from zenps.schemes.registry import scheme_of
-from zenps.wire.messages import Member, View
+from zenps.wire.scheduler_messages import Member, View
 from zenps.worker.backends.base import Backend, Session
 from zenps.worker.backends.servers import ServerBackend
 from zenps.worker.core.pending import Pending, Signal, Waiting

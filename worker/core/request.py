@@ -14,7 +14,7 @@ from zenps.errors import TensorError, UsageError
 from zenps.kernels.base import ACCUMULATE
 from zenps.partition.keyspace import MAX_SIZE
 from zenps.sparsifiers.base import Momentum
-from zenps.wire.messages import MAX_COLUMNS, MAX_NAME
+from zenps.wire.fields import MAX_COLUMNS, MAX_NAME
 
 from .residuals import Residuals
 

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct, field
 
 from zenps.observe.metrics import HASH_OUTCOMES, WorkerMetrics
-from zenps.wire.messages import Load
+from zenps.wire.fields import Load
 
 
 class Stats(msgspec.Struct, kw_only=True):

@@ -14,7 +14,8 @@ from torch import Tensor
 from zenps.codecs.base import CodecName, ValueForm
 from zenps.partition.layout import Layout
 from zenps.wire.blocks import PHASES
-from zenps.wire.messages import Kind, Result
+from zenps.wire.fields import Kind
+from zenps.wire.messages import Result
 
 from .statistics import Progress, Report, RowCounts
 

@@ -15,7 +15,7 @@ from zenps.partition.strategies.centralized import home_slot
 from zenps.partition.strategies.parallel import Parallel
 from zenps.partition.strategies.registry import strategy
 from zenps.schemes.base import WireForm
-from zenps.wire.messages import View
+from zenps.wire.scheduler_messages import View
 from zenps.wire.tensors import POSITION_BYTES
 
 from ..core.transfer import EncodedTensor, Sharding

@@ -27,7 +27,8 @@ from zenps.errors import (
     ZenPSError,
     listing,
 )
-from zenps.wire.messages import Busy, Failure, FromServer, GiveUp, Member, Resend, Result, Resume, Wanted
+from zenps.wire.messages import Busy, Failure, FromServer, GiveUp, Resend, Result, Resume, Wanted
+from zenps.wire.scheduler_messages import Member
 
 from .given_up import GivenUpRounds
 from .states import (

@@ -25,7 +25,8 @@ from zenps.observe.clock import now_ns
 from zenps.observe.metrics import WorkerMetrics
 from zenps.schemes.base import WireForm
 from zenps.wire.frames import CorruptedError, Decoder
-from zenps.wire.messages import FromServer, Result, View
+from zenps.wire.messages import FromServer, Result
+from zenps.wire.scheduler_messages import View
 from zenps.wire.shared_memory.arena import Arena
 from zenps.wire.sockets import Socket, receive_frames
 

@@ -16,7 +16,7 @@ from msgspec import Struct
 from zenps.config.settings import ClusterConfig
 from zenps.errors import PeerLostError
 from zenps.wire.addresses import why_unreachable
-from zenps.wire.messages import Member
+from zenps.wire.scheduler_messages import Member
 
 logger = logging.getLogger("zenps.worker")
 

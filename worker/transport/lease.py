@@ -22,9 +22,9 @@ import zmq
 
 from zenps.errors import DeadlineError, PeerLostError, UsageError, ZenPSError, listing
 from zenps.observe import log
-from zenps.wire.messages import (
-    LAST_BARRIER,
-    MAX_WAIT,
+from zenps.wire.fields import LAST_BARRIER, MAX_WAIT
+from zenps.wire.scheduler_link import BEATS_PER_LEASE, SchedulerLink
+from zenps.wire.scheduler_messages import (
     Admit,
     Barrier,
     BarrierReply,
@@ -33,7 +33,6 @@ from zenps.wire.messages import (
     Refused,
     View,
 )
-from zenps.wire.scheduler_link import BEATS_PER_LEASE, SchedulerLink
 
 from ..core.interrupts import MASK
 from ..core.spans import Spans

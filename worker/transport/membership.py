@@ -10,8 +10,8 @@ from zenps.config.settings import ClusterConfig, Config
 from zenps.keys import Keys, load_keys
 from zenps.observe import log
 from zenps.wire.curve import warn_if_open
-from zenps.wire.messages import Register, View
 from zenps.wire.scheduler_link import SchedulerLink
+from zenps.wire.scheduler_messages import Register, View
 from zenps.wire.sockets import Socket
 
 from ..core.spans import Spans

@@ -12,9 +12,11 @@ from msgspec import structs
 from zenps.errors import ProtocolError
 from zenps.keys import node_name
 from zenps.wire.curve import Handshakes
+from zenps.wire.fields import Shared
 from zenps.wire.frames import encode
 from zenps.wire.identity import identity_at, public_identity
-from zenps.wire.messages import GiveUp, Hello, Here, Member, Push, Shared
+from zenps.wire.messages import GiveUp, Hello, Here, Push
+from zenps.wire.scheduler_messages import Member
 from zenps.wire.shared_memory.arena import Arena, open_arena
 from zenps.wire.sockets import COPY_BELOW_BYTES, Socket, connect, open_dealer, send_frames
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from zenps.errors import ProtocolError
 from zenps.finalizers import call_after, run_finalizers
-from zenps.wire.messages import Hello, Shared
+from zenps.wire.fields import Shared
+from zenps.wire.messages import Hello
 from zenps.wire.shared_memory import handshake
 from zenps.wire.shared_memory.arena import Arena, Window
 from zenps.wire.shared_memory.loans import DROPPED

@@ -27,7 +27,7 @@ from zenps.kernels.native.library import ADVICE, find_library
 from zenps.keys import load_keys
 from zenps.schemes.registry import scheme_of
 from zenps.wire.addresses import find_host, why_unreachable
-from zenps.wire.messages import Status
+from zenps.wire.scheduler_messages import Status
 
 from .local_clusters import LocalCluster
 from .status import fetch

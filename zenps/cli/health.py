@@ -8,7 +8,7 @@ from typing import Literal
 from zenps.config.settings import Config
 from zenps.errors import PeerLostError
 from zenps.keys import load_keys
-from zenps.wire.messages import Status
+from zenps.wire.scheduler_messages import Status
 
 from .status import fetch
 

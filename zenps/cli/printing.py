@@ -18,7 +18,8 @@ from zenps.config.sources import Setting
 from zenps.config.values import format_bytes
 from zenps.errors import ConfigError
 from zenps.partition.ring import SLOTS
-from zenps.wire.messages import Load, NodeStatus, Status
+from zenps.wire.fields import Load
+from zenps.wire.scheduler_messages import NodeStatus, Status
 from zenps.wire.status import late_workers, throughput
 
 from .doctor import Check

@@ -8,7 +8,8 @@ from zenps.config.settings import ClusterConfig
 from zenps.errors import UsageError
 from zenps.keys import Keys
 from zenps.wire.admin_client import ask
-from zenps.wire.messages import Drain, DrainReply, Ended, Role, Status, StatusRequest
+from zenps.wire.fields import Role
+from zenps.wire.scheduler_messages import Drain, DrainReply, Ended, Status, StatusRequest
 
 
 def fetch(cluster: ClusterConfig, timeout_seconds: float, keys: Keys | None = None) -> Status:

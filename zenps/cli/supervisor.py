@@ -15,7 +15,7 @@ import msgspec
 from zenps.config.settings import ClusterConfig, Config
 from zenps.errors import DeadlineError
 from zenps.keys import Keys, load_keys
-from zenps.wire.messages import Status
+from zenps.wire.scheduler_messages import Status
 
 from .exit_codes import CANNOT_START, FAILED, SIGNALLED
 from .output import Lines, Output

@@ -16,7 +16,7 @@ from zenps.keys import Keys
 
 from .curve import Handshakes
 from .frames import MAX_ENVELOPE_BYTES, MAX_STATUS_BYTES, Decoder, encode
-from .messages import Drain, Ended, Status, StatusRequest
+from .scheduler_messages import Drain, Ended, Status, StatusRequest
 from .sockets import Socket, connect, open_dealer
 
 Answer = TypeVar("Answer", bound=msgspec.Struct)

@@ -14,7 +14,7 @@ import uuid
 
 from zenps.config.settings import MOST_WORKERS
 
-from .messages import Role
+from .fields import Role
 
 
 def new_identity(role: Role) -> bytes:

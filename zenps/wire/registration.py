@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .messages import FromScheduler, Register, View, WhoAreYou
+from .scheduler_messages import FromScheduler, Register, View, WhoAreYou
 
 
 class Registration:

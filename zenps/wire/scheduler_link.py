@@ -22,24 +22,22 @@ from zenps.termination import TERMINATION
 
 from .addresses import why_unreachable
 from .curve import Handshakes
+from .fields import Late, Load, Role
 from .frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from .identity import new_identity
-from .messages import (
+from .registration import Registration
+from .scheduler_messages import (
     FromScheduler,
     Heartbeat,
     HeartbeatReply,
-    Late,
     Leave,
-    Load,
     Refused,
     Register,
-    Role,
     SharedView,
     ToScheduler,
     View,
     WhoAreYou,
 )
-from .registration import Registration
 from .sockets import Socket, connect, open_dealer
 from .views import decode_view
 

@@ -8,7 +8,7 @@ import msgspec
 
 from zenps.observe.lateness import stragglers
 
-from .messages import NodeStatus, Status
+from .scheduler_messages import NodeStatus, Status
 
 STRAGGLER_SECONDS: Final = 1.0
 """A worker that others have waited for less is no straggler."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zenps.errors import ProtocolError
 
-from .messages import Dtype
+from .fields import Dtype
 
 DTYPES: dict[Dtype, torch.dtype] = {
     "float16": torch.float16,

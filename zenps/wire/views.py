@@ -14,7 +14,7 @@ import msgspec
 from zenps.errors import ProtocolError
 
 from .frames import encode
-from .messages import SharedView, View
+from .scheduler_messages import SharedView, View
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(View)

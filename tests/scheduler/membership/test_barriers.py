@@ -17,7 +17,8 @@ from tests.scheduler.nodes import (
     worker,
 )
 from zenps.scheduler.membership.actions import Send
-from zenps.wire.messages import LAST_BARRIER, Barrier, BarrierReply, Leave
+from zenps.wire.fields import LAST_BARRIER
+from zenps.wire.scheduler_messages import Barrier, BarrierReply, Leave
 
 
 def test_a_barrier_answers_all_workers_when_the_last_one_comes() -> None:

@@ -15,7 +15,7 @@ from tests.scheduler.nodes import (
 )
 from zenps.scheduler.membership.changes import FEW, KEPT
 from zenps.scheduler.membership.tracker import Membership
-from zenps.wire.messages import Change, Leave
+from zenps.wire.scheduler_messages import Change, Leave
 
 
 def changes(membership: Membership, now: float) -> list[tuple[str, str, int]]:

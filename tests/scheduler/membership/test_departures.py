@@ -25,7 +25,7 @@ from tests.scheduler.nodes import (
 )
 from zenps.scheduler.membership.actions import Send
 from zenps.wire.identity import public_identity
-from zenps.wire.messages import Departed, Ended, Heartbeat, Leave, Refused, Status, Stop, View
+from zenps.wire.scheduler_messages import Departed, Ended, Heartbeat, Leave, Refused, Status, Stop, View
 
 # ── workers ─────────────────────────────────────────────────────────────────────────────────────
 

@@ -17,7 +17,7 @@ from tests.scheduler.nodes import (
     to,
     worker,
 )
-from zenps.wire.messages import Drain, DrainReply, Heartbeat, Leave, Stop, View
+from zenps.wire.scheduler_messages import Drain, DrainReply, Heartbeat, Leave, Stop, View
 
 CLIENT = b"admin client"
 

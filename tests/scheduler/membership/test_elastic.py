@@ -11,8 +11,8 @@ import pytest
 from zenps.config.settings import ClusterConfig
 from zenps.scheduler.membership.actions import Send
 from zenps.scheduler.membership.tracker import Membership
-from zenps.wire.messages import (
-    LAST_BARRIER,
+from zenps.wire.fields import LAST_BARRIER, Role
+from zenps.wire.scheduler_messages import (
     Admit,
     Barrier,
     BarrierReply,
@@ -23,7 +23,6 @@ from zenps.wire.messages import (
     Member,
     Refused,
     Register,
-    Role,
     Stop,
     View,
     WhoAreYou,

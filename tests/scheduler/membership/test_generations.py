@@ -23,9 +23,9 @@ from tests.scheduler.nodes import (
 )
 from zenps.scheduler.membership.actions import Send
 from zenps.scheduler.membership.tracker import Membership
+from zenps.wire.fields import LAST_BARRIER
 from zenps.wire.identity import public_identity
-from zenps.wire.messages import (
-    LAST_BARRIER,
+from zenps.wire.scheduler_messages import (
     Barrier,
     Departed,
     Drain,

@@ -12,8 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.scheduler.nodes import LEASE_SECONDS, RENDEZVOUS_SECONDS, make_membership, register
 from zenps.scheduler.membership.actions import Send
 from zenps.scheduler.membership.states import JOB
+from zenps.wire.fields import Role
 from zenps.wire.frames import Decoder, encode
-from zenps.wire.messages import (
+from zenps.wire.scheduler_messages import (
     Barrier,
     BarrierReply,
     Departed,
@@ -24,7 +25,6 @@ from zenps.wire.messages import (
     Leave,
     Refused,
     Register,
-    Role,
     StatusRequest,
     ToScheduler,
     View,

@@ -22,7 +22,7 @@ from tests.scheduler.nodes import (
 )
 from zenps.scheduler.membership.actions import Send
 from zenps.scheduler.membership.tracker import Membership
-from zenps.wire.messages import Heartbeat, Refused, Register, View, WhoAreYou
+from zenps.wire.scheduler_messages import Heartbeat, Refused, Register, View, WhoAreYou
 
 NEW: dict[bytes, Register] = {
     **{worker(10 + n): register("worker", n, 10 + n) for n in range(2)},

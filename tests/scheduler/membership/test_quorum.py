@@ -15,7 +15,7 @@ from zenps.config.settings import ClusterConfig
 from zenps.scheduler.membership.actions import Send
 from zenps.scheduler.membership.quorum import is_quorum
 from zenps.scheduler.membership.tracker import Membership
-from zenps.wire.messages import Ended, Heartbeat, Member, Refused, Register, View, WhoAreYou
+from zenps.wire.scheduler_messages import Ended, Heartbeat, Member, Refused, Register, View, WhoAreYou
 
 SECRET = b"the scheduler's secret key"
 WORKERS, SERVERS = 4, 2

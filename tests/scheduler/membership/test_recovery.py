@@ -26,7 +26,7 @@ from tests.scheduler.nodes import (
 from zenps.scheduler.membership.actions import Send
 from zenps.scheduler.membership.recovery import RECOVERY_GRACE_SECONDS
 from zenps.scheduler.membership.tracker import Membership
-from zenps.wire.messages import (
+from zenps.wire.scheduler_messages import (
     Barrier,
     BarrierReply,
     Departed,

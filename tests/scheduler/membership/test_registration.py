@@ -24,7 +24,7 @@ from zenps.partition.ring import rebalance
 from zenps.scheduler.membership.actions import Send
 from zenps.wire.frames import Decoder, encode
 from zenps.wire.identity import public_identity
-from zenps.wire.messages import FromScheduler, Heartbeat, HeartbeatReply, Leave, Refused, View
+from zenps.wire.scheduler_messages import FromScheduler, Heartbeat, HeartbeatReply, Leave, Refused, View
 
 
 def test_routing_identities_are_told_to_servers_alone() -> None:

@@ -6,7 +6,7 @@ import time
 
 from tests.scheduler.nodes import confirm, make_membership, register, server, worker
 from zenps.scheduler.membership.tracker import Membership
-from zenps.wire.messages import Leave, View
+from zenps.wire.scheduler_messages import Leave, View
 from zenps.wire.views import ViewEncoder
 
 WORKERS, SERVERS = 1024, 256

@@ -20,8 +20,8 @@ from tests.scheduler.nodes import (
     worker,
 )
 from zenps.scheduler.membership.actions import Send
-from zenps.wire.messages import (
-    LAST_BARRIER,
+from zenps.wire.fields import LAST_BARRIER
+from zenps.wire.scheduler_messages import (
     Barrier,
     Heartbeat,
     HeartbeatReply,

@@ -20,7 +20,7 @@ from zenps.config.settings import StatusConfig
 from zenps.errors import ConfigError
 from zenps.observe import http_server
 from zenps.scheduler.page import endpoint as page
-from zenps.wire.messages import NodeStatus, Status
+from zenps.wire.scheduler_messages import NodeStatus, Status
 
 DEADLINE_SECONDS = 30.0
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from zenps.config.settings import Config
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, UsageError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
-from zenps.wire.messages import Member, View
+from zenps.wire.scheduler_messages import Member, View
 from zenps.worker.backends.base import Session
 from zenps.worker.backends.negotiated_rounds import NegotiatedRound, NegotiatedRounds
 from zenps.worker.backends.negotiation import Entry, entry_of, parse_entries, table_of

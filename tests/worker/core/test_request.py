@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zenps.errors import TensorError, UsageError
-from zenps.wire.messages import MAX_COLUMNS
+from zenps.wire.fields import MAX_COLUMNS
 from zenps.worker.core.request import (
     Options,
     Purpose,

@@ -32,7 +32,7 @@ from zenps.config.settings import Config, CudaConfig, SyncConfig
 from zenps.errors import ProtocolError, TensorError, UsageError
 from zenps.partition.ring import rebalance
 from zenps.schemes.registry import scheme_of
-from zenps.wire.messages import Member, View
+from zenps.wire.scheduler_messages import Member, View
 from zenps.wire.tensors import copied_bytes
 from zenps.worker.core.request import Options, Purpose, Request
 from zenps.worker.core.residuals import Residuals

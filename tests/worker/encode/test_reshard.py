@@ -41,7 +41,7 @@ from zenps.partition.layout import LayoutCache
 from zenps.partition.ring import rebalance
 from zenps.partition.strategies import strategy
 from zenps.schemes.registry import scheme_of
-from zenps.wire.messages import Member, View
+from zenps.wire.scheduler_messages import Member, View
 from zenps.worker.core.request import Request, table_shape
 from zenps.worker.core.transfer import EncodedTensor, Sharding, Transfer
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer

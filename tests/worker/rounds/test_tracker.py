@@ -10,18 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec import structs
 
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, ProtocolError, UsageError, ZenPSError
-from zenps.wire.messages import (
-    Busy,
-    Failure,
-    FromServer,
-    GiveUp,
-    Member,
-    Push,
-    Resend,
-    Result,
-    Resume,
-    Wanted,
-)
+from zenps.wire.messages import Busy, Failure, FromServer, GiveUp, Push, Resend, Result, Resume, Wanted
+from zenps.wire.scheduler_messages import Member
 from zenps.worker.rounds.states import (
     REPEAT_SECONDS,
     Action,

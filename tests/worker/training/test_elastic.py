@@ -14,7 +14,8 @@ from zenps.errors import PeerLostError, UsageError
 from zenps.partition.layout import Layout, LayoutCache
 from zenps.partition.ring import rebalance
 from zenps.partition.strategies.registry import strategy
-from zenps.wire.messages import FromServer, Member, Push, Result, Wanted
+from zenps.wire.messages import FromServer, Push, Result, Wanted
+from zenps.wire.scheduler_messages import Member
 from zenps.worker.collectives.allgather import allgather_int
 from zenps.worker.core.transfer import Answer, Sharding
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer

@@ -23,7 +23,8 @@ from zenps.partition.ring import SLOTS
 from zenps.schemes.base import WireForm
 from zenps.wire.frames import Decoder, encode
 from zenps.wire.identity import identity_at
-from zenps.wire.messages import Busy, Hello, Here, Member, Push, ToServer, View
+from zenps.wire.messages import Busy, Hello, Here, Push, ToServer
+from zenps.wire.scheduler_messages import Member, View
 from zenps.wire.shared_memory.handshake import Listener, server_name
 from zenps.worker.core.pending import Pending, Waiting
 from zenps.worker.core.request import Options

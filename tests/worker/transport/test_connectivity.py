@@ -6,7 +6,7 @@ import pytest
 
 from zenps.config.settings import ClusterConfig
 from zenps.errors import PeerLostError
-from zenps.wire.messages import Member
+from zenps.wire.scheduler_messages import Member
 from zenps.worker.transport.connectivity import Connectivity
 
 LEASE_SECONDS, RENDEZVOUS_SECONDS = 10.0, 60.0

@@ -28,7 +28,8 @@ from zenps.errors import PeerLostError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
 from zenps.schemes.base import WireForm
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
-from zenps.wire.messages import (
+from zenps.wire.scheduler_link import new_register
+from zenps.wire.scheduler_messages import (
     Admit,
     Barrier,
     BarrierReply,
@@ -41,7 +42,6 @@ from zenps.wire.messages import (
     ToScheduler,
     View,
 )
-from zenps.wire.scheduler_link import new_register
 from zenps.wire.sockets import bind_router
 from zenps.worker.core.pending import Pending
 from zenps.worker.core.spans import Spans

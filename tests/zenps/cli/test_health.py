@@ -18,7 +18,7 @@ from zenps.cli import health
 from zenps.config.settings import Config
 from zenps.errors import PeerLostError
 from zenps.keys import generate
-from zenps.wire.messages import NodeStatus, Status
+from zenps.wire.scheduler_messages import NodeStatus, Status
 
 SERVER = NodeStatus(
     role="server",

@@ -18,7 +18,7 @@ from zenps.cli.printing import show_status, watch_status
 from zenps.cli.status import drain, fetch
 from zenps.config.settings import ClusterConfig
 from zenps.errors import ConfigError, DeadlineError, UsageError
-from zenps.wire.messages import Change, NodeStatus, Status
+from zenps.wire.scheduler_messages import Change, NodeStatus, Status
 from zenps.wire.status import late_workers, to_json
 
 SERVER = NodeStatus(

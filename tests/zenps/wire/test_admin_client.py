@@ -10,7 +10,7 @@ from zenps.config.settings import ClusterConfig
 from zenps.errors import DeadlineError
 from zenps.wire.admin_client import ask
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, MAX_STATUS_BYTES, PROTOCOL_VERSION, encode
-from zenps.wire.messages import Drain, DrainReply, NodeStatus, Status, StatusRequest
+from zenps.wire.scheduler_messages import Drain, DrainReply, NodeStatus, Status, StatusRequest
 from zenps.wire.sockets import bind_router, context
 
 DEADLINE_SECONDS = 30.0

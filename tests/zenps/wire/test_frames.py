@@ -13,20 +13,8 @@ from msgspec import inspect
 
 from zenps.errors import ProtocolError
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, PROTOCOL_VERSION, CorruptedError, Decoder, encode
-from zenps.wire.messages import (
-    Busy,
-    FromScheduler,
-    FromServer,
-    Leave,
-    Member,
-    Push,
-    Register,
-    Result,
-    Stop,
-    ToScheduler,
-    ToServer,
-    View,
-)
+from zenps.wire.messages import Busy, FromServer, Push, Result, ToServer
+from zenps.wire.scheduler_messages import FromScheduler, Leave, Member, Register, Stop, ToScheduler, View
 
 DIRECTIONS: dict[str, UnionType] = {
     "to scheduler": ToScheduler,

@@ -15,7 +15,8 @@ import zmq
 from zenps.config.settings import ClusterConfig
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, UsageError, ZenPSError
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
-from zenps.wire.messages import (
+from zenps.wire.scheduler_link import SchedulerLink, new_register
+from zenps.wire.scheduler_messages import (
     BarrierReply,
     Departed,
     FromScheduler,
@@ -28,7 +29,6 @@ from zenps.wire.messages import (
     View,
     WhoAreYou,
 )
-from zenps.wire.scheduler_link import SchedulerLink, new_register
 from zenps.wire.sockets import bind_router, context
 
 MEMBER = Member("server", 1, "box", 7, "tcp://box:1", "")

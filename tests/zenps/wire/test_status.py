@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any, Literal
 
-from zenps.wire.messages import NodeStatus, Status
+from zenps.wire.scheduler_messages import NodeStatus, Status
 from zenps.wire.status import throughput, to_json
 
 

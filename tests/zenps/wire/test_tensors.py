@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zenps.errors import ProtocolError
 from zenps.kernels.base import ACCUMULATE
-from zenps.wire.messages import MAX_COLUMNS, Dtype
+from zenps.wire.fields import MAX_COLUMNS, Dtype
 from zenps.wire.tensors import DTYPES, copied_bytes, dtype_name, tensor_bytes, tensor_from_bytes
 
 torch.set_num_threads(1)

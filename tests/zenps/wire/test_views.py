@@ -7,7 +7,7 @@ import pytest
 
 from zenps.errors import ProtocolError
 from zenps.wire.frames import CorruptedError, Decoder
-from zenps.wire.messages import FromScheduler, Member, SharedView, View
+from zenps.wire.scheduler_messages import FromScheduler, Member, SharedView, View
 from zenps.wire.views import ViewEncoder, decode_view
 
 WORKERS = tuple(Member("worker", rank, "box", rank, "", "") for rank in range(3))

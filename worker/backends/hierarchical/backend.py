@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from zenps.errors import PeerLostError, UsageError, listing
-from zenps.wire.messages import View
+from zenps.wire.scheduler_messages import View
 from zenps.wire.shared_memory.arena import CAPACITY_BYTES, Arena, check_address_space
 
 from ...core.memory import POOL_BYTES

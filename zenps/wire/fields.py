@@ -1,0 +1,40 @@
+"""Types of message fields, with their bounds."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from zenps.observe.lateness import MOST_RANKS
+
+Role = Literal["worker", "server"]
+Dtype = Literal["float16", "bfloat16", "float32", "float64", "int64", "uint8"]
+FailureKind = Literal["mismatch", "deadline", "lost", "size"]
+Kind = Literal["dense", "sparse", "blocks"]
+Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+LAST_BARRIER = (1 << 62) - 1
+"""The number of the barrier before workers leave. It is not counted, as a worker may reach it early."""
+Incarnation = Count
+"""Of a scheduler: a random number that each of its processes draws. 0: not known."""
+Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
+MAX_NAME = 1024
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
+Text = Annotated[str, Meta(max_length=16384)]
+Host = Annotated[str, Meta(max_length=255)]
+Address = Annotated[str, Meta(max_length=300)]
+"""``host:port``, of a server's data socket with ``tcp://`` before it; empty if there is none."""
+# A row is moved as one NumPy item, which holds less than 2 GiB; so does a frame.
+MAX_COLUMNS = (1 << 28) - 1
+SEAL_BYTES = 32
+MAX_WAIT = 1200  # characters of what a worker waits for
+Fragment = Annotated[int, Meta(ge=0, lt=1 << 15)]
+"""Which fragment of a chunk a message is, in order of position."""
+Fragments = Annotated[int, Meta(ge=1, le=1 << 15)]
+"""In how many messages the rows of a chunk travel from the same sender."""
+Load = Annotated[dict[Annotated[str, Meta(max_length=64)], float], Meta(max_length=32)]
+"""Numbers that a node reports with each heartbeat, for ``zenps status``."""
+Late = Annotated[dict[Rank, float], Meta(max_length=MOST_RANKS)]
+"""Seconds that others have waited, by the rank that they waited for."""
+Shared = tuple[Count, Count]
+"""Values that are no frame of the message: their offset in the sender's shared memory, and their bytes."""
