@@ -33,6 +33,7 @@ RoundEvent = Literal[
     "nobody left",
     "ring changed",
 ]
+FailEvent = Literal["ranks disagree", "deadline", "rank gone", "given up", "too large"]
 
 ROUND: Final[Transitions[RoundState, RoundEvent]] = {
     "none": {"push": "open", "push over the budget": "refused"},

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
 from itertools import chain
-from typing import Literal
 
 from zenps.errors import ProtocolError, listing
 from zenps.observe.lateness import Lateness
@@ -24,6 +23,7 @@ from .states import (
     MOST_ASK_SECONDS,
     Action,
     FailedRound,
+    FailEvent,
     HeldPush,
     Key,
     Reduce,
@@ -37,13 +37,11 @@ from .states import (
 # How long a round is open that is reduced again: ranks answer a question every 5 s. A push that was only late
 # asks for what all have forgotten; a rank that does lack the reply pushes again.
 REOPENED_SECONDS = 15.0
-
 # How long a round is open that nobody has pushed since there is room for it. Ranks that have given it up say
 # so when they are asked to push again; this is for what got lost. A rank that pushes later opens it again.
 RESUMED_SECONDS = 15.0
 
 Actions = list[Action]
-FailEvent = Literal["ranks disagree", "deadline", "rank gone", "given up", "too large"]
 
 
 class ServerRounds:
@@ -208,7 +206,7 @@ class ServerRounds:
             return [Reply([held.peer], Busy(self._epoch, *key))]
         return self._open_round(round_, "push", now) + self._hold(round_, held, now)
 
-    def _open_round(self, round_: ServerRound, event: Literal["push", "room"], now: float) -> Actions:
+    def _open_round(self, round_: ServerRound, event: RoundEvent, now: float) -> Actions:
         """Opens a round, and asks the ranks that were refused before to push again."""
         round_.advance(event)
         round_.opened = now
@@ -222,9 +220,8 @@ class ServerRounds:
         while (round_ := self._admission.first_refused_again(len(self._peers))) is not None:
             actions += self._offer(round_, now)
         while (round_ := self._admission.first_refused()) is not None:
-            if not self._admission.make_room(
-                round_.most_refused_bytes, len(self._peers), must=not self._open
-            ):
+            must = not self._open
+            if not self._admission.make_room(round_.most_refused_bytes, len(self._peers), must=must):
                 waits = all(open_.held and open_.state == "open" for open_ in self._open.values())
                 beyond = self._admission.refused_by(self._peers.keys()) if waits else None
                 return actions if beyond is None else actions + self._offer(beyond, now)

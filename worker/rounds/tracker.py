@@ -58,12 +58,7 @@ WATERMARKS_TO_SETTLE = 3
 # A server asks for a wanted push twice a second, but the push may take longer than that to arrive.
 ASKED_SECONDS = 5.0
 
-_FAILURES: dict[str, type[ZenPSError]] = {
-    "mismatch": MismatchError,
-    "deadline": DeadlineError,
-    "lost": PeerLostError,
-    "size": TensorError,
-}
+_FAILURES = {"mismatch": MismatchError, "deadline": DeadlineError, "lost": PeerLostError, "size": TensorError}
 
 
 class WorkerRounds:

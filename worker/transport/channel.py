@@ -49,7 +49,7 @@ logger = logging.getLogger("zenps.worker")
 
 TICK_SECONDS = 0.5
 
-# Plain integers: an enum's operator takes microseconds, at each message.
+# As integers: an enum's operator takes microseconds, at each message.
 READABLE, WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
 
 # How long look() polls: enough to receive what has arrived, too short to be noticed.
@@ -114,8 +114,7 @@ class Channel(Waiter):
         self._next_tick = 0.0
         self.oldest: tuple[str, Progress] | None = None
         """The tensor that was in flight for longest at the last tick."""
-        self._epoch = 0
-        self._ring_epoch, self._admitted = view.ring_epoch, view.admitted
+        self._epoch, self._ring_epoch, self._admitted = 0, view.ring_epoch, view.admitted
         self._lock: CombiningLock[_Command] = CombiningLock()
         self._poller = zmq.Poller()
         self._poller.register(self._lock.wake, zmq.POLLIN)
@@ -204,9 +203,8 @@ class Channel(Waiter):
 
     def _share(self, encoded: EncodedTensor, options: Options) -> EncodedTensor:
         # Without a layout it goes whole, and is below the size from which values are shared, or in blocks.
-        if encoded.sharding.layout is None or self.arena() is None:
-            return encoded
-        return self._writer.share(encoded, options)
+        is_shared = encoded.sharding.layout is not None and self.arena() is not None
+        return self._writer.share(encoded, options) if is_shared else encoded
 
     # ── with the lock ───────────────────────────────────────────────────────────────────────────
 
@@ -307,7 +305,8 @@ class Channel(Waiter):
                 frames.append(self._servers.values(rank, message.shared))
                 self._metrics.shared_bytes.total += frames[-1].nbytes
         except ProtocolError as error:
-            self._refuse(rank, error)
+            self._metrics.protocol_errors.labels(reason=error.reason).inc()
+            log.once(logger, rank, "dropped a message of server %d: %s", rank, error)
             if isinstance(error, CorruptedError):
                 self._execute(self._rounds.on_corrupted(rank, error.message))
             return
@@ -393,10 +392,6 @@ class Channel(Waiter):
     def _on_refused(self, rank: int) -> None:
         reason = f"server {rank} has refused this worker; see its log and its security.keys"
         self._execute(self._rounds.on_lost(PeerLostError(reason)))
-
-    def _refuse(self, rank: int, error: ProtocolError) -> None:
-        self._metrics.protocol_errors.labels(reason=error.reason).inc()
-        log.once(logger, rank, "dropped a message of server %d: %s", rank, error)
 
     def _close_sockets(self) -> None:
         self._closed = True

@@ -16,11 +16,9 @@ from msgspec import Meta
 from zenps.codecs.base import ValueForm
 from zenps.schemes.refusals import Combination
 
+# Names of the built-in partition strategies and sparsifiers, which are not imported here: they need torch.
 PARTITIONS: Final = ("balanced", "centralized", "parallel")
-"""Names of the built-in partition strategies, which are not imported here: they need torch."""
-
 SPARSIFIERS: Final = ("none", "dgc", "exdyna", "micro", "randomk", "threshold", "topk")
-"""Names of the built-in sparsifiers."""
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
@@ -30,7 +28,6 @@ TIB: Final = 1 << 40
 WEEK_SECONDS: Final = 7 * 24 * 3600
 
 MOST_WORKERS: Final = 4096
-
 LEAST_CHUNK_BYTES: Final = 4 * KIB
 
 MOST_NAMES: Final = 65536
@@ -160,8 +157,7 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     chunk_bytes: Annotated[
         int,
         Meta(
-            description="size of the chunks in which a tensor is pushed and pulled; less where "
-            "[many workers share a server's budget](protocol.md#byte-budget)",
+            description="size of a tensor's chunks; [less where many workers push](protocol.md#byte-budget)",
             ge=LEAST_CHUNK_BYTES,
             le=GIB,
         ),
