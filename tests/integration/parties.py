@@ -93,7 +93,10 @@ class Rank:
 
 
 class GlobalBatch:
-    """One process whose batch has the batches of all ranks."""
+    """One process whose batch has the batches of all ranks, or of the first ones."""
+
+    def __init__(self, ranks: int = RANKS) -> None:
+        self._ranks = range(ranks)
 
     def watch(self, model: nn.Module) -> None:
         """Does nothing."""
@@ -108,10 +111,10 @@ class GlobalBatch:
         return model
 
     def backward(self, loss: OfRank, **options: Any) -> None:
-        torch.stack([loss(rank) for rank in range(RANKS)]).mean().backward(**options)  # type: ignore[no-untyped-call]
+        torch.stack([loss(rank) for rank in self._ranks]).mean().backward(**options)  # type: ignore[no-untyped-call]
 
     def mean(self, value: OfRank, name: str) -> Tensor:
-        return reduce_in_rank_order([value(rank) for rank in range(RANKS)], average=True)
+        return reduce_in_rank_order([value(rank) for rank in self._ranks], average=True)
 
     def push_pull(self, parameters: Iterable[Parameter], name: str) -> None:
         """Does nothing: gradients are averages already."""
@@ -127,6 +130,7 @@ class RankOrder(GlobalBatch):
     """One process that keeps the gradients of each rank apart, and averages them after each backward."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._parameters: set[Parameter] = set()
         self._own: dict[Parameter, list[Tensor | None]] = {}
         self._stepped: set[Parameter] = set()

@@ -14,7 +14,8 @@ import zenps as zps
 from tests.integration.cluster import Cluster, Raised, attempt
 from tests.integration.parties import RANKS, GlobalBatch, Party, Rank, RankOrder
 from tests.integration.reference import assert_same_bits
-from tests.integration.variants import VARIANTS, Training
+from tests.integration.variant_loops import Training
+from tests.integration.variants import VARIANTS
 
 pytestmark = pytest.mark.long
 
@@ -64,3 +65,10 @@ def test_a_training_gives_what_one_process_gives(results: list[dict[str, Any]], 
         assert_same_bits(first[key], wanted)
         assert_same_bits(second[key], wanted)
     torch.testing.assert_close(first, train(name, GlobalBatch()), **TOLERANCES.get(VARIANTS[name].dtype, {}))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_rank_alone_would_train_otherwise(results: list[dict[str, Any]], name: str) -> None:
+    """Else the test above would not notice that nothing is averaged."""
+    alone = train(name, GlobalBatch(ranks=1))
+    assert any(not torch.equal(tensor, alone[key]) for key, tensor in results[0][name].items())
