@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -61,7 +62,8 @@ class Training:
     def build(self) -> None:
         """A new model and optimizers, as at the start of a script."""
         torch.manual_seed(7)
-        self.model = self.variant.model().to(self.variant.dtype)
+        with _default_dtype(self.variant.dtype):
+            self.model = self.variant.model()
         self.party.watch(self.model)
         self.called = self.model
         self.optimizers = [self.wrap(each) for each in self.variant.optimizer(self.model)]
@@ -95,6 +97,16 @@ class Training:
     def state(self) -> dict[str, Tensor]:
         """Parameters, and what the loop adds. Buffers are each rank's own."""
         return {name: each.detach().clone() for name, each in self.model.named_parameters()} | self.extra
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 # ── loops ───────────────────────────────────────────────────────────────────────────────────────

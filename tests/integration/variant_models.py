@@ -63,6 +63,18 @@ def convolution_2d() -> nn.Module:
     return Composed(forward, layers=layers)
 
 
+def channels_last() -> nn.Module:
+    """Weights that are not contiguous, and so their gradients."""
+    return convolution_2d().to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+def lazy() -> nn.Module:
+    """Shapes are known after a first forward."""
+    layers = nn.Sequential(nn.LazyLinear(8), nn.PReLU(), nn.LazyLinear(1))
+    layers(torch.zeros(1, 3))
+    return Composed(lambda own, ids: own.layers(own.features(ids)), layers=layers)
+
+
 def layer_norm() -> nn.Module:
     layers = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1))
     return Composed(lambda own, ids: own.layers(own.features(ids)), layers=layers)
@@ -101,6 +113,35 @@ def scalar() -> nn.Module:
         lambda own, ids: own.out(own.features(ids)) * own.scale,
         out=nn.Linear(3, 1),
         scale=nn.Parameter(torch.tensor(0.5)),
+    )
+
+
+def empty() -> nn.Module:
+    """A parameter without elements."""
+    return Composed(
+        lambda own, ids: own.out(own.features(ids)) + own.none.sum(),
+        out=nn.Linear(3, 1),
+        none=nn.Parameter(torch.empty(0, 4)),
+    )
+
+
+def complex_filter() -> nn.Module:
+    """Of frequencies: complex numbers, kept as pairs of real ones."""
+
+    def forward(own: Any, ids: Tensor) -> Tensor:
+        frequencies = torch.fft.fft(own.features(ids)) * torch.view_as_complex(own.filter)
+        result: Tensor = own.out(torch.view_as_real(frequencies).flatten(1))
+        return result
+
+    return Composed(forward, out=nn.Linear(6, 1), filter=nn.Parameter(torch.ones(3, 2)))
+
+
+def two_precisions() -> nn.Module:
+    """A layer in single precision before one in double."""
+    return Composed(
+        lambda own, ids: own.out(own.single(own.features(ids).float()).double()),
+        out=nn.Linear(4, 1, dtype=torch.float64),
+        single=nn.Linear(3, 4, dtype=torch.float32),
     )
 
 
@@ -265,12 +306,17 @@ MODELS = (
     mlp,
     convolution,
     convolution_2d,
+    channels_last,
+    lazy,
     layer_norm,
     group_norm,
     batch_norm,
     weight_norm,
     shared_layer,
     scalar,
+    empty,
+    complex_filter,
+    two_precisions,
     unused,
     used_by_some,
     tables,
