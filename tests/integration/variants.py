@@ -118,6 +118,11 @@ VARIANTS: dict[str, Variant] = {
     "adagrad beside fused sgd": Variant(
         optimizer=beside(over(torch.optim.Adagrad, lr=0.05), over(torch.optim.SGD, lr=0.05, fused=True))
     ),
+    "decay of unused parameters": Variant(models.unused, over(torch.optim.AdamW, lr=0.02, weight_decay=0.5)),
+    "sparse adam beside adamw, used by some": Variant(
+        models.used_by_some,
+        beside(over(torch.optim.SparseAdam, lr=0.05), over(torch.optim.AdamW, lr=0.02, weight_decay=0.5)),
+    ),
     "groups": _mlp(grouped),
     # Schedules
     "step schedule": Variant(loop=partial(loops.scheduled, make=partial(schedules.StepLR, step_size=2))),
