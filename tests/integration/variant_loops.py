@@ -119,10 +119,10 @@ def plain(training: Training, steps: range = range(STEPS)) -> None:
         training.step()
 
 
-def several_passes(training: Training, passes: int = 2) -> None:
+def passes_by_step(training: Training, passes: tuple[int, ...]) -> None:
     for step in range(STEPS):
         training.clear()
-        for part in range(passes):
+        for part in range(passes[step]):
             training.backward(step, part)
         training.step()
 

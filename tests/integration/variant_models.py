@@ -149,14 +149,24 @@ def unused() -> nn.Module:
     return Composed(lambda own, ids: own.out(own.features(ids)), out=nn.Linear(3, 1), unused=nn.Linear(5, 5))
 
 
-def used_by_some() -> nn.Module:
-    """A layer and a table for batches that begin with an even id."""
+def _used_by_some(remainder: int) -> nn.Module:
+    """A layer and a table for batches that begin with an even id, or an odd one."""
 
     def forward(own: Any, ids: Tensor) -> Tensor:
         result: Tensor = own.out(own.features(ids))
-        return result if ids[0, 0] % 2 else result + own.extra(own.words(ids).sum(1))
+        return result + own.extra(own.words(ids).sum(1)) if ids[0, 0] % 2 == remainder else result
 
     return Composed(forward, out=nn.Linear(3, 1), extra=nn.Linear(4, 1), words=_words())
+
+
+def used_at_first() -> nn.Module:
+    """By both ranks, by none, then by one and the other."""
+    return _used_by_some(0)
+
+
+def used_later() -> nn.Module:
+    """By no rank, by both, then by one and the other."""
+    return _used_by_some(1)
 
 
 # ── tables ──────────────────────────────────────────────────────────────────────────────────────
@@ -318,7 +328,8 @@ MODELS = (
     complex_filter,
     two_precisions,
     unused,
-    used_by_some,
+    used_at_first,
+    used_later,
     tables,
     bag_of_means,
     bag_with_weights,

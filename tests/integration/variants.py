@@ -79,6 +79,7 @@ def compiled(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 _mlp = partial(Variant, models.mlp)
+_decaying = beside(over(torch.optim.SGD, lr=0.05), over(torch.optim.AdamW, lr=0.02, weight_decay=0.5))
 
 
 VARIANTS: dict[str, Variant] = {
@@ -119,10 +120,8 @@ VARIANTS: dict[str, Variant] = {
         optimizer=beside(over(torch.optim.Adagrad, lr=0.05), over(torch.optim.SGD, lr=0.05, fused=True))
     ),
     "decay of unused parameters": Variant(models.unused, over(torch.optim.AdamW, lr=0.02, weight_decay=0.5)),
-    "sparse adam beside adamw, used by some": Variant(
-        models.used_by_some,
-        beside(over(torch.optim.SparseAdam, lr=0.05), over(torch.optim.AdamW, lr=0.02, weight_decay=0.5)),
-    ),
+    "decay of parameters used at first": Variant(models.used_at_first, _decaying),
+    "decay of parameters used later": Variant(models.used_later, _decaying),
     "groups": _mlp(grouped),
     # Schedules
     "step schedule": Variant(loop=partial(loops.scheduled, make=partial(schedules.StepLR, step_size=2))),
@@ -138,8 +137,12 @@ VARIANTS: dict[str, Variant] = {
     ),
     "plateau": Variant(loop=loops.on_plateau),
     # Loops
-    "accumulation": Variant(loop=loops.several_passes, options={"backward_passes_per_step": 2}),
-    "several losses": Variant(loop=partial(loops.several_passes, passes=3)),
+    "accumulation": Variant(
+        loop=partial(loops.passes_by_step, passes=(2,) * STEPS), options={"backward_passes_per_step": 2}
+    ),
+    "several losses": Variant(loop=partial(loops.passes_by_step, passes=(3,) * STEPS)),
+    "more passes later": Variant(loop=partial(loops.passes_by_step, passes=(1, 2, 1, 3))),
+    "fewer passes later": Variant(loop=partial(loops.passes_by_step, passes=(3, 3, 1, 2))),
     "no_sync": Variant(loop=loops.no_sync),
     "closure": Variant(loop=loops.closure),
     "clipped norm": _mlp(loop=partial(loops.clipped, clip=partial(nn.utils.clip_grad_norm_, max_norm=0.05))),
