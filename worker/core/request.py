@@ -164,8 +164,15 @@ def _check_tensor(tensor: object, average: bool) -> None:
         raise TensorError(f"rows of {table_shape(tensor)[1]} elements: expected at most {MAX_COLUMNS}")
     if tensor.dtype not in _SUPPORTED and not (average and tensor.dtype == torch.bool):
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _SUPPORTED)
-        advice = "; .int() counts, allreduce(op='max') is a logical or" if tensor.dtype == torch.bool else ""
-        raise TensorError(f"dtype {tensor.dtype}: expected one of {names}{advice}")
+        raise TensorError(f"dtype {tensor.dtype}: expected one of {names}{_advice(tensor.dtype)}")
+
+
+def _advice(dtype: torch.dtype) -> str:
+    if dtype == torch.bool:
+        return "; .int() counts, allreduce(op='max') is a logical or"
+    if dtype.is_complex:
+        return "; pass torch.view_as_real(tensor), or make the parameter one of real numbers likewise"
+    return ""
 
 
 def check_outside_graph(tensor: object, name: str) -> None:
