@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import os
-import signal as signal_module
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from signal import SIGINT, default_int_handler
+from signal import SIGINT
 
 import pytest
 import torch
@@ -612,19 +611,16 @@ class Pressed(WithChunks):
         return Count.on_answer(self, answer)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_while_answers_are_absorbed_waits_until_they_are() -> None:
     pending = make_pending(Pressed(), Signal())
     pending.begin()
     for chunk in range(CHUNKS):
         pending.deliver(answer(chunk), last=chunk == CHUNKS - 1)
-    before = signal_module.signal(SIGINT, default_int_handler)
-    try:
-        for _ in range(CHUNKS):  # each wait is interrupted once it has absorbed one more
-            with pytest.raises(KeyboardInterrupt):
-                pending.wait()
-        assert pending.wait().tolist() == [0, 1, 2]
-    finally:
-        signal_module.signal(SIGINT, before)
+    for _ in range(CHUNKS):  # each wait is interrupted once it has absorbed one more
+        with pytest.raises(KeyboardInterrupt):
+            pending.wait()
+    assert pending.wait().tolist() == [0, 1, 2]
 
 
 def test_an_answer_that_an_interrupt_has_kept_from_coming_is_missed() -> None:

@@ -161,6 +161,7 @@ def test_round_that_fails_leaves_no_other_in_flight(
     assert world.waited == world.pushed
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("interrupted", ["words", "bucket"])
 def test_synchronize_that_ctrl_c_ends_pushes_nothing_again_when_it_is_repeated(
     world: FakeWorld, model: Model, monkeypatch: pytest.MonkeyPatch, interrupted: str
