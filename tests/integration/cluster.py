@@ -31,6 +31,7 @@ from zenps.config.settings import SecurityConfig
 from zenps.keys import LIST_NAME, Keys, Player, load_keys
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.scheduler_messages import FromScheduler, NodeStatus, Status, StatusRequest
+from zenps.wire.shared_memory.arena import Arena
 from zenps.worker.process import PROCESS
 
 DEADLINE_SECONDS = 60.0
@@ -69,6 +70,19 @@ def await_file(path: Path) -> None:
     while not path.exists():
         assert time.monotonic() < until, f"nobody has made {path}"
         time.sleep(0.01)
+
+
+def copies_to_shared_memory() -> list[int]:
+    """The bytes of each copy that this process makes into shared memory from now on."""
+    copies: list[int] = []
+    copy = Arena.copy
+
+    def counted(arena: Arena, data: memoryview, *, is_pooled: bool = True) -> memoryview:
+        copies.append(data.nbytes)
+        return copy(arena, data, is_pooled=is_pooled)
+
+    Arena.copy = counted  # type: ignore[method-assign]
+    return copies
 
 
 def shared_bytes() -> float:

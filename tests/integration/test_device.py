@@ -11,10 +11,9 @@ from torch import Tensor
 
 import zenps as zps
 from tests.integration import test_training
-from tests.integration.cluster import Cluster, Raised, attempt, shared_bytes
+from tests.integration.cluster import Cluster, Raised, attempt, copies_to_shared_memory, shared_bytes
 from tests.integration.embedding_model import OPTIMIZERS, assert_same
 from tests.worker.host_accelerator import HostAccelerator
-from zenps.wire.shared_memory.arena import Arena
 from zenps.worker.encode.accelerator import Accelerator, Event
 from zenps.worker.encode.planner import Planner
 from zenps.worker.process import PROCESS
@@ -148,14 +147,7 @@ def test_hash_compaction_loses_nothing_and_is_counted() -> None:
 def push_rows_twice() -> tuple[Tensor, int, float]:
     """The sum, how often pushed values were copied to shared memory, and the bytes that are read there."""
     pretend_that_the_cpu_is_a_gpu()
-    copies: list[int] = []
-    copy = Arena.copy
-
-    def counting(arena: Arena, data: memoryview, *, is_pooled: bool = True) -> memoryview:
-        copies.append(data.nbytes)
-        return copy(arena, data, is_pooled=is_pooled)
-
-    Arena.copy = counting  # type: ignore[method-assign]
+    copies = copies_to_shared_memory()
     gradient = torch.sparse_coo_tensor(torch.arange(20_000)[None], torch.ones(20_000, 16), (20_000, 16))
     for _ in range(2):  # the servers may answer the handshake during the first round
         result = zps.push_pull(gradient, "weight", average=False)

@@ -10,10 +10,16 @@ import torch
 from torch import Tensor
 
 import zenps as zps
-from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, await_file, shared_bytes
+from tests.integration.cluster import (
+    DEADLINE_SECONDS,
+    LEASE_SECONDS,
+    Cluster,
+    await_file,
+    copies_to_shared_memory,
+    shared_bytes,
+)
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
 from zenps.kernels.native.library import find_library
-from zenps.wire.shared_memory.arena import Arena
 
 ROUNDS = 8
 ROWS, COLUMNS = 50_000, 16
@@ -65,14 +71,7 @@ def test_values_do_not_travel_and_are_the_same(settings: dict[str, object]) -> N
 
 def count_copies() -> int:
     """How often values of a sparse tensor are copied into shared memory once they are compacted."""
-    copies: list[int] = []
-    copy = Arena.copy
-
-    def counted(arena: Arena, data: memoryview, *, is_pooled: bool = True) -> memoryview:
-        copies.append(data.nbytes)
-        return copy(arena, data, is_pooled=is_pooled)
-
-    Arena.copy = counted  # type: ignore[method-assign]
+    copies = copies_to_shared_memory()
     for number in range(3):
         zps.push_pull(make("sparse", number, zps.rank()), "sparse")
     assert shared_bytes() > 3 * 400_000
