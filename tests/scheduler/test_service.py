@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -71,6 +72,22 @@ def waiting(scheduler: _Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[li
         dealer.send(envelope)
         assert scheduler._socket.poll(30_000)
         yield taken
+
+
+def test_a_tick_knows_how_late_it_is(scheduler: _Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    late: list[float] = []
+
+    def tick(_: float, late_seconds: float) -> list[Send]:
+        late.append(late_seconds)
+        if len(late) > 1:
+            raise Enough
+        time.sleep(0.5)  # as if the process were stopped
+        return []
+
+    monkeypatch.setattr(scheduler._membership, "on_tick", tick)
+    with pytest.raises(Enough):
+        scheduler._run()
+    assert 0.5 - service.TICK_SECONDS <= late[1] < 30
 
 
 def test_ticks_happen_however_many_messages_wait(
