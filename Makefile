@@ -119,7 +119,8 @@ bench-kernels: .venv/installed
 	$(BIN)/python benchmarks/bench_kernels.py --json benchmarks/results/kernels.json
 
 bench-gpu:
-	$(BIN)/python benchmarks/bench_compaction.py
+	$(BIN)/python -m benchmarks.bench_compaction
+	$(BIN)/python -m benchmarks.bench_model
 
 .venv: .venv/installed
 

@@ -163,10 +163,9 @@ def plan_of(bench: Bench, case: Case) -> Plan:
         "hash_compact": hashed,
     }
     unique, inverse = positions().long().unique(return_inverse=True)
-    sums = torch.zeros(len(unique), case.dim, dtype=torch.float64, device=bench.device)
-    sums.index_add_(0, inverse, values.double())
+    expected = Expected(unique, *exact_sums(inverse, values, len(unique)))
     for way, run in ours.items():
-        check(way, run(), unique, sums)
+        check(way, run(), expected)
     torchs = {
         "torch: coalesce, index_select by owner": lambda: coalesce_by_owner(ids, values, case),
         "torch: unique, index_add_": lambda: unique_index_add(ids, values),
@@ -194,14 +193,32 @@ def unique_index_add(ids: Tensor, values: Tensor) -> Tensor:
     )
 
 
-def check(way: str, rows: DeviceRows, positions: Tensor, sums: Tensor) -> None:
-    """Raises AssertionError if a way's result is wrong, before it is timed."""
+class Expected(NamedTuple):
+    """The right rows: positions, sums in float64, and how far floating-point addition may be off."""
+
+    positions: Tensor
+    sums: Tensor
+    errors: Tensor
+
+
+def exact_sums(inverse: Tensor, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The sums and the errors of :class:`Expected`."""
+    sums = torch.zeros(count, values.shape[1], dtype=torch.float64, device=values.device)
+    sums.index_add_(0, inverse, values.double())
+    # Sums of k terms of size 1 that cancel: each of k additions rounds a partial sum of size √k.
+    rounding = 4 * torch.finfo(torch.float32).eps * inverse.bincount(minlength=count)[:, None]
+    return sums, 4 * torch.finfo(values.dtype).eps * sums.abs() + rounding
+
+
+def check(way: str, rows: DeviceRows, expected: Expected) -> None:
+    """Ends the program if a way's result is wrong, before it is timed."""
     count = int(rows.count)
-    right = count == len(positions) and torch.equal(rows.positions[:count].long(), positions)
-    got, precision = rows.values[:count].double(), torch.finfo(rows.values.dtype).eps
-    # Sums of 10⁵ terms of size 1 that cancel: the error is of the partial sums, not of the sum.
-    if not right or not torch.allclose(got, sums, rtol=4 * precision, atol=0.01):
-        raise SystemExit(f"{way}: wrong result; {count} rows, expected {len(positions)}")
+    if count != len(expected.positions) or not torch.equal(rows.positions[:count].long(), expected.positions):
+        raise SystemExit(f"{way}: wrong rows; {count}, expected {len(expected.positions)}")
+    error = (rows.values[:count].double() - expected.sums).abs()
+    if not bool((error <= expected.errors).all()):
+        worst = (error / expected.errors).max()
+        raise SystemExit(f"{way}: wrong sums; an error of {worst:.2f} × what rounding explains")
 
 
 def zipf_ids(case: Case, device: torch.device) -> Tensor:
@@ -254,15 +271,22 @@ def tabulate(results: Sequence[Result]) -> Table:
 
 def describe(bench: Bench) -> dict[str, str | float]:
     """The facts about the device that times depend on."""
+    import cupy
+
     properties = torch.cuda.get_device_properties(bench.device)
     return {
         "name": properties.name,
         "multiprocessors": properties.multi_processor_count,
         "capability": f"{properties.major}.{properties.minor}",
         "memory_gib": round(properties.total_memory / 2**30, 1),
-        "driver_cuda": str(torch._C._cuda_getDriverVersion()),
+        "driver_cuda": str(cupy.cuda.runtime.driverGetVersion()),
         "bandwidth_gb_per_second": round(bench.bytes_per_second / 1e9, 1),
     }
+
+
+def device_name(device: dict[str, str | float]) -> str:
+    """The name of a device in a file's name."""
+    return str(device["name"]).removeprefix("NVIDIA ").lower().replace(" ", "-")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -275,28 +299,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("expected a CUDA device, found none; --host tries the script without one", file=sys.stderr)
         return 2
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    bench = _host_bench() if options.host else _gpu_bench()
+    bench = host_bench() if options.host else gpu_bench()
     cases = TINY if options.host else SWEEP
     results = [result for case in cases for result in measure(bench, case)]
     Console(width=150).print(tabulate(results))
     if not options.host:
         device = describe(bench)
-        versions = {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
-        name = str(device["name"]).removeprefix("NVIDIA ").lower().replace(" ", "-")
-        path = options.json or RESULTS / f"compaction-{name}.json"
+        versions = {"torch": str(torch.__version__), "cuda": str(torch.version.cuda)}
+        path = options.json or RESULTS / f"compaction-{device_name(device)}.json"
         report = Report(started, sys.argv, device, versions, results)
         path.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
         print(f"written: {path}")
     return 0
 
 
-def _gpu_bench() -> Bench:
+def gpu_bench() -> Bench:
+    """Of the current CUDA device."""
     from zenps.kernels.gpu.cupy import CupyLauncher
 
     return Bench(torch.device("cuda", torch.cuda.current_device()), CupyLauncher())
 
 
-def _host_bench() -> Bench:
+def host_bench() -> Bench:
+    """Of the kernels on the CPU; its times mean nothing."""
     from tests.cuda.host.launcher import HostLauncher
 
     return Bench(torch.device("cpu"), HostLauncher())

@@ -78,6 +78,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--same-host", nargs="+", default=["memory", "tcp"], choices=("memory", "tcp"), metavar="WAY"
     )
+    parser.add_argument(
+        "--device", default="cpu", choices=("cpu", "cuda"), help="where gradients lie; workers share a GPU"
+    )
     parser.add_argument("--steps", type=int, metavar="N", help="timed steps of each block")
     parser.add_argument("--quick", action="store_true", help="by default few steps, and no sweep")
     parser.add_argument("--json", type=Path, metavar="FILE", default=HERE / "out" / "sync.json")
@@ -97,7 +100,8 @@ def sweep(options: argparse.Namespace) -> Iterator[tuple[int, Case]]:
     base = {name: each[0] for name, each in values.items()}
     changed = [base | {name: value} for name, each in values.items() for value in each[1:]]
     for point in [base, *changed]:
-        yield point["workers"], Case(point["rows"], point["dim"], point["ids"], point["skew"], options.steps)
+        workers, *gradient = (point[name] for name in SWEEP)
+        yield workers, Case(*gradient, options.steps, options.device)
 
 
 def setups(options: argparse.Namespace) -> list[Setup]:
@@ -119,7 +123,7 @@ def run_block(workers: int, servers: int, setup: Setup, case: Case) -> Block:
     """
     with tempfile.TemporaryDirectory(prefix="bench_sync.") as folder:
         output = Path(folder, "block.json")
-        launch = [str(Path(sys.executable).with_name("zenps")), "launch"]
+        launch = [sys.executable, "-m", "zenps.cli", "launch"]
         launch += ["--workers", str(workers), "--servers", str(servers)]
         for setting in (*setup.settings, "log.level=warning"):
             launch += ["--set", setting]

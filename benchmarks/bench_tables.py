@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     if "--worker" in arguments:
         measure_all()
         return 0
-    launch = [str(Path(sys.executable).with_name("zenps")), "launch", "--workers", "2", "--servers", "2"]
+    launch = [sys.executable, "-m", "zenps.cli", "launch", "--workers", "2", "--servers", "2"]
     command = [*launch, "--", sys.executable, __file__, "--worker"]
     return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False).returncode
 

@@ -1,6 +1,7 @@
-"""Cases of the performance model of the CUDA kernels: small samples of the gradients of ``bench_compaction``.
+"""Cases of the CUDA kernels: the gradients that a model predicts and a GPU measures.
 
-A sample has the case's density, width and share of different rows; its table is smaller.
+The model interprets kernels on a small sample, with the case's density, width and share of different rows; a
+GPU runs the whole gradient.
 """
 
 from __future__ import annotations
@@ -29,10 +30,9 @@ from zenps.kernels.gpu.scatter import merge, put_rows
 from zenps.kernels.gpu.sort_compact import sort_compact, sort_scratch_words
 from zenps.kernels.gpu.threshold_compact import threshold_compact
 
-CPU = torch.device("cpu")
-SAMPLED_ELEMENTS, SERVERS = 1 << 16, 16
+SERVERS = 16
 DENSE_ELEMENTS = 214_000_000  # DeepFM's embeddings in Zen (OSDI'25, Table 2)
-SAMPLED_ROWS, ROWS, COLUMNS, UNIQUE = 1 << 12, 1_000_000, 64, 0.33
+ROWS, COLUMNS, UNIQUE = 1_000_000, 64, 0.33
 """Of a million look-ups by Zipf's law in a table of ten million rows, a third are different."""
 BUCKET_ELEMENTS = 1 << 20
 """Of float32 in ``sync.bucket_bytes``."""
@@ -40,54 +40,81 @@ FAR_ROWS = 1 << 33
 """Rows of a table whose positions take 64 bits."""
 
 Prepared = tuple[Callable[[Launcher], object], int, float]
-"""What to run, the elements of the sample, and the bytes that every way must move for it."""
+"""What to run, its elements, and the bytes that every way must move for them."""
+
+
+class Size(NamedTuple):
+    """How large a gradient is, and where it lies.
+
+    Attributes:
+        elements: of a dense gradient.
+        rows: of a sparse one.
+    """
+
+    elements: int
+    rows: int
+    device: torch.device
 
 
 class Case(NamedTuple):
-    """One row of the table: what is predicted for a gradient of ``elements``."""
+    """One row of the table, for a gradient of ``elements``."""
 
     elements: int
-    prepare: Callable[[], Prepared]
+    prepare: Callable[[Size], Prepared]
+
+    def whole(self, device: torch.device) -> Prepared:
+        return self.prepare(Size(self.elements, ROWS, device))
+
+    def sampled(self) -> Prepared:
+        return self.prepare(SAMPLE)
 
 
-def _thinned(dtype: torch.dtype) -> Prepared:
+SAMPLE = Size(1 << 16, 1 << 12, torch.device("cpu"))
+
+
+def _thinned(dtype: torch.dtype, size: Size) -> Prepared:
     """A gradient and its residual, of which a hundredth is selected by a threshold on the device."""
-    gradient, residual = torch.randn(SAMPLED_ELEMENTS).to(dtype), torch.randn(SAMPLED_ELEMENTS)
-    count = SAMPLED_ELEMENTS // 100
+    elements, count = size.elements, size.elements // 100
+    gradient = torch.randn(elements, device=size.device).to(dtype)
+    residual = torch.randn(elements, device=size.device)
     threshold = (residual + gradient).abs().topk(count).values[-1:].clone()
 
     def run(launcher: Launcher) -> object:
-        bounds = (0, SAMPLED_ELEMENTS)
+        bounds = (0, elements)
         found = threshold_compact(launcher, residual, gradient, threshold, bounds, 2 * count, takes=True)
         return found, residual
 
-    return run, SAMPLED_ELEMENTS, gradient.nbytes + 2 * residual.nbytes + count * 8
+    return run, elements, gradient.nbytes + 2 * residual.nbytes + count * 8
 
 
-def _ids() -> Tensor:
+def _ids(size: Size) -> Tensor:
     """Look-ups of which :data:`UNIQUE` are different, some of them often."""
-    unique = int(UNIQUE * SAMPLED_ROWS)
-    repeated = (torch.rand(SAMPLED_ROWS - unique) ** 3 * unique).long()
-    return torch.cat([torch.arange(unique), repeated])[torch.randperm(SAMPLED_ROWS)] * 7
+    rows, unique = size.rows, int(UNIQUE * size.rows)
+    repeated = (torch.rand(rows - unique, device=size.device) ** 3 * unique).long()
+    ids = torch.cat([torch.arange(unique, device=size.device), repeated])
+    return ids[torch.randperm(rows, device=size.device)] * 7
 
 
-def _rows(way: str, dtype: torch.dtype, table_rows: int = 10 * SAMPLED_ROWS) -> Prepared:
-    ids, values = _ids() * (table_rows // (10 * SAMPLED_ROWS)), torch.randn(SAMPLED_ROWS, COLUMNS).to(dtype)
-    layout, device_layout = placed("rows", table_rows, SERVERS, CPU)
-    row_bytes, unique = COLUMNS * dtype.itemsize, int(UNIQUE * SAMPLED_ROWS)
-    cuts = torch.tensor(layout.server_bounds[1:])
-    told = torch.zeros(1 + len(cuts), dtype=torch.int64)
+def _rows(way: str, dtype: torch.dtype, is_far: bool, size: Size) -> Prepared:
+    rows, device = size.rows, size.device
+    table_rows = FAR_ROWS if is_far else 10 * rows
+    ids = _ids(size) * (table_rows // (10 * rows))
+    values = torch.randn(rows, COLUMNS, device=device).to(dtype)
+    layout, device_layout = placed("rows", table_rows, SERVERS, device)
+    row_bytes, unique = COLUMNS * dtype.itemsize, int(UNIQUE * rows)
+    cuts = torch.tensor(layout.server_bounds[1:], device=device)
+    told = torch.zeros(1 + len(cuts), dtype=torch.int64, device=device)
 
     def run(launcher: Launcher) -> object:
         if way == "hash":
             positions, bounds = place_rows(launcher, device_layout, ids), layout.server_bounds
-            return hash_compact(launcher, positions, values, bounds, SAMPLED_ROWS, HashMemory())
-        size, in_bitmap = device_layout.size, way == "bitmap"
-        words = bitmap_scratch_words(size) if in_bitmap else sort_scratch_words(SAMPLED_ROWS)
-        header = Header(cuts, told, torch.empty(words, dtype=torch.int64))
+            return hash_compact(launcher, positions, values, bounds, rows, HashMemory())
+        slots, in_bitmap = device_layout.size, way == "bitmap"
+        words = bitmap_scratch_words(slots) if in_bitmap else sort_scratch_words(rows)
+        header = Header(cuts, told, torch.empty(words, dtype=torch.int64, device=device))
         positions = place_rows(launcher, device_layout, ids, header.scratch)
         if in_bitmap:
-            return bitmap_compact(launcher, positions, values, size, header)
+            return bitmap_compact(launcher, positions, values, slots, header)
         return sort_compact(launcher, positions, values, header)
 
     return (
@@ -97,24 +124,24 @@ def _rows(way: str, dtype: torch.dtype, table_rows: int = 10 * SAMPLED_ROWS) -> 
     )
 
 
-def _codec(way: str) -> Prepared:
+def _codec(way: str, size: Size) -> Prepared:
     """One chunk with a twentieth of its positions set; elements are rows."""
-    span = 20 * SAMPLED_ROWS
-    _, device_layout = placed("codec", span, 1, CPU)
-    positions = torch.randperm(span)[:SAMPLED_ROWS].sort()[0].int()
-    bits = torch.zeros(span, dtype=torch.uint8)
+    rows, span, device = size.rows, 20 * size.rows, size.device
+    _, device_layout = placed("codec", span, 1, device)
+    positions = torch.randperm(span, device=device)[:rows].sort()[0].int()
+    bits = torch.zeros(span, dtype=torch.uint8, device=device)
     bits[positions.long()] = 1
-    weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
+    weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
     bitmap = (bits.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
-    chunk, starts = BitmapChunk(0, SAMPLED_ROWS, 0, span), torch.tensor([0])
+    chunk, starts = BitmapChunk(0, rows, 0, span), torch.tensor([0], device=device)
     runs: dict[str, tuple[Callable[[Launcher], object], float]] = {
         "encode_bitmaps": (
             lambda launcher: encode_bitmaps(launcher, positions, [chunk], torch.empty_like(bitmap)),
             positions.nbytes + bitmap.nbytes,
         ),
         "decode_bitmap": (
-            lambda launcher: decode_bitmap(launcher, device_layout, bitmap, SAMPLED_ROWS, 0, span),
-            bitmap.nbytes + 8 * SAMPLED_ROWS,
+            lambda launcher: decode_bitmap(launcher, device_layout, bitmap, rows, 0, span),
+            bitmap.nbytes + 8 * rows,
         ),
         "encode_coo": (
             lambda launcher: encode_coo(launcher, positions, starts, torch.empty_like(positions)),
@@ -122,20 +149,21 @@ def _codec(way: str) -> Prepared:
         ),
         "decode_coo": (
             lambda launcher: decode_coo(launcher, device_layout, positions, 0, span),
-            positions.nbytes + 8 * SAMPLED_ROWS,
+            positions.nbytes + 8 * rows,
         ),
     }
     run, floor_bytes = runs[way]
-    return run, SAMPLED_ROWS, floor_bytes
+    return run, rows, floor_bytes
 
 
-def _scattered(way: str, dtype: torch.dtype) -> Prepared:
-    rows, values = torch.randperm(SAMPLED_ROWS), torch.randn(SAMPLED_ROWS, COLUMNS).to(dtype)
+def _scattered(way: str, dtype: torch.dtype, size: Size) -> Prepared:
+    rows = torch.randperm(size.rows, device=size.device)
+    values = torch.randn(size.rows, COLUMNS, device=size.device).to(dtype)
     out = torch.empty_like(values)
 
     def run(launcher: Launcher) -> object:
         if way == "merge":
-            return merge(launcher, rows, values, SAMPLED_ROWS)
+            return merge(launcher, rows, values, size.rows)
         return put_rows(launcher, values, rows, out)
 
     indices = rows.nbytes * (2 if way == "merge" else 1)
@@ -152,12 +180,12 @@ CASES: dict[str, Case] = {
     },
     "threshold_compact, a bucket, float32": Case(BUCKET_ELEMENTS, partial(_thinned, FLOAT32)),
     **{
-        f"{way}_compact, rows, {name}": Case(ROWS * COLUMNS, partial(_rows, way, dtype))
+        f"{way}_compact, rows, {name}": Case(ROWS * COLUMNS, partial(_rows, way, dtype, False))
         for way in ("sort", "bitmap", "hash")
         for name, dtype in VALUES.items()
     },
     **{
-        f"{way}_compact, far rows, float32": Case(ROWS * COLUMNS, partial(_rows, way, FLOAT32, FAR_ROWS))
+        f"{way}_compact, far rows, float32": Case(ROWS * COLUMNS, partial(_rows, way, FLOAT32, True))
         for way in ("sort", "hash")
     },
     **{

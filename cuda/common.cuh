@@ -182,6 +182,9 @@ __device__ __forceinline__ int64 ceil_div(int64 a, int64 b) { return (a + b - 1)
 // The index of this thread in the grid.
 __device__ __forceinline__ int64 global_thread() { return int64(blockIdx.x) * blockDim.x + threadIdx.x; }
 
+// The number of threads of the grid.
+__device__ __forceinline__ int64 grid_threads() { return int64(gridDim.x) * blockDim.x; }
+
 // The first of `count` ascending values, fewer than 2^31, that is greater than `value`. All threads halve the same
 // number, so that a warp does not diverge.
 template <typename T>

@@ -8,10 +8,12 @@
 
 enum : int64 { IDENTITY = 0, FEISTEL = 1, TABLE = 2 };
 
-// A map that moves whole ranges of slots: the one from starts[j] on moves by distances[j].
+// A map that moves whole ranges of values, the j-th of which ends before ends[j], by distances[j]. It is Shift of
+// zenps/partition/layout.py: the range of a value is among those from firsts[value >> bits] up to the next bucket's.
 struct Move {
-    int64 stretches;
-    const int64* starts;
+    int64 bits;
+    const int32* firsts;
+    const int64* ends;
     const int64* distances;
 };
 
@@ -51,59 +53,81 @@ struct Halves {
     uint32 left, right;
 };
 
-__device__ __forceinline__ Halves split(const Placement& at, uint64 value) {
+// Below, Word is uint32 where all granules fit, and int64 elsewhere: the arithmetic of 64 bits takes twice to four
+// times the instructions.
+
+template <typename Word>
+__device__ __forceinline__ Halves split(const Placement& at, Word value) {
     const uint32 size = uint32(at.left_size);
-    // A 64-bit division takes several times the instructions of a 32-bit one.
-    const uint32 right = value >> 32 ? uint32(value / size) : uint32(value) / size;
-    return {uint32(value - uint64(right) * size), right};
+    const bool is_small = sizeof(Word) == sizeof(uint32) || !(uint64(value) >> 32);
+    const uint32 right = is_small ? uint32(value) / size : uint32(uint64(value) / size);
+    return {uint32(value) - right * size, right};
 }
 
-__device__ __forceinline__ int64 join(const Placement& at, Halves halves) {
-    return int64(halves.right) * at.left_size + halves.left;
+template <typename Word>
+__device__ __forceinline__ Word join(const Placement& at, Halves halves) {
+    return Word(halves.right) * Word(at.left_size) + Word(halves.left);
 }
 
-// π, by a Feistel network; a result outside of [0, size) is enciphered again until it is inside.
-__device__ inline int64 permute(const Placement& at, int64 value) {
+// π, by a Feistel network; a result outside of [0, granules) is enciphered again until it is inside.
+template <typename Word>
+__device__ inline Word permute(const Placement& at, Word value) {
     do {
-        Halves half = split(at, uint64(value));
+        Halves half = split(at, value);
         for (int round = 0; round < 4; round += 2) {
             add_hash(half.left, half.right, at.keys[round], at.left_size);
             add_hash(half.right, half.left, at.keys[round + 1], at.right_size);
         }
-        value = join(at, half);
-    } while (value >= at.granules);
+        value = join<Word>(at, half);
+    } while (value >= Word(at.granules));
     return value;
 }
 
 // π⁻¹.
-__device__ inline int64 unpermute(const Placement& at, int64 value) {
+template <typename Word>
+__device__ inline Word unpermute(const Placement& at, Word value) {
     do {
-        Halves half = split(at, uint64(value));
+        Halves half = split(at, value);
         for (int round = 2; round >= 0; round -= 2) {
             subtract_hash(half.right, half.left, at.keys[round + 1], at.right_size);
             subtract_hash(half.left, half.right, at.keys[round], at.left_size);
         }
-        value = join(at, half);
-    } while (value >= at.granules);
+        value = join<Word>(at, half);
+    } while (value >= Word(at.granules));
     return value;
 }
 
-__device__ __forceinline__ int64 apply(const Move& move, int64 value) {
-    return value + move.distances[upper_bound(move.starts, move.stretches, value) - 1];
+template <typename Word>
+__device__ __forceinline__ Word apply(const Move& move, Word value) {
+    const int32* const firsts = move.firsts + (value >> move.bits);
+    const int64 range = firsts[0] + upper_bound(move.ends + firsts[0], firsts[1] - firsts[0], int64(value));
+    return value + Word(move.distances[range]);
 }
+
+template <typename Word>
+__device__ __forceinline__ Word computed_place(const Placement& at, Word granule) {
+    return apply(at.placing, at.kind == FEISTEL ? permute(at, granule) : granule);
+}
+
+template <typename Word>
+__device__ __forceinline__ Word computed_granule(const Placement& at, Word place) {
+    const Word permuted = apply(at.unplacing, place);
+    return at.kind == FEISTEL ? unpermute(at, permuted) : permuted;
+}
+
+// Beyond this many granules their numbers take 64 bits: the domain of π has a few more.
+constexpr int64 SMALL_GRANULES = 1ll << 31;
 
 // The place of a granule in [0, granules).
 __device__ inline int64 place_of(const Placement& at, int64 granule) {
     if (at.kind == TABLE) return at.places[granule];
-    const int64 permuted = at.kind == FEISTEL ? permute(at, granule) : granule;
-    return apply(at.placing, permuted);
+    return at.granules <= SMALL_GRANULES ? computed_place(at, uint32(granule)) : computed_place(at, granule);
 }
 
 // The granule at a place of [0, granules).
 __device__ inline int64 granule_in(const Placement& at, int64 place) {
     if (at.kind == TABLE) return at.granule_at[place];
-    const int64 permuted = apply(at.unplacing, place);
-    return at.kind == FEISTEL ? unpermute(at, permuted) : permuted;
+    return at.granules <= SMALL_GRANULES ? computed_granule(at, uint32(place)) : computed_granule(at, place);
 }
 
 // The position of a row in [0, rows).

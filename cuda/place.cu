@@ -1,32 +1,32 @@
 // Mapping between rows and positions.
 //
-// Deterministic. One thread per number: the work is arithmetic (about 60 instructions for π) between a
-// coalesced load and a coalesced store.
+// Deterministic. The work is arithmetic, about 180 instructions a number, between a coalesced load and a coalesced
+// store; each thread does several numbers, for which it reads the layout once.
 #include "keyspace.cuh"
 
 // positions[i] = the position of rows[i], -1 for a row outside the tensor; cleared[i] = 0, for the kernels that
-// come next. One thread for each row and each word.
+// come next. Any number of threads.
 template <typename Row, typename Position>
 __global__ void place_rows(const __grid_constant__ Placement placement, const Row* rows, int64 count,
                            Position* positions, int64* cleared, int64 words) {
-    const int64 i = global_thread();
-    if (i < words) cleared[i] = 0;
-    if (i >= count) return;
-    const int64 row = int64(rows[i]);
-    const bool inside = row >= 0 && row < placement.rows;
-    positions[i] = Position(inside ? position_of(placement, row) : -1);
+    for (int64 i = global_thread(); i < words; i += grid_threads()) cleared[i] = 0;
+    for (int64 i = global_thread(); i < count; i += grid_threads()) {
+        const int64 row = int64(rows[i]);
+        const bool inside = row >= 0 && row < placement.rows;
+        positions[i] = Position(inside ? position_of(placement, row) : -1);
+    }
 }
 
-// rows[i] = the row at positions[i]; a position that no row has sets *outside and gets row 0.
+// rows[i] = the row at positions[i]; a position that no row has sets *outside and gets row 0. Any number of threads.
 template <typename Position>
 __global__ void unplace_rows(const __grid_constant__ Placement placement, const Position* positions,
                              int64 count, int64* rows, uint64* outside) {
-    const int64 i = global_thread();
-    if (i >= count) return;
-    const int64 position = int64(positions[i]);
-    const bool inside = position >= 0 && position < placement.granules << placement.granule_bits;
-    const int64 row = inside ? row_at(placement, position) : placement.rows;
-    const bool exists = row < placement.rows;
-    if (!exists) atomicExch(outside, 1ull);
-    rows[i] = exists ? row : 0;
+    for (int64 i = global_thread(); i < count; i += grid_threads()) {
+        const int64 position = int64(positions[i]);
+        const bool inside = position >= 0 && position < placement.granules << placement.granule_bits;
+        const int64 row = inside ? row_at(placement, position) : placement.rows;
+        const bool exists = row < placement.rows;
+        if (!exists) atomicExch(outside, 1ull);
+        rows[i] = exists ? row : 0;
+    }
 }

@@ -1,25 +1,26 @@
-// Selection by magnitude from a dense gradient and its residual: accumulation and stream compaction in one pass.
+// Selection by magnitude from a dense gradient and its residual: accumulation and stream compaction.
 //
 // residual += gradient; the elements of a range whose magnitude reaches a bound are appended to the output, in
 // order of index; they may leave the residual at once. The bound may lie on the device, where it was found, so
 // that the host need not wait for it.
 //
-// Pipeline of a tile of TILE elements:
-//   load, add, store              all of a thread's PACKS at once
-//   mark                          a bit for each element that is selected
-//   count                         prefix sums in the warps and the block
-//   look back                     the first warp, while the others list
-//   list, write                   set bits in shared memory, in order; their indices and values, coalesced
+// Pipeline:
+//   mark_elements   load, add, store; and a bitmap, with a bit for each element that is selected
+//   list_marked     prefix sums of the bitmap by look-back; the selected elements' indices and values
+//
+// One kernel for both, which read each element once and the bitmap never, took 1.8 times the floor on an H200:
+// its blocks waited for each other's counts with nothing in flight. Here the pass over all elements has neither
+// barriers nor waits, and the bitmap is 1/96 of its bytes.
 //
 // Magnitudes are compared as integers, as in zenps/kernels/native/magnitudes.c: NaN is above all others.
 //
 // Lower bound: gradient and residual are read once and the residual is written once, 12 bytes of a float32
-// element, beside the output. A block has 32 KB in flight.
+// element, beside the output.
 #include "bitmap.cuh"
 
-constexpr int PACKS = 4;  // of a thread
+constexpr int PACKS = 4;  // of a thread, all in flight at once
 constexpr int LANES = 4;  // of a pack; zenps.kernels.gpu.threshold_compact.LANES
-constexpr int RESIDENT = 4;  // blocks of a multiprocessor; zenps.kernels.gpu.threshold_compact.RESIDENT
+constexpr int WARP_ELEMENTS = WARP * PACKS * LANES;
 constexpr int TILE = THREADS * PACKS * LANES;  // zenps.kernels.gpu.threshold_compact.TILE
 
 constexpr uint32 INFINITE = 0x7f800000u;
@@ -38,74 +39,69 @@ __device__ __forceinline__ Pack<T, LANES> load_pack(const T* from, int64 first, 
     return pack;
 }
 
-// indices[i], values[i] = the i-th selected element of `residual` + `gradient`, for i below `capacity`; *count =
-// the number of them. Where there is no `gradient`, the residual alone. Selected are the elements from `start`
-// up to, not including, `stop`, with a magnitude of at least *least, or of `least_bits` if there is no `least`.
-// If `takes` is not 0, those that are written leave 0 in the residual. Both inputs are aligned to packs. Any
-// number of blocks take tiles until none is left.
+// residual += gradient, if there is one. A bit of `marks` is set for each element from `start` up to, not
+// including, `stop`, whose magnitude is at least *least, or `least_bits` if there is no `least`. Both inputs are
+// aligned to packs; `marks` has room for whole tiles. Each warp works alone.
 template <typename T>
-__global__ void __launch_bounds__(THREADS, RESIDENT)
-threshold_compact(ScanState* state, const T* gradient, float* residual, int64 size, int64 start, int64 stop,
-                  const float* least, int64 least_bits, int64 takes, int64 capacity, int64* indices, float* values,
-                  int64* count) {
-    SHARED_ARRAY(uint32, marks, THREADS * PACKS / sizeof(uint32));
-    SHARED_ARRAY(int64, shared_before, 1);
+__global__ void mark_elements(const T* gradient, float* residual, int64 size, int64 start, int64 stop,
+                              const float* least, int64 least_bits, uint16* marks) {
+    SHARED_ARRAY(uint32, nibbles, THREADS * PACKS / sizeof(uint32));
     const uint32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const uint32 given = least ? __float_as_uint(*least) : uint32(least_bits);
     const uint32 bound = given <= INFINITE ? given : 0u;  // neither a negative number nor NaN bounds anything
-    const int64 tiles = ceil_div(size, TILE);
-    uint8* const of_warp = reinterpret_cast<uint8*>(marks) + warp * (WARP * PACKS);
-
-    for (int64 tile = take_tile(state); tile < tiles; tile = take_tile(state)) {
-        const int64 first = tile * TILE + int64(warp * (WARP * PACKS) + lane) * LANES;
-        Sums sums[PACKS];
+    const int64 begin = int64(blockIdx.x) * TILE + warp * WARP_ELEMENTS, first = begin + lane * LANES;
+    Sums sums[PACKS];
+    #pragma unroll
+    for (int pack = 0; pack < PACKS; ++pack)
+        sums[pack] = load_pack(residual, first + pack * (WARP * LANES), size, 0.0f);
+    if (gradient) {
+        Pack<T, LANES> added[PACKS];
         #pragma unroll
         for (int pack = 0; pack < PACKS; ++pack)
-            sums[pack] = load_pack(residual, first + pack * (WARP * LANES), size, 0.0f);
-        if (gradient) {
-            Pack<T, LANES> added[PACKS];
-            #pragma unroll
-            for (int pack = 0; pack < PACKS; ++pack)
-                added[pack] = load_pack(gradient, first + pack * (WARP * LANES), size, T{});
-            #pragma unroll
-            for (int pack = 0; pack < PACKS; ++pack) {
-                const int64 begin = first + pack * (WARP * LANES);
-                sums[pack] = add(sums[pack], widen(added[pack]));
-                if (begin + LANES <= size) *reinterpret_cast<Sums*>(residual + begin) = sums[pack];
-                else
-                    for (int at = 0; at < LANES && begin + at < size; ++at) residual[begin + at] = sums[pack].lane[at];
-            }
-        }
-
-        // A nibble for each pack; then each lane gets those of adjacent elements.
+            added[pack] = load_pack(gradient, first + pack * (WARP * LANES), size, T{});
         #pragma unroll
         for (int pack = 0; pack < PACKS; ++pack) {
-            uint32 set = 0;
-            #pragma unroll
-            for (int at = 0; at < LANES; ++at) {
-                const int64 index = first + pack * (WARP * LANES) + at;
-                if (magnitude(sums[pack].lane[at]) >= bound && index >= start && index < stop) set |= 1u << at;
-            }
-            of_warp[pack * WARP + lane] = uint8(set);
+            const int64 at = first + pack * (WARP * LANES);
+            sums[pack] = add(sums[pack], widen(added[pack]));
+            if (at + LANES <= size) *reinterpret_cast<Sums*>(residual + at) = sums[pack];
+            else
+                for (int k = 0; k < LANES && at + k < size; ++k) residual[at + k] = sums[pack].lane[k];
         }
-        __syncwarp();
-        uint32 words[1] = {join_nibbles(reinterpret_cast<const uint32*>(of_warp)[lane])};
-        uint32 total;
-        const uint32 rank = block_exclusive_sum<THREADS>(__popc(words[0]), total);
-        if (threadIdx.x < WARP) {
-            const int64 before = int64(look_back(state, tile, total));
-            if (threadIdx.x == 0) {
-                *shared_before = before;
-                if (tile == tiles - 1) *count = before + total;
-            }
-        }
-        // Behind its barrier, a thread sees the residual that others of the block have stored.
-        for_each_bit<TILE>(words, threadIdx.x * (PACKS * LANES), rank, total, [&](uint32 bit_rank, uint32 bit) {
-            const int64 i = *shared_before + bit_rank, index = tile * TILE + bit;
-            if (i >= capacity) return;
-            indices[i] = index;
-            values[i] = residual[index];
-            if (takes) residual[index] = 0.0f;
-        });
     }
+
+    // A nibble for each pack; then each lane gets those of adjacent elements.
+    uint8* const of_warp = reinterpret_cast<uint8*>(nibbles) + warp * (WARP * PACKS);
+    #pragma unroll
+    for (int pack = 0; pack < PACKS; ++pack) {
+        uint32 set = 0;
+        #pragma unroll
+        for (int k = 0; k < LANES; ++k) {
+            const int64 index = first + pack * (WARP * LANES) + k;
+            if (magnitude(sums[pack].lane[k]) >= bound && index >= start && index < stop) set |= 1u << k;
+        }
+        of_warp[pack * WARP + lane] = uint8(set);
+    }
+    __syncwarp();
+    const uint32 adjacent = reinterpret_cast<const uint32*>(of_warp)[lane];
+    marks[begin / (PACKS * LANES) + lane] = uint16(join_nibbles(adjacent));
+}
+
+// indices[i], values[i] = the i-th marked element of the residual, for i below `capacity`; *count = the number of
+// them. If `takes` is not 0, those that are written leave 0 in the residual.
+__global__ void list_marked(ScanState* state, const uint8* marks, float* residual, int64 size, int64 takes,
+                            int64 capacity, int64* indices, float* values, int64* count) {
+    const int64 tile = take_tile(state);
+    uint32 words[THREAD_WORDS];
+    const uint32 set = read_words(marks, ceil_div(size, 8), tile, words);
+    uint32 total;
+    const uint32 rank = block_exclusive_sum<THREADS>(set, total);
+    const int64 before = tiles_before(state, tile, total);
+    if (threadIdx.x == 0 && (tile + 1) * BITMAP_TILE >= size) *count = before + total;
+    for_each_bit<LISTED>(words, first_of_words(), rank, total, [&](uint32 bit_rank, uint32 bit) {
+        const int64 i = before + bit_rank, index = tile * BITMAP_TILE + bit;
+        if (i >= capacity) return;
+        indices[i] = index;
+        values[i] = residual[index];
+        if (takes) residual[index] = 0.0f;
+    });
 }

@@ -198,7 +198,7 @@ PLANTS: Final = (
         "if (i >= capacity) return;",
         "if (i > capacity) return;",
         COMPARED,
-        "threshold_compact: any_number_of_blocks",
+        "threshold_compact: nothing_else_is_touched",
     ),
     Plant(
         "an element behind the range",
@@ -276,7 +276,7 @@ PLANTS: Final = (
     Plant(
         "π does not walk on",
         "keyspace.cuh",
-        "} while (value >= at.granules);\n    return value;\n}\n\n// π⁻¹",
+        "} while (value >= Word(at.granules));\n    return value;\n}\n\n// π⁻¹",
         "} while (false);\n    return value;\n}\n\n// π⁻¹",
         COMPARED,
         "place: of_the_layout",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,8 @@ from zenps.errors import ConfigError
 from zenps.kernels.gpu.cupy import CupyLauncher
 from zenps.kernels.gpu.sources import digest
 
+STREAM = 0x1234
+
 
 class FakeCupy:
     """CuPy's names that the launcher uses."""
@@ -22,8 +23,6 @@ class FakeCupy:
     def __init__(self) -> None:
         self.compiled: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
         self.launched: list[tuple[str, tuple[Any, ...]]] = []
-        stream = SimpleNamespace(from_external=lambda stream: contextlib.nullcontext())
-        self.cuda = SimpleNamespace(Stream=stream, Device=lambda index: contextlib.nullcontext())
 
     def RawModule(self, code: str, options: tuple[str, ...], name_expressions: tuple[str, ...]) -> Any:
         assert "__global__" in code
@@ -31,7 +30,12 @@ class FakeCupy:
 
         def get_function(expression: str) -> Any:
             assert expression in name_expressions
-            return lambda grid, block, words: self.launched.append((expression, (grid, block, words)))
+
+            def launch(grid: tuple[int], block: tuple[int], words: tuple[Any, ...], stream: Any) -> None:
+                assert stream.ptr == STREAM
+                self.launched.append((expression, (grid, block, words)))
+
+            return launch
 
         return SimpleNamespace(get_function=get_function)
 
@@ -40,7 +44,8 @@ class FakeCupy:
 def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
     fake = FakeCupy()
     monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
     return fake
 
 

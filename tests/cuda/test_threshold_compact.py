@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.cuda.dtypes import DTYPES, every_dtype
 from tests.cuda.host.launcher import SIZES, HostLauncher
 from zenps.errors import TensorError
+from zenps.kernels.gpu.bitmap_codec import BITMAP_TILE
 from zenps.kernels.gpu.launcher import BLOCK, scan_state
 from zenps.kernels.gpu.threshold_compact import TILE, count, greatest, sample, threshold_compact
 from zenps.kernels.native import magnitudes
@@ -66,8 +67,8 @@ def test_sizes(launcher: HostLauncher, size: int) -> None:
 @every_dtype
 @pytest.mark.parametrize("threshold", [0.0, 1.0, math.inf])
 def test_several_tiles(dtype: torch.dtype, threshold: float) -> None:
-    """More tiles than blocks at a time, which end within a pack."""
-    size = 4 * TILE + 3
+    """More tiles of both kernels than blocks at a time, which end within a pack."""
+    size = 2 * BITMAP_TILE + 4 * TILE + 3
     check(HostLauncher(resident=2), drawn(size, 1), drawn(size, 2, dtype), threshold, (0, size))
 
 
@@ -117,8 +118,7 @@ def test_elements_beyond_the_capacity_are_counted_and_stay(
     assert same_bits(residual, sums)
 
 
-@pytest.mark.parametrize("grid", [1, 2, 9])
-def test_any_number_of_blocks_writes_the_same(launcher: HostLauncher, grid: int) -> None:
+def test_nothing_else_is_touched(launcher: HostLauncher) -> None:
     size, capacity = 5 * TILE + 1, 4000
     residual, gradient = drawn(size, 5), drawn(size, 6)
     expected = magnitudes.find((residual + gradient).numpy(), 2.0)
@@ -127,11 +127,14 @@ def test_any_number_of_blocks_writes_the_same(launcher: HostLauncher, grid: int)
     indices = launcher.guarded(torch.empty(capacity, dtype=torch.int64))
     values = launcher.guarded(torch.empty(capacity))
     found = launcher.guarded(torch.empty(1, dtype=torch.int64))
-    state = launcher.guarded(scan_state(6, torch.device("cpu")))
+    marks = launcher.guarded(torch.empty(6 * TILE // 8, dtype=torch.uint8))
+    state = launcher.guarded(scan_state(1, torch.device("cpu")))
     bits = int(np.float32(2).view(np.int32))
+    marked = (launcher.guarded(gradient), guarded, size, 0, size, 0, bits, marks)
+    launcher.launch("threshold_compact", "mark_elements<float>", 6, BLOCK, marked)
     output = (capacity, indices, values, found)
-    args = (state, launcher.guarded(gradient), guarded, size, 0, size, 0, bits, 1, *output)
-    launcher.launch("threshold_compact", "threshold_compact<float>", grid, BLOCK, args)
+    listed = (state, marks, guarded, size, 1, *output)
+    launcher.launch("threshold_compact", "list_marked", 1, BLOCK, listed)
     assert int(found) == len(expected)
     assert indices.tolist() == expected[:capacity].tolist()
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zenps.buffers import BufferPool
 from zenps.errors import DeadlineError
-from zenps.kernels.gpu.cupy import CupyLauncher
+from zenps.kernels.gpu.cupy import CupyLauncher, on_device
 from zenps.kernels.gpu.launcher import Launcher
 from zenps.wire.shared_memory.arena import Arena
 
@@ -167,7 +167,7 @@ class _CudaLane(Lane):
     def current(self) -> Iterator[None]:
         # When torch.cuda.stream alone exits, it sets the thread's previous device, which creates a context
         # there: half a gigabyte of GPU 0 for each rank, because threads start with device 0.
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with on_device(self._device.index), torch.cuda.stream(self._stream):
             yield
 
     def follow(self, *inputs: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -9,7 +10,7 @@ from zenps.errors import ConfigError
 from zenps.kernels.gpu.place import KINDS, DeviceLayout
 
 from .keyspace import Feistel, Identity
-from .layout import Layout
+from .layout import Layout, Shift
 
 
 def device_layout_on(layout: Layout, device: torch.device) -> DeviceLayout:
@@ -38,12 +39,15 @@ def device_layout_on(layout: Layout, device: torch.device) -> DeviceLayout:
             expected = f"at least {8 * granules} for {permutation!r}, which CUDA kernels must look up"
             raise ConfigError("sync.table_bytes", layout.table_bytes, expected)
         tables = tuple(built)
-    placing, unplacing = (
-        (len(shift.starts), shift.starts.to(device), shift.distances.to(device))
-        for shift in (layout.placing, layout.unplacing)
-    )
+    placing, unplacing = (_move(shift, device) for shift in (layout.placing, layout.unplacing))
     there = tuple(table.to(device) for table in tables) or (0, 0)
     granule_bits = layout.granule.bit_length() - 1
     numbers = (layout.rows_total, granule_bits, granules, kind, *halves, *keys)
     placement = (*numbers, *placing, *unplacing, *there)
     return DeviceLayout(placement, layout.size)
+
+
+def _move(shift: Shift, device: torch.device) -> tuple[Tensor | int, ...]:
+    """``struct Move`` of ``cuda/keyspace.cuh``."""
+    firsts, ends = torch.from_numpy(shift.firsts.astype(np.int32)), torch.from_numpy(shift.ends)
+    return shift.bits, firsts.to(device), ends.to(device), shift.distances.to(device)

@@ -278,25 +278,31 @@ class Shift:
 
     The range of a value is looked up by the value's first bits: slots are about equally long, so a bucket of
     values has the ends of few ranges. Measured: 2 ns a value, against 48 by binary search.
+
+    Attributes:
+        starts, distances: int64 ``[ranges]``.
+        ends: int64 ``[ranges]``, where each range ends; the last one never does.
+        bits: a value's bucket is ``value >> bits``.
+        firsts: uint16, for each bucket the range of its first value.
     """
 
     def __init__(self, starts: NDArray[np.int64], distances: NDArray[np.int64], size: int) -> None:
         self.starts, self.distances = torch.from_numpy(starts), torch.from_numpy(distances)
-        self._ends = np.append(starts[1:], np.iinfo(np.int64).max)
-        self._bits = max((size - 1).bit_length() - BUCKET_BITS, 0)
-        edges = np.arange((size - 1 >> self._bits) + 2) << self._bits
+        self.ends = np.append(starts[1:], np.iinfo(np.int64).max)
+        self.bits = max((size - 1).bit_length() - BUCKET_BITS, 0)
+        edges = np.arange((size - 1 >> self.bits) + 2) << self.bits
         firsts = np.searchsorted(starts, edges, side="right") - 1
-        self._firsts = firsts.astype(np.uint16)
+        self.firsts = firsts.astype(np.uint16)
         self._most_ends = int(np.diff(firsts).max())
 
     def apply(self, values: Tensor) -> Tensor:
         numbers = values.numpy()
         if self._most_ends > MOST_ENDS:
-            ranges = np.searchsorted(self._ends, numbers, side="right")
+            ranges = np.searchsorted(self.ends, numbers, side="right")
         else:
-            ranges = self._firsts[numbers >> self._bits]
+            ranges = self.firsts[numbers >> self.bits]
             for _ in range(self._most_ends):
-                ranges += self._ends[ranges] <= numbers
+                ranges += self.ends[ranges] <= numbers
         return self.distances.index_select(0, torch.from_numpy(ranges.astype(np.int64, copy=False))).add_(
             values
         )

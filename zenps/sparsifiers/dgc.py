@@ -60,6 +60,8 @@ class DGC(Sparsifier):
         return self._above(step, sums.sample)
 
     def sent(self, indices: Tensor) -> None:
+        if not self._momentum.factor:  # nothing has used the buffer, which is not on the device then
+            return
         if not bool(self._buffer[indices].isfinite().all()):
             self._buffer.nan_to_num_(0, 0, 0)
         if self.task.settings.mask_momentum == "on":

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.kernel_model import FREE, sort_cost
 from tests.cuda.host.launcher import HostLauncher
+from tests.cuda.mirror import ON_A_GPU
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
 from tests.worker.encode.test_transfer import (
     ACCELERATOR,
@@ -159,6 +160,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.skipif(ON_A_GPU, reason="each launch of the tests then copies its tensors there and back")
 @pytest.mark.parametrize("servers", [2, 16])
 @pytest.mark.parametrize("rows", [300, 70_000])
 @pytest.mark.parametrize(("codec", "last"), [("bitmap", "encode_bitmaps"), ("coo", "encode_coo")])

@@ -6,8 +6,9 @@ kernels in ``CUPY_CACHE_DIR`` (default ``~/.cupy/kernel_cache``): only the first
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,12 +40,13 @@ class CupyLauncher(Launcher):
     def launch(self, source: str, expression: str, grid: int, block: int, args: Sequence[Argument]) -> None:
         if not grid:
             return
-        device = next(arg.device for arg in args if isinstance(arg, Tensor))
-        words = tuple(_parameter(arg) for arg in args)
-        # CuPy launches on its own current stream, which is not torch's.
-        stream = self._cupy.cuda.Stream.from_external(_TorchStream(torch.cuda.current_stream(device)))
-        with self._cupy.cuda.Device(device.index), stream:
-            self._kernel(source, expression)((grid,), (block,), words)
+        index = next(arg.device.index for arg in args if isinstance(arg, Tensor))
+        words = tuple(map(_parameter, args))
+        # CuPy would launch on its own current stream, which is not torch's. torch.cuda.current_stream() takes
+        # longer than the launch itself; torch's inductor asks like this, too.
+        stream = _Stream(torch._C._cuda_getCurrentRawStream(index))
+        with on_device(index):
+            self._kernel(source, expression)((grid,), (block,), words, stream=stream)
 
     def _kernel(self, source: str, expression: str) -> Any:
         """CuPy's kernel; it serves all devices.
@@ -72,12 +74,12 @@ def _parameter(arg: Argument) -> Any:
     return np.array([word_of(word) for word in arg], dtype=np.int64).view(f"V{8 * len(arg)}")
 
 
-class _TorchStream:
-    """A torch stream with the protocol that CuPy needs; torch's own streams have it only since 2.13."""
+class _Stream(NamedTuple):
+    """A stream as CuPy's launch takes one: ``ptr`` is its ``cudaStream_t``."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
+    ptr: int
 
-    def __cuda_stream__(self) -> tuple[int, int]:
-        """Version of this protocol, and ``cudaStream_t``."""
-        return 0, self._stream.cuda_stream
+
+def on_device(index: int) -> contextlib.AbstractContextManager[object]:
+    """Context in which a device is the current one; it costs nothing where it already is."""
+    return contextlib.nullcontext() if torch.cuda.current_device() == index else torch.cuda.device(index)

@@ -56,13 +56,6 @@ def grid_of(threads: int, block: int = BLOCK) -> int:
     return blocks
 
 
-def multiprocessors(device: torch.device) -> int:
-    """The number of the device's multiprocessors; 1 of the tests' runtime on the CPU."""
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Copies ``numbers`` to the device as int64, without waiting for it."""
     host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")

@@ -12,6 +12,9 @@ from .sources import position_name
 
 INTEGERS = (torch.int32, torch.int64)
 
+MOST_BLOCKS = 1024
+"""About as many as run at once: where there is more to do, a block goes on."""
+
 
 class DeviceLayout(NamedTuple):
     """A layout as kernels read it.
@@ -62,7 +65,7 @@ def place_rows(
     words = 0 if cleared is None else len(cleared)
     expression = f"place_rows<{position_name(rows.dtype)}, {position_name(positions.dtype)}>"
     args = (layout.placement, rows, len(rows), positions, 0 if cleared is None else cleared, words)
-    launcher.launch("place", expression, grid_of(max(len(rows), words)), BLOCK, args)
+    launcher.launch("place", expression, _blocks(max(len(rows), words)), BLOCK, args)
     return positions
 
 
@@ -81,5 +84,9 @@ def unplace_rows(launcher: Launcher, layout: DeviceLayout, positions: Tensor) ->
     outside = torch.zeros(1, dtype=torch.int64, device=positions.device)
     expression = f"unplace_rows<{position_name(positions.dtype)}>"
     args = (layout.placement, positions, len(positions), rows, outside)
-    launcher.launch("place", expression, grid_of(len(positions)), BLOCK, args)
+    launcher.launch("place", expression, _blocks(len(positions)), BLOCK, args)
     return rows, outside
+
+
+def _blocks(numbers: int) -> int:
+    return min(grid_of(numbers), MOST_BLOCKS)

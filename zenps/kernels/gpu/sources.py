@@ -93,8 +93,9 @@ EXPRESSIONS: Final[Mapping[str, tuple[str, ...]]] = {
         *_specialise("put_rows<{}>", tuple(_WORDS.values())),
         *_specialise("gather_rows<{}>", tuple(_WORDS.values())),
     ),
-    "threshold_compact": tuple(
-        f"threshold_compact<{_NUMBERS[dtype]}>" for dtype in (*_SUMMED_WIDER, torch.float32)
+    "threshold_compact": (
+        *(f"mark_elements<{_NUMBERS[dtype]}>" for dtype in (*_SUMMED_WIDER, torch.float32)),
+        "list_marked",
     ),
     "hash_compact": (
         *_specialise("claim_rows<{}>", _KEYS),

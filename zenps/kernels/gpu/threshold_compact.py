@@ -15,7 +15,8 @@ from torch import Tensor
 
 from zenps.errors import TensorError
 
-from .launcher import BLOCK, Launcher, check_on_device, multiprocessors, scan_state
+from .bitmap_codec import BITMAP_TILE
+from .launcher import BLOCK, Launcher, check_on_device, scan_state
 from .rows import DeviceRows
 from .sources import number_name
 
@@ -25,7 +26,6 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # constexprs of cuda/threshold_compact.cu
 LANES = 4
 TILE = 4096
-RESIDENT = 4
 
 
 def threshold_compact(
@@ -60,19 +60,20 @@ def threshold_compact(
             raise TensorError(f"a dense gradient of {len(gradient)} elements: expected {len(residual)}")
         gradient = _aligned(gradient)
     assert residual.data_ptr() % (LANES * residual.itemsize) == 0, "it begins its own memory"
-    device, tiles = residual.device, -(-len(residual) // TILE)
+    device, size = residual.device, len(residual)
+    tiles, listed = -(-size // TILE), -(-size // BITMAP_TILE)
     indices = torch.empty(capacity, dtype=torch.int64, device=device)
     values = torch.empty(capacity, 1, dtype=torch.float32, device=device)
-    state = scan_state(tiles + 1, device)
+    marks = torch.empty(tiles * TILE // 8, dtype=torch.uint8, device=device)
+    state = scan_state(listed + 1, device)
     # The last word of a zeroed memory: without tiles no kernel writes it.
     count = state[-1:]
     least = (threshold, 0) if isinstance(threshold, Tensor) else (0, _bits(threshold))
-    added = 0 if gradient is None else gradient
-    output = (capacity, indices, values, count)
-    args = (state, added, residual, len(residual), *bounds, *least, int(takes), *output)
     name = number_name(torch.float32 if gradient is None else gradient.dtype)
-    blocks = min(tiles, RESIDENT * multiprocessors(device))
-    launcher.launch("threshold_compact", f"threshold_compact<{name}>", blocks, BLOCK, args)
+    marked = (0 if gradient is None else gradient, residual, size, *bounds, *least, marks)
+    launcher.launch("threshold_compact", f"mark_elements<{name}>", tiles, BLOCK, marked)
+    args = (state, marks, residual, size, int(takes), capacity, indices, values, count)
+    launcher.launch("threshold_compact", "list_marked", listed, BLOCK, args)
     return DeviceRows(indices, values, count)
 
 

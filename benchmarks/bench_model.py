@@ -1,0 +1,96 @@
+"""Benchmark of the CUDA kernels: what a GPU measures beside what the performance model predicts.
+
+Each case of :mod:`benchmarks.model_cases` runs on the whole gradient that the model predicts for. The model
+is of an H200; ratios to the floor are comparable on other devices.
+
+Without a GPU, ``--host`` runs the model's small samples with the kernels on the CPU, to test the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.bench_compaction import RESULTS, Bench, describe, device_name, gpu_bench, host_bench
+from benchmarks.model_cases import CASES
+
+
+class Measured(NamedTuple):
+    """One case on a device.
+
+    Attributes:
+        floor_ms: the bytes that every way must move, over the measured bandwidth.
+        predicted_over_floor: that of ``results/kernel_model.json``, with launches.
+    """
+
+    p50_ms: float
+    floor_ms: float
+    over_floor: float
+    predicted_over_floor: float
+
+
+class Report(msgspec.Struct):
+    """The JSON file."""
+
+    started: str
+    command: list[str]
+    device: dict[str, str | float]
+    entries: dict[str, Measured]
+
+
+def measure(bench: Bench, name: str, is_whole: bool) -> Measured:
+    """Times one case; ``is_whole`` is False for the model's small sample."""
+    torch.manual_seed(1)
+    case = CASES[name]
+    run, _, floor_bytes = case.whole(bench.device) if is_whole else case.sampled()
+    p50 = statistics.median(bench.milliseconds(lambda: run(bench.launcher)))
+    floor = floor_bytes / bench.bytes_per_second * 1000
+    return Measured(round(p50, 4), round(floor, 4), round(p50 / floor, 2), predictions()[name])
+
+
+def predictions() -> dict[str, float]:
+    """The predicted times over the floor, by case."""
+    model = msgspec.json.decode((RESULTS / "kernel_model.json").read_bytes())
+    return {name: entry["with_launches_over_floor"] for name, entry in model["entries"].items()}
+
+
+def tabulate(entries: dict[str, Measured]) -> Table:
+    table = Table("case", "p50 ms", "floor ms", "× floor", "predicted × floor")
+    for name, each in entries.items():
+        table.add_row(name, *(f"{number:.3g}" for number in each))
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures, prints the table and, on a GPU, writes JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--host", action="store_true", help="samples on the CPU: does the script work?")
+    parser.add_argument("--json", type=Path, help="default: results/kernels-DEVICE.json")
+    options = parser.parse_args(arguments)
+    if not options.host and not torch.cuda.is_available():
+        print("expected a CUDA device, found none; --host tries the script without one", file=sys.stderr)
+        return 2
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    bench = host_bench() if options.host else gpu_bench()
+    entries = {name: measure(bench, name, not options.host) for name in CASES}
+    Console(width=150).print(tabulate(entries))
+    if not options.host:
+        report = Report(started, sys.argv, describe(bench), entries)
+        path = options.json or RESULTS / f"kernels-{device_name(report.device)}.json"
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+        print(f"written: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
