@@ -83,12 +83,14 @@ def _rows(way: str, dtype: torch.dtype, table_rows: int = 10 * SAMPLED_ROWS) -> 
             positions, bounds = place_rows(launcher, device_layout, ids), layout.server_bounds
             return hash_compact(launcher, positions, values, bounds, SAMPLED_ROWS, HashMemory())
         size, in_bitmap = device_layout.size, way == "bitmap"
-        words = bitmap_scratch_words(size) if in_bitmap else sort_scratch_words(SAMPLED_ROWS, size)
+        # Of a million rows: their table's positions have more bits, and take a pass more.
+        sorted_size = max(size, 10 * ROWS)
+        words = bitmap_scratch_words(size) if in_bitmap else sort_scratch_words(SAMPLED_ROWS, sorted_size)
         header = Header(cuts, told, torch.empty(words, dtype=torch.int64))
         positions = place_rows(launcher, device_layout, ids, header.scratch)
         if in_bitmap:
             return bitmap_compact(launcher, positions, values, size, header)
-        return sort_compact(launcher, positions, values, size, header)
+        return sort_compact(launcher, positions, values, sorted_size, header)
 
     return (
         run,

@@ -159,15 +159,22 @@ __global__ void sort_pass(ScanState* tickets, uint32* counts, const uint32* hist
     for (int other = 0; other < WARPS; ++other) places[other * RADIX + threadIdx.x] = begin + warps_before[other];
     __syncthreads();
 
+    // In loops of their own, so that no match waits for an atomic, and no atomic for the one before.
     const uint32 lanes_until = (2u << lane) - 1;  // this one and those before it
+    uint32 alike[ITEMS], slots[ITEMS];
+    #pragma unroll
+    for (int item = 0; item < ITEMS; ++item)
+        alike[item] = __match_any_sync(ALL_LANES, digit_of(position[item], shift, mask));
     #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
-        const uint32 digit = digit_of(position[item], shift, mask);
-        const uint32 alike = __match_any_sync(ALL_LANES, digit);
-        const uint32 last = WARP - 1 - uint32(__clz(int(alike))), rank = __popc(alike & lanes_until);
-        uint32 slot = 0;
-        if (lane == last) slot = atomicAdd(&mine[digit], rank);
-        slot = __shfl_sync(ALL_LANES, slot, last) + rank - 1;
+        uint32* const next = &mine[digit_of(position[item], shift, mask)];
+        slots[item] = alike[item] >> lane == 1 ? atomicAdd(next, __popc(alike[item])) : 0;
+        __syncwarp();  // the slots of an item come before those of the next
+    }
+    #pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+        const int last = WARP - 1 - __clz(int(alike[item]));
+        const uint32 slot = __shfl_sync(ALL_LANES, slots[item], last) + __popc(alike[item] & lanes_until) - 1;
         tile_positions[slot] = position[item];
         tile_rows[slot] = row[item];
     }

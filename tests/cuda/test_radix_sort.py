@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.cuda.host.launcher import SIZES, SMALL, HostLauncher
+from tests.cuda.host.launcher import SIZES, SMALL, HostLauncher, KernelError
+from tests.cuda.mirror import ON_A_GPU
 from zenps.errors import TensorError
-from zenps.kernels.gpu.launcher import Argument
+from zenps.kernels.gpu.launcher import BLOCK, Argument
 from zenps.kernels.gpu.radix_sort import (
     MAX_POSITIONS,
     TILE,
@@ -144,6 +145,16 @@ def test_tiles_wait_for_those_before(resident: int) -> None:
     """One at a time, and more of them than a thread looks back over at once."""
     count = 1025 if SMALL else 35 * TILE
     assert_sorted(HostLauncher(7, resident), drawn(count, 300).int(), 300)
+
+
+@pytest.mark.skipif(ON_A_GPU, reason="it would wait forever")
+def test_a_tile_waits_for_counts_that_are_not_there() -> None:
+    """The second tile alone: the first has been given out, and never publishes."""
+    positions = torch.zeros(TILE + 1, dtype=torch.int32)
+    tickets, counts = torch.ones(1, dtype=torch.int64), torch.zeros(2, 256, dtype=torch.int32)
+    args = (tickets, counts, counts[0], positions, 0, len(positions), 0, 255, positions, positions)
+    with pytest.raises(KernelError, match="waits in a loop for what never comes"):
+        HostLauncher().launch("radix_sort", "sort_pass<int32>", 1, BLOCK, args)
 
 
 def test_launches_and_passes() -> None:
