@@ -158,7 +158,7 @@ def plan_of(bench: Bench, case: Case) -> Plan:
         return hash_compact(launcher, positions(), values, layout.server_bounds, case.ids, HashMemory())
 
     ours: dict[str, Callable[[], DeviceRows]] = {
-        "sort_compact": lambda: sort_compact(launcher, positions(), values),
+        "sort_compact": lambda: sort_compact(launcher, positions(), values, size),
         "bitmap_compact": lambda: bitmap_compact(launcher, positions(), values, size),
         "hash_compact": hashed,
     }

@@ -110,12 +110,14 @@ def _rows(way: str, dtype: torch.dtype, is_far: bool, size: Size) -> Prepared:
             positions, bounds = place_rows(launcher, device_layout, ids), layout.server_bounds
             return hash_compact(launcher, positions, values, bounds, rows, HashMemory())
         slots, in_bitmap = device_layout.size, way == "bitmap"
-        words = bitmap_scratch_words(slots) if in_bitmap else sort_scratch_words(rows)
+        # Also of a sample, whose positions have fewer bits and would take a pass less.
+        sorted_size = max(slots, 10 * ROWS)
+        words = bitmap_scratch_words(slots) if in_bitmap else sort_scratch_words(rows, sorted_size)
         header = Header(cuts, told, torch.empty(words, dtype=torch.int64, device=device))
         positions = place_rows(launcher, device_layout, ids, header.scratch)
         if in_bitmap:
             return bitmap_compact(launcher, positions, values, slots, header)
-        return sort_compact(launcher, positions, values, header)
+        return sort_compact(launcher, positions, values, sorted_size, header)
 
     return (
         run,

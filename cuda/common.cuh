@@ -78,6 +78,10 @@ __device__ __forceinline__ uint64 load_relaxed(const uint64* address) {
     return value;
 }
 
+__device__ __forceinline__ void store_relaxed(uint32* address, uint32 value) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ void store_relaxed(uint64* address, uint64 value) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }

@@ -6,7 +6,7 @@
 // Pipeline:
 //   claim_rows       a slot for each position, and the number of each row among those of its slot
 //   extract_keys     slots → positions, in one pass by look-back; the host waits for their number
-//   torch.sort       → positions in order, as they are sent
+//   radix_sort       → positions in order, as they are sent
 //   number_groups    → where the rows of each slot begin if rows lie in order of position
 //   order_rows       the order of rows, and the segments that sort_compact has of sorted positions
 //   reduce_runs      of sort_compact: sums the rows of each position
@@ -210,7 +210,7 @@ using Group = Pack<uint32, 2>;
 // groups[slot] = the group of each claimed slot, for `count` positions that `order` sorts: it has the keys'
 // indices before. offsets[c] = the number of positions below cuts[c]. One thread for each key and each cut.
 template <typename Key>
-__global__ void number_groups(ScanState* state, const Key* positions, const int64* order,
+__global__ void number_groups(ScanState* state, const Key* positions, const int32* order,
                               const int32* key_slots, const uint32* slot_rows, int64 count, Group* groups,
                               const int64* cuts, int64 cut_count, int64* offsets) {
     const int64 tile = take_tile(state), rank = tile * THREADS + threadIdx.x;
@@ -225,11 +225,11 @@ __global__ void number_groups(ScanState* state, const Key* positions, const int6
 // order[i] = the i-th row in order of position, and segments[i] the rank of its position. Every row has a slot.
 // One thread for each row.
 __global__ void order_rows(const int32* row_slots, const uint32* numbers, const Group* groups, int64 rows,
-                           int64* order, int32* segments) {
+                           int32* order, int32* segments) {
     const int64 row = global_thread();
     if (row >= rows) return;
     const Group group = groups[row_slots[row]];
     const int64 place = int64(group.lane[0]) + numbers[row];
-    order[place] = row;
+    order[place] = int32(row);
     segments[place] = int32(group.lane[1]);
 }

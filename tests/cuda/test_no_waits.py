@@ -64,7 +64,7 @@ HASHED_COUNT = int(HASHED.told[1])
 WRAPPERS: dict[str, Callable[[HostLauncher], object]] = {
     "place_rows": lambda launcher: place.place_rows(launcher, LAYOUT, ROWS),
     "unplace_rows": lambda launcher: place.unplace_rows(launcher, LAYOUT, POSITIONS),
-    "sort_compact": lambda launcher: sort_compact(launcher, POSITIONS, VALUES),
+    "sort_compact": lambda launcher: sort_compact(launcher, POSITIONS, VALUES, 1000),
     "bitmap_compact": lambda launcher: bitmap_compact(launcher, POSITIONS, VALUES, 1000),
     "hash_positions": lambda launcher: hash_positions(launcher, POSITIONS, [0, 500, 1000], 300, HashMemory()),
     "sort_hashed": lambda launcher: sort_hashed(

@@ -19,6 +19,7 @@ from tests.cuda.host.launcher import SIZES, HostLauncher
 from zenps.errors import TensorError
 from zenps.kernels.base import ACCUMULATE
 from zenps.kernels.gpu.launcher import Argument
+from zenps.kernels.gpu.radix_sort import radix_passes
 from zenps.kernels.gpu.rows import DeviceRows, Header
 from zenps.kernels.gpu.sort_compact import CHUNK, sort_compact, sort_scratch_words
 
@@ -84,6 +85,17 @@ def valid(rows: DeviceRows) -> tuple[Tensor, Tensor]:
     return rows.positions[:count], rows.values[:count]
 
 
+def compacted(
+    launcher: HostLauncher, positions: Tensor, values: Tensor, header: Header | None = None
+) -> DeviceRows:
+    """As many positions as the greatest one needs."""
+    return sort_compact(launcher, positions, values, size_of(positions), header)
+
+
+def size_of(positions: Tensor) -> int:
+    return 1 + max(positions.tolist(), default=0)
+
+
 def assert_same_bits(got: Tensor, expected: Tensor) -> None:
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     bits = BITS[got.dtype.itemsize]
@@ -97,9 +109,7 @@ def test_sums_have_the_stated_bits(launcher: HostLauncher, size: int, kind: str,
     positions, values = positions_of(kind, size), values_of(size, 3, dtype)
     expected = expected_rows(positions, values)
     for positions_dtype in (torch.int32, torch.int64):
-        got = sort_compact(
-            launcher, launcher.guarded(positions.to(positions_dtype)), launcher.guarded(values)
-        )
+        got = compacted(launcher, launcher.guarded(positions.to(positions_dtype)), launcher.guarded(values))
         unique, sums = valid(got)
         assert unique.dtype == positions_dtype
         assert torch.equal(unique.long(), expected[0])
@@ -111,7 +121,7 @@ def test_sums_have_the_stated_bits(launcher: HostLauncher, size: int, kind: str,
 def test_many_rows(launcher: HostLauncher, size: int, kind: str) -> None:
     """Several tiles and passes; a hot row's sum is a tree over all of them."""
     positions, values = positions_of(kind, size), values_of(size, 2, torch.float32)
-    unique, sums = valid(sort_compact(launcher, positions, values))
+    unique, sums = valid(compacted(launcher, positions, values))
     expected = expected_rows(positions, values)
     assert torch.equal(unique, expected[0])
     assert_same_bits(sums, expected[1])
@@ -130,16 +140,16 @@ def test_every_width_of_rows(dtype: torch.dtype, columns: int) -> None:
     launcher = HostLauncher()
     positions, values = positions_of("zipf", 300), values_of(300, columns, dtype)
     expected = expected_rows(positions, values)
-    assert_same_bits(valid(sort_compact(launcher, positions, values))[1], expected[1])
+    assert_same_bits(valid(compacted(launcher, positions, values))[1], expected[1])
     # Behind one value, rows are aligned as a value is and no better.
     beside = torch.empty(1 + values.numel(), dtype=dtype)[1:].view(values.shape).copy_(values)
-    assert_same_bits(valid(sort_compact(launcher, positions, beside))[1], expected[1])
+    assert_same_bits(valid(compacted(launcher, positions, beside))[1], expected[1])
 
 
 @pytest.mark.parametrize("size", [0, 1, 3000])
 def test_rows_without_columns(launcher: HostLauncher, size: int) -> None:
     positions = positions_of("zipf", size)
-    unique, sums = valid(sort_compact(launcher, positions, torch.empty(size, 0)))
+    unique, sums = valid(compacted(launcher, positions, torch.empty(size, 0)))
     assert torch.equal(unique, positions.unique())
     assert sums.shape == (len(unique), 0)
 
@@ -149,7 +159,7 @@ def test_passes_after_the_second_skip_empty_slots() -> None:
     hot = 2 * CHUNK * CHUNK
     positions = torch.cat([torch.zeros(hot), torch.arange(1, hot), torch.full((hot,), hot)]).long()
     values = torch.ones(len(positions), 1, dtype=torch.float32)
-    unique, sums = valid(sort_compact(HostLauncher(), positions, values))
+    unique, sums = valid(compacted(HostLauncher(), positions, values))
     assert torch.equal(unique, torch.arange(hot + 1))
     assert sums[:, 0].tolist() == [hot, *[1] * (hot - 1), hot]
 
@@ -173,8 +183,10 @@ def test_the_last_block_adds_what_the_others_left(kind: str, rows: int, columns:
             launches.append(expression)
             super().launch(source, expression, grid, block, args)
 
-    got = valid(sort_compact(Counting(resident=resident), positions, values))
-    assert launches == ["find_segments<int64>", "reduce_runs<float, 1>"]
+    got = valid(compacted(Counting(resident=resident), positions, values))
+    *sorting, segments, summing = launches
+    assert sorting == ["count_digits<int64>"] + ["sort_pass<int64>"] * radix_passes(size_of(positions))
+    assert (segments, summing) == ("find_segments<int64>", "reduce_runs<float, 1>")
     assert_same_bits(got[1], expected_rows(positions, values)[1])
 
 
@@ -187,8 +199,8 @@ def test_offsets_of_cuts(launcher: HostLauncher, position: torch.dtype, kind: st
     last = int(positions.max()) if size else 0
     at = [0, 0, 1, 2047, 2048, 4095, 4096, 4097, last // 2, last // 2 + 1, last, last + 1, last + 2]
     cuts = torch.tensor(sorted(at))
-    header = header_of(launcher.guarded(cuts), sort_scratch_words(size))
-    rows = sort_compact(launcher, positions.to(position), torch.ones(size, 1), header)
+    header = header_of(launcher.guarded(cuts), sort_scratch_words(size, size_of(positions)))
+    rows = compacted(launcher, positions.to(position), torch.ones(size, 1), header)
     unique, _ = valid(rows)
     # Without rows there is no launch, and the header stays as it was cleared.
     assert torch.equal(header.offsets, torch.searchsorted(unique.long(), cuts))
@@ -196,8 +208,8 @@ def test_offsets_of_cuts(launcher: HostLauncher, position: torch.dtype, kind: st
 
 
 def test_a_negative_position_is_reported(launcher: HostLauncher) -> None:
-    header = header_of(torch.tensor([10]), sort_scratch_words(3))
-    sort_compact(launcher, torch.tensor([3, -1, 5]), torch.ones(3, 1), header)
+    header = header_of(torch.tensor([10]), sort_scratch_words(3, 10))
+    sort_compact(launcher, torch.tensor([3, -1, 5]), torch.ones(3, 1), 10, header)
     assert int(header.outside) == 1
 
 
@@ -209,7 +221,7 @@ def test_a_lone_row_keeps_its_bits(dtype: torch.dtype) -> None:
         [torch.tensor(-0.0, dtype=dtype), least[0]] + [torch.tensor(-0.0, dtype=dtype)] * 200
     )
     positions = torch.tensor([5, 3] + [9] * 200)
-    _, sums = valid(sort_compact(HostLauncher(), positions, values.unsqueeze(1)))
+    _, sums = valid(compacted(HostLauncher(), positions, values.unsqueeze(1)))
     assert_same_bits(sums[:, 0], torch.stack([least[0], values[0], values[0]]))
 
 
@@ -217,7 +229,7 @@ def test_a_lone_row_keeps_its_bits(dtype: torch.dtype) -> None:
 def test_sixteen_bits_are_rounded_once(dtype: torch.dtype) -> None:
     """Summed in the dtype itself, 1000 ones after 2048 would vanish one by one."""
     values = torch.tensor([2048.0, *[1.0] * 1000], dtype=dtype).unsqueeze(1)
-    _, sums = valid(sort_compact(HostLauncher(), torch.zeros(1001, dtype=torch.int64), values))
+    _, sums = valid(compacted(HostLauncher(), torch.zeros(1001, dtype=torch.int64), values))
     assert sums[0, 0] == torch.tensor(3048.0, dtype=dtype)
 
 
@@ -232,7 +244,7 @@ def test_any_runs_under_any_schedule(runs: list[int], columns: int, dtype: torch
     positions = torch.repeat_interleave(torch.arange(len(runs)) * 3, torch.tensor(runs, dtype=torch.int64))
     positions = positions[torch.randperm(len(positions), generator=torch.Generator().manual_seed(seed))]
     values = values_of(len(positions), columns, dtype, seed)
-    got = valid(sort_compact(HostLauncher(seed=seed, resident=1 + seed % 5), positions, values))
+    got = valid(compacted(HostLauncher(seed=seed, resident=1 + seed % 5), positions, values))
     expected = expected_rows(positions, values)
     assert torch.equal(got[0], expected[0])
     assert_same_bits(got[1], expected[1])
@@ -248,4 +260,4 @@ def test_arguments_that_a_kernel_would_misread_are_refused() -> None:
         (positions, torch.zeros(2, 2), "3 positions on cpu with 2 rows"),
     ]:
         with pytest.raises(TensorError, match=message):
-            sort_compact(launcher, bad, values)
+            sort_compact(launcher, bad, values, 3)

@@ -191,7 +191,7 @@ class StagedSparse(Staged, OneRound):
         """Compacts by sorting or by bitmap: by as few launches as possible, and one wait."""
         gpu, size = self._accelerator, self._device_layout.size
         in_bitmap = self._settings.compaction == "bitmap"
-        words = bitmap_scratch_words(size) if in_bitmap else sort_scratch_words(self.rows_given)
+        words = bitmap_scratch_words(size) if in_bitmap else sort_scratch_words(self.rows_given, size)
         with gpu.pushing.current():
             scratch = torch.empty(words, dtype=torch.int64, device=gpu.device)
             header = Header(stops, self._told(1 + len(stops)), scratch)
@@ -199,7 +199,7 @@ class StagedSparse(Staged, OneRound):
             if in_bitmap:
                 rows = bitmap_rows(gpu.launcher, positions, values, size, header)
             else:
-                rows = sort_rows(gpu.launcher, positions, values, header)
+                rows = sort_rows(gpu.launcher, positions, values, size, header)
         yield gpu.pushing.mark()
         self._check_inside(header.outside)
         return rows, header.offsets.tolist()

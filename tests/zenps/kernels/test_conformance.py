@@ -30,7 +30,9 @@ class DeviceKernels(Kernels):
         self._launcher = HostLauncher()
 
     def compact(self, positions: Tensor, values: Tensor) -> Rows:
-        rows = sort_compact(self._launcher, positions, values)
+        rows = sort_compact(
+            self._launcher, positions, values, 1 + int(positions.max()) if len(positions) else 1
+        )
         count = int(rows.count)
         return rows.positions[:count], rows.values[:count]
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from zenps.errors import ConfigError, TensorError
 
-from .launcher import BLOCK, Launcher, check_on_device, grid_of, scan_state, to_device
+from .launcher import BLOCK, Launcher, check_on_device, grid_of, to_device
 from .packs import check_rows
 from .place import INTEGERS
+from .radix_sort import radix_scratch_words, radix_sort
 from .rows import DeviceRows, GroupedRows
 from .sort_compact import VALUES, Segments, ended_words
 from .sources import word_name
@@ -81,6 +82,7 @@ class Hashed(NamedTuple):
         slot_rows: int32 ``[slots]``, how many rows each slot has.
         row_slots: int32 ``[n]``, the slot of each row.
         numbers: int32 ``[n]``, the number of each row among those of its slot.
+        size: positions are below it.
     """
 
     told: Tensor
@@ -90,6 +92,7 @@ class Hashed(NamedTuple):
     slot_rows: Tensor
     row_slots: Tensor
     numbers: Tensor
+    size: int
 
 
 def hash_positions(
@@ -123,7 +126,7 @@ def hash_positions(
     extracted = (table.state, table.slots, len(table.slots), keys, key_slots, counted, told)
     tiles = grid_of(len(table.slots), SLOT_TILE)
     launcher.launch("hash_compact", f"extract_keys<{table.key}>", tiles, BLOCK, extracted)
-    return Hashed(told, counted[1:2], keys, key_slots, table.slot_rows, row_slots, numbers)
+    return Hashed(told, counted[1:2], keys, key_slots, table.slot_rows, row_slots, numbers, bounds[-1])
 
 
 def sort_hashed(
@@ -151,17 +154,17 @@ def sort_hashed(
     rows, device = len(values), values.device
     if cuts is None or offsets is None:
         cuts = offsets = torch.empty(0, dtype=torch.int64, device=device)
-    positions, order = torch.sort(hashed.keys[:count])
     groups = torch.empty(len(hashed.slot_rows), dtype=torch.int64, device=device)
     blocks = grid_of(max(count, len(cuts)))
-    ended, state = torch.split(
-        scan_state(ended_words(rows) + blocks, device), [ended_words(rows), 1 + blocks]
-    )
+    words = [ended_words(rows), 1 + blocks, radix_scratch_words(count, hashed.size), 1]
+    cleared = torch.zeros(sum(words), dtype=torch.int64, device=device)
+    ended, state, radix, outside = torch.split(cleared, words)
+    positions, order = radix_sort(launcher, hashed.keys[:count], hashed.size, radix, outside)
     key = word_name(positions.itemsize)
     numbering = (state, positions, order, hashed.key_slots, hashed.slot_rows, count, groups)
     args = (*numbering, cuts, len(cuts), offsets)
     launcher.launch("hash_compact", f"number_groups<{key}>", blocks, BLOCK, args)
-    row_order = torch.empty(rows, dtype=torch.int64, device=device)
+    row_order = torch.empty_like(hashed.row_slots)
     segments = torch.empty_like(hashed.row_slots)
     ordering = (hashed.row_slots, hashed.numbers, groups, rows, row_order, segments)
     launcher.launch("hash_compact", "order_rows", grid_of(rows), BLOCK, ordering)

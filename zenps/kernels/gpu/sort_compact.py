@@ -12,6 +12,7 @@ from zenps.kernels.base import ACCUMULATE
 
 from .launcher import BLOCK, Launcher, grid_of
 from .packs import check_rows, pack_lanes
+from .radix_sort import radix_scratch_words, radix_sort
 from .rows import DeviceRows, GroupedRows, Header
 from .sources import number_name, position_name
 
@@ -27,9 +28,9 @@ REDUCE_BLOCK = 128
 VALUES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64)
 
 
-def sort_scratch_words(rows: int) -> int:
+def sort_scratch_words(rows: int, size: int) -> int:
     """The words of scratch memory that :func:`sort_compact` needs in a header."""
-    return 2 + -(-rows // SEGMENT_TILE) + ended_words(rows)
+    return 2 + -(-rows // SEGMENT_TILE) + ended_words(rows) + radix_scratch_words(rows, size)
 
 
 def ended_words(rows: int) -> int:
@@ -41,7 +42,7 @@ class Segments(NamedTuple):
     """Rows in the order of the sums that they are part of.
 
     Attributes:
-        order: int64 ``[n]``, the rows.
+        order: int32 ``[n]``, the rows.
         segments: int32 ``[n]``, the segment of each of these, which ascend from 0 on without a gap.
         ended: int64 ``[ended_words(n)]``, 0; used up by one :meth:`sum_into`.
     """
@@ -71,7 +72,7 @@ class Segments(NamedTuple):
 
 
 def sort_compact(
-    launcher: Launcher, positions: Tensor, values: Tensor, header: Header | None = None
+    launcher: Launcher, positions: Tensor, values: Tensor, size: int, header: Header | None = None
 ) -> DeviceRows:
     """Sums the rows of equal positions and sorts them.
 
@@ -83,8 +84,10 @@ def sort_compact(
     chunk after. The list is divided into chunks and added up likewise, until one chunk is left.
 
     Args:
-        positions: int32 or int64 ``[n]`` on the device, in any order, with duplicates; n below 2**31.
+        positions: int32 or int64 ``[n]`` in [0, ``size``) on the device, in any order, with duplicates; n
+            below 2**30.
         values: float16, bfloat16, float32, float64 or int64 ``[n, columns]`` on the same device.
+        size: the number of positions.
         header: to be filled.
 
     Returns:
@@ -94,23 +97,24 @@ def sort_compact(
     Raises:
         TensorError: another dtype or shape, or too many rows.
     """
-    return sort_rows(launcher, positions, values, header).summed(len(positions))
+    return sort_rows(launcher, positions, values, size, header).summed(len(positions))
 
 
 def sort_rows(
-    launcher: Launcher, positions: Tensor, values: Tensor, header: Header | None = None
+    launcher: Launcher, positions: Tensor, values: Tensor, size: int, header: Header | None = None
 ) -> GroupedRows:
     """:func:`sort_compact`, whose sums are left to the caller."""
     check_rows(positions, values, VALUES)
     rows = len(positions)
-    header = header or Header.without_cuts(sort_scratch_words(rows), positions.device)
+    header = header or Header.without_cuts(sort_scratch_words(rows, size), positions.device)
     tiles = -(-rows // SEGMENT_TILE)
-    count, state, ended = torch.split(header.scratch, [1, 1 + tiles, ended_words(rows)])
-    ordered, order = torch.sort(positions, stable=True)
+    words = [1, 1 + tiles, ended_words(rows), radix_scratch_words(rows, size)]
+    count, state, ended, radix = torch.split(header.scratch, words)
+    ordered, order = radix_sort(launcher, positions, size, radix, header.outside)
     unique = torch.empty_like(positions)
     segments = torch.empty(rows, dtype=torch.int32, device=positions.device)
     expression = f"find_segments<{position_name(positions.dtype)}>"
-    cuts = (header.cuts, len(header.cuts), header.offsets, header.outside)
+    cuts = (header.cuts, len(header.cuts), header.offsets)
     args = (state, ordered, rows, unique, segments, count, *cuts)
     launcher.launch("sort_compact", expression, tiles, BLOCK, args)
     sum_into = partial(Segments(order, segments, ended).sum_into, launcher, values)

@@ -71,6 +71,10 @@ EXPRESSIONS: Final[Mapping[str, tuple[str, ...]]] = {
         *_specialise("place_rows<{}, {}>", _ROWS, _POSITION),
         *_specialise("unplace_rows<{}>", _POSITION),
     ),
+    "radix_sort": (
+        *_specialise("count_digits<{}>", _POSITION),
+        *_specialise("sort_pass<{}>", _POSITION),
+    ),
     "sort_compact": (
         *_specialise("find_segments<{}>", _POSITION),
         *_packed("reduce_runs<{}, {}>", _NUMBERS),

@@ -1,0 +1,200 @@
+// Radix sort: positions in ascending order and, for each, the row that it came from. Stable.
+//
+// Pipeline:
+//   count_digits   how often each digit of each pass occurs, in one reading of the positions
+//   sort_pass      once for each digit of 8 bits, the lowest first: the pairs of position and row in the order of
+//                  that digit, by one reading and one writing
+//
+// A tile of a pass publishes how often it has each digit before it ranks its own pairs, and then looks back over
+// the tiles before it, one thread for each digit. A million positions are few tiles, all of which run at once: the
+// time of a pass is that of the look-back, so a thread reads the counts of WINDOW tiles at once. Deterministic: the
+// result is the only stable one.
+//
+// Lower bound: a pass reads and writes each pair once, 16 bytes for 32-bit positions; the first reads no rows, for
+// they are the numbers of its threads. Counting reads the positions once more. The counts of tiles add 1 KiB for
+// each tile and pass.
+//
+// Source: Adinets and Merrill, "Onesweep: A Faster Least Significant Digit Radix Sort for GPUs", 2022
+// (https://arxiv.org/abs/2206.01784).
+#include "scan.cuh"
+
+constexpr int THREADS = 256;  // zenps.kernels.gpu.launcher.BLOCK
+constexpr int WARPS = THREADS / WARP;
+constexpr int DIGIT_BITS = 8;  // zenps.kernels.gpu.radix_sort.DIGIT_BITS
+constexpr int RADIX = 1 << DIGIT_BITS;
+constexpr int ITEMS = 12;  // positions of a thread: with more, shared memory does not hold a tile of 64-bit ones
+constexpr int TILE = THREADS * ITEMS;  // zenps.kernels.gpu.radix_sort.TILE
+constexpr int WINDOW = 16;             // tiles that a thread looks back over at once
+
+static_assert(THREADS == RADIX, "a thread for each digit");
+
+// ---------------------------------------------------------------------------------------------------------
+// Digits
+
+template <typename Position>
+__device__ __forceinline__ uint32 digit_of(Position position, int64 shift, uint32 mask) {
+    if (sizeof(Position) > sizeof(uint32)) return uint32(uint64(position) >> shift) & mask;
+    return uint32(position) >> shift & mask;
+}
+
+// histograms[RADIX * pass + digit] += how often the digit occurs, for the passes that the lowest `bits` bits of a
+// position take. A negative position sets *outside. A whole block takes part.
+template <typename Position>
+__global__ void count_digits(const Position* positions, int64 count, int64 bits, uint32* histograms,
+                             uint64* outside) {
+    constexpr int MAX_PASSES = sizeof(Position);
+    SHARED_ARRAY(uint32, counts, MAX_PASSES * RADIX);
+    const int64 first = int64(blockIdx.x) * TILE + threadIdx.x;
+    Position position[ITEMS];
+    #pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+        const int64 i = first + item * THREADS;
+        position[item] = i < count ? positions[i] : 0;
+    }
+    bool is_outside = false;
+    for (int item = 0; item < ITEMS; ++item) is_outside |= position[item] < 0;
+    if (is_outside) atomicExch(outside, 1ull);
+
+    for (int pass = 0; pass * DIGIT_BITS < bits; ++pass) counts[pass * RADIX + threadIdx.x] = 0;
+    __syncthreads();
+    for (int pass = 0; pass * DIGIT_BITS < bits; ++pass) {
+        const int64 shift = pass * DIGIT_BITS;
+        const uint32 mask = (1u << min_of(bits - shift, DIGIT_BITS)) - 1;
+        #pragma unroll
+        for (int item = 0; item < ITEMS; ++item) {
+            if (first + item * THREADS >= count) break;
+            // An addition of one, whose result nobody needs: for a warp's lanes with one digit that is one step.
+            atomicAdd(&counts[pass * RADIX + digit_of(position[item], shift, mask)], 1u);
+        }
+    }
+    __syncthreads();
+    for (int pass = 0; pass * DIGIT_BITS < bits; ++pass) {
+        const uint32 counted = counts[pass * RADIX + threadIdx.x];
+        if (counted) atomicAdd(&histograms[pass * RADIX + threadIdx.x], counted);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// The counts of a digit in all tiles before. A word holds flag and count, as in ScanState, in 32 bits: there is
+// one for each tile and digit.
+
+constexpr uint32 COUNT_READY = 1u << 30;    // of the tile alone
+constexpr uint32 COUNTS_READY = 2u << 30;   // of the tile and all before it
+constexpr uint32 COUNT_MASK = COUNT_READY - 1;
+
+// How often the thread's digit occurs in all tiles before `tile`. Each thread works alone.
+__device__ __forceinline__ uint32 count_before(const uint32* counts, int64 tile) {
+    uint32 before = 0;
+    for (int64 newest = tile - 1;;) {
+        uint32 word[WINDOW];
+        #pragma unroll
+        for (int k = 0; k < WINDOW; ++k) {
+            word[k] = COUNTS_READY;  // before the first tile there is nothing
+            if (newest >= k) word[k] = load_relaxed(&counts[(newest - k) * RADIX + threadIdx.x]);
+        }
+        const int64 looked_from = newest;
+        #pragma unroll
+        for (int k = 0; k < WINDOW; ++k) {
+            if (word[k] < COUNT_READY) break;
+            before += word[k] & COUNT_MASK;
+            if (word[k] >= COUNTS_READY) return before;
+            --newest;
+        }
+        if (newest == looked_from) spin_pause();
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// A pass
+
+// sorted[] = the positions in the order of a digit, those with the same digit in the order in which they were
+// given, and order[] = their rows: rows[i] of positions[i], or i without rows. histogram[digit] = how often the
+// digit occurs; `tickets` and counts[RADIX * tile + digit] are 0. A whole block takes part; each warp goes over
+// WARP * ITEMS positions in order.
+template <typename Position>
+__global__ void sort_pass(ScanState* tickets, uint32* counts, const uint32* histogram, const Position* positions,
+                          const int32* rows, int64 count, int64 shift, int64 digit_mask, Position* sorted,
+                          int32* order) {
+    SHARED_ARRAY(uint32, places, WARPS * RADIX);  // of each warp and digit: at first counts, then the next slot
+    SHARED_ARRAY(uint32, targets, RADIX);         // of each digit: the place of slot 0, if the digit were there
+    SHARED_ARRAY(Position, tile_positions, TILE);
+    SHARED_ARRAY(int32, tile_rows, TILE);
+    const uint32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, mask = uint32(digit_mask);
+    for (int other = 0; other < WARPS; ++other) places[other * RADIX + threadIdx.x] = 0;
+    const uint32 everywhere = histogram[threadIdx.x];
+    const int64 tile = take_tile(tickets);  // its barriers also part zeros from counts
+
+    const int64 first = tile * TILE + warp * (WARP * ITEMS) + lane;
+    Position position[ITEMS];
+    int32 row[ITEMS];
+    #pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+        const int64 i = first + item * WARP;
+        // What fills the last tile has the greatest digit, so that it comes last, in slots that are not written.
+        position[item] = i < count ? positions[i] : Position(-1);
+    }
+    #pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+        const int64 i = first + item * WARP;
+        row[item] = rows && i < count ? rows[i] : int32(i);
+    }
+
+    uint32* const mine = places + warp * RADIX;
+    #pragma unroll
+    for (int item = 0; item < ITEMS; ++item) atomicAdd(&mine[digit_of(position[item], shift, mask)], 1u);
+    __syncthreads();
+
+    // From here on, each thread has a digit too.
+    uint32 warps_before[WARPS], in_tile = 0;
+    #pragma unroll
+    for (int other = 0; other < WARPS; ++other) {
+        warps_before[other] = in_tile;
+        in_tile += places[other * RADIX + threadIdx.x];
+    }
+    uint32* const published = &counts[tile * RADIX + threadIdx.x];
+    store_relaxed(published, (tile ? COUNT_READY : COUNTS_READY) | in_tile);
+    uint32 total;
+    const uint32 begin = block_exclusive_sum<THREADS>(in_tile, total);
+    #pragma unroll
+    for (int other = 0; other < WARPS; ++other) places[other * RADIX + threadIdx.x] = begin + warps_before[other];
+    __syncthreads();
+
+    // In loops of their own, so that no match waits for an atomic, and no atomic for the one before.
+    const uint32 lanes_until = (2u << lane) - 1;  // this one and those before it
+    uint32 alike[ITEMS], slots[ITEMS];
+    #pragma unroll
+    for (int item = 0; item < ITEMS; ++item)
+        alike[item] = __match_any_sync(ALL_LANES, digit_of(position[item], shift, mask));
+    #pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+        uint32* const next = &mine[digit_of(position[item], shift, mask)];
+        slots[item] = alike[item] >> lane == 1 ? atomicAdd(next, __popc(alike[item])) : 0;
+        __syncwarp();  // the slots of an item come before those of the next
+    }
+    #pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+        const int last = WARP - 1 - __clz(int(alike[item]));
+        const uint32 slot = __shfl_sync(ALL_LANES, slots[item], last) + __popc(alike[item] & lanes_until) - 1;
+        tile_positions[slot] = position[item];
+        tile_rows[slot] = row[item];
+    }
+
+    const uint32 digits_before = block_exclusive_sum<THREADS>(everywhere, total);
+    uint32 before = 0;
+    if (tile) {
+        before = count_before(counts, tile);
+        store_relaxed(published, COUNTS_READY | (before + in_tile));
+    }
+    targets[threadIdx.x] = digits_before + before - begin;
+    __syncthreads();
+    const int64 filled = min_of(TILE, count - tile * TILE);
+    #pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+        const uint32 slot = item * THREADS + threadIdx.x;
+        if (slot >= filled) break;
+        const Position next = tile_positions[slot];
+        const uint32 target = targets[digit_of(next, shift, mask)] + slot;
+        sorted[target] = next;
+        order[target] = tile_rows[slot];
+    }
+}
