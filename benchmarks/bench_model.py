@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -31,12 +31,14 @@ class Measured(NamedTuple):
     Attributes:
         floor_ms: the bytes that every way must move, over the measured bandwidth.
         predicted_over_floor: that of ``results/kernel_model.json``, with launches.
+        torch_p50_ms: by PyTorch's own operations; None where ``bench_compaction`` measures them, or nobody.
     """
 
     p50_ms: float
     floor_ms: float
     over_floor: float
     predicted_over_floor: float
+    torch_p50_ms: float | None
 
 
 class Report(msgspec.Struct):
@@ -52,10 +54,15 @@ def measure(bench: Bench, name: str, is_whole: bool) -> Measured:
     """Times one case; ``is_whole`` is False for the model's small sample."""
     torch.manual_seed(1)
     case = CASES[name]
-    run, _, floor_bytes = case.whole(bench.device) if is_whole else case.sampled()
-    p50 = statistics.median(bench.milliseconds(lambda: run(bench.launcher)))
-    floor = floor_bytes / bench.bytes_per_second * 1000
-    return Measured(round(p50, 4), round(floor, 4), round(p50 / floor, 2), predictions()[name])
+    prepared = case.whole(bench.device) if is_whole else case.sampled()
+    p50 = _median_ms(bench, lambda: prepared.run(bench.launcher))
+    floor = prepared.floor_bytes / bench.bytes_per_second * 1000
+    by_torch = prepared.by_torch and _median_ms(bench, prepared.by_torch)
+    return Measured(p50, round(floor, 4), round(p50 / floor, 2), predictions()[name], by_torch)
+
+
+def _median_ms(bench: Bench, run: Callable[[], object]) -> float:
+    return round(statistics.median(bench.milliseconds(run)), 4)
 
 
 def predictions() -> dict[str, float]:
@@ -65,9 +72,9 @@ def predictions() -> dict[str, float]:
 
 
 def tabulate(entries: dict[str, Measured]) -> Table:
-    table = Table("case", "p50 ms", "floor ms", "× floor", "predicted × floor")
+    table = Table("case", "p50 ms", "floor ms", "× floor", "predicted × floor", "PyTorch's p50 ms")
     for name, each in entries.items():
-        table.add_row(name, *(f"{number:.3g}" for number in each))
+        table.add_row(name, *("" if number is None else f"{number:.3g}" for number in each))
     return table
 
 

@@ -129,7 +129,7 @@ class Entry(NamedTuple):
 def evaluate(case: Case) -> Entry:
     """Interprets a case's kernels, and predicts its time."""
     torch.manual_seed(1)
-    run, sampled, floor_bytes = case.sampled()
+    run, sampled, floor_bytes, _ = case.sampled()
     with _Recorder() as recorder:
         run(recorder.launcher)
     costs = recorder.costs()

@@ -6,6 +6,7 @@ GPU runs the whole gradient.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -39,8 +40,21 @@ BUCKET_ELEMENTS = 1 << 20
 FAR_ROWS = 1 << 33
 """Rows of a table whose positions take 64 bits."""
 
-Prepared = tuple[Callable[[Launcher], object], int, float]
-"""What to run, its elements, and the bytes that every way must move for them."""
+
+class Prepared(NamedTuple):
+    """A case that can run.
+
+    Attributes:
+        run: by ZenPS's kernels.
+        elements: of what it runs on.
+        floor_bytes: what every way must move.
+        by_torch: the same by PyTorch's own operations, where nobody else measures them.
+    """
+
+    run: Callable[[Launcher], object]
+    elements: int
+    floor_bytes: float
+    by_torch: Callable[[], object] | None = None
 
 
 class Size(NamedTuple):
@@ -78,13 +92,22 @@ def _thinned(dtype: torch.dtype, size: Size) -> Prepared:
     gradient = torch.randn(elements, device=size.device).to(dtype)
     residual = torch.randn(elements, device=size.device)
     threshold = (residual + gradient).abs().topk(count).values[-1:].clone()
+    # By turns, so that a residual that is used again has as many great elements as before.
+    gradients = itertools.cycle((gradient, -gradient))
 
     def run(launcher: Launcher) -> object:
-        bounds = (0, elements)
-        found = threshold_compact(launcher, residual, gradient, threshold, bounds, 2 * count, takes=True)
+        added, bounds = next(gradients), (0, elements)
+        found = threshold_compact(launcher, residual, added, threshold, bounds, 2 * count, takes=True)
         return found, residual
 
-    return run, elements, gradient.nbytes + 2 * residual.nbytes + count * 8
+    def by_torch() -> object:
+        residual.add_(next(gradients))
+        (indices,) = (residual.abs() >= threshold).nonzero(as_tuple=True)
+        values = residual[indices]
+        residual[indices] = 0
+        return indices, values
+
+    return Prepared(run, elements, gradient.nbytes + 2 * residual.nbytes + count * 8, by_torch)
 
 
 def _ids(size: Size) -> Tensor:
@@ -119,11 +142,8 @@ def _rows(way: str, dtype: torch.dtype, is_far: bool, size: Size) -> Prepared:
             return bitmap_compact(launcher, positions, values, slots, header)
         return sort_compact(launcher, positions, values, sorted_size, header)
 
-    return (
-        run,
-        values.numel(),
-        ids.nbytes + values.nbytes + unique * (row_bytes + device_layout.position_dtype.itemsize),
-    )
+    written = unique * (row_bytes + device_layout.position_dtype.itemsize)
+    return Prepared(run, values.numel(), ids.nbytes + values.nbytes + written)
 
 
 def _codec(way: str, size: Size) -> Prepared:
@@ -155,7 +175,7 @@ def _codec(way: str, size: Size) -> Prepared:
         ),
     }
     run, floor_bytes = runs[way]
-    return run, rows, floor_bytes
+    return Prepared(run, rows, floor_bytes)
 
 
 def _scattered(way: str, dtype: torch.dtype, size: Size) -> Prepared:
@@ -169,7 +189,7 @@ def _scattered(way: str, dtype: torch.dtype, size: Size) -> Prepared:
         return put_rows(launcher, values, rows, out)
 
     indices = rows.nbytes * (2 if way == "merge" else 1)
-    return run, values.numel(), 2 * values.nbytes + indices
+    return Prepared(run, values.numel(), 2 * values.nbytes + indices)
 
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16

@@ -113,14 +113,6 @@ PLANTS: Final = (
         "sort_compact: last_block and 31",
     ),
     Plant(
-        "digits counted without an atomic",
-        "radix_sort.cu",
-        "atomicAdd(&mine[digit_of(position[item], shift, mask)], 1u);",
-        "mine[digit_of(position[item], shift, mask)]++;",
-        RACES,
-        "radix_sort: test_sizes and 1025 and int32",
-    ),
-    Plant(
         "a tile's bits set without an atomic",
         "bitmap_codec.cu",
         "atomicOr(&tile_words[bit / WORD_BITS], 1u << (bit % WORD_BITS));",
@@ -285,17 +277,17 @@ PLANTS: Final = (
     Plant(
         "equal positions of a warp in the order of their last",
         "radix_sort.cu",
-        "__popc(alike[item] & lanes_until) - 1;",
-        "__popc(alike[item] & ~lanes_until);",
+        "__popc(alike & lanes_until) - 1;",
+        "__popc(alike & ~lanes_until);",
         COMPARED,
         "radix_sort: test_sizes and 1025",
     ),
     Plant(
-        "slots taken before those of the item before",
+        "a count that the last lane has already raised",
         "radix_sort.cu",
-        "__syncwarp();",
-        "",
-        COMPARED,
+        "before = *counted;\n        __syncwarp();",
+        "before = *counted;",
+        RACES,
         "radix_sort: test_sizes and 1025",
     ),
     Plant(

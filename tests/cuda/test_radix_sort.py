@@ -15,18 +15,19 @@ from tests.cuda.mirror import ON_A_GPU
 from zenps.errors import TensorError
 from zenps.kernels.gpu.launcher import BLOCK, Argument
 from zenps.kernels.gpu.radix_sort import (
+    ITEMS,
     MAX_POSITIONS,
-    TILE,
     position_bits,
     radix_passes,
     radix_scratch_words,
     radix_sort,
 )
 
-EDGES = (TILE - 1, TILE, TILE + 1, 2 * TILE, 5 * TILE + 7)
+INTEGERS = [torch.int32, torch.int64]
+TILE, WIDE_TILE = (BLOCK * ITEMS[dtype] for dtype in INTEGERS)
+EDGES = (TILE - 1, TILE, TILE + 1, 2 * TILE, 5 * TILE + 7, WIDE_TILE - 1, WIDE_TILE, WIDE_TILE + 1)
 """Numbers of positions around the ends of tiles."""
 
-INTEGERS = [torch.int32, torch.int64]
 every_dtype = pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 
 

@@ -69,8 +69,10 @@ class CupyLauncher(Launcher):
 def _parameter(arg: Argument) -> Any:
     """What CuPy passes as one parameter: an int as int64, which is as wide as a pointer, and a NumPy array of
     one item as the bytes of that item."""
-    if not isinstance(arg, tuple):
-        return word_of(arg)
+    if isinstance(arg, Tensor):
+        return arg.data_ptr()
+    if isinstance(arg, int):
+        return arg
     return np.array([word_of(word) for word in arg], dtype=np.int64).view(f"V{8 * len(arg)}")
 
 

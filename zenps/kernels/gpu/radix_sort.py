@@ -14,8 +14,8 @@ from .sources import position_name
 DIGIT_BITS = 8
 """Bits that a pass sorts by; ``cuda/radix_sort.cu`` has the same."""
 
-TILE = BLOCK * 12
-"""Positions of a tile; ``cuda/radix_sort.cu`` has the same."""
+ITEMS = {torch.int32: 16, torch.int64: 12}
+"""Positions of a thread; ``cuda/radix_sort.cu`` has the same."""
 
 MAX_POSITIONS = (1 << 30) - 1
 """Tiles count positions in 30 bits."""
@@ -36,7 +36,8 @@ def radix_passes(size: int) -> int:
 
 def radix_scratch_words(count: int, size: int) -> int:
     """The words of scratch memory that :func:`radix_sort` needs for ``count`` positions below ``size``."""
-    return radix_passes(size) * (1 + RADIX_WORDS * (1 + -(-count // TILE)))
+    most_tiles = max(_tiles(count, dtype) for dtype in INTEGERS)
+    return radix_passes(size) * (1 + RADIX_WORDS * (1 + most_tiles))
 
 
 def radix_sort(
@@ -61,10 +62,9 @@ def radix_sort(
     count, bits, passes = len(positions), position_bits(size), radix_passes(size)
     if count > MAX_POSITIONS:
         raise TensorError(f"{count} rows: expected at most {MAX_POSITIONS}; push them in several tensors")
-    tiles, position = -(-count // TILE), position_name(positions.dtype)
-    tickets, histograms, counts = torch.split(
-        scratch, [passes, passes * RADIX_WORDS, passes * tiles * RADIX_WORDS]
-    )
+    tiles, position = _tiles(count, positions.dtype), position_name(positions.dtype)
+    words = [passes, passes * RADIX_WORDS, passes * tiles * RADIX_WORDS]
+    tickets, histograms, counts = torch.split(scratch[: sum(words)], words)
     histograms = histograms.view(torch.int32).view(passes, -1)
     counts = counts.view(torch.int32).view(passes, -1)
     counted = (positions, count, bits, histograms, outside)
@@ -81,3 +81,7 @@ def radix_sort(
         launcher.launch("radix_sort", f"sort_pass<{position}>", tiles, BLOCK, args)
         given = result
     return results[(passes - 1) % 2]
+
+
+def _tiles(count: int, dtype: torch.dtype) -> int:
+    return -(-count // (BLOCK * ITEMS[dtype]))
