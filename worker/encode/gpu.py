@@ -29,6 +29,7 @@ from zenps.kernels.gpu.bitmap_codec import (
 )
 from zenps.kernels.gpu.bitmap_compact import bitmap_rows, bitmap_scratch_words
 from zenps.kernels.gpu.hash_compact import HashMemory, hash_positions, sort_hashed
+from zenps.kernels.gpu.launcher import to_device
 from zenps.kernels.gpu.place import DeviceLayout, place_rows
 from zenps.kernels.gpu.rows import GroupedRows, Header
 from zenps.kernels.gpu.scatter import merge
@@ -109,7 +110,6 @@ class StagedSparse(Staged, OneRound):
         self._codec, self._settings, self._device_layout_of = codec, settings, device_layout
         self._pulled: list[tuple[Tensor, Tensor]] = []
         self._faults: list[Tensor] = []
-        self._held: list[Tensor] = []
         self._hashed_rows = np.zeros(4, dtype=np.int64)
         """Rows by outcome of hash compaction: first hash, another hash, serial memory, overflow."""
         _, self._columns = table_shape(tensor)
@@ -133,7 +133,6 @@ class StagedSparse(Staged, OneRound):
         assert layout is not None
         self._layout, self._device_layout = layout, self._device_layout_of(layout)
         self.encoded, self._ranges = encoded, encoded.sharding.ranges()
-        # self._held is kept: copies from these buffers may not have finished.
         self._pulled.clear()
         self._faults.clear()
 
@@ -144,7 +143,7 @@ class StagedSparse(Staged, OneRound):
         gpu.pushing.follow(self._indices, self._values)
         with gpu.pushing.current():
             bounds = [each.start for each in ranges] + [each.stop for each in ranges]
-            starts, stops = torch.split(self._on_device(bounds), len(ranges))
+            starts, stops = torch.split(to_device(bounds, gpu.device), len(ranges))
         compact = self._compact_by_hashing if self._settings.compaction == "hash" else self._compact
         rows, ends = yield from compact(stops)
         runs = self._runs(ends)
@@ -301,7 +300,7 @@ class StagedSparse(Staged, OneRound):
         gpu = self._accelerator
         decoded = tensor_bytes(self._coder.decode(frames[1], (count, self._columns)))
         with gpu.pulling.current():
-            encoded, values = self._to_device(positions, decoded)
+            encoded, values = gpu.to_device(positions), gpu.to_device(decoded)
             if codec.name == "bitmap":
                 rows, fault = decode_bitmap(gpu.launcher, self._device_layout, encoded, count, start, span)
             else:
@@ -318,32 +317,13 @@ class StagedSparse(Staged, OneRound):
             rows, values = merge(gpu.launcher, rows, values, self._layout.rows_total)
             result = as_sparse(rows, values, self.encoded.shape, self._sparse_dim)
             faults = self._to_host(_joined(self._faults))
-        # Wait for two reasons: positions from the network are checked before their use, and copies from
-        # pinned memory must end before it is reused.
+        # Positions from the network are checked before their use.
         gpu.wait_for(gpu.pulling.mark())
         self._pulled.clear()
-        self._held.clear()
         if faults.any():
             raise ProtocolError("payload", "positions that do not increase, or that no row has")
         gpu.pulling.hand_over(result._indices(), result._values())
         return result
-
-    def _to_device(self, *parts: memoryview) -> list[Tensor]:
-        """Copies bytes to the device by one copy from pinned memory, which is kept until the round has ended.
-
-        Returns:
-            uint8, each at an address that is aligned for kernels.
-        """
-        places, size = _aligned([part.nbytes for part in parts])
-        pinned = self._accelerator.pinned.empty((size,), torch.uint8)
-        for place, part in zip(places, parts, strict=True):
-            pinned.numpy()[place] = np.frombuffer(part, np.uint8)
-        self._held.append(pinned)
-        there = pinned.to(self._accelerator.device, non_blocking=True)
-        return [there[place] for place in places]
-
-    def _on_device(self, numbers: Sequence[int]) -> Tensor:
-        return self._to_device(np.array(numbers, np.int64).data.cast("B"))[0].view(torch.int64)
 
 
 def _aligned(sizes: Sequence[int]) -> tuple[list[slice], int]:
