@@ -17,7 +17,7 @@ from tests.cuda.host.launcher import HostLauncher
 from zenps.kernels.gpu.rows import DeviceRows
 
 ARCHIVED = json.loads(RESULTS.read_text(encoding="utf-8"))
-RENEW = "if that is meant, run `python benchmarks/kernel_model.py`"
+RENEW = "if that is meant, run `python -m benchmarks.kernel_model`"
 WORSE = 1.1
 
 # Each interprets other sources; all of them take a minute.

@@ -132,8 +132,8 @@ PLANTS: Final = (
     Plant(
         "one row too many is placed",
         "place.cu",
-        "if (i >= count) return;\n    const int64 row",
-        "if (i > count) return;\n    const int64 row",
+        "i < count; i += grid_threads()) {\n        const int64 row",
+        "i <= count; i += grid_threads()) {\n        const int64 row",
         BOUNDS,
         "place: of_the_layout",
     ),
@@ -317,9 +317,9 @@ PLANTS: Final = (
     Plant(
         "π does not walk on",
         "keyspace.cuh",
-        "} while (value >= Word(at.granules));\n    return value;\n}\n\n// π⁻¹",
-        "} while (false);\n    return value;\n}\n\n// π⁻¹",
-        COMPARED,
+        "} while (value >= Word(at.granules));\n    return value;\n}\n\n// π⁻¹.",
+        "} while (false);\n    return value;\n}\n\n// π⁻¹.",
+        BOUNDS,
         "place: of_the_layout",
     ),
     Plant(

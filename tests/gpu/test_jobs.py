@@ -1,7 +1,4 @@
-"""Jobs whose gradients are on a GPU against the same jobs on the CPU: DDP's hook, two levels, sparsifiers.
-
-Never run on a GPU yet.
-"""
+"""Jobs whose gradients are on a GPU against the same jobs on the CPU: DDP's hook, two levels, sparsifiers."""
 
 from __future__ import annotations
 

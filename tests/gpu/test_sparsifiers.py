@@ -1,7 +1,4 @@
-"""Sparsifiers on a GPU: they select what they select on the CPU, and residuals stay on the device.
-
-Never run on a GPU yet.
-"""
+"""Sparsifiers on a GPU: they select what they select on the CPU, and residuals stay on the device."""
 
 from __future__ import annotations
 
