@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from zenps.config.settings import Config
 from zenps.config.shared import shared_settings
 from zenps.config.values import parse_address
-from zenps.errors import PeerLostError, ProtocolError
+from zenps.errors import MismatchError, PeerLostError, ProtocolError
 from zenps.keys import Keys, load_keys
 from zenps.observe import log, metrics
 from zenps.observe.clock import now_ns
@@ -77,6 +77,7 @@ def serve(config: Config, on_ready: Callable[[str], None]) -> None:
 
     Raises:
         PeerLostError: the job failed; the message says why.
+        MismatchError: nodes return whose job has other settings; they wait for another scheduler.
         ConfigError: the address cannot be bound.
     """
     keys = load_keys(config.security, "scheduler")
@@ -150,6 +151,8 @@ class _Service:
         """Returns when the job has ended. Raises :class:`PeerLostError` if it has failed."""
         try:
             self._run()
+        except MismatchError:
+            raise
         except (KeyboardInterrupt, SystemExit):
             # Unlike after a crash, no scheduler will return: nodes should not wait for one.
             self._send(self._membership.abort("the scheduler was told to end"))
@@ -181,6 +184,8 @@ class _Service:
                 self._send(self._membership.on_ended(ended, now))
             if now >= next_tick:  # a tick looks at every node and connection: too much for each message
                 self._on_tick(now, now - next_tick)
+                if self._membership.mistaken:
+                    raise MismatchError(self._membership.mistaken)
                 if self._has_ended(now):
                     return
                 next_tick = now + TICK_SECONDS

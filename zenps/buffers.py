@@ -84,9 +84,8 @@ class BufferPool:
         run_finalizers()
         size = _size_class(wanted_bytes, self._step_bits)
         self._last_lease[size] = next(self._leases)
-        try:
-            block = self._free[size].pop()
-        except (KeyError, IndexError):
+        block = self._pop(size)
+        if block is None:
             block = self._allocate(size)
         # torch keeps `lease` alive as long as the storage lives. So `lease` ends with the last tensor, NumPy
         # array or ZeroMQ frame on this memory. NumPy would not keep it: the base of a view of a view is the
@@ -99,6 +98,12 @@ class BufferPool:
         """Drops unused memory, and from now on also what is given back. May be called again."""
         self.keep_bytes = 0
         self._free.clear()
+
+    def _pop(self, size: int) -> NDArray[np.uint8] | None:
+        try:
+            return self._free[size].pop()
+        except (KeyError, IndexError):  # no test before: another thread might take the block in between
+            return None
 
     def _kept_bytes(self) -> int:
         return sum(size * len(blocks) for size, blocks in list(self._free.items()))

@@ -43,9 +43,20 @@ def refusal(
     if role == "server":
         settings = {"cluster.workers": cluster.workers} | settings
         settings = {key: settings[key] for key in message.settings.keys() & settings.keys()}
-    if message.settings != settings:
-        return Refused("mismatch", f"not the scheduler's settings: {_differing(message.settings, settings)}")
+    if differing := _differing(message.settings, settings):
+        return Refused("mismatch", f"not the scheduler's settings: {differing}")
     return None
+
+
+def mistaken(message: Register, settings: Settings) -> str:
+    """Returns why this scheduler cannot go on with the job of a worker that returns; empty if it can."""
+    if differing := _differing(settings, message.settings):
+        return (
+            f"the worker on host {message.host} with pid {message.pid} returns with a view of an "
+            f"earlier scheduler and other settings: {differing}; start the scheduler with the settings of "
+            "that job, or end that job"
+        )
+    return ""
 
 
 def _differing(here: Settings, there: Settings) -> str:

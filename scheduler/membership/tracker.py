@@ -36,7 +36,7 @@ from .actions import Send
 from .changes import Changes
 from .job import Job
 from .members import Node
-from .registration import Settings, is_complete, refusal
+from .registration import Settings, is_complete, mistaken, refusal
 from .states import JOB, JobState
 
 _ENDED = (
@@ -58,6 +58,7 @@ class Membership:
 
     Attributes:
         step: the latest step that a worker has reported; None before the first.
+        mistaken: why this scheduler cannot go on with the job whose members return to it; empty if it can.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Membership:
         self._changes = Changes()
         self._stalls = Stalls(cluster.stall_seconds)
         self.step: int | None = None
+        self.mistaken = ""
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────
 
@@ -293,6 +295,10 @@ class Membership:
     def _on_recovery(self, peer: bytes, message: Register, now: float) -> list[Send]:
         """A node registers that has a view of an earlier scheduler, or any node while the job recovers."""
         job = self._job
+        if message.view is not None and message.role == "worker":
+            self.mistaken = self.mistaken or mistaken(message, self._settings)
+        if self.mistaken:  # unanswered, they wait for a scheduler that has their settings
+            return []
         if self.state == "gathering":
             job.start_recovery(now)
         job.recovery.readmit(peer, message, now)

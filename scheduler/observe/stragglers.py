@@ -15,7 +15,7 @@ NOTABLE_SECONDS: Final = WINDOW_SECONDS / 10
 
 
 class Straggler(NamedTuple):
-    """A rank that others waited for: ``late_seconds`` of the last ``window_seconds``."""
+    """A rank that others waited for: ``late_seconds`` of the last ``window_seconds``, which are no fewer."""
 
     rank: int
     late_seconds: float
@@ -76,4 +76,5 @@ class Stragglers:
         late = {rank: seconds - before.get(rank, 0.0) for rank, seconds in total.items()}
         found = stragglers(late, self._workers, NOTABLE_SECONDS)
         self._named = bool(found)
-        return [Straggler(rank, late[rank], window) for rank in found]
+        # A wait is reported when it ends, and may have begun before the window.
+        return [Straggler(rank, late[rank], max(window, late[rank])) for rank in found]

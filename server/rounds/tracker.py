@@ -112,10 +112,12 @@ class ServerRounds:
         """Takes a push whose frames have been checked.
 
         Raises:
-            ProtocolError: it comes from no rank of this view, is for another ring, is of one tensor too many,
+            ProtocolError: it comes from no rank of this view, is for a later ring, is of one tensor too many,
                 or its rank has too many refused rounds already.
         """
         push = held.push
+        if push.ring_epoch < self._epoch:  # on its way when servers changed; it comes again for this ring
+            return []
         if push.ring_epoch != self._epoch or not self._peers.keys() >= set(push.ranks):
             raise ProtocolError(
                 "unexpected",

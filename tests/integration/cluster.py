@@ -208,10 +208,11 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         self.servers.append(server)
         return server
 
-    def restart_scheduler(self) -> None:
-        """Another scheduler at the same address; the one before has ended."""
-        ready = self._path / f"address{len(self._processes)}"
-        self.scheduler = self._launch(f"scheduler{len(self._processes)}", _schedule, self._sets(), ready)
+    def restart_scheduler(self, **changed: object) -> None:
+        """Another scheduler at the same address, with ``section__field=value``; the one before has ended."""
+        ready, name = self._path / f"address{len(self._processes)}", f"scheduler{len(self._processes)}"
+        sets = [f"{setting.replace('__', '.')}={value}" for setting, value in changed.items()]
+        self.scheduler = self._launch(name, _schedule, [*self._sets(), *sets], ready)
         _read_when_written(ready, self.scheduler)
 
     def start(

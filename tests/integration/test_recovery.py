@@ -238,6 +238,23 @@ def test_a_job_goes_on_without_its_scheduler_which_returns(
         _assert_equal(state, undisturbed)
 
 
+def test_a_scheduler_that_returns_with_other_settings_ends_and_the_job_waits_for_another(
+    cluster: Cluster, tmp_path: Path, undisturbed: State
+) -> None:
+    training = Training(cluster, tmp_path)
+    cluster.scheduler.kill()
+    cluster.restart_scheduler(sync__partition="parallel", sync__seed=1)
+    assert cluster.scheduler.wait() == 1
+    assert (
+        "sync.partition is 'parallel' here and 'balanced' there; sync.seed is 1 here" in cluster.scheduler.log
+    )
+    assert "start the scheduler with the settings of that job" in cluster.scheduler.log
+    cluster.restart_scheduler()
+    cluster.await_state("running")
+    for state in training.finish():
+        _assert_equal(state, undisturbed)
+
+
 @pytest.mark.long
 def test_what_happened_while_the_scheduler_was_away_is_noticed(
     cluster: Cluster, tmp_path: Path, undisturbed: State

@@ -37,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.takes_command is not None and bool(command) != args.takes_command:
         args.parser.error("expected -- CMD [ARG ...]" if args.takes_command else "unexpected -- CMD")
     args.command = command
+    if sys.stdout is None:  # it was closed, as by `>&-`
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # not every encoding has the characters of tables
     try:

@@ -224,7 +224,7 @@ def _from_file(file: Path | None, environ: Mapping[str, str]) -> _Layer:
     if not named and not path.exists():
         return {}
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin with a BOM
     except OSError as error:
         raise ConfigError("file", str(path), f"a readable TOML file ({error.strerror})") from error
     except ValueError as error:  # tomllib.TOMLDecodeError and UnicodeDecodeError

@@ -122,7 +122,9 @@ class WorkerMetrics(_RoleMetrics):
         self.rows = self._counter(
             "zenps_rows_total",
             "Rows of sparse tensors by stage: given by the caller, pushed after duplicates were summed, "
-            "pulled as the union of all ranks, and rows of the whole tensor.",
+            "pulled as the union of all ranks, and rows of the whole tensor. Schemes that send elements "
+            "count those that are left of the sums; schemes that send dense tensors count none, nor do ranks "
+            "whose host reduces first, but for its leader, which pushes the host's rows.",
             stage=("given", "pushed", "pulled", "whole"),
         )
         self.elements = self._counter(
@@ -148,7 +150,10 @@ class WorkerMetrics(_RoleMetrics):
             "zenps_push_pull_duration_seconds", "Duration of a round, from the caller's call to its result."
         )
         self.rounds = self._outcomes(
-            "zenps_rounds_total", "Rounds ended, by outcome.", "completed", self.push_pull_duration
+            "zenps_rounds_total",
+            "Rounds ended, by outcome; without those that Ctrl-C left without a caller.",
+            "completed",
+            self.push_pull_duration,
         )
         self.wait_duration = self._durations(
             "zenps_wait_duration_seconds", "Time of a round spent waiting for replies."

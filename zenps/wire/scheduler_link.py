@@ -228,7 +228,7 @@ class SchedulerLink:
         if (is_missed := silent > lease) != self._is_missed:
             self._is_missed = is_missed
             if is_missed:
-                logger.warning("%s has been silent for a lease; it has %g s to return", who, most - silent)
+                logger.warning("%s has been silent for a lease; it has %.0f s to return", who, most - silent)
             else:
                 logger.warning("%s has returned", who)
 

