@@ -125,12 +125,20 @@ def test_a_result_does_not_wait_for_gradients_that_came_later(accelerator: CudaA
     layout = make_layout("balanced", 1000, 1, [0, 1], 0)
     device_layout = device_layout_on(layout, accelerator.device)
     tensor = whole_numbers(1000, 4, 500, 1)
-    sharding, coder = Sharding(layout, 1, 0), Unchanged(tensor.dtype)
-    staged = StagedSparse(
-        tensor.cuda(), sharding, "auto", CudaConfig(), lambda _: device_layout, accelerator, coder
-    )
-    transfer = prepared(staged, accelerator)
-    absorb_all(transfer, aggregate([transfer], average=False))
+
+    def answered() -> Transfer:
+        sharding, coder = Sharding(layout, 1, 0), Unchanged(tensor.dtype)
+        transfer = prepared(
+            StagedSparse(
+                tensor.cuda(), sharding, "auto", CudaConfig(), lambda _: device_layout, accelerator, coder
+            ),
+            accelerator,
+        )
+        absorb_all(transfer, aggregate([transfer], average=False))
+        return transfer
+
+    answered().finish()  # compiles what a pull needs
+    transfer = answered()
     with accelerator.pushing.current():
         torch.cuda._sleep(4_000_000_000)
     busy = accelerator.pushing.mark()
