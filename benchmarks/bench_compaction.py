@@ -10,14 +10,10 @@ nothing, and it writes no file.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -26,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.gpu_clock import Bench, begin, describe
 from zenps.kernels.gpu.bitmap_compact import bitmap_compact
 from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact
-from zenps.kernels.gpu.launcher import Launcher
 from zenps.kernels.gpu.place import DeviceLayout, place_rows
 from zenps.kernels.gpu.rows import DeviceRows
 from zenps.kernels.gpu.sort_compact import sort_compact
@@ -36,11 +32,6 @@ from zenps.partition.device_layout import device_layout_on
 from zenps.partition.layout import Layout, LayoutCache
 from zenps.partition.ring import rebalance
 from zenps.partition.strategies import strategy
-
-RESULTS = Path(__file__).resolve().parent / "results"
-WARM_UPS, REPEATS = 3, 15
-HEAD_START_CYCLES = 4_000_000  # some 2 ms
-FLUSH_BYTES = 256 << 20  # more than any GPU's L2, so that each repetition reads memory
 
 
 class Case(NamedTuple):
@@ -87,49 +78,6 @@ class Report(msgspec.Struct):
     device: dict[str, str | float]
     versions: dict[str, str]
     results: list[Result]
-
-
-class Bench:
-    """A device, how kernels are launched on it, and its clock."""
-
-    def __init__(self, device: torch.device, launcher: Launcher) -> None:
-        self.device = device
-        self.launcher = launcher
-        on_gpu = device.type == "cuda"
-        self._flush = torch.empty(FLUSH_BYTES if on_gpu else 0, dtype=torch.uint8, device=device)
-        self._warm_ups, self._repeats = (WARM_UPS, REPEATS) if on_gpu else (0, 1)
-        self.bytes_per_second = self._measure_bandwidth(1 << 31 if on_gpu else 1 << 16)
-
-    def milliseconds(self, run: Callable[[], object]) -> list[float]:
-        """The times of all repetitions, sorted."""
-        for _ in range(self._warm_ups):
-            run()
-        return sorted(self._time_once(run) for _ in range(self._repeats))
-
-    def _time_once(self, run: Callable[[], object]) -> float:
-        self._flush.zero_()
-        if self.device.type != "cuda":
-            begin = time.perf_counter()
-            run()
-            return (time.perf_counter() - begin) * 1000
-        # A read, so that no dirty cache lines are written back while the clock runs; and a head start, in
-        # which the host enqueues everything: otherwise the host would be timed.
-        self._flush.amax()
-        torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
-        begins, ends = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begins.record()
-        run()
-        ends.record()
-        ends.synchronize()
-        return float(begins.elapsed_time(ends))
-
-    def _measure_bandwidth(self, size: int) -> float:
-        """The best of reading (a maximum) and of copying, in bytes per second."""
-        source = torch.zeros(size // 4, device=self.device)
-        target = torch.empty_like(source)
-        reading = statistics.median(self.milliseconds(source.amax))
-        copying = statistics.median(self.milliseconds(lambda: target.copy_(source)))
-        return 1000 * max(size / reading, 2 * size / copying)
 
 
 class Plan(NamedTuple):
@@ -269,63 +217,18 @@ def tabulate(results: Sequence[Result]) -> Table:
     return table
 
 
-def describe(bench: Bench) -> dict[str, str | float]:
-    """The facts about the device that times depend on."""
-    import cupy
-
-    properties = torch.cuda.get_device_properties(bench.device)
-    return {
-        "name": properties.name,
-        "multiprocessors": properties.multi_processor_count,
-        "capability": f"{properties.major}.{properties.minor}",
-        "memory_gib": round(properties.total_memory / 2**30, 1),
-        "driver_cuda": str(cupy.cuda.runtime.driverGetVersion()),
-        "bandwidth_gb_per_second": round(bench.bytes_per_second / 1e9, 1),
-    }
-
-
-def device_name(device: dict[str, str | float]) -> str:
-    """The name of a device in a file's name."""
-    return str(device["name"]).removeprefix("NVIDIA ").lower().replace(" ", "-")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints the table and, on a GPU, writes JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--host", action="store_true", help="tiny cases on the CPU: does the script work?")
-    parser.add_argument("--json", type=Path, help="default: results/compaction-DEVICE.json")
-    options = parser.parse_args(arguments)
-    if not options.host and not torch.cuda.is_available():
-        print("expected a CUDA device, found none; --host tries the script without one", file=sys.stderr)
-        return 2
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    bench = host_bench() if options.host else gpu_bench()
-    cases = TINY if options.host else SWEEP
-    results = [result for case in cases for result in measure(bench, case)]
+    run = begin(__doc__, "compaction", arguments)
+    cases = SWEEP if run.is_whole else TINY
+    results = [result for case in cases for result in measure(run.bench, case)]
     Console(width=150).print(tabulate(results))
-    if not options.host:
-        device = describe(bench)
+    if run.is_whole:
         versions = {"torch": str(torch.__version__), "cuda": str(torch.version.cuda)}
-        path = options.json or RESULTS / f"compaction-{device_name(device)}.json"
-        report = Report(started, sys.argv, device, versions, results)
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
-        print(f"written: {path}")
-    return 0
-
-
-def gpu_bench() -> Bench:
-    """Of the current CUDA device."""
-    from zenps.kernels.gpu.cupy import CupyLauncher
-
-    return Bench(torch.device("cuda", torch.cuda.current_device()), CupyLauncher())
-
-
-def host_bench() -> Bench:
-    """Of the kernels on the CPU; its times mean nothing."""
-    from tests.cuda.host.launcher import HostLauncher
-
-    return Bench(torch.device("cpu"), HostLauncher())
+        report = Report(run.started, sys.argv, describe(run.bench), versions, results)
+        run.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+        print(f"written: {run.json}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -8,12 +8,9 @@ Without a GPU, ``--host`` runs the model's small samples with the kernels on the
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -21,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.bench_compaction import RESULTS, Bench, describe, device_name, gpu_bench, host_bench
+from benchmarks.gpu_clock import RESULTS, Bench, begin, describe
 from benchmarks.model_cases import CASES
 
 
@@ -78,26 +75,16 @@ def tabulate(entries: dict[str, Measured]) -> Table:
     return table
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints the table and, on a GPU, writes JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--host", action="store_true", help="samples on the CPU: does the script work?")
-    parser.add_argument("--json", type=Path, help="default: results/kernels-DEVICE.json")
-    options = parser.parse_args(arguments)
-    if not options.host and not torch.cuda.is_available():
-        print("expected a CUDA device, found none; --host tries the script without one", file=sys.stderr)
-        return 2
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    bench = host_bench() if options.host else gpu_bench()
-    entries = {name: measure(bench, name, not options.host) for name in CASES}
+    run = begin(__doc__, "kernels", arguments)
+    entries = {name: measure(run.bench, name, run.is_whole) for name in CASES}
     Console(width=150).print(tabulate(entries))
-    if not options.host:
-        report = Report(started, sys.argv, describe(bench), entries)
-        path = options.json or RESULTS / f"kernels-{device_name(report.device)}.json"
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
-        print(f"written: {path}")
-    return 0
+    if run.is_whole:
+        report = Report(run.started, sys.argv, describe(run.bench), entries)
+        run.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+        print(f"written: {run.json}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.cuda.host.launcher import SIZES, HostLauncher
+from tests.cuda.host.launcher import SIZES, HostLauncher, RecordingLauncher
 from zenps.codecs.bitmap import Bitmap
 from zenps.codecs.coo import Coo
 from zenps.errors import ProtocolError, TensorError
@@ -70,15 +70,7 @@ def encode_all(launcher: HostLauncher, positions: Tensor, chunks: Sequence[Bitma
 
 def test_the_bitmaps_of_all_chunks_come_from_one_launch(launcher: HostLauncher) -> None:
     """Chunks of many sizes, none and several tiles among them, as the shards of several servers are."""
-    launches: list[str] = []
-
-    class Counting(HostLauncher):
-        def launch(
-            self, source: str, expression: str, grid: int, block: int, args: Sequence[Tensor | int]
-        ) -> None:
-            launches.append(expression)
-            super().launch(source, expression, grid, block, args)
-
+    recorded = RecordingLauncher(launcher.seed)
     spans = [70_000, 0, 5, 64, 0, 131_072, 33]
     chunks, inside, begin, start = [], [], 0, 17
     for number, span in enumerate(spans):
@@ -87,8 +79,8 @@ def test_the_bitmaps_of_all_chunks_come_from_one_launch(launcher: HostLauncher) 
         inside.append(drawn)
         begin, start = begin + len(drawn), start + span
     positions = torch.cat([each + chunk.start for each, chunk in zip(inside, chunks, strict=True)])
-    bitmaps = encode_all(Counting(launcher.seed), positions.int(), chunks)
-    assert launches == ["encode_bitmaps<int32>"]
+    bitmaps = encode_all(recorded, positions.int(), chunks)
+    assert recorded.launched == ["encode_bitmaps<int32>"]
     for bitmap, drawn, span in zip(bitmaps, inside, spans, strict=True):
         assert torch.equal(bitmap, packed(drawn, span))
     assert encode_all(launcher, positions, []) == []

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.cuda.host.launcher import SIZES, SMALL, HostLauncher, KernelError
+from tests.cuda.host.launcher import SIZES, SMALL, HostLauncher, KernelError, RecordingLauncher
 from tests.cuda.mirror import ON_A_GPU
 from zenps.errors import TensorError
-from zenps.kernels.gpu.launcher import BLOCK, Argument
+from zenps.kernels.gpu.launcher import BLOCK
 from zenps.kernels.gpu.radix_sort import (
     ITEMS,
     MAX_POSITIONS,
@@ -159,17 +157,9 @@ def test_a_tile_waits_for_counts_that_are_not_there() -> None:
 
 
 def test_launches_and_passes() -> None:
-    launches: list[str] = []
-
-    class Counting(HostLauncher):
-        def launch(
-            self, source: str, expression: str, grid: int, block: int, args: Sequence[Argument]
-        ) -> None:
-            launches.append(expression)
-            super().launch(source, expression, grid, block, args)
-
-    assert_sorted(Counting(), drawn(100, 10**7).int(), 10**7)
-    assert launches == ["count_digits<int32>", *["sort_pass<int32>"] * 3]
+    launcher = RecordingLauncher()
+    assert_sorted(launcher, drawn(100, 10**7).int(), 10**7)
+    assert launcher.launched == ["count_digits<int32>", *["sort_pass<int32>"] * 3]
     assert [radix_passes(size) for size in (1, 256, 257, 1 << 16, 1 << 31, 1 << 33)] == [1, 1, 2, 2, 4, 5]
     assert [position_bits(size) for size in (0, 1, 2, 3, 256, 257)] == [1, 1, 1, 2, 8, 9]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
 from itertools import groupby
 
 import numpy as np
@@ -15,10 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.cuda.dtypes import BITS
-from tests.cuda.host.launcher import SIZES, HostLauncher
+from tests.cuda.host.launcher import SIZES, HostLauncher, RecordingLauncher
 from zenps.errors import TensorError
 from zenps.kernels.base import ACCUMULATE
-from zenps.kernels.gpu.launcher import Argument
 from zenps.kernels.gpu.radix_sort import radix_passes
 from zenps.kernels.gpu.rows import DeviceRows, Header
 from zenps.kernels.gpu.sort_compact import CHUNK, sort_compact, sort_scratch_words
@@ -174,17 +172,9 @@ def test_the_last_block_adds_what_the_others_left(kind: str, rows: int, columns:
     and blocks that have cells of two of them.
     """
     positions, values = positions_of(kind, rows), values_of(rows, columns, torch.float32)
-    launches: list[str] = []
-
-    class Counting(HostLauncher):
-        def launch(
-            self, source: str, expression: str, grid: int, block: int, args: Sequence[Argument]
-        ) -> None:
-            launches.append(expression)
-            super().launch(source, expression, grid, block, args)
-
-    got = valid(compacted(Counting(resident=resident), positions, values))
-    *sorting, segments, summing = launches
+    launcher = RecordingLauncher(resident=resident)
+    got = valid(compacted(launcher, positions, values))
+    *sorting, segments, summing = launcher.launched
     assert sorting == ["count_digits<int64>"] + ["sort_pass<int64>"] * radix_passes(size_of(positions))
     assert (segments, summing) == ("find_segments<int64>", "reduce_runs<float, 1>")
     assert_same_bits(got[1], expected_rows(positions, values)[1])

@@ -105,6 +105,19 @@ class HostLauncher(Launcher):
                     )
 
 
+class RecordingLauncher(HostLauncher):
+    """Notes the kernels that it launches, by their expressions, in :attr:`launched`."""
+
+    def __init__(self, seed: int = 0, resident: int = 4) -> None:
+        super().__init__(seed, resident)
+        self.launched: list[str] = []
+
+    def launch(self, source: str, expression: str, grid: int, block: int, args: Sequence[Argument]) -> None:
+        if grid:
+            self.launched.append(expression)
+        super().launch(source, expression, grid, block, args)
+
+
 @functools.cache
 def _mirror() -> Mirror:
     return Mirror(CupyLauncher(), torch.device("cuda", 0), torch.cuda.synchronize)

@@ -11,7 +11,7 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
-from tests.cuda.host.launcher import HostLauncher
+from tests.cuda.host.launcher import HostLauncher, RecordingLauncher
 from tests.worker.encode.test_reshard import view_of
 from tests.worker.host_accelerator import HostAccelerator
 from tests.worker.sparsify.test_agreed import Job
@@ -189,14 +189,7 @@ def test_a_training_goes_on_from_a_state_of_either() -> None:
 
 
 def test_only_what_is_selected_comes_to_the_host_and_one_kernel_reads_the_gradient() -> None:
-    launched, copied = list[str](), list[int]()
-
-    class Counting(HostLauncher):
-        def launch(
-            self, source: str, expression: str, grid: int, block: int, args: Sequence[Argument]
-        ) -> None:
-            launched.append(expression)
-            super().launch(source, expression, grid, block, args)
+    copied = list[int]()
 
     class Pool(BufferPool):
         def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -204,11 +197,11 @@ def test_only_what_is_selected_comes_to_the_host_and_one_kernel_reads_the_gradie
             copied.append(made.nbytes)
             return made
 
-    gpu = HostAccelerator()
-    gpu.launcher, gpu.pinned = Counting(), Pool(keep_bytes=1 << 20)
+    gpu, launcher = HostAccelerator(), RecordingLauncher()
+    gpu.launcher, gpu.pinned = launcher, Pool(keep_bytes=1 << 20)
     rank = Rank(gpu)
     made, sent = rank.push(gradient(0, SIZE), 0)
-    assert launched == ["mark_elements<float>", "list_marked"]
+    assert launcher.launched == ["mark_elements<float>", "list_marked"]
     # The number of candidates, the selected indices and values, and whether all are finite.
     selected = SIZE // 100
     assert sent._nnz() == selected

@@ -1,0 +1,28 @@
+"""Benchmarks of a GPU on the CPU: they run, and say that a GPU is missing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import bench_compaction, bench_model
+from benchmarks.model_cases import CASES
+
+
+def test_every_way_and_every_kernel_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    bench_compaction.main(["--host"])
+    bench_model.main(["--host"])
+    printed = capsys.readouterr().out
+    ways = ("sort_compact", "bitmap_compact", "hash_compact", "torch: unique, index_add_")
+    for name in (*ways, *CASES):
+        assert name in printed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+@pytest.mark.parametrize("main", [bench_compaction.main, bench_model.main])
+def test_without_a_gpu_nothing_is_measured(main: object, capsys: pytest.CaptureFixture[str]) -> None:
+    assert callable(main)
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
+    assert "expected a CUDA device, found none" in capsys.readouterr().err
