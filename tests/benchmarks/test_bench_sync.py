@@ -21,7 +21,7 @@ def bench(*options: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.long
 def test_tiny_run_is_measured_and_written(tmp_path: Path) -> None:
     output = tmp_path / "new" / "tiny.json"
-    case = {"rows": 20_000, "dim": 16, "ids": 2_000, "skew": 5.0, "steps": 2}
+    case = {"rows": 20_000, "dim": 16, "ids": 2_000, "skew": 5.0, "steps": 2, "device": "cpu"}
     flags = [text for name, value in case.items() for text in (f"--{name}", str(value))]
     done = bench(
         "--workers", "2", "--servers", "1", "--partitions", "balanced", *flags, "--json", str(output)

@@ -236,7 +236,7 @@ PLANTS: Final = (
     Plant(
         "words that are not cleared",
         "place.cu",
-        "if (i < words) cleared[i] = 0;",
+        "cleared[i] = 0;",
         "",
         COMPARED,
         "place: of_the_layout",
