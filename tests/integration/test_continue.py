@@ -278,6 +278,7 @@ def test_a_loss_completes_a_barrier() -> None:
     assert lose_one("barrier") == [[None, None]] * 2
 
 
+@pytest.mark.long
 def test_averages_are_over_those_that_are_present() -> None:
     for result in lose_one("push"):
         assert torch.equal(result, torch.full((70_000,), 1.0)), "of 0 and 2"

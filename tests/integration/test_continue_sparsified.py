@@ -55,6 +55,7 @@ def train(path: Path) -> dict[int, Step]:
     return steps
 
 
+@pytest.mark.long
 @pytest.mark.timeout(110)
 def test_sparsifiers_go_on_when_a_worker_joins(tmp_path: Path) -> None:
     settings = {

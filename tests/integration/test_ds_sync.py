@@ -273,6 +273,7 @@ def test_a_rank_that_comes_too_late_is_named() -> None:
     assert second.kind in ("PeerLostError", "DeadlineError")
 
 
+@pytest.mark.long
 def test_a_stall_says_whose_models_are_waited_for() -> None:
     with Cluster(2, settings=SETTINGS | {"cluster.stall_seconds": 1}, lease_seconds=LEASE_SECONDS) as cluster:
         workers = [cluster.start(train_until_one_is_late, rank=rank) for rank in range(2)]

@@ -312,6 +312,7 @@ def test_masked_language_model_learns_in_a_cluster_from_a_file(tmp_path: Path) -
 # ── the fine-tuned Transformer ──────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long
 def test_a_transformer_is_fine_tuned_with_a_sparsifier(tmp_path: Path) -> None:
     file, curve = tmp_path / "report.json", tmp_path / "curve.json"
     launch = ["-m", "zenps.cli", "launch", "--workers", "2", "--servers", "1"]

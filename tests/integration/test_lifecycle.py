@@ -53,6 +53,7 @@ for joined in range(3):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "seconds", [0.0, pytest.param(3.0, marks=pytest.mark.long)], ids=["at once", "one after the other"]
 )

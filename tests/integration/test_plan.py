@@ -55,6 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_a_training_is_recorded_and_planned_for(folder: Path) -> None:
     options = ["--steps", "6", "--trace", "trace", "--write", "zenps.toml", "--plot", "plots"]
     done = zenps(folder, "plan", *options, "--", sys.executable, "train.py")

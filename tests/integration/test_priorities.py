@@ -68,6 +68,7 @@ def expected(rank: int, suffix: str = "") -> Priorities:
     return {f"t{number}{suffix}": {-number if rank else number} for number in range(TENSORS)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", [{}, {"cluster.server_budget_bytes": 1 << 20}])
 def test_ranks_that_disagree_about_what_is_important(tmp_path: Path, settings: dict[str, object]) -> None:
     with Cluster(settings={**SETTINGS, **settings}) as cluster:

@@ -84,6 +84,7 @@ def test_rows_are_compacted_into_shared_memory() -> None:
         assert cluster.run(count_copies) == [0, 0]
 
 
+@pytest.mark.long
 def test_a_server_that_shares_nothing_gets_all_by_tcp() -> None:
     with Cluster(server_settings={"cluster.same_host": "tcp"}) as cluster:
         for results, shared in cluster.run(push_and_keep):
@@ -133,6 +134,7 @@ def await_world_of(size: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.long
 def test_kill_9_of_a_worker_that_was_lent_results(tmp_path: Path) -> None:
     is_elastic = {"cluster.on_worker_loss": "continue"}
     with Cluster(settings=is_elastic, lease_seconds=LEASE_SECONDS) as cluster:

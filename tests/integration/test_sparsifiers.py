@@ -143,6 +143,7 @@ def test_ranks_train_as_one_process_with_all_residuals(scheme: str) -> None:
     assert stats.selected_elements < stats.union_elements <= RANKS * stats.selected_elements
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["zenps", "agsparse"])
 def test_randomk_chooses_the_same_elements_on_all_ranks_and_others_in_each_step(scheme: str) -> None:
     settings = SETTINGS | {"sync.scheme": scheme, "sync.sparsifier": "randomk"}
@@ -191,6 +192,7 @@ def train_past_losses(directory: Path) -> tuple[dict[str, Tensor], int]:
     return values_of(model), world._session.lease.view.ring_epoch
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["exdyna", "topk"])
 @pytest.mark.parametrize("values", ["same", pytest.param("int8", marks=pytest.mark.long)])
 def test_servers_that_are_killed_change_no_bit(tmp_path: Path, name: str, values: str) -> None:
@@ -212,6 +214,7 @@ def test_servers_that_are_killed_change_no_bit(tmp_path: Path, name: str, values
         assert all(torch.equal(trained[layer], found[0][layer]) for layer in trained)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
     [
@@ -641,6 +644,7 @@ def train_in_two_jobs(directory: Path, begin: int, end: int) -> dict[str, Tensor
     return values_of(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["zenps", pytest.param("agsparse", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "name",
@@ -672,6 +676,7 @@ def load_wrong_states(directory: Path, tensors: str) -> list[Any]:
     return [*refused, attempt(optimizer.step)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("tensors", "reason"),
     [

@@ -329,6 +329,7 @@ def train_in_two_jobs(directory: Path, begin: int, end: int, save_at: int) -> St
     return test_sparsifiers.values_of(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("saved_after", [2, 8])
 @pytest.mark.parametrize(
     "name", ["exdyna", *(pytest.param(each, marks=LONG) for each in ("none", "topk", "dgc"))]
@@ -356,6 +357,7 @@ def load_and_save(state: dict[str, Any]) -> dict[str, Any]:
     return optimizer.state_dict()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["topk", "exdyna", "dgc"])
 def test_sparsified_ranks_are_equal_and_learn(name: str) -> None:
     chosen = test_sparsifiers.SETTINGS | settings(2) | {"sync.sparsifier": name, "sync.values": "int8"}
@@ -411,6 +413,7 @@ def train_elastically(directory: Path) -> State:
     return state_of(model)
 
 
+@pytest.mark.long
 def test_a_worker_that_is_killed_is_replaced(tmp_path: Path) -> None:
     chosen = settings(2, cluster__on_worker_loss="continue")
     with Cluster(2, settings=chosen, lease_seconds=LEASE_SECONDS) as cluster:

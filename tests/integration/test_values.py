@@ -97,6 +97,7 @@ def final_loss(results: list[dict[str, Any]]) -> float:
     return sum(results[0]["losses"][-10:]) / 10
 
 
+@pytest.mark.long
 @every_form
 def test_ranks_stay_the_same_bit_by_bit(form: str) -> None:
     first, second = trained(form)
