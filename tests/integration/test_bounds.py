@@ -159,7 +159,9 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Tar
     assert wrong == 0
 
 
-@pytest.mark.parametrize("size", [1, 200, 60_000], ids="frames of {} bytes".format)
+@pytest.mark.parametrize(
+    "size", [1, pytest.param(200, marks=pytest.mark.long), 60_000], ids="frames of {} bytes".format
+)
 @pytest.mark.parametrize("role", ["scheduler", "server"])
 def test_a_message_without_end_costs_its_sender_the_connection(
     training: dict[str, Target], role: str, size: int

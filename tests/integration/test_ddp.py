@@ -264,7 +264,14 @@ def train_until_alone(store: Path, kind: str, end: str) -> Any:
     return raised[2:]
 
 
-@pytest.mark.parametrize(("kind", "end"), [("sparse", "leaves"), ("dense", "leaves"), ("both", "is killed")])
+@pytest.mark.parametrize(
+    ("kind", "end"),
+    [
+        pytest.param("sparse", "leaves", marks=pytest.mark.long),
+        pytest.param("dense", "leaves", marks=pytest.mark.long),
+        ("both", "is killed"),
+    ],
+)
 def test_backward_raises_what_zenps_raises(tmp_path: Path, kind: str, end: str) -> None:
     """Twice: DDP's own state is as after any step, so its next forward does not fail."""
     with Cluster(lease_seconds=LEASE_SECONDS) as cluster:

@@ -121,10 +121,10 @@ def sparsify_on_both() -> list[dict[str, Tensor]]:
     "settings",
     [
         {"sync.sparsifier": "topk"},
-        {"sync.sparsifier": "topk", "sync.values": "bfloat16"},
-        {"sync.sparsifier": "topk", "sync.scheme": "omnireduce"},
+        pytest.param({"sync.sparsifier": "topk", "sync.values": "bfloat16"}, marks=pytest.mark.long),
+        pytest.param({"sync.sparsifier": "topk", "sync.scheme": "omnireduce"}, marks=pytest.mark.long),
         {"sync.sparsifier": "exdyna"},
-        {"sync.sparsifier": "exdyna", "sync.scheme": "agsparse"},
+        pytest.param({"sync.sparsifier": "exdyna", "sync.scheme": "agsparse"}, marks=pytest.mark.long),
     ],
     ids=["topk", "topk-bfloat16", "topk-omnireduce", "exdyna", "exdyna-agsparse"],
 )

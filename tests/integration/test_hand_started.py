@@ -131,9 +131,9 @@ LEFT = {"scheduler": 0, "server 0": 0, "worker 0": 1, "worker 1": 1}
 @pytest.mark.parametrize(
     ("name", "number", "code", "others"),
     [
-        ("scheduler", signal.SIGTERM, 143, LOST),
+        pytest.param("scheduler", signal.SIGTERM, 143, LOST, marks=pytest.mark.long),
         ("scheduler", signal.SIGINT, 130, LOST),
-        ("worker 0", signal.SIGTERM, 143, LEFT),
+        pytest.param("worker 0", signal.SIGTERM, 143, LEFT, marks=pytest.mark.long),
         ("worker 1", signal.SIGTERM, 143, LEFT),
         ("worker 1", signal.SIGKILL, -9, LOST),
     ],

@@ -54,7 +54,9 @@ def check(results: list[dict[str, Tensor]], ranks: int = 2, first: int = 0) -> N
             assert_same_bits(result, reduce_in_rank_order(parts, average=True))
 
 
-@pytest.mark.parametrize("settings", [{}, {"sync.chunk_bytes": 100_000}])
+@pytest.mark.parametrize(
+    "settings", [{}, pytest.param({"sync.chunk_bytes": 100_000}, marks=pytest.mark.long)]
+)
 def test_values_do_not_travel_and_are_the_same(settings: dict[str, object]) -> None:
     outcomes = {}
     for how in ("memory", "tcp"):

@@ -100,7 +100,7 @@ def assert_bits(states: list[State]) -> None:
         assert all(torch.equal(state[name], value) for name, value in states[0].items())
 
 
-@pytest.mark.parametrize("ranks", [1, RANKS])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), RANKS])
 @pytest.mark.parametrize("staleness", [1, 3])
 @pytest.mark.parametrize("name", ["momentum", "sparse adam and adam"])
 def test_each_step_applies_the_averages_of_some_steps_before(name: str, staleness: int, ranks: int) -> None:

@@ -16,10 +16,9 @@ SELECTED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "sanitizer", [pytest.param(Sanitizer.ADDRESS, marks=pytest.mark.long), Sanitizer.THREAD]
-)
+@pytest.mark.parametrize("sanitizer", [Sanitizer.ADDRESS, Sanitizer.THREAD])
 def test_no_sanitizer_objects(sanitizer: Sanitizer) -> None:
     if not has_sanitizer(sanitizer):
         pytest.skip(f"the C compiler has no {sanitizer} sanitizer")
