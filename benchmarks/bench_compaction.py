@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -225,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Console(width=150).print(tabulate(results))
     if run.is_whole:
         versions = {"torch": str(torch.__version__), "cuda": str(torch.version.cuda)}
-        report = Report(run.started, sys.argv, describe(run.bench), versions, results)
+        report = Report(run.started, run.command, describe(run.bench), versions, results)
         run.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
         print(f"written: {run.json}")
 

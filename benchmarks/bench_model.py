@@ -9,7 +9,6 @@ Without a GPU, ``--host`` runs the model's small samples with the kernels on the
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -81,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     entries = {name: measure(run.bench, name, run.is_whole) for name in CASES}
     Console(width=150).print(tabulate(entries))
     if run.is_whole:
-        report = Report(run.started, sys.argv, describe(run.bench), entries)
+        report = Report(run.started, run.command, describe(run.bench), entries)
         run.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
         print(f"written: {run.json}")
 

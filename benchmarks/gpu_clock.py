@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -68,11 +69,13 @@ class Run(NamedTuple):
 
     Attributes:
         started: when, in ISO 8601.
+        command: the script's name and arguments.
         is_whole: False to try the script on the CPU, with small cases.
         json: the file to write.
     """
 
     started: str
+    command: list[str]
     bench: Bench
     is_whole: bool
     json: Path
@@ -95,10 +98,12 @@ def begin(doc: str | None, name: str, arguments: Sequence[str] | None) -> Run:
     if not options.host and not torch.cuda.is_available():
         parser.error("expected a CUDA device, found none; --host tries the script without one")
     started = datetime.now(UTC).isoformat(timespec="seconds")
+    command = [Path(sys.argv[0]).name, *sys.argv[1:]]
     if options.host:
-        return Run(started, _host_bench(), is_whole=False, json=Path())
+        return Run(started, command, _host_bench(), is_whole=False, json=Path())
     device = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
-    return Run(started, _gpu_bench(), is_whole=True, json=options.json or RESULTS / f"{name}-{device}.json")
+    path = options.json or RESULTS / f"{name}-{device}.json"
+    return Run(started, command, _gpu_bench(), is_whole=True, json=path)
 
 
 def describe(bench: Bench) -> dict[str, str | float]:

@@ -71,3 +71,20 @@ __device__ inline void for_each_bit(uint32 (&words)[WORDS], uint32 first, uint32
         __syncthreads();
     }
 }
+
+// Calls use(number, position) for each set bit of a bitmap of `bits`, in order, from number 0 on, and counted() once
+// with their number. Each block takes a tile; there are ceil(bits / BITMAP_TILE).
+template <typename Counted, typename Use>
+__device__ inline void for_each_position(ScanState* state, const uint8* bitmap, int64 bits, Counted counted,
+                                         Use use) {
+    const int64 tile = take_tile(state);
+    uint32 words[THREAD_WORDS];
+    const uint32 set = read_words(bitmap, ceil_div(bits, 8), tile, words);
+    uint32 total;
+    const uint32 rank = block_exclusive_sum<THREADS>(set, total);
+    const int64 before = tiles_before(state, tile, total);
+    if (threadIdx.x == 0 && (tile + 1) * BITMAP_TILE >= bits) counted(before + total);
+    for_each_bit<LISTED>(words, first_of_words(), rank, total, [&](uint32 bit_rank, uint32 bit) {
+        use(before + bit_rank, tile * BITMAP_TILE + bit);
+    });
+}

@@ -60,17 +60,12 @@ __device__ inline int64 checked_row(const Placement& placement, int64 start, int
 // the layout's size. *error is set if the number of set bits is not `rows`, or one is no row's position.
 __global__ void decode_bitmap(ScanState* state, const __grid_constant__ Placement placement,
                               const uint8* bitmap, int64 rows, int64 start, int64 span, int64* table_rows, uint64* error) {
-    const int64 tile = take_tile(state);
-    uint32 words[THREAD_WORDS];
-    const uint32 set = read_words(bitmap, ceil_div(span, 8), tile, words);
-    uint32 total;
-    const uint32 rank = block_exclusive_sum<THREADS>(set, total);
-    const int64 before = tiles_before(state, tile, total);
-    const bool last = (tile + 1) * BITMAP_TILE >= span;
-    if (threadIdx.x == 0 && last && before + total != rows) atomicExch(error, 1ull);
-    for_each_bit<LISTED>(words, first_of_words(), rank, total, [&](uint32 bit_rank, uint32 bit) {
-        const int64 row = checked_row(placement, start, tile * BITMAP_TILE + bit, span, error);
-        if (before + bit_rank < rows) table_rows[before + bit_rank] = row;
+    const auto check = [&](int64 set) {
+        if (set != rows) atomicExch(error, 1ull);
+    };
+    for_each_position(state, bitmap, span, check, [&](int64 number, int64 position) {
+        const int64 row = checked_row(placement, start, position, span, error);
+        if (number < rows) table_rows[number] = row;
     });
 }
 

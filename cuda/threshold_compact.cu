@@ -90,15 +90,7 @@ __global__ void mark_elements(const T* gradient, float* residual, int64 size, in
 // them. If `takes` is not 0, those that are written leave 0 in the residual.
 __global__ void list_marked(ScanState* state, const uint8* marks, float* residual, int64 size, int64 takes,
                             int64 capacity, int64* indices, float* values, int64* count) {
-    const int64 tile = take_tile(state);
-    uint32 words[THREAD_WORDS];
-    const uint32 set = read_words(marks, ceil_div(size, 8), tile, words);
-    uint32 total;
-    const uint32 rank = block_exclusive_sum<THREADS>(set, total);
-    const int64 before = tiles_before(state, tile, total);
-    if (threadIdx.x == 0 && (tile + 1) * BITMAP_TILE >= size) *count = before + total;
-    for_each_bit<LISTED>(words, first_of_words(), rank, total, [&](uint32 bit_rank, uint32 bit) {
-        const int64 i = before + bit_rank, index = tile * BITMAP_TILE + bit;
+    for_each_position(state, marks, size, [&](int64 marked) { *count = marked; }, [&](int64 i, int64 index) {
         if (i >= capacity) return;
         indices[i] = index;
         values[i] = residual[index];

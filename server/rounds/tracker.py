@@ -118,12 +118,10 @@ class ServerRounds:
         push = held.push
         if push.ring_epoch < self._epoch:  # on its way when servers changed; it comes again for this ring
             return []
-        if push.ring_epoch != self._epoch or not self._peers.keys() >= set(push.ranks):
-            raise ProtocolError(
-                "unexpected",
-                f"push of rank {listing(push.ranks)} for epoch {push.ring_epoch}, expected one of "
-                f"{len(self._peers)} workers and epoch {self._epoch}",
-            )
+        if push.ring_epoch > self._epoch or not self._peers.keys() >= set(push.ranks):
+            got = f"push of rank {listing(push.ranks)} for epoch {push.ring_epoch}"
+            expected = f"expected one of {len(self._peers)} workers and epoch {self._epoch}"
+            raise ProtocolError("unexpected", f"{got}, {expected}")
         key = Key(push.tensor, push.step, push.chunk)
         last = self._history.last(key)
         if last is not None and push.step <= last.key.step:

@@ -164,7 +164,7 @@ PLANTS: Final = (
     Plant(
         "more bits than rows were announced",
         "bitmap_codec.cu",
-        "if (before + bit_rank < rows) ",
+        "if (number < rows) ",
         "",
         BOUNDS,
         "bitmap_codec: wrong_number_of_rows",

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from tests.cuda.host.launcher import SIZES, HostLauncher, KernelError
 from tests.cuda.mirror import ON_A_GPU
 from zenps.errors import ConfigError, TensorError
+from zenps.kernels.gpu import place
+from zenps.kernels.gpu.launcher import BLOCK
 from zenps.kernels.gpu.place import place_rows, unplace_rows
 from zenps.partition.device_layout import device_layout_on
 from zenps.partition.keyspace import Identity
@@ -88,6 +90,20 @@ def test_a_position_of_no_row_is_reported(position: int) -> None:
     rows, outside = unplace_rows(LAUNCHER, device_layout, torch.tensor([0, position, 32]))
     assert int(outside) == 1
     assert rows.tolist() == [0, 0, 32]
+
+
+@pytest.mark.parametrize("count", [2 * BLOCK, 1025])
+def test_a_block_goes_on_where_there_are_more_rows_than_threads(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, "MOST_BLOCKS", 2)
+    layout = layout_of("balanced", 10_000, 1, [0, 1])
+    device_layout, rows = device_layout_on(layout, CPU), torch.randint(0, 10_000, (count,))
+    cleared = torch.ones(count + 3, dtype=torch.int64)
+    positions = place_rows(LAUNCHER, device_layout, rows, cleared)
+    assert torch.equal(positions.long(), layout.positions(rows))
+    assert not cleared.any()
+    assert torch.equal(unplace_rows(LAUNCHER, device_layout, positions)[0], rows)
 
 
 def test_a_permutation_that_no_kernel_knows_needs_its_tables() -> None:

@@ -119,6 +119,11 @@ class WorkerMetrics(_RoleMetrics):
             "Rounds of sparse tensors by the scheme that sync.scheme = auto chose.",
             scheme=tuple(scheme.name for scheme in scheme_of("auto").candidates),
         )
+        self._add_rows()
+        self._add_rounds()
+
+    def _add_rows(self) -> None:
+        """How many rows and elements are left at each stage."""
         self.rows = self._counter(
             "zenps_rows_total",
             "Rows of sparse tensors by stage: given by the caller, pushed after duplicates were summed, "
@@ -142,7 +147,6 @@ class WorkerMetrics(_RoleMetrics):
             "zenps_residual_norm",
             "Euclidean norm of what this worker has not pushed yet of sparsified gradients.",
         )
-        self._add_rounds()
 
     def _add_rounds(self) -> None:
         """How long rounds take, how they end, and how they are compacted and balanced."""

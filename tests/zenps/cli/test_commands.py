@@ -215,6 +215,12 @@ def test_output_that_cannot_be_written(zenps: Any) -> None:
     assert err == "zenps: [Errno 28] No space left on device\n"
 
 
+def test_output_that_is_closed_is_no_error() -> None:
+    command = f"{shlex.quote(sys.executable)} -m zenps.cli config >&-"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_an_encoding_that_lacks_a_character(zenps: Any) -> None:
     setting = ("config", "--set", "cluster.job=γ→")
     done = zenps(*setting, env={"PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "1"})

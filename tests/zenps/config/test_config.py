@@ -106,6 +106,10 @@ class TestFile:
         loaded = load(environ=environ, file=Path("given.toml"))
         assert (loaded.config.cluster.servers, loaded.sources["cluster.servers"]) == (3, "given.toml")
 
+    def test_a_file_may_begin_with_a_byte_order_mark(self, tmp_path: Path) -> None:
+        (tmp_path / "zenps.toml").write_text("[cluster]\nworkers = 3\n", encoding="utf-8-sig")
+        assert load(file=tmp_path / "zenps.toml", environ={}).config.cluster.workers == 3
+
     def test_named_file_must_exist(self) -> None:
         assert refusal(file=Path("absent.toml")).startswith(
             "file = 'absent.toml': expected a readable TOML file"

@@ -88,3 +88,8 @@ def test_the_density_falls_by_a_constant_factor_while_it_warms_up() -> None:
     counts = [len(selected(sparsifier, values, Step(number, 0.0001))) for number in range(6)]
     for count, density in zip(counts, [0.1, 0.01, 0.001, 0.0001, 0.0001, 0.0001], strict=True):
         assert 0.8 <= count / (100_000 * density) <= 1.0
+
+
+def test_without_momentum_it_keeps_nothing_on_the_cpu_of_a_gradient_elsewhere() -> None:
+    """Indices are where the gradient is; a buffer that nothing has used would be here."""
+    make(100).sent(torch.empty(3, dtype=torch.int64, device="meta"))
