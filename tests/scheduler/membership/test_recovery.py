@@ -98,6 +98,7 @@ def test_a_scheduler_with_other_settings_answers_no_member() -> None:
     nodes.come(after, [server(0)])
     assert not after.mistaken  # servers alone may be left over from a dead job
     assert nodes.come(after, [worker(0), worker(1), server(1)]) == []
+    assert after.state == "recovering"
     assert "pid 0 returns with a view of an earlier scheduler" in after.mistaken
     assert "sync.partition is 'parallel' here and 'balanced' there; start the scheduler" in after.mistaken
 

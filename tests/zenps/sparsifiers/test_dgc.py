@@ -90,6 +90,8 @@ def test_the_density_falls_by_a_constant_factor_while_it_warms_up() -> None:
         assert 0.8 <= count / (100_000 * density) <= 1.0
 
 
-def test_without_momentum_it_keeps_nothing_on_the_cpu_of_a_gradient_elsewhere() -> None:
-    """Indices are where the gradient is; a buffer that nothing has used would be here."""
-    make(100).sent(torch.empty(3, dtype=torch.int64, device="meta"))
+def test_without_momentum_nothing_is_looked_up_in_its_buffer() -> None:
+    """Nothing has used it, so it is on the CPU, wherever the gradient and these indices are."""
+    make(100).sent(torch.tensor([100]))
+    with pytest.raises(IndexError):
+        make(100, Momentum(0.9, nesterov=False)).sent(torch.tensor([100]))
