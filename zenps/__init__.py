@@ -6,7 +6,7 @@ that the scheduler and the command line, which need no torch, do not load it.
 
 from __future__ import annotations
 
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
         stats,
         synchronize,
     )
+
+    __version__: str
 
 __all__ = [
     "CommHookState",
@@ -86,11 +88,14 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker takes a module with this function to have every name
 
     def __getattr__(name: str) -> Any:
-        if name not in __all__:
+        if name == "__version__":
+            value = metadata.version("zenps")
+        elif name in __all__:
+            value = getattr(import_module("zenps.worker"), name)
+        else:
             raise AttributeError(f"module 'zenps' has no attribute {name!r}; it has: {', '.join(__all__)}")
         # Kept in the module: another call of this function would cost microseconds.
-        value = globals()[name] = getattr(import_module("zenps.worker"), name)
-        return value
+        return globals().setdefault(name, value)
 
 
 def __dir__() -> list[str]:

@@ -114,26 +114,31 @@ def _partition(config: Config) -> Check:
     try:
         check_partition(config)
     except ConfigError as error:
-        advice = "put its folder on PYTHONPATH, unless it lies beside the training script"
-        return Check("sync.partition", "warn", str(error), advice)
+        return _not_found(error)
     return Check("sync.partition", "ok", name)
 
 
 def _sparsifier(config: Config) -> Check:
     name = config.sync.sparsifier
-    if name == SPARSIFIERS[0]:
+    if name in SPARSIFIERS:
         return Check("sync.sparsifier", "ok", name)
     # Imports torch.
-    from zenps.sparsifiers.registry import check_sparsifier
+    from zenps.sparsifiers.registry import check_sparsifier, sparsifier_class
 
+    try:
+        sparsifier_class(name)
+    except ConfigError as error:
+        return _not_found(error)
     try:
         check_sparsifier(config, scheme_of(config.sync.scheme))
     except ConfigError as error:
-        if name in SPARSIFIERS:
-            return Check("sync.sparsifier", "fail", str(error), "take another sparsifier or scheme")
-        advice = "put its folder on PYTHONPATH, unless it lies beside the training script"
-        return Check("sync.sparsifier", "warn", str(error), advice)
+        return Check("sync.sparsifier", "fail", str(error), "take another sparsifier or scheme")
     return Check("sync.sparsifier", "ok", name)
+
+
+def _not_found(error: ConfigError) -> Check:
+    advice = "put its folder on PYTHONPATH, unless it lies beside the training script"
+    return Check(error.field, "warn", str(error), advice)
 
 
 def _kernels(config: Config) -> Check:

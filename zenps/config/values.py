@@ -107,6 +107,12 @@ def _reachable_host(value: str) -> str:
     return value
 
 
+def _printable(value: str) -> str:
+    if not value.isprintable():
+        raise ValueError(value)
+    return value
+
+
 def _power_of_two(value: int) -> int:
     if value & (value - 1):
         raise ValueError(value)
@@ -145,6 +151,7 @@ def _scheme_name(value: str) -> str:
 
 _RULES: Final[dict[str, Callable[[Any], object]]] = {
     "cluster.host": _reachable_host,
+    "cluster.job": _printable,
     "cluster.scheduler": _plain_address,
     "sync.block": _power_of_two,
     "sync.granule": _power_of_two,
@@ -164,7 +171,8 @@ def _allowed(name: str) -> str:
     if choices(name):
         return f"one of {', '.join(choices(name))}"
     if kind is str:
-        return f"a string of {meta.min_length or 0} to {meta.max_length} characters"
+        noun = "printable characters" if _RULES.get(name) is _printable else "characters"
+        return f"a string of {meta.min_length or 0} to {meta.max_length} {noun}"
     show: Callable[[float], str] = format_bytes if name.endswith("_bytes") else str
     noun = "a number" if kind is float else "an integer"
     if _RULES.get(name) is _power_of_two:

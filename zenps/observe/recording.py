@@ -7,6 +7,7 @@ concatenated.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from zenps.errors import ConfigError
+
+logger = logging.getLogger("zenps.recording")
 
 FORMAT: Final = "zenps plan trace"
 VERSION: Final = 1
@@ -110,7 +113,9 @@ def encode(item: Header | Push) -> bytes:
 
 
 def read(path: Path) -> Iterator[tuple[Header, Push]]:
-    """Yields every push with the header above it. A truncated push at the end of the file is left out.
+    """Yields every push with the header above it.
+
+    A truncated push at the end of the file is left out, with a warning.
 
     Raises:
         ConfigError: ``path`` cannot be read, or is not a trace.
@@ -118,7 +123,9 @@ def read(path: Path) -> Iterator[tuple[Header, Push]]:
     header: Header | None = None
     try:
         with path.open("rb") as file:
-            for item in msgpack.Unpacker(file, max_buffer_size=MOST_BYTES):
+            entries, end = msgpack.Unpacker(file, max_buffer_size=MOST_BYTES), 0
+            for item in entries:
+                end = entries.tell()
                 entry = msgspec.convert(item, Header | Push)
                 if isinstance(entry, Header):
                     header = entry
@@ -126,6 +133,8 @@ def read(path: Path) -> Iterator[tuple[Header, Push]]:
                     raise _no_trace(path, "it has no header")
                 else:
                     yield header, _checked(path, entry)
+            if (left := file.tell() - end) > 0:
+                logger.warning("%s ends within a push, of which %d bytes are left out", path, left)
     except OSError as error:
         raise ConfigError("trace", str(path), f"a readable file ({error.strerror})") from None
     # ValueError covers msgspec's errors and most of msgpack's.

@@ -5,10 +5,15 @@ Each returns the error for one setting, or None if the scheme ``name`` can run w
 
 from __future__ import annotations
 
+from typing import Final
+
 from msgspec import Struct
 
 from zenps.codecs.base import ValueForm
 from zenps.errors import ConfigError
+
+AGREED_SPARSIFIERS: Final = ("exdyna", "micro")
+"""The built-in sparsifiers whose ranks agree on the indices that all of them push."""
 
 
 class Combination(Struct, frozen=True, kw_only=True):
@@ -34,6 +39,14 @@ def all_elements(name: str, settings: Combination) -> ConfigError | None:
     if settings.sparsifier == "none":
         return None
     allowed = f"none, because sync.scheme = {name} sends every element"
+    return ConfigError("sync.sparsifier", settings.sparsifier, allowed)
+
+
+def own_indices(name: str, settings: Combination) -> ConfigError | None:
+    """The scheme sends no indices, on which the ranks of some sparsifiers agree."""
+    if settings.sparsifier not in AGREED_SPARSIFIERS:
+        return None
+    allowed = f"topk, dgc, threshold or randomk, because sync.scheme = {name} sends no indices"
     return ConfigError("sync.sparsifier", settings.sparsifier, allowed)
 
 

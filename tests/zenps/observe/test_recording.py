@@ -35,10 +35,20 @@ def test_files_of_workers_are_read_as_one(tmp_path: Path) -> None:
     assert found == [(0, 0, [1, 5]), (0, 1, []), (1, 0, [0, 99])]
 
 
-def test_a_torn_end_is_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cut", [1, 3, 8, 40])
+def test_a_torn_end_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture, cut: int) -> None:
     file = write(tmp_path / "trace", Header(rank=0, workers=1), push([1]), push([2], step=1))
-    file.write_bytes(file.read_bytes()[:-3])
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-cut])
     assert [push.step for _, push in read(file)] == [0]
+    left = len(encode(push([2], step=1))) - cut
+    assert caplog.messages == [f"{file} ends within a push, of which {left} bytes are left out"]
+
+
+def test_a_whole_file_gives_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = write(tmp_path / "trace", Header(rank=0, workers=1), push([1]))
+    assert len(list(read(file))) == 1
+    assert not caplog.messages
 
 
 WRONG: dict[str, tuple[list[object], str]] = {

@@ -14,15 +14,17 @@ from typing import get_args
 import pytest
 
 from zenps.codecs.base import CodecName
-from zenps.config.settings import PARTITIONS
+from zenps.config.settings import PARTITIONS, SPARSIFIERS
 from zenps.config.sources import load
 from zenps.config.values import choices
 from zenps.errors import ConfigError
 from zenps.schemes import builtin
 from zenps.schemes.base import Engine, Keys, PeerAlgorithm, PullCodec, Scheme, WireForm
 from zenps.schemes.costs import predict, predict_step
+from zenps.schemes.refusals import AGREED_SPARSIFIERS
 from zenps.schemes.registry import fixed_schemes, scheme_names, scheme_of, schemes
 from zenps.schemes.traffic import Links, Tensor
+from zenps.sparsifiers.registry import sparsifier_class
 
 ROOT = Path(__file__).parents[3]
 FOLDER = Path(builtin.__file__).parent
@@ -130,6 +132,15 @@ def test_refused_setting_is_named(scheme: Scheme, setting: str) -> None:
     assert f", because sync.scheme = {scheme.name} " in error.allowed
     with pytest.raises(ConfigError, match=f"^{re.escape(str(error))}$"):
         load(sets=[f"sync.scheme={scheme.name}", item], environ={})
+
+
+def test_blocks_refuse_the_sparsifiers_whose_ranks_agree_on_indices() -> None:
+    kinds = {name: sparsifier_class(name) for name in SPARSIFIERS}
+    agreed = {name for name, kind in kinds.items() if kind is not None and kind.exchange == "agreed"}
+    assert {*AGREED_SPARSIFIERS} == agreed
+    for name in SPARSIFIERS:
+        sets = ["sync.scheme=omnireduce", f"sync.sparsifier={name}"]
+        assert refusal(sets) == ("sync.sparsifier" if name in agreed else "")
 
 
 @pytest.mark.parametrize("name", ["zenps", "omnireduce", "sparcml", "auto"])

@@ -77,13 +77,13 @@ def write_settings(path: Path, settings: Mapping[str, str | int]) -> dict[str, o
     sync = document.setdefault("sync", tomlkit.table())
     before = {name: sync[name] for name in settings if name in sync}
     sync.update(settings)
-    text = tomlkit.dumps(document)
+    text = tomlkit.dumps(document).encode()
     with tempfile.TemporaryDirectory(prefix="zenps-plan-") as folder:
         draft = Path(folder) / path.name
-        draft.write_text(text, "utf-8")
+        draft.write_bytes(text)
         load(file=draft, environ={})
     try:
-        path.write_text(text, "utf-8")
+        path.write_bytes(text)
     except OSError as error:
         raise ConfigError("--write", str(path), f"a file that can be written ({error.strerror})") from None
     return before
@@ -94,6 +94,7 @@ def _document(path: Path) -> TOMLDocument:
         return tomlkit.document()
     load(file=path, environ={})
     try:
-        return tomlkit.parse(path.read_text("utf-8"))
+        # As bytes: as text, its line ends would be those of this system.
+        return tomlkit.parse(path.read_bytes().decode("utf-8-sig"))
     except (OSError, ValueError, TOMLKitError) as error:
         raise ConfigError("--write", str(path), f"TOML, or no file ({error})") from None

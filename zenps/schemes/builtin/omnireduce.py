@@ -24,7 +24,7 @@ class OmniReduce(Scheme):
     order = 5
 
     def refuse(self, settings: Combination) -> ConfigError | None:
-        return refusals.values_unchanged(self.name, settings)
+        return refusals.values_unchanged(self.name, settings) or refusals.own_indices(self.name, settings)
 
     def cost(self, tensor: Tensor, links: Links) -> Cost:
         """f·(b + s·B)·M or less (§3).

@@ -142,6 +142,13 @@ def test_a_file_keeps_what_else_it_says(tmp_path: Path) -> None:
     assert load(file=file, environ={}).config.sync.scheme == "zenps"
 
 
+def test_a_file_keeps_its_line_ends(tmp_path: Path) -> None:
+    file = tmp_path / "zenps.toml"
+    file.write_bytes(b'\xef\xbb\xbf[sync]\r\nscheme = "byteps"\r\ncodec = "coo"\r\n')
+    assert write_settings(file, {"scheme": "zenps"}) == {"scheme": "byteps"}
+    assert file.read_bytes() == b'[sync]\r\nscheme = "zenps"\r\ncodec = "coo"\r\n'
+
+
 @pytest.mark.parametrize("before", [None, "", "[cluster]\nworkers = 2\n"])
 def test_a_file_without_a_scheme_gets_one(tmp_path: Path, before: str | None) -> None:
     file = tmp_path / "zenps.toml"
