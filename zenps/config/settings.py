@@ -57,8 +57,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         int, Meta(description="port that a server listens on; 0: any free port", ge=0, le=65535)
     ] = 0
     lease_seconds: Annotated[
-        float,
-        Meta(description="a node that sends no heartbeat for this long is lost", ge=0.1, le=WEEK_SECONDS),
+        float, Meta(description="a node without a heartbeat for this long is lost", ge=0.1, le=WEEK_SECONDS)
     ] = 10.0
     rendezvous_seconds: Annotated[
         float,
