@@ -79,5 +79,5 @@ def test_nothing_is_compiled_for_an_empty_grid(cupy: FakeCupy) -> None:
 
 def test_a_missing_cupy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(ConfigError, match=r"CuPy; run `pip install 'zenps\[cuda\]'`"):
+    with pytest.raises(ConfigError, match=r"CuPy; run `pip install cupy-cuda13x`"):
         CupyLauncher()

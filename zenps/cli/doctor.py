@@ -79,7 +79,7 @@ def _versions() -> Iterator[Check]:
         try:
             yield Check(package, "ok", importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
-            yield Check(package, "fail", "not installed", "pip install zenps")
+            yield Check(package, "fail", "not installed", "pip install . in a checkout of ZenPS")
 
 
 def _torch() -> Iterator[Check]:
@@ -101,7 +101,7 @@ def _torch() -> Iterator[Check]:
         return
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
     if importlib.util.find_spec("cupy") is None:
-        advice = "pip install 'zenps[cuda]', or gradients on a GPU are refused"
+        advice = "pip install cupy-cuda13x, or gradients on a GPU are refused"
         yield Check("cuda", "warn", f"{names}, but no CuPy", advice)
     else:
         yield Check("cuda", "ok", names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Above, Sparsifier, Step, Sums, Task
+from .base import Above, Sparsifier, Step, Sums, Task, generator
 from .registry import sparsifier_class, sparsifier_names
 
-__all__ = ["Above", "Sparsifier", "Step", "Sums", "Task", "sparsifier_class", "sparsifier_names"]
+__all__ = ["Above", "Sparsifier", "Step", "Sums", "Task", "generator", "sparsifier_class", "sparsifier_names"]

@@ -101,7 +101,7 @@ def test_a_gpu_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     check = examined()["cuda"]
     assert (check.verdict, check.found) == ("warn", "GPU 0, GPU 1, but no CuPy")
-    assert "zenps[cuda]" in check.advice
+    assert "cupy-cuda13x" in check.advice
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert examined()["cuda"] == Check("cuda", "ok", "GPU 0, GPU 1")
 

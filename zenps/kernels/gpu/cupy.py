@@ -31,7 +31,7 @@ class CupyLauncher(Launcher):
         try:
             import cupy
         except ImportError as error:
-            expected = f"CuPy; run `pip install 'zenps[cuda]'` ({error})"
+            expected = f"CuPy; run `pip install cupy-cuda13x` ({error})"
             raise ConfigError("device", "cuda", expected) from error
         self._cupy: Any = cupy
         self._kernels: dict[tuple[str, str], Any] = {}
