@@ -114,7 +114,10 @@ def _is_refused(suspect: _Suspect, now: float) -> bool:
     _close(suspect)
     suspect.probes += 1
     family = net.AF_INET6 if ":" in suspect.target[0] else net.AF_INET
-    suspect.probe = probe = net.socket(family, net.SOCK_STREAM | net.SOCK_NONBLOCK)
+    try:
+        suspect.probe = probe = net.socket(family, net.SOCK_STREAM | net.SOCK_NONBLOCK)
+    except OSError:  # no descriptor is free: perhaps at the next probe
+        return False
     return probe.connect_ex(suspect.target) == errno.ECONNREFUSED
 
 

@@ -82,9 +82,13 @@ class Recovery:
         return max(counts, default=0)
 
     def is_ring_changed(self) -> bool:
-        """True if the servers are not those of the newest view."""
+        """True if the servers are not those of the newest view, or one of them has been started again.
+
+        A server without a view holds nothing of what workers have pushed to the one before it.
+        """
         before = {member.rank for member in self._view.servers}
-        return before != {node.rank for node in self._members.present("server")}
+        servers = self._members.present("server")
+        return before != {node.rank for node in servers if node.register.view is not None}
 
     def is_changed(self) -> bool:
         """True if the members are not those of the newest view, or some do not have it."""

@@ -183,6 +183,18 @@ def test_each_container_has_a_key_and_a_gpu_of_its_own(replicas: list[Container]
             popen.communicate(timeout=DEADLINE_SECONDS)
 
 
+def test_the_lowest_ranks_are_taken_first(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    for rank in range(12):
+        (keys / f"worker-{rank}.secret").touch()
+    running = [claim(Container(tmp_path / str(number), CLAIM_KEY=str(keys))) for number in range(3)]
+    for popen, _ in running:
+        popen.kill()
+        popen.communicate(timeout=DEADLINE_SECONDS)
+    assert [taken[0] for _, taken in running] == [f"worker-{rank}.secret" for rank in range(3)]
+
+
 def test_a_container_that_asks_for_nothing_only_runs_its_command(tmp_path: Path) -> None:
     container = Container(tmp_path / "a")
     shown = "echo ${CUDA_VISIBLE_DEVICES-none} $*; exit 7"
@@ -211,6 +223,12 @@ def test_a_healthy_container_is_asked_every_30_seconds_alone(tmp_path: Path) -> 
     os.utime(healthy, times=(healthy.stat().st_atime, healthy.stat().st_mtime - 31))
     assert ask(1) == (1, asked)
     assert ask(1) == (1, asked)
+    os.utime(healthy, times=(healthy.stat().st_atime, healthy.stat().st_mtime + 3600))
+    assert ask(1) == (1, asked), "a clock that was set back"
+    assert ask(0) == (0, asked)
+    assert ask(1) == (0, [])
+    assert container.run(str(DOCKER / "claim"), "true")[0] == 0
+    assert ask(1) == (1, asked), "the container before it was healthy"
 
 
 @pytest.mark.parametrize("service", ["scheduler", "server"])

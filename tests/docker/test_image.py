@@ -90,6 +90,17 @@ def test_process_1_passes_signals_on(image: str) -> None:
         docker("rm", "--force", container)
 
 
+def test_a_hook_kills_all_but_process_1(image: str) -> None:
+    """As Kubernetes' manifests do to a scheduler that is evicted."""
+    container = docker("run", "-d", *HARDENED[1:], image, "zenps", "scheduler").stdout.strip()
+    try:
+        eventually(lambda: "listening on" in docker("logs", container).stdout)
+        docker("exec", container, "sh", "-c", "kill -9 -1")
+        assert docker("wait", container).stdout.strip() == str(128 + signal.SIGKILL)
+    finally:
+        docker("rm", "--force", container)
+
+
 @pytest.mark.parametrize("role", ["scheduler", "server"])
 def test_probe_of_nobody_fails_in_one_line(image: str, role: str) -> None:
     command = ("zenps", "health", "--role", role, "--timeout-seconds", "0.5")

@@ -16,6 +16,7 @@ from tests.integration.cluster import (
     Cluster,
     await_file,
     copies_to_shared_memory,
+    free_port,
     shared_bytes,
 )
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
@@ -114,6 +115,24 @@ def test_kill_9_of_a_server(tmp_path: Path) -> None:
             check(before)
             check(after, first=ROUNDS // 2)
             assert shared_after > shared_before + ROUNDS // 2 * 400_000
+
+
+@pytest.mark.long
+def test_kill_9_of_the_only_server_which_comes_back_at_its_address(tmp_path: Path) -> None:
+    port = {"cluster.server_port": free_port()}
+    with Cluster(servers=1, lease_seconds=LEASE_SECONDS, server_settings=port) as cluster:
+        workers = [cluster.start(push_around_a_loss, tmp_path, rank=rank) for rank in range(2)]
+        for rank in range(2):
+            await_file(tmp_path / f"pushed{rank}")
+        cluster.servers[0].kill()
+        cluster.await_epoch(2)
+        cluster.add_server()
+        (tmp_path / "killed").touch()
+        for worker in workers:
+            (before, shared_before), (after, shared_after) = worker.result()
+            check(before)
+            check(after, first=ROUNDS // 2)
+            assert shared_after > shared_before + ROUNDS // 2 * 400_000, "the new one has no worker's memory"
 
 
 def push_without(done: Path) -> list[tuple[list[dict[str, Tensor]], float]]:

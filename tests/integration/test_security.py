@@ -20,7 +20,7 @@ import zmq
 
 import zenps as zps
 from tests.dealer import connect_dealer
-from tests.integration.cluster import Cluster, Raised, attempt, await_file
+from tests.integration.cluster import Cluster, Raised, attempt, await_file, free_port
 from tests.integration.scraping import Samples, await_samples, parse, scrape
 from zenps.cli.status import fetch
 from zenps.config.settings import ClusterConfig, Config
@@ -518,9 +518,3 @@ def test_open_cluster_on_a_network_warns() -> None:
     settings = {"cluster.scheduler": f"0.0.0.0:{free_port()}"}
     with Cluster(workers=1, servers=1, settings=settings) as cluster:
         assert f"{cluster.address} is no loopback address, and there are no keys" in cluster.scheduler.log
-
-
-def free_port() -> int:
-    with net.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import shlex
+import signal
+import subprocess
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -251,6 +254,17 @@ def test_scheduler_of_a_failed_job_is_not_tried_again(file: str) -> None:
     }
     assert ignored["action"] == "Ignore"
     assert spec["backoffLimit"] == 10  # killed, it is replaced
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_scheduler_that_is_evicted_is_killed_so_that_the_next_one_recovers_its_job(file: str) -> None:
+    hook = container(file, "scheduler")["lifecycle"]["preStop"]["exec"]["command"]
+    script = "trap 'exit 7' TERM; sleep 60 & wait"
+    namespace = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc")
+    # As in its container, process 1 passes signals on, and ends as its child does.
+    run = f"sh -c {shlex.quote(script)} & child=$!; sleep 0.2; {shlex.join(hook)} & wait $child"
+    done = subprocess.run([*namespace, "sh", "-c", run], timeout=30, check=False)
+    assert done.returncode == 128 + signal.SIGKILL
 
 
 @pytest.mark.parametrize("role", ROLES)

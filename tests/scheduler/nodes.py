@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -26,6 +26,7 @@ def make_membership(
     now: float = 0.0,
     rejoin_seconds: float = 0.0,
     settings: dict[str, str | int | float] = SETTINGS,
+    on_worker_loss: Literal["fail", "continue"] = "fail",
 ) -> Membership:
     cluster = ClusterConfig(
         workers=workers,
@@ -34,6 +35,7 @@ def make_membership(
         rendezvous_seconds=RENDEZVOUS_SECONDS,
         deadline_seconds=deadline_seconds,
         rejoin_seconds=rejoin_seconds,
+        on_worker_loss=on_worker_loss,
     )
     return Membership("job", cluster, settings, now)
 

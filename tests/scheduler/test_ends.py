@@ -81,6 +81,23 @@ def test_a_server_whose_port_refuses_has_ended(ctx: zmq.Context[Socket], schedul
     assert scheduler.look(0.3) == [], "again"
 
 
+def test_a_scheduler_without_a_free_descriptor_probes_again(
+    ctx: zmq.Context[Socket], scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, failures = net.socket, [OSError(24, "Too many open files")] * 2
+
+    def socket(*arguments: int) -> net.socket:
+        if failures:
+            raise failures.pop()
+        return make(*arguments)
+
+    connected(ctx, scheduler).close(linger=0)
+    scheduler.data.close()
+    monkeypatch.setattr("zenps.scheduler.ends.net.socket", socket)
+    assert scheduler.look(20.0) == [PEER]
+    assert not failures
+
+
 def test_a_server_whose_port_accepts_has_not_ended(ctx: zmq.Context[Socket], scheduler: Scheduler) -> None:
     connected(ctx, scheduler).close(linger=0)
     assert scheduler.look(LAST_SECONDS) == []

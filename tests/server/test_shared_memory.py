@@ -98,6 +98,15 @@ def test_a_part_of_what_was_placed_can_be_named(both: Both) -> None:
     assert both.server.read(PEER, shared) == VALUES[1000:90_000]
 
 
+def test_what_is_pushed_travels_once_the_server_has_ended(both: Both) -> None:
+    """Another one may listen at its address, and has not accepted this worker."""
+    pushed = both.arena.copy(memoryview(VALUES))
+    assert both.worker.find(pushed) is not None
+    both.server.close()
+    assert both.worker.find(pushed) is None
+    assert both.worker.find(pushed) is None, "again"
+
+
 def test_what_does_not_lie_there_has_to_travel(both: Both) -> None:
     assert both.worker.find(memoryview(VALUES)) is None
     assert both.server.find(PEER, [memoryview(VALUES)]) is None

@@ -26,6 +26,13 @@ from .connectivity import Connectivity
 from .membership import Membership
 from .shared_memory import SharedMemoryPeer
 
+Process = tuple[str, str, int]
+"""A server's address, host and process number."""
+
+
+def _process_of(server: Member) -> Process:
+    return server.address, server.host, server.pid
+
 
 class ServerSockets:
     """The sockets to all servers. Only one thread at a time may use it, except where a docstring says so.
@@ -57,8 +64,8 @@ class ServerSockets:
             max_queued=max_queued,
         )
         self._poller = poller
-        self._sockets: dict[int, tuple[str, Socket]] = {}
-        """The address of each server and the socket to it, by rank."""
+        self._sockets: dict[int, tuple[Process, Socket]] = {}
+        """The process of each server and the socket to it, by rank."""
         self._ranks: dict[Socket, int] = {}
         self._handshakes: dict[int, Handshakes] = {}
         """Monitors of the sockets' handshakes; empty without keys: then no handshake fails for good."""
@@ -155,9 +162,9 @@ class ServerSockets:
             self._arena.close()
 
     def follow(self, servers: Mapping[int, Member], now: float) -> None:
-        """Connects to new servers and new addresses; closes the sockets to all others."""
-        for rank, (address, _) in list(self._sockets.items()):
-            if rank not in servers or servers[rank].address != address:
+        """Connects to new servers, also at the address of an older one; closes the sockets to all others."""
+        for rank, (process, _) in list(self._sockets.items()):
+            if rank not in servers or _process_of(servers[rank]) != process:
                 self._close(rank)
         for rank, server in servers.items():
             if rank not in self._sockets:
@@ -176,7 +183,7 @@ class ServerSockets:
             if peer_memory is not None:
                 self._shared_memory[server.rank] = peer_memory
         self.connectivity.on_connect(server, now)
-        self._sockets[server.rank] = server.address, socket
+        self._sockets[server.rank] = _process_of(server), socket
         self._ranks[socket] = server.rank
         self._poller.register(socket, zmq.POLLIN)
 

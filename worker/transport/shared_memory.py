@@ -52,7 +52,7 @@ class SharedMemoryPeer:
 
     def find(self, values: memoryview) -> Shared | None:
         """Returns the offset and size by which the server reads ``values``; None if they have to be sent."""
-        if values.nbytes < COPY_BELOW_BYTES or (self._window is None and not self._has_answered()):
+        if values.nbytes < COPY_BELOW_BYTES or not self._is_there():
             return None
         offset = self._arena.find(values)
         return None if offset is None else (offset, values.nbytes)
@@ -90,6 +90,18 @@ class SharedMemoryPeer:
     def close(self) -> None:
         """Closes the connection; then the server takes back all values that it has lent."""
         self._socket.close()
+
+    def _is_there(self) -> bool:
+        """True if the server has answered, and has not ended since: another may be at its address now."""
+        if self._window is None or self._is_lost:
+            return self._has_answered()
+        try:
+            self._is_lost = not self._socket.recv(1, net.MSG_PEEK)
+        except BlockingIOError:  # after its answer a server sends nothing
+            return True
+        except OSError:
+            self._is_lost = True
+        return not self._is_lost
 
     def _has_answered(self) -> bool:
         """True once the server has answered with its memory."""

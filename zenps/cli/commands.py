@@ -37,8 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.takes_command is not None and bool(command) != args.takes_command:
         args.parser.error("expected -- CMD [ARG ...]" if args.takes_command else "unexpected -- CMD")
     args.command = command
-    if sys.stdout is None:  # it was closed, as by `>&-`
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # it was closed, as by `>&-`
+            setattr(sys, stream, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # not every encoding has the characters of tables
     try:
@@ -275,6 +276,9 @@ def _record(args: argparse.Namespace, steps: int, workers: int, trace: Path) -> 
 
 
 def _keygen(args: argparse.Namespace) -> int:
+    TERMINATION.install(
+        SIGNALLED
+    )  # a secret without its line in the list would be in the way of the next try
     cluster = _load(args).config.cluster
     made = generate(args.directory, cluster.workers, cluster.servers)
     print(f"{len(made)} new key(s) in {args.directory}" + (f": {listing(made)}" if made else ""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Collection, Sequence
 
@@ -44,7 +45,13 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 def settings_to_json(settings: Sequence[Setting]) -> str:
     """Returns a list of objects with name, value, source and description."""
-    return msgspec.json.format(msgspec.json.encode([setting._asdict() for setting in settings]).decode())
+    rows = [{key: _as_json(value) for key, value in setting._asdict().items()} for setting in settings]
+    return msgspec.json.format(msgspec.json.encode(rows).decode())
+
+
+def _as_json(value: object) -> object:
+    """``value``; a path that is not UTF-8 has replacement characters, for JSON has no other way."""
+    return os.fsencode(value).decode(errors="replace") if isinstance(value, str) else value
 
 
 def show_settings(settings: Sequence[Setting]) -> None:

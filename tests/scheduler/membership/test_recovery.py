@@ -197,6 +197,19 @@ def test_a_server_that_does_not_return_is_lost() -> None:
     assert refused == Refused("lost", "the scheduler counts this node as lost; start it again")
 
 
+def test_a_server_that_was_started_again_meanwhile_gets_another_ring() -> None:
+    """It has the process number and address of the one before, as in a container, but nothing that was pushed."""
+    nodes = Nodes()
+    nodes.before = make_membership(on_worker_loss="continue")
+    for peer, message in nodes.registers.items():
+        nodes.hear(nodes.before.on_message(peer, message, 0.0))
+    nodes.confirm()
+    after = make_membership(on_worker_loss="continue")
+    nodes.come(after, [worker(0), worker(1), server(1)])
+    sends = after.on_message(b"server-0-again", nodes.registers[server(0)], 0.0)
+    assert {(view.epoch, view.ring_epoch) for view in sent(sends, View).values()} == {(2, 2)}
+
+
 def test_a_worker_that_does_not_return_fails_the_job() -> None:
     nodes, after = Nodes(), make_membership()
     here = [worker(0), server(0), server(1)]

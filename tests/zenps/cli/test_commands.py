@@ -148,6 +148,17 @@ def test_keygen_makes_missing_keys(zenps: Any, tmp_path: Path) -> None:
     assert zenps("keygen", "keys", "--workers", "3").stdout.startswith("1 new key(s) in keys: worker-2\n")
 
 
+def test_keygen_that_is_told_to_end_leaves_nothing_behind(zenps: Any, tmp_path: Path) -> None:
+    many = ("keygen", "keys", "--workers", "4096", "--servers", "1024")
+    popen = zenps.start(*many)
+    while not [*tmp_path.glob("keys/worker-*.secret")]:
+        assert popen.poll() is None
+    popen.send_signal(signal.SIGTERM)
+    popen.communicate(timeout=60)
+    assert popen.returncode == 128 + signal.SIGTERM
+    assert not [*tmp_path.glob("keys/*")]
+
+
 def test_keygen_refuses_a_directory_of_others(zenps: Any, tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     assert_refused(zenps("keygen", "."), "DIR = '.'", "chmod 700")
@@ -219,6 +230,24 @@ def test_output_that_is_closed_is_no_error() -> None:
     command = f"{shlex.quote(sys.executable)} -m zenps.cli config >&-"
     done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_closed_stderr_takes_nothing_of_what_is_read_by_programs() -> None:
+    command = f"{shlex.quote(sys.executable)} -m zenps.cli config --json --set log.level=warning 2>&-"
+    done = subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, timeout=60, check=False)
+    assert done.returncode == 0
+    assert json.loads(done.stdout)
+    launch = f"{shlex.quote(sys.executable)} -m zenps.cli launch --workers 1 --servers 1 -- true 2>&-"
+    assert subprocess.run(["sh", "-c", launch], timeout=60, check=False).returncode == 0
+
+
+def test_a_path_that_is_not_utf_8_is_shown_with_replacements(zenps: Any, tmp_path: Path) -> None:
+    file = Path(os.fsdecode(b"x\xff.toml"))
+    (tmp_path / file).write_text("[sync]\ngranule = 64\n")
+    done = zenps("config", "--json", "--config", file)
+    assert done.returncode == 0, done.stderr
+    sources = {row["name"]: row["source"] for row in json.loads(done.stdout)}
+    assert sources["sync.granule"] == "x\N{REPLACEMENT CHARACTER}.toml"
 
 
 def test_an_encoding_that_lacks_a_character(zenps: Any) -> None:
