@@ -13,12 +13,14 @@ A key is 32 bytes, written in 40 characters of Z85 (https://rfc.zeromq.org/spec/
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import stat
 import struct
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -202,10 +204,12 @@ def generate(directory: Path, workers: int, servers: int) -> list[str]:
         for name in new:
             public, secret = zmq.curve_keypair()
             what = f'# Whoever has this file is {name}.\nsecret = "{secret.decode()}"\n'
-            made.append(_create(directory / f"{name}.secret", what))
+            with _held_signals():
+                made.append(_create(directory / f"{name}.secret", what))
             text += f'{name} = "{public.decode()}"\n'
         if new:
-            made.append(_create(directory / f"{LIST_NAME}.new", text))
+            with _held_signals():
+                made.append(_create(directory / f"{LIST_NAME}.new", text))
             made[-1].replace(file)  # atomic: readers see the old list or the new one
         return new
     except BaseException as error:
@@ -227,6 +231,16 @@ def _make_private(directory: Path) -> None:
             raise ConfigError("DIR", str(directory), allowed) from None
     else:
         directory.chmod(0o700)
+
+
+@contextlib.contextmanager
+def _held_signals() -> Iterator[None]:
+    """Holds back what would end this process between the making of a file and the note that it was made."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _create(path: Path, text: str) -> Path:

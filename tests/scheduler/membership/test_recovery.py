@@ -198,7 +198,7 @@ def test_a_server_that_does_not_return_is_lost() -> None:
 
 
 def test_a_server_that_was_started_again_meanwhile_gets_another_ring() -> None:
-    """It has the process number and address of the one before, as in a container, but nothing that was pushed."""
+    """As in a container: process number and address are those of before, and no push is there."""
     nodes = Nodes()
     nodes.before = make_membership(on_worker_loss="continue")
     for peer, message in nodes.registers.items():
