@@ -40,13 +40,29 @@ def broadcast_parameters(parameters: Named, root_rank: int = 0) -> None:
 
     Raises:
         TensorError: a value is no strided tensor, or cannot be written.
-        UsageError: there is no such rank.
+        UsageError: there is no such rank, or two tensors have the same name.
         PeerLostError: the root was lost.
         MismatchError: names, shapes or dtypes differ between ranks, or ranks name different roots.
     """
-    named = dict(parameters.items() if isinstance(parameters, Mapping) else parameters)
+    pairs = parameters.items() if isinstance(parameters, Mapping) else parameters
+    named = by_name(pairs, "broadcast_parameters")
     check_alike(named, root_rank)
     _overwrite(named, root_rank)
+
+
+def by_name(pairs: Iterable[tuple[str, Tensor]], where: str) -> dict[str, Tensor]:
+    """Returns named tensors as a dict. One tensor may come twice by its name.
+
+    Raises:
+        UsageError: two tensors have the same name.
+    """
+    named: dict[str, Tensor] = {}
+    for name, tensor in pairs:
+        if named.setdefault(name, tensor) is not tensor:
+            raise UsageError(
+                f"{where}: two tensors have the name {name!r}; give each its own, such as by a prefix"
+            )
+    return named
 
 
 def check_alike(named: Mapping[str, Tensor], root_rank: int) -> None:
