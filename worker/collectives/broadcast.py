@@ -20,6 +20,7 @@ from ..core.request import Options, Request
 from ..encode.dense import RootLostError
 from ..process import PROCESS
 from .allgather import allgather_int
+from .loading import load_uncast
 from .plain_data import as_tensor, check_size, pack_object, pack_reason, unpack_object
 from .raw_bytes import DTYPES, as_bytes, check_strided, from_bytes
 
@@ -190,7 +191,10 @@ def _agree(root_rank: int, size: int, name: str) -> int:
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
-    """Makes every rank's optimizer equal to the root's: hyperparameters and state.
+    """Makes every rank's optimizer equal to the root's: hyperparameters and state, bit for bit.
+
+    All ranks load the state by ``optimizer.load_state_dict``, whose hooks run on all. So does the root, whose
+    tensors stay where they are. They keep their dtypes, which torch would cast to those of parameters.
 
     Args:
         optimizer: over the same parameters on all ranks. Its state may be empty on any of them.
@@ -200,9 +204,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         UsageError: there is no such rank, or the root's state holds what is neither tensor nor plain data.
         MismatchError: ranks name different roots.
     """
-    state = broadcast_state(optimizer.state_dict, root_rank, "optimizer")
-    if PROCESS.world.rank != root_rank:
-        optimizer.load_state_dict(state)
+    # The root, too: an optimizer or its hooks may make something else of a state than it was.
+    load_uncast(optimizer, broadcast_state(optimizer.state_dict, root_rank, "optimizer"))
 
 
 def broadcast_state(make: Callable[[], Any], root_rank: int, name: str) -> Any:
