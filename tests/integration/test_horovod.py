@@ -206,8 +206,9 @@ def train_and_join() -> dict[str, Any]:
         averages.append(hvd.allreduce(torch.tensor([6.0])).item())
         narrow.append(hvd.allreduce(torch.tensor([200], dtype=torch.uint8)).item())
     last = hvd.join()
+    unnamed = hvd.allreduce(torch.tensor([1.0 + hvd.rank()]), op=hvd.Sum).item()
     again = hvd.join()
-    found = {"averages": averages, "narrow": narrow, "last": last, "again": again}
+    found = {"averages": averages, "narrow": narrow, "unnamed": unnamed, "last": last, "again": again}
     return {"weight": model.weight.detach(), **found}
 
 
@@ -242,6 +243,7 @@ def test_join() -> None:
         assert torch.allclose(result["weight"], -torch.tensor(taken).float()[:, None].expand(9, 2) / 3)
         assert result["averages"] == [2.0 * taken[batch] for batch in range(LOOPS[rank])]
         assert result["narrow"] == [200 * taken[batch] // 3 for batch in range(LOOPS[rank])]
+        assert result["unnamed"] == 6.0, "ranks that joined early count on from where the others are"
         assert result["last"] == 0
         assert result["again"] in range(3)
         others = result["others"]
