@@ -49,6 +49,19 @@ def test_each_shutdown_drains_what_its_world_has_in_flight(join: Join) -> None:
         join(DelayingWorld())
 
 
+def test_backward_adds_nothing_to_what_was_drained(join: Join) -> None:
+    """In a loop that clears gradients after each step, before a state is saved."""
+    join(DelayingWorld())
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = zps.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
+    for _ in range(3):
+        parameter.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.state_dict()
+    assert parameter.item() == -3.0
+
+
 def leave_by_an_exception() -> None:
     try:
         raise RuntimeError("the training fails")

@@ -155,6 +155,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         while self._consistency.take_earlier():
             self._apply()
+            # Not left to the next backward, which would add to them in a loop that clears after each step.
+            self._inner.zero_grad()
 
     def _drain_before_leaving(self) -> None:
         # What an earlier world has left in flight may have ended on some ranks and failed on others.
