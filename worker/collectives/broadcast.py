@@ -193,8 +193,8 @@ def _agree(root_rank: int, size: int, name: str) -> int:
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
     """Makes every rank's optimizer equal to the root's: hyperparameters and state, bit for bit.
 
-    All ranks load the state by ``optimizer.load_state_dict``, whose hooks run on all. So does the root, whose
-    tensors stay where they are. They keep their dtypes, which torch would cast to those of parameters.
+    All ranks load the state by ``optimizer.load_state_dict``, whose hooks run on all. So does the root, where
+    contiguous tensors stay the same. Dtypes are kept, which torch would cast to those of parameters.
 
     Args:
         optimizer: over the same parameters on all ranks. Its state may be empty on any of them.
