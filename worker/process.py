@@ -46,10 +46,14 @@ class Prefix:
         taken.add(self._number)
         self._taken = taken
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether it has its number in the present world: it was made or used there."""
+        return self._taken is PROCESS.numbers(self._kind)
+
     def __str__(self) -> str:
-        taken = PROCESS.numbers(self._kind)
-        if self._taken is not taken:
-            self.take(taken)
+        if not self.is_taken:
+            self.take(PROCESS.numbers(self._kind))
         return f"{self._kind}{self._number}"
 
 
@@ -157,14 +161,13 @@ class Process:
                     self._restore_sigterm()
 
     def before_leaving(self, call: Callable[[], None]) -> None:
-        """Has a method called when this process leaves together with the others, while its object lives."""
+        """Has a method called whenever this process leaves together with others, while its object lives."""
         living = [each for each in self._before_leaving if each() is not None]
         self._before_leaving = [*living, weakref.WeakMethod(call)]
 
     def _finish(self, together: bool) -> None:
-        calls, self._before_leaving = self._before_leaving, []
-        for reference in calls:
-            if together and (call := reference()) is not None:
+        for reference in self._before_leaving if together else ():
+            if (call := reference()) is not None:
                 call()
 
     def leave_at_exit(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
+from weakref import WeakSet
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +16,10 @@ from zenps.worker.training.clipping import clip_grad_norm_
 from zenps.worker.training.ddp import CommHookState, comm_hook
 
 __all__ = ["Callback"]
+
+
+_hooked: Final = WeakSet[DistributedDataParallel]()
+"""The models that have the hook."""
 
 
 class Callback(TrainerCallback):
@@ -36,7 +41,9 @@ class Callback(TrainerCallback):
         """Registers the hook: the model is wrapped by now, and no gradient computed."""
         model = self._trainer.model_wrapped
         if isinstance(model, DistributedDataParallel):
-            model.register_comm_hook(CommHookState(), comm_hook)
+            if model not in _hooked:  # a second training has the wrapper of the first, which takes one hook
+                model.register_comm_hook(CommHookState(), comm_hook)
+                _hooked.add(model)
         elif PROCESS.world.size > 1:
             raise UsageError(
                 f"model of Trainer: expected DistributedDataParallel, got {type(model).__name__}; start "

@@ -11,6 +11,7 @@ from torch import Tensor
 import zenps as zps
 from tests.integration.cluster import Cluster, Raised, attempt
 from tests.integration.embedding_model import OPTIMIZERS, Model, assert_same, loss_of, make_model, state_of
+from tests.worker.collectives.test_loading import Momentum32
 
 
 def every_dtype(rank: int) -> dict[str, Tensor]:
@@ -80,6 +81,23 @@ def broadcast_state(name: str) -> list[dict[str, Any]]:
     return [optimizer.state_dict() for optimizer in optimizers]
 
 
+def broadcast_wide_state() -> dict[str, Any]:
+    """Rank 1 has float32 momentum of bfloat16 parameters, and a hook that changes what is loaded."""
+    parameter = torch.nn.Parameter(torch.arange(5.0).bfloat16())
+    optimizer = Momentum32([parameter])
+    if zps.rank() == 1:
+        for step in range(3):
+            parameter.grad = torch.full((5,), 0.1 * step).bfloat16()
+            optimizer.step()
+
+    def negate(loaded: torch.optim.Optimizer) -> None:
+        loaded.state[parameter]["momentum"].neg_()
+
+    optimizer.register_load_state_dict_post_hook(negate)
+    zps.broadcast_optimizer_state(optimizer, root_rank=1)
+    return optimizer.state_dict()
+
+
 def broadcast_what_differs() -> dict[str, Any]:
     here = zps.rank() == 1
     cases = {
@@ -117,6 +135,7 @@ def broadcast_what_one_rank_cannot() -> dict[str, Any]:
 
 def run_all() -> dict[str, Any]:
     results: dict[str, Any] = {f"state {name}": broadcast_state(name) for name in OPTIMIZERS}
+    results["wide"] = broadcast_wide_state()
     results["differs"] = broadcast_what_differs()
     results["one"] = broadcast_what_one_rank_cannot()
     return results | {"broadcast": broadcast(), "objects": broadcast_objects()}
@@ -172,6 +191,14 @@ def test_broadcast_optimizer_state(results: list[dict[str, Any]], name: str) -> 
         assert got["state"].keys() == wanted["state"].keys()
         for key, values in wanted["state"].items():
             torch.testing.assert_close(got["state"][key], values, rtol=0, atol=0)
+
+
+def test_state_is_equal_on_all_ranks_whatever_its_dtype(results: list[dict[str, Any]]) -> None:
+    first, second = (outcome["wide"] for outcome in results)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert second["state"][0]["momentum"].dtype == torch.float32
+    # The sum of 0.9 · 0.1 and 0.2, negated.
+    assert second["state"][0]["momentum"][0].item() == pytest.approx(-0.29, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def push_pulls() -> dict[str, Any]:
         "in place": [bps.push_pull_inplace(second) is second, second],
         "fp16": bps.push_pull(numbers.double(), name="half", compression=bps.Compression.fp16),
         "gradient": weight.grad,
+        "narrow": bps.push_pull(torch.tensor([200, 101], dtype=torch.uint8), name="narrow"),
         "declared": bps.declare("named"),
         "no name": attempt(bps.push_pull, numbers),
         "shape": attempt(bps.push_pull, torch.ones(2 + bps.rank()), name="shape"),
@@ -128,6 +129,8 @@ def test_push_pulls(results: list[dict[str, Any]]) -> None:
         assert got["fp16"].tolist() == [-1.5, 1.5]
         assert got["fp16"].dtype == torch.float64
         assert got["gradient"].tolist() == [3, 3]
+        assert got["narrow"].tolist() == [200, 101]  # whose sums exceed uint8
+        assert got["narrow"].dtype == torch.uint8
         assert got["declared"] == 0
         assert got["no name"].kind == "UsageError"
         assert got["shape"].kind == "MismatchError"

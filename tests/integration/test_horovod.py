@@ -14,6 +14,9 @@ from tests.integration.cluster import Cluster, Raised, attempt
 LOOPS = {0: 5, 1: 2, 2: 3}
 """How many batches each rank has."""
 
+NARROW = [([200, 255], torch.uint8), ([-128, 127], torch.int8), ([-2_000_000_000], torch.int32)]
+"""Numbers whose sum over two ranks exceeds their dtype."""
+
 
 def reductions() -> dict[str, Any]:
     numbers = torch.tensor([[-3, 1, 7], [0, 2, 2]][hvd.rank()], dtype=torch.int32)
@@ -28,6 +31,8 @@ def reductions() -> dict[str, Any]:
         "in place": [hvd.allreduce_(in_place, op=hvd.Sum) is in_place, in_place],
         "group": hvd.grouped_allreduce([numbers, numbers.float()], op=hvd.Sum),
         "no group": hvd.grouped_allreduce([]),
+        "narrow": [hvd.allreduce(torch.tensor(each, dtype=dtype)) for each, dtype in NARROW],
+        "narrow and sparse": hvd.allreduce(torch.tensor([0, 200], dtype=torch.uint8).to_sparse()),
         "sparse": hvd.sparse_allreduce_async(numbers.float().to_sparse(), "sparse", hvd.Average)(),
     }
 
@@ -80,6 +85,7 @@ def refusals() -> dict[str, Any]:
         "comm": attempt(hvd.init, comm=object()),
         "object": attempt(hvd.broadcast_object, object(), 1),
         "shape": attempt(hvd.allreduce, torch.ones(2 + hvd.rank())),
+        "dtype": attempt(hvd.allreduce, number.to([torch.uint8, torch.int32][hvd.rank()])),
         "op differs": attempt(hvd.allreduce, number, op=[hvd.Min, hvd.Max][hvd.rank()]),
         "root differs": attempt(hvd.broadcast, number, hvd.rank()),
         "rows differ": attempt(hvd.allgather, torch.ones(1, 2 + hvd.rank())),
@@ -120,6 +126,9 @@ def test_reductions(results: list[dict[str, Any]]) -> None:
         got = result["reductions"]
         assert {name: got[name].tolist() for name in expected} == expected
         assert got["AVERAGE"].dtype == torch.int32
+        assert [(one.tolist(), one.dtype) for one in got["narrow"]] == NARROW
+        assert got["narrow and sparse"].to_dense().tolist() == [0, 200]
+        assert got["narrow and sparse"].dtype == torch.uint8
         assert got["fp16"].dtype == torch.float64
         assert got["in place"][0]
         assert got["in place"][1].tolist() == [-3, 3, 9]
@@ -162,6 +171,7 @@ def test_gradients(results: list[dict[str, Any]]) -> None:
         ("comm", "UsageError", "one group, that of all workers"),
         ("object", "UsageError", "expected plain data"),
         ("shape", "MismatchError", "(3,)"),
+        ("dtype", "MismatchError", "dense int32 (1,)"),
         ("op differs", "MismatchError", "max"),
         ("root differs", "MismatchError", "rank 1"),
         ("rows differ", "MismatchError", "(3,)"),
@@ -188,15 +198,18 @@ def train_and_join() -> dict[str, Any]:
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters()
     )
-    averages = []
+    averages, narrow = [], []
     for batch in range(LOOPS[hvd.rank()]):
         optimizer.zero_grad()
         model(torch.tensor([batch])).sum().backward()
         optimizer.step()
         averages.append(hvd.allreduce(torch.tensor([6.0])).item())
+        narrow.append(hvd.allreduce(torch.tensor([200], dtype=torch.uint8)).item())
     last = hvd.join()
+    unnamed = hvd.allreduce(torch.tensor([1.0 + hvd.rank()]), op=hvd.Sum).item()
     again = hvd.join()
-    return {"weight": model.weight.detach(), "averages": averages, "last": last, "again": again}
+    found = {"averages": averages, "narrow": narrow, "unnamed": unnamed, "last": last, "again": again}
+    return {"weight": model.weight.detach(), **found}
 
 
 def join_others() -> dict[str, Any]:
@@ -229,6 +242,8 @@ def test_join() -> None:
     for rank, result in enumerate(results):
         assert torch.allclose(result["weight"], -torch.tensor(taken).float()[:, None].expand(9, 2) / 3)
         assert result["averages"] == [2.0 * taken[batch] for batch in range(LOOPS[rank])]
+        assert result["narrow"] == [200 * taken[batch] // 3 for batch in range(LOOPS[rank])]
+        assert result["unnamed"] == 6.0, "ranks that joined early count on from where the others are"
         assert result["last"] == 0
         assert result["again"] in range(3)
         others = result["others"]

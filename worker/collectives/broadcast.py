@@ -20,6 +20,7 @@ from ..core.request import Options, Request
 from ..encode.dense import RootLostError
 from ..process import PROCESS
 from .allgather import allgather_int
+from .loading import load_uncast
 from .plain_data import as_tensor, check_size, pack_object, pack_reason, unpack_object
 from .raw_bytes import DTYPES, as_bytes, check_strided, from_bytes
 
@@ -40,13 +41,29 @@ def broadcast_parameters(parameters: Named, root_rank: int = 0) -> None:
 
     Raises:
         TensorError: a value is no strided tensor, or cannot be written.
-        UsageError: there is no such rank.
+        UsageError: there is no such rank, or two tensors have the same name.
         PeerLostError: the root was lost.
         MismatchError: names, shapes or dtypes differ between ranks, or ranks name different roots.
     """
-    named = dict(parameters.items() if isinstance(parameters, Mapping) else parameters)
+    pairs = parameters.items() if isinstance(parameters, Mapping) else parameters
+    named = by_name(pairs, "broadcast_parameters")
     check_alike(named, root_rank)
     _overwrite(named, root_rank)
+
+
+def by_name(pairs: Iterable[tuple[str, Tensor]], where: str) -> dict[str, Tensor]:
+    """Returns named tensors as a dict. One tensor may come twice by its name.
+
+    Raises:
+        UsageError: two tensors have the same name.
+    """
+    named: dict[str, Tensor] = {}
+    for name, tensor in pairs:
+        if named.setdefault(name, tensor) is not tensor:
+            raise UsageError(
+                f"{where}: two tensors have the name {name!r}; give each its own, such as by a prefix"
+            )
+    return named
 
 
 def check_alike(named: Mapping[str, Tensor], root_rank: int) -> None:
@@ -174,7 +191,10 @@ def _agree(root_rank: int, size: int, name: str) -> int:
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
-    """Makes every rank's optimizer equal to the root's: hyperparameters and state.
+    """Makes every rank's optimizer equal to the root's: hyperparameters and state, bit for bit.
+
+    All ranks load the state by ``optimizer.load_state_dict``, whose hooks run on all. So does the root, where
+    contiguous tensors stay the same. Dtypes are kept, which torch would cast to those of parameters.
 
     Args:
         optimizer: over the same parameters on all ranks. Its state may be empty on any of them.
@@ -184,9 +204,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         UsageError: there is no such rank, or the root's state holds what is neither tensor nor plain data.
         MismatchError: ranks name different roots.
     """
-    state = broadcast_state(optimizer.state_dict, root_rank, "optimizer")
-    if PROCESS.world.rank != root_rank:
-        optimizer.load_state_dict(state)
+    # The root, too: an optimizer or its hooks may make something else of a state than it was.
+    load_uncast(optimizer, broadcast_state(optimizer.state_dict, root_rank, "optimizer"))
 
 
 def broadcast_state(make: Callable[[], Any], root_rank: int, name: str) -> Any:

@@ -44,7 +44,8 @@ class CommHookState:
     """The first argument of ``register_comm_hook``; one for each wrapped model.
 
     A process may wrap several models. All ranks must construct their states in the same order. A copy is a
-    new state for another model, as frameworks make it of their arguments.
+    new state for another model, as frameworks make it of their arguments. So is one that is pickled with its
+    model and loaded, without the group: DDP leaves out its own, too, and has to be given its hook again.
     """
 
     dense_group: dist.ProcessGroup | None = None
@@ -102,6 +103,14 @@ class CommHookState:
 
     def __deepcopy__(self, _: object) -> CommHookState:
         return copy(self)
+
+    def __reduce__(self) -> tuple[Callable[[], CommHookState], tuple[()]]:
+        return _loaded, ()
+
+
+def _loaded() -> CommHookState:
+    """Returns what a pickled state becomes: as for a copy, loading it on one rank alone shifts no prefix."""
+    return CommHookState(_prefix=Prefix("ddp"))
 
 
 def _vectors(bucket: GradBucket) -> tuple[tuple[int, int], ...]:

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from zenps.errors import UsageError
 
-from ..collectives.broadcast import check_alike
+from ..collectives.broadcast import by_name, check_alike
 from ..core.request import Options, Request
 from ..process import PROCESS
 from .gradients.consistency import Consistency
@@ -32,6 +32,7 @@ class ModelAveraging(Consistency):
         buffers: by name; those of floating-point dtypes are averaged, too.
 
     Raises:
+        UsageError: two tensors have the same name.
         MismatchError: ranks have different models.
     """
 
@@ -45,8 +46,8 @@ class ModelAveraging(Consistency):
         self._optimizer = optimizer
         self._parameters = set(parameters.values())
         self._name = PROCESS.new_prefix("model")
-        tensors: dict[str, Tensor] = dict(parameters)
-        tensors |= {name: buffer for name, buffer in buffers if buffer.is_floating_point()}
+        averaged = [(name, buffer) for name, buffer in buffers if buffer.is_floating_point()]
+        tensors = by_name([*parameters.items(), *averaged], "named_parameters and named_buffers")
         check_alike(tensors, min(PROCESS.world.ranks))
         self._fused = [
             _Fused([tensors[name] for name in names])

@@ -98,7 +98,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             momentum = None if self._correction is None else self._correction.momentum
             self._consistency = GradientSynchronizer(names, average, backward_passes_per_step, momentum)
         _warn_of_momentum(optimizer)
-        PROCESS.before_leaving(self.drain)
+        PROCESS.before_leaving(self._drain_before_leaving)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_inner":  # copy and pickle read attributes before any is set
@@ -155,6 +155,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         while self._consistency.take_earlier():
             self._apply()
+            # Not left to the next backward, which would add to them in a loop that clears after each step.
+            self._inner.zero_grad()
+
+    def _drain_before_leaving(self) -> None:
+        # What an earlier world has left in flight may have ended on some ranks and failed on others.
+        if self._consistency.is_of_this_world:
+            self.drain()
 
     def _apply(self) -> None:
         if self._correction is not None:

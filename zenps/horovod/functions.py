@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zenps import worker
 from zenps.errors import UsageError
+from zenps.worker.collectives.broadcast import by_name
 from zenps.worker.process import PROCESS
 
 from .objects import from_plain, to_plain
@@ -20,11 +21,15 @@ Params = Mapping[str, Tensor] | Iterable[Tensor | tuple[str, Tensor]]
 
 
 def named(params: Params) -> dict[str, Tensor]:
-    """Returns tensors by name; those without one are named by their position, the same on all ranks."""
+    """Returns tensors by name; those without one are named by their position, the same on all ranks.
+
+    Raises:
+        UsageError: two tensors have the same name.
+    """
     if isinstance(params, Mapping):
         return dict(params)
-    pairs = [item if isinstance(item, tuple) else (str(number), item) for number, item in enumerate(params)]
-    return dict(pairs)
+    pairs = (item if isinstance(item, tuple) else (str(number), item) for number, item in enumerate(params))
+    return by_name(pairs, "broadcast_parameters")
 
 
 def broadcast_parameters(params: Params, root_rank: int) -> None:
@@ -37,7 +42,7 @@ def broadcast_parameters(params: Params, root_rank: int) -> None:
 
     Raises:
         TensorError, MismatchError, PeerLostError: as :func:`zenps.broadcast_parameters`.
-        UsageError: there is no such rank, or a rank has called ``join()``.
+        UsageError: there is no such rank, two tensors have the same name, or a rank has called ``join()``.
     """
     TURNS.run(["broadcast_parameters"], lambda: worker.broadcast_parameters(named(params), root_rank))
 

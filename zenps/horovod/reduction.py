@@ -9,6 +9,8 @@ from torch import Tensor
 
 from zenps import worker
 from zenps.worker.collectives.raw_bytes import DTYPES
+from zenps.worker.core.request import NARROW, Options, Request, describe
+from zenps.worker.process import PROCESS
 
 
 class Reduction:
@@ -17,7 +19,8 @@ class Reduction:
     Args:
         tensor: as :func:`zenps.push_pull_async` takes it.
         name: on the wire.
-        average: divide by the number of ranks. Integers are divided after summing, and rounded towards zero.
+        average: divide by the number of ranks. Integers are summed as int64, so that the sum of narrow ones
+            does not wrap before it is divided, and rounded towards zero.
         priority: as :func:`zenps.push_pull_async` takes it.
 
     Raises:
@@ -25,8 +28,15 @@ class Reduction:
     """
 
     def __init__(self, tensor: Tensor, name: str, *, average: bool, priority: int = 0) -> None:
+        self._dtype = tensor.dtype
         self._divides = average and not tensor.is_floating_point()
-        self._pending = worker.push_pull_async(tensor.detach(), name, average and not self._divides, priority)
+        tensor = tensor.detach()
+        if not self._divides or tensor.dtype not in NARROW:
+            self._pending = worker.push_pull_async(tensor, name, average and not self._divides, priority)
+            return
+        # Ranks that have other integers still do not agree, though the tensors that travel are alike.
+        options = Options(priority=priority, given=describe(tensor))
+        self._pending = PROCESS.world.begin(Request(tensor.to(torch.int64), name, options))
 
     def done(self) -> bool:
         """Returns whether :meth:`wait` would return at once."""
@@ -35,7 +45,9 @@ class Reduction:
     def wait(self) -> Tensor:
         """Returns a new tensor. Errors are those of :func:`zenps.push_pull`."""
         result = worker.synchronize(self._pending)
-        return result.div(worker.size(), rounding_mode="trunc") if self._divides else result
+        if not self._divides:
+            return result
+        return result.div(worker.size(), rounding_mode="trunc").to(self._dtype)
 
 
 def description(tensor: Tensor, average: bool) -> list[Any]:

@@ -7,10 +7,9 @@ exchange what they call, and those that have joined push zeros under the same na
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -88,11 +87,13 @@ class Turns:
         self._unsettled: deque[tuple[worker.Pending, Call | None]] = deque()
         self._zeros: dict[str, Reduction] = {}
         self._steppers: list[weakref.ref[Stepper]] = []
-        self._counters: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+        self._counts: Counter[str] = Counter()
+        """How many unnamed tensors of each kind had names so far."""
 
     def number_unnamed(self, kind: str) -> int:
         """Returns the next number of an unnamed tensor. Ranks that make the same calls count alike."""
-        return next(self._counters[kind]) % UNNAMED
+        self._counts[kind] += 1
+        return (self._counts[kind] - 1) % UNNAMED
 
     def add(self, stepper: Stepper) -> int:
         """Returns the number by which ranks call an optimizer; all ranks add theirs in the same order."""
@@ -149,7 +150,10 @@ class Turns:
         for zeros in self._zeros.values():
             zeros.wait()
         self._zeros.clear()
-        turns = worker.allgather_object(joined_in, "horovod/joined_in")
+        gathered = worker.allgather_object([joined_in, dict(self._counts)], "horovod/joined_in")
+        turns = [joined for joined, _ in gathered]
+        for _, counts in gathered:  # a rank that joined early has made fewer calls
+            self._counts |= counts
         last = max(range(len(turns)), key=lambda rank: (turns[rank], rank))
         if len(set(turns)) > 1:
             for number, reference in enumerate(self._steppers):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.worker.training.test_optimizer import FakeWorld
@@ -65,7 +69,12 @@ def test_dropped_state_frees_its_residuals(monkeypatch: pytest.MonkeyPatch) -> N
     assert gone() is None
 
 
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def pickled(state: CommHookState) -> CommHookState:
+    loaded: CommHookState = pickle.loads(pickle.dumps(state))  # noqa: S301 - its own
+    return loaded
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickled])
 def test_a_copy_is_a_state_of_its_own(duplicate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Frameworks copy their arguments; an averaged model copies all of a model, perhaps on one rank."""
     world, state = FakeWorld(), CommHookState()
@@ -78,3 +87,26 @@ def test_a_copy_is_a_state_of_its_own(duplicate: Any, monkeypatch: pytest.Monkey
     assert (second, third) == (first + 2, first + 1)
     residuals = {id(request.options.residuals) for request in world.requests.values()}
     assert len(residuals) == 3
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_model_with_the_hook_can_be_saved_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = FakeWorld()
+    monkeypatch.setattr(PROCESS, "_world", world)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+    model.register_comm_hook(CommHookState(dist.group.WORLD), comm_hook)
+    model(torch.ones(1, 2)).sum().backward()
+    assert not world.pushed, "the group averages dense gradients"
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert torch.equal(loaded.module.weight, model.module.weight)
+    loaded.register_comm_hook(CommHookState(), comm_hook)
+    loaded(torch.ones(1, 2)).sum().backward()
+    assert world.pushed.total() == 1

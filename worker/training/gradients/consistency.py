@@ -39,6 +39,11 @@ class Consistency(ABC):
         return False
 
     @property
+    def is_of_this_world(self) -> bool:
+        """Whether the world that this process is in has rounds of this optimizer, as far as it matters."""
+        return True
+
+    @property
     def has_run_backward(self) -> bool:
         """Whether backward has run since the last :meth:`synchronize`, as far as it matters."""
         return False

@@ -77,9 +77,9 @@ class GradientSynchronizer(Consistency):
         self.staleness = PROCESS.world.staleness
         self._names = names
         self._passes = BackwardPasses(passes_per_step)
-        prefix = PROCESS.new_prefix("optimizer")
-        self._agreement = ParameterAgreement(prefix, names.trained())
-        self._pushes = GradientPushes(self._agreement, prefix, average, momentum)
+        self._prefix = PROCESS.new_prefix("optimizer")
+        self._agreement = ParameterAgreement(self._prefix, names.trained())
+        self._pushes = GradientPushes(self._agreement, self._prefix, average, momentum)
         self._is_refused = False
         """Whether an error of backward or of :meth:`synchronize` has ended this step before its averages."""
         self._earlier: deque[Averages] = deque()
@@ -109,6 +109,10 @@ class GradientSynchronizer(Consistency):
     @property
     def sparsified(self) -> AbstractSet[Parameter]:
         return self._pushes.sparsified
+
+    @property
+    def is_of_this_world(self) -> bool:
+        return self._prefix.is_taken
 
     @property
     def has_run_backward(self) -> bool:

@@ -1,0 +1,44 @@
+"""Broadcasts in a world of one: which names are refused."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zenps as zps
+import zenps.byteps as bps
+import zenps.horovod as hvd
+from zenps.config.settings import Config
+from zenps.errors import UsageError
+from zenps.worker.process import PROCESS
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    PROCESS.join(Config())
+    yield
+    PROCESS.leave()
+
+
+@pytest.mark.parametrize(
+    "broadcast",
+    [zps.broadcast_parameters, hvd.broadcast_parameters, bps.broadcast_parameters],
+    ids=["zenps", "horovod", "byteps"],
+)
+def test_two_tensors_of_one_name_are_refused(broadcast: Callable[..., Any]) -> None:
+    """Of an encoder and a decoder whose names are alike, only the second would be broadcast."""
+    encoder, decoder = nn.Linear(2, 2), nn.Linear(2, 2)
+    both = itertools.chain(encoder.named_parameters(), decoder.named_parameters())
+    with pytest.raises(UsageError, match="two tensors have the name 'weight'; give each its own"):
+        broadcast(both, root_rank=0)
+    broadcast(itertools.chain(encoder.named_parameters(), encoder.named_parameters()), root_rank=0)
+
+
+def test_a_position_that_is_the_name_of_another_is_refused() -> None:
+    with pytest.raises(UsageError, match="two tensors have the name '1'"):
+        hvd.broadcast_parameters([("1", torch.ones(1)), torch.ones(2)], root_rank=0)
