@@ -103,6 +103,13 @@ class World(ABC):
         """
 
     @abstractmethod
+    def residual_name(self, request: Request) -> str | None:
+        """Returns the name under which a gradient's residual is kept; None if all of it is pushed.
+
+        All ranks know the same, also those on which there is no residual.
+        """
+
+    @abstractmethod
     def barrier(self) -> None:
         """Waits for all workers."""
 
@@ -149,6 +156,9 @@ class LocalWorld(World):
     def begin(self, request: Request) -> Pending:
         check_request(request)
         return _begin(self._backend, request)
+
+    def residual_name(self, request: Request) -> str | None:
+        return None
 
     def barrier(self) -> None:
         """Does nothing: there are no other workers."""
@@ -238,6 +248,9 @@ class ClusterWorld(World):
             request = request._replace(name=name)
         with MASK:  # a name that is taken is either pushed or given back
             return _begin(self._backend, request)
+
+    def residual_name(self, request: Request) -> str | None:
+        return self._backend.residual_name(request._replace(name=wire_name(request.name)))
 
     def barrier(self) -> None:
         """As :meth:`Lease.barrier`."""
