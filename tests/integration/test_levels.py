@@ -85,7 +85,7 @@ def test_many_in_flight_from_several_threads(sums: Sequence[dict[str, Any]]) -> 
 
 
 def drop_and_repeat() -> dict[str, Any]:
-    """What is refused because of residuals; and whether a layer that is unused from then on has a gradient."""
+    """What is refused for residuals; and whether a layer that is unused from then on has a gradient."""
     layer = torch.nn.Linear(200, 100, bias=False)
     optimizer = zps.DistributedOptimizer(torch.optim.SGD(layer.parameters(), 0.1), layer.named_parameters())
 

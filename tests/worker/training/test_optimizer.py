@@ -529,6 +529,34 @@ def test_step_after_synchronize_simply_steps(
         assert torch.allclose(bias - model.last.bias, torch.tensor(0.05))
 
 
+def leave_out_by_scaler(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    scale_and_step(model, optimizer, float("inf"))
+
+
+def leave_out_after_synchronize(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    model.loss().backward()
+    optimizer.synchronize()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("leave_out", [leave_out_by_scaler, leave_out_after_synchronize])
+def test_a_rank_without_backward_takes_part_after_a_step_that_was_left_out(
+    leave_out: Callable[[Model, zps.DistributedOptimizer], None],
+    set_to_none: bool,
+    world: FakeWorld,
+    model: Model,
+    optimizer: zps.DistributedOptimizer,
+) -> None:
+    """Of which only the model has cleared the gradients; the other ranks wait for this one."""
+    leave_out(model, optimizer)
+    model.zero_grad(set_to_none)
+    before = world.pushed.copy()
+    optimizer.step()
+    assert len(names_pushed(world, before)) == 2
+    assert set(names_pushed(world, before).values()) == {1}
+    assert world.waited == world.pushed
+
+
 def test_unfrozen_and_added_parameters_are_pushed(world: FakeWorld) -> None:
     model, late = Model(), nn.Parameter(torch.ones(3))
     model.first.weight.requires_grad_(False)
