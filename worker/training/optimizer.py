@@ -182,6 +182,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"GradScaler: expected gradients of this step, got those of {PROCESS.world.staleness} steps "
                 "before, perhaps of another scale; use sync.consistency = bsp, or bfloat16 without a scaler"
             )
+        if PROCESS.world.keeps_residuals:
+            sparsification = PROCESS.world.sparsification
+            got = "quantized values" if sparsification is None else sparsification.name
+            raise UsageError(
+                f"GradScaler: expected sync.sparsifier = none and sync.values = same, got {got}: what is left "
+                "of a gradient would be added to one of another scale; use bfloat16 autocast, which needs no "
+                "scaler, or GradScaler(enabled=False)"
+            )
         if not (self._skip or self._consistency.is_synchronized):
             self.synchronize()
         return False

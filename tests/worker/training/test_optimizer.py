@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -54,6 +55,7 @@ class FakeWorld(World):
     bucket_bytes = 1 << 20
     quantized_run = 1
     sparsification = None
+    keeps_residuals = False
     spans = Spans()
     staleness = 0
     averages_models = False
@@ -65,7 +67,6 @@ class FakeWorld(World):
         self.requests: dict[str, Request] = {}
         self.waited: Counter[str] = Counter()
         self.late: set[str] = set()
-        self.keeps_residuals = False
         statistics = Statistics(WorkerMetrics(CollectorRegistry()))
         self._waiting = Waiting(Signal(), 20.0, statistics, Spans())
 
@@ -689,6 +690,24 @@ def test_a_scaler_that_unscales_for_clipping_waits_for_averages(
     unscale_and_clip()
     scaler.step(optimizer)
     assert not torch.equal(model.last.bias, before)
+
+
+def test_a_scaler_is_refused_where_residuals_would_be_of_another_scale(
+    world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer
+) -> None:
+    world.keeps_residuals = True
+    before = model.last.bias.detach().clone()
+    with pytest.raises(UsageError, match=r"sync.values = same, got quantized values.*bfloat16 autocast"):
+        scale_and_step(model, optimizer)
+    for _ in range(2):  # the first one says that what was pushed is lost
+        with contextlib.suppress(UsageError):
+            optimizer.zero_grad()
+    assert torch.equal(model.last.bias, before)
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
+    disabled.scale(model.loss()).backward()
+    disabled.step(optimizer)
+    assert not torch.equal(model.last.bias, before)
+    assert world.waited == world.pushed
 
 
 def test_alone_a_scaler_needs_no_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
