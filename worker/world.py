@@ -41,6 +41,7 @@ class World(ABC):
         quantized_run: elements of a dense gradient that are quantized by a common scale; 1 if values are not
             quantized by runs.
         sparsification: of dense gradients; None if they are pushed whole.
+        keeps_residuals: True if settings leave a part of gradients behind, for their next push.
         spans: for a timeline.
         staleness: how many steps later than they are pushed gradients are applied.
         averages_models: True if optimizers average models instead of gradients.
@@ -54,6 +55,7 @@ class World(ABC):
     bucket_bytes: int
     quantized_run: int
     sparsification: Sparsification | None
+    keeps_residuals: bool
     spans: Spans
     staleness: int
     averages_models: bool
@@ -103,6 +105,13 @@ class World(ABC):
         """
 
     @abstractmethod
+    def residual_name(self, request: Request) -> str | None:
+        """Returns the name under which a gradient's residual is kept; None if all of it is pushed.
+
+        All ranks know the same, also those on which there is no residual.
+        """
+
+    @abstractmethod
     def barrier(self) -> None:
         """Waits for all workers."""
 
@@ -129,6 +138,7 @@ class LocalWorld(World):
     bucket_bytes = quantized_run = 1
     is_elastic = is_joining = False
     sparsification = None
+    keeps_residuals = False
     spans = Spans()
     staleness = 0
     averages_models = False
@@ -149,6 +159,9 @@ class LocalWorld(World):
     def begin(self, request: Request) -> Pending:
         check_request(request)
         return _begin(self._backend, request)
+
+    def residual_name(self, request: Request) -> str | None:
+        return None
 
     def barrier(self) -> None:
         """Does nothing: there are no other workers."""
@@ -198,6 +211,7 @@ class ClusterWorld(World):
         self.bucket_bytes = config.sync.bucket_bytes
         self.quantized_run = RUN if config.sync.values == "int8" else 1
         self.sparsification = session.sparsification
+        self.keeps_residuals = self.sparsification is not None or config.sync.values != "same"
         self.spans = session.spans
         self.averages_models = config.sync.consistency == "ds-sync"
         self.averager = averager
@@ -238,6 +252,9 @@ class ClusterWorld(World):
             request = request._replace(name=name)
         with MASK:  # a name that is taken is either pushed or given back
             return _begin(self._backend, request)
+
+    def residual_name(self, request: Request) -> str | None:
+        return self._backend.residual_name(request._replace(name=wire_name(request.name)))
 
     def barrier(self) -> None:
         """As :meth:`Lease.barrier`."""

@@ -84,6 +84,48 @@ def test_many_in_flight_from_several_threads(sums: Sequence[dict[str, Any]]) -> 
             assert_same_bits(pushed, torch.arange(30.0).mul(WORKERS).unsqueeze(1).expand(30, 5))
 
 
+def drop_and_repeat() -> dict[str, Any]:
+    """What is refused for residuals; and whether a layer that is unused from then on has a gradient."""
+    layer = torch.nn.Linear(200, 100, bias=False)
+    optimizer = zps.DistributedOptimizer(torch.optim.SGD(layer.parameters(), 0.1), layer.named_parameters())
+
+    def backward() -> None:
+        layer(torch.arange(200.0)).square().sum().backward()
+
+    backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    backward()
+    found: dict[str, Any] = {"thrown away": attempt(optimizer.zero_grad)}
+    optimizer.zero_grad()
+    backward()
+    found["again"] = attempt(backward)
+    optimizer.zero_grad()
+    found["has gradient"] = []
+    for _ in range(4):
+        optimizer.step()
+        found["has gradient"].append(layer.weight.grad is not None)
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "later"),
+    [
+        ({"sync.sparsifier": "topk", "sync.density": 0.4}, [True, True, False, False]),
+        pytest.param({"sync.values": "int8"}, [False] * 4, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_all_ranks_know_that_leaders_keep_residuals(settings: dict[str, Any], later: list[bool]) -> None:
+    levels = {"sync.levels": 2, "cluster.deadline_seconds": 10}
+    with Cluster(4, 1, levels | settings, server_settings=REACHED) as cluster:
+        outcomes = [worker.result() for worker in start_on_two_hosts(cluster, 4, drop_and_repeat)]
+    for found in outcomes:
+        assert {found["thrown away"].kind, found["again"].kind} == {"UsageError"}
+        assert found["has gradient"] == later
+
+
 def push_and_count() -> tuple[list[Tensor], int, int]:
     """Sums whose order shows in float32, and what crossed the network for this rank."""
     values = torch.full((40_000,), [1.0, 2.0**-24, 2.0**-24, -1.0][zps.rank()])

@@ -13,6 +13,7 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
+from zenps.codecs.base import ValueForm
 from zenps.config.settings import Config, SyncConfig
 from zenps.errors import TensorError, UsageError
 from zenps.observe.metrics import WorkerMetrics
@@ -24,6 +25,7 @@ from zenps.worker.backends.base import Backend, Session
 from zenps.worker.backends.servers import ServerBackend
 from zenps.worker.core.pending import Pending, Signal, Waiting
 from zenps.worker.core.request import Options, Purpose, Request
+from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Progress, Statistics
 from zenps.worker.core.steps import Steps
@@ -130,9 +132,34 @@ def test_the_partition_is_that_of_the_scheme_or_of_the_settings(
     scheme: str, partition: str, expected: str
 ) -> None:
     config = Config(sync=SyncConfig(scheme=scheme, partition=partition))
-    session, served = make_session(config), scheme_of(scheme)
-    backend = ServerBackend(session, served, Sharder(config, served.wire, VIEW), Steps(session.metrics.steps))
-    assert backend.partition == expected
+    assert make_servers(config).partition == expected
+
+
+def make_servers(config: Config) -> ServerBackend:
+    session, served = make_session(config), scheme_of(config.sync.scheme)
+    return ServerBackend(session, served, Sharder(config, served.wire, VIEW), Steps(session.metrics.steps))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "purpose", "values", "is_kept"),
+    [
+        (rows(), "gradient", "int8", True),
+        (torch.ones(3), "gradient", "bfloat16", True),
+        (torch.ones(3), "gradient", "same", False),
+        (torch.ones(3), "value", "int8", False),
+        (torch.ones(3, dtype=torch.float64), "gradient", "int8", False),
+        (torch.ones(0), "gradient", "int8", False),
+    ],
+)
+def test_quantized_gradients_keep_residuals_under_their_name_on_the_wire(
+    tensor: Tensor, purpose: Purpose, values: ValueForm, is_kept: bool
+) -> None:
+    config = Config(sync=SyncConfig(values=values))
+    world = make_world(make_servers(config), config=config)
+    request = Request(tensor, "weight#1", Options(purpose=purpose, residuals=Residuals()))
+    assert world.residual_name(request) == ("weight##1" if is_kept else None)
+    assert world.keeps_residuals == (values != "same")
+    assert LocalWorld(config).residual_name(request) is None
 
 
 def test_a_world_of_one_has_the_results_of_a_cluster_of_one() -> None:

@@ -71,6 +71,9 @@ class AutoBackend(Backend):
         self._session.metrics.chosen_rounds.labels(scheme=scheme.name).inc()
         return pending
 
+    def residual_name(self, request: Request) -> str | None:
+        return self._servers.residual_name(request)
+
     def close(self) -> None:
         self._peers.close()
 

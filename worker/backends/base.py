@@ -33,6 +33,10 @@ class Backend(ABC):
             UsageError: the name is in flight, or too many names were used.
         """
 
+    def residual_name(self, request: Request) -> str | None:
+        """Returns the name under which a gradient's residual is kept; None if all of it is pushed."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Ends the backend's own threads and connections, after the lease has ended."""

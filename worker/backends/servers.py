@@ -72,6 +72,11 @@ class ServerBackend(Backend):
             raise
         return pending
 
+    def residual_name(self, request: Request) -> str | None:
+        sparsification = self._sparsification
+        is_sparsified = sparsification is not None and sparsification.covers(request)
+        return request.name if is_sparsified or self._planner.quantizes(request) else None
+
     def _count_names(self, request: Request) -> int:
         names = 1 if self._sparsification is None else self._sparsification.count_names(request)
         return max(names, self._planner.count_names(request))

@@ -81,6 +81,17 @@ class Planner:
             return ()
         return (transform(tensor, self._kernels),)
 
+    def quantizes(self, request: Request) -> bool:
+        """Returns whether the tensor's values are quantized: those of float32 gradients, over servers."""
+        tensor, _, options = request
+        return (
+            self._config.sync.values != "same"
+            and options.purpose == "gradient"
+            and options.residuals is not None
+            and tensor.dtype == torch.float32
+            and 0 not in tensor.shape
+        )
+
     def begin(self, request: Request, expected_rows: int, arena: Arena | None = None) -> Transfer:
         """Constructs the transfer of a transformed tensor. A tensor on the CPU is compacted on this thread.
 
@@ -145,12 +156,10 @@ class Planner:
         return plan_streams(tensor.shape.numel(), tensor.dtype.itemsize, sync.block, sync.fusion, most_bytes)
 
     def _coder(self, request: Request, rows: int, columns: int) -> ValueCoder:
-        """Returns the coder of the tensor's values. Only float32 gradients are quantized."""
+        """Returns the coder of the tensor's values."""
         tensor, name, options = request
-        if options.purpose != "gradient" or tensor.dtype != torch.float32 or not rows * columns:
-            return UNCHANGED[tensor.dtype]
         codec = value_codec(self._config.sync.values, columns, is_dense=not tensor.is_sparse)
-        if codec is None or options.residuals is None:
+        if codec is None or options.residuals is None or not self.quantizes(request):
             return UNCHANGED[tensor.dtype]
         return Quantizer(codec, options.residuals.of(name, rows, columns), self._pool)
 

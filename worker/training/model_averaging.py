@@ -6,13 +6,14 @@ Groups change from step to step, so what one has learned reaches all:
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
-from collections.abc import Iterable, Mapping
-from weakref import WeakValueDictionary
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from weakref import WeakValueDictionary, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zenps.errors import UsageError
@@ -49,8 +50,9 @@ class ModelAveraging(Consistency):
         averaged = [(name, buffer) for name, buffer in buffers if buffer.is_floating_point()]
         tensors = by_name([*parameters.items(), *averaged], "named_parameters and named_buffers")
         check_alike(tensors, min(PROCESS.world.ranks))
+        found = _find_buffers(dict(averaged))
         self._fused = [
-            _Fused([tensors[name] for name in names])
+            _Fused([found.get(name) or _constant(tensors[name]) for name in names])
             for _, names in itertools.groupby(
                 sorted(tensors, key=lambda name: (str(tensors[name].dtype), name)),
                 lambda name: tensors[name].dtype,
@@ -114,10 +116,15 @@ class ModelAveraging(Consistency):
 
 
 class _Fused:
-    """Tensors of one dtype, end to end on the CPU."""
+    """Tensors of one dtype, end to end on the CPU.
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self._tensors = tensors
+    Args:
+        sources: return the tensors of now.
+    """
+
+    def __init__(self, sources: Sequence[Callable[[], Tensor]]) -> None:
+        self._sources = sources
+        tensors = [source() for source in sources]
         sizes = [tensor.numel() for tensor in tensors]
         self.flat = torch.empty(sum(sizes), dtype=tensors[0].dtype, device="cpu")
         self._parts = [
@@ -135,7 +142,60 @@ class _Fused:
 
     def _detached(self) -> list[Tensor]:
         """Returns their memory of now: ``model.to()`` gives parameters another one."""
-        return [tensor.detach() for tensor in self._tensors]
+        return [source().detach() for source in self._sources]
+
+
+def _constant(tensor: Tensor) -> Callable[[], Tensor]:
+    return lambda: tensor
+
+
+class _Buffer:
+    """A buffer of a module, as it is now: ``model.to()`` and assignments put another tensor in its place.
+
+    Args:
+        name: in the model.
+        tensor: of when the optimizer was wrapped.
+        module: which has it.
+        key: its name there.
+    """
+
+    def __init__(self, name: str, tensor: Tensor, module: nn.Module, key: str) -> None:
+        self._name = name
+        self._tensor = tensor
+        self._module = ref(module)
+        self._key = key
+
+    def __call__(self) -> Tensor:
+        """Returns the tensor; the last one if the module is gone.
+
+        Raises:
+            UsageError: it has another shape than at first, or there is none.
+        """
+        module = self._module()
+        if module is not None:
+            found: Tensor | None = module._buffers.get(self._key)
+            if found is None or found.shape != self._tensor.shape:
+                got = "none" if found is None else f"one of {tuple(found.shape)}"
+                raise UsageError(
+                    f"buffer {self._name!r}: expected one of {tuple(self._tensor.shape)}, as when the "
+                    f"optimizer was wrapped, got {got}; sync.consistency = ds-sync averages it: leave it out "
+                    "of named_buffers, or wrap the optimizer again on all ranks"
+                )
+            self._tensor = found
+        return self._tensor
+
+
+def _find_buffers(buffers: Mapping[str, Tensor]) -> dict[str, _Buffer]:
+    """Returns those buffers that a living module has: a buffer does not know its module."""
+    names = {id(buffer): name for name, buffer in buffers.items()}
+    found: dict[str, _Buffer] = {}
+    for each in gc.get_objects():
+        # By type, not isinstance: that would evaluate the __class__ of lazy proxies of other libraries.
+        if issubclass(type(each), nn.Module):
+            for key, buffer in each.__dict__.get("_buffers", {}).items():
+                if (name := names.get(id(buffer))) is not None and name not in found:
+                    found[name] = _Buffer(name, buffer, each, key)
+    return found
 
 
 _numbers = itertools.count()

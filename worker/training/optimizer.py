@@ -189,6 +189,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"GradScaler: expected gradients of this step, got those of {PROCESS.world.staleness} steps "
                 "before, perhaps of another scale; use sync.consistency = bsp, or bfloat16 without a scaler"
             )
+        if PROCESS.world.keeps_residuals:
+            sparsification = PROCESS.world.sparsification
+            got = "quantized values" if sparsification is None else sparsification.name
+            raise UsageError(
+                f"GradScaler: expected sync.sparsifier = none and sync.values = same, got {got}: what is "
+                "left of a gradient would be added to one of another scale; use bfloat16 autocast, which "
+                "needs no scaler, or GradScaler(enabled=False)"
+            )
         if not (self._skip or self._consistency.is_synchronized):
             self.synchronize()
         return False
@@ -202,13 +210,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             UsageError: called between backward and ``step()``, and gradients were quantized or sparsified:
-                what
-                is left of them would be pushed later.
+                what is left of them would be pushed later.
         """
+        self.drop_step()
+        self._inner.zero_grad(set_to_none)
+
+    def drop_step(self) -> None:
+        """Throws the step away as :meth:`zero_grad` does, but leaves gradients as they are."""
         if self._consistency.drop():
             self._apply()
         self._consistency.is_synchronized = False
-        self._inner.zero_grad(set_to_none)
 
     # Training code also assigns to these. Without setters, the wrapped optimizer would keep its own.
 

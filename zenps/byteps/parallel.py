@@ -19,7 +19,8 @@ class DistributedDataParallel(torch.nn.Module):
 
     All ranks construct it at the same point, where they get the parameters and buffers of rank 0. A gradient
     that this rank has not computed counts as zeros, so that ``synchronize()`` need not be called for an
-    unused branch.
+    unused branch. What a backward that raised an error has pushed is thrown away by the next forward, which
+    all ranks have to call.
 
     Args:
         module: whose parameters are trained; it may have sparse gradients.
@@ -64,6 +65,8 @@ class DistributedDataParallel(torch.nn.Module):
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         self._is_synchronized = False
+        if torch.is_grad_enabled() and not _runs_backward():
+            self._end_failed()
         buffers = dict(self.module.named_buffers())
         if self.broadcast_buffers and buffers and torch.is_grad_enabled():
             worker.broadcast_parameters(buffers, 0)
@@ -90,6 +93,21 @@ class DistributedDataParallel(torch.nn.Module):
             self._is_awaited = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
+    def _end_failed(self) -> None:
+        """Ends the step of a backward that has raised: autograd has dropped what it had queued."""
+        if not self._is_awaited:
+            return
+        self._is_awaited = False
+        try:
+            self._optimizer.drop_step()
+        except UsageError:  # of residuals: a step that fails loses what it has pushed
+            self._optimizer.drop_step()
+
     def _end(self) -> None:
         self._is_awaited, self._is_synchronized = False, True
         self._optimizer.synchronize()
+
+
+def _runs_backward() -> bool:
+    """Returns whether this is called inside a backward, as a checkpoint calls forward again."""
+    return torch._C._current_graph_task_id() != -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -54,6 +55,7 @@ class FakeWorld(World):
     bucket_bytes = 1 << 20
     quantized_run = 1
     sparsification = None
+    keeps_residuals = False
     spans = Spans()
     staleness = 0
     averages_models = False
@@ -83,6 +85,9 @@ class FakeWorld(World):
         result = tensor.detach().coalesce() if tensor.is_sparse else tensor.detach().clone()
         transfer = Answered(self, name, late or result)
         return Pending(name, options, transfer, Progress(0, ended=True), self._waiting)
+
+    def residual_name(self, request: Request) -> str | None:
+        return request.name if self.keeps_residuals else None
 
     def barrier(self) -> None: ...
     def has_joining_workers(self) -> bool:
@@ -479,15 +484,20 @@ def test_zero_grad_throws_away_what_was_pushed(
 
 
 def test_what_left_a_residual_is_neither_pushed_again_nor_thrown_away(
-    model: Model, optimizer: zps.DistributedOptimizer, monkeypatch: pytest.MonkeyPatch
+    world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer
 ) -> None:
-    residual = torch.zeros(1)
-    monkeypatch.setattr("zenps.worker.core.residuals.Residuals.peek", lambda self, name: residual)
-    monkeypatch.setattr("zenps.worker.training.gradients.buckets.Bucket.fused", lambda *_: residual)
+    """Even if the residual is another rank's, as of a host with two levels."""
+    world.keeps_residuals = True
     model.words(torch.tensor([1])).sum().backward()
     with pytest.raises(UsageError, match=r"'words.weight'.*sparsified.*no_sync\(\)"):
         model.words(torch.tensor([1])).sum().backward()
     optimizer.zero_grad()
+    model.loss().backward()
+    with pytest.raises(UsageError, match=r"got zero_grad\(\)"):
+        optimizer.zero_grad()
+    optimizer.zero_grad()
+    train_one_step(model, optimizer)
+    assert world.waited == world.pushed
 
 
 def test_no_sync_adds_up_gradients(
@@ -518,6 +528,34 @@ def test_step_after_synchronize_simply_steps(
         optimizer.step()
         assert set(names_pushed(world, before).values()) == {1}
         assert torch.allclose(bias - model.last.bias, torch.tensor(0.05))
+
+
+def leave_out_by_scaler(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    scale_and_step(model, optimizer, float("inf"))
+
+
+def leave_out_after_synchronize(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    model.loss().backward()
+    optimizer.synchronize()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("leave_out", [leave_out_by_scaler, leave_out_after_synchronize])
+def test_a_rank_without_backward_takes_part_after_a_step_that_was_left_out(
+    leave_out: Callable[[Model, zps.DistributedOptimizer], None],
+    set_to_none: bool,
+    world: FakeWorld,
+    model: Model,
+    optimizer: zps.DistributedOptimizer,
+) -> None:
+    """Of which only the model has cleared the gradients; the other ranks wait for this one."""
+    leave_out(model, optimizer)
+    model.zero_grad(set_to_none)
+    before = world.pushed.copy()
+    optimizer.step()
+    assert len(names_pushed(world, before)) == 2
+    assert set(names_pushed(world, before).values()) == {1}
+    assert world.waited == world.pushed
 
 
 def test_unfrozen_and_added_parameters_are_pushed(world: FakeWorld) -> None:
@@ -652,6 +690,24 @@ def test_a_scaler_that_unscales_for_clipping_waits_for_averages(
     unscale_and_clip()
     scaler.step(optimizer)
     assert not torch.equal(model.last.bias, before)
+
+
+def test_a_scaler_is_refused_where_residuals_would_be_of_another_scale(
+    world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer
+) -> None:
+    world.keeps_residuals = True
+    before = model.last.bias.detach().clone()
+    with pytest.raises(UsageError, match=r"sync.values = same, got quantized values.*bfloat16 autocast"):
+        scale_and_step(model, optimizer)
+    for _ in range(2):  # the first one says that what was pushed is lost
+        with contextlib.suppress(UsageError):
+            optimizer.zero_grad()
+    assert torch.equal(model.last.bias, before)
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
+    disabled.scale(model.loss()).backward()
+    disabled.step(optimizer)
+    assert not torch.equal(model.last.bias, before)
+    assert world.waited == world.pushed
 
 
 def test_alone_a_scaler_needs_no_other_way(monkeypatch: pytest.MonkeyPatch) -> None:

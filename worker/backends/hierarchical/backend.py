@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 import torch
+from msgspec import structs
 
 from zenps.errors import PeerLostError, UsageError, listing
 from zenps.wire.scheduler_messages import View
@@ -75,6 +76,7 @@ class HierarchicalBackend(Backend):
         self._session = session
         self._servers = servers
         self._arena = arena
+        self._is_single_host = len(ranks) == session.size
         try:
             self._links = self._connect(ranks)
         except BaseException:  # also Ctrl-C during the wait for others
@@ -86,15 +88,25 @@ class HierarchicalBackend(Backend):
     def begin(self, request: Request) -> Pending:
         """Compacts or copies on this thread. Broadcasts and small dense tensors go directly over servers."""
         tensor, name, options = request
-        is_small = not tensor.is_sparse and tensor.nbytes < SPLIT_FROM_BYTES
-        if is_small or not options.is_reduction:
+        if _goes_directly(request):
             return self._servers.begin(request)
         longest = LONGEST_NAME - len(SUFFIX)
         if len(name) > longest:
             reason = f"expected at most {longest} characters, because leaders push it under a longer name"
             raise UsageError(f"tensor name {name!r:.60}: {reason}")
         transforms: tuple[Transform, ...] = () if tensor.is_cpu else (ToHost(tensor.device),)
-        return self._rounds.begin(request._replace(tensor=tensor.detach().cpu()), transforms)
+        sparsification = self._session.sparsification
+        # Decided by what all ranks know: the sum that a leader pushes may be wider than its gradients.
+        is_covered = sparsification is not None and sparsification.covers(request)
+        options = structs.replace(options, is_sparsifiable=is_covered)
+        return self._rounds.begin(Request(tensor.detach().cpu(), name, options), transforms)
+
+    def residual_name(self, request: Request) -> str | None:
+        if _goes_directly(request):
+            return self._servers.residual_name(request)
+        # On one host nothing is rounded or left out.
+        own_name = request._replace(name=request.name + SUFFIX)
+        return None if self._is_single_host else self._servers.residual_name(own_name)
 
     def close(self) -> None:
         self._rounds.close()
@@ -134,6 +146,12 @@ class HierarchicalBackend(Backend):
             (link,) = self._links
             return Follower(host, link)
         return Leader(host, self._links)
+
+
+def _goes_directly(request: Request) -> bool:
+    """Returns whether each rank speaks to the servers itself."""
+    is_small = not request.tensor.is_sparse and request.tensor.nbytes < SPLIT_FROM_BYTES
+    return is_small or not request.options.is_reduction
 
 
 def _open_arena(mappings: int) -> Arena | None:

@@ -70,6 +70,9 @@ class PeerBackend(Backend):
         progress.compacted_seconds = time.perf_counter() - progress.began
         return self._exchange.begin(request, transfer, progress, transforms)
 
+    def residual_name(self, request: Request) -> str | None:
+        return self._servers.residual_name(request)
+
     def close(self) -> None:
         self._exchange.close()
 

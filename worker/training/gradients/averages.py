@@ -15,6 +15,7 @@ class Averages:
 
     Attributes:
         handles: of each sparse parameter, and of each bucket of dense ones.
+        partial: those of them of which a part may stay behind, as a residual; the same on all ranks.
         dense: the sparse parameters whose gradient is dense at present, so that its average has to be.
         is_dropped: True if the step was refused: other ranks may wait for its gradients, but this one applies
             none of their averages.
@@ -22,6 +23,7 @@ class Averages:
 
     def __init__(self) -> None:
         self.handles: dict[Parameter | Bucket, Pending] = {}
+        self.partial: set[Parameter | Bucket] = set()
         self.dense: set[Parameter] = set()
         self.is_dropped = False
 

@@ -20,8 +20,7 @@ class Bucket:
         parameters: of one dtype, on one device.
         run: elements that are quantized by a common scale. Each presence element begins a run, because
             beside larger values it could be rounded to 0.
-        is_sparsifiable: True if the gradients may be sparsified. Then a parameter is present as long as it
-            has a residual, which may be pushed in any later step.
+        is_sparsifiable: True if the gradients may be sparsified.
     """
 
     def __init__(
@@ -31,8 +30,6 @@ class Bucket:
         self.parameters = parameters
         self.is_sparsifiable = is_sparsifiable
         self._run = run
-        self._has_residual: set[tuple[str, Parameter]] = set()
-        """Under the name of a round."""
         self._present_from = -(-sum(parameter.numel() for parameter in parameters) // run) * run
         self.waiting_for = set(parameters)
         """Parameters whose gradient backward has not computed since the last push."""
@@ -42,14 +39,8 @@ class Bucket:
         """The ranges of the tensor that are never thinned out: the presence elements."""
         return ((self._present_from, self._present_from + len(self.parameters) * self._run),)
 
-    def fused(self, scale: float = 1.0, residual: Tensor | None = None, name: str = "") -> Tensor:
-        """Returns the gradients, padded to whole runs, then the presence elements.
-
-        Args:
-            scale: of the gradients.
-            residual: what was not pushed yet of this bucket under ``name``, if it is known here.
-            name: of the round.
-        """
+    def fused(self, scale: float = 1.0) -> Tensor:
+        """Returns the gradients times ``scale``, padded to whole runs, then the presence elements."""
         first = self.parameters[0]
         length = self._present_from + len(self.parameters) * self._run
         flat = torch.zeros(length, dtype=first.dtype, device=first.device)
@@ -59,19 +50,25 @@ class Bucket:
                 # Ranks agreed that it is dense: a table may have been tied to a dense layer at first.
                 gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
                 flat[begin : begin + parameter.numel()].view(parameter.shape).copy_(gradient)
-                self._has_residual.add((name, parameter))
-            elif not parameter.requires_grad or (
-                residual is not None and not residual[begin : begin + parameter.numel()].any()
-            ):
-                self._has_residual.discard((name, parameter))
-            if parameter.grad is not None or (
-                self.is_sparsifiable and (name, parameter) in self._has_residual
-            ):
                 flat[self._present_from + index * self._run] = 1
             begin += parameter.numel()
         if scale != 1:
             flat[: self._present_from] *= scale
         return flat
+
+    def add_presence(self, fused: Tensor, residual: Tensor) -> None:
+        """Makes parameters present that have a residual, which may be pushed in any step.
+
+        Args:
+            fused: the gradients and presence elements.
+            residual: of this bucket, flat.
+        """
+        begin = 0
+        for index, parameter in enumerate(self.parameters):
+            end = begin + parameter.numel()
+            if parameter.grad is None and parameter.requires_grad and residual[begin:end].any():
+                fused[self._present_from + index * self._run] = 1
+            begin = end
 
     def spread(self, flat: Tensor) -> None:
         """Makes the pulled tensor the parameters' gradients; they share its memory."""

@@ -102,8 +102,8 @@ class GradientPushes:
         Raises:
             UsageError: the rest of what was pushed, a residual, is pushed with the next gradients.
         """
-        name = owner.name if isinstance(owner, Bucket) else self._agreement.names[owner]
-        if self._residuals.peek(self._round_name(name)) is not None:
+        if owner in self.averages.partial:
+            name = owner.name if isinstance(owner, Bucket) else self._agreement.names[owner]
             raise UsageError(
                 f"{name!r} was pushed, quantized or sparsified: expected step() next, got {call}; set "
                 "backward_passes_per_step, or run all but the last backward inside no_sync(); zero_grad() "
@@ -122,29 +122,35 @@ class GradientPushes:
             self._dense.add(parameter)
             gradient = gradient.to_sparse(sparse_dim)
         options = self._options(parameter, gradient, [parameter])
-        request = Request(gradient, self._round_name(self._agreement.names[parameter]), options)
-        with MASK:  # what is pushed is known: the next call does not push it again
-            self.averages.handles[parameter] = PROCESS.world.begin(request)
+        self._begin(parameter, Request(gradient, self._round_name(self._agreement.names[parameter]), options))
         if parameter in self._dense:
             self.averages.dense.add(parameter)
 
     def push_bucket(self, bucket: Bucket, scale: float = 1.0) -> None:
         """Pushes dense gradients as one tensor, times ``scale``."""
-        name = self._round_name(bucket.name)
-        residual = self._residuals.peek(name)
-        fused = bucket.fused(scale, None if residual is None else residual.view(-1), name)
+        fused = bucket.fused(scale)
         options = structs.replace(
             self._options(bucket, fused, bucket.parameters),
             is_sparsifiable=bucket.is_sparsifiable,
             exact=bucket.exact,
             momentum=self._momentum,
         )
-        request, world = Request(fused, name, options), PROCESS.world
-        with MASK:
-            self.averages.handles[bucket] = world.begin(request)
+        request, world = Request(fused, self._round_name(bucket.name), options), PROCESS.world
         if world.sparsification is not None and world.sparsification.covers(request):
             self.sparsified.update(bucket.parameters)
+            name = world.residual_name(request)
+            # Of the ranks of a host with two levels, one has the residual of all.
+            if name is not None and (residual := self._residuals.peek(name)) is not None:
+                bucket.add_presence(fused, residual.view(-1))
+        self._begin(bucket, request)
         bucket.waiting_for = set(bucket.parameters)
+
+    def _begin(self, owner: Parameter | Bucket, request: Request) -> None:
+        world = PROCESS.world
+        if world.residual_name(request) is not None:
+            self.averages.partial.add(owner)
+        with MASK:  # what is pushed is known: the next call does not push it again
+            self.averages.handles[owner] = world.begin(request)
 
     def _round_name(self, name: str) -> str:
         """Returns the name under which this step pushes a gradient: several steps may be in flight."""

@@ -80,6 +80,9 @@ class GradientSynchronizer(Consistency):
         self._prefix = PROCESS.new_prefix("optimizer")
         self._agreement = ParameterAgreement(self._prefix, names.trained())
         self._pushes = GradientPushes(self._agreement, self._prefix, average, momentum)
+        self._is_synchronized = False
+        self._averaged: list[Parameter] = []
+        """The parameters that the last :meth:`synchronize` gave an average."""
         self._is_refused = False
         """Whether an error of backward or of :meth:`synchronize` has ended this step before its averages."""
         self._earlier: deque[Averages] = deque()
@@ -93,6 +96,17 @@ class GradientSynchronizer(Consistency):
     def _watch(self, parameters: Iterable[Parameter]) -> None:
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(_weakly(self._on_gradient))  # type: ignore[no-untyped-call]
+
+    @property
+    def is_synchronized(self) -> bool:
+        # If the script has cleared all averages, it has left their step out, perhaps without this optimizer.
+        return self._is_synchronized and not (
+            self._averaged and all(_is_cleared(parameter.grad) for parameter in self._averaged)
+        )
+
+    @is_synchronized.setter
+    def is_synchronized(self, is_synchronized: bool) -> None:
+        self._is_synchronized = is_synchronized
 
     @property
     def is_periodic(self) -> bool:
@@ -141,6 +155,7 @@ class GradientSynchronizer(Consistency):
         self._check_gradients()
         self._add_parameters()
         self._end_step()
+        self._averaged = [each for each in self._agreement.names if each.grad is not None]
         self.is_synchronized = True
 
     def _add_parameters(self) -> None:
@@ -323,6 +338,13 @@ class GradientSynchronizer(Consistency):
     def _refuse(self, reason: str) -> UsageError:
         self._is_refused = True
         return UsageError(f"{reason}; zero_grad() ends this step")
+
+
+def _is_cleared(gradient: Tensor | None) -> bool:
+    """Returns whether a gradient is None or zeros, as ``zero_grad()`` leaves it."""
+    if gradient is None:
+        return True
+    return not (gradient._values() if gradient.is_sparse else gradient).any()
 
 
 def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:

@@ -1,0 +1,87 @@
+"""BytePS's ``DistributedDataParallel`` without a cluster: when backward ends in averages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zenps.byteps as bps
+from tests.worker.training.test_optimizer import FakeWorld, names_pushed
+from zenps.worker.process import PROCESS
+
+INPUTS = torch.ones(1, 2)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> FakeWorld:
+    world = FakeWorld()
+    monkeypatch.setattr(PROCESS, "_world", world)
+    return world
+
+
+class Failing(torch.autograd.Function):
+    """An identity whose backward runs out of memory."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor) -> Tensor:
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("keeps_residuals", [False, True])
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_backward_averages_again_after_one_that_failed(
+    steps_before: int, keeps_residuals: bool, world: FakeWorld
+) -> None:
+    world.keeps_residuals = keeps_residuals
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model = bps.DistributedDataParallel(layers)
+    for _ in range(steps_before):
+        model(INPUTS).sum().backward()
+        model.zero_grad()
+    for failing in layers:  # then the other layer has its gradient, or none has
+        handle = failing.register_forward_hook(lambda _, inputs, output: Failing.apply(output))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(INPUTS).sum().backward()
+        handle.remove()
+        model.zero_grad()
+        for _ in range(2):
+            loss = model(INPUTS).sum()
+            before = world.pushed.copy()
+            loss.backward()
+            assert set(names_pushed(world, before).values()) == {1}
+            assert world.waited == world.pushed
+            model.zero_grad()
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+    def forward(self, inputs: Tensor, branch: int) -> Tensor:
+        output: Tensor = self.branches[branch](inputs)
+        return output
+
+
+def test_forward_that_a_checkpoint_calls_inside_backward_ends_no_step(
+    world: FakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world, "bucket_bytes", 1)  # each gradient by itself
+    model = bps.DistributedDataParallel(Branches())
+    for _ in range(2):
+        hidden = checkpoint(model, INPUTS, 0, use_reentrant=False)
+        loss = model(hidden, 1).sum()
+        before = world.pushed.copy()
+        loss.backward()  # the other branch has its gradients before this one is called again
+        assert sorted(names_pushed(world, before).values()) == [1, 1, 1, 1]
+        assert world.waited == world.pushed
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        model.zero_grad()
