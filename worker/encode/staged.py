@@ -74,7 +74,8 @@ class StagedDense(Staged):
         gpu = self._accelerator
         gpu.pushing.follow(self._tensor)
         with gpu.pushing.current():
-            copy = self._to_host(self._tensor)
+            # An asynchronous copy would have the bytes of a negative view without its sign.
+            copy = self._to_host(self._tensor.resolve_neg())
         yield gpu.pushing.mark()
         del self._tensor
         self._inner = self._make(copy)

@@ -312,6 +312,20 @@ def whole(copy: Tensor) -> Transfer:
     return WholeTransfer(copy, Sharding(None, 1, 0), True, Unchanged(copy.dtype))
 
 
+def test_a_negative_view_is_pushed_with_its_sign() -> None:
+    class Asynchronous(HostAccelerator):
+        """Copies bytes as they are, as CUDA does."""
+
+        def to_host(self, tensor: Tensor, pool: BufferPool | None = None) -> Tensor:
+            return super().to_host(torch._neg_view(tensor) if tensor.is_neg() else tensor, pool)
+
+    tensor = torch._neg_view(torch.tensor([1.0, -2.0]))
+    results, _ = synchronize(
+        [tensor], lambda each: prepared(StagedDense(each, whole, Asynchronous())), average=False
+    )
+    assert results[0].tolist() == [-1.0, 2.0]
+
+
 def test_a_device_that_hangs_is_an_error() -> None:
     class Hung(HostLane):
         def mark(self) -> Never:
