@@ -126,11 +126,11 @@ class DeviceGradient(Gradient):
         try:
             with lane.current():
                 yield
+            self.gpu.wait_for(lane.mark())
         except ZenPSError:
             raise
         except RuntimeError as error:
             raise TensorError(f"tensor {self.name!r} on {self.gpu.device}: {error}") from error
-        self.gpu.wait_for(lane.mark())
 
     def _find(self, gradient: Tensor, takes: bool) -> Found:
         """Adds the gradient to the residual, and selects of the elements that are not exact.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.cuda.host.launcher import HostLauncher, RecordingLauncher
 from tests.worker.encode.test_reshard import view_of
-from tests.worker.host_accelerator import HostAccelerator
+from tests.worker.host_accelerator import HostAccelerator, HostLane
 from tests.worker.sparsify.test_agreed import Job
 from tests.worker.sparsify.test_sparsification import config, gradient, options
 from zenps.buffers import BufferPool
@@ -27,7 +27,7 @@ from zenps.sparsifiers.base import Momentum
 from zenps.worker.core.request import Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.statistics import Statistics
-from zenps.worker.encode.accelerator import Accelerator
+from zenps.worker.encode.accelerator import Accelerator, Event
 from zenps.worker.encode.planner import Planner
 from zenps.worker.encode.sharder import Sharder
 from zenps.worker.sparsify.sparsification import Sparsification, Sparsified, make_sparsification
@@ -289,4 +289,24 @@ def test_a_device_that_fails_is_an_error_that_names_the_tensor() -> None:
     made = make(gpu).transform(Request(tensor, "layer", options(Residuals())), 0)
     assert made is not None
     with pytest.raises(TensorError, match="tensor 'layer' on cpu: out of memory"):
+        made.apply(tensor)
+
+
+@pytest.mark.parametrize("marks", [1, 2, 3])
+def test_a_device_that_fails_while_it_is_waited_for_names_the_tensor(marks: int) -> None:
+    class Faulty(HostLane):
+        def mark(self) -> Event:
+            nonlocal marks
+            marks -= 1
+            return Fault() if not marks else super().mark()
+
+    class Fault(Event):
+        def query(self) -> bool:
+            raise RuntimeError("illegal memory access")
+
+    gpu, tensor = HostAccelerator(), gradient(0, SIZE)
+    gpu.pushing = gpu.pulling = Faulty()
+    made = make(gpu).transform(Request(tensor, "layer", options(Residuals())), 0)
+    assert made is not None
+    with pytest.raises(TensorError, match="tensor 'layer' on cpu: illegal memory access"):
         made.apply(tensor)
