@@ -377,6 +377,17 @@ def test_device_that_fails_fails_its_round_alone() -> None:
     assert submitted == [another]
 
 
+def test_a_device_without_memory_for_the_copy_is_an_error() -> None:
+    class Full(BufferPool):
+        def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            raise RuntimeError("out of memory")
+
+    full = HostAccelerator()
+    full.pinned = Full(keep_bytes=0)
+    with pytest.raises(TensorError, match="a tensor on cpu: out of memory"):
+        StagedDense(torch.ones(3), whole, full)
+
+
 def test_the_result_of_answers_in_any_order_is_coalesced() -> None:
     transfer = prepared(staged(rows_of(600), CudaConfig()))
     absorb_all(transfer, aggregate([transfer], average=False)[::-1])
