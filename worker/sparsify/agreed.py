@@ -85,6 +85,7 @@ class Agreed(Transform):
             UsageError: the sparsifier has raised an error, or has counted otherwise than as int64 ``[n]``.
         """
         gradient, sparsifier = self.gradient, self.gradient.sparsifier
+        gradient.feedback.added_step = None
         indices = union._indices()[0]
         exact: Tensor = indices[:0]
         if gradient.exact:
