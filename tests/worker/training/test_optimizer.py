@@ -9,6 +9,7 @@ import signal
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -205,6 +206,26 @@ def test_a_device_without_memory_leaves_no_round_in_flight(
     train_one_step(model, optimizer)
     assert not any(map(torch.equal, before, model.parameters()))
     assert world.waited == world.pushed
+
+
+def test_on_a_gpu_the_stream_of_each_gradient_of_a_bucket_is_known_before_its_push(
+    world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = list[str]()
+    fused = Bucket.fused
+
+    def note_push(bucket: Bucket, *args: Any) -> Tensor:
+        calls.append("push")
+        return fused(bucket, *args)
+
+    monkeypatch.setattr(Bucket, "note_stream", lambda _: calls.append("note"))
+    monkeypatch.setattr(Bucket, "fused", note_push)
+    train_one_step(model, optimizer)
+    assert calls == ["push"], "the host has no streams"
+    calls.clear()
+    monkeypatch.setattr(optimizer._consistency._agreement.buckets[0], "is_on_gpu", True)
+    train_one_step(model, optimizer)
+    assert calls == ["note"] * 4 + ["push"]
 
 
 @pytest.mark.usefixtures("interruptible")

@@ -22,6 +22,9 @@ class Bucket:
             beside larger values it could be rounded to 0.
         is_sparsifiable: True if the gradients may be sparsified. Then a parameter is present as long as it
             has a residual, which may be pushed in any later step.
+
+    Attributes:
+        is_on_gpu: True if backward may compute gradients on several streams: see :meth:`note_stream`.
     """
 
     def __init__(
@@ -36,6 +39,13 @@ class Bucket:
         self._present_from = -(-sum(parameter.numel() for parameter in parameters) // run) * run
         self.waiting_for = set(parameters)
         """Parameters whose gradient backward has not computed since the last push."""
+        self.is_on_gpu = parameters[0].is_cuda
+        self._streams: set[torch.cuda.Stream] = set()
+        """Those on which gradients were computed since the last push."""
+
+    def note_stream(self) -> None:
+        """Notes that a gradient was computed on the current stream. :meth:`fused` waits for it."""
+        self._streams.add(torch.cuda.current_stream(self.parameters[0].device))
 
     @property
     def exact(self) -> tuple[tuple[int, int], ...]:
@@ -50,6 +60,8 @@ class Bucket:
             residual: what was not pushed yet of this bucket under ``name``, if it is known here.
             name: of the round.
         """
+        if self._streams:
+            self._follow_streams()
         first = self.parameters[0]
         length = self._present_from + len(self.parameters) * self._run
         flat = torch.zeros(length, dtype=first.dtype, device=first.device)
@@ -72,6 +84,17 @@ class Bucket:
         if scale != 1:
             flat[: self._present_from] *= scale
         return flat
+
+    def _follow_streams(self) -> None:
+        current = torch.cuda.current_stream(self.parameters[0].device)
+        if others := self._streams - {current}:
+            for stream in others:
+                current.wait_stream(stream)
+            for gradient in [each.grad for each in self.parameters if each.grad is not None]:
+                # The allocator must not reuse its memory on its own stream before it is copied here.
+                for part in (gradient._indices(), gradient._values()) if gradient.is_sparse else (gradient,):
+                    part.record_stream(current)
+        self._streams.clear()
 
     def spread(self, flat: Tensor) -> None:
         """Makes the pulled tensor the parameters' gradients; they share its memory."""

@@ -299,6 +299,8 @@ class GradientSynchronizer(Consistency):
         """Pushes the gradient after its last pass, alone or with the last one of its bucket."""
         passes, bucket = self._passes.count(parameter), self._agreement.bucket_of.get(parameter)
         owner = bucket or parameter
+        if bucket and bucket.is_on_gpu:
+            bucket.note_stream()
         if passes >= self._passes.per_step and parameter.grad is not None:
             self._computed[parameter] = Snapshot(parameter.grad)
         if owner in self._pushes.averages.handles:
