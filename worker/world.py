@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from zenps.codecs.values import RUN
 from zenps.config.settings import Config
-from zenps.errors import UsageError
+from zenps.errors import TensorError, UsageError, ZenPSError
 from zenps.finalizers import release_finalizers
 from zenps.observe.metrics import WorkerMetrics
 
@@ -251,7 +251,12 @@ class ClusterWorld(World):
         if (name := wire_name(request.name)) is not request.name:
             request = request._replace(name=name)
         with MASK:  # a name that is taken is either pushed or given back
-            return _begin(self._backend, request)
+            try:
+                return _begin(self._backend, request)
+            except ZenPSError:
+                raise
+            except RuntimeError as error:  # as torch raises where a device fails, such as for want of memory
+                raise TensorError(f"tensor {name!r}: {error}") from error
 
     def residual_name(self, request: Request) -> str | None:
         return self._backend.residual_name(request._replace(name=wire_name(request.name)))

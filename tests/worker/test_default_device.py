@@ -22,6 +22,13 @@ from tests.worker.encode.test_transfer import (
     sparse,
     synchronize,
 )
+from tests.worker.host_accelerator import HostAccelerator
+from tests.worker.sparsify.test_agreed import RANKS, SIZE, Job
+from tests.worker.sparsify.test_device import make
+from tests.worker.sparsify.test_sparsification import gradient, options
+from zenps.kernels.gpu.launcher import to_device
+from zenps.worker.core.request import Request
+from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.transfer import Transfer
 
 TENSORS: list[tuple[Callable[[Tensor], Transfer], Tensor]] = [
@@ -49,6 +56,38 @@ def test_layouts_with_and_without_tables() -> None:
             assert torch.equal(layout.positions(rows), expected)
             assert torch.equal(layout.rows(expected), rows)
             assert len(layout.granule_order(0, 100)) == 100
+
+
+@pytest.mark.parametrize("name", ["exdyna", "micro"])
+@pytest.mark.parametrize("gpu", [None, HostAccelerator()], ids=["cpu", "device"])
+def test_agreed_sparsifiers(name: str, gpu: HostAccelerator | None) -> None:
+    sets = (f"sync.sparsifier={name}",)
+    expected, job = Job(0, *sets, gpu=gpu), Job(0, *sets, gpu=gpu)
+    for step in range(2):
+        tensors = [gradient(100 * step + rank, SIZE) for rank in range(RANKS)]
+        sums = expected.push(tensors, step, change=False)
+        with torch.device("meta"):
+            got = job.push(tensors, step, change=False)
+        assert all(map(torch.equal, got, sums))
+
+
+@pytest.mark.parametrize("name", ["topk", "dgc", "threshold", "randomk"])
+@pytest.mark.parametrize("gpu", [None, HostAccelerator()], ids=["cpu", "device"])
+def test_sparsifiers_of_one_rank(name: str, gpu: HostAccelerator | None) -> None:
+    tensor, results = gradient(0, 30_000), list[Tensor]()
+    for device in ("cpu", "meta"):
+        sparsification = make(gpu, f"sync.sparsifier={name}")
+        with torch.device(device):
+            made = sparsification.transform(Request(tensor, "layer", options(Residuals())), 0)
+            assert made is not None
+            results.append(made.undo(made.apply(tensor)))
+    assert torch.equal(*results)
+
+
+def test_numbers_for_kernels_come_from_the_host() -> None:
+    with torch.device("meta"):
+        numbers = to_device([1, 2], torch.device("cpu"))
+    assert numbers.tolist() == [1, 2]
 
 
 def test_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,15 @@ def test_what_cannot_be_synchronised_comes_to_no_backend() -> None:
     assert backend.begun == []
 
 
+def test_a_device_without_memory_is_an_error_that_names_the_tensor() -> None:
+    class Full(Everything):
+        def begin(self, request: Request) -> Pending:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(TensorError, match="tensor 'weight': CUDA out of memory"):
+        make_world(Full()).begin(Request(torch.ones(3), "weight"))
+
+
 def test_a_joining_worker_has_to_get_the_state_of_the_job_first() -> None:
     backend = Everything()
     world = make_world(backend, structs.replace(VIEW, admitted=1))

@@ -15,7 +15,7 @@ from torch import Tensor
 from zenps.errors import DeadlineError, UsageError, ZenPSError
 
 from .interrupts import MASK, Sleepers
-from .request import Options
+from .request import Options, device_error
 from .spans import Spans
 from .statistics import Counted, Progress, Report, Statistics
 from .transfer import Answer, EncodedTensor, SuppliedTransfer, Transfer, Transform
@@ -294,7 +294,7 @@ class Pending:
                     case ZenPSError():
                         return answer
             except Exception as error:  # noqa: BLE001
-                return error
+                return self._told(error)
             begin = time.perf_counter()
             self._worked_seconds += begin - got
         if self._unabsorbed > 0 and transfer.absorbs_on == "caller":
@@ -312,7 +312,7 @@ class Pending:
                 for convert in self._conversions:
                     result = convert(result)
         except Exception as error:  # noqa: BLE001
-            return error
+            return self._told(error)
         self._worked_seconds += time.perf_counter() - got
         self.report = transfer.report(progress)
         statistics.record(self.report, progress, waited, self._worked_seconds, self._counted)
@@ -324,6 +324,9 @@ class Pending:
             self._unabsorbed -= 1
             if span:
                 span.note(tensor=self.name, **answer.details())
+
+    def _told(self, error: Exception) -> Exception:
+        return device_error(f"tensor {self.name!r}", error) if isinstance(error, RuntimeError) else error
 
     def _has_news(self) -> bool:
         return bool(self._answers) or self.progress.ended

@@ -10,7 +10,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from zenps.errors import TensorError, UsageError
+from zenps.errors import TensorError, UsageError, ZenPSError
 from zenps.kernels.base import ACCUMULATE
 from zenps.partition.keyspace import MAX_SIZE
 from zenps.sparsifiers.base import Momentum
@@ -202,3 +202,17 @@ def table_shape(tensor: Tensor) -> tuple[int, int]:
     """Returns a sparse tensor's shape as a table: (product of sparse dimensions, product of dense ones)."""
     sparse_dim = tensor.sparse_dim()
     return math.prod(tensor.shape[:sparse_dim]), math.prod(tensor.shape[sparse_dim:])
+
+
+def device_error(what: str, error: Exception) -> ZenPSError:
+    """Returns the error of work on a device that has failed, such as for want of memory.
+
+    Args:
+        what: that work was done for.
+        error: of torch; one of ZenPS is returned as it is.
+    """
+    if isinstance(error, ZenPSError):
+        return error
+    failed = TensorError(f"{what}: {error}")
+    failed.__cause__ = error
+    return failed

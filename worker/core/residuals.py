@@ -27,6 +27,8 @@ class Feedback:
         counts: for the sparsifier's next step.
         first_step: the number of the sparsifier's step in which the tensor had step 0 in this job.
         next_step: of the sparsifier.
+        added_step: the step whose gradient is in the residual on a device, though its push has failed or has
+            yet to begin; None if there is none. Another push of this step does not add it again.
     """
 
     residual: Tensor
@@ -34,6 +36,7 @@ class Feedback:
     counts: Tensor | None = None
     first_step: int = 0
     next_step: int = 0
+    added_step: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything for a checkpoint, with references to tensors on the CPU and copies of others."""
@@ -74,7 +77,7 @@ class Feedback:
             if given.shape == self.residual.shape and given.dtype == self.residual.dtype:
                 self.sparsifier.load_state_dict(inner)
                 self.residual.copy_(given)
-                self.counts, self.first_step = counts, first_step
+                self.counts, self.first_step, self.added_step = counts, first_step, None
                 return
             got = f"{len(given)} elements of {given.dtype}"
         except Exception as error:
@@ -112,6 +115,12 @@ class Residuals:
             if feedback is None or feedback.residual.data_ptr() != table.data_ptr():
                 feedback = self._feedback[name] = Feedback(table.view(-1))
             return feedback
+
+    def end_step(self) -> None:
+        """Forgets which gradients are in residuals: what is pushed next are others."""
+        with self._lock:
+            for feedback in self._feedback.values():
+                feedback.added_step = None
 
     def peek(self, name: str) -> Tensor | None:
         """Returns the residual of a tensor, ``[rows, columns]``; None if it has none yet."""

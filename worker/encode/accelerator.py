@@ -141,7 +141,7 @@ class CudaAccelerator(Accelerator):
         if arena is None:
             return self.pinned
         if self._shared is None:
-            self._shared = shared_pinned_pool(arena) or self.pinned
+            self._shared = shared_pinned_pool(arena, self.device) or self.pinned
         return self._shared
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from numpy.typing import NDArray
 from zenps.buffers import BufferPool
 from zenps.errors import TensorError
 from zenps.finalizers import call_after
+from zenps.kernels.gpu.cupy import on_device
 from zenps.wire.shared_memory.arena import Arena
 
 logger = logging.getLogger("zenps.worker")
@@ -29,13 +32,17 @@ def pinned_pool(keep_bytes: int) -> BufferPool:
     return BufferPool(keep_bytes, _pinned_block, smallest_bytes=1, sizes_per_doubling=1)
 
 
-def shared_pinned_pool(arena: Arena) -> BufferPool | None:
+def shared_pinned_pool(arena: Arena, device: torch.device) -> BufferPool | None:
     """Pinned memory in ``arena``, which is unpinned once the arena is closed and nobody uses it.
+
+    Args:
+        arena: memory that servers on this host read.
+        device: that of the tensors, with its index.
 
     Returns:
         None if the driver cannot pin memory of an arena; that is logged.
     """
-    pool = arena.make_pool(_registered)
+    pool = arena.make_pool(partial(_registered, device))
     try:
         pool.lease(1)
     except TensorError as error:
@@ -49,25 +56,41 @@ def _pinned_block(size: int) -> NDArray[np.uint8]:
     return block
 
 
-def _registered(block: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _registered(device: torch.device, block: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Pins a block, which nobody else has pages of, until nobody refers to the result any more."""
     address = block.ctypes.data
-    if error := int(_runtime().cudaHostRegister(address, block.nbytes, PORTABLE)):
+    if error := _call(device, "cudaHostRegister", address, block.nbytes, PORTABLE):
         raise TensorError(
             f"cudaHostRegister cannot pin {block.nbytes} bytes of shared memory (CUDA error {error}); "
             'keep fewer tensors in flight, or set cluster.same_host to "tcp"'
         )
     registered = block[:]
     # It keeps the block until then, whose pages are given back afterwards.
-    call_after(registered, _unregister, address, block, os.getpid())
+    call_after(registered, _unregister, device, address, block, os.getpid())
     return registered
 
 
-def _unregister(address: int, block: NDArray[np.uint8], owner: int) -> None:
+def _unregister(device: torch.device, address: int, block: NDArray[np.uint8], owner: int) -> None:
     if os.getpid() != owner:  # a forked child has not pinned it, and cannot use CUDA
         return
-    if error := int(_runtime().cudaHostUnregister(address)):
+    if error := _call(device, "cudaHostUnregister", address):
         raise TensorError(f"cudaHostUnregister of {block.nbytes} bytes failed (CUDA error {error})")
+
+
+def _call(device: torch.device, function: str, *args: int) -> int:
+    """Calls a function of the CUDA Runtime; returns its error, which nobody else meets then; 0: none.
+
+    On another device than the tensor's, the call would create a context there: half a gigabyte of GPU 0 for
+    each rank, because threads start with device 0.
+    """
+    with on_device(device.index):
+        error = int(getattr(_runtime(), function)(*args))
+        if error:
+            # The runtime keeps the error until it is asked for it, as torch does after each launch. So
+            # torch's next launch raises it, whosever that is.
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device=device)
+    return error
 
 
 def _runtime() -> Any:

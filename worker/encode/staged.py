@@ -33,17 +33,32 @@ class Staged(Transfer):
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._steps = self._prepare()
-        self._event = next(self._steps, None)
+        self._event: Event | None = None
+        self._advance(is_reached=True)
 
     def prepared(self) -> bool:
+        self._advance()
+        return self._event is None
+
+    def _advance(self, *, is_reached: bool = False) -> None:
+        """Prepares up to an event that has not happened yet.
+
+        Args:
+            is_reached: go on up to the next event without asking whether the present one has happened.
+
+        Raises:
+            TensorError: the device has failed, such as for want of memory.
+        """
         try:
-            while self._event is not None and self._event.query():
+            if is_reached:
                 self._event = next(self._steps, None)
+            else:
+                while self._event is not None and self._event.query():
+                    self._event = next(self._steps, None)
         except ZenPSError:
             raise
-        except Exception as error:  # e.g. out of memory; not retried: the iterator would look exhausted
+        except Exception as error:  # not retried: the iterator would look exhausted
             raise TensorError(f"a tensor on {self._accelerator.device}: {error}") from error
-        return self._event is None
 
     @abstractmethod
     def _prepare(self) -> Iterator[Event]:
@@ -74,7 +89,8 @@ class StagedDense(Staged):
         gpu = self._accelerator
         gpu.pushing.follow(self._tensor)
         with gpu.pushing.current():
-            copy = self._to_host(self._tensor)
+            # An asynchronous copy would have the bytes of a negative view without its sign.
+            copy = self._to_host(self._tensor.resolve_neg())
         yield gpu.pushing.mark()
         del self._tensor
         self._inner = self._make(copy)

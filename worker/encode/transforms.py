@@ -44,9 +44,12 @@ class Densified(Transform):
         self._kernels = kernels
 
     def apply(self, tensor: Tensor) -> Tensor:
+        rows, _ = table_shape(tensor)
+        if not tensor.is_cpu:  # before it is coalesced, which makes valid indices of some that are not
+            check_rows(row_numbers(tensor._indices(), tuple(self._shape[: self._sparse_dim])), max(rows, 1))
         summed = coalesced(tensor, self._kernels)
         if tensor.is_cpu:
-            check_rows(as_table(summed)[0], max(table_shape(tensor)[0], 1))
+            check_rows(as_table(summed)[0], max(rows, 1))
         return summed.to_dense()
 
     def undo(self, result: Tensor) -> Tensor:

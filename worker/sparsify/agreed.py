@@ -46,7 +46,7 @@ class Agreed(Transform):
     def __init__(self, gradient: Gradient) -> None:
         self.gradient = gradient
         self._selected = 0
-        self._union = torch.empty(0, dtype=torch.int64)
+        self._union = torch.empty(0, dtype=torch.int64, device="cpu")
 
     @property
     def expected(self) -> int:
@@ -72,7 +72,8 @@ class Agreed(Transform):
         indices = self.gradient.select(tensor)
         self._selected = len(indices)
         shape = torch.Size([len(self.gradient.residual), 0])
-        return as_sparse(indices, torch.empty((len(indices), 0), dtype=tensor.dtype), shape, 1)
+        nothing = torch.empty((len(indices), 0), dtype=tensor.dtype, device="cpu")
+        return as_sparse(indices, nothing, shape, 1)
 
     def continue_with(self, union: Tensor) -> Further:
         """Takes the values at the union from the residual; returns them, and what the sparsifier counts.
@@ -84,6 +85,7 @@ class Agreed(Transform):
             UsageError: the sparsifier has raised an error, or has counted otherwise than as int64 ``[n]``.
         """
         gradient, sparsifier = self.gradient, self.gradient.sparsifier
+        gradient.feedback.added_step = None
         indices = union._indices()[0]
         exact: Tensor = indices[:0]
         if gradient.exact:
@@ -96,7 +98,7 @@ class Agreed(Transform):
             sparsifier.learn(indices, gradient.step)
         counts = gradient.count()
         if counts is None:  # on all ranks, or their rounds do not match
-            counts = torch.empty(0, dtype=torch.int64)
+            counts = torch.empty(0, dtype=torch.int64, device="cpu")
         if not isinstance(counts, Tensor) or counts.dtype != torch.int64 or counts.dim() != 1:
             name, got = type(sparsifier).__name__, kind_of(counts)
             raise UsageError(f"{name}.count: expected int64 [n], got {got}; correct the sparsifier")

@@ -32,12 +32,10 @@ class Found(NamedTuple):
     Attributes:
         indices: int64 ``[n]``, ascending.
         values: float32 ``[n]``, the sums there.
-        are_taken: True if they have left the residual.
     """
 
     indices: Tensor
     values: Tensor
-    are_taken: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +55,7 @@ class DeviceGradient(Gradient):
     def select(self, tensor: Tensor) -> Tensor:
         gradient = self._following(tensor)
         with self._enqueued(self.gpu.pushing):
-            found = self._find(gradient, takes=False)
+            found = self._find(gradient)
             for begin, end in self.exact:
                 self.residual[begin:end] = gradient[begin:end]
             indices = self.gpu.to_host(self._with_exact(found.indices))
@@ -66,19 +64,20 @@ class DeviceGradient(Gradient):
     def select_and_take(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         gradient = self._following(tensor)
         with self._enqueued(self.gpu.pushing):
-            found = self._find(gradient, takes=True)
+            found = self._find(gradient)
             pushed = found.values.to(self.dtype)
-            if not found.are_taken or self.dtype != self.residual.dtype:
-                self.residual[found.indices] = (found.values - pushed).nan_to_num_(0, 0, 0)
+            left = (found.values - pushed).nan_to_num_(0, 0, 0)
             exact = [gradient[begin:end] for begin, end in self.exact]
             is_finite = torch.cat([*exact, found.values]).isfinite().all()
             taken = self._with_exact(found.indices)
             indices = self.gpu.to_host(taken)
             values = self.gpu.to_host(torch.cat([*exact, pushed]))
             told = self.gpu.to_host(is_finite)
-        self._clean_up(taken, told)
         indices, first = self._unique(indices)
-        return indices, values if first is None else values[first]
+        if first is not None:
+            values = values[first]
+        self._clean_up(taken, told, found.indices, left)
+        return indices, values
 
     def take(self, indices: Tensor) -> Tensor:
         residual, gpu = self.residual, self.gpu
@@ -86,9 +85,9 @@ class DeviceGradient(Gradient):
             there = indices.to(gpu.device)
             values = residual[there]
             pushed = values.to(self.dtype)
-            residual[there] = (values - pushed).nan_to_num_(0, 0, 0)
+            left = (values - pushed).nan_to_num_(0, 0, 0)
             taken, told = gpu.to_host(pushed), gpu.to_host(values.isfinite().all())
-        self._clean_up(there, told)
+        self._clean_up(there, told, there, left)
         return taken
 
     def keep_rounding(self, indices: Tensor, errors: Tensor) -> None:
@@ -126,18 +125,14 @@ class DeviceGradient(Gradient):
         try:
             with lane.current():
                 yield
+            self.gpu.wait_for(lane.mark())
         except ZenPSError:
             raise
         except RuntimeError as error:
             raise TensorError(f"tensor {self.name!r} on {self.gpu.device}: {error}") from error
-        self.gpu.wait_for(lane.mark())
 
-    def _find(self, gradient: Tensor, takes: bool) -> Found:
-        """Adds the gradient to the residual, and selects of the elements that are not exact.
-
-        Args:
-            takes: True if what is selected may leave the residual at once.
-        """
+    def _find(self, gradient: Tensor) -> Found:
+        """Adds the gradient to the residual, and selects of the elements that are not exact."""
         sums, sparsifier = self._sums(gradient), self.sparsifier
         with blaming(sparsifier, "accumulate or select"):
             selection: object = sparsifier.select_on_device(sums, self.step)
@@ -145,25 +140,28 @@ class DeviceGradient(Gradient):
                 got = kind_of(selection)
                 raise TypeError(f"expected Above of select_on_device, got {got}")
             bounds = selection.bounds(len(sums.residual))
-        most, takes = selection.most, takes and selection.most is None
+        most = selection.most
         thresholds = selection.thresholds()
-        indices, values = self._above(sums, next(thresholds), bounds, most or 0, takes)
+        indices, values = self._above(sums, next(thresholds), bounds, most or 0)
         for threshold in thresholds:
             if len(indices) >= selection.least:
                 break
-            indices, values = self._above(Sums(sums.residual, None), threshold, bounds, most or 0, takes)
+            indices, values = self._above(Sums(sums.residual, None), threshold, bounds, most or 0)
         if most is not None and len(indices) > most:
             chosen = greatest(values, most)
             indices, values = indices[chosen], values[chosen]
-        return Found(indices, values, takes)
+        return Found(indices, values)
 
     def _sums(self, gradient: Tensor) -> Sums:
         """Returns gradient and residual without the exact elements, which the sparsifier must not choose."""
         residual, size = self.residual, len(self.residual)
         added: Tensor | None = gradient
-        if type(self.sparsifier).accumulate is not Sparsifier.accumulate:
+        if self.feedback.added_step == self.step.number:  # an earlier push of this step has failed
+            added = None
+        elif type(self.sparsifier).accumulate is not Sparsifier.accumulate:
             with blaming(self.sparsifier, "accumulate or select"):
                 self.sparsifier.accumulate(residual, gradient)
+            self._note_added()
             added = None
         for begin, end in self.exact:
             residual[begin:end] = 0
@@ -175,20 +173,23 @@ class DeviceGradient(Gradient):
                 added[begin:end] = 0
         return Sums(residual[:size], None if added is None else added[:size])
 
+    def _note_added(self) -> None:
+        self.feedback.added_step = self.step.number
+
     def _above(
-        self, sums: Sums, threshold: float | Tensor, bounds: tuple[int, int], most: int, takes: bool
+        self, sums: Sums, threshold: float | Tensor, bounds: tuple[int, int], most: int
     ) -> tuple[Tensor, Tensor]:
         """Returns indices and values of the sums of a magnitude of at least ``threshold``."""
         launcher, (start, stop) = self.gpu.launcher, bounds
         room = min(stop - start, FEW + max((stop - start) // PART, SURPLUS * most))
-        rows = threshold_compact(launcher, *sums, threshold, bounds, room, takes)
+        rows = threshold_compact(launcher, *sums, threshold, bounds, room, on_added=self._note_added)
         told = self.gpu.to_host(rows.count)
         self.gpu.wait_for(self.gpu.pushing.mark())
         count = int(told)
         if count <= room:
             return rows.positions[:count], rows.values[:count, 0]
         rest = int(rows.positions[-1]) + 1, stop  # in order, so the others lie behind
-        more = threshold_compact(launcher, sums.residual, None, threshold, rest, count - room, takes)
+        more = threshold_compact(launcher, sums.residual, None, threshold, rest, count - room)
         return torch.cat([rows.positions, more.positions]), torch.cat([rows.values, more.values])[:, 0]
 
     def _with_exact(self, indices: Tensor) -> Tensor:
@@ -205,10 +206,20 @@ class DeviceGradient(Gradient):
         ascending, first = np.unique(indices.numpy(), return_index=True)
         return torch.from_numpy(ascending), torch.from_numpy(first)
 
-    def _clean_up(self, taken: Tensor, is_finite: Tensor) -> None:
-        """Ends a selection as on the CPU, once elements were taken from the residual."""
+    def _clean_up(self, taken: Tensor, is_finite: Tensor, where: Tensor, left: Tensor) -> None:
+        """Ends a selection as on the CPU.
+
+        Elements leave the residual at the very end: if anything fails before, they are pushed next time.
+
+        Args:
+            taken: the indices of all that is pushed.
+            is_finite: whether that is, on the host.
+            where: the indices of what is not exact.
+            left: what rounding leaves there.
+        """
         with self._enqueued(self.gpu.pulling):
             if not bool(is_finite):
                 self.residual.nan_to_num_(0, 0, 0)
             with blaming(self.sparsifier, "sent"):
                 self.sparsifier.sent(taken)
+            self.residual[where] = left

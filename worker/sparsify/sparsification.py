@@ -261,6 +261,7 @@ class Sparsified(Transform):
         transfer = begin(request._replace(options=structs.replace(request.options, residuals=rounding)))
         if (errors := rounding.taken(request.name)) is not None:
             self.gradient.keep_rounding(self._indices, errors.view(-1)[self._indices])
+        self.gradient.feedback.added_step = None
         return transfer
 
     def undo(self, result: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class DGC(Sparsifier):
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         self._momentum = task.momentum or Momentum(0.0, nesterov=False)
-        self._buffer = torch.zeros(task.size)
+        self._buffer = torch.zeros(task.size, device="cpu")
 
     def accumulate(self, residual: Tensor, gradient: Tensor) -> None:
         factor, nesterov = self._momentum

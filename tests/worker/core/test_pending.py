@@ -13,7 +13,7 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
-from zenps.errors import ConfigError, DeadlineError, ProtocolError, UsageError, ZenPSError
+from zenps.errors import ConfigError, DeadlineError, ProtocolError, TensorError, UsageError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
 from zenps.wire.messages import Result
 from zenps.worker.core.pending import Pending, Signal, Waiter, Waiting
@@ -145,6 +145,19 @@ def test_answer_that_could_not_be_absorbed_fails_every_wait() -> None:
     for _ in range(2):
         with pytest.raises(MemoryError):
             pending.wait()
+
+
+@pytest.mark.parametrize("where", ["on_answer", "finish"])
+def test_a_device_that_fails_is_an_error_of_zenps(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    pending = Network({}).pending
+    monkeypatch.setattr(pending.transfer, where, fail)
+    for _ in range(2):
+        with pytest.raises(TensorError, match="tensor 'a': CUDA out of memory") as raised:
+            pending.wait()
+        assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
 
 
 def test_answers_may_come_after_a_wait_that_has_failed() -> None:

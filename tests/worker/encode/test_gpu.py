@@ -312,6 +312,20 @@ def whole(copy: Tensor) -> Transfer:
     return WholeTransfer(copy, Sharding(None, 1, 0), True, Unchanged(copy.dtype))
 
 
+def test_a_negative_view_is_pushed_with_its_sign() -> None:
+    class Asynchronous(HostAccelerator):
+        """Copies bytes as they are, as CUDA does."""
+
+        def to_host(self, tensor: Tensor, pool: BufferPool | None = None) -> Tensor:
+            return super().to_host(torch._neg_view(tensor) if tensor.is_neg() else tensor, pool)
+
+    tensor = torch._neg_view(torch.tensor([1.0, -2.0]))
+    results, _ = synchronize(
+        [tensor], lambda each: prepared(StagedDense(each, whole, Asynchronous())), average=False
+    )
+    assert results[0].tolist() == [-1.0, 2.0]
+
+
 def test_a_device_that_hangs_is_an_error() -> None:
     class Hung(HostLane):
         def mark(self) -> Never:
@@ -361,6 +375,17 @@ def test_device_that_fails_fails_its_round_alone() -> None:
     another = Pending("bias", Options(), whole(torch.ones(3)), steps.begin("bias", 1), waiting)
     queue.submit(another)
     assert submitted == [another]
+
+
+def test_a_device_without_memory_for_the_copy_is_an_error() -> None:
+    class Full(BufferPool):
+        def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            raise RuntimeError("out of memory")
+
+    full = HostAccelerator()
+    full.pinned = Full(keep_bytes=0)
+    with pytest.raises(TensorError, match="a tensor on cpu: out of memory"):
+        StagedDense(torch.ones(3), whole, full)
 
 
 def test_the_result_of_answers_in_any_order_is_coalesced() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -10,18 +11,24 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from zenps.errors import TensorError
 from zenps.finalizers import run_finalizers
 from zenps.wire.shared_memory.arena import Arena
+from zenps.worker.encode import pinned
 from zenps.worker.encode.pinned import shared_pinned_pool
 
 MIB = 1 << 20
+
+
+DEVICE = torch.device("cuda", 3)
 
 
 class Runtime:
     """``torch.cuda.cudart()``. Registered memory must stay as it is until it is unregistered."""
 
     def __init__(self) -> None:
-        self.error = 0
+        self.error = self.last_error = 0
+        self.device = 0
         self.registered: dict[int, int] = {}
         self.first_bytes: list[bytes] = []
         """Of each block when it was unregistered."""
@@ -31,12 +38,30 @@ class Runtime:
         assert address % os.sysconf("SC_PAGE_SIZE") == 0
         if not self.error:
             self.registered[address] = size
-        return self.error
+        return self._ended()
 
     def cudaHostUnregister(self, address: int) -> int:
         self.first_bytes.append(ctypes.string_at(address, 1))
         del self.registered[address]
+        return self._ended()
+
+    def _ended(self) -> int:
+        assert self.device == DEVICE.index, "a context on another device"
+        self.last_error = self.error or self.last_error
         return self.error
+
+    @contextlib.contextmanager
+    def on_device(self, index: int) -> Iterator[None]:
+        before, self.device = self.device, index
+        yield
+        self.device = before
+
+    def launch(self, *_: object, device: torch.device) -> None:
+        """Any kernel of torch, which checks the last error behind it."""
+        assert device == DEVICE
+        error, self.last_error = self.last_error, 0
+        if error:
+            raise RuntimeError(f"CUDA error {error}")
 
 
 @pytest.fixture
@@ -51,6 +76,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch, arena: Arena) -> Iterator[Runtime]:
     run_finalizers()
     fake = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    monkeypatch.setattr(torch, "ones", fake.launch)
+    monkeypatch.setattr(pinned, "on_device", fake.on_device)
     yield fake
     arena.close()
     run_finalizers()
@@ -58,7 +85,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch, arena: Arena) -> Iterator[Runtime]:
 
 
 def test_each_block_is_registered_once_and_servers_find_it(arena: Arena, runtime: Runtime) -> None:
-    pool = shared_pinned_pool(arena)
+    pool = shared_pinned_pool(arena, DEVICE)
     assert pool is not None
     for _ in range(3):
         values = pool.empty((70_000,), torch.float32)
@@ -71,7 +98,7 @@ def test_each_block_is_registered_once_and_servers_find_it(arena: Arena, runtime
 
 
 def test_a_block_is_unregistered_before_its_pages_go(arena: Arena, runtime: Runtime) -> None:
-    pool = shared_pinned_pool(arena)
+    pool = shared_pinned_pool(arena, DEVICE)
     assert pool is not None
     values = pool.lease(8 * MIB)
     values.fill_(1)
@@ -82,7 +109,7 @@ def test_a_block_is_unregistered_before_its_pages_go(arena: Arena, runtime: Runt
 
 
 def test_the_end_of_the_arena_unregisters_all_that_nobody_uses(arena: Arena, runtime: Runtime) -> None:
-    pool = shared_pinned_pool(arena)
+    pool = shared_pinned_pool(arena, DEVICE)
     assert pool is not None
     used, unused = pool.lease(100_000), pool.lease(100_000)
     del unused
@@ -99,7 +126,23 @@ def test_memory_that_cannot_be_registered_is_logged_once(
 ) -> None:
     runtime.error = 304
     with caplog.at_level(logging.WARNING, "zenps.worker"):
-        assert shared_pinned_pool(arena) is None
+        assert shared_pinned_pool(arena, DEVICE) is None
     (record,) = caplog.records
     assert "copied once more for servers on this host: cudaHostRegister cannot pin 1 bytes" in record.message
     assert "CUDA error 304" in record.message
+
+
+def test_an_error_is_not_met_by_the_next_launch(arena: Arena, runtime: Runtime) -> None:
+    pool = shared_pinned_pool(arena, DEVICE)
+    assert pool is not None
+    used = pool.lease(100_000)
+    runtime.error = 2
+    with pytest.raises(TensorError, match=r"cannot pin .* \(CUDA error 2\)"):
+        pool.lease(300_000)
+    runtime.launch(device=DEVICE)
+    del used
+    arena.close()
+    for _ in range(2):  # the blocks of the attempt and of the lease
+        with pytest.raises(TensorError, match=r"cudaHostUnregister of .* failed \(CUDA error 2\)"):
+            run_finalizers()
+        runtime.launch(device=DEVICE)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, cast
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
 from tests.worker.encode.test_transfer import KERNELS, NAN, SPARSE_SHAPES, SUMMED, any_sparse, sparse
@@ -107,6 +108,33 @@ def test_an_index_outside_its_own_dimension_is_refused(transform: type[ByElement
     tensor = torch.sparse_coo_tensor([[0], [30]], torch.ones(1, 5), (20, 30, 5), check_invariants=False)
     with pytest.raises(TensorError, match=r"sparse indices outside the shape \(20, 30\)"):
         transform(tensor, KERNELS).apply(tensor)
+
+
+class OnDevice:
+    """A sparse tensor of the CPU that says it is not there."""
+
+    is_cpu = False
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor, name)
+
+
+@pytest.mark.parametrize("indices", [[[50]], [[-1]], [[0], [5]], [[10], [0]], [[-1], [2]]])
+def test_on_a_device_indices_are_checked_before_anything_is_written_by_them(indices: list[list[int]]) -> None:
+    shape = (50, 3) if len(indices) == 1 else (10, 5, 3)
+    tensor = torch.sparse_coo_tensor(indices, torch.ones(1, 3), shape, check_invariants=False)
+    with pytest.raises(TensorError, match="expected 0 to 49"):
+        Densified(tensor, KERNELS).apply(cast(Tensor, OnDevice(tensor)))
+
+
+def test_on_a_device_all_rows_of_the_shape_are_densified() -> None:
+    empty = torch.zeros(0, 3).to_sparse(1)
+    for tensor in (any_sparse((7, 11), (2,), 40, torch.float32, torch.Generator()), empty):
+        densified = Densified(tensor, KERNELS).apply(cast(Tensor, OnDevice(tensor)))
+        assert torch.equal(densified.nan_to_num(), tensor.to_dense().nan_to_num())
 
 
 def test_a_tensor_goes_to_the_host_and_back() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.cuda.host.launcher import HostLauncher, RecordingLauncher
 from tests.worker.encode.test_reshard import view_of
-from tests.worker.host_accelerator import HostAccelerator
+from tests.worker.host_accelerator import HostAccelerator, HostLane
 from tests.worker.sparsify.test_agreed import Job
 from tests.worker.sparsify.test_sparsification import config, gradient, options
 from zenps.buffers import BufferPool
@@ -27,9 +27,10 @@ from zenps.sparsifiers.base import Momentum
 from zenps.worker.core.request import Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.statistics import Statistics
-from zenps.worker.encode.accelerator import Accelerator
+from zenps.worker.encode.accelerator import Accelerator, Event
 from zenps.worker.encode.planner import Planner
 from zenps.worker.encode.sharder import Sharder
+from zenps.worker.sparsify.agreed import Agreed
 from zenps.worker.sparsify.sparsification import Sparsification, Sparsified, make_sparsification
 
 torch.set_num_threads(1)
@@ -290,3 +291,114 @@ def test_a_device_that_fails_is_an_error_that_names_the_tensor() -> None:
     assert made is not None
     with pytest.raises(TensorError, match="tensor 'layer' on cpu: out of memory"):
         made.apply(tensor)
+
+
+@pytest.mark.parametrize("marks", [1, 2, 3])
+def test_a_device_that_fails_while_it_is_waited_for_names_the_tensor(marks: int) -> None:
+    class Faulty(HostLane):
+        def mark(self) -> Event:
+            nonlocal marks
+            marks -= 1
+            return Fault() if not marks else super().mark()
+
+    class Fault(Event):
+        def query(self) -> bool:
+            raise RuntimeError("illegal memory access")
+
+    gpu, tensor = HostAccelerator(), gradient(0, SIZE)
+    gpu.pushing = gpu.pulling = Faulty()
+    made = make(gpu).transform(Request(tensor, "layer", options(Residuals())), 0)
+    assert made is not None
+    with pytest.raises(TensorError, match="tensor 'layer' on cpu: illegal memory access"):
+        made.apply(tensor)
+
+
+class Scarce(HostAccelerator):
+    """Fails once, after so many launches and buffers of the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = math.inf
+        scarce = self
+
+        class Launcher(HostLauncher):
+            def launch(
+                self, source: str, expression: str, grid: int, block: int, args: Sequence[Argument]
+            ) -> None:
+                scarce.take_one()
+                super().launch(source, expression, grid, block, args)
+
+        class Pool(BufferPool):
+            def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+                scarce.take_one()
+                return super().empty(shape, dtype)
+
+        self.launcher, self.pinned = Launcher(), Pool(keep_bytes=1 << 20)
+
+    def take_one(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            self.left = math.inf
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("exact", [(), VECTORS], ids=["", "vectors"])
+@pytest.mark.parametrize("sparsifier", [*OWN, "dgc with momentum", "exdyna"])
+def test_a_gradient_is_counted_once_however_often_its_push_fails(
+    sparsifier: str, exact: tuple[tuple[int, int], ...]
+) -> None:
+    name, _, momentum = sparsifier.partition(" ")
+    changes = {"exact": exact, "momentum": Momentum(0.9, nesterov=False) if momentum else None}
+
+    def push(gpu: Scarce, failures: Sequence[int]) -> list[Any]:
+        sparsification, residuals, results = make(gpu, f"sync.sparsifier={name}"), Residuals(), list[Any]()
+        for step in range(3):
+            tensor = with_nan(step) if step == 1 else gradient(step, SIZE, torch.bfloat16)
+            request = Request(tensor, "layer", options(residuals, **changes))
+            for left in failures if step else ():
+                gpu.left = left
+                made = sparsification.transform(request, step)
+                assert made is not None
+                with pytest.raises(TensorError, match="CUDA out of memory"):
+                    made.apply(tensor)
+            made = sparsification.transform(request, step)
+            assert made is not None
+            sent = made.apply(tensor)
+            results += [sent.indices().clone(), sent.values().clone(), residuals.of("layer", SIZE, 1).clone()]
+            if isinstance(made, Agreed):
+                values = made.continue_with(sent)
+                results += [*values.values(), residuals.of("layer", SIZE, 1).clone()]
+        return results
+
+    expected = push(Scarce(), ())
+    for left in range(4):
+        for got, wanted in zip(push(Scarce(), (left, 3 - left)), expected, strict=True):
+            assert_same(got, wanted)
+
+
+def test_what_a_failed_push_has_left_is_forgotten_with_its_step() -> None:
+    """Its name may have the same number in the next step: nothing was sent."""
+    gpu, residuals = Scarce(), Residuals()
+    sparsification = make(gpu)
+    for seed in (0, 1):
+        request = Request(gradient(seed, SIZE), "layer", options(residuals))
+        made = sparsification.transform(request, 0)
+        assert made is not None
+        gpu.left = 3
+        with pytest.raises(TensorError):
+            made.apply(request.tensor)
+        residuals.end_step()
+    assert torch.equal(residuals.of("layer", SIZE, 1)[:, 0], gradient(0, SIZE) + gradient(1, SIZE))
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_values_that_cannot_come_to_the_host_stay_in_the_residual(left: int) -> None:
+    gpu, residuals = Scarce(), Residuals()
+    request = Request(gradient(0, SIZE), "layer", options(residuals))
+    made = make(gpu, "sync.sparsifier=exdyna").transform(request, 0)
+    assert isinstance(made, Agreed)
+    union = made.apply(request.tensor)
+    gpu.left = left
+    with pytest.raises(TensorError, match="CUDA out of memory"):
+        made.continue_with(union)
+    assert torch.equal(residuals.of("layer", SIZE, 1)[:, 0], request.tensor)

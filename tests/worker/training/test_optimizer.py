@@ -10,6 +10,7 @@ import signal
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ import zenps as zps
 import zenps.byteps as bps
 import zenps.horovod as hvd
 from zenps.config.settings import Config
-from zenps.errors import DeadlineError, UsageError, ZenPSError
+from zenps.errors import DeadlineError, TensorError, UsageError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
 from zenps.worker.core.pending import Pending, Signal, Waiting
 from zenps.worker.core.request import Request
@@ -28,6 +29,7 @@ from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Progress, Statistics, Stats
 from zenps.worker.core.transfer import SuppliedTransfer
 from zenps.worker.process import PROCESS
+from zenps.worker.training.gradients.buckets import Bucket
 from zenps.worker.world import LocalWorld, World
 
 
@@ -164,6 +166,71 @@ def test_round_that_fails_leaves_no_other_in_flight(
     optimizer.step()
     assert world.pushed - pushed == {name: 1 for name in pushed if pushed[name] > 1}
     assert world.waited == world.pushed
+
+
+class Full:
+    """In place of a method: once, there is no memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+        self._inner, self.is_full = getattr(Bucket, method), False
+        monkeypatch.setattr(Bucket, method, lambda *args: self(*args))
+
+    def __call__(self, *args: object) -> object:
+        if self.is_full:
+            self.is_full = False
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self._inner(*args)
+
+
+@pytest.mark.parametrize(("method", "during"), [("fused", "backward"), ("fused", "step"), ("spread", "step")])
+def test_a_device_without_memory_leaves_no_round_in_flight(
+    method: str, during: str, world: FakeWorld, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world, "bucket_bytes", 1)  # each gradient by itself
+    full, optimizer = Full(monkeypatch, method), wrap(model)
+    train_one_step(model, optimizer)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    pushed = world.pushed.copy()
+    if during == "backward":
+        full.is_full = True
+        with pytest.raises(TensorError, match=r"gradient of '\w+\.\w+': CUDA out of memory; zero_grad"):
+            model.loss().backward()
+    else:
+        with optimizer.no_sync():  # so that step() pushes all
+            model.loss().backward()
+        full.is_full = True
+        with pytest.raises(TensorError, match="CUDA out of memory"):
+            optimizer.step()
+        assert world.waited == world.pushed
+    optimizer.zero_grad()
+    assert world.waited == world.pushed
+    assert all(map(torch.equal, before, model.parameters()))
+    if method == "spread" or during == "backward":  # every rank pushes each tensor once in a step
+        assert set((world.pushed - pushed).values()) == {1}
+
+    train_one_step(model, optimizer)
+    assert not any(map(torch.equal, before, model.parameters()))
+    assert world.waited == world.pushed
+
+
+def test_on_a_gpu_the_stream_of_each_gradient_of_a_bucket_is_known_before_its_push(
+    world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = list[str]()
+    fused = Bucket.fused
+
+    def note_push(bucket: Bucket, *args: Any) -> Tensor:
+        calls.append("push")
+        return fused(bucket, *args)
+
+    monkeypatch.setattr(Bucket, "note_stream", lambda _: calls.append("note"))
+    monkeypatch.setattr(Bucket, "fused", note_push)
+    train_one_step(model, optimizer)
+    assert calls == ["push"], "the host has no streams"
+    calls.clear()
+    monkeypatch.setattr(optimizer._consistency._agreement.buckets[0], "is_on_gpu", True)
+    train_one_step(model, optimizer)
+    assert calls == ["note"] * 4 + ["push"]
 
 
 @pytest.mark.usefixtures("interruptible")

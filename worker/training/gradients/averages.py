@@ -7,6 +7,7 @@ from torch.nn import Parameter
 from zenps.errors import ZenPSError
 
 from ...core.pending import Pending
+from ...core.request import device_error
 from .buckets import Bucket
 
 
@@ -37,16 +38,15 @@ class Averages:
         for owner, handle in self.handles.items():
             try:
                 result = handle.wait()
-            except ZenPSError as error:
-                errors.append(error)
-                continue
-            if self.is_dropped:
-                continue
-            if isinstance(owner, Bucket):
-                owner.spread(result)
-            elif owner in self.dense:
-                owner.grad = result.to_dense()
-            else:
-                owner.grad = result if result._nnz() else None
+                if self.is_dropped:
+                    continue
+                if isinstance(owner, Bucket):
+                    owner.spread(result)
+                elif owner in self.dense:
+                    owner.grad = result.to_dense()
+                else:
+                    owner.grad = result if result._nnz() else None
+            except (ZenPSError, RuntimeError, MemoryError) as error:
+                errors.append(device_error(f"tensor {handle.name!r}", error))
         if errors:
             raise errors[0]

@@ -21,6 +21,9 @@ class Bucket:
         run: elements that are quantized by a common scale. Each presence element begins a run, because
             beside larger values it could be rounded to 0.
         is_sparsifiable: True if the gradients may be sparsified.
+
+    Attributes:
+        is_on_gpu: True if backward may compute gradients on several streams: see :meth:`note_stream`.
     """
 
     def __init__(
@@ -33,6 +36,13 @@ class Bucket:
         self._present_from = -(-sum(parameter.numel() for parameter in parameters) // run) * run
         self.waiting_for = set(parameters)
         """Parameters whose gradient backward has not computed since the last push."""
+        self.is_on_gpu = parameters[0].is_cuda
+        self._streams: set[torch.cuda.Stream] = set()
+        """Those on which gradients were computed since the last push."""
+
+    def note_stream(self) -> None:
+        """Notes that a gradient was computed on the current stream. :meth:`fused` waits for it."""
+        self._streams.add(torch.cuda.current_stream(self.parameters[0].device))
 
     @property
     def exact(self) -> tuple[tuple[int, int], ...]:
@@ -41,6 +51,8 @@ class Bucket:
 
     def fused(self, scale: float = 1.0) -> Tensor:
         """Returns the gradients times ``scale``, padded to whole runs, then the presence elements."""
+        if self._streams:
+            self._follow_streams()
         first = self.parameters[0]
         length = self._present_from + len(self.parameters) * self._run
         flat = torch.zeros(length, dtype=first.dtype, device=first.device)
@@ -69,6 +81,17 @@ class Bucket:
             if parameter.grad is None and parameter.requires_grad and residual[begin:end].any():
                 fused[self._present_from + index * self._run] = 1
             begin = end
+
+    def _follow_streams(self) -> None:
+        current = torch.cuda.current_stream(self.parameters[0].device)
+        if others := self._streams - {current}:
+            for stream in others:
+                current.wait_stream(stream)
+            for gradient in [each.grad for each in self.parameters if each.grad is not None]:
+                # The allocator must not reuse its memory on its own stream before it is copied here.
+                for part in (gradient._indices(), gradient._values()) if gradient.is_sparse else (gradient,):
+                    part.record_stream(current)
+        self._streams.clear()
 
     def spread(self, flat: Tensor) -> None:
         """Makes the pulled tensor the parameters' gradients; they share its memory."""

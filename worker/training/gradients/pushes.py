@@ -63,6 +63,7 @@ class GradientPushes:
     def end_step(self) -> Averages:
         """Returns the averages of this step, to come, and begins the next."""
         ended, self.averages = self.averages, Averages()
+        self._residuals.end_step()
         self.step += 1
         return ended
 

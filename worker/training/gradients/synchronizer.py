@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zenps.errors import PeerLostError, UsageError, ZenPSError
+from zenps.errors import PeerLostError, TensorError, UsageError, ZenPSError
 from zenps.sparsifiers.base import Momentum
 
+from ...core.request import device_error
 from ...process import PROCESS
 from .agreement import ParameterAgreement, ParameterNames
 from .averages import Averages
@@ -252,8 +253,9 @@ class GradientSynchronizer(Consistency):
             self._pushes.push_rest()
             if self._pushes.outdated:
                 self._pushes.push_again()
-        except ZenPSError as raised:
-            self._pushes.averages.is_dropped, error = True, error or raised
+        except (ZenPSError, RuntimeError, MemoryError) as raised:
+            self._pushes.averages.is_dropped = True
+            error = error or device_error("gradients of this step", raised)
         finally:
             self._pushes.outdated.clear()
             self._passes.end_step()
@@ -307,11 +309,17 @@ class GradientSynchronizer(Consistency):
         except ZenPSError:
             self._is_refused = True
             raise
+        except RuntimeError as error:
+            self._is_refused = True
+            name = self._agreement.names[parameter]
+            raise TensorError(f"gradient of {name!r}: {error}; zero_grad() ends this step") from error
 
     def _count_pass(self, parameter: Parameter) -> None:
         """Pushes the gradient after its last pass, alone or with the last one of its bucket."""
         passes, bucket = self._passes.count(parameter), self._agreement.bucket_of.get(parameter)
         owner = bucket or parameter
+        if bucket and bucket.is_on_gpu:
+            bucket.note_stream()
         if passes >= self._passes.per_step and parameter.grad is not None:
             self._computed[parameter] = Snapshot(parameter.grad)
         if owner in self._pushes.averages.handles:
@@ -328,7 +336,12 @@ class GradientSynchronizer(Consistency):
                 self._pushes.push_bucket(bucket)
 
     def _check_gradients(self) -> None:
-        if (changed := first_changed(self._computed)) is not None:
+        try:
+            changed = first_changed(self._computed)
+        except RuntimeError as error:
+            self._is_refused = True
+            raise TensorError(f"gradients of this step: {error}; zero_grad() ends this step") from error
+        if changed is not None:
             name = self._agreement.names[changed]
             raise self._refuse(
                 f"gradient of {name!r}: changed since backward computed it; to clip or unscale, call "

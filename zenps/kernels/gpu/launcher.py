@@ -58,7 +58,7 @@ def grid_of(threads: int, block: int = BLOCK) -> int:
 
 def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Copies ``numbers`` to the device as int64, without waiting for it."""
-    host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    host = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 
 

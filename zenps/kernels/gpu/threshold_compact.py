@@ -6,6 +6,7 @@ The same selections as :mod:`zenps.kernels.native.magnitudes` makes on the CPU. 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ def threshold_compact(
     bounds: tuple[int, int],
     capacity: int,
     takes: bool = False,
+    on_added: Callable[[], None] | None = None,
 ) -> DeviceRows:
     """Adds a gradient to its residual, and finds the elements of the sum with |element| ≥ ``threshold``.
 
@@ -46,6 +48,7 @@ def threshold_compact(
         bounds: the first element that is searched, and the one behind the last.
         capacity: the number of elements that the output has room for.
         takes: True to leave 0 in the residual where an element was written.
+        on_added: called once the gradient is added: what fails later must not add it again.
 
     Returns:
         positions, int64 ``[capacity]``: the elements' indices; and their sums ``[capacity, 1]``.
@@ -72,6 +75,8 @@ def threshold_compact(
     name = number_name(torch.float32 if gradient is None else gradient.dtype)
     marked = (0 if gradient is None else gradient, residual, size, *bounds, *least, marks)
     launcher.launch("threshold_compact", f"mark_elements<{name}>", tiles, BLOCK, marked)
+    if on_added is not None:
+        on_added()
     args = (state, marks, residual, size, int(takes), capacity, indices, values, count)
     launcher.launch("threshold_compact", "list_marked", listed, BLOCK, args)
     return DeviceRows(indices, values, count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -63,3 +64,45 @@ def test_parameters_of_one_dimension_are_never_sparsified() -> None:
     ]
     (whole,) = fuse("b", [matrix, vector, other], 1 << 20, 1)
     assert not whole.is_sparsifiable
+
+
+class Streams:
+    """Those of a GPU: which one is current, and what was asked of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current = "main"
+        self.asked: list[tuple[str, ...]] = []
+        streams = self
+
+        class Stream(NamedTuple):
+            name: str
+
+            def wait_stream(self, other: Stream) -> None:
+                streams.asked.append((self.name, "waits for", other.name))
+
+        def record_stream(tensor: Tensor, stream: Stream) -> None:
+            streams.asked.append((stream.name, "reads", str(tuple(tensor.shape))))
+
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream(self.current))
+        monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
+
+
+def test_gradients_of_other_streams_are_waited_for_before_they_are_fused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streams = Streams(monkeypatch)
+    first, second, sparse = Parameter(torch.ones(2)), Parameter(torch.ones(3)), Parameter(torch.ones(4, 1))
+    bucket = Bucket("b", (first, second, sparse))
+    assert not bucket.is_on_gpu
+    first.grad, second.grad, sparse.grad = torch.ones(2), torch.ones(3), torch.ones(4, 1).to_sparse(1)
+    for stream in ("main", "side", "main"):
+        streams.current = stream
+        bucket.note_stream()
+    assert bucket.fused().tolist() == [1.0] * (2 + 3 + 4 + 3)
+    parts = ("(2,)", "(3,)", "(1, 4)", "(4, 1)")
+    assert streams.asked == [("main", "waits for", "side"), *(("main", "reads", part) for part in parts)]
+    streams.asked.clear()
+    bucket.fused()
+    bucket.note_stream()
+    bucket.fused()
+    assert not streams.asked, "a single stream works in order"
