@@ -24,7 +24,8 @@ class AveragingWorld(FakeWorld):
 @pytest.fixture
 def join() -> Iterator[Callable[[FakeWorld], FakeWorld]]:
     """Joins a world after leaving that of before."""
-    PROCESS._world = FakeWorld()  # in which other tests may have taken numbers
+    # Other tests may have taken numbers, and left optimizers that the collector has not found yet.
+    PROCESS._world, PROCESS._before_leaving = FakeWorld(), []
 
     def join(world: FakeWorld) -> FakeWorld:
         PROCESS.leave()
