@@ -147,8 +147,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Call it on all ranks at the same point, before weights are evaluated or saved. :meth:`state_dict`,
         :meth:`load_state_dict`, :meth:`TrainingState.commit` before it admits workers, and
-        :func:`zenps.shutdown` do so, too. Without a staleness it does nothing. Errors are those of
-        :func:`zenps.push_pull`.
+        :func:`zenps.shutdown` do so, too. Gradients are cleared then. Without a staleness it does nothing.
+        Errors are those of :func:`zenps.push_pull`.
 
         Raises:
             UsageError: called between backward and ``step()``.

@@ -24,7 +24,8 @@ arguments = TrainingArguments(
 sgd = torch.optim.SGD(model.parameters(), 0.2)
 trainer = Trainer(model, arguments, train_dataset=data, optimizers=(sgd, None))
 trainer.add_callback(Callback(trainer))
-trainer.train()
+for _ in range(2):  # the second training has the wrapper of the first
+    trainer.train()
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 save(model.state_dict(), losses, trainer.is_world_process_zero())
 zps.shutdown()
