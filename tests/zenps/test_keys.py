@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from zenps import keys as key_files
 from zenps.config.settings import SecurityConfig
 from zenps.errors import ConfigError
 from zenps.keys import LIST_NAME, Keys, Player, generate, load_keys, read_owners
@@ -50,6 +52,22 @@ def refused(directory: Path, *arguments: str | int | None, secret: str = "worker
 
 
 # ── keygen ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_interrupt_right_after_a_file_is_made_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = key_files._create
+
+    def create_and_interrupt(path: Path, text: str) -> Path:
+        made = create(path, text)
+        os.kill(os.getpid(), signal.SIGINT)
+        return made
+
+    monkeypatch.setattr(key_files, "_create", create_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        generate(tmp_path / "keys", workers=1, servers=1)
+    assert not [*tmp_path.glob("keys/*")]
 
 
 @pytest.mark.usefixtures("umask")
